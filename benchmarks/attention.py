@@ -30,9 +30,9 @@ from benchmarks.results import note_conditions, write_results
 from manualpar.layers.attention import AttentionKind, attention
 from manualpar.planner.kernels import kernel_clock, kernels_in
 from manualpar.planner.out_of_memory import read_out_of_memory
-from manualpar.planner.schedule import on_all_links, read_schedule
 from manualpar.planner.topology import parse_topology
 from manualpar.planner.tpu_compiler import ENVIRONMENT
+from manualpar.planner.tpu_timeline import on_all_links, read_timeline
 from manualpar.planner.tpu_worker import is_out_of_hbm
 
 KINDS: tuple[AttentionKind, ...] = tuple(
@@ -77,7 +77,7 @@ def compile_layer(
         if not is_out_of_hbm(str(error)):
             raise
         return read_out_of_memory(str(error)).sentences[0]
-    schedule = read_schedule(
+    schedule = read_timeline(
         compiled.as_text() or "",
         dict(mesh.shape),
         clock=topology.chip.clock,

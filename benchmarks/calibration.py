@@ -39,8 +39,8 @@ import rich.console
 from benchmarks.published_figures import PublishedFigure
 from benchmarks.published_rows import FIGURES
 from benchmarks.results import note_conditions, write_results
+from manualpar.planner.closed_form.layout_estimate import PodPlan, estimate_layout
 from manualpar.planner.hardware import FITTED_ATTENTION, FITTED_PRODUCTS, SAME_PRODUCTS
-from manualpar.planner.pod_estimate import PodPlan, estimate_layout
 from manualpar.system.reports.tables import describe_share, print_table
 
 RESULTS = Path(__file__).parent / "calibration.json"

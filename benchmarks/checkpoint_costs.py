@@ -24,7 +24,7 @@ from benchmarks.loop_blocks import SAVED_AFTER, Bench
 from benchmarks.turns import Estimate, estimate, ratios, take_turns
 from manualpar.training.checkpoints import Checkpoints
 from manualpar.training.checkpoints.manifest import read_manifest, verify_files
-from manualpar.training.watching.writers import PLACED_FILES
+from manualpar.training.monitoring.run_files import PLACED_FILES
 from manualpar.training.workdir import FOLDER, restore
 
 ROOT = Path(__file__).parent.parent

@@ -46,10 +46,10 @@ from manualpar.training.checkpoints import CheckpointError
 from manualpar.training.config import load_config
 from manualpar.training.devices import simulate_devices
 from manualpar.training.experiment import Experiment, prepare
+from manualpar.training.monitoring.report import page_html
+from manualpar.training.monitoring.run_files import RunWriter
+from manualpar.training.monitoring.run_record import make_charts, read_run
 from manualpar.training.recorder import parse_state
-from manualpar.training.watching.report import page_html
-from manualpar.training.watching.run_record import make_charts, read_run
-from manualpar.training.watching.writers import RunWriter
 from manualpar.training.workdir import check_folder, open_checkpoints, restore
 from manualpar.training.workdir_lock import lock_workdir
 

@@ -8,7 +8,7 @@ python -m benchmarks.collective_matmul [--topologies v5e:4x4 v5p:2x2x4 v5p:4x4x4
 The program is Megatron's MLP, `x += down(gelu(up(norm(x))))`, a few times: its value, or its value
 and all gradients, in bfloat16. No TPU is needed, but libtpu is (`pip install
 "manualpar[tpu-compiler]"`). Nothing is timed: the schedule and the memory are the compiler's, and
-seconds are an estimate from them, see `manualpar.planner.schedule`.
+seconds are an estimate from them, see `manualpar.planner.tpu_timeline`.
 """
 
 import argparse
@@ -31,9 +31,9 @@ from manualpar.core.mesh.mesh import make_mesh
 from manualpar.core.parameters.collectives import cast_to_varying
 from manualpar.layers import enter, enter_ring, gather_matmul, leave, matmul_scatter, whole_sequence
 from manualpar.planner.compiled_plan import CompiledStep, schedule_of
-from manualpar.planner.schedule import Schedule
 from manualpar.planner.topology import parse_topology
 from manualpar.planner.tpu_compiler import ENVIRONMENT
+from manualpar.planner.tpu_timeline import Timeline
 
 TOPOLOGIES = ("v5e:4x4", "v5p:2x2x4", "v5p:4x4x4")
 SEQUENCE_DIM = 1
@@ -89,7 +89,7 @@ class Row:
     form: str
     program: str
     temporaries: int
-    schedule: Schedule
+    schedule: Timeline
 
     @property
     def values(self) -> dict[str, float]:

@@ -29,7 +29,7 @@ import ml_collections
 
 from benchmarks.results import note_conditions, write_results
 from manualpar.core.mesh.compiler_options import Overlap
-from manualpar.planner.plan import Plan
+from manualpar.planner.plan import StepEstimate
 from manualpar.planner.topology import parse_topology
 from manualpar.planner.tpu_compiler import compile_for_tpu
 from manualpar.training.config import load_config
@@ -119,7 +119,7 @@ class Row:
     shape: str
     topology: str
     program: str
-    plan: Plan | None
+    plan: StepEstimate | None
     error: str = ""
 
     def cells(self, reference: "Row | None" = None) -> list[str]:
@@ -175,7 +175,7 @@ HEADER = (
 )
 
 
-def _sent(plan: Plan, kinds: Sequence[str]) -> str:
+def _sent(plan: StepEstimate, kinds: Sequence[str]) -> str:
     """MiB sent by collectives of these kinds, and what share of that is asynchronous."""
     chosen = [each for each in plan.collectives if each.kind in kinds]
     total = sum(each.bytes_sent for each in chosen)
@@ -183,7 +183,7 @@ def _sent(plan: Plan, kinds: Sequence[str]) -> str:
     return f"{total / MIB:,.0f} ({is_async / total:.0%})" if total else "0"
 
 
-def _seconds(plan: Plan) -> tuple[float | None, ...]:
+def _seconds(plan: StepEstimate) -> tuple[float | None, ...]:
     """Compute, exposed and overlapped communication, the step, and the step by links."""
     sending = plan.exposed_seconds, plan.overlapped_seconds
     return plan.compute_seconds, *sending, plan.step_seconds, plan.step_seconds_by_links

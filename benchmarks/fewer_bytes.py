@@ -30,7 +30,7 @@ import ml_collections
 from manualpar.core.program.program import Program
 from manualpar.data import evaluation_batches, train_batches
 from manualpar.inspect import bytes_by_axes, trace_collectives, trace_outer_steps
-from manualpar.strategies.diloco.program import LocalSteps
+from manualpar.strategies.diloco.program import DiLoCoProgram
 from manualpar.training.config import check_config, complete_config, load_config
 from manualpar.training.devices import simulate_devices
 from manualpar.training.experiment import Experiment, prepare
@@ -121,7 +121,7 @@ def bytes_sent(program: Program) -> tuple[float, float]:
     """What a device sends in a step, in all and over the slow links, on average."""
     traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
     sums = [(1.0, bytes_by_axes(trace_collectives(traced)))]
-    if isinstance(program, LocalSteps):
+    if isinstance(program, DiLoCoProgram):
         sums.append((1 / program.every, bytes_by_axes(trace_outer_steps(program))))
     sent = [(share * float(n), axes) for share, each in sums for axes, n in each.items()]
     # A ring over several axes crosses the slow links with everything that it sends.

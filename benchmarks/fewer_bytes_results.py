@@ -106,7 +106,9 @@ def draw_losses(lines: Sequence[Line], path: Path) -> None:
         pictures.draw_bars(first, bars, end=2.1 * max(bar.length for bar in bars))
         pictures.scale_in_bytes(first)
         first.set_title(f"Sent by a device in a step ({TITLES[shown[-1][0]]})")
-        pictures.explain(first, {"over slow links": pictures.RED, "over fast ones": pictures.SKY})
+        pictures.add_legend(
+            first, {"over slow links": pictures.RED, "over fast ones": pictures.SKY}
+        )
         for axes, (task, steps), rows in zip(others, shown, found, strict=True):
             _draw_differences(axes, names, rows)
             axes.set_title(f"{TITLES[task]}, {steps} steps")

@@ -27,7 +27,7 @@ The exit code is 1 after any of these. The JSON file is written after each row.
 `--devices` takes more than one; then FSDP is over all of them, and there is no plain jit. Rows are
 measured one after another, so that one has the memory to itself, and the first again at the end.
 With a batch size of 0 the batch is the largest power of two for which FSDP's step fits.
-MFU is held against the vendor's peak (`manualpar.training.watching.throughput`); of a device that
+MFU is held against the vendor's peak (`manualpar.training.monitoring.throughput`); of a device that
 is not known there, such as a CPU, none is given.
 
 On an accelerator the fast tests run too, at the end, with products in full float32. Those that need

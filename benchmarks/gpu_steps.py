@@ -30,7 +30,7 @@ from manualpar.layers.attention import ATTENTION_KINDS
 from manualpar.models import Transformer
 from manualpar.models.cross_entropy import language_model_loss
 from manualpar.models.transformer_fields import flops_per_token
-from manualpar.training.watching.throughput import peak_flops
+from manualpar.training.monitoring.throughput import peak_flops
 
 PLAIN, TORCH, AGAIN = "plain jit", "PyTorch FSDP2, compiled", "the first, again"
 LOGITS = "manual fsdp, whole logits"

@@ -26,13 +26,13 @@ from manualpar.system.cluster import Cluster
 from manualpar.training.checkpoints import Checkpoints
 from manualpar.training.config import load_config
 from manualpar.training.experiment import prepare
+from manualpar.training.monitoring.profiling import StepProfiler
+from manualpar.training.monitoring.progress import TrainingProgress
+from manualpar.training.monitoring.run_files import RunWriter
+from manualpar.training.monitoring.stalls import StallDetector
+from manualpar.training.monitoring.throughput import Throughput
 from manualpar.training.recorder import Recorder
 from manualpar.training.trainer import Trainer
-from manualpar.training.watching.profiling import StepProfiler
-from manualpar.training.watching.screen import TrainingProgress
-from manualpar.training.watching.stalls import StallDetector
-from manualpar.training.watching.throughput import Throughput
-from manualpar.training.watching.writers import RunWriter
 from manualpar.training.workdir import START, Position
 
 SAVED_AFTER = 1  # Of the steps of a block that saves.

@@ -36,8 +36,8 @@ from manualpar.data import train_batch
 from manualpar.system.cluster import initialize
 from manualpar.training.devices import simulate_devices
 from manualpar.training.experiment import Experiment, prepare
+from manualpar.training.monitoring.stalls import StallDetector
 from manualpar.training.run import run
-from manualpar.training.watching.stalls import StallDetector
 
 CONFIG = Path(__file__).parent.parent / "configs" / "fsdp.py"
 SMALL = {"model.hidden_size": 16, "model.num_layers": 1, "data.batch_size": 32}

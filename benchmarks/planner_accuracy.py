@@ -39,7 +39,7 @@ from manualpar.planner.hardware import Chip, Network
 from manualpar.planner.roofline import estimate as estimate_step
 from manualpar.planner.step_work import read_work
 from manualpar.planner.topology import Topology
-from manualpar.training.watching.throughput import Throughput
+from manualpar.training.monitoring.throughput import Throughput
 
 PARTS = ("steps", "memory")
 DEVICES = 8

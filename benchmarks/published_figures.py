@@ -29,7 +29,7 @@ from typing import Any, ClassVar, Literal
 
 from manualpar.models import Transformer
 from manualpar.models.transformer_fields import flops_per_token
-from manualpar.planner.pod_layout import PodLayout
+from manualpar.planner.closed_form.layout import PodLayout
 from manualpar.planner.topology import Topology, parse_topology
 
 _FIELDS = ("num_layers", "hidden_size", "mlp_size", "num_heads", "num_kv_heads", "vocab_size")

@@ -4,8 +4,9 @@ python -m benchmarks.scale_plans [--models llama3_8b ...] [--topologies h100:102
                                  [--json benchmarks/scale_plans.json]
 
 For each config of `configs/plan` and each topology it ranks all layouts by their closed forms
-(`manualpar.planner.pod_sweep`). `docs/scale.md` shows the results, and `benchmarks.calibration`
-says how far such estimates are off. All of it takes about ten minutes of one core, and no device.
+(`manualpar.planner.closed_form.layout_search`). `docs/scale.md` shows the results, and
+`benchmarks.calibration` says how far such estimates are off. All of it takes about ten minutes of
+one core, and no device.
 """
 
 import argparse
@@ -19,9 +20,9 @@ import rich.console
 
 from benchmarks.results import note_conditions, write_results
 from manualpar.models import Transformer
-from manualpar.planner.pod_layout import PodLayout
-from manualpar.planner.pod_report import fastest_of_each_mesh, layout_values
-from manualpar.planner.pod_sweep import rank_layouts
+from manualpar.planner.closed_form.layout import PodLayout
+from manualpar.planner.closed_form.layout_report import fastest_of_each_mesh, layout_values
+from manualpar.planner.closed_form.layout_search import rank_layouts
 from manualpar.planner.topology import parse_topology
 from manualpar.system.reports.tables import (
     describe_bytes,

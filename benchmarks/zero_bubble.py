@@ -28,7 +28,7 @@ import rich.console
 from jax.extend.core import ClosedJaxpr, Jaxpr, Var, jaxpr_as_fun
 
 from manualpar.core.tracing.jaxprs import all_equations
-from manualpar.inspect.products import flops_of
+from manualpar.inspect.flops import flops_of
 from manualpar.layers.attention.context import Context
 from manualpar.layers.pipeline.schedules import make_table
 from manualpar.models.rotary import rotary_angles

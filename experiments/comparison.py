@@ -161,7 +161,7 @@ def _draw_bytes(axes: Any, rows: Sequence[Row]) -> None:
     pictures.draw_bars(axes, bars)
     pictures.scale_in_bytes(axes)
     axes.set_title("Sent by a device in a step (|: the formula)")
-    pictures.explain(axes, {"as traced": pictures.DARK, "as compiled": _pale(pictures.DARK)})
+    pictures.add_legend(axes, {"as traced": pictures.DARK, "as compiled": _pale(pictures.DARK)})
 
 
 def _color(row: Row) -> str:

@@ -1,16 +1,18 @@
-"""Modules that have moved: their old names are understood for one more release, with a warning.
+"""Old names of modules and of what is in them, understood for one more release, with a warning.
 
 `import manualpar.pretrained` gives the module `manualpar.models.pretrained` itself, and so do the
 names below it. An entry of `MOVED` goes with the release after the one that moved the module.
 """
 
+import functools
 import importlib
 import importlib.abc
 import importlib.machinery
 import sys
 import types
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 # Without `manualpar.`
 MOVED = {
@@ -43,8 +45,10 @@ MOVED = {
     "training.main": "commands.train_command",
     "untrusted": "system.storage.untrusted",
     "usage": "errors",
-    "watching": "training.watching",
+    "watching": "training.monitoring",
 }
+# Of modules where they are now: names that have changed.
+RENAMED = {"core.modes.strategy": {"Mode": "ModeName", "Sends": "CommCounts"}}
 PACKAGE = "manualpar."
 # Folders that are gone, and have something in `MOVED`.
 GONE = frozenset({"modes", "sharding"})
@@ -118,3 +122,13 @@ def find_old_names() -> None:
     """Makes old names importable."""
     if not any(isinstance(finder, MovedFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, MovedFinder())  # First, or a folder's own files are imported twice.
+    for name, renamed in RENAMED.items():
+        module = importlib.import_module(PACKAGE + name)
+        vars(module)["__getattr__"] = functools.partial(_renamed, module, renamed)
+
+
+def _renamed(module: types.ModuleType, renamed: Mapping[str, str], name: str) -> Any:
+    if name not in renamed:
+        raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
+    _warn(f"{module.__name__}.{name}", renamed[name])
+    return getattr(module, renamed[name])

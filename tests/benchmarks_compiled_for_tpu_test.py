@@ -3,11 +3,11 @@ import dataclasses
 import pytest
 
 from benchmarks.compiled_for_tpu import HEADER, PROGRAMS, Row, Shape, grown, make_config
-from manualpar.planner.plan import Plan, PlannedCollective
+from manualpar.planner.plan import PlannedCollective, StepEstimate
 from manualpar.planner.vocabulary import prepare_planned
 
 GATHER = PlannedCollective("all_gather", ("data",), "gather_params", "forward", 3, 3 * 2**20)
-PLAN = Plan(
+PLAN = StepEstimate(
     name="fsdp manual",
     topology="v5e:4x4",
     num_devices=16,

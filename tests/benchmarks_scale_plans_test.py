@@ -12,8 +12,8 @@ from benchmarks.scale_plans import (
     print_best,
     read_results,
 )
-from manualpar.planner.pod_estimate import estimate_layout
-from manualpar.planner.pod_layout import PodLayout
+from manualpar.planner.closed_form.layout import PodLayout
+from manualpar.planner.closed_form.layout_estimate import estimate_layout
 from manualpar.planner.topology import parse_topology
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.slow_links import SYSTEMS, config_of, main, plan_way, topology_of
 from manualpar.inspect import step_bytes
-from manualpar.inspect.formulas import outer_step_bytes
+from manualpar.inspect.expected_bytes import outer_step_bytes
 from manualpar.planner.vocabulary import prepare_planned
 
 H100 = "h100:128 12.5 GB/s"

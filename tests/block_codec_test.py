@@ -8,16 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from manualpar.core.parameters.block_codec import (
+from manualpar.core.parameters.block_quantization import (
     BITS,
     LARGEST,
     LARGEST_CODE,
-    block_size,
     coded_bytes,
     decode,
     encode,
-    pack,
-    unpack,
+    pack_codes,
+    quantized_block_size,
+    unpack_codes,
 )
 from tests.one_device import slow_unless
 
@@ -36,7 +36,7 @@ def test_a_number_is_off_by_half_a_scale_at_most(size, most, dtype, data):
     x = data.draw(arrays.arrays(np.float32, (2, size), elements=elements))
     if dtype == "bfloat16":  # Where the largest magnitude is less.
         x = np.clip(x, -3e38, 3e38).astype(jnp.bfloat16)
-    block = block_size(size, most)
+    block = quantized_block_size(size, most)
     assert 1 <= block <= most
     codes, scales = jax.jit(encode, static_argnums=1)(x, block)
     y = jax.jit(decode)(codes, scales)
@@ -95,12 +95,12 @@ ROWS = [(1, "int8"), (7, "int4"), (256, "int8"), (257, "int4"), (600, "int8"), (
 def test_a_row_is_off_by_half_a_scale_and_has_the_bytes_that_it_says(n, code, data):
     elements = data.draw(st.sampled_from([*MAGNITUDES, st.sampled_from([0.0, 1e-40, LARGEST])]))
     x = data.draw(arrays.arrays(np.float32, (2, n), elements=elements, fill=elements))
-    packed = jax.jit(pack, static_argnums=1)(x, code)
+    packed = jax.jit(pack_codes, static_argnums=1)(x, code)
     assert (packed.dtype, packed.shape) == (jnp.uint8, (2, coded_bytes(n, code)))
     blocks = -(-n // 256)
     fewest = -(-n * BITS[code] // 8) + 2 * blocks
     assert fewest <= coded_bytes(n, code) <= fewest + blocks
-    y = np.asarray(jax.jit(unpack, static_argnums=(1, 2))(packed, n, code), np.float64)
+    y = np.asarray(jax.jit(unpack_codes, static_argnums=(1, 2))(packed, n, code), np.float64)
     largest = np.abs(x).max(-1, keepdims=True).astype(np.float64)
     # A scale is at most half a unit of bfloat16 more than the largest magnitude in largest codes.
     bound = largest / LARGEST_CODE[code] * (1 + 2**-8) / 2 * (1 + 1e-6) + 128 * TINY
@@ -109,7 +109,7 @@ def test_a_row_is_off_by_half_a_scale_and_has_the_bytes_that_it_says(n, code, da
 
 def test_random_rounding_is_right_on_average_and_off_by_a_scale_at_most():
     x = np.random.default_rng(0).normal(size=(300,)).astype(np.float32)
-    each = jax.jit(jax.vmap(lambda key: unpack(pack(x, "int4", key), 300, "int4")))
+    each = jax.jit(jax.vmap(lambda key: unpack_codes(pack_codes(x, "int4", key), 300, "int4")))
     y = np.asarray(each(jax.random.split(jax.random.key(0), 4000)), np.float64)
     scale = np.abs(x).max() / 7 * (1 + 2**-7)
     assert (np.abs(y - x) < scale * (1 + 1e-6)).all()
@@ -139,7 +139,7 @@ def test_random_rounding_has_no_pattern(seed):
 def test_a_sent_block_with_a_number_that_is_not_finite_is_not_finite(bad, code):
     x = np.ones(400, np.float32)
     x[2] = bad
-    y = jax.jit(lambda x: unpack(pack(x, code), 400, code))(x)
+    y = jax.jit(lambda x: unpack_codes(pack_codes(x, code), 400, code))(x)
     assert np.isnan(y[:200]).all()
     np.testing.assert_allclose(y[200:], 1, rtol=0.01)
 
@@ -147,4 +147,4 @@ def test_a_sent_block_with_a_number_that_is_not_finite_is_not_finite(bad, code):
 @pytest.mark.parametrize("code", LARGEST_CODE)
 def test_the_largest_numbers_stay_finite(code):
     x = np.full(7, np.finfo(np.float32).max)
-    np.testing.assert_allclose(unpack(pack(x, code), 7, code), x, rtol=0.02)
+    np.testing.assert_allclose(unpack_codes(pack_codes(x, code), 7, code), x, rtol=0.02)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from manualpar.training.checkpoints.failures import CheckpointError, cannot_write, explain
+from manualpar.training.checkpoints.failures import CheckpointError, cannot_write, explain_failure
 
 ROOT = Path(__file__).parents[1]
 
@@ -26,22 +26,22 @@ ROOT = Path(__file__).parents[1]
 )
 def test_system_errors_are_found_however_they_come(number, expected):
     error = OSError(number, os.strerror(number), "file")
-    assert explain(error).startswith(expected)
-    assert explain(ValueError(f"ABORTED: {os.strerror(number)} [os_error_code]")).startswith(
-        expected
-    )
+    assert explain_failure(error).startswith(expected)
+    assert explain_failure(
+        ValueError(f"ABORTED: {os.strerror(number)} [os_error_code]")
+    ).startswith(expected)
     outer = RuntimeError("saving failed")
     outer.__cause__ = error
-    assert explain(outer).startswith(expected)
+    assert explain_failure(outer).startswith(expected)
     error.__context__ = outer  # A circle.
-    assert explain(outer).startswith(expected)
+    assert explain_failure(outer).startswith(expected)
 
 
 def test_what_is_not_known_keeps_its_text():
     error = cannot_write(Path("/run/7"), ValueError("odd.\nand long"))
     assert isinstance(error, CheckpointError)
     assert str(error) == "checkpoint /run/7 was not saved: ValueError: odd."
-    assert explain(KeyError()) == "KeyError: "
+    assert explain_failure(KeyError()) == "KeyError: "
 
 
 def test_a_save_that_takes_too_long_is_told_what_governs_it():

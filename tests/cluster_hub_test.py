@@ -15,7 +15,7 @@ import pytest
 
 from manualpar.system.cluster import DisagreementError
 from manualpar.system.cluster.channel import Channel, knock
-from manualpar.system.cluster.failure_detector import Pace, Progress
+from manualpar.system.cluster.failure_detector import Pace, ProcessProgress
 from manualpar.system.cluster.hub import MAX_STRANGERS, Hub
 from manualpar.system.cluster.messages import Terms
 from manualpar.system.cluster.startup import listen, split_address
@@ -177,7 +177,7 @@ def test_no_stranger_stops_the_hub(connect):
 
 def beat(**changes):
     """A beat whose progress has other fields."""
-    progress = dataclasses.asdict(Progress()) | changes
+    progress = dataclasses.asdict(ProcessProgress()) | changes
     return framed(json.dumps({"kind": "beat", "progress": progress}).encode())
 
 

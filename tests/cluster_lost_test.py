@@ -10,7 +10,7 @@ from manualpar.system.cluster.failure_detector import (
     KNOWN_AFTER,
     UNWATCHED,
     Pace,
-    Progress,
+    ProcessProgress,
     find_hung,
     parse_progress,
 )
@@ -32,7 +32,7 @@ class Watched:
 
     def progress(self):
         stuck = self.clock[0] - self.since
-        return Progress(**{**vars(self.pace.progress()), "stuck": stuck})
+        return ProcessProgress(**{**vars(self.pace.progress()), "stuck": stuck})
 
 
 class Run:

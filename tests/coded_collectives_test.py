@@ -7,8 +7,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from manualpar import make_mesh
-from manualpar.core.parameters.block_codec import pack, unpack
-from manualpar.core.parameters.coded_collectives import BlockCoding
+from manualpar.core.parameters.block_quantization import pack_codes, unpack_codes
+from manualpar.core.parameters.quantized_collectives import BlockQuantizer
 from manualpar.inspect import trace_collectives
 from tests.one_device import slow_unless
 
@@ -29,7 +29,7 @@ CASES = [
 
 def decoded(x, code):
     """What the codes of an array say that is sent as one row."""
-    return np.asarray(unpack(pack(jnp.ravel(x), code), x.size, code)).reshape(x.shape)
+    return np.asarray(unpack_codes(pack_codes(jnp.ravel(x), code), x.size, code)).reshape(x.shape)
 
 
 def on_mesh(devices, shape, axes, function, *, out_specs):
@@ -47,7 +47,7 @@ def test_all_devices_gather_what_the_codes_of_the_shards_say(devices8, mesh, cod
     x = np.random.default_rng(0).normal(size=(size, 6, 40, 3)).astype(np.float32)
 
     def on_device(x):
-        return BlockCoding(code).gather(x[0], dim, rounds)[None]
+        return BlockQuantizer(code).gather(x[0], dim, rounds)[None]
 
     copies = on_mesh(devices8, shape, axes, on_device, out_specs=P(axes))(x)
     expected = np.concatenate([decoded(each, code) for each in x], dim)
@@ -63,7 +63,7 @@ def test_each_device_has_its_shard_of_the_sum_of_codes(devices8, mesh, code, dim
     x = np.random.default_rng(0).normal(size=(size, *sizes)).astype(np.float32)
 
     def on_device(x):
-        total, lost = BlockCoding(code).scatter_sum(x[0], dim, axes)
+        total, lost = BlockQuantizer(code).scatter_sum(x[0], dim, axes)
         return total[None], lost[None]
 
     run = on_mesh(devices8, shape, axes, on_device, out_specs=(P(axes), P(axes)))
@@ -92,7 +92,7 @@ def test_a_mean_is_the_same_everywhere_and_what_is_lost_makes_up_for_it(devices8
     x = np.random.default_rng(0).normal(size=(devices, size)).astype(np.float32)
 
     def on_device(x):
-        mean, lost = BlockCoding(code).mean(x[0], axes)
+        mean, lost = BlockQuantizer(code).mean(x[0], axes)
         return mean, lost[None]  # By its type the mean is the same on all devices.
 
     mean, lost = on_mesh(devices8, shape, axes, on_device, out_specs=(P(), P(axes)))(x)
@@ -111,7 +111,7 @@ def test_with_what_was_lost_added_the_next_time_many_means_are_right_on_average(
     def on_device(x):
         def send(carry, _):
             lost, total = carry
-            mean, new = BlockCoding("int4").mean(x[0] + lost, ("data",))
+            mean, new = BlockQuantizer("int4").mean(x[0] + lost, ("data",))
             return (new if feedback else lost, total + mean), None
 
         zero = jnp.zeros_like(x[0])

@@ -12,7 +12,7 @@ import pytest
 from benchmarks.memory_and_collectives import ScannedClassifier
 from manualpar import Batch, Pipeline, data_parallel, fsdp, hsdp, make_mesh, zero
 from manualpar.core.mesh.axes import axes_size, axis_tuple
-from manualpar.core.parameters.block_codec import LARGEST_CODE, pack, unpack
+from manualpar.core.parameters.block_quantization import LARGEST_CODE, pack_codes, unpack_codes
 from manualpar.inspect import (
     bytes_by_axes,
     of_parameters,
@@ -106,7 +106,7 @@ def of_one_device():
 
 @jax.jit
 def as_decoded(row):
-    return unpack(pack(row, "int8"), row.size, "int8")
+    return unpack_codes(pack_codes(row, "int8"), row.size, "int8")
 
 
 def as_gathered(program, params):

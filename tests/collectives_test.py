@@ -7,8 +7,8 @@ from jax.sharding import PartitionSpec as P
 from manualpar import gather_array_with_mean_grads, gather_examples, make_mesh
 from manualpar.core.mesh.axes import axes_size, axis_tuple
 from manualpar.core.parameters.collectives import (
-    AS_STORED,
-    Wire,
+    EXACT,
+    CommPolicy,
     cast_to_varying,
     gather_invariant,
     is_vma_checked,
@@ -20,7 +20,7 @@ AXIS_NAMES = ("data", ("data", "model"), ("model", "data"))
 BOTH = ("data", "model")
 # The axes, and whether types are checked.
 GATHERED = [*((axes, True) for axes in AXIS_NAMES), (BOTH, False)]
-AXIS_BY_AXIS = Wire(axis_by_axis=True)
+AXIS_BY_AXIS = CommPolicy(axis_by_axis=True)
 
 
 def skip_unless_mesh_has(mesh, axis_name):
@@ -80,7 +80,7 @@ def test_gradient_is_the_mean_over_the_gathered_axes(mesh8, axis_name, check_vma
         np.testing.assert_allclose(grad, weights.mean(0), rtol=1e-6)
 
 
-@pytest.mark.parametrize("wire", [AS_STORED, AXIS_BY_AXIS], ids=["at once", "axis by axis"])
+@pytest.mark.parametrize("wire", [EXACT, AXIS_BY_AXIS], ids=["at once", "axis by axis"])
 @pytest.mark.parametrize("axis_name", [("data", "model"), ("model", "data")], ids=str)
 def test_either_way_every_element_lands_where_a_spec_says(mesh8, axis_name, wire):
     skip_unless_mesh_has(mesh8, axis_name)

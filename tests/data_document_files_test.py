@@ -10,7 +10,7 @@ from array_record.python.array_record_module import ArrayRecordWriter
 
 from manualpar.data import document_files
 from manualpar.data.dataset import DamagedDataError
-from manualpar.data.document_files import SUFFIXES, divide, find_document_files, read_part
+from manualpar.data.document_files import SUFFIXES, divide, find_document_files, read_documents
 
 DOCUMENTS = [f"{i} \u00e9\u4e2d " + "x\n" * (i * 7 % 40) for i in range(60)]
 
@@ -41,7 +41,7 @@ def write_documents(directory, source: str, documents=DOCUMENTS, field: str = "t
 
 def _read(path, source, field="text"):
     parts = divide(source, find_document_files(path, source), field)
-    return parts, [document for part in parts for document in read_part(part)]
+    return parts, [document for part in parts for document in read_documents(part)]
 
 
 @pytest.mark.parametrize("source", SUFFIXES)
@@ -187,4 +187,4 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path):
     with open(path, "a") as file:
         file.write('{"text": "more"}\n')
     with pytest.raises(DamagedDataError, match=r"has changed since it was found"):
-        list(read_part(parts[0]))
+        list(read_documents(parts[0]))

@@ -15,8 +15,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from manualpar import Batch, Pipeline, data_parallel, fsdp, hsdp, make_mesh, zero
-from manualpar.core.parameters.coded_collectives import BlockCoding
-from manualpar.core.program.error_feedback import AtRandom
+from manualpar.core.parameters.quantized_collectives import BlockQuantizer
+from manualpar.core.program.gradient_rounding import StochasticQuantizer
 from manualpar.inspect import bytes_by_axes, of_parameters, step_bytes, trace_collectives
 from manualpar.models import Transformer
 from manualpar.models.cross_entropy import language_model_loss
@@ -182,7 +182,7 @@ def test_what_shares_a_key_rounds_otherwise(devices8):
 
     def left_out(x, key):
         x = jax.lax.pcast(x, "data", to="varying")
-        _, lost = AtRandom(BlockCoding("int4"), key).scatter_sum(x, 0, ("data",))
+        _, lost = StochasticQuantizer(BlockQuantizer("int4"), key).scatter_sum(x, 0, ("data",))
         return jnp.sign(lost)[None]
 
     mesh = make_mesh({"data": 2}, devices8[:2])
@@ -204,7 +204,7 @@ def test_a_second_rounding_knows_nothing_of_the_first(devices8, function):
     x = x.reshape(2, 2, -1)
 
     def reduce(key, x):
-        code = AtRandom(BlockCoding("int4"), key)
+        code = StochasticQuantizer(BlockQuantizer("int4"), key)
         if function == "mean":
             return code.mean(x, ("data", "x"))[0]
         for axes in (("data",), ("x",)):

@@ -20,7 +20,7 @@ from manualpar import (
     quantized,
     tensor_parallel,
 )
-from manualpar.core.parameters.block_codec import decode, encode
+from manualpar.core.parameters.block_quantization import decode, encode
 from manualpar.models import Transformer
 from manualpar.models.cross_entropy import language_model_loss
 from manualpar.training.checkpoints import Checkpoints

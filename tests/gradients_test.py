@@ -21,7 +21,7 @@ from manualpar import (
     sync_metrics,
 )
 from manualpar.core.mesh.axes import axes_size
-from manualpar.core.modes.collection_sync import sync_collections
+from manualpar.core.modes.variable_reduction import sync_collections
 from manualpar.core.parameters.placement import strip_boxes
 
 PARAMS = {

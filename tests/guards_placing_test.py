@@ -8,13 +8,15 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from manualpar import abstract_mesh
-from manualpar.core.modes.strategy import Sends, Strategy
+from manualpar.core.modes.strategy import CommCounts, Strategy
 from manualpar.core.parameters.placement import ParameterInfo, Placement, replicate
 from manualpar.core.program.placement_check import place_parameter
 from manualpar.core.program.program import build_program
 from tests.program_test import BATCHES, Classifier, loss_fn
 
-PLAIN = Strategy("own", place=replicate, sends=lambda minibatches, keep: Sends(uses=minibatches))
+PLAIN = Strategy(
+    "own", place=replicate, sends=lambda minibatches, keep: CommCounts(uses=minibatches)
+)
 
 
 def build(strategy, sizes=None):

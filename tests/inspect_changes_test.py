@@ -18,7 +18,7 @@ from manualpar.inspect import (
     ledger,
     total_bytes,
 )
-from manualpar.inspect.changes import hlo_dtype
+from manualpar.inspect.xla_changes import hlo_dtype
 from tests.inspect_compiled_test import module
 from tests.one_device import slow_unless
 from tests.scopes_test import make

@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from manualpar import Batch, Program, data_parallel, fsdp, hsdp, make_mesh, zero
-from manualpar.core.modes.strategy import Sends, Strategy
+from manualpar.core.modes.strategy import CommCounts, Strategy
 from manualpar.core.parameters.placement import Placement
 from manualpar.core.program.program import build_program
 from manualpar.inspect import (
@@ -388,7 +388,7 @@ def test_data_axes_in_two_dimensions_are_refused(devices8):
     strategy = Strategy(
         "tiled",
         lambda info, axes, size: Placement(("replica", "data")),
-        lambda minibatches, keep: Sends(minibatches, minibatches, minibatches),
+        lambda minibatches, keep: CommCounts(minibatches, minibatches, minibatches),
     )
     program = build_program(
         strategy,

@@ -8,7 +8,7 @@ import pytest
 from manualpar.core.tracing.scopes import CAST_SCOPE, EXPERT_SCOPE, SEQUENCE_SCOPE, TENSOR_SCOPE
 from manualpar.inspect import count_by_kind, total_bytes
 from manualpar.inspect.layer_formulas import (
-    Activations,
+    LayerActivations,
     block_sends,
     cross_entropy_sends,
     expert_sends,
@@ -23,7 +23,7 @@ SHARE = Fraction(N - 1, N)
 
 def activations(*, sequence=False):
     dtype = jnp.dtype("bfloat16")
-    return Activations(shape=SHAPE, dtype=dtype, axis="model", devices=N, sequence=sequence)
+    return LayerActivations(shape=SHAPE, dtype=dtype, axis="model", devices=N, sequence=sequence)
 
 
 def of(purpose, sends):

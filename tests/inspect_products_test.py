@@ -13,7 +13,7 @@ from manualpar import Batch, data_parallel, fsdp, make_mesh
 from manualpar.core.tracing.attention_blocks import blocks_scope
 from manualpar.core.tracing.jaxprs import all_equations
 from manualpar.inspect import ledger
-from manualpar.inspect.products import TrafficReader, flops_of
+from manualpar.inspect.flops import TrafficReader, flops_of
 from manualpar.models.transformer import Transformer
 from manualpar.models.transformer_fields import flops_per_token
 

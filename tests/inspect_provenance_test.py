@@ -9,7 +9,7 @@ from manualpar.core.tracing.scopes import (
     REGATHER,
     TENSOR_SCOPE,
 )
-from manualpar.inspect.provenance import (
+from manualpar.inspect.scope_parsing import (
     OTHER,
     compiled_scopes,
     module_of,

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from manualpar import Batch, Column, Row, Vocab, abstract_mesh, data_parallel, tensor_parallel
 from manualpar.core.parameters.split_parameter import SplitParameter
 from manualpar.layers import MoE, SplitDense, enter
-from manualpar.layers.tensor_parallel.plan import PlannedModel
+from manualpar.layers.tensor_parallel.plan import TensorParallelInterface
 from manualpar.models import Transformer
 from manualpar.models.cross_entropy import language_model_loss
 
@@ -37,7 +37,7 @@ class Net(nn.Module):
 
 def check(model: nn.Module, sequence: bool = False) -> None:
     """Traces a checked call on devices that nobody has."""
-    planned = PlannedModel.wrap(tensor_parallel(model, PLAN, sequence=sequence))
+    planned = TensorParallelInterface.wrap(tensor_parallel(model, PLAN, sequence=sequence))
     assert planned is not None
     adapter = dataclasses.replace(planned, is_checked=True)
     tokens = jax.ShapeDtypeStruct((4, 8), "int32")

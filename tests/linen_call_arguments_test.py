@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from manualpar import Batch
-from manualpar.core.model.adapter import adapt
 from manualpar.core.model.initialise import init_variables
+from manualpar.core.model.interface import interface_of
 from manualpar.core.model.linen.call_arguments import initial_call
 from tests.user_model_carried_collections_test import Switched
 
@@ -114,6 +114,8 @@ def test_a_call_that_does_not_fit_is_refused(model, batch, init_args, message):
 def test_initialisation_is_that_of_plain_flax():
     key = jax.random.key(3)
     x = jax.random.normal(key, (2, 5))
-    ours = init_variables(adapt(Silent()), key, Batch(jax.ShapeDtypeStruct(x.shape, x.dtype), None))
+    ours = init_variables(
+        interface_of(Silent()), key, Batch(jax.ShapeDtypeStruct(x.shape, x.dtype), None)
+    )
     plain = Silent().init({"params": key}, x)
     jax.tree.map(np.testing.assert_array_equal, ours["params"], plain["params"])

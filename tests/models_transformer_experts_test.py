@@ -16,7 +16,7 @@ from manualpar.models import Transformer, flops_per_token
 from manualpar.models.generation import Generator
 from manualpar.models.generation.sampling import sample_tokens
 from manualpar.models.layer_stack import layer_place
-from manualpar.planner.pod_sweep import rank_layouts
+from manualpar.planner.closed_form.layout_search import rank_layouts
 from manualpar.planner.topology import parse_topology
 from tests.transformer_on_one_device import assert_same_as_plain_flax, loss_of
 

@@ -21,11 +21,11 @@ from manualpar.inspect import (
     total_bytes,
 )
 from manualpar.inspect.communication import summed
-from manualpar.inspect.provenance import LAYER_SCOPES
+from manualpar.inspect.scope_parsing import LAYER_SCOPES
 from manualpar.layers import head_loss
 from manualpar.models import Transformer
 from manualpar.models.cross_entropy import language_model_loss, mixture_of_experts_loss
-from manualpar.models.transformer_sends import transformer_sends
+from manualpar.models.transformer_collectives import transformer_sends
 from tests.transformer_families import GEMMA, QWEN
 
 SMALL = Transformer(

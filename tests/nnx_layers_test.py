@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from manualpar import Batch, assert_same_as_one_device, fsdp, make_mesh
-from manualpar.core.model.adapter import adapt
+from manualpar.core.model.interface import interface_of
 from tests.nnx_model_test import in_modes, sent, train, with_params
 from tests.program_test import BATCHES, TOLERANCE, loss_fn
 
@@ -98,7 +98,7 @@ def test_dropout(devices8, mode):
 def test_train_turns_nnxs_own_switch():
     module = Dropping(nnx.Rngs(0))
     module.eval()
-    model = adapt(module)
+    model = interface_of(module)
     variables, x = model.init(jax.random.key(0)), jnp.ones((4, 32))
     rngs = {"dropout": jax.random.key(1)}
     assert (model.apply(variables, x, rngs=rngs) == 0).all()  # As it was given.
@@ -117,7 +117,7 @@ def test_streams_take_the_keys_of_their_names():
         def __call__(self):
             return self.named.noise(), self.named.other(), self.dropouts.rngs.key[...]
 
-    model = adapt(Drawing)
+    model = interface_of(Drawing)
     variables = model.init(jax.random.key(0))
 
     def draw(**seeds):
@@ -290,7 +290,7 @@ def test_a_variable_that_a_call_makes_is_there_for_the_asking(devices8):
     program = build(Leaving, devices8[:4], loss=loss)
     assert program.abstract_state.collections == {}
     assert_same_as_one_device(program, BATCHES[0], jax.random.key(0))
-    adapted = adapt(Leaving)
+    adapted = interface_of(Leaving)
     variables, x = adapted.init(jax.random.key(0)), BATCHES[0].inputs
     assert adapted.apply(variables, x, mutable=True)[1]["Penalty"].keys() == {"body"}
     with pytest.raises(ValueError, match=r"new variable 'body/size'.*mutable=\['Penalty'\]"):

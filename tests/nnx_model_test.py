@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 from manualpar import abstract_mesh, data_parallel, fsdp, make_mesh
-from manualpar.core.model.adapter import adapt
+from manualpar.core.model.interface import interface_of
 from manualpar.core.model.nnx.nnx_model import NNXModel
 from manualpar.core.modes.strategy import MODES
 from manualpar.inspect import ledger, trace_collectives
@@ -158,10 +158,10 @@ def test_whatever_makes_a_module_is_a_model(model):
 
 def test_what_is_no_nnx_model_is_left_alone():
     for model in (Classifier, 3, None, jnp.sin):
-        assert adapt(model) is model
-    assert isinstance(adapt(NNXClassifier), NNXModel)
-    assert adapt(NNXClassifier).module.__class__ is NNXClassifier
-    assert not isinstance(adapt(Classifier()), NNXModel)
+        assert interface_of(model) is model
+    assert isinstance(interface_of(NNXClassifier), NNXModel)
+    assert interface_of(NNXClassifier).module.__class__ is NNXClassifier
+    assert not isinstance(interface_of(Classifier()), NNXModel)
 
 
 @pytest.mark.slow
@@ -331,11 +331,11 @@ def test_a_derivative_of_shards_in_a_module_is_refused(devices8, phases, options
 def test_an_instance_without_values_is_refused():
     model = nnx.eval_shape(lambda: NNXClassifier(nnx.Rngs(0)))
     with pytest.raises(TypeError, match="NNXClassifier has no values"):
-        adapt(model)
+        interface_of(model)
 
 
 def test_collections_must_be_the_modules_own():
-    model = adapt(NNXClassifier)
+    model = interface_of(NNXClassifier)
     variables = model.init(jax.random.key(0))
     x = BATCHES[0].inputs
     with pytest.raises(ValueError, match=r"collections \['cache'\], expected only \['params'\]"):

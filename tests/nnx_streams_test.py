@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 from manualpar import Batch, assert_same_as_one_device, fsdp, make_mesh
-from manualpar.core.model.adapter import adapt
+from manualpar.core.model.interface import interface_of
 
 X = jnp.ones((16, 32))
 KEY = jax.random.key(1)
@@ -73,7 +73,7 @@ def drop_inner(module, x, rngs):
 @pytest.mark.parametrize("form", ["keys", "rngs", "key"])
 def test_a_call_gets_the_rngs_that_its_signature_has(model, call, plain, form):
     given = {"keys": {"dropout": KEY}, "rngs": nnx.Rngs(dropout=KEY), "key": KEY}[form]
-    adapted = adapt(model)
+    adapted = interface_of(model)
     got = adapted.apply(adapted.init(jax.random.key(0)), X, rngs=given, **call)
     key = nnx.Rngs(dropout=KEY).dropout() if form == "rngs" else KEY
     expected = plain(model(rngs=nnx.Rngs(jax.random.key(0))), nnx.Rngs(dropout=key))
@@ -81,19 +81,19 @@ def test_a_call_gets_the_rngs_that_its_signature_has(model, call, plain, form):
 
 
 def test_rngs_that_are_not_there_stay_so():
-    adapted = adapt(Told)
+    adapted = interface_of(Told)
     variables = adapted.init(jax.random.key(0))
     for given in ({}, {"rngs": None}):
         with pytest.raises(ValueError, match="no `rngs` argument was provided"):
             adapted.apply(variables, X, **given)
-    without_default = adapt(Wrapped)
+    without_default = interface_of(Wrapped)
     args = {"method": lambda m, x, rngs: x if rngs is None else None}
     variables = without_default.init(jax.random.key(0))
     assert without_default.apply(variables, X, rngs=None, **args) is X
 
 
 def test_a_model_with_streams_keeps_the_keys_for_them():
-    adapted = adapt(Streams)
+    adapted = interface_of(Streams)
     variables = adapted.init(jax.random.key(0))
     out = adapted.apply(variables, X, rngs={"dropout": KEY})
     assert 0.3 < (out == 0).mean() < 0.7
@@ -103,7 +103,7 @@ def test_a_recurrent_net_takes_the_only_key_for_its_carry():
     def make(rngs):
         return nnx.RNN(nnx.GRUCell(4, 6, rngs=rngs))
 
-    adapted = adapt(make)
+    adapted = interface_of(make)
     x = jnp.ones((2, 3, 4))
     got = adapted.apply(adapted.init(jax.random.key(0)), x, rngs={"dropout": KEY})
     np.testing.assert_array_equal(got, make(nnx.Rngs(jax.random.key(0)))(x))
@@ -171,14 +171,14 @@ def test_a_carry_that_uses_no_key_needs_none(devices8, model):
     options = {"mesh": make_mesh({"data": 8}), "batch": batch, "min_weight_size": 6}
     program = fsdp(model, optax.sgd(1.0), recurrent_loss, **options)
     assert_same_as_one_device(program, batch, jax.random.key(0))
-    adapted = adapt(model)
+    adapted = interface_of(model)
     got = adapted.apply(adapted.init(jax.random.key(0)), batch.inputs)
     plain = model(nnx.Rngs(jax.random.key(0)))(batch.inputs)
     np.testing.assert_array_equal(got, plain)
 
 
 def test_a_carry_that_is_drawn_needs_a_key():
-    adapted = adapt(lambda rngs: nnx.RNN(OwnCell(rngs, scale=1.0)))
+    adapted = interface_of(lambda rngs: nnx.RNN(OwnCell(rngs, scale=1.0)))
     variables, x = adapted.init(jax.random.key(0)), jnp.ones((2, 3, 4))
     with pytest.raises(ValueError, match=r"'rngs' is asked for numbers .* rngs=\{'carry': key\}"):
         adapted.apply(variables, x)

@@ -15,10 +15,10 @@ from manualpar.commands import plan_command as planner_command
 from manualpar.commands.command_line import flags_parser, parse_command_line
 from manualpar.commands.plan_command import PLANNING, plan_command
 from manualpar.errors import UsageError
+from manualpar.planner.closed_form.layout import PodLayout
+from manualpar.planner.closed_form.layout_config import config_of_layout, layout_flags
 from manualpar.planner.goodput import RESTORE
-from manualpar.planner.plan import Plan
-from manualpar.planner.pod_config import config_of_layout, layout_flags
-from manualpar.planner.pod_layout import PodLayout
+from manualpar.planner.plan import StepEstimate
 from manualpar.planner.sweep import sweep
 from manualpar.strategies import strategy_kinds
 from manualpar.training.config import check_config
@@ -203,7 +203,7 @@ def test_what_the_compiler_says_stands_beside_the_model(monkeypatch):
 
     def compile_for_tpu(config, topology, *, vocab_size):
         asked.update(topology=topology.name, vocab_size=vocab_size)
-        return Plan(
+        return StepEstimate(
             name="fsdp manual",
             topology=topology.name,
             num_devices=8,

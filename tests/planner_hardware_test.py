@@ -5,7 +5,7 @@ import re
 import pytest
 
 from manualpar.planner.hardware import CHIPS, chip_named
-from manualpar.training.watching.throughput import PEAKS, peak_flops
+from manualpar.training.monitoring.throughput import PEAKS, peak_flops
 
 IDS = [chip.name for chip in CHIPS]
 

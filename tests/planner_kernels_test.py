@@ -15,7 +15,7 @@ from jax.experimental import pallas
 from manualpar.core.tracing.attention_blocks import blocks_scope
 from manualpar.planner.hardware import chip_named
 from manualpar.planner.kernels import Kernel, kernel_clock, kernels_in
-from manualpar.planner.schedule import KernelRuns, Schedule, on_all_links, read_schedule
+from manualpar.planner.tpu_timeline import KernelRuns, Timeline, on_all_links, read_timeline
 
 TEXT = (Path(__file__).parent / "data" / "tpu" / "splash_v5e_2x2.txt").read_text(encoding="utf-8")
 # A product of scores with 10 of 16 blocks.
@@ -33,8 +33,8 @@ CHIP = dataclasses.replace(
 )
 
 
-def read(*kernels: Kernel, chip=CHIP) -> Schedule:
-    return read_schedule(
+def read(*kernels: Kernel, chip=CHIP) -> Timeline:
+    return read_timeline(
         TEXT,
         {"data": 4},
         clock=1e6,

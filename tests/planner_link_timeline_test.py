@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from manualpar.planner.link_timeline import wire_by_links
-from manualpar.planner.schedule import Schedule, read_schedule
 from manualpar.planner.topology import Topology, parse_topology
+from manualpar.planner.tpu_timeline import Timeline, read_timeline
 
 BYTES = 32  # Of what everybody sends, eight numbers.
 LINE = [(0, x, 0) for x in range(4)]
@@ -28,7 +28,7 @@ def follow(
     topology: str = "v5e:4x4",
     mesh: dict[str, int] | None = None,
     **network: Any,
-) -> Schedule:
+) -> Timeline:
     """Begins collectives at once and waits for them at the end; a line has the devices of one.
 
     It is `permute {0,1},{1,2}`, pairs, or `gather {0,1},{2,3}`, groups; a gather takes 100 seconds.
@@ -47,7 +47,7 @@ def follow(
     )
     text += "-> f32[8] {\n  " + "\n  ".join(written) + "\n}\n"
     wire_seconds: Any = lambda collective: 100.0  # noqa: E731
-    return read_schedule(
+    return read_timeline(
         text,
         mesh or {"data": len(places)},
         clock=1.0,

@@ -7,11 +7,11 @@ import pytest
 import rich.console
 
 from manualpar.planner.hardware import chip_named
-from manualpar.planner.plan import Plan, PlannedCollective
+from manualpar.planner.plan import PlannedCollective, StepEstimate
 from manualpar.planner.plan_report import print_plans, print_sources, print_sweep
 from manualpar.planner.sweep import Candidate, Outcome
 
-PLAN = Plan(
+PLAN = StepEstimate(
     name="fsdp manual",
     topology="v5e:2x4",
     num_devices=8,

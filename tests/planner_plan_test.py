@@ -5,13 +5,13 @@ import json
 
 import pytest
 
-from manualpar.planner.plan import Plan, PlannedCollective, merge_alike
-from manualpar.training.watching.throughput import Throughput
+from manualpar.planner.plan import PlannedCollective, StepEstimate, merge_alike
+from manualpar.training.monitoring.throughput import Throughput
 
 COLLECTIVE = PlannedCollective(
     "all_gather", ("data",), "gather_params", "forward", 3, 30.0, 0.5, 0.4
 )
-PLAN = Plan(
+PLAN = StepEstimate(
     name="fsdp manual",
     topology="v5e:2x4",
     num_devices=8,

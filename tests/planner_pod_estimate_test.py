@@ -12,11 +12,11 @@ import pytest
 from manualpar.inspect.communication import summed
 from manualpar.layers.pipeline.schedules import make_table
 from manualpar.models import Transformer
-from manualpar.planner.pod_config import config_of_layout
-from manualpar.planner.pod_estimate import estimate_layout
-from manualpar.planner.pod_layout import PodLayout, find_obstacle, sizes_on_device
-from manualpar.planner.pod_sweep import factorisations, rank_layouts
-from manualpar.planner.pod_work import (
+from manualpar.planner.closed_form.layout import PodLayout, find_obstacle, sizes_on_device
+from manualpar.planner.closed_form.layout_config import config_of_layout
+from manualpar.planner.closed_form.layout_estimate import estimate_layout
+from manualpar.planner.closed_form.layout_search import factorisations, rank_layouts
+from manualpar.planner.closed_form.layout_work import (
     activation_slots,
     head_products,
     layer_products,

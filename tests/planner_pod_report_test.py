@@ -7,10 +7,14 @@ import shlex
 import rich.console
 
 from manualpar.inspect.memory import Memory
-from manualpar.planner.pod_config import layout_fields
-from manualpar.planner.pod_estimate import PodPlan
-from manualpar.planner.pod_layout import PodLayout
-from manualpar.planner.pod_report import fastest_of_each_mesh, print_layouts, print_traced
+from manualpar.planner.closed_form.layout import PodLayout
+from manualpar.planner.closed_form.layout_config import layout_fields
+from manualpar.planner.closed_form.layout_estimate import PodPlan
+from manualpar.planner.closed_form.layout_report import (
+    fastest_of_each_mesh,
+    print_layouts,
+    print_traced,
+)
 
 PLAN = PodPlan(
     layout=PodLayout(stage=2, data=4, num_minibatches=8, chunks=3, communicate="step"),

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from manualpar.core.tracing.tick_scopes import ticks_scope
 from manualpar.inspect.communication import Collective
 from manualpar.inspect.memory import Memory
-from manualpar.inspect.provenance import LAYER_SCOPES
+from manualpar.inspect.scope_parsing import LAYER_SCOPES
 from manualpar.inspect.tick_parts import TickParts
 from manualpar.layers.pipeline.schedules import make_table
 from manualpar.planner.hardware import Chip, Network
 from manualpar.planner.roofline import compute_seconds, estimate, is_made_an_all_reduce
 from manualpar.planner.step_work import Load, PartWork, PipelineWork, StepWork
 from manualpar.planner.topology import Topology, parse_topology, ring_over
-from manualpar.training.watching.throughput import Throughput
+from manualpar.training.monitoring.throughput import Throughput
 
 # A chip with round numbers: 100 FLOP/s, 10 bytes/s of memory, 8 devices of a node that send a byte
 # a second each; everything is reached, nothing waits.

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from manualpar.inspect.hlo import parse_module
-from manualpar.planner.schedule import KernelRuns, Schedule, on_all_links, read_schedule
+from manualpar.planner.tpu_timeline import KernelRuns, Timeline, on_all_links, read_timeline
 
 DATA = Path(__file__).parent / "data" / "tpu"
 TWO_AXES = {"data": 4, "data_minor": 4}
@@ -33,17 +33,17 @@ def text_of(name: str) -> str:
     return (DATA / f"{name}.txt").read_text(encoding="utf-8")
 
 
-def read(text: str, mesh: dict[str, int]) -> Schedule:
+def read(text: str, mesh: dict[str, int]) -> Timeline:
     """Follows a program whose collectives take no time; a cycle is a second."""
-    return read_schedule(text, mesh, clock=1.0, wire=on_all_links(lambda collective: 0.0))
+    return read_timeline(text, mesh, clock=1.0, wire=on_all_links(lambda collective: 0.0))
 
 
 @pytest.fixture
-def gathers() -> Schedule:
+def gathers() -> Timeline:
     return read(text_of("gathers_v5e_2x2"), {"data": 4})
 
 
-def test_collectives_count_as_often_as_their_loop_turns(gathers: Schedule) -> None:
+def test_collectives_count_as_often_as_their_loop_turns(gathers: Timeline) -> None:
     assert [(each.kind, each.axes, each.times) for each in gathers.collectives] == [
         ("all_gather", ("data",), 3),
         ("all_gather", ("data",), 3),
@@ -56,7 +56,7 @@ def test_collectives_count_as_often_as_their_loop_turns(gathers: Schedule) -> No
 
 
 def test_fused_collective_is_asynchronous_and_the_product_it_is_fused_with_lies_between(
-    gathers: Schedule,
+    gathers: Timeline,
 ) -> None:
     first, second = gathers.collectives
     assert not first.is_async
@@ -83,7 +83,7 @@ def test_estimates_are_of_compute_alone() -> None:
     assert PRODUCT_CYCLES < carrying <= plain < 1.2 * PRODUCT_CYCLES
 
 
-def test_cycles_of_a_loop_count_as_often_as_it_turns(gathers: Schedule) -> None:
+def test_cycles_of_a_loop_count_as_often_as_it_turns(gathers: Timeline) -> None:
     estimates = re.findall(r'"estimated_cycles":"(\d+)"', text_of("gathers_v5e_2x2"))
     inside = set(_in_loops(text_of("gathers_v5e_2x2")))
     expected = sum(
@@ -223,7 +223,7 @@ backend_config={"known_trip_count":{"n":"8"}}
 
 @pytest.mark.parametrize(("wire", "exposed"), [(30, 0), (50, 10)])
 def test_fused_collective_that_a_loop_of_products_carries_is_one(wire: int, exposed: int) -> None:
-    schedule = read_schedule(
+    schedule = read_timeline(
         CARRIED, {"data": 2}, clock=1.0, wire=on_all_links(lambda collective: wire)
     )
     (gather,) = schedule.collectives
@@ -387,9 +387,9 @@ def program(events: list[Event]) -> str:
     return "HloModule m, is_scheduled=true, num_partitions=2\n\n" + "\n".join(computations)
 
 
-def times(*events: Event, wire: list[float]) -> Schedule:
+def times(*events: Event, wire: list[float]) -> Timeline:
     """Follows events whose collectives take so long."""
-    return read_schedule(
+    return read_timeline(
         program(list(events)),
         {"data": 2},
         clock=1.0,
@@ -453,7 +453,7 @@ def calling(events: list[Event], branch: list[Event]) -> str:
 @pytest.mark.parametrize("between", [2, 4, 9])
 def test_what_is_called_takes_the_time_of_its_caller(between: int) -> None:
     text = calling([3, "start 0", 0, 1, "wait 0"], [between - 1])
-    found = read_schedule(text, {"data": 2}, clock=1.0, wire=on_all_links(lambda collective: 5.0))
+    found = read_timeline(text, {"data": 2}, clock=1.0, wire=on_all_links(lambda collective: 5.0))
     assert found.compute_cycles == 3 + between
     assert found.exposed_seconds == max(0, 5 - between)
 
@@ -461,7 +461,7 @@ def test_what_is_called_takes_the_time_of_its_caller(between: int) -> None:
 def test_what_is_called_shares_the_links_of_its_caller() -> None:
     # Each takes 5 seconds: the call's own ends at 3 + 10, the last at 3 + 15.
     text = calling([3, "start 0", 0, "start 1", "wait 1", "wait 0"], ["start 7", 2, "wait 7"])
-    found = read_schedule(text, {"data": 2}, clock=1.0, wire=on_all_links(lambda collective: 5.0))
+    found = read_timeline(text, {"data": 2}, clock=1.0, wire=on_all_links(lambda collective: 5.0))
     assert found.step_seconds == 18
     assert [one.cycles_between for one in found.collectives] == [2, 2, 0]
 
@@ -478,7 +478,7 @@ def test_kernels_of_a_loop_count_as_often_as_it_turns() -> None:
     metadata = 'metadata={op_name="scan/mine/pallas_call"}'
     kernel = f'  %large = f32[8] custom-call(%x), custom_call_target="Mine", {metadata}\n'
     text = program([1, (3, [2])]).replace("  %c0", f"{kernel}  %c0")
-    found = read_schedule(
+    found = read_timeline(
         text,
         {"data": 2},
         clock=1.0,

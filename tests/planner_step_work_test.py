@@ -16,8 +16,8 @@ from manualpar.models import Classifier, Transformer
 from manualpar.models.cross_entropy import classification_loss, language_model_loss
 from manualpar.models.transformer_fields import flops_per_token
 from manualpar.planner.step_work import read_work, with_gather_dtype, with_minibatches
+from manualpar.training.monitoring.throughput import Throughput
 from manualpar.training.optimizer import adamw
-from manualpar.training.watching.throughput import Throughput
 
 SEQUENCE, EXAMPLES = 16, 2
 

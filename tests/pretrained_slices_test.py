@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from manualpar.models.pretrained import slices
-from manualpar.models.pretrained.slices import copy_turned, join, within
+from manualpar.models.pretrained.slices import copy_turned, join_bounds, within
 from manualpar.models.pretrained.tensor_bytes import (
-    create_file,
+    create_tensor_file,
     make_header,
     read_header,
     read_slice,
@@ -49,14 +49,14 @@ def test_parts_that_fill_a_box_are_joined_up_to_a_size(grid, most, absent):
     parts = [part for number, part in enumerate(parts) if number not in absent]
     for part in parts:
         expected[within(part, whole)] += 1
-    for box, inside in join(parts, most):
+    for box, inside in join_bounds(parts, most):
         found += inside
         expected[within(box, whole)] -= 1
         assert len(inside) == 1 or expected[within(box, whole)].size <= most
     assert sorted(found) == sorted(parts)
     assert not expected.any()
     if not absent and expected.size <= most:  # Rows are whole.
-        assert len(join(parts, most)) <= math.prod(count for count, _ in grid[:-1])
+        assert len(join_bounds(parts, most)) <= math.prod(count for count, _ in grid[:-1])
 
 
 @given(st.dictionaries(st.sampled_from("abcdé"), st.tuples(SHAPES, DTYPES), min_size=1), st.data())
@@ -68,7 +68,7 @@ def test_slices_of_a_file_are_written_and_read_in_place(tmp_path_factory, tensor
         name: np.arange(number, number + math.prod(shape)).reshape(shape).astype(dtype)
         for number, (name, (dtype, shape)) in enumerate(kinds.items())
     }
-    create_file(path, kinds)
+    create_tensor_file(path, kinds)
     places = make_header(kinds)[1]
     parts = []
     for name, (_, shape) in kinds.items():

@@ -15,7 +15,12 @@ from manualpar.core.mesh.splitting import check_batch, split_minibatches
 from manualpar.core.mesh.zigzag import to_zigzag
 from manualpar.core.modes.gradients import accumulate, unrolled
 from manualpar.core.modes.manual import Manual
-from manualpar.core.parameters.placement import ParameterInfo, Placement, complete, on_stages
+from manualpar.core.parameters.placement import (
+    ParameterInfo,
+    Placement,
+    complete_placement,
+    on_stages,
+)
 
 DATA = AxisRoles({0: ("replica", "data")})
 TOKENS = AxisRoles({0: ("data",), 1: ("context",)}, {"expert": "model"})
@@ -50,7 +55,7 @@ def parameter(names, split_axes=()):
 def test_a_placement_follows_from_the_roles():
     mesh = abstract_mesh({"data": 2, "context": 4, "expert": 2, "model": 2}, 32)
     names = ("expert", ("data", "context"), "model")
-    placement = complete(Placement(names), parameter(names), TOKENS, mesh)
+    placement = complete_placement(Placement(names), parameter(names), TOKENS, mesh)
     assert placement.mean_axes == ("data", "context")
     assert placement.storage_axes == ("model",)
     assert (placement.sum_axes, placement.divisor) == ((), 1)
@@ -65,8 +70,8 @@ def test_the_layers_of_a_stage_are_its_own_and_the_rest_is_summed_over_stages():
     }
     infos = on_stages(infos, frozenset({"layers"}), "stage")
     assert infos["layers"].whole_dims == frozenset()
-    layers = complete(Placement(("stage", "data")), infos["layers"], roles, mesh)
-    head = complete(Placement((None, "data")), infos["head"], roles, mesh)
+    layers = complete_placement(Placement(("stage", "data")), infos["layers"], roles, mesh)
+    head = complete_placement(Placement((None, "data")), infos["head"], roles, mesh)
     assert (layers.sum_axes, layers.storage_axes, layers.mean_axes) == ((), (), ("data",))
     assert (head.sum_axes, head.storage_axes, head.mean_axes) == (("stage",), (), ("data",))
 
@@ -74,7 +79,7 @@ def test_the_layers_of_a_stage_are_its_own_and_the_rest_is_summed_over_stages():
 def test_a_split_parameter_is_neither_gathered_nor_averaged_over_its_axes():
     mesh = abstract_mesh({"data": 2, "context": 4, "expert": 2, "model": 2}, 32)
     info = parameter(("context", None, "model"), {"context", "model"})
-    placement = complete(Placement(("context", "data", "model")), info, TOKENS, mesh)
+    placement = complete_placement(Placement(("context", "data", "model")), info, TOKENS, mesh)
     assert placement.mean_axes == ("data",)
     assert placement.storage_axes == ()
     assert placement.divisor == 4

@@ -91,7 +91,7 @@ def run_here(workdir, *more, config="fsdp.py", charts=False):
     if charts:
         return run_command(parsed)
     with mock.patch(
-        "manualpar.training.watching.report.draw_charts", return_value=("<svg></svg>", b"")
+        "manualpar.training.monitoring.report.draw_charts", return_value=("<svg></svg>", b"")
     ):
         return run_command(parsed)
 

@@ -32,7 +32,7 @@ from manualpar.core.tracing.scopes import (
 from manualpar.inspect import ledger
 from manualpar.inspect.communication import trace_collectives
 from manualpar.inspect.compiled import compiled_collectives
-from manualpar.inspect.provenance import compiled_scopes, module_of
+from manualpar.inspect.scope_parsing import compiled_scopes, module_of
 from manualpar.models.transformer import Transformer
 from tests.strategies_test import STRATEGIES, build
 

@@ -19,7 +19,7 @@ from manualpar.system.storage import (
     copied_folder,
     open_for_reading,
 )
-from manualpar.system.storage.services import Page, Part
+from manualpar.system.storage.services import ObjectPart, Page
 
 
 def test_a_path_is_local_unless_it_says_otherwise(tmp_path):
@@ -98,7 +98,7 @@ def ranges(monkeypatch):
         start, stop = limits or (0, len(LINES))
         read.append((start, stop))
         data = LINES[start:stop]
-        return Part(data, len(data), version.tag, limits is not None, len(LINES))
+        return ObjectPart(data, len(data), version.tag, limits is not None, len(LINES))
 
     monkeypatch.setattr(bucket_path, "read_part", read_part)
     monkeypatch.setattr(BucketPath, "version", lambda self: Version(len(LINES), "1"))
@@ -140,7 +140,9 @@ def server(monkeypatch):
         if version and version.tag != tag:
             raise ContentError(f"s3://{bucket}/{key} changed while it was read")
         start, stop = limits or (0, len(data))
-        return Part(data[start:stop], len(data[start:stop]), tag, limits is not None, len(data))
+        return ObjectPart(
+            data[start:stop], len(data[start:stop]), tag, limits is not None, len(data)
+        )
 
     def list_page(scheme, bucket, prefix, *, delimiter, token):
         keys = sorted(key for key in there if key.startswith(prefix) and key > token)
@@ -153,7 +155,7 @@ def server(monkeypatch):
 
 
 MODEL = BucketPath("s3", "bucket", "model")
-EMPTY = Part(b"", 0, "", False, None)
+EMPTY = ObjectPart(b"", 0, "", False, None)
 
 
 def test_a_folder_that_changes_while_it_is_copied_is_copied_anew(server, tmp_path):
@@ -209,7 +211,7 @@ def test_a_wrong_answer_is_asked_for_again_once(server, tmp_path):
 def test_a_server_without_ranges_is_told(server):
     there, before = server
     there["model/a"] = b"content"
-    before[:] = [lambda: Part(b"", 7, "", False, None)] * 9
+    before[:] = [lambda: ObjectPart(b"", 7, "", False, None)] * 9
     with pytest.raises(
         BucketError, match=r"s3://.*/a: the server answers a request for 2 bytes of"
     ):

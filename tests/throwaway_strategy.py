@@ -3,7 +3,7 @@
 import functools
 from typing import Any
 
-from manualpar.core.modes.strategy import Sends, Strategy
+from manualpar.core.modes.strategy import CommCounts, Strategy
 from manualpar.core.parameters.placement import shard_state_only
 from manualpar.core.program.program import Program
 from manualpar.strategies import STATE_SHARDING_FIELDS, Field, StrategyKind, register
@@ -19,7 +19,7 @@ def zero_in_16_bits(
         return Strategy(
             "zero_in_16_bits",
             functools.partial(shard_state_only, **placing),
-            lambda minibatches, keep: Sends(minibatches, scatters=1, new_gathers=1),
+            lambda minibatches, keep: CommCounts(minibatches, scatters=1, new_gathers=1),
         )
 
     options["param_dtype"] = options.get("param_dtype") or stored_dtype

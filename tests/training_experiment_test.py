@@ -13,7 +13,7 @@ from manualpar.models.cross_entropy import mixture_of_experts_loss
 from manualpar.strategies import strategy_kinds
 from manualpar.training import experiment
 from manualpar.training.config import check_config, complete_config
-from manualpar.training.experiment import build_program, prepare
+from manualpar.training.experiment import build_experiment, prepare
 from manualpar.training.task import make_task
 from tests.transformer_families import GEMMA, QWEN
 
@@ -98,7 +98,7 @@ def test_every_option_reaches_the_builder_that_has_it(
         config.optimizer.num_minibatches = 2
         config.training.norm_metrics = True
         config.training.on_nonfinite = "skip"
-    options = build_program(config, make_task(config), _schedule)
+    options = build_experiment(config, make_task(config), _schedule)
     assert options.pop("batch").inputs.shape == (128, 64)
     # A config sorts its keys; a group of neighbours is what shares a replica all the same.
     assert list(options.pop("mesh").shape.items()) == (
@@ -123,7 +123,7 @@ def test_how_it_is_sent_reaches_the_builder(strategy, replica, expected, monkeyp
         config.parallel.mesh = {"data_minor": 2, "data": -1}
         if replica > 1:
             config.parallel.mesh.replica = replica
-    options = build_program(config, make_task(config), _schedule)
+    options = build_experiment(config, make_task(config), _schedule)
     assert options["axis_name"] == expected
     assert [*options["mesh"].shape] == (["replica"] if replica > 1 else []) + ["data", "data_minor"]
     assert options["axis_by_axis"] is True
@@ -134,7 +134,7 @@ def test_the_order_of_the_mesh_reaches_it(monkeypatch, devices8):
     config = _small(fsdp.get_config(), strategy="dp", mesh_order=("data_minor", "data"))
     with config.unlocked():
         config.parallel.mesh = {"data_minor": 2, "data": 4}
-    mesh = build_program(config, make_task(config), _schedule)
+    mesh = build_experiment(config, make_task(config), _schedule)
     assert dict(mesh.shape) == {"data": 4, "data_minor": 2}
     assert list(mesh.devices.T.flat) == devices8
 
@@ -314,7 +314,7 @@ def test_devices_with_other_experts_have_other_examples(
 ):
     _replace_builder(monkeypatch, "fsdp", lambda *args, **options: options)
     config = _language(text, mesh, num_experts=8, sequence=False)
-    assert build_program(config, make_task(config), _schedule)["axis_name"] == expected
+    assert build_experiment(config, make_task(config), _schedule)["axis_name"] == expected
 
 
 def test_an_axis_for_experts_needs_some(text, devices8):
@@ -361,7 +361,7 @@ def test_rules_shard_the_models_kernels(strategy, devices8):
     rules = (("embed", None), ("mlp", "model"), ("batch", "data"))
     mesh = {"data": 4, "model": 2}
     config = _small(fsdp.get_config(), strategy=strategy, mesh=mesh, rules=rules)
-    program = build_program(config, make_task(config), _schedule)
+    program = build_experiment(config, make_task(config), _schedule)
     specs = {info.path: placement.spec for info, placement in program.parameters}
     data = "data" if strategy == "fsdp" else None
     assert specs["input_dense/kernel"] == P(data, "model")
@@ -369,7 +369,7 @@ def test_rules_shard_the_models_kernels(strategy, devices8):
     assert specs["output_dense/kernel"] == P("model", None)
     config = _small(config, rules=rules[:1])
     with pytest.raises(ValueError, match=r"\['mlp'\] are not in rules \['embed'\]"):
-        build_program(config, make_task(config), _schedule)
+        build_experiment(config, make_task(config), _schedule)
 
 
 @pytest.mark.parametrize(
@@ -395,9 +395,11 @@ def test_compiler_options_are_those_for_the_devices_and_the_axes(
     _replace_builder(monkeypatch, strategy, lambda *_, **options: options["compiler_options"])
     config = _small(fsdp.get_config(), strategy=strategy, overlap="none", mesh=mesh, **parallel)
     task = make_task(config)
-    assert build_program(config, task, _schedule) == chosen.options
+    assert build_experiment(config, task, _schedule) == chosen.options
     assert given == [(("cpu", rings, others), {"overlap": "none"})]
-    assert build_program(config, task, _schedule, devices=8) == {}  # There is no compiler to ask.
+    assert (
+        build_experiment(config, task, _schedule, devices=8) == {}
+    )  # There is no compiler to ask.
 
 
 def test_an_experiment_says_what_was_chosen(devices8, monkeypatch):

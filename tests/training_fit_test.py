@@ -5,17 +5,17 @@ import numpy as np
 import pytest
 
 from configs import fsdp, fsdp_lm
-from manualpar.training import fit
+from manualpar.training import memory_check
 from manualpar.training.devices import MOST, simulate_devices
 from manualpar.training.experiment import prepare
-from manualpar.training.fit import check_fits, least_bytes
+from manualpar.training.memory_check import check_fits, least_bytes
 
 HOST = 2**35
 
 
 @pytest.fixture(autouse=True)
 def _host(monkeypatch):
-    monkeypatch.setattr(fit, "host_memory", lambda: HOST)
+    monkeypatch.setattr(memory_check, "host_memory", lambda: HOST)
 
 
 def _experiment(module=fsdp, **fields):
@@ -79,9 +79,9 @@ def test_no_less_than_state_and_batch_is_counted():
 def test_the_limit_is_just_where_the_memory_ends(monkeypatch):
     experiment = _experiment()
     needed = 8 * sum(least_bytes(experiment.program).values())
-    monkeypatch.setattr(fit, "host_memory", lambda: needed)
+    monkeypatch.setattr(memory_check, "host_memory", lambda: needed)
     check_fits(experiment)
-    monkeypatch.setattr(fit, "host_memory", lambda: needed - 8)
+    monkeypatch.setattr(memory_check, "host_memory", lambda: needed - 8)
     with pytest.raises(ValueError, match="its part of this machine's memory is"):
         check_fits(experiment)
 

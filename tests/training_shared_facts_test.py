@@ -2,8 +2,8 @@ import dataclasses
 
 import pytest
 
+from manualpar.commands.agreed_facts import experiment_facts, run_facts
 from manualpar.commands.command_line import parse_command_line
-from manualpar.commands.shared_facts import experiment_facts, run_facts
 from manualpar.system.cluster.facts import describe_differences
 from manualpar.training.experiment import prepare
 from tests.runs import CONFIG, arguments

@@ -15,11 +15,11 @@ from manualpar.data import ArraySplit, Dataset, train_batch
 from manualpar.system.cluster import Cluster
 from manualpar.training import trainer
 from manualpar.training.checkpoints import Restored
+from manualpar.training.monitoring.profiling import StepProfiler
+from manualpar.training.monitoring.stalls import StallDetector
 from manualpar.training.recorder import LAG, NonFiniteError, Recorder
 from manualpar.training.replicas import ReplicaError
 from manualpar.training.trainer import MAX_ROLLBACKS, StoppedError, Trainer, postponed_interrupt
-from manualpar.training.watching.profiling import StepProfiler
-from manualpar.training.watching.stalls import StallDetector
 from manualpar.training.workdir import START, Position
 
 BATCH_SIZE = 4

@@ -13,7 +13,7 @@ import pytest
 from manualpar.errors import UsageError
 from manualpar.system.storage.durable_files import WriteError
 from manualpar.training.checkpoints.retention import list_steps
-from manualpar.training.watching.run_record import read_run
+from manualpar.training.monitoring.run_record import read_run
 from manualpar.training.workdir_lock import LOCK_FILE, lock_workdir
 from tests.cluster_processes import HANG_SECONDS
 from tests.runs import (

@@ -5,8 +5,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from manualpar.core.model.adapter import adapt
 from manualpar.core.model.carried_collections import CarryingApply
+from manualpar.core.model.interface import interface_of
 
 
 class Switched(nn.Module):
@@ -35,7 +35,7 @@ def variables():
 
 def apply_fn(variables, *, train):
     collections = {"counters": variables["counters"]}
-    model = dataclasses.replace(adapt(Switched()), phase="train" if train else "eval")
+    model = dataclasses.replace(interface_of(Switched()), phase="train" if train else "eval")
     return CarryingApply(model, collections)
 
 
@@ -110,4 +110,4 @@ def test_a_collection_of_another_structure_or_shape_is_refused(variables):
         ("structure", r"changes what collection 'memory' consists of, from \[.*seen.*more"),
     ):
         with pytest.raises(ValueError, match=message):
-            CarryingApply(adapt(Growing(grow)), collections)({}, X)
+            CarryingApply(interface_of(Growing(grow)), collections)({}, X)

@@ -14,7 +14,7 @@ from manualpar import Batch, abstract_mesh, data_parallel, gather_examples
 from manualpar.core.checks.context_check import check_context
 from manualpar.core.mesh.axes import is_axis_bound
 from manualpar.core.mesh.roles import AxisRoles
-from manualpar.core.model.trace_model import study
+from manualpar.core.model.trace_model import trace_model
 from manualpar.core.modes.manual import Manual
 from manualpar.layers import Context
 from manualpar.models.cross_entropy import language_model_loss
@@ -29,7 +29,7 @@ ROLES = AxisRoles({0: ("data",), 1: ("context",)})
 def check(model: Any, loss: Any = language_model_loss, axes: dict[str, int] | None = None) -> None:
     """Checks a model and a loss on devices that nobody has."""
     mode = Manual(abstract_mesh(axes or AXES, num_devices=8), ROLES.data_axes)
-    studied = study(
+    studied = trace_model(
         "fsdp",
         model,
         loss,

@@ -13,8 +13,8 @@ from flax import nnx
 from optax import sgd
 
 from manualpar import Batch, data_parallel, fsdp, make_mesh
-from manualpar.core.model.adapter import adapt
 from manualpar.core.model.carried_collections import CarryingApply
+from manualpar.core.model.interface import interface_of
 from manualpar.models import Transformer
 
 X = jnp.ones((16, 8))
@@ -116,7 +116,7 @@ class NNXModel(nnx.Module):
 
 def evaluate(model, *args, eval_dropout=False, key=0, **kwargs):
     phase = "eval_dropout" if eval_dropout else "eval"
-    model = dataclasses.replace(adapt(model), phase=phase)
+    model = dataclasses.replace(interface_of(model), phase=phase)
     variables = model.init(jax.random.key(0), X, *args)
     collections = {name: tree for name, tree in variables.items() if name != "params"}
     apply_fn = CarryingApply(model, collections)
@@ -173,7 +173,7 @@ def test_a_loss_of_evaluation_has_nothing_of_training_with_dropout_on_too():
         jax.jit(functools.partial(apply, train=train))(params, tokens, labels=tokens)[0]
         for apply, train in (
             (model.apply, True),
-            (dataclasses.replace(adapt(model), phase="eval_dropout").apply, True),
+            (dataclasses.replace(interface_of(model), phase="eval_dropout").apply, True),
             (model.apply, False),
         )
     )

@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from manualpar import Batch, data_parallel, fsdp, hsdp, make_mesh
-from manualpar.core.model.adapter import adapt
+from manualpar.core.model.interface import interface_of
 from manualpar.core.model.recurrence import varying_linen_carries
 from manualpar.core.parameters.collectives import varying_axes
 from tests.one_device import slow_unless
@@ -123,7 +123,7 @@ def loss_fn(params, apply_fn, batch, rng):
 @functools.cache
 def on_one_device(name):
     """The parameters after a step of SGD with plain flax."""
-    model = adapt(MODELS[name])
+    model = interface_of(MODELS[name])
     init_rng, rng = jax.random.split(jax.random.key(0))
     params = model.init({"params": init_rng}, INPUTS)["params"]
     grads = jax.jit(jax.grad(lambda p: loss_fn(p, model.apply, BATCH, rng)[0]))(params)

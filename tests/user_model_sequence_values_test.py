@@ -2,23 +2,23 @@
 
 import pytest
 
-from manualpar.core.checks.sequence_values import Value, is_mean, power_of_sum
+from manualpar.core.checks.sequence_values import SplitValue, is_mean, power_of_sum
 
-SIZE = Value("same", -1)  # How many positions a device has.
-EXAMPLES = Value("same")  # How many sequences.
-VALID = Value("sum")  # How many positions are valid; its number is 7.
-TOTAL = Value("sum")
-EQUAL_MEAN = Value("sum", 1)
-VALID_MEAN = Value("sum", count=7)
+SIZE = SplitValue("same", -1)  # How many positions a device has.
+EXAMPLES = SplitValue("same")  # How many sequences.
+VALID = SplitValue("sum")  # How many positions are valid; its number is 7.
+TOTAL = SplitValue("sum")
+EQUAL_MEAN = SplitValue("sum", 1)
+VALID_MEAN = SplitValue("sum", count=7)
 
 
-@pytest.mark.parametrize("count", [SIZE, EXAMPLES, VALID, Value("zero")])
-def test_what_is_the_same_everywhere_is_its_own_mean(count: Value) -> None:
-    assert is_mean(Value("same"), count, 7)
-    assert is_mean(Value("zero"), count, 7)
+@pytest.mark.parametrize("count", [SIZE, EXAMPLES, VALID, SplitValue("zero")])
+def test_what_is_the_same_everywhere_is_its_own_mean(count: SplitValue) -> None:
+    assert is_mean(SplitValue("same"), count, 7)
+    assert is_mean(SplitValue("zero"), count, 7)
     assert not is_mean(SIZE, count, 7)
     assert not is_mean(TOTAL, count, 7)
-    assert not is_mean(Value("own"), count, 7)
+    assert not is_mean(SplitValue("own"), count, 7)
 
 
 def test_a_mean_over_equally_many_positions_needs_equal_counts() -> None:
@@ -30,12 +30,12 @@ def test_a_mean_over_equally_many_positions_needs_equal_counts() -> None:
 def test_a_mean_over_valid_positions_needs_its_own_count() -> None:
     assert is_mean(VALID_MEAN, VALID, 7)
     assert not is_mean(VALID_MEAN, VALID, 8)
-    assert not is_mean(Value("sum", 1, count=7), VALID, 7)
-    assert not is_mean(Value("same", count=7), VALID, 7)
+    assert not is_mean(SplitValue("sum", 1, count=7), VALID, 7)
+    assert not is_mean(SplitValue("same", count=7), VALID, 7)
 
 
 def test_a_metric_and_its_count_are_added_up_alike() -> None:
     assert power_of_sum(TOTAL) == power_of_sum(VALID) == power_of_sum(SIZE) == 0
     assert power_of_sum(EQUAL_MEAN) == power_of_sum(EXAMPLES) == 1
     assert power_of_sum(VALID_MEAN) is None
-    assert power_of_sum(Value("own")) is None
+    assert power_of_sum(SplitValue("own")) is None

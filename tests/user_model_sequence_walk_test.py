@@ -12,7 +12,7 @@ import pytest
 
 from manualpar import Batch, assert_same_as_one_device, fsdp, make_mesh
 from manualpar.core.checks import context_check
-from manualpar.core.checks.sequence_values import Value
+from manualpar.core.checks.sequence_values import SplitValue
 from manualpar.core.checks.sequence_walk import SequenceWalk
 from manualpar.core.tracing.scopes import CONTEXT_SCOPE, SEQUENCE_SCOPE
 
@@ -21,7 +21,7 @@ KEY = jax.random.key(0)
 TABLE = np.arange(64.0, dtype=np.float32).reshape(32, 2) / 64
 
 
-def walk(function: Callable[..., Any]) -> list[Value]:
+def walk(function: Callable[..., Any]) -> list[SplitValue]:
     """What a function of `x` `[2, S, 2]`, `mask` `[2, S]` and a device's key returns."""
 
     def with_own_key(x: jax.Array, mask: jax.Array, key: jax.Array) -> Any:

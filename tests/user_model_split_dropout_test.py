@@ -9,7 +9,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from manualpar import fold_rng_over_axis, make_mesh
-from manualpar.core.model.adapter import adapt
+from manualpar.core.model.interface import interface_of
 from manualpar.core.model.split_dropout import key_like
 from manualpar.core.parameters.collectives import cast_to_varying
 
@@ -84,7 +84,7 @@ MODELS = {
 @pytest.fixture(scope="module")
 def outputs(devices8):
     """What each model makes on each device of the same numbers, split by their type or whole."""
-    models = {name: adapt(model) for name, model in MODELS.items()}
+    models = {name: interface_of(model) for name, model in MODELS.items()}
     init = jax.jit(
         lambda: {
             name: model.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, X)

@@ -7,8 +7,8 @@ from manualpar.errors import MissingExtraError
 from manualpar.system.reports.pictures import (
     ROOM,
     Bar,
+    add_legend,
     draw_bars,
-    explain,
     new_figure,
     scale_in_bytes,
 )
@@ -62,7 +62,7 @@ def test_without_matplotlib_one_sentence_says_what_to_install(monkeypatch):
 def test_colours_are_explained_by_their_names():
     with new_figure("a test", (4, 3), title="") as figure:
         axes = figure.subplots()
-        explain(axes, {"red ones": "red", "blue ones": "blue"})
+        add_legend(axes, {"red ones": "red", "blue ones": "blue"})
         legend = axes.get_legend()
         assert [text.get_text() for text in legend.get_texts()] == ["red ones", "blue ones"]
         assert [handle.get_color() for handle in legend.legend_handles] == ["red", "blue"]

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from manualpar.training.watching.profiling import TRACE_FILE, StepProfiler, parse_profile
+from manualpar.training.monitoring.profiling import TRACE_FILE, StepProfiler, parse_profile
 
 
 def test_both_ends_are_included():

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 from manualpar.system.storage.durable_files import WriteError
-from manualpar.training.watching.charts import draw_chart, draw_charts
-from manualpar.training.watching.report import write_report
-from manualpar.training.watching.run_record import Chart
-from manualpar.training.watching.writers import RunWriter
+from manualpar.training.monitoring.charts import draw_chart, draw_charts
+from manualpar.training.monitoring.report import write_report
+from manualpar.training.monitoring.run_files import RunWriter
+from manualpar.training.monitoring.run_record import Chart
 
 BROWSERS = (
     "chromium",

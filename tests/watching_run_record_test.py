@@ -7,9 +7,9 @@ import re
 
 import pytest
 
-from manualpar.training.watching.charts import decimate
-from manualpar.training.watching.run_record import final_numbers, make_charts, read_run
-from manualpar.training.watching.writers import RunWriter
+from manualpar.training.monitoring.charts import decimate
+from manualpar.training.monitoring.run_files import RunWriter
+from manualpar.training.monitoring.run_record import final_numbers, make_charts, read_run
 
 
 def test_a_run_is_read_as_it_was_written(tmp_path):

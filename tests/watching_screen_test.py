@@ -7,10 +7,10 @@ import pytest
 import rich.console
 
 from manualpar.system.reports.tables import print_line
-from manualpar.training.watching.screen import (
+from manualpar.training.monitoring.progress import (
     LOG_WIDTH,
     TrainingProgress,
-    describe,
+    describe_metrics,
     describe_within,
     make_console,
 )
@@ -55,7 +55,10 @@ def test_a_terminal_gets_a_bar_and_evaluations_above_it(console):
 
 
 def test_metrics_without_a_format_come_last():
-    assert describe({"z": 2.0, "accuracy": 0.5, "loss": 1.0}) == "loss 1.0000  accuracy 0.5000  z 2"
+    assert (
+        describe_metrics({"z": 2.0, "accuracy": 0.5, "loss": 1.0})
+        == "loss 1.0000  accuracy 0.5000  z 2"
+    )
 
 
 @pytest.mark.parametrize("console", [True], indirect=True)
@@ -69,7 +72,7 @@ def test_a_terminal_gets_norms_above_the_bar(console):
 
 def test_norms_are_named_in_words():
     norms = {"gradient_norm": 0.51234, "update_norm": 1e-5, "parameter_norm": 1234.5}
-    assert describe(norms | {"loss": 1.0}) == (
+    assert describe_metrics(norms | {"loss": 1.0}) == (
         "loss 1.0000  gradient norm 0.512  update norm 1e-05  parameter norm 1.23e+03"
     )
 

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from manualpar.training.watching.stalls import StallDetector, describe_late
+from manualpar.training.monitoring.stalls import StallDetector, describe_late
 
 
 class Watched:

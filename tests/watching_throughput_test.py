@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from manualpar.training.watching.throughput import (
+from manualpar.training.monitoring.throughput import (
     PEAKS,
     Throughput,
     lowest_peak,

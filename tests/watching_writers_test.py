@@ -15,7 +15,7 @@ import pytest
 from tensorboardX.proto import event_pb2
 
 from manualpar.system.storage.durable_files import WriteError
-from manualpar.training.watching.writers import (
+from manualpar.training.monitoring.run_files import (
     RunWriter,
     check_workdir,
     create_numbered_folder,
@@ -166,7 +166,7 @@ def test_a_run_that_is_killed_and_resumed_leaves_the_lines_of_one_that_was_not(t
     program = f"""
 import json, os, signal, sys
 from pathlib import Path
-from manualpar.training.watching.writers import RunWriter
+from manualpar.training.monitoring.run_files import RunWriter
 from tests.watching_writers_test import _write_steps
 writer = RunWriter(Path({str(interrupted)!r}), config={{}})
 _write_steps(writer, range(1, 5))

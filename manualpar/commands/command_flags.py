@@ -43,7 +43,7 @@ def model_flags(description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def run_command(flags: argparse.Namespace, work: Callable[[Trained, Generator], None]) -> int:
+def run_with_model(flags: argparse.Namespace, work: Callable[[Trained, Generator], None]) -> int:
     """Loads the model that flags name and works with it, in all processes of a cluster.
 
     Returns the exit code.

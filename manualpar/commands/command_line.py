@@ -37,8 +37,8 @@ from manualpar.system.storage import AnyPath, BucketPath, as_path
 from manualpar.training.checkpoints.compatibility import REMOVED
 from manualpar.training.config import flatten_config, load_config, nearest
 from manualpar.training.imported_model import fill_from_hf
-from manualpar.training.watching.screen import make_console
-from manualpar.training.watching.writers import create_numbered_folder
+from manualpar.training.monitoring.progress import make_console
+from manualpar.training.monitoring.run_files import create_numbered_folder
 
 CONFIG_HELP = "The file to take the config from, a Python file with get_config()."
 NO_CONFIG = "--config has no value, expected a file such as configs/fsdp.py."

@@ -99,7 +99,7 @@ def config_facts(config: Any) -> Iterator[Fact]:
     from manualpar.system.reports.tables import describe_bytes
     from manualpar.training.devices import describe_mesh
     from manualpar.training.experiment import prepare
-    from manualpar.training.fit import check_fits, least_bytes
+    from manualpar.training.memory_check import check_fits, least_bytes
 
     try:
         experiment = prepare(config)

@@ -11,7 +11,7 @@ from manualpar.commands.command_flags import (
     model_flags,
     output_line,
     read_lines,
-    run_command,
+    run_with_model,
     show,
     write_output,
 )
@@ -53,7 +53,7 @@ def evaluate_command(argv: Sequence[str], description: str) -> int:
         else:
             _show(flags, _test_split(trained, generator))
 
-    return run_command(flags, work)
+    return run_with_model(flags, work)
 
 
 def summary(scores: Sequence[Score], num_bytes: int) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from manualpar.commands.command_flags import (
     model_flags,
     output_line,
     read_lines,
-    run_command,
+    run_with_model,
     show,
     write_output,
 )
@@ -54,7 +54,7 @@ def generate_command(argv: Sequence[str], description: str) -> int:
             begin = ""
         show("\n")
 
-    return run_command(flags, work)
+    return run_with_model(flags, work)
 
 
 def _answer_all(

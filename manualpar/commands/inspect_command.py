@@ -55,16 +55,16 @@ from manualpar.inspect.budgets import (
 )
 from manualpar.inspect.communication import as_number, bytes_by_axes, total_bytes
 from manualpar.inspect.ledger_difference import Json, compare_ledgers
-from manualpar.inspect.provenance import OTHER
+from manualpar.inspect.scope_parsing import OTHER
 from manualpar.inspect.step_ledger import ledger
 from manualpar.inspect.trained_parts import trained_parts
 from manualpar.models import Transformer
-from manualpar.models.transformer_sends import transformer_sends
+from manualpar.models.transformer_collectives import transformer_sends
 from manualpar.system.reports.tables import print_line
 from manualpar.system.storage.untrusted import read_object
 from manualpar.training.devices import simulate_devices
 from manualpar.training.experiment import Experiment, prepare
-from manualpar.training.watching.writers import check_workdir
+from manualpar.training.monitoring.run_files import check_workdir
 
 BROKEN_EXIT_CODE = 1
 PICTURE = "inspect.png"

@@ -13,7 +13,7 @@ import rich.console
 
 from manualpar.core.tracing.scopes import CAST_SCOPE
 from manualpar.inspect.budgets import Verdict
-from manualpar.inspect.formulas import is_of_parameters
+from manualpar.inspect.expected_bytes import is_of_parameters
 from manualpar.inspect.ledger_difference import (
     Difference,
     Json,
@@ -22,7 +22,7 @@ from manualpar.inspect.ledger_difference import (
     sent_by,
     totals,
 )
-from manualpar.inspect.provenance import LAYER_SCOPES
+from manualpar.inspect.scope_parsing import LAYER_SCOPES
 from manualpar.system.reports.tables import (
     UNKNOWN,
     describe_bytes,

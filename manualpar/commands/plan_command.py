@@ -28,8 +28,16 @@ from manualpar.commands.command_line import (
 from manualpar.core.model.options import CODES
 from manualpar.errors import UsageError, require
 from manualpar.models import Transformer
+from manualpar.planner.closed_form.layout_config import layout_flags, trace_layout
+from manualpar.planner.closed_form.layout_report import (
+    fastest_of_each_mesh,
+    layout_values,
+    print_layouts,
+    print_traced,
+)
+from manualpar.planner.closed_form.layout_search import rank_layouts
 from manualpar.planner.goodput_report import HOUR, plan_goodput, print_goodput
-from manualpar.planner.plan import Plan
+from manualpar.planner.plan import StepEstimate
 from manualpar.planner.plan_picture import draw_plans, draw_sweep
 from manualpar.planner.plan_report import (
     print_assumptions,
@@ -38,14 +46,6 @@ from manualpar.planner.plan_report import (
     print_sweep,
     sweep_json,
 )
-from manualpar.planner.pod_config import layout_flags, trace_layout
-from manualpar.planner.pod_report import (
-    fastest_of_each_mesh,
-    layout_values,
-    print_layouts,
-    print_traced,
-)
-from manualpar.planner.pod_sweep import rank_layouts
 from manualpar.planner.roofline import estimate
 from manualpar.planner.step_work import has_kernel, read_work
 from manualpar.planner.sweep import Builder, Candidate, scaling_curves, sweep, throughput_of
@@ -56,7 +56,7 @@ from manualpar.strategies import strategy_kinds
 from manualpar.system.reports.tables import print_line
 from manualpar.training.config import flatten_config, nearest
 from manualpar.training.experiment import Experiment
-from manualpar.training.watching.writers import CONFIG_FILE, check_workdir
+from manualpar.training.monitoring.run_files import CONFIG_FILE, check_workdir
 
 DEFAULT_TOPOLOGY = "v5e:16x16"
 COMPILERS = ("auto", "tpu", "none")
@@ -167,7 +167,7 @@ def plan_command(command: CommandLine) -> int:
 def _plan(command: CommandLine, console: rich.console.Console) -> Callable[[Path], None]:
     """Plans the config as it is, prints that, and returns what writes it into a folder."""
     config, topology = command.config, command.flags.topology
-    plans: list[Plan] = []
+    plans: list[StepEstimate] = []
     experiment = _prepare(command)
     wants_compiler = _wants_compiler(command, console)
     if experiment.program.mode == "manual" or not wants_compiler:
@@ -279,7 +279,7 @@ def _layouts(command: CommandLine, console: rich.console.Console) -> Callable[[P
     print_layouts(console, plans)
     for plan in fastest_of_each_mesh(plans)[:TRACED]:
         try:
-            traced: Plan | str = trace_layout(
+            traced: StepEstimate | str = trace_layout(
                 config, plan.layout, topology, vocab_size=command.flags.vocab_size
             )
         except ValueError as error:

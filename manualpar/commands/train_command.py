@@ -3,8 +3,8 @@
 import sys
 import time
 
+from manualpar.commands.agreed_facts import experiment_facts, run_facts
 from manualpar.commands.command_line import CommandLine, quiet_absl
-from manualpar.commands.shared_facts import experiment_facts, run_facts
 from manualpar.errors import (
     INTERRUPTED_EXIT_CODE,
     USAGE_EXIT_CODE,
@@ -26,11 +26,11 @@ from manualpar.training.exit_codes import (
     exit_code,
 )
 from manualpar.training.experiment import Experiment, prepare
-from manualpar.training.fit import check_fits
+from manualpar.training.memory_check import check_fits
+from manualpar.training.monitoring.progress import make_console
 from manualpar.training.recorder import NonFiniteError
 from manualpar.training.run import run
 from manualpar.training.trainer import StoppedError
-from manualpar.training.watching.screen import make_console
 from manualpar.training.workdir import check_folder, choose_workdir
 
 NONFINITE_MEND = (

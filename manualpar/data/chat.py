@@ -17,7 +17,7 @@ import numpy as np
 
 from manualpar.data.chat_renderer import Span
 from manualpar.data.chat_template import BEGIN, END, ChatTemplate, load_template
-from manualpar.data.document_files import Part, line_error, lines_of
+from manualpar.data.document_files import DocumentRange, line_error, lines_of
 from manualpar.data.packing import LEARNED
 from manualpar.data.token_parts import Encoded, TextPart, batches, split_of_content
 from manualpar.data.tokenizer import FileTokenizer, Tokenizer
@@ -42,9 +42,9 @@ class ChatEncoder:
         if template:
             self._chats = Chats(tokenizer, template)
 
-    def encode(self, part: Part | TextPart) -> Iterator[list[Encoded]]:
+    def encode(self, part: DocumentRange | TextPart) -> Iterator[list[Encoded]]:
         """See `Encoder`."""
-        assert isinstance(part, Part)
+        assert isinstance(part, DocumentRange)
         for lines in batches(lines_of(part)):
             batch: list[Encoded] = []
             made = self._examples([_parsed(line) for _, line in lines])

@@ -163,7 +163,7 @@ def _environment() -> Any:
     return environment
 
 
-def send(file: IO[bytes], message: Any) -> None:
+def send_message(file: IO[bytes], message: Any) -> None:
     """Writes what consists of lists, objects, texts and numbers, into the file's buffer.
 
     Raises:
@@ -175,7 +175,7 @@ def send(file: IO[bytes], message: Any) -> None:
 
 
 def receive(file: IO[bytes]) -> Any:
-    """Reads what `send` has written.
+    """Reads what `send_message` has written.
 
     Raises:
       EOFError: It ends before.
@@ -187,7 +187,7 @@ def receive(file: IO[bytes]) -> Any:
     return marshal.loads(data)
 
 
-def answer(action: Callable[[], Any], seconds: float) -> tuple[bool, Any]:
+def answer_within(action: Callable[[], Any], seconds: float) -> tuple[bool, Any]:
     """Returns whether it went well, and what `action` returns, or why it is refused.
 
     It ends the process if `action` computes for longer than `seconds`.
@@ -217,14 +217,16 @@ def main() -> None:
     with contextlib.suppress(EOFError, BrokenPipeError):
         source, tokens = receive(requests)
         renderers: list[Renderer] = []
-        send(answers, answer(lambda: renderers.append(Renderer(source, tokens)), seconds))
+        send_message(
+            answers, answer_within(lambda: renderers.append(Renderer(source, tokens)), seconds)
+        )
         answers.flush()
         while renderers:
             kind, chats = receive(requests)
             render = getattr(renderers[0], kind)
             for messages in chats:
-                is_fine, rendered = answer(functools.partial(render, messages), seconds)
-                send(answers, (is_fine, rendered))
+                is_fine, rendered = answer_within(functools.partial(render, messages), seconds)
+                send_message(answers, (is_fine, rendered))
                 if not is_fine:
                     break  # Others might take as long.
             answers.flush()

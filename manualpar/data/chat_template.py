@@ -34,7 +34,7 @@ from manualpar.data.chat_renderer import (
     Rendered,
     Span,
     receive,
-    send,
+    send_message,
 )
 from manualpar.data.tokenizer import TEMPLATE, TOKENIZER_CONFIG, special_tokens
 from manualpar.errors import require
@@ -137,7 +137,7 @@ class ChatTemplate:
         with self._connected() as process:
             assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError):  # Reading says why it has ended.
-                send(process.stdin, message)
+                send_message(process.stdin, message)
                 process.stdin.flush()
 
     def _receive(self) -> Any:

@@ -57,13 +57,13 @@ class DocumentFile:
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class DocumentRange:
     """Consecutive documents of a file.
 
     Attributes:
       source: One of `SUFFIXES`.
       file: The file.
-      field: The field, or the column; for ArrayRecord see `read_part`.
+      field: The field, or the column; for ArrayRecord see `read_documents`.
       start: The first byte, row group or record.
       stop: The one after the last. A line belongs to the part that it begins in.
       size: About how many bytes it has.
@@ -116,7 +116,7 @@ def open_document_file(path: str) -> BinaryIO:
         ) from error
 
 
-def divide(source: str, files: Sequence[DocumentFile], field: str) -> list[Part]:
+def divide(source: str, files: Sequence[DocumentFile], field: str) -> list[DocumentRange]:
     """The parts of all files, in order.
 
     Raises:
@@ -132,13 +132,13 @@ def divide(source: str, files: Sequence[DocumentFile], field: str) -> list[Part]
         )
     of_file = {"jsonl": _line_parts, "parquet": _row_parts, "arrayrecord": _record_parts}[source]
     return [
-        Part(source, file, field, start, stop, size)
+        DocumentRange(source, file, field, start, stop, size)
         for file in files
         for start, stop, size in of_file(file, field)
     ]
 
 
-def read_part(part: Part) -> Iterator[Document]:
+def read_documents(part: DocumentRange) -> Iterator[Document]:
     """Reads the documents of a part one after the other; empty ones are left out.
 
     The field of an ArrayRecord is "text", or one of `TOKEN_DTYPES`.
@@ -168,7 +168,7 @@ def _line_parts(file: DocumentFile, field: str) -> Iterator[tuple[int, int, int]
         yield start, stop, stop - start
 
 
-def lines_of(part: Part) -> Iterator[tuple[int, bytes]]:
+def lines_of(part: DocumentRange) -> Iterator[tuple[int, bytes]]:
     """Where the lines that begin in a part begin, and the lines; blank ones are left out."""
     with open_document_file(part.file.path) as file:
         if part.start:
@@ -181,7 +181,7 @@ def lines_of(part: Part) -> Iterator[tuple[int, bytes]]:
                 yield place, line
 
 
-def line_error(part: Part, place: int, what: object) -> DamagedDataError:
+def line_error(part: DocumentRange, place: int, what: object) -> DamagedDataError:
     """The error of the line that begins at a place of the file."""
     with open_document_file(part.file.path) as file:
         number, left = 1, place
@@ -190,7 +190,7 @@ def line_error(part: Part, place: int, what: object) -> DamagedDataError:
     return DamagedDataError(f"{part.file.path}, line {number}: {what}.")
 
 
-def _read_lines(part: Part) -> Iterator[Document]:
+def _read_lines(part: DocumentRange) -> Iterator[Document]:
     for place, line in lines_of(part):
         try:
             fields = parse_object(line)
@@ -270,7 +270,7 @@ def _row_parts(file: DocumentFile, field: str) -> Iterator[tuple[int, int, int]]
                 first, size = group + 1, 0
 
 
-def _read_rows(part: Part) -> Iterator[Document]:
+def _read_rows(part: DocumentRange) -> Iterator[Document]:
     with _parquet(part.file) as table:
         import pyarrow
 
@@ -318,7 +318,7 @@ def _record_parts(file: DocumentFile, field: str) -> Iterator[tuple[int, int, in
         yield start, stop, file.size * stop // count - file.size * start // count
 
 
-def _read_records(part: Part) -> Iterator[Document]:
+def _read_records(part: DocumentRange) -> Iterator[Document]:
     reader = _records(part.file)
     try:
         for start in range(part.start, part.stop, ROWS_AT_ONCE):

@@ -22,14 +22,14 @@ import numpy as np
 from manualpar.data.chat import ChatEncoder
 from manualpar.data.chat_template import load_template
 from manualpar.data.dataset import SPLITS, make_fingerprint
-from manualpar.data.document_files import PART_BYTES, Part, divide, find_document_files
+from manualpar.data.document_files import PART_BYTES, DocumentRange, divide, find_document_files
 from manualpar.data.places import state_of
 from manualpar.data.text import TextFile, find_files, split_files
 from manualpar.data.token_parts import (
     DocumentEncoder,
     Encoder,
-    Progress,
     TextPart,
+    TokenProgress,
     finished_file,
     tokens_file,
     write_whole,
@@ -64,7 +64,7 @@ class Job:
       template: The file of their template; "" for the tokenizer's.
     """
 
-    parts: tuple[Part | TextPart, ...]
+    parts: tuple[DocumentRange | TextPart, ...]
     tokenizer: str
     held_out: float
     key: str
@@ -99,14 +99,14 @@ def make_job(
       source: `text`, `jsonl`, `parquet`, `arrayrecord` or `chat`.
       path: The files; see `find_files` for `text`, otherwise `find_document_files`.
       tokenizer: See `load_tokenizer`.
-      field: See `Part`.
+      field: See `DocumentRange`.
       held_out: The share of each of eval and test, for other sources than `text`.
       template: See `Job`.
 
     Raises:
       ValueError: An argument, or what it names, does not fit.
     """
-    parts: list[Part | TextPart] = []
+    parts: list[DocumentRange | TextPart] = []
     if source == "text":
         for split, files in split_files(find_files(path), path).items():
             parts += _text_parts(split, files)
@@ -137,7 +137,7 @@ def run_job(
     directory: AnyPath,
     *,
     processes: int = 1,
-    report: Callable[[Progress], None] = lambda progress: None,
+    report: Callable[[TokenProgress], None] = lambda progress: None,
 ) -> TokenFiles:
     """Makes the directory, or finishes one that an interrupted call with an equal job left behind.
 
@@ -161,7 +161,7 @@ def run_job(
         if not (directory / DESCRIPTION).exists():  # Another process may have finished it just now.
             finished = {n for n in range(len(job.parts)) if finished_file(parts, n).exists()}
             left = {n: part for n, part in enumerate(job.parts) if n not in finished}
-            done = Progress(job.size - sum(part.size for part in left.values()), 0, 0)
+            done = TokenProgress(job.size - sum(part.size for part in left.values()), 0, 0)
             make_parts(Work(left, parts, job.make_encoder, done), processes, report)
             written = _join(job, directory, parts)
             shutil.rmtree(parts)
@@ -170,7 +170,7 @@ def run_job(
 
 
 def _run_job_for_bucket(
-    job: Job, directory: BucketPath, *, processes: int, report: Callable[[Progress], None]
+    job: Job, directory: BucketPath, *, processes: int, report: Callable[[TokenProgress], None]
 ) -> TokenFiles:
     """Makes the files on a disk, under a name that the same call finds again, and puts them."""
     if (directory / DESCRIPTION).is_file():

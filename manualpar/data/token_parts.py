@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from manualpar.data.dataset import SPLITS, DamagedDataError
-from manualpar.data.document_files import Document, Part, read_part
+from manualpar.data.document_files import Document, DocumentRange, read_documents
 from manualpar.data.text import TextFile
 from manualpar.data.tokenizer import Tokenizer
 from manualpar.data.tokens import DTYPES, LENGTHS, lengths_file
@@ -45,7 +45,7 @@ class TextPart:
         return sum(file.size for file in self.files)
 
 
-class Progress(NamedTuple):
+class TokenProgress(NamedTuple):
     """How much is done."""
 
     bytes: int  # Of the parts' sizes.
@@ -64,11 +64,11 @@ def tokens_file(parts: pathlib.Path, number: int, split: str) -> pathlib.Path:
 
 
 def write_part(
-    part: Part | TextPart,
+    part: DocumentRange | TextPart,
     number: int,
     parts: pathlib.Path,
     encoder: "Encoder",
-    count: Callable[[Progress], None],
+    count: Callable[[TokenProgress], None],
 ) -> None:
     """Writes the tokens of a part's documents by split, and then that it is finished.
 
@@ -106,7 +106,7 @@ def write_part(
                 of_split["unknown"] += num_bytes is None
             # Tokens that somebody made stand for about two bytes each.
             done = sum(len(tokens) * 2 if size is None else size for _, tokens, size in batch)
-            count(Progress(done, len(batch), sum(len(tokens) for _, tokens, _ in batch)))
+            count(TokenProgress(done, len(batch), sum(len(tokens) for _, tokens, _ in batch)))
         for file in (*files.values(), *lengths.values()):
             file.flush()
             os.fsync(file.fileno())
@@ -123,7 +123,7 @@ class Encoder(Protocol):
     dtype: str  # Of the files of tokens, one of `DTYPES`.
     makes_examples: bool  # Whether documents are kept apart, see `manualpar.data.packing`.
 
-    def encode(self, part: Part | TextPart) -> Iterator[list[Encoded]]:
+    def encode(self, part: DocumentRange | TextPart) -> Iterator[list[Encoded]]:
         """The documents of a part in their order, some at a time."""
 
 
@@ -137,7 +137,7 @@ class DocumentEncoder:
         self._tokenizer, self._held_out = tokenizer, held_out
         self.dtype = DTYPES[0] if tokenizer.vocab_size <= 2**16 else DTYPES[1]
 
-    def encode(self, part: Part | TextPart) -> Iterator[list[Encoded]]:
+    def encode(self, part: DocumentRange | TextPart) -> Iterator[list[Encoded]]:
         """See `Encoder`."""
         bos = np.array([self._tokenizer.bos_token], np.int32)
         for batch in batches(self._documents(part)):
@@ -150,19 +150,19 @@ class DocumentEncoder:
                 for split, document in batch
             ]
 
-    def _documents(self, part: Part | TextPart) -> Iterator[tuple[str, Document]]:
+    def _documents(self, part: DocumentRange | TextPart) -> Iterator[tuple[str, Document]]:
         if isinstance(part, TextPart):
             for file in part.files:
                 yield part.split, file.read(0, file.size)
             return
-        for document in read_part(part):
+        for document in read_documents(part):
             content = document if isinstance(document, bytes) else document.tobytes()
             yield split_of_content(content, self._held_out), document
 
-    def _checked(self, part: Part | TextPart, tokens: np.ndarray) -> np.ndarray:
+    def _checked(self, part: DocumentRange | TextPart, tokens: np.ndarray) -> np.ndarray:
         """Tokens that somebody has made, without the BOS that may begin them."""
         if (largest := tokens.max()) >= self._tokenizer.vocab_size:
-            path = part.file.path if isinstance(part, Part) else part.files[0].path
+            path = part.file.path if isinstance(part, DocumentRange) else part.files[0].path
             raise DamagedDataError(
                 f"{path} has the token {largest}, expected less than the "
                 f"{self._tokenizer.vocab_size} of config.data.tokenizer."

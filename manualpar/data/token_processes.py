@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from manualpar.data.dataset import DamagedDataError
-from manualpar.data.document_files import Part
-from manualpar.data.token_parts import Encoder, Progress, TextPart, write_part
+from manualpar.data.document_files import DocumentRange
+from manualpar.data.token_parts import Encoder, TextPart, TokenProgress, write_part
 
 SECONDS_BETWEEN_REPORTS = 0.2
 
@@ -33,13 +33,13 @@ class Work:
       done: What had been done before.
     """
 
-    parts: dict[int, Part | TextPart]
+    parts: dict[int, DocumentRange | TextPart]
     folder: pathlib.Path
     make_encoder: Callable[[], Encoder]
-    done: Progress
+    done: TokenProgress
 
 
-def make_parts(work: Work, processes: int, report: Callable[[Progress], None]) -> None:
+def make_parts(work: Work, processes: int, report: Callable[[TokenProgress], None]) -> None:
     """Makes all parts.
 
     Args:
@@ -58,7 +58,7 @@ def make_parts(work: Work, processes: int, report: Callable[[Progress], None]) -
         return
     # Processes that are forked would inherit the locks of this one's threads.
     spawn = multiprocessing.get_context("spawn")
-    # The three numbers of `Progress`, and how many parts have been taken.
+    # The three numbers of `TokenProgress`, and how many parts have been taken.
     shared = spawn.Array("q", [*work.done, 0])
     pipes = [spawn.Pipe(duplex=False) for _ in range(min(processes, len(work.parts)))]
     workers = [spawn.Process(target=_work, args=(work, shared, pipe)) for _, pipe in pipes]
@@ -76,7 +76,7 @@ def make_parts(work: Work, processes: int, report: Callable[[Progress], None]) -
                         "perhaps; the same command goes on where it was."
                     )
             with shared.get_lock():
-                report(Progress(*shared[:3]))
+                report(TokenProgress(*shared[:3]))
     finally:
         for worker in workers:
             if worker.pid is not None:
@@ -84,14 +84,14 @@ def make_parts(work: Work, processes: int, report: Callable[[Progress], None]) -
                 worker.join()
 
 
-def _make_parts_here(work: Work, report: Callable[[Progress], None]) -> None:
+def _make_parts_here(work: Work, report: Callable[[TokenProgress], None]) -> None:
     encoder, done = work.make_encoder(), work.done
     for number, part in work.parts.items():
         before = done.bytes
 
-        def count(more: Progress) -> None:
+        def count(more: TokenProgress) -> None:
             nonlocal done
-            done = Progress(*(a + b for a, b in zip(done, more, strict=True)))
+            done = TokenProgress(*(a + b for a, b in zip(done, more, strict=True)))
             report(done)
 
         write_part(part, number, work.folder, encoder, count)
@@ -109,13 +109,13 @@ def _work(work: Work, shared: Any, errors: multiprocessing.connection.Connection
         while (number := _take(shared, numbers)) is not None:
             part, counted = work.parts[number], 0
 
-            def count(more: Progress) -> None:
+            def count(more: TokenProgress) -> None:
                 nonlocal counted
                 counted += more.bytes
                 _add(shared, more)
 
             write_part(part, number, work.folder, encoder, count)
-            _add(shared, Progress(part.size - counted, 0, 0))
+            _add(shared, TokenProgress(part.size - counted, 0, 0))
     except (ValueError, OSError) as error:
         errors.send(error)
 
@@ -127,7 +127,7 @@ def _take(shared: Any, numbers: Sequence[int]) -> int | None:
     return numbers[taken] if taken < len(numbers) else None
 
 
-def _add(shared: Any, more: Progress) -> None:
+def _add(shared: Any, more: TokenProgress) -> None:
     with shared.get_lock():
         for index, value in enumerate(more):
             shared[index] += value

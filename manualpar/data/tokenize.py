@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from manualpar.data.dataset import DamagedDataError
 from manualpar.data.document_files import SUFFIXES
 from manualpar.data.token_job import HELD_OUT, make_job, run_job
-from manualpar.data.token_parts import Progress
+from manualpar.data.token_parts import TokenProgress
 from manualpar.data.tokens import TokenFiles
 from manualpar.errors import INTERRUPTED_EXIT_CODE, OneSentenceParser, print_error, require
 from manualpar.system.storage import path_flag, user_path
@@ -46,7 +46,7 @@ def write_token_files(
         with.
       source: The kind of the files: `text`, `jsonl`, `parquet`, `arrayrecord` or `chat`.
       tokenizer: A `tokenizer.json`, a directory with one, or "" for bytes.
-      field: The field with the text; see `manualpar.data.document_files.Part`.
+      field: The field with the text; see `manualpar.data.document_files.DocumentRange`.
       held_out: The share of the documents for each of eval and test; `text` has its own.
       template: The file of the template of `chat`; "" for the tokenizer's.
       processes: How many processes make tokens.
@@ -110,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 @contextlib.contextmanager
-def _shown(size: int) -> Iterator[Callable[[Progress], None]]:
+def _shown(size: int) -> Iterator[Callable[[TokenProgress], None]]:
     """A progress bar of bytes, documents and tokens a second, where there is a terminal."""
     require("python -m manualpar.data.tokenize", "rich")
     import rich.console
@@ -127,7 +127,7 @@ def _shown(size: int) -> Iterator[Callable[[Progress], None]]:
     with rich.progress.Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=size)
 
-        def report(progress: Progress) -> None:
+        def report(progress: TokenProgress) -> None:
             rate = progress.tokens / max(time.monotonic() - begun, 1e-3)
             description = f"{progress.documents:,} documents, {rate:,.0f} tokens/s"
             bar.update(task, completed=min(progress.bytes, size), description=description)

@@ -1,6 +1,5 @@
 """Reads programs: what they hold and where, what they send and what they compute."""
 
-from manualpar.inspect.changes import Change, find_changes
 from manualpar.inspect.communication import (
     Collective,
     bytes_by_axes,
@@ -15,16 +14,17 @@ from manualpar.inspect.compiled import (
     compiled_collectives,
     read_compiled,
 )
-from manualpar.inspect.formulas import (
+from manualpar.inspect.expected_bytes import (
     of_parameters,
     outer_step_bytes,
     step_bytes,
     total_step_bytes,
 )
+from manualpar.inspect.flops import Computation
 from manualpar.inspect.memory import Memory, step_memory
-from manualpar.inspect.products import Computation
 from manualpar.inspect.state_layout import draw_sharding, layout_table, state_bytes
 from manualpar.inspect.step_ledger import Ledger, ledger, trace_outer_steps
+from manualpar.inspect.xla_changes import Change, find_changes
 
 __all__ = [
     "Change",

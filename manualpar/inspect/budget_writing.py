@@ -16,7 +16,7 @@ from manualpar.inspect.budgets import (
     TOTALS,
     Budget,
     BudgetError,
-    Key,
+    BudgetKey,
     amounts,
     matches,
     parse_budgets,
@@ -44,7 +44,7 @@ def budget_text(name: str, ledger: Json, earlier: Budget | None = None) -> str:
     measured = amounts(ledger)
     lines = [f"[{quoted(name)}]", f"devices = {math.prod(ledger['mesh'].values())}"]
     for quantity in TOTALS:
-        amount = measured.get(Key("", "", quantity))
+        amount = measured.get(BudgetKey("", "", quantity))
         before = earlier.most(quantity) if earlier else None
         if quantity not in COMPILED:
             lines += [] if amount is None else [f"{quantity} = {amount:_}"]

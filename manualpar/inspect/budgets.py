@@ -39,7 +39,7 @@ from typing import Any, NamedTuple
 from manualpar.core.tracing.scopes import REGATHER, SCOPES
 from manualpar.errors import UsageError
 from manualpar.inspect.ledger_difference import Json, Sent, name_module, sent_by, totals
-from manualpar.inspect.provenance import OTHER
+from manualpar.inspect.scope_parsing import OTHER
 
 # The limits on the whole step, each with its name among the totals of a ledger.
 TOTALS = {
@@ -69,7 +69,7 @@ class BudgetError(UsageError, ValueError):
     """A budget that cannot be read, or does not fit the ledger that it is compared with."""
 
 
-class Key(NamedTuple):
+class BudgetKey(NamedTuple):
     """What a number of a budget is about, and where it stands below the name of the program.
 
     Attributes:
@@ -86,7 +86,7 @@ class Key(NamedTuple):
         inside = [self.group, quoted(self.name)] if self.group else []
         return ".".join([*inside, self.quantity])
 
-    def limits(self, found: "Key") -> bool:
+    def limits(self, found: "BudgetKey") -> bool:
         """Whether a limit with this key is one on a number with that key."""
         if (self.group, self.quantity) != (found.group, found.quantity):
             return False
@@ -100,11 +100,11 @@ class Budget(NamedTuple):
 
     name: str
     devices: int | None
-    limits: Mapping[Key, int]
+    limits: Mapping[BudgetKey, int]
 
     def most(self, quantity: str) -> int | None:
         """The limit on the whole step; `None` if there is none."""
-        return self.limits.get(Key("", "", quantity))
+        return self.limits.get(BudgetKey("", "", quantity))
 
 
 class Verdict(NamedTuple):
@@ -194,10 +194,10 @@ def check_budget(budget: Budget, ledger: Json, source: object) -> Verdict:
     return Verdict(tuple(broken), tuple(slack), tuple(unchecked))
 
 
-def amounts(ledger: Json) -> dict[Key, int]:
+def amounts(ledger: Json) -> dict[BudgetKey, int]:
     """Every number of a ledger that a budget may limit; 0 for known names that send nothing."""
     numbers = totals(ledger)
-    found = {Key("", "", key): whole(numbers[x]) for key, x in TOTALS.items() if x in numbers}
+    found = {BudgetKey("", "", key): whole(numbers[x]) for key, x in TOTALS.items() if x in numbers}
     flops = ledger["flops"]["by_module"]
     purposes = (*SCOPES, REGATHER, OTHER)
     known = {"purposes": purposes, "axes": tuple(ledger["mesh"]), "modules": tuple(flops)}
@@ -205,10 +205,10 @@ def amounts(ledger: Json) -> dict[Key, int]:
         sums = sent_by(ledger["collectives"], field)
         for (name,) in dict.fromkeys([*sums, *((name,) for name in known[group])]):
             sent = sums.get((name,), Sent(0, 0.0))
-            found[Key(group, name, "bytes")] = whole(sent.bytes)
-            found[Key(group, name, "collectives")] = sent.times
+            found[BudgetKey(group, name, "bytes")] = whole(sent.bytes)
+            found[BudgetKey(group, name, "collectives")] = sent.times
             if group == "modules":
-                found[Key(group, name, "flops")] = whole(flops.get(name, 0))
+                found[BudgetKey(group, name, "flops")] = whole(flops.get(name, 0))
     return found
 
 
@@ -235,17 +235,20 @@ def whole(amount: float) -> int:
     return math.ceil(amount - 1e-6)
 
 
-def _read_limits(table: Mapping[str, Any], where: str) -> Iterator[tuple[Key, int]]:
+def _read_limits(table: Mapping[str, Any], where: str) -> Iterator[tuple[BudgetKey, int]]:
     for key, value in table.items():
         if key not in QUANTITIES:
             _check_key(key, ("devices", *TOTALS, *QUANTITIES), where)
-            yield Key("", "", key), _read_amount(key, value, f"{where} {key}")
+            yield BudgetKey("", "", key), _read_amount(key, value, f"{where} {key}")
             continue
         for name, limits in _read_table(value, f"{where} {key}").items():
             inside = f"{where} {key}.{quoted(name)}"
             for quantity, most in _read_table(limits, inside).items():
                 _check_key(quantity, QUANTITIES[key], inside)
-                yield Key(key, name, quantity), _read_amount(quantity, most, f"{inside}.{quantity}")
+                yield (
+                    BudgetKey(key, name, quantity),
+                    _read_amount(quantity, most, f"{inside}.{quantity}"),
+                )
 
 
 def _read_table(value: Any, where: str) -> dict[str, Any]:
@@ -271,7 +274,7 @@ def _check_key(key: str, known: tuple[str, ...], where: str) -> None:
         )
 
 
-def _too_many(budget: Budget, key: Key, name: str, amount: int, ledger: Json) -> str:
+def _too_many(budget: Budget, key: BudgetKey, name: str, amount: int, ledger: Json) -> str:
     """What is wrong, by how much, and where to look."""
     most, more = budget.limits[key], amount - budget.limits[key]
     part = f" (+{more / most:.1%})" if most else ""
@@ -284,14 +287,14 @@ def _too_many(budget: Budget, key: Key, name: str, amount: int, ledger: Json) ->
     )
 
 
-def _no_such_name(key: Key, measured: Iterable[Key]) -> str:
+def _no_such_name(key: BudgetKey, measured: Iterable[BudgetKey]) -> str:
     what = {"purposes": "purpose", "axes": "axis", "modules": "module"}[key.group]
     known = {found.name for found in measured if found.group == key.group}
     near = f"; the nearest one is {quoted(_nearest(key.name, known))}" if known else ""
     return f"the step has no {what} {quoted(key.name)}{near}."
 
 
-def _offenders(budget: Budget, limit: Key, ledger: Json) -> str:
+def _offenders(budget: Budget, limit: BudgetKey, ledger: Json) -> str:
     """Which modules to look at: those that exceed limits of their own, or else the largest ones."""
     if limit.quantity in ("peak_memory", "temporaries"):
         classes = ledger["memory"] or {}
@@ -320,7 +323,7 @@ def _offenders(budget: Budget, limit: Key, ledger: Json) -> str:
     return f"; look at {', '.join(to_blame[:NUM_NAMED])}{more}"
 
 
-def _of_modules(numbers: Mapping[Key, int], quantity: str) -> dict[str, int]:
+def _of_modules(numbers: Mapping[BudgetKey, int], quantity: str) -> dict[str, int]:
     """The numbers of modules alone, by their names."""
     return {key.name: n for key, n in numbers.items() if key[::2] == ("modules", quantity)}
 

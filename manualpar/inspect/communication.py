@@ -25,7 +25,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from manualpar.core.tracing.jaxprs import TYPE_CASTS
 from manualpar.inspect.equations import OUTSIDE, Around, EquationReader
-from manualpar.inspect.provenance import Phase, module_of, phase_of, purpose_in
+from manualpar.inspect.scope_parsing import Phase, module_of, phase_of, purpose_in
 
 Key = TypeVar("Key")
 Amount = TypeVar("Amount", int, float, Fraction)

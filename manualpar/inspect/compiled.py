@@ -30,7 +30,7 @@ from manualpar.inspect.hlo import (
     parse_module,
     trip_count,
 )
-from manualpar.inspect.provenance import compiled_scopes, module_of, purpose_in
+from manualpar.inspect.scope_parsing import compiled_scopes, module_of, purpose_in
 
 KIND_OF_OPCODE: Mapping[str, Kind] = {
     "all-gather": "all_gather",
@@ -198,7 +198,7 @@ class Reading:
     XLA:TPU has *fused* it with compute: a fusion that ends in the custom call
     `AsyncCollectiveStart`, then products that each carry a part of the collective and hold a copy
     of its instruction, then a fusion with `AsyncCollectiveDone`. All of them name one channel. The
-    planner follows all that with a clock (`manualpar.planner.schedule`).
+    planner follows all that with a clock (`manualpar.planner.tpu_timeline`).
 
     In the ticks of a pipeline a conditional counts as often as `stage` runs it, or as often as any
     stage does, which is what a clock sees, if that is `None`; `runs` is how often that is.

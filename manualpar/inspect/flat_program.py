@@ -45,7 +45,7 @@ IN_PLACE = frozenset(_IN_PLACE_WORDS.split())
 
 
 @dataclasses.dataclass
-class Value:
+class FlatValue:
     """An array: its bytes and elements on a device, and its label, which says what it is for.
 
     `parts` says how many devices a global array is split over; it is 1 inside of `shard_map`.
@@ -91,7 +91,7 @@ class FlatProgram:
     """Flattens jaxprs; `values` are all values, by number."""
 
     def __init__(self) -> None:
-        self.values: list[Value] = []
+        self.values: list[FlatValue] = []
         self._is_local = False
 
     def add_value(self, aval: Any, *, parts: int = 1, label: str = "") -> int:
@@ -99,7 +99,7 @@ class FlatProgram:
         shape = getattr(aval, "shape", ())
         elements = -(-math.prod(shape) // parts)
         size = elements * getattr(getattr(aval, "dtype", None), "itemsize", 0)
-        self.values.append(Value(size, elements, parts, label))
+        self.values.append(FlatValue(size, elements, parts, label))
         return len(self.values) - 1
 
     def flatten(

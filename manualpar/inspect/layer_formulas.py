@@ -26,7 +26,7 @@ again, but not that of a ring, whose result is kept.
 With sequence parallelism devices apply the scale of a norm to different positions, so that its
 gradient is summed over them: 1 all-reduce of `D` numbers a norm. So is that of a norm of queries or
 keys, because devices have other heads: 1 all-reduce of `H` numbers. Whatever is sent for parameters
-is in `manualpar.inspect.formulas`.
+is in `manualpar.inspect.expected_bytes`.
 
 Symbols: `B` examples of a device, `S` positions, `D` features, `K` heads of keys with `H` features,
 `E` experts, `C` the capacity.
@@ -53,7 +53,7 @@ INT32 = jnp.dtype("int32")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Activations:
+class LayerActivations:
     """The tokens of a device between layers, in one minibatch.
 
     Attributes:
@@ -83,7 +83,7 @@ class Activations:
 
 
 def block_sends(
-    x: Activations,
+    x: LayerActivations,
     *,
     passes: int = 1,
     recomputed: bool = False,
@@ -104,19 +104,19 @@ def block_sends(
 
 
 def lookup_sends(
-    x: Activations, dtype: Any = FLOAT32, *, recomputed: bool = False
+    x: LayerActivations, dtype: Any = FLOAT32, *, recomputed: bool = False
 ) -> Iterator[Collective]:
     """The collectives of a lookup in an embedding of this dtype whose rows are split."""
     yield from _leave(dataclasses.replace(x, dtype=jnp.dtype(dtype)), 1, forward=1 + recomputed)
 
 
-def head_sends(x: Activations) -> Iterator[Collective]:
+def head_sends(x: LayerActivations) -> Iterator[Collective]:
     """The collectives of the last norm and of a head whose columns are split."""
     yield from _norm_scales(x, 1)
     yield from _enter(x, 1, forward=1)
 
 
-def cross_entropy_sends(x: Activations, *, smoothed: bool = False) -> Iterator[Collective]:
+def cross_entropy_sends(x: LayerActivations, *, smoothed: bool = False) -> Iterator[Collective]:
     """The collectives of the loss and the accuracy of split logits.
 
     For each label they are the largest logit, two sums, or four with label smoothing, and each
@@ -129,7 +129,7 @@ def cross_entropy_sends(x: Activations, *, smoothed: bool = False) -> Iterator[C
 
 
 def expert_sends(
-    x: Activations,
+    x: LayerActivations,
     *,
     num_experts: int,
     capacity: int,
@@ -146,7 +146,7 @@ def expert_sends(
 
 
 def router_sends(
-    x: Activations,
+    x: LayerActivations,
     *,
     num_experts: int,
     top_k: int,
@@ -172,7 +172,7 @@ def router_sends(
 
 
 def attention_sends(
-    x: Activations,
+    x: LayerActivations,
     how: str,
     *,
     heads: tuple[int, int, int],
@@ -199,7 +199,7 @@ def attention_sends(
 
 
 def document_sends(
-    x: Activations,
+    x: LayerActivations,
     layers: int,
     *,
     in_loop: int,
@@ -223,7 +223,7 @@ def document_sends(
     yield x.sends(CONTEXT_SCOPE, "all_gather", times, x.part[:2], INT32)
 
 
-def _enter(x: Activations, times: int, *, forward: int) -> Iterator[Collective]:
+def _enter(x: LayerActivations, times: int, *, forward: int) -> Iterator[Collective]:
     """Where activations enter a split part so often, see `manualpar.layers.boundaries`.
 
     `forward` is how often they do so in all forward passes.
@@ -235,7 +235,7 @@ def _enter(x: Activations, times: int, *, forward: int) -> Iterator[Collective]:
         yield x.sends(TENSOR_SCOPE, "all_reduce", times, x.shape, x.dtype)
 
 
-def _leave(x: Activations, times: int, *, forward: int) -> Iterator[Collective]:
+def _leave(x: LayerActivations, times: int, *, forward: int) -> Iterator[Collective]:
     """Where they leave it."""
     if x.sequence:
         yield x.sends(SEQUENCE_SCOPE, "reduce_scatter", forward, x.shape, x.dtype)
@@ -244,6 +244,6 @@ def _leave(x: Activations, times: int, *, forward: int) -> Iterator[Collective]:
         yield x.sends(TENSOR_SCOPE, "all_reduce", forward, x.shape, x.dtype)
 
 
-def _norm_scales(x: Activations, norms: int) -> Iterator[Collective]:
+def _norm_scales(x: LayerActivations, norms: int) -> Iterator[Collective]:
     if x.sequence:
         yield x.sends(CAST_SCOPE, "all_reduce", norms, (1, 1, x.shape[2]), FLOAT32)

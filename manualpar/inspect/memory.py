@@ -1,7 +1,7 @@
 """What a device holds at the fullest moment of a training step, by class.
 
 The bytes held between steps are known exactly from the layout. The temporaries of a step come from
-a model of the compiler, applied to the traced step (`manualpar.inspect.allocation`). Nothing is
+a model of the compiler, applied to the traced step (`manualpar.inspect.peak_memory`). Nothing is
 compiled, so the mesh may be an abstract one of thousands of devices.
 
 Classes, all at the same moment, the fullest:
@@ -44,11 +44,11 @@ from manualpar.core.tracing.scopes import (
     SCATTER_SCOPE,
     scope_names,
 )
-from manualpar.inspect.allocation import FUSIONS, find_peak
 from manualpar.inspect.communication import KIND_OF_PRIMITIVE
-from manualpar.inspect.flat_program import FlatProgram, Operation, Value
+from manualpar.inspect.flat_program import FlatProgram, FlatValue, Operation
+from manualpar.inspect.peak_memory import FUSIONS, find_peak
 from manualpar.inspect.state_layout import state_bytes
-from manualpar.strategies.diloco.program import LocalSteps
+from manualpar.strategies.diloco.program import DiLoCoProgram
 
 # Their result is a parameter if their operand is one, as that of an all-gather is.
 _SAME_WEIGHT_WORDS = """
@@ -96,7 +96,7 @@ def step_memory(program: Program, *, platform: str = "tpu") -> Memory:
     Args:
       program: The program; neither compiled nor on devices that exist.
       platform: The platform of the compiler: `"tpu"` or `"cpu"`, see
-        `manualpar.inspect.allocation`.
+        `manualpar.inspect.peak_memory`.
 
     Returns:
       The bytes by class. `parameters`, `optimizer` and `batch` are exact;
@@ -112,7 +112,7 @@ def step_memory(program: Program, *, platform: str = "tpu") -> Memory:
             f"{', '.join(map(repr, FUSIONS))}: how others fuse has not been measured. Take the one "
             "that is nearer."
         )
-    if isinstance(program, LocalSteps):  # What one replica holds, and what all have in common.
+    if isinstance(program, DiLoCoProgram):  # What one replica holds, and what all have in common.
         state = program.abstract_state
         common, _ = state_bytes((state.params, state.opt_state, state.collections))
         alone = step_memory(program.inner, platform=platform)
@@ -177,7 +177,7 @@ def _parts(x: Any) -> int:
     return int(x.size) // math.prod(x.sharding.shard_shape(x.shape))
 
 
-def _label_weights(operations: Sequence[Operation], values: Sequence[Value]) -> None:
+def _label_weights(operations: Sequence[Operation], values: Sequence[FlatValue]) -> None:
     """Labels the values that are copies of parameters as `gathered`."""
     for op in operations:
         for body in op.bodies:
@@ -196,7 +196,7 @@ def _label_weights(operations: Sequence[Operation], values: Sequence[Value]) -> 
                 values[value].label = "gradients"
 
 
-def _label_gradients(operations: Sequence[Operation], values: Sequence[Value]) -> None:
+def _label_gradients(operations: Sequence[Operation], values: Sequence[FlatValue]) -> None:
     """Labels the values that the optimizer reads, and the gradients that they were made of."""
     made = {value for op in operations for value in op.outputs}
     read: set[int] = set()
@@ -206,7 +206,9 @@ def _label_gradients(operations: Sequence[Operation], values: Sequence[Value]) -
     _trace_back(operations, values, read)
 
 
-def _trace_back(operations: Sequence[Operation], values: Sequence[Value], found: set[int]) -> None:
+def _trace_back(
+    operations: Sequence[Operation], values: Sequence[FlatValue], found: set[int]
+) -> None:
     """Labels values as gradients, and those that they were made of as far as they are gradients."""
     for op in reversed(operations):
         gradients = [value for value in op.outputs if value in found]

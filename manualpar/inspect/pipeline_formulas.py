@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from manualpar.core.mesh.axes import axes_size, axis_tuple
-from manualpar.core.modes.strategy import Sends
+from manualpar.core.modes.strategy import CommCounts
 from manualpar.core.program.program import Program
 from manualpar.core.tracing.scopes import PIPELINE_SCOPE
 from manualpar.inspect.communication import Collective, Kind
@@ -57,7 +57,7 @@ class _Seeker:
 class Uses(NamedTuple):
     """How often a step sends a parameter, and how often it differentiates a use of it."""
 
-    sends: Sends
+    sends: CommCounts
     backward: int
 
 
@@ -96,7 +96,7 @@ class PipelineForm:
         place = self.program.parameters[index][1]
         strategy, microbatches = self.program.strategy, self.run.num_microbatches
         last = self.run.num_stages - 1
-        backward, sends = 0, Sends(0)
+        backward, sends = 0, CommCounts(0)
 
         def add(times: int, passes: int, *, dropped: bool, differentiated: bool = True) -> None:
             """Adds differentiated uses, and passes that are not differentiated before them."""
@@ -106,7 +106,7 @@ class PipelineForm:
                 backward += times
                 each_pass.append(strategy.sends(times, not dropped))
             for each in each_pass:
-                sends = Sends(*(x + y for x, y in zip(sends, each, strict=True)))
+                sends = CommCounts(*(x + y for x, y in zip(sends, each, strict=True)))
 
         if index in self.loss.prefix_params and stage == 0:
             places = [self.program.parameters[i][1] for i in self.loss.prefix_params]

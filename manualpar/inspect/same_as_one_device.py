@@ -31,7 +31,7 @@ from manualpar.core.parameters.placement import (
     state_specs,
 )
 from manualpar.core.parameters.sharded_parameter import cast_floating
-from manualpar.core.parameters.trainable import merge, split_trained, trained
+from manualpar.core.parameters.trainable import combine, partition, trained
 from manualpar.core.program.program import Program
 from manualpar.core.program.step import OBJECTIVE, mean
 from manualpar.core.state.state_arrays import list_some
@@ -100,7 +100,7 @@ def assert_same_as_one_device(
             "two results, so there is nothing to compare. Switch dropout and other randomness off "
             "(a rate of 0, or a model made with deterministic=True)."
         )
-    whole, _ = split_trained(program.step.placements, program.whole_state.params)
+    whole, _ = partition(program.step.placements, program.whole_state.params)
     grads = jax.tree.map(_unpadded, grads, whole)
     found = sorted(compare(jax.device_get((grads, _means(metrics))), one), reverse=True)
     if found:
@@ -136,11 +136,11 @@ def _on_one_device(
 
     def gradients(params: Any, collections: Any, rng: jax.Array, batch: Any) -> Any:
         def loss_fn(params: Any) -> Any:
-            params = jax.tree.map(cast, step.placements, merge((params, frozen)))
+            params = jax.tree.map(cast, step.placements, combine((params, frozen)))
             loss, metrics, _ = step.loss(params, collections, batch, rng)
             return loss, metrics
 
-        params, frozen = split_trained(step.placements, params)
+        params, frozen = partition(step.placements, params)
         grads, metrics = jax.grad(loss_fn, has_aux=True)(params)
         # With a dim for the one device, because by their types some may differ between devices.
         return jax.tree.map(lambda x: x[None], (grads, _means(metrics)))

@@ -2,7 +2,7 @@
 
 import jax
 
-from manualpar.inspect.products import ProductReader
+from manualpar.inspect.flops import ProductReader
 from manualpar.inspect.tick_parts import TickParts
 from manualpar.layers.pipeline.schedule_table import Costs, Table
 

@@ -1,10 +1,10 @@
 """The ledger: what a step sends and computes, read off the program before it has run.
 
 It has three readings of the same step. The closed form of the strategy says what the step must
-send (`manualpar.inspect.formulas`). The jaxpr says what was written, equation by equation
-(`manualpar.inspect.communication`, `manualpar.inspect.products`). The compiled program says what
+send (`manualpar.inspect.expected_bytes`). The jaxpr says what was written, equation by equation
+(`manualpar.inspect.communication`, `manualpar.inspect.flops`). The compiled program says what
 XLA made of it (`manualpar.inspect.compiled`), and every difference between the last two has a name
-(`manualpar.inspect.changes`).
+(`manualpar.inspect.xla_changes`).
 
 All numbers are those of one device and one step. Bytes are those that it sends with ring
 algorithms, see `manualpar.inspect.communication.ring_bytes`; operations are those of products.
@@ -24,10 +24,9 @@ import jax
 from jax.extend.core import Jaxpr
 from jax.sharding import AbstractMesh, NamedSharding
 
-from manualpar.core.parameters.collectives import Wire
+from manualpar.core.parameters.collectives import CommPolicy
 from manualpar.core.program.program import Program
 from manualpar.core.tracing.jaxprs import all_equations
-from manualpar.inspect.changes import Change, find_changes
 from manualpar.inspect.communication import (
     Collective,
     as_number,
@@ -40,11 +39,12 @@ from manualpar.inspect.communication import (
 )
 from manualpar.inspect.compiled import Compiled, read_compiled
 from manualpar.inspect.equations import Around
-from manualpar.inspect.formulas import outer_step_bytes, step_bytes
+from manualpar.inspect.expected_bytes import outer_step_bytes, step_bytes
+from manualpar.inspect.flops import Computation, ProductReader, by_phase_and_module, uncounted
 from manualpar.inspect.memory import Memory, step_memory
-from manualpar.inspect.products import Computation, ProductReader, by_phase_and_module, uncounted
-from manualpar.inspect.provenance import PHASES
-from manualpar.strategies.diloco.program import LocalSteps
+from manualpar.inspect.scope_parsing import PHASES
+from manualpar.inspect.xla_changes import Change, find_changes
+from manualpar.strategies.diloco.program import DiLoCoProgram
 
 T = TypeVar("T")
 
@@ -204,7 +204,7 @@ def ledger(
         )
     if ours and (codes := describe_codes(ours.wire)):
         notes.append(f"what travels: {codes}")
-    if isinstance(ours, LocalSteps):
+    if isinstance(ours, DiLoCoProgram):
         sent = outer_step_bytes(ours).items()
         each = ", ".join(f"{float(n):,.0f} bytes over {','.join(axes)}" for axes, n in sent)
         notes.append(f"an outer step follows every {ours.every} steps, and sends {each} besides")
@@ -233,13 +233,13 @@ def ledger(
     return dataclasses.replace(result, compiled=compiled, changes=changes)
 
 
-def trace_outer_steps(program: LocalSteps) -> tuple[Collective, ...]:
+def trace_outer_steps(program: DiLoCoProgram) -> tuple[Collective, ...]:
     """What replicas that train alone send in their outer steps, each fragment's once."""
     traced = (step.trace(program.abstract_state) for step in program.outer_steps)
     return tuple(itertools.chain.from_iterable(map(trace_collectives, traced)))
 
 
-def describe_codes(wire: Wire) -> str:
+def describe_codes(wire: CommPolicy) -> str:
     """What travels as codes, in words; `""` if nothing does."""
     axes = f" over {','.join(wire.code_axes)}" if wire.code_axes else ""
     named = ("gathered parameters", wire.gather_code), (f"gradients{axes}", wire.reduce_code)

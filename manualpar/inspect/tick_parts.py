@@ -9,7 +9,7 @@ that permutes is run by all stages together, in the ticks in which one has to.
 import itertools
 
 from manualpar.core.tracing.tick_scopes import innermost_ticks, ticks_run, ticks_scope
-from manualpar.inspect.provenance import phase_of
+from manualpar.inspect.scope_parsing import phase_of
 from manualpar.layers.pipeline.schedule_table import Table
 
 # By the name of a part among `Costs` the row of the table that says who runs it.

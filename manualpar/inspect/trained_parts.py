@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from manualpar.core.parameters.trainable import split_trained
+from manualpar.core.parameters.trainable import partition
 from manualpar.core.program.program import Program
 from manualpar.core.tracing.scopes import GATHER_SCOPE, REDUCE_SCOPE, REGATHER, SCATTER_SCOPE
 from manualpar.inspect.communication import Collective, as_number, total_bytes
@@ -30,7 +30,7 @@ def trained_parts(program: Program, collectives: Iterable[Collective]) -> dict[s
       chooses them.
     """
     found: dict[str, Any] = {}
-    parts = split_trained(program.step.placements, program.abstract_state.params)
+    parts = partition(program.step.placements, program.abstract_state.params)
     infos = [info for info, _ in program.parameters]
     for name, part in zip(("trained", "frozen"), parts, strict=True):
         own = [info for info in infos if info.trainable == (name == "trained")]

@@ -37,8 +37,8 @@ from manualpar.core.mesh.axes import Names, axis_tuple
 from manualpar.core.parameters.collectives import varying_axes
 from manualpar.core.parameters.split_parameter import split
 from manualpar.layers.boundaries import bound_axes, enter, has_lost_types, leave
-from manualpar.layers.chunks import LAYER_OVERLAPS, Chunks, LayerOverlap
 from manualpar.layers.ring import gather_matmul, matmul_scatter
+from manualpar.layers.ring_chunks import LAYER_OVERLAPS, Chunks, LayerOverlap
 
 Initializer = Callable[..., Any]
 

@@ -26,9 +26,8 @@ from manualpar.core.mesh.axes import AxisName
 from manualpar.core.parameters.collectives import cast_to_varying, varying_axes
 from manualpar.core.tracing.scopes import CONTEXT_SCOPE
 from manualpar.layers.boundaries import bound_axes
-from manualpar.layers.chunks import multiply_rows
-from manualpar.layers.vocabulary import split_argmax, split_cross_entropy
-from manualpar.layers.vocabulary_parts import (
+from manualpar.layers.ring_chunks import multiply_rows
+from manualpar.layers.split_vocabulary import (
     check_labels,
     check_same_labels,
     first_of_largest,
@@ -37,6 +36,7 @@ from manualpar.layers.vocabulary_parts import (
     largest_of_all,
     losses_of_sums,
 )
+from manualpar.layers.vocabulary import split_argmax, split_cross_entropy
 
 # The logits that exist at once by default, 64 MiB, and the fewest columns of a chunk: a product
 # with fewer waits for the memory that it reads.

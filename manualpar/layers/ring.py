@@ -30,11 +30,11 @@ import jax.numpy as jnp
 from manualpar.core.mesh.axes import AxisName
 from manualpar.core.parameters.collectives import cast_to_varying, varying_axes
 from manualpar.layers.boundaries import bound_axes, has_lost_types
-from manualpar.layers.chunks import (
+from manualpar.layers.ring_chunks import (
     Chunks,
     cut,
     gather_chunks,
-    join,
+    join_chunks,
     multiply,
     multiply_rows,
     scatter_chunks,
@@ -168,7 +168,7 @@ def whole_sequence(x: jax.Array | Chunks) -> jax.Array:
     Communication:
       None.
     """
-    return join(x.parts, x.axes, x.dim) if isinstance(x, Chunks) else x
+    return join_chunks(x.parts, x.axes, x.dim) if isinstance(x, Chunks) else x
 
 
 def _check_product(

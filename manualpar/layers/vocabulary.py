@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec
 from manualpar.core.mesh.axes import AxisName
 from manualpar.core.parameters.collectives import varying_axes
 from manualpar.layers.boundaries import bound_axes, leave
-from manualpar.layers.vocabulary_parts import (
+from manualpar.layers.split_vocabulary import (
     check_labels,
     check_same_labels,
     first_of_largest,

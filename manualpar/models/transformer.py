@@ -34,9 +34,9 @@ from manualpar.layers import enter, split, split_lookup
 from manualpar.layers.attention.context import Context, ContextAttention
 from manualpar.layers.attention.key_value_cache import Past, Prompts
 from manualpar.layers.attention.kinds import AttentionKind
-from manualpar.layers.chunks import LayerOverlap
 from manualpar.layers.head_loss import head_cross_entropy, head_logits
 from manualpar.layers.moe.routing import Gates, GroupScore
+from manualpar.layers.ring_chunks import LayerOverlap
 from manualpar.models.layer_stack import Angles, run_layers
 from manualpar.models.rotary import RotaryKind, RotaryScaling, rotary_angles
 from manualpar.models.transformer_fields import (

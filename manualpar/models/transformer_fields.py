@@ -12,8 +12,8 @@ import jax.numpy as jnp
 
 from manualpar.layers.attention.context import CONTEXT_ATTENTIONS
 from manualpar.layers.attention.kinds import ATTENTION_KINDS
-from manualpar.layers.chunks import LAYER_OVERLAPS
 from manualpar.layers.moe.routing import Gates, GroupScore
+from manualpar.layers.ring_chunks import LAYER_OVERLAPS
 from manualpar.models.layer_stack import REMAT_POLICIES, is_global
 from manualpar.models.rotary import ROTARY_KINDS
 from manualpar.models.transformer_layer import ACTIVATIONS

@@ -34,8 +34,8 @@ from manualpar.layers.attention.key_value_cache import (
     keep_prompts,
 )
 from manualpar.layers.attention.kinds import AttentionKind
-from manualpar.layers.chunks import Chunks, LayerOverlap
 from manualpar.layers.ring import enter_ring, whole_sequence
+from manualpar.layers.ring_chunks import Chunks, LayerOverlap
 from manualpar.models.rotary import rotate
 
 # The dims, by their logical names, of which each device along the axis computes a part.

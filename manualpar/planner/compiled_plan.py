@@ -10,20 +10,20 @@ from typing import Any
 
 from manualpar.core.mesh.mesh_order import in_order
 from manualpar.inspect.communication import summed
-from manualpar.inspect.provenance import OTHER, phase_of
+from manualpar.inspect.scope_parsing import OTHER, phase_of
 from manualpar.planner.hardware import Chip
 from manualpar.planner.kernels import Kernel, kernel_clock, kernel_efficiency
 from manualpar.planner.link_timeline import wire_by_links
 from manualpar.planner.out_of_memory import read_out_of_memory
-from manualpar.planner.plan import Plan, PlannedCollective, merge_alike
-from manualpar.planner.schedule import (
-    Schedule,
-    ScheduledCollective,
-    on_all_links,
-    read_schedule,
-)
+from manualpar.planner.plan import PlannedCollective, StepEstimate, merge_alike
 from manualpar.planner.topology import Topology, ring_over
-from manualpar.training.watching.throughput import Throughput
+from manualpar.planner.tpu_timeline import (
+    ScheduledCollective,
+    Timeline,
+    on_all_links,
+    read_timeline,
+)
+from manualpar.training.monitoring.throughput import Throughput
 
 NUM_NOTED = 5
 
@@ -43,11 +43,11 @@ class CompiledStep:
     text: str
 
 
-def plan_of(step: CompiledStep) -> Plan:
+def plan_of(step: CompiledStep) -> StepEstimate:
     """What a compiled step needs and takes, in the form that all plans have.
 
     Raises:
-      ValueError: The program cannot be followed, see `read_schedule`.
+      ValueError: The program cannot be followed, see `read_timeline`.
     """
     facts, topology, chip = step.facts, step.topology, step.topology.chip
     common: dict[str, Any] = {
@@ -63,7 +63,7 @@ def plan_of(step: CompiledStep) -> Plan:
         hbm = too_much.available or chip.hbm_bytes
         needed = too_much.needed or hbm
         temporaries = max(0, needed - sum(facts["state"].values()))
-        return Plan(
+        return StepEstimate(
             **common,
             hbm_bytes=hbm,
             memory={**facts["state"], "temporaries": temporaries},
@@ -72,7 +72,7 @@ def plan_of(step: CompiledStep) -> Plan:
             notes=too_much.sentences,
         )
     schedule = schedule_of(step)
-    plan = Plan(
+    plan = StepEstimate(
         **common,
         hbm_bytes=chip.hbm_bytes,
         memory=_memory(facts["memory"], facts["state"]),
@@ -98,7 +98,7 @@ def plan_of(step: CompiledStep) -> Plan:
     )
 
 
-def schedule_of(step: CompiledStep, *, by_links: bool = False) -> Schedule:
+def schedule_of(step: CompiledStep, *, by_links: bool = False) -> Timeline:
     """Follows a compiled step that fits, with the clock and the links of its topology.
 
     Args:
@@ -116,7 +116,7 @@ def schedule_of(step: CompiledStep, *, by_links: bool = False) -> Schedule:
         sent = float(collective.bytes_sent) / collective.times
         return ring_over(topology, ordered, axes).seconds(sent)
 
-    return read_schedule(
+    return read_timeline(
         step.text,
         mesh,
         clock=topology.chip.clock,
@@ -182,7 +182,7 @@ def _assumptions(step: CompiledStep) -> tuple[str, ...]:
     )
 
 
-def _of_kernels(schedule: Schedule, chip: Chip) -> Iterator[str]:
+def _of_kernels(schedule: Timeline, chip: Chip) -> Iterator[str]:
     if schedule.kernels:
         listed = ", ".join(
             f"{one.times} x {one.name} {one.seconds / one.times * 1e3:.3g} ms"
@@ -196,7 +196,7 @@ def _of_kernels(schedule: Schedule, chip: Chip) -> Iterator[str]:
         )
 
 
-def _notes(schedule: Schedule) -> Iterator[str]:
+def _notes(schedule: Timeline) -> Iterator[str]:
     """What the step waits for most, and what has no estimate."""
     exposed = summed(
         ((one.kind, *purpose_and_module(one)), one.wire_seconds - one.hidden_seconds)

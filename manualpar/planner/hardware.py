@@ -1,6 +1,6 @@
 """Chips and the networks between them, with the source of each number.
 
-Peaks are not repeated here: they come from `manualpar.training.watching.throughput.PEAKS`. Every
+Peaks are not repeated here: they come from `manualpar.training.monitoring.throughput.PEAKS`. Every
 number is that of one `jax.Device`, so of a chip that is two devices (TPU7x) it is a half.
 Bandwidths are bytes a second in one direction; vendors mostly print both directions together, or
 bits.
@@ -26,7 +26,7 @@ import difflib
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from manualpar.training.watching.throughput import PEAKS, peak_flops
+from manualpar.training.monitoring.throughput import PEAKS, peak_flops
 
 GIGA, GIB, MICRO = 1e9, 2**30, 1e-6
 TPU_DOCS = "https://docs.cloud.google.com/tpu/docs/"

@@ -1,6 +1,6 @@
 """How long Mosaic kernels take, of which XLA's compiler for TPUs estimates no cycles.
 
-The traced program says how many operations a kernel computes (`manualpar.inspect.products`), and
+The traced program says how many operations a kernel computes (`manualpar.inspect.flops`), and
 the compiled one how often it runs. Name, operands and blocks of scores tell which is which. A
 kernel reaches a share of the chip's peak, unless its bytes take longer from and to the memory.
 """
@@ -16,8 +16,8 @@ from manualpar.core.tracing.attention_blocks import (
     blocks_computed,
 )
 from manualpar.core.tracing.jaxprs import inner_jaxprs
+from manualpar.inspect.flops import flops_of, product_dtype
 from manualpar.inspect.hlo import Instruction, Instructions, array_bytes, arrays
-from manualpar.inspect.products import flops_of, product_dtype
 from manualpar.planner.hardware import Chip
 
 TARGET = "tpu_custom_call"

@@ -12,16 +12,16 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from manualpar.inspect.hlo import Groups, Instruction, permuted_pairs
-from manualpar.planner.schedule import OnWire, ScheduledCollective, Wire, WireSeconds
 from manualpar.planner.topology import Topology, is_closed
+from manualpar.planner.tpu_timeline import OnWire, ScheduledCollective, SendModel, WireSeconds
 
-Place = tuple[int, ...]  # The slice of a device, then its coordinates in the torus.
-Link = tuple[Place, int, int]  # From a place along a dimension, in a direction: 1 or -1.
+TorusPlace = tuple[int, ...]  # The slice of a device, then its coordinates in the torus.
+Link = tuple[TorusPlace, int, int]  # From a place along a dimension, in a direction: 1 or -1.
 
 
 def wire_by_links(
     topology: Topology, places: Sequence[Sequence[int]], wire_seconds: WireSeconds
-) -> Wire:
+) -> SendModel:
     """Which links a collective occupies, and for how long.
 
     Args:
@@ -55,14 +55,14 @@ def wire_by_links(
     return wire
 
 
-def _moved(devices: Sequence[Place], groups: Groups) -> set[int]:
+def _moved(devices: Sequence[TorusPlace], groups: Groups) -> set[int]:
     """The dimensions in which the devices of some group differ."""
     along = [zip(*(devices[i] for i in group), strict=True) for group in groups]
     return {dim for places in along for dim, at in enumerate(places) if len(set(at)) > 1}
 
 
 def _way(
-    source: Place, target: Place, sizes: Sequence[int], closed: Sequence[bool]
+    source: TorusPlace, target: TorusPlace, sizes: Sequence[int], closed: Sequence[bool]
 ) -> Iterator[Link]:
     """The links from a device to another of its slice, one dimension after the other."""
     at = list(source)

@@ -8,7 +8,7 @@ would be needed and how much there is.
 import re
 from typing import NamedTuple
 
-from manualpar.inspect.provenance import compiled_scopes, module_of, phase_of
+from manualpar.inspect.scope_parsing import compiled_scopes, module_of, phase_of
 
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40, "P": 2**50}
 NUM_NAMED = 5

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from manualpar.training.watching.throughput import Throughput
+from manualpar.training.monitoring.throughput import Throughput
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,7 @@ def merge_alike(collectives: Iterable[PlannedCollective]) -> tuple[PlannedCollec
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class StepEstimate:
     """A step on a topology.
 
     Attributes:
@@ -138,7 +138,7 @@ class Plan:
         """The seconds of all collectives that cross that network, by themselves."""
         return sum(each.seconds or 0.0 for each in self.collectives if each.slow_bytes)
 
-    def with_rates(self, throughput: Throughput) -> "Plan":
+    def with_rates(self, throughput: Throughput) -> "StepEstimate":
         """The plan with the rates that follow from its step time, if it has one."""
         rates = throughput.rates(1, self.step_seconds or 0.0)
         return dataclasses.replace(

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from manualpar.planner.plan import Plan
+from manualpar.planner.plan import StepEstimate
 from manualpar.planner.sweep import Outcome
 from manualpar.strategies import strategy_kinds
 from manualpar.system.reports import pictures
@@ -18,7 +18,7 @@ SHOWN = 10
 MARKERS = "osD^v"
 
 
-def draw_plans(plans: Sequence[Plan], path: Path) -> None:
+def draw_plans(plans: Sequence[StepEstimate], path: Path) -> None:
     """Draws plans of one step into a PNG file: a bar of time and one of memory for each."""
     title = f"{plans[0].name} on {plans[0].topology}: estimated, not measured"
     names = [f"{plan.source}\n(a model)" if plan.is_model else plan.source for plan in plans]
@@ -31,7 +31,7 @@ def draw_plans(plans: Sequence[Plan], path: Path) -> None:
 
 def draw_sweep(
     outcomes: Sequence[Outcome],
-    curves: Mapping[str, Sequence[tuple[int, Plan]]],
+    curves: Mapping[str, Sequence[tuple[int, StepEstimate]]],
     path: Path,
     *,
     title: str,
@@ -58,7 +58,9 @@ def draw_sweep(
         figure.savefig(path)
 
 
-def _draw_times(axes: Any, plans: Sequence[Plan], labels: Sequence[str], *, title: str) -> None:
+def _draw_times(
+    axes: Any, plans: Sequence[StepEstimate], labels: Sequence[str], *, title: str
+) -> None:
     """Draws what steps compute and wait for; hidden collectives are thin bars below."""
     bars = []
     for place, (plan, label) in enumerate(zip(plans, labels, strict=True)):
@@ -74,10 +76,10 @@ def _draw_times(axes: Any, plans: Sequence[Plan], labels: Sequence[str], *, titl
     axes.set_title(title)
     axes.set_xlabel("step time, estimated")
     colors = {"computing": pictures.BLUE, "sending, exposed": pictures.RED}
-    pictures.explain(axes, {**colors, "sending, hidden": HIDDEN})
+    pictures.add_legend(axes, {**colors, "sending, hidden": HIDDEN})
 
 
-def _draw_memory(axes: Any, plans: Sequence[Plan]) -> None:
+def _draw_memory(axes: Any, plans: Sequence[StepEstimate]) -> None:
     """Draws what a device holds, and a line at what it has."""
     bound, largest = max(p.hbm_bytes for p in plans), max(p.peak_bytes for p in plans)
     bars: list[Bar] = []
@@ -94,10 +96,10 @@ def _draw_memory(axes: Any, plans: Sequence[Plan]) -> None:
         axes.axvline(bound, color=pictures.INK, linewidth=1.2, linestyle="--")
     pictures.scale_in_bytes(axes)
     axes.set_title("Memory of a device at the step's peak")
-    pictures.explain(axes, seen)
+    pictures.add_legend(axes, seen)
 
 
-def _draw_curves(axes: Any, curves: Mapping[str, Sequence[tuple[int, Plan]]]) -> None:
+def _draw_curves(axes: Any, curves: Mapping[str, Sequence[tuple[int, StepEstimate]]]) -> None:
     """Draws step time against devices; the marker of a plan that does not fit is hollow."""
     for (name, curve), marker in zip(curves.items(), itertools.cycle(MARKERS), strict=False):
         color = strategy_kinds()[name].color

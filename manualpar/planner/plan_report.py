@@ -8,7 +8,7 @@ from typing import Any
 import rich.console
 
 from manualpar.planner.hardware import Chip
-from manualpar.planner.plan import Plan
+from manualpar.planner.plan import StepEstimate
 from manualpar.planner.sweep import Outcome
 from manualpar.system.reports.tables import (
     UNKNOWN,
@@ -25,7 +25,7 @@ SHOWN = 12  # Rows of each part of a sweep.
 CURVE_FIELDS = ("topology", "step_seconds", "compute_seconds", "exposed_seconds", "fits", "mfu")
 BY_LINKS = "  with each link by itself"
 # The lines of the table of plans behind the classes of memory.
-LINES: Sequence[tuple[str, Callable[[Plan], str]]] = (
+LINES: Sequence[tuple[str, Callable[[StepEstimate], str]]] = (
     ("  all, at the peak", lambda plan: describe_bytes(plan.peak_bytes)),
     ("  of", lambda plan: describe_bytes(plan.hbm_bytes)),
     ("step, estimated", lambda plan: describe_seconds(plan.step_seconds)),
@@ -45,7 +45,7 @@ LINES: Sequence[tuple[str, Callable[[Plan], str]]] = (
 )
 
 
-def print_plans(console: rich.console.Console, plans: Sequence[Plan]) -> None:
+def print_plans(console: rich.console.Console, plans: Sequence[StepEstimate]) -> None:
     """Prints plans of one step side by side, and below them what each rests on."""
     first = plans[0]
     mesh = " x ".join(f"{axis}={size}" for axis, size in first.mesh.items())
@@ -73,7 +73,7 @@ def print_plans(console: rich.console.Console, plans: Sequence[Plan]) -> None:
         print_assumptions(console, plan)
 
 
-def print_assumptions(console: rich.console.Console, plan: Plan) -> None:
+def print_assumptions(console: rich.console.Console, plan: StepEstimate) -> None:
     """Prints what a plan rests on."""
     print_wrapped(console, *(f"- {assumption}" for assumption in plan.assumptions))
 
@@ -84,12 +84,12 @@ def print_sources(console: rich.console.Console, chip: Chip) -> None:
     print_wrapped(console, f"{chip.name}: {chip.source}{calibration}")
 
 
-def _describe_fit(plan: Plan) -> str:
+def _describe_fit(plan: StepEstimate) -> str:
     spare = describe_bytes(abs(plan.spare_bytes))
     return f"yes, {spare} spare" if plan.fits else f"NO, {spare} too much"
 
 
-def _print_collectives(console: rich.console.Console, plan: Plan) -> None:
+def _print_collectives(console: rich.console.Console, plan: StepEstimate) -> None:
     """Prints what a plan sends, the longest first."""
     rows = [
         (
@@ -152,7 +152,7 @@ def _print_refused(console: rich.console.Console, refused: Sequence[Outcome]) ->
 
 
 def sweep_json(
-    outcomes: Sequence[Outcome], curves: Mapping[str, Sequence[tuple[int, Plan]]]
+    outcomes: Sequence[Outcome], curves: Mapping[str, Sequence[tuple[int, StepEstimate]]]
 ) -> dict[str, Any]:
     """A sweep as plain values."""
     return {

@@ -33,11 +33,11 @@ from manualpar.core.mesh.compiler_options import KEEPING_SCATTERS, Overlap, choo
 from manualpar.core.tracing.scopes import PIPELINE_SCOPE
 from manualpar.core.tracing.tick_scopes import innermost_ticks
 from manualpar.inspect.communication import Collective, summed
-from manualpar.inspect.provenance import LAYER_SCOPES
+from manualpar.inspect.scope_parsing import LAYER_SCOPES
 from manualpar.inspect.tick_parts import ROWS
 from manualpar.layers.pipeline.schedule_table import Costs
 from manualpar.planner.hardware import Chip
-from manualpar.planner.plan import Plan, PlannedCollective, merge_alike
+from manualpar.planner.plan import PlannedCollective, StepEstimate, merge_alike
 from manualpar.planner.step_work import MINIBATCH, Load, PipelineWork, StepWork
 from manualpar.planner.topology import Ring, Topology, describe_axes, ring_over
 
@@ -88,7 +88,7 @@ class _Timed:
         return (found.group() if found else "", *names)
 
 
-def estimate(work: StepWork, topology: Topology) -> Plan:
+def estimate(work: StepWork, topology: Topology) -> StepEstimate:
     """Estimates a step on a topology of as many devices as the work's mesh has.
 
     Raises:
@@ -118,7 +118,7 @@ def estimate(work: StepWork, topology: Topology) -> Plan:
         flops_alone += ticks.flops_alone
     computing = in_passes + update
     memory, peak_bytes = dataclasses.asdict(work.memory), work.memory.peak
-    plan = Plan(
+    plan = StepEstimate(
         name=work.name,
         topology=topology.name,
         num_devices=topology.num_devices,
@@ -343,7 +343,9 @@ def _of_meetings(work: StepWork) -> Iterator[str]:
         )
 
 
-def _notes(work: StepWork, plan: Plan, timed: Sequence[_Timed], computing: float) -> Iterator[str]:
+def _notes(
+    work: StepWork, plan: StepEstimate, timed: Sequence[_Timed], computing: float
+) -> Iterator[str]:
     if not plan.fits:
         largest = max(plan.memory, key=lambda name: plan.memory[name])
         mend = MENDS.get(largest, "Use more devices or a smaller batch.")

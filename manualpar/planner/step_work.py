@@ -24,19 +24,19 @@ import ml_collections
 
 from manualpar.core.mesh.compiler_options import Overlap
 from manualpar.core.mesh.mesh_order import in_order
-from manualpar.core.parameters.trainable import split_trained
+from manualpar.core.parameters.trainable import partition
 from manualpar.core.program.program import Program
 from manualpar.core.tracing.scopes import GATHER_SCOPE, REDUCE_SCOPE, REGATHER, SCATTER_SCOPE
 from manualpar.inspect import state_bytes, trace_outer_steps
 from manualpar.inspect.communication import Collective, read_stage, summed
 from manualpar.inspect.equations import Around
+from manualpar.inspect.flops import CountedProduct, TrafficReader
 from manualpar.inspect.memory import Memory, step_memory
-from manualpar.inspect.products import CountedProduct, TrafficReader
-from manualpar.inspect.provenance import LAYER_SCOPES, phase_of
+from manualpar.inspect.scope_parsing import LAYER_SCOPES, phase_of
 from manualpar.inspect.tick_parts import TickParts
-from manualpar.strategies.diloco.program import LocalSteps
+from manualpar.strategies.diloco.program import DiLoCoProgram
+from manualpar.training.monitoring.throughput import Throughput
 from manualpar.training.task import CONTEXT_AXIS
-from manualpar.training.watching.throughput import Throughput
 
 MINIBATCH = re.compile(r"\bminibatch(_\d+)?\b")
 
@@ -145,7 +145,7 @@ def read_work(
       throughput: The examples of a step, their tokens and their FLOPs.
       order: The axes of the mesh, the one on the slowest links first; see `make_mesh`.
       fused_attention: Whether attention, a causal one, is taken as one kernel, see `has_kernel`
-        and `manualpar.inspect.products`. Memory is the program's own all the same, scores included.
+        and `manualpar.inspect.flops`. Memory is the program's own all the same, scores included.
       overlap: That of the config, `parallel.overlap`.
 
     Raises:
@@ -182,9 +182,9 @@ def read_work(
 
     collectives, loads, _, notes = read(None)
     # Of replicas that train alone, what one of them has.
-    one = program.inner if isinstance(program, LocalSteps) else program
+    one = program.inner if isinstance(program, DiLoCoProgram) else program
     state = one.abstract_state
-    trained, _ = split_trained(program.step.placements, state.params)
+    trained, _ = partition(program.step.placements, state.params)
     parameters, optimizer = (state_bytes(x)[0] for x in (trained, state.opt_state))
     return StepWork(
         name=f"{program.strategy.name} {program.mode}",
@@ -204,7 +204,7 @@ def read_work(
 
 
 def _meetings(program: Program) -> dict[str, Any]:
-    if not isinstance(program, LocalSteps):
+    if not isinstance(program, DiLoCoProgram):
         return {}
     return {"meetings": trace_outer_steps(program), "every": program.every}
 

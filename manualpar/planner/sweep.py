@@ -20,7 +20,7 @@ import ml_collections
 import optax
 
 from manualpar.models import Transformer
-from manualpar.planner.plan import Plan
+from manualpar.planner.plan import StepEstimate
 from manualpar.planner.roofline import estimate
 from manualpar.planner.step_work import (
     StepWork,
@@ -31,9 +31,9 @@ from manualpar.planner.step_work import (
 )
 from manualpar.planner.topology import Topology, levels_of, place_axes, topology_of_size
 from manualpar.strategies import StrategyKind, strategy_kinds
-from manualpar.training.experiment import build_program
+from manualpar.training.experiment import build_experiment
+from manualpar.training.monitoring.throughput import Throughput
 from manualpar.training.task import EXPERT_AXIS, SPLIT_AXIS, Task, splits_layers
-from manualpar.training.watching.throughput import Throughput
 
 REMATS = ("none", "dots", "full")
 MINIBATCHES = (1, 2, 4, 8)
@@ -79,7 +79,7 @@ class Outcome:
     """
 
     candidate: Candidate
-    plan: Plan | None
+    plan: StepEstimate | None
     reason: str
     is_traced: bool
 
@@ -136,7 +136,7 @@ class Builder(NamedTuple):
             fields["overlap"] = config.parallel.layer_overlap
         task = dataclasses.replace(self.task, model=self.task.model.clone(**fields))
         schedule = optax.constant_schedule(config.optimizer.learning_rate)
-        program = build_program(config, task, schedule, devices=num_devices)
+        program = build_experiment(config, task, schedule, devices=num_devices)
         throughput, overlap = throughput_of(config, task), config.parallel.overlap
         fused = has_kernel(config)
         return read_work(program, throughput, fused_attention=fused, overlap=overlap)
@@ -207,7 +207,7 @@ def scaling_curves(
     candidates: Mapping[str, Candidate],
     *,
     report: Callable[[str], None] = lambda line: None,
-) -> dict[str, list[tuple[int, Plan]]]:
+) -> dict[str, list[tuple[int, StepEstimate]]]:
     """Plans candidates on 8 to 4,096 devices of the topology's chip (weak scaling).
 
     Each device has `config.data.batch_size / topology.num_devices` examples of the builder's
@@ -215,7 +215,7 @@ def scaling_curves(
     and a plan, have the names of the candidates.
     """
     per_device = max(builder.config.data.batch_size // topology.num_devices, 1)
-    curves: dict[str, list[tuple[int, Plan]]] = {name: [] for name in candidates}
+    curves: dict[str, list[tuple[int, StepEstimate]]] = {name: [] for name in candidates}
     sizes = [(count, topology_of_size(topology.chip, count)) for count in CHIP_COUNTS]
     for (name, candidate), (count, place) in itertools.product(candidates.items(), sizes):
         mesh = mesh_like(candidate, place) if place else None

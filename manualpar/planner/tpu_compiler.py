@@ -21,7 +21,7 @@ import ml_collections
 
 from manualpar.planner import tpu_worker as worker
 from manualpar.planner.compiled_plan import CompiledStep, plan_of
-from manualpar.planner.plan import Plan
+from manualpar.planner.plan import StepEstimate
 from manualpar.planner.topology import Topology, parse_topology
 from manualpar.strategies import strategy_kinds
 
@@ -47,7 +47,7 @@ def compile_for_tpu(
     *,
     options: Mapping[str, str] | None = None,
     vocab_size: int = 0,
-) -> Plan:
+) -> StepEstimate:
     """Compiles a config's training step for a topology and plans it.
 
     Args:

@@ -4,10 +4,10 @@ from typing import Unpack
 
 import optax
 
-from manualpar.core.model.adapter import Model
+from manualpar.core.model.interface import Model
 from manualpar.core.model.loss_function import LossFn
 from manualpar.core.model.options import ProgramOptions
-from manualpar.core.modes.strategy import Sends, Strategy
+from manualpar.core.modes.strategy import CommCounts, Strategy
 from manualpar.core.parameters.placement import replicate
 from manualpar.core.program.program import Program, build_program
 
@@ -26,5 +26,7 @@ def data_parallel(
       One all-reduce of the gradients a step, however many minibatches there are: a device sends
       `2 b P (N - 1) / N` bytes for `P` parameters of `b` bytes on `N` devices.
     """
-    strategy = Strategy("data_parallel", replicate, lambda minibatches, keep: Sends(minibatches))
+    strategy = Strategy(
+        "data_parallel", replicate, lambda minibatches, keep: CommCounts(minibatches)
+    )
     return build_program(strategy, model, tx, loss_fn, **options)

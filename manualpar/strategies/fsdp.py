@@ -5,9 +5,9 @@ from typing import Any, Unpack
 
 import optax
 
-from manualpar.core.model.adapter import Model
+from manualpar.core.model.interface import Model
 from manualpar.core.model.loss_function import LossFn
-from manualpar.core.modes.strategy import Every, Sends, Strategy
+from manualpar.core.modes.strategy import CommCounts, Every, Strategy
 from manualpar.core.parameters.placement import shard_one_dim
 from manualpar.core.program.program import Program
 from manualpar.strategies.shared_options import (
@@ -47,10 +47,10 @@ def fully_sharded(
     reshard = placing.pop("reshard_after_forward") and gather_every == "minibatch"
     regather_axes = placing.pop("regather_axes") or None
 
-    def sends(m: int, keep: bool) -> Sends:
+    def sends(m: int, keep: bool) -> CommCounts:
         uses = 2 * m if reshard and not keep else m
         gathers = uses if gather_every == "minibatch" else 1
-        return Sends(uses, gathers, scatters=m if reduce_every == "minibatch" else 1)
+        return CommCounts(uses, gathers, scatters=m if reduce_every == "minibatch" else 1)
 
     place = functools.partial(shard_one_dim, **placing)
     every = gather_every, reduce_every

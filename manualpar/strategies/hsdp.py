@@ -11,7 +11,7 @@ from typing import Unpack
 import optax
 
 from manualpar.core.mesh.axes import AxisName, axis_tuple
-from manualpar.core.model.adapter import Model
+from manualpar.core.model.interface import Model
 from manualpar.core.model.loss_function import LossFn
 from manualpar.core.program.program import Program
 from manualpar.strategies.fsdp import fully_sharded

@@ -6,7 +6,7 @@ config fields that are its own, and its colour. After `register(kind)` configs c
 closed form, which the ledger is compared with, is part of the `Strategy` that its builder makes.)
 
 This table, that of the modes (`manualpar.core.modes.manual`) and that of the model libraries
-(`manualpar.core.model.adapter`) are the only things in the package that importing a module may
+(`manualpar.core.model.interface`) are the only things in the package that importing a module may
 change.
 """
 

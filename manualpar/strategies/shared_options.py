@@ -6,7 +6,7 @@ from typing import Any, Literal
 import optax
 
 from manualpar.core.mesh.axes import axis_tuple
-from manualpar.core.model.adapter import Model
+from manualpar.core.model.interface import Model
 from manualpar.core.model.loss_function import LossFn
 from manualpar.core.model.options import ProgramOptions, check_choice
 from manualpar.core.modes.strategy import Strategy

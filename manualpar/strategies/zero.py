@@ -9,10 +9,10 @@ from typing import Any, Unpack
 
 import optax
 
-from manualpar.core.model.adapter import Model
+from manualpar.core.model.interface import Model
 from manualpar.core.model.loss_function import LossFn
 from manualpar.core.model.options import check_choice
-from manualpar.core.modes.strategy import Sends, Strategy
+from manualpar.core.modes.strategy import CommCounts, Strategy
 from manualpar.core.parameters.placement import shard_state_only
 from manualpar.core.program.program import Program
 from manualpar.strategies.shared_options import STATE_SHARDING, StateShardingOptions, build_sharded
@@ -45,7 +45,7 @@ def zero(
         return Strategy(
             f"zero{stage}",
             functools.partial(shard_state_only, **placing),
-            lambda m, keep: Sends(uses=m, scatters=m if stage == 2 else 1, new_gathers=1),
+            lambda m, keep: CommCounts(uses=m, scatters=m if stage == 2 else 1, new_gathers=1),
             reduce_every="step" if stage == 1 else "minibatch",
         )
 

@@ -26,13 +26,13 @@ from manualpar.data.sources import TEXT_SOURCES
 from manualpar.errors import UsageError
 from manualpar.layers.attention.context import CONTEXT_ATTENTIONS
 from manualpar.layers.attention.kinds import ATTENTION_KINDS
-from manualpar.layers.chunks import LAYER_OVERLAPS
 from manualpar.layers.moe.routing import Gates, GroupScore
 from manualpar.layers.pipeline.stages import KEEPS, SCHEDULES
+from manualpar.layers.ring_chunks import LAYER_OVERLAPS
 from manualpar.models.rotary import ROTARY_KINDS
 from manualpar.models.transformer_layer import ACTIVATIONS
 from manualpar.strategies import BUILT_IN, Field, strategy_kinds
-from manualpar.training.checkpoints.compatibility import REMOVED, new_name
+from manualpar.training.checkpoints.compatibility import REMOVED, renamed_value
 
 DTYPES = ("bfloat16", "float16", "float32")
 # "" leaves it as it is. In float16 gradients overflow: they are summed before they are divided.
@@ -315,7 +315,7 @@ def check_config(config: Any) -> None:
         if not fields[name].allows(value):
             shown = one_line(repr(value))
             message = f"config.{name} is {shown}, expected {fields[name].expectation()}"
-            if renamed := new_name(name, value):
+            if renamed := renamed_value(name, value):
                 message += f"; it is called {renamed!r} now"
             elif fields[name].choices and isinstance(value, str):
                 message += f"; the nearest one is {nearest(value, fields[name].choices)!r}"

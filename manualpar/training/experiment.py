@@ -22,11 +22,12 @@ from manualpar.layers.pipeline import Pipeline
 from manualpar.models import Transformer
 from manualpar.models.transformer_fields import size_of_vocabulary
 from manualpar.strategies import strategy_kinds
-from manualpar.strategies.diloco.program import LocalSteps
+from manualpar.strategies.diloco.program import DiLoCoProgram
 from manualpar.training.config import check_config, complete_config, nearest
 from manualpar.training.fine_tuning import fine_tuned
 from manualpar.training.imported_model import fill_from_hf
 from manualpar.training.model_flops import flops_of_example
+from manualpar.training.monitoring.profiling import parse_profile
 from manualpar.training.optimizer import adamw, warmup_cosine_schedule
 from manualpar.training.task import (
     CONTEXT_AXIS,
@@ -37,7 +38,6 @@ from manualpar.training.task import (
     make_task,
     splits_layers,
 )
-from manualpar.training.watching.profiling import parse_profile
 
 # The program's part of `config.training.on_nonfinite`; the loop does the rest.
 NONFINITE = {"ignore": "ignore", "stop": "report", "skip": "skip", "rollback": "report"}
@@ -93,7 +93,7 @@ def prepare(
             f"the builder of config.parallel.strategy={config.parallel.strategy!r} returned "
             f"{program!r}, expected a Program; return what build_sharded returns."
         )
-    if isinstance(program, LocalSteps) and config.training.num_steps % program.every:
+    if isinstance(program, DiLoCoProgram) and config.training.num_steps % program.every:
         raise ValueError(
             f"config.training.num_steps is {config.training.num_steps} and "
             f"config.parallel.every is {program.every}, expected a multiple of it, because what "
@@ -132,7 +132,7 @@ def _check_best_metric(config: ml_collections.ConfigDict, task: Task, program: P
         )
 
 
-def build_program(
+def build_experiment(
     config: ml_collections.ConfigDict,
     task: Task,
     schedule: optax.Schedule,

@@ -13,14 +13,14 @@ from typing import Any
 import jax
 import optax
 
-from manualpar.core.model.adapter import adapt
 from manualpar.core.model.carried_collections import CarryingApply
 from manualpar.core.model.initialise import init_variables
+from manualpar.core.model.interface import interface_of
 from manualpar.core.parameters.placement import path_name, strip_boxes
-from manualpar.core.parameters.trainable import is_trained, merge
+from manualpar.core.parameters.trainable import combine, is_trained
 from manualpar.core.program.program import Program
-from manualpar.inspect.products import ProductReader
-from manualpar.inspect.provenance import phase_of
+from manualpar.inspect.flops import ProductReader
+from manualpar.inspect.scope_parsing import phase_of
 from manualpar.training.task import Task
 
 # Arguments of the loss that is traced.
@@ -52,7 +52,7 @@ def _products(
     argnums: tuple[int, ...] = (TRAINED,),
 ) -> Fraction:
     """The operations of one device that computes the gradients of some parameters."""
-    adapter, batch = adapt(model), program.abstract_batch
+    adapter, batch = interface_of(model), program.abstract_batch
     key = jax.eval_shape(lambda: jax.random.key(0))
     params = jax.eval_shape(
         lambda key: strip_boxes(init_variables(adapter, key, batch)["params"]), key
@@ -66,7 +66,7 @@ def _products(
 
     def loss(trained: Any, batch: Any, frozen: Any, collections: Any, key: jax.Array) -> Any:
         apply_fn = CarryingApply(adapter, collections)
-        return task.loss_fn(merge((trained, frozen)), apply_fn, batch, key)[0]
+        return task.loss_fn(combine((trained, frozen)), apply_fn, batch, key)[0]
 
     collections = program.whole_state.collections
     grads = jax.grad(loss, argnums=argnums, allow_int=True)

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from manualpar.core.state.metrics import Metrics, add_metrics, fetch_metrics, mean_metrics
-from manualpar.training.watching.screen import TrainingProgress
-from manualpar.training.watching.writers import RunWriter
+from manualpar.training.monitoring.progress import TrainingProgress
+from manualpar.training.monitoring.run_files import RunWriter
 
 # Small also because XLA:CPU, which simulates devices, takes at most 32 computations in flight.
 # Collectives of a loop that runs further ahead wait for each other until XLA aborts the process.

@@ -30,14 +30,14 @@ from manualpar.training.devices import describe_mesh
 from manualpar.training.exit_codes import ending_all
 from manualpar.training.experiment import Experiment
 from manualpar.training.imported_model import initial_state
+from manualpar.training.monitoring.profiling import StepProfiler, parse_profile
+from manualpar.training.monitoring.progress import TrainingProgress
+from manualpar.training.monitoring.report import write_report
+from manualpar.training.monitoring.run_files import METRICS_FILE, PLACED_FILES, RunWriter
+from manualpar.training.monitoring.stalls import StallDetector
+from manualpar.training.monitoring.throughput import Throughput, lowest_peak, memory_in_use
 from manualpar.training.recorder import Recorder
 from manualpar.training.trainer import Trainer
-from manualpar.training.watching.profiling import StepProfiler, parse_profile
-from manualpar.training.watching.report import write_report
-from manualpar.training.watching.screen import TrainingProgress
-from manualpar.training.watching.stalls import StallDetector
-from manualpar.training.watching.throughput import Throughput, lowest_peak, memory_in_use
-from manualpar.training.watching.writers import METRICS_FILE, PLACED_FILES, RunWriter
 from manualpar.training.workdir import (
     FOLDER,
     START,
@@ -59,7 +59,7 @@ class Result(NamedTuple):
     sample: str = ""
 
 
-class Target(NamedTuple):
+class ResultsTarget(NamedTuple):
     """Where results are to be, the local folder they are written to, and what puts them there."""
 
     workdir: AnyPath
@@ -103,7 +103,7 @@ def run(
         if experiment.config.checkpoint.every_steps:
             checkpoints.check_shared()
         try:
-            target = Target(workdir, folder, publish)
+            target = ResultsTarget(workdir, folder, publish)
             return _run(experiment, target, checkpoints, cluster=cluster, console=console)
         except jax.errors.JaxRuntimeError as error:
             if options := experiment.chosen.options:
@@ -116,7 +116,7 @@ def run(
 
 def _run(
     experiment: Experiment,
-    target: Target,
+    target: ResultsTarget,
     checkpoints: Checkpoints,
     *,
     cluster: Cluster,
@@ -225,7 +225,7 @@ def _without_padding(program: Program, state: TrainState) -> TrainState:
 
 def _write_report(
     experiment: Experiment,
-    target: Target,
+    target: ResultsTarget,
     say: Callable[[str], None],
     error: BaseException | None,
 ) -> None:

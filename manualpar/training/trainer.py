@@ -23,11 +23,11 @@ from manualpar.data import evaluation_batches, train_batches
 from manualpar.system.cluster import UNWATCHED, Cluster
 from manualpar.training.checkpoints import Checkpoints
 from manualpar.training.experiment import Experiment
+from manualpar.training.monitoring.profiling import StepProfiler
+from manualpar.training.monitoring.run_files import RunWriter
+from manualpar.training.monitoring.stalls import StallDetector
 from manualpar.training.recorder import NonFiniteError, Recorder
 from manualpar.training.replicas import ReplicaError, ReplicaSentinel
-from manualpar.training.watching.profiling import StepProfiler
-from manualpar.training.watching.stalls import StallDetector
-from manualpar.training.watching.writers import RunWriter
 from manualpar.training.workdir import START, Position, position_of, restore
 
 # So many rollbacks without a new checkpoint between them, and it is not the data.

@@ -20,18 +20,18 @@ from manualpar.system.cluster.agreement import from_first
 from manualpar.system.storage import AnyPath, BucketPath
 from manualpar.system.storage.untrusted import parse_object, read_object
 from manualpar.training.checkpoints import CheckpointError, Checkpoints, Restored, check_resumable
-from manualpar.training.checkpoints.failures import explain
+from manualpar.training.checkpoints.failures import explain_failure
 from manualpar.training.checkpoints.folders import open_folder
 from manualpar.training.checkpoints.saved_state import read_extra
 from manualpar.training.config import field_defaults, flatten_config
 from manualpar.training.experiment import Experiment
-from manualpar.training.recorder import parse_state
-from manualpar.training.watching.writers import (
+from manualpar.training.monitoring.run_files import (
     CONFIG_FILE,
     PLACED_FILES,
     check_workdir,
     create_numbered_folder,
 )
+from manualpar.training.recorder import parse_state
 
 RUNS = Path("runs")
 FOLDER = "checkpoints"
@@ -232,10 +232,11 @@ def _check_extra(restored: Restored) -> None:
         if not isinstance(extra["data"], str) or not isinstance(extra.get("config", {}), dict):
             raise TypeError("data is not a string, or config not an object")
     except Exception as error:  # Anything may be in there.
+        why = explain_failure(error)
         raise CheckpointError(
             f"the checkpoint of step {restored.step} does not hold what a run saves besides its "
-            f"arrays ({explain(error)}): begin another run in another workdir, or go on from an "
-            "earlier checkpoint, by deleting this one."
+            f"arrays ({why}): begin another run in another workdir, or go on from an earlier "
+            "checkpoint, by deleting this one."
         ) from error
 
 

@@ -23,8 +23,8 @@ from manualpar.core.checks.sequence_values import is_mean, power_of_sum
 from manualpar.core.checks.sequence_walk import SequenceWalk
 from manualpar.core.checks.shard_operations import Reason
 from manualpar.core.mesh.roles import AxisRoles
-from manualpar.core.model.trace_model import UserModel
-from manualpar.core.modes.collection_sync import choose_sync
+from manualpar.core.model.trace_model import TracedModel
+from manualpar.core.modes.variable_reduction import choose_sync
 from manualpar.core.parameters.collectives import cast_to_varying
 from manualpar.core.parameters.placement import computed_specs
 from manualpar.core.parameters.split_parameter import take_shared
@@ -72,7 +72,7 @@ _MENDS: Mapping[Reason, str] = {
 }
 
 
-def check_context(strategy: str, model: UserModel, batch: Any, roles: AxisRoles) -> None:
+def check_context(strategy: str, model: TracedModel, batch: Any, roles: AxisRoles) -> None:
     """Refuses a model or a loss that is wrong on some of a sequence's positions.
 
     Nothing is compiled. Code in the scope of context parallelism is taken for right.
@@ -107,7 +107,7 @@ def check_context(strategy: str, model: UserModel, batch: Any, roles: AxisRoles)
 
 
 def _traced(
-    model: UserModel, batch: Any, roles: AxisRoles, *, training: bool
+    model: TracedModel, batch: Any, roles: AxisRoles, *, training: bool
 ) -> tuple[ClosedJaxpr, Any]:
     """The program of a device's loss, and the structure of (loss, metrics, collections)."""
     mode, found = model.mode, list[tuple[ClosedJaxpr, Any]]()
@@ -170,7 +170,7 @@ def _check_measured(complaint: str, loss: Any, metrics: Any) -> None:
             )
 
 
-def _check_collections(complaint: str, model: UserModel, axis: str, collections: Any) -> None:
+def _check_collections(complaint: str, model: TracedModel, axis: str, collections: Any) -> None:
     """Refuses variables that differ between devices and become something else than their mean."""
 
     def check(path: Any, before: Any, result: Any) -> None:

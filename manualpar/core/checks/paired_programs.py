@@ -48,7 +48,7 @@ def stands_in(eqn: Any, scopes: frozenset[str]) -> bool:
     return not scopes.isdisjoint(str(eqn.source_info.name_stack).split("/"))
 
 
-def module_of(eqn: Any, but: frozenset[str] = frozenset()) -> str:
+def module_of_equation(eqn: Any, but: frozenset[str] = frozenset()) -> str:
     """The path of the module that an equation stands in, without some named scopes."""
     parts = str(eqn.source_info.name_stack).split("/")
     return "/".join(part for part in parts if part.isidentifier() and part not in but)

@@ -16,7 +16,7 @@ import numpy as np
 
 from manualpar.core.checks.sequence_values import (
     Layout,
-    Value,
+    SplitValue,
     added,
     divided,
     merged_layout,
@@ -64,7 +64,9 @@ class SequenceOperations:
     def __init__(self, axis: str, devices: int, numbers: ValueNumbers) -> None:
         self._axis, self._devices, self._numbers = axis, devices, numbers
 
-    def results(self, one: Any, other: Any, values: list[Value], numbers: list[int]) -> list[Value]:
+    def results(
+        self, one: Any, other: Any, values: list[SplitValue], numbers: list[int]
+    ) -> list[SplitValue]:
         """What the results of an operation are; gives them their numbers.
 
         Args:
@@ -93,21 +95,21 @@ class SequenceOperations:
             for variable, value in zip(one.outvars, results, strict=True)
         ]
 
-    def summed(self, value: Value) -> Value:
+    def summed(self, value: SplitValue) -> SplitValue:
         """The sum of a value over the devices along the axis."""
         if value.kind == "zero":
             return value
         if value.count is None and value.kind in ("same", "sum"):
-            return Value("same", value.power + (value.kind == "same"))
+            return SplitValue("same", value.power + (value.kind == "same"))
         return refuse(f"sums {value.what} over {self._axis!r}", "sum")
 
     def _results(
-        self, one: Any, other: Any, values: list[Value], numbers: list[int]
-    ) -> list[Value]:
+        self, one: Any, other: Any, values: list[SplitValue], numbers: list[int]
+    ) -> list[SplitValue]:
         name = one.primitive.name
-        axes = axes_of(one)
+        axes = named_axes(one)
         if name == "axis_index":
-            return [Value("own" if self._axis in axes else "same")]
+            return [SplitValue("own" if self._axis in axes else "same")]
         if name in _COLLECTIVES and self._axis in axes:
             if name not in SUMS:
                 is_of_examples = purpose_of(str(one.source_info.name_stack)) == EXAMPLES_SCOPE
@@ -134,8 +136,8 @@ class SequenceOperations:
         return self._arithmetic(one, values, numbers, ins, outs)
 
     def _arithmetic(
-        self, eqn: Any, values: list[Value], numbers: list[int], ins: Any, outs: Any
-    ) -> list[Value]:
+        self, eqn: Any, values: list[SplitValue], numbers: list[int], ins: Any, outs: Any
+    ) -> list[SplitValue]:
         name = eqn.primitive.name
         if name in ("mul", "dot_general"):
             result = multiplied(name, (values[0], values[1]), (numbers[0], numbers[1]))
@@ -156,7 +158,7 @@ class SequenceOperations:
         else:
             _check_plain(name, values)
             kinds = {value.kind for value in values}
-            result = Value("own" if "own" in kinds and "split" not in kinds else "same")
+            result = SplitValue("own" if "own" in kinds and "split" not in kinds else "same")
         if any(value.kind == "own" for value in values) and result.kind != "own":
             refuse(f"applies {name} to a device's own index or key", "constant")
         was_split = result.kind == "split" and any(dim is not None for dim in ins)
@@ -170,10 +172,12 @@ class SequenceOperations:
                 layout = merged_layout(name, values)
                 if name == "reshape" and ins[0] is not None:
                     layout = _reshaped(eqn, layout, ins[0], dim)
-                results.append(Value("split", result.power, layout, result.count))
+                results.append(SplitValue("split", result.power, layout, result.count))
         return results
 
-    def _guarding(self, eqn: Any, values: list[Value], numbers: list[int]) -> Value | None:
+    def _guarding(
+        self, eqn: Any, values: list[SplitValue], numbers: list[int]
+    ) -> SplitValue | None:
         """What keeps a count from being 0 where it divides; `None` for any other operation."""
         name = eqn.primitive.name
         if not any(value.kind in ("sum", "guarded", "test") for value in values):
@@ -181,7 +185,7 @@ class SequenceOperations:
         first = values[0]
         if name in _TESTS and first.kind == "sum" and values[1].kind == "zero":
             is_nonzero = _TESTS[name]
-            return Value("test", first.power, None, numbers[0], is_nonzero=is_nonzero)
+            return SplitValue("test", first.power, None, numbers[0], is_nonzero=is_nonzero)
         if name in ("max", "add") and len(values) == 2:
             for index, count in enumerate(values):
                 if count.kind == "sum" and count.count is None:
@@ -190,13 +194,13 @@ class SequenceOperations:
                     is_one_if_zero = of_zero.kind == "test" and not of_zero.is_nonzero
                     is_one_if_zero &= of_zero.count == numbers[index] and name == "add"
                     if is_one_if_zero or 0 < other <= _LEAST_COUNTS[name]:
-                        return Value("guarded", count.power, None, numbers[index])
+                        return SplitValue("guarded", count.power, None, numbers[index])
         if name == "select_n" and first.kind == "test" and len(values) == 3:
             index = 2 if first.is_nonzero else 1
             chosen, empty = values[index], values[3 - index]
             is_count = chosen.kind == "sum" and numbers[index] == first.count
             if is_count and empty.kind == "same" and not empty.power:
-                return Value("guarded", chosen.power, None, first.count)
+                return SplitValue("guarded", chosen.power, None, first.count)
             if chosen.kind == "sum" and chosen.count == first.count and empty.kind == "zero":
                 return chosen
         is_whole = first.is_integral or _is_inexact(eqn.outvars[0])
@@ -209,17 +213,17 @@ class SequenceOperations:
         return split_dim(name, tuple(one.aval.shape), tuple(other.aval.shape), self._devices)
 
 
-def axes_of(eqn: Any) -> list[str]:
+def named_axes(eqn: Any) -> list[str]:
     """The mesh axes that an equation names."""
     named = jax.tree.leaves([eqn.params.get("axis_name"), *(eqn.params.get("axes") or ())])
     return [axis for axis in named if isinstance(axis, str)]
 
 
 def _sum_over_positions(
-    eqn: Any, values: list[Value], numbers: list[int], ins: Sequence[int | None]
-) -> Value | None:
+    eqn: Any, values: list[SplitValue], numbers: list[int], ins: Sequence[int | None]
+) -> SplitValue | None:
     """The sum over the split dim; `None` for any other operation."""
-    name, product = eqn.primitive.name, values[0] if values else Value()
+    name, product = eqn.primitive.name, values[0] if values else SplitValue()
     if name == "dot_general":
         contracted = zip(ins, eqn.params["dimension_numbers"][0], strict=True)
         if not all(dim in dims for dim, dims in contracted):
@@ -228,18 +232,18 @@ def _sum_over_positions(
     elif name != "reduce_sum" or ins[0] not in eqn.params["axes"]:
         return None
     if product.kind == "split":
-        return Value("sum", product.power, None, product.count)
+        return SplitValue("sum", product.power, None, product.count)
     return product if product.kind == "zero" else None
 
 
-def _drawn(name: str, key: Value, *, is_split: bool) -> Value:
+def _drawn(name: str, key: SplitValue, *, is_split: bool) -> SplitValue:
     """Random bits, or keys, of a key; each device has its own where positions differ."""
     is_own = key.kind in ("own", "split")
     if is_split and not is_own:
         refuse("draws the same random numbers on each device", "random")
     if is_own and not is_split and name == "random_bits":
         refuse("draws random numbers that positions share", "random")
-    return Value("split") if is_split else key
+    return SplitValue("split") if is_split else key
 
 
 def _reshaped(eqn: Any, layout: Layout, before: int, dim: int) -> Layout:
@@ -258,20 +262,20 @@ def _reshaped(eqn: Any, layout: Layout, before: int, dim: int) -> Layout:
     return outer // outside, length, size // within
 
 
-def _resized(value: Value, size: int) -> Value:
+def _resized(value: SplitValue, size: int) -> SplitValue:
     """A value after a collective over another axis, which may have changed the split dim's size."""
     if value.kind != "split" or value.layout is None or math.prod(value.layout) == size:
         return value
     return dataclasses.replace(value, layout=(1, size, 1))
 
 
-def _check_plain(name: str, values: Sequence[Value]) -> None:
+def _check_plain(name: str, values: Sequence[SplitValue]) -> None:
     for value in values:
         if not value.is_plain:
             refuse(f"applies {name} to {value.what}", value.reason)
 
 
-def _keeps_value(eqn: Any, value: Value) -> bool:
+def _keeps_value(eqn: Any, value: SplitValue) -> bool:
     """Whether a cast changes nothing: that of a mask or of whole numbers to numbers."""
     new = np.dtype(eqn.params["new_dtype"])
     return value.is_integral and new != np.bool_ and new.itemsize >= 4

@@ -24,14 +24,14 @@ from typing import Literal
 
 from manualpar.core.checks.shard_operations import Reason, refuse
 
-Kind = Literal["same", "split", "sum", "own", "zero", "guarded", "test", "alone"]
+ValueKind = Literal["same", "split", "sum", "own", "zero", "guarded", "test", "alone"]
 # The split dim of an array, which may be merged of several: entries before, positions of a device,
 # entries behind. `None` where all layouts fit, because a constant was broadcast.
 Layout = tuple[int, int, int] | None
 
 
 @dataclasses.dataclass(frozen=True)
-class Value:
+class SplitValue:
     """What a device's value is to the whole one.
 
     Attributes:
@@ -43,7 +43,7 @@ class Value:
       is_nonzero: Of a test, whether it asks if the count is not 0.
     """
 
-    kind: Kind = "same"
+    kind: ValueKind = "same"
     power: int = 0
     layout: Layout = None
     count: int | None = None
@@ -81,7 +81,7 @@ class Value:
         return "constant" if is_number else "sum"
 
 
-def merged_layout(name: str, values: Sequence[Value]) -> Layout:
+def merged_layout(name: str, values: Sequence[SplitValue]) -> Layout:
     """The layout that all split values have."""
     found = {value.layout for value in values if value.kind == "split"} - {None}
     if len(found) > 1:
@@ -89,31 +89,35 @@ def merged_layout(name: str, values: Sequence[Value]) -> Layout:
     return next(iter(found), None)
 
 
-def multiplied(name: str, values: tuple[Value, Value], numbers: tuple[int, int]) -> Value:
+def multiplied(
+    name: str, values: tuple[SplitValue, SplitValue], numbers: tuple[int, int]
+) -> SplitValue:
     """The product of two values, or their contraction over what is not split."""
     x, y = values
     for mean, other, number in ((x, y, numbers[1]), (y, x, numbers[0])):
         is_count = other.kind == "sum" and other.count is None and mean.count == number
         if mean.kind == "sum" and is_count:
-            return Value("sum", x.power + y.power)
+            return SplitValue("sum", x.power + y.power)
     if {x.kind, y.kind} & {"guarded", "test"}:
         refuse(f"applies {name} to a count of a device's positions", "sum")
     if "zero" in (x.kind, y.kind):
-        return Value("zero")
+        return SplitValue("zero")
     kinds = {x.kind, y.kind}
     if "own" in kinds and kinds <= {"own", "same"}:
-        return Value("own")
+        return SplitValue("own")
     if "alone" in kinds:
-        refuse(f"applies {name} to {Value('alone').what}", "constant")
+        refuse(f"applies {name} to {SplitValue('alone').what}", "constant")
     is_quadratic = x.kind == y.kind == "sum" or kinds == {"sum", "split"}
     if is_quadratic or None not in (x.count, y.count):
         refuse(f"applies {name} to {(x if x.kind == 'sum' else y).what}", "sum")
     kind = next(kind for kind in ("split", "sum", "own", "same") if kind in kinds)
     count = y.count if x.count is None else x.count
-    return Value(kind, x.power + y.power, merged_layout(name, (x, y)), count)
+    return SplitValue(kind, x.power + y.power, merged_layout(name, (x, y)), count)
 
 
-def divided(name: str, x: Value, y: Value, number_of_y: int, *, is_scalar: bool) -> Value:
+def divided(
+    name: str, x: SplitValue, y: SplitValue, number_of_y: int, *, is_scalar: bool
+) -> SplitValue:
     """The quotient of two values; `is_scalar` says that `y` is one number."""
     if y.kind in ("sum", "guarded"):
         is_mean = y.kind == "sum" and y.count is not None
@@ -127,7 +131,7 @@ def divided(name: str, x: Value, y: Value, number_of_y: int, *, is_scalar: bool)
     return multiplied(name, (x, inverse), (0, 0))
 
 
-def added(name: str, values: Sequence[Value]) -> Value:
+def added(name: str, values: Sequence[SplitValue]) -> SplitValue:
     """The sum of values, what is chosen among them, or their concatenation."""
     values = [value for value in values if value.kind != "zero"] or list(values[:1])
     result = values[0]
@@ -136,13 +140,13 @@ def added(name: str, values: Sequence[Value]) -> Value:
     return result
 
 
-def _added(name: str, x: Value, y: Value) -> Value:
+def _added(name: str, x: SplitValue, y: SplitValue) -> SplitValue:
     kinds = {x.kind, y.kind}
     if "own" in kinds and kinds <= {"own", "same"}:
-        return Value("own")
+        return SplitValue("own")
     if kinds <= {"same", "split"} and (x.power, x.count) == (y.power, y.count):
-        kind: Kind = "split" if "split" in kinds else "same"
-        return Value(kind, x.power, merged_layout(name, (x, y)), x.count)
+        kind: ValueKind = "split" if "split" in kinds else "same"
+        return SplitValue(kind, x.power, merged_layout(name, (x, y)), x.count)
     if kinds <= {"same", "sum"} and "sum" in kinds:
         total, other = (x, y) if x.kind == "sum" else (y, x)
         if other.kind == "sum" and (x.power, x.count) == (y.power, y.count):
@@ -155,7 +159,7 @@ def _added(name: str, x: Value, y: Value) -> Value:
     return refuse(f"applies {name} to {worst.what} and to {other.what}", worst.reason)
 
 
-def is_mean(value: Value, count: Value, number: int) -> bool:
+def is_mean(value: SplitValue, count: SplitValue, number: int) -> bool:
     """Whether the mean of the devices' values, weighted by their counts, is that of the sequence.
 
     `number` is that of the count.
@@ -167,7 +171,7 @@ def is_mean(value: Value, count: Value, number: int) -> bool:
     return value.kind == "zero" or (value.kind == "same" and not value.power)
 
 
-def power_of_sum(value: Value) -> int | None:
+def power_of_sum(value: SplitValue) -> int | None:
     """The power of a value as a sum over the devices; `None` if it is no such sum."""
     if value.count is not None or value.kind not in ("same", "sum"):
         return None

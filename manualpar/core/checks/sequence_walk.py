@@ -20,13 +20,13 @@ from manualpar.core.checks.paired_programs import (
     CASTS,
     check_same_operation,
     inner_programs,
-    module_of,
+    module_of_equation,
     paired,
     place_of,
     stands_in,
 )
-from manualpar.core.checks.sequence_operations import SUMS, SequenceOperations, axes_of
-from manualpar.core.checks.sequence_values import Value, added
+from manualpar.core.checks.sequence_operations import SUMS, SequenceOperations, named_axes
+from manualpar.core.checks.sequence_values import SplitValue, added
 from manualpar.core.checks.shard_operations import (
     Reason,
     WrongOnShardsError,
@@ -46,7 +46,7 @@ _INLINE = frozenset(
 )
 
 # A value and its number.
-Numbered = tuple[Value, int]
+Numbered = tuple[SplitValue, int]
 
 
 class SequenceWalk:
@@ -66,7 +66,7 @@ class SequenceWalk:
         self._mends, self._complaint = mends, complaint
         self._numbers = ValueNumbers()
         self._operations = SequenceOperations(axis, devices, self._numbers)
-        self._values: dict[Any, Value] = {}
+        self._values: dict[Any, SplitValue] = {}
         self._constants: dict[Any, Any] = {}
         self._aliases: dict[Any, Any] = {}
 
@@ -108,7 +108,7 @@ class SequenceWalk:
     @contextlib.contextmanager
     def _naming(self, eqn: Any, path: str) -> Iterator[str]:
         """Yields the path of an equation, and makes an error name it."""
-        where = "/".join(filter(None, (path, module_of(eqn, _SCOPES))))
+        where = "/".join(filter(None, (path, module_of_equation(eqn, _SCOPES))))
         try:
             yield where
         except WrongOnShardsError as error:
@@ -139,7 +139,7 @@ class SequenceWalk:
     def _trust(self, eqn: Any) -> None:
         """Looks at an equation in our scopes, to which nothing corresponds on one device."""
         inputs = [self._known(x) for x in eqn.invars]
-        named = {axis for one in _with_inner(eqn) for axis in axes_of(one)}
+        named = {axis for one in _with_inner(eqn) for axis in named_axes(one)}
         purpose = purpose_of(str(eqn.source_info.name_stack))
         # Experts know of the axis, and may be divided over it too.
         if self._axis in named and not stands_in(eqn, frozenset({CONTEXT_SCOPE})):
@@ -150,7 +150,7 @@ class SequenceWalk:
             if eqn.primitive.name in SUMS:
                 for x, value, y in zip(eqn.invars, inputs, eqn.outvars, strict=True):
                     if value is None and self._constant(self._origin(x)) is not None:
-                        value = Value("same")
+                        value = SplitValue("same")
                     if value is not None:
                         self._values[y] = self._operations.summed(value)
                 return
@@ -188,18 +188,18 @@ class SequenceWalk:
             value = self._known(x)
             is_constant = self._constant(self._origin(x)) is not None
             if value.kind == "alone" if value is not None else is_constant:
-                inputs.append((Value("alone"), self._numbers.fresh()))
+                inputs.append((SplitValue("alone"), self._numbers.fresh()))
             elif (y := next(rest, None)) is None:
                 refuse(f"applies {one.primitive.name} to other arrays than one device", "program")
             else:
                 inputs.append(self._read(x, y))
         return inputs
 
-    def _scan(self, one: Any, other: Any, inputs: Any, where: str) -> list[Value]:
+    def _scan(self, one: Any, other: Any, inputs: Any, where: str) -> list[SplitValue]:
         fixed, carried = scan_sizes(one)
         return self._loop("scan", (one["jaxpr"], other["jaxpr"]), inputs, fixed, carried, where)
 
-    def _while(self, one: Any, other: Any, inputs: Any, where: str) -> list[Value]:
+    def _while(self, one: Any, other: Any, inputs: Any, where: str) -> list[SplitValue]:
         of_condition, of_body = one["cond_nconsts"], one["body_nconsts"]
         fixed, rest = inputs[:of_condition], inputs[of_condition:]
         bodies = one["body_jaxpr"], other["body_jaxpr"]
@@ -210,7 +210,7 @@ class SequenceWalk:
         _check_condition("while", condition)
         return results
 
-    def _cond(self, one: Any, other: Any, inputs: Any, where: str) -> list[Value]:
+    def _cond(self, one: Any, other: Any, inputs: Any, where: str) -> list[SplitValue]:
         _check_condition("cond", inputs[0][0])
         branches = zip(one["branches"], other["branches"], strict=True)
         results = [self._walk(part, whole, inputs[1:], where) for part, whole in branches]
@@ -218,7 +218,7 @@ class SequenceWalk:
 
     def _loop(
         self, name: str, bodies: Any, inputs: Any, fixed: int, carried: int, where: str
-    ) -> list[Value]:
+    ) -> list[SplitValue]:
         """What a loop's body returns, once that is what it takes."""
         values = [value for value, _ in inputs]
         while True:
@@ -241,7 +241,7 @@ class SequenceWalk:
         one, other = self._origin(one), self._origin(other)
         return self._value(one, other), self._numbers.of(one)
 
-    def _value(self, one: Any, other: Any) -> Value:
+    def _value(self, one: Any, other: Any) -> SplitValue:
         if (known := self._known(one)) is not None:
             return known
         constants = [self._constant(x) for x in (one, other)]
@@ -252,29 +252,29 @@ class SequenceWalk:
         dim = split_dim("something", shape, whole_shape, self._devices)
         is_integral = not jnp.issubdtype(one.aval.dtype, jnp.inexact)
         if dim is None:
-            return Value(is_integral=is_integral)
-        return Value("split", layout=(1, shape[dim], 1), is_integral=is_integral)
+            return SplitValue(is_integral=is_integral)
+        return SplitValue("split", layout=(1, shape[dim], 1), is_integral=is_integral)
 
-    def _known(self, variable: Any) -> Value | None:
+    def _known(self, variable: Any) -> SplitValue | None:
         """What a variable is, if it came from an operation that was visited."""
         variable = self._origin(variable)
         return None if isinstance(variable, Literal) else self._values.get(variable)
 
-    def _of_constants(self, part: np.ndarray, whole: np.ndarray) -> Value:
+    def _of_constants(self, part: np.ndarray, whole: np.ndarray) -> SplitValue:
         is_number = jnp.issubdtype(part.dtype, jnp.number)
         is_inexact = jnp.issubdtype(part.dtype, jnp.inexact)
         is_integral = bool(not is_inexact or np.all(part == np.round(part)))
         if part.shape != whole.shape:
             if np.all(part == part.flat[0]) and np.all(whole == part.flat[0]):
-                return Value("split", is_integral=is_integral)
+                return SplitValue("split", is_integral=is_integral)
         elif np.array_equal(part, whole, equal_nan=bool(is_inexact)):
-            return Value(
+            return SplitValue(
                 "zero" if is_number and not part.any() else "same", is_integral=is_integral
             )
         elif is_number:
             for power in (-1, 1, -2, 2):
                 if np.allclose(part, whole * float(self._devices) ** power, rtol=1e-5, atol=0):
-                    return Value("same", power, is_integral=is_integral)
+                    return SplitValue("same", power, is_integral=is_integral)
         return refuse("takes a constant that is made of the size of what is split", "constant")
 
     def _constant(self, variable: Any) -> Any:
@@ -291,13 +291,13 @@ def _with_inner(eqn: Any) -> Iterator[Any]:
         yield from all_equations(jaxpr)
 
 
-def _joined(name: str, values: Sequence[Value]) -> Value:
+def _joined(name: str, values: Sequence[SplitValue]) -> SplitValue:
     """What a value is that is one of some."""
     return dataclasses.replace(
         added(name, values), is_integral=all(value.is_integral for value in values)
     )
 
 
-def _check_condition(name: str, value: Value) -> None:
+def _check_condition(name: str, value: SplitValue) -> None:
     if not value.is_plain or value.kind not in ("same", "zero"):
         refuse(f"decides by {value.what} in a {name}", "sum")

@@ -5,11 +5,11 @@ import difflib
 import jax
 import jax.numpy as jnp
 
-from manualpar.core.model.trace_model import UserModel
+from manualpar.core.model.trace_model import TracedModel
 from manualpar.core.parameters.trainable import is_trained
 
 
-def check_trainable(strategy: str, model: UserModel) -> None:
+def check_trainable(strategy: str, model: TracedModel) -> None:
     """Refuses globs that fit no parameter, and a trained parameter that has no gradient.
 
     Args:

@@ -10,7 +10,7 @@ from manualpar.core.mesh.axes import axes_size
 from manualpar.core.mesh.roles import AxisRoles
 
 
-def abstract_batch(field: str, batch: Any) -> Any:
+def shapes_of_batch(field: str, batch: Any) -> Any:
     """The shapes and dtypes of a batch; refuses what is no array, in the name of `field`."""
 
     def abstract(path: Any, x: Any) -> Any:

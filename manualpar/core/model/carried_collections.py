@@ -10,8 +10,8 @@ from typing import Any
 import jax
 
 from manualpar.core.mesh.axes import naming_unbound_axes
-from manualpar.core.model.adapter import InitArgs, ModelAdapter
 from manualpar.core.model.evaluation import SWITCHES, overrule, signature_of
+from manualpar.core.model.interface import InitArgs, ModelInterface
 from manualpar.core.model.varying_loops import varying_loops
 from manualpar.core.state.state_arrays import leaf_types
 
@@ -20,7 +20,7 @@ SOWN_COLLECTIONS = frozenset({"intermediates", "losses", "perturbations"})
 
 
 def find_carried_collections(
-    model: ModelAdapter,
+    model: ModelInterface,
     variables: dict[str, Any],
     trace: Callable[[Callable[..., None], Any], None],
     init_args: InitArgs | None,
@@ -60,7 +60,7 @@ class CarryingApply:
       collections: The collections after the latest call.
     """
 
-    def __init__(self, model: ModelAdapter, collections: dict[str, Any]) -> None:
+    def __init__(self, model: ModelInterface, collections: dict[str, Any]) -> None:
         """Wraps `model.apply`, with the collections to begin with."""
         self._model, self.module = model, model.module
         self.collections = collections

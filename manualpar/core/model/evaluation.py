@@ -13,13 +13,13 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from manualpar.core.model.adapter import Phase
+from manualpar.core.model.interface import RunPhase
 
 DROPOUT_STREAM = "dropout"
 EVAL_SWITCHES = {"train": False, "training": False, "is_training": False, "deterministic": True}
 # The switch of `nn.BatchNorm`: statistics come from the state, with dropout on too.
 _STATISTICS = {"use_running_average": True}
-SWITCHES: Mapping[Phase, Mapping[str, bool]] = {
+SWITCHES: Mapping[RunPhase, Mapping[str, bool]] = {
     "train": {},
     "eval": {**EVAL_SWITCHES, **_STATISTICS},
     "eval_dropout": _STATISTICS,

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from manualpar.core.mesh.axes import axis_tuple
-from manualpar.core.model.adapter import InitArgs, ModelAdapter
+from manualpar.core.model.interface import InitArgs, ModelInterface
 from manualpar.core.modes.manual import Manual
 from manualpar.core.parameters.collectives import cast_to_varying
 from manualpar.core.parameters.sharded_parameter import is_box
@@ -30,18 +30,18 @@ class TypedParameter(nn.Partitioned):
 
 
 def init_variables(
-    model: ModelAdapter, rng: jax.Array, batch: Any, init_args: InitArgs | None = None
+    model: ModelInterface, rng: jax.Array, batch: Any, init_args: InitArgs | None = None
 ) -> dict[str, Any]:
     """The variables by collection, as `model.init({"params": rng}, *args, **kwargs)` makes them.
 
-    The arguments are those of `ModelAdapter.initial_call`, with zeros for the batch's values.
+    The arguments are those of `ModelInterface.initial_call`, with zeros for the batch's values.
     """
     args, kwargs = model.initial_call(jax.tree.map(jnp.zeros_like, batch), init_args)
     return model.init({"params": rng}, *args, **kwargs)
 
 
 def initialisation(
-    model: ModelAdapter,
+    model: ModelInterface,
     batch: Any,
     batch_specs: Any,
     mode: Manual,

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from manualpar.core.mesh.axes import AxisName
-from manualpar.core.modes.collection_sync import CollectionSync
-from manualpar.core.modes.strategy import MODES, Mode, Stages
+from manualpar.core.modes.strategy import MODES, ModeName, Stages
+from manualpar.core.modes.variable_reduction import CollectionSync
 from manualpar.core.parameters.annotations import Rules
-from manualpar.core.parameters.coded_collectives import BlockCoding
-from manualpar.core.parameters.collectives import Wire
+from manualpar.core.parameters.collectives import CommPolicy
+from manualpar.core.parameters.quantized_collectives import BlockQuantizer
 
 Nonfinite = Literal["ignore", "report", "skip"]
 NONFINITE: tuple[Nonfinite, ...] = ("ignore", "report", "skip")
@@ -84,8 +84,8 @@ class ProgramOptions(TypedDict, total=False):
         travel in so many bits (qgZ), and are added up in float32. `hsdp` encodes only what crosses
         `replica_axis`. With `axis_by_axis` each axis encodes.
       error_feedback: Whether what `reduce_code` leaves out of a device's gradient is added to its
-        next one, see `manualpar.core.program.error_feedback`: for gradients that are reduced once a
-        step.
+        next one, see `manualpar.core.program.gradient_rounding`: for gradients that are reduced
+        once a step.
       stochastic_rounding: Whether `reduce_code` rounds at random, to be right on average.
       axis_by_axis: Whether a dimension that is sharded over a tuple of axes is gathered and
         scattered over one axis after the other, and not over their product at once. Gathers begin
@@ -148,7 +148,7 @@ class ProgramOptions(TypedDict, total=False):
     pipeline: Stages | None
     num_minibatches: int
     use_scan: bool
-    mode: Mode
+    mode: ModeName
     rules: Rules
     trainable: Sequence[str] | None
     param_dtype: str | None
@@ -214,7 +214,7 @@ def check_options(builder: str, options: Mapping[str, Any]) -> None:
 StoredDtypes = tuple[str | None, str | None]
 
 
-def check_wire(strategy: str, options: Mapping[str, Any]) -> tuple[StoredDtypes, Wire]:
+def check_wire(strategy: str, options: Mapping[str, Any]) -> tuple[StoredDtypes, CommPolicy]:
     """The dtypes in which parameters are stored, and how they travel, from the options."""
     mode = options.get("mode", "manual")
     names: dict[str, str | None] = {}
@@ -231,9 +231,9 @@ def check_wire(strategy: str, options: Mapping[str, Any]) -> tuple[StoredDtypes,
             )
     if not options.get("reduce_code") and (asked := [f for f in ROUNDING if options.get(f)]):
         raise ValueError(f"{strategy}: {asked[0]}=True with no reduce_code, expected a code.")
-    codes: Any = {f: BlockCoding(options[f]) for f in CODES if options.get(f)}
+    codes: Any = {f: BlockQuantizer(options[f]) for f in CODES if options.get(f)}
     dtypes = names["gather_dtype"], names["reduce_dtype"]
-    wire = Wire(*dtypes, options.get("axis_by_axis", False), **codes)
+    wire = CommPolicy(*dtypes, options.get("axis_by_axis", False), **codes)
     for field, got, expected, chosen in (
         ("reduce_dtype", wire.reduce_dtype, None, "where it sums"),
         *((name, options.get(name), None, "what it sends") for name in CODES),

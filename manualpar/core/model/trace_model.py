@@ -1,8 +1,8 @@
 """All that a program knows about the model and the loss that it was given, found out once.
 
-`study` makes, initialises and traces the model abstractly and returns one value, a `UserModel`.
-Nothing else asks whether the model is of Linen or of NNX, how it is called, what it carries from
-step to step, what its annotations say, or which dimensions its loops run over.
+`trace_model` makes, initialises and traces the model abstractly and returns one value, a
+`TracedModel`. Nothing else asks whether the model is of Linen or of NNX, how it is called, what it
+carries from step to step, what its annotations say, or which dimensions its loops run over.
 """
 
 import dataclasses
@@ -14,7 +14,6 @@ import flax.linen as nn
 import jax
 from jax.sharding import PartitionSpec
 
-from manualpar.core.model.adapter import Model, ModelAdapter, Phase, adapt
 from manualpar.core.model.axis_names import check_axis_aliases
 from manualpar.core.model.carried_collections import CarryingApply, find_carried_collections
 from manualpar.core.model.initialise import (
@@ -24,11 +23,12 @@ from manualpar.core.model.initialise import (
     typed_specs,
     with_mesh_if_needed,
 )
+from manualpar.core.model.interface import Model, ModelInterface, RunPhase, interface_of
 from manualpar.core.model.loss_function import LossFn, Metrics, call_loss
 from manualpar.core.model.options import StoredDtypes
 from manualpar.core.model.probe import find_loop_dims
-from manualpar.core.modes.collection_sync import CollectionSync, check_sync_collections
 from manualpar.core.modes.manual import Manual
+from manualpar.core.modes.variable_reduction import CollectionSync, check_sync_collections
 from manualpar.core.parameters.collectives import varying_axes
 from manualpar.core.parameters.placement import (
     ParameterInfo,
@@ -44,7 +44,7 @@ from manualpar.core.parameters.trainable import is_trained
 
 
 @dataclasses.dataclass(frozen=True)
-class UserModel:
+class TracedModel:
     """A model and its loss, as a program calls them.
 
     Attributes:
@@ -67,8 +67,8 @@ class UserModel:
     sync_collections: Mapping[str, CollectionSync]
     variables: dict[str, Any]
     mode: Manual
-    adapter: ModelAdapter
-    _eval_phase: Phase
+    adapter: ModelInterface
+    _eval_phase: RunPhase
     _init: Init
     _loss_fn: LossFn
 
@@ -101,7 +101,7 @@ class UserModel:
         return evaluated.train_loss(params, collections, batch, rng)[1]
 
 
-def study(
+def trace_model(
     strategy: str,
     model: Model,
     loss_fn: LossFn,
@@ -113,7 +113,7 @@ def study(
     options: Mapping[str, Any],
     is_gathered: Callable[[ParameterInfo], bool],
     gathers_in_loss: bool,
-) -> UserModel:
+) -> TracedModel:
     """Finds out all about a model and its loss; computes nothing and touches no device.
 
     Args:
@@ -187,7 +187,7 @@ def study(
 
     collections = find_carried_collections(adapted, variables, trace_call, init_args)
 
-    def trace_loss(params: Any, box: Callable[[Any], Any], model: ModelAdapter = adapted) -> None:
+    def trace_loss(params: Any, box: Callable[[Any], Any], model: ModelInterface = adapted) -> None:
         def call(params: Any, collections: Any, rng: jax.Array, batch: Any) -> None:
             rng, params = mode.fold(rng), box(own_part(params))
             call_loss(loss_fn, params, CarryingApply(model, collections), batch, rng)
@@ -235,7 +235,7 @@ def study(
     )
     all_dims = {info.path: info.loop_dims for info in jax.tree.leaves(infos)}
     sync = options.get("sync_collections", {})
-    return UserModel(
+    return TracedModel(
         apply_fn=adapted.apply_fn,
         parameters=infos,
         trainable=trainable,
@@ -267,16 +267,16 @@ def _check_same_along_model_axes(loss: Any, metrics: Metrics, data_axes: frozens
             )
 
 
-def _adapt(strategy: str, model: Any, mode: Manual) -> ModelAdapter:
+def _adapt(strategy: str, model: Any, mode: Manual) -> ModelInterface:
     """The model's adapter; a function that makes a model finds the mesh if it needs it."""
 
     def adapt_on_mesh() -> Any:
         assert mode.model_mesh is not None
         with jax.sharding.use_abstract_mesh(mode.model_mesh):
-            return adapt(model)
+            return interface_of(model)
 
-    adapted = with_mesh_if_needed(mode, lambda: adapt(model), adapt_on_mesh)
-    if isinstance(adapted, ModelAdapter):
+    adapted = with_mesh_if_needed(mode, lambda: interface_of(model), adapt_on_mesh)
+    if isinstance(adapted, ModelInterface):
         return adapted
     hint = " Pass its .module." if isinstance(getattr(model, "module", None), nn.Module) else ""
     raise TypeError(

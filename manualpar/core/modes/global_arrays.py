@@ -25,9 +25,9 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from manualpar.core.mesh.axes import Names, axes_size, axis_tuple, with_axis_types
 from manualpar.core.mesh.roles import AxisRoles
 from manualpar.core.mesh.splitting import check_minibatches
-from manualpar.core.modes.collection_sync import CollectionSync
 from manualpar.core.modes.manual import Manual, register_mode
-from manualpar.core.modes.strategy import Mode
+from manualpar.core.modes.strategy import ModeName
+from manualpar.core.modes.variable_reduction import CollectionSync
 from manualpar.core.parameters.placement import Placement, map_in_scopes, names_to_spec
 from manualpar.core.parameters.sharded_parameter import (
     ShardedParameter,
@@ -151,7 +151,7 @@ class GlobalArrays(Manual):
 class Auto(GlobalArrays):
     """Mode `auto`."""
 
-    name: ClassVar[Mode] = "auto"
+    name: ClassVar[ModeName] = "auto"
 
     def constrain(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
         """A constraint for XLA."""
@@ -191,7 +191,7 @@ class Auto(GlobalArrays):
 class Unconstrained(GlobalArrays):
     """Mode `auto-unconstrained`."""
 
-    name: ClassVar[Mode] = "auto-unconstrained"
+    name: ClassVar[ModeName] = "auto-unconstrained"
 
     def constrain(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
         """The array as it is."""
@@ -203,7 +203,7 @@ class Unconstrained(GlobalArrays):
 class Explicit(GlobalArrays):
     """Mode `explicit`."""
 
-    name: ClassVar[Mode] = "explicit"
+    name: ClassVar[ModeName] = "explicit"
 
     def constrain(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
         """An array of another type."""

@@ -23,20 +23,21 @@ import jax.numpy as jnp
 from manualpar.core.mesh.axes import AxisName, axis_tuple, check_axes_bound
 from manualpar.core.parameters.collectives import cast_to_varying, is_vma_checked, varying_axes
 from manualpar.core.parameters.sharded_parameter import boxed_axes, is_box, wire_dtype, wire_of
-from manualpar.core.parameters.trainable import merge, no_part_of
+from manualpar.core.parameters.trainable import combine, empty_part
 from manualpar.core.state.metrics import Metrics
 from manualpar.core.tracing.scopes import COUNT_SCOPE, METRICS_SCOPE, REDUCE_SCOPE
 
 # (params, collections, minibatch, rng) -> (loss, metrics, updated collections).
 CarryingLossFn = Callable[[Any, Any, Any, jax.Array], tuple[jax.Array, Metrics, Any]]
 # The same as it is differentiated: -> (loss times count, (metrics, updated collections)). Here and
-# in a `Schedule` the parameters are a pair of trees: of those that are trained, and of frozen ones.
+# in a `Accumulation` the parameters are a pair of trees: of those that are trained, and of frozen
+# ones.
 WeightedLoss = Callable[[Any, Any, Any, jax.Array], tuple[jax.Array, tuple[Metrics, Any]]]
 # A linear function of the gradients of each minibatch, applied before they are added up.
 Reduce = Callable[[Any], Any]
 # Runs the minibatches and adds up their gradients: (loss, params, collections, (minibatches, keys),
 # reduce) -> (summed gradients, summed metrics, collections).
-Schedule = Callable[[WeightedLoss, Any, Any, Any, Reduce], tuple[Any, Metrics, Any]]
+Accumulation = Callable[[WeightedLoss, Any, Any, Any, Reduce], tuple[Any, Metrics, Any]]
 
 
 def accumulate(
@@ -46,7 +47,7 @@ def accumulate(
     minibatches: Any,
     rng: jax.Array,
     *,
-    schedule: Schedule,
+    schedule: Accumulation,
     reduce: Reduce = lambda grads: grads,
     frozen: Any = None,
     outer_axes: tuple[str, ...] = (),
@@ -69,13 +70,13 @@ def accumulate(
     """
     keys = jax.random.split(rng, len(jax.tree.leaves(minibatches)[0]))
     axes = varying_axes(minibatches)
-    parts = params, no_part_of(params) if frozen is None else frozen
+    parts = params, empty_part(params) if frozen is None else frozen
     parts = cast_to_varying(parts, axes)
 
     def weighted_loss(
         parts: Any, collections: Any, minibatch: Any, key: jax.Array
     ) -> tuple[jax.Array, Any]:
-        loss, metrics, collections = loss_fn(merge(parts), collections, minibatch, key)
+        loss, metrics, collections = loss_fn(combine(parts), collections, minibatch, key)
         weight = jax.lax.stop_gradient(_at_least_float32(metrics["loss"][1]))
         # A loss that is the same on all devices (a pmean, a ratio of psums) is each device's loss.
         # Without the cast it is differentiated once for all, and the mean of the gradients is too

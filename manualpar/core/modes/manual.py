@@ -19,11 +19,11 @@ from manualpar.core.mesh.rng import fold_rng_over_axis
 from manualpar.core.mesh.roles import AxisRoles
 from manualpar.core.mesh.splitting import split_minibatches
 from manualpar.core.mesh.zigzag import to_zigzag
-from manualpar.core.modes.collection_sync import CollectionSync, sync_collections
 from manualpar.core.modes.gradients import reduce_gradient, sync_metrics
-from manualpar.core.modes.strategy import Mode
+from manualpar.core.modes.strategy import ModeName
+from manualpar.core.modes.variable_reduction import CollectionSync, sync_collections
 from manualpar.core.parameters.annotations import Rules
-from manualpar.core.parameters.collectives import AS_STORED, Wire
+from manualpar.core.parameters.collectives import EXACT, CommPolicy
 from manualpar.core.parameters.placement import Placement, map_in_scopes, param_specs, state_specs
 from manualpar.core.parameters.sharded_parameter import (
     ShardedParameter,
@@ -61,12 +61,12 @@ class Manual:
       outer_axes: Axes of a `shard_map` around the step, along which each device takes its own.
     """
 
-    name: ClassVar[Mode] = "manual"
+    name: ClassVar[ModeName] = "manual"
     writes_collectives: ClassVar[bool] = True  # And not XLA.
 
     mesh: Mesh
     data_axes: tuple[str, ...]
-    wire: Wire = AS_STORED
+    wire: CommPolicy = EXACT
     rules: Rules = ()
     outer_axes: tuple[str, ...] = ()
 

@@ -28,12 +28,12 @@ from manualpar.core.modes.gradients import Reduce, WeightedLoss
 from manualpar.core.parameters.placement import PlaceFn
 from manualpar.core.state.metrics import Metrics
 
-Mode = Literal["manual", "auto", "explicit", "auto-unconstrained"]
-MODES: tuple[Mode, ...] = ("manual", "auto", "explicit", "auto-unconstrained")
+ModeName = Literal["manual", "auto", "explicit", "auto-unconstrained"]
+MODES: tuple[ModeName, ...] = ("manual", "auto", "explicit", "auto-unconstrained")
 Every = Literal["minibatch", "step"]
 
 
-class Sends(NamedTuple):
+class CommCounts(NamedTuple):
     """How many times a step sends a parameter.
 
     Each counts only for a parameter that is sharded: what is whole on every device, as is its
@@ -54,7 +54,7 @@ class Sends(NamedTuple):
 
 
 # (number of minibatches, whether the parameter is kept until the backward pass) -> the counts.
-SendsFn = Callable[[int, bool], Sends]
+SendsFn = Callable[[int, bool], CommCounts]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -46,7 +46,7 @@ def cast_to_varying(tree: Any, axes: tuple[str, ...] | frozenset[str]) -> Any:
         return jax.tree.map(cast, tree)
 
 
-class Coding(Protocol):
+class Quantizer(Protocol):
     """How numbers travel in fewer bits, a pytree; see `coded_collectives`."""
 
     @property
@@ -68,7 +68,7 @@ class Coding(Protocol):
         """A mean over devices, in float32, and what is lost of it by this device."""
 
 
-class Wire(NamedTuple):
+class CommPolicy(NamedTuple):
     """The dtypes and codes that travel, and the order of the axes.
 
     Attributes:
@@ -85,21 +85,21 @@ class Wire(NamedTuple):
     gather_dtype: str | None = None
     reduce_dtype: str | None = None
     axis_by_axis: bool = False
-    gather_code: Coding | None = None
-    reduce_code: Coding | None = None
+    gather_code: Quantizer | None = None
+    reduce_code: Quantizer | None = None
     code_axes: tuple[str, ...] | None = None
 
     @property
     def casts(self) -> bool:
         """Whether anything travels otherwise than it is."""
-        return self != AS_STORED._replace(axis_by_axis=self.axis_by_axis)
+        return self != EXACT._replace(axis_by_axis=self.axis_by_axis)
 
     @property
-    def uncast(self) -> "Wire":
+    def uncast(self) -> "CommPolicy":
         """The same without casts and codes."""
-        return AS_STORED._replace(axis_by_axis=self.axis_by_axis)
+        return EXACT._replace(axis_by_axis=self.axis_by_axis)
 
-    def of(self, dtype: Any, *, trainable: bool = True) -> "Wire":
+    def of(self, dtype: Any, *, trainable: bool = True) -> "CommPolicy":
         """The same for a parameter of a dtype.
 
         One that is no float travels as it is stored, and a frozen one that is stored as narrow is
@@ -111,11 +111,11 @@ class Wire(NamedTuple):
         is_narrow = not trainable and dtype.itemsize <= gathered.itemsize
         return self._replace(gather_dtype=None, reduce_dtype=None) if is_narrow else self
 
-    def gather_code_of(self, n: int, dtype: Any) -> Coding | None:
+    def gather_code_of(self, n: int, dtype: Any) -> Quantizer | None:
         """The code in which shards of `n` numbers of a dtype are gathered: if it is fewer bytes."""
         return _if_fewer(self.gather_code, n, self.gather_dtype or dtype)
 
-    def reduce_code_of(self, n: float, dtype: Any, axes: tuple[str, ...]) -> Coding | None:
+    def reduce_code_of(self, n: float, dtype: Any, axes: tuple[str, ...]) -> Quantizer | None:
         """The code in which gradients are reduced over axes to shards of `n` numbers each."""
         counts = self.code_axes is None or set(axes) <= set(self.code_axes)
         return _if_fewer(self.reduce_code, n, dtype) if counts else None
@@ -135,16 +135,16 @@ class Wire(NamedTuple):
         return tuple((axis,) for axis in axes) if self.axis_by_axis else (axes,)
 
 
-AS_STORED = Wire()
+EXACT = CommPolicy()
 
 
-def _if_fewer(code: Coding | None, n: float, dtype: Any) -> Coding | None:
+def _if_fewer(code: Quantizer | None, n: float, dtype: Any) -> Quantizer | None:
     itemsize = jnp.dtype(dtype).itemsize
     return code if code and code.row_bytes(math.ceil(n)) < n * itemsize else None
 
 
 def gather_array_with_mean_grads(
-    x: jax.Array, axis: int, axis_name: AxisName, *, wire: Wire = AS_STORED
+    x: jax.Array, axis: int, axis_name: AxisName, *, wire: CommPolicy = EXACT
 ) -> jax.Array:
     """Gathers the shards of an array; its gradient is scattered back as the mean over the devices.
 
@@ -193,10 +193,10 @@ class _Gather(NamedTuple):
     dim: int
     axes: tuple[str, ...]
     dtype: Any
-    wire: Wire
+    wire: CommPolicy
 
 
-def _gather(x: jax.Array, _: Coding | None, plan: _Gather) -> jax.Array:
+def _gather(x: jax.Array, _: Quantizer | None, plan: _Gather) -> jax.Array:
     with jax.named_scope(GATHER_SCOPE):
         dtype = plan.wire.gather_dtype or x.dtype
         # XLA may keep a collective over one device, and copy.
@@ -227,7 +227,7 @@ _gather_with_mean_grads.defvjp(_gather_forward, _gather_backward)
 
 
 def scatter_mean(
-    x: jax.Array, dim: int, axes: tuple[str, ...], *, wire: Wire = AS_STORED, dtype: Any = None
+    x: jax.Array, dim: int, axes: tuple[str, ...], *, wire: CommPolicy = EXACT, dtype: Any = None
 ) -> jax.Array:
     """Leaves each device its shard of the mean of what the devices hold.
 
@@ -243,7 +243,7 @@ def scatter_mean(
 
     Communication:
       One reduce-scatter in `dtype`, or one for each axis: a device sends `(N - 1) / N` of the bytes
-      of `x` in it. With a code one all-to-all instead, see `Coding`.
+      of `x` in it. With a code one all-to-all instead, see `Quantizer`.
     """
     dtype = dtype or x.dtype
     with jax.named_scope(SCATTER_SCOPE):
@@ -264,7 +264,7 @@ def gather_invariant(
     axes: tuple[str, ...],
     *,
     scope: str = GATHER_SCOPE,
-    wire: Wire = AS_STORED,
+    wire: CommPolicy = EXACT,
 ) -> jax.Array:
     """Gathers shards into an array that is typed as the same on all devices along `axes`.
 

@@ -60,8 +60,8 @@ class ParameterInfo:
 class Placement:
     """Where a parameter lives, where its optimizer state lives, and how its gradient is reduced.
 
-    A strategy decides the first five fields. `complete` adds the others, which follow from the
-    roles of the mesh axes.
+    A strategy decides the first five fields. `complete_placement` adds the others, which follow
+    from the roles of the mesh axes.
 
     Attributes:
       names: For each dimension of the parameter the mesh axis, or tuple of axes, that it is sharded
@@ -216,7 +216,7 @@ def shard_state_only(
     return dataclasses.replace(sharded, names=parameter.names, state_names=sharded.names)
 
 
-def complete(
+def complete_placement(
     placement: Placement, parameter: ParameterInfo, roles: AxisRoles, mesh: Mesh
 ) -> Placement:
     """A strategy's placement with how the parameter is gathered and its gradient reduced."""

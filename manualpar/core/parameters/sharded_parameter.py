@@ -24,8 +24,8 @@ import jax.numpy as jnp
 from manualpar.core.mesh.axes import AxisName, Names, axis_tuple, is_axis_bound
 from manualpar.core.parameters.array_box import ArrayBox
 from manualpar.core.parameters.collectives import (
-    AS_STORED,
-    Wire,
+    EXACT,
+    CommPolicy,
     cast_to_varying,
     gather_array_with_mean_grads,
     gather_invariant,
@@ -72,7 +72,7 @@ class ShardedParameter(ArrayBox, eq=False):
     storage_axes: tuple[str, ...] = flax.struct.field(default=(), pytree_node=False)
     shared_names: Names = flax.struct.field(default=(), pytree_node=False)
     padding: tuple[int, ...] = flax.struct.field(default=(), pytree_node=False)
-    wire: Wire = flax.struct.field(default=AS_STORED, pytree_node=False)
+    wire: CommPolicy = flax.struct.field(default=EXACT, pytree_node=False)
 
     def unbox(self, apply_constraint: bool = True) -> Any:
         """Gathers the parameter inside `shard_map`; outside, its value is whole already.
@@ -249,9 +249,9 @@ def scatter_gradients(grads: Any, shards: Any) -> Any:
     return jax.tree.map(scatter, shards, grads, is_leaf=is_box)
 
 
-def wire_of(x: Any) -> Wire:
+def wire_of(x: Any) -> CommPolicy:
     """How what is in a box travels; as it is stored what is in none."""
-    return x.wire if isinstance(x, ShardedParameter) else AS_STORED
+    return x.wire if isinstance(x, ShardedParameter) else EXACT
 
 
 def wire_dtype(x: Any) -> Any:

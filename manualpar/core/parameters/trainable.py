@@ -20,7 +20,7 @@ def is_trained(path: str, globs: tuple[str, ...]) -> bool:
     return any(fnmatch.fnmatchcase(path, glob) for glob in globs)
 
 
-def split_trained(placements: Any, tree: Any) -> tuple[Any, Any]:
+def partition(placements: Any, tree: Any) -> tuple[Any, Any]:
     """The trained part and the frozen part of a tree like the parameters', boxes allowed.
 
     `placements` has a `trainable` at each leaf: a `Placement`, or a `ParameterInfo`.
@@ -36,18 +36,18 @@ def split_trained(placements: Any, tree: Any) -> tuple[Any, Any]:
     return part(True), part(False)
 
 
-def no_part_of(tree: Any) -> Any:
+def empty_part(tree: Any) -> Any:
     """The frozen part of a tree that is trained as a whole."""
     return jax.tree.map(lambda _: optax.MaskedNode(), tree, is_leaf=is_box)
 
 
 def trained(placements: Any) -> Any:
     """The placements of what is trained."""
-    return split_trained(placements, placements)[0]
+    return partition(placements, placements)[0]
 
 
-def merge(parts: tuple[Any, Any]) -> Any:
-    """The tree of which `split_trained` has made two parts."""
+def combine(parts: tuple[Any, Any]) -> Any:
+    """The tree of which `partition` has made two parts."""
     return jax.tree.map(
         lambda x, y: y if is_masked(x) else x,
         *parts,

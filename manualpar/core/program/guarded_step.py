@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from manualpar.core.mesh.splitting import abstract_batch
+from manualpar.core.mesh.splitting import shapes_of_batch
 from manualpar.core.parameters.placement import path_name
 from manualpar.core.state.state_arrays import list_some
 from manualpar.core.state.train_state import TrainState
@@ -71,7 +71,7 @@ class GuardedStep:
         try:
             out = self.jitted(state, batch)
         except TypeError:
-            abstract_batch(f"{self._name}: batch", batch)  # Raises if something is no array.
+            shapes_of_batch(f"{self._name}: batch", batch)  # Raises if something is no array.
             raise
         new, metrics = out if isinstance(out, tuple) else (state, out)
         if is_state:

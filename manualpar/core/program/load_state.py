@@ -21,11 +21,11 @@ from jax.sharding import AbstractMesh
 
 from manualpar.core.mesh.mesh_context import no_mesh, on_auto_axes
 from manualpar.core.mesh.rng import typed_key
-from manualpar.core.model.adapter import collections_of
 from manualpar.core.model.carried_collections import SOWN_COLLECTIONS
+from manualpar.core.model.interface import collections_of
 from manualpar.core.parameters.placement import map_padded, path_name
 from manualpar.core.parameters.sharded_parameter import is_box, pad_leaf, unpad_leaf
-from manualpar.core.parameters.trainable import split_trained
+from manualpar.core.parameters.trainable import partition
 from manualpar.core.program.guarded_step import check_alive
 from manualpar.core.state.state_arrays import (
     Leaf,
@@ -39,7 +39,7 @@ from manualpar.core.state.state_arrays import (
 from manualpar.core.state.train_state import TrainState, is_key
 
 Missing = Literal["error", "init"]
-RESIDUALS = "local/residuals/"  # See `manualpar.core.program.error_feedback`.
+RESIDUALS = "local/residuals/"  # See `manualpar.core.program.gradient_rounding`.
 
 
 class StartsFromArrays:
@@ -213,7 +213,7 @@ def state_with(
         params = collections.pop("params")
         paddings = [leaf.padding for leaf in leaves if leaf.keys[0] == "params"]
         unpadded = map_padded(unpad_leaf, params, paddings)
-        opt_state = state.tx.init(split_trained(program.step.placements, unpadded)[0])
+        opt_state = state.tx.init(partition(program.step.placements, unpadded)[0])
         opt_leaves = leaves_of(program.abstract_state.opt_state, program.whole_state.opt_state)
         opt_state = map_padded(pad_leaf, opt_state, (leaf.padding for leaf in opt_leaves))
         return state.replace(params=params, opt_state=opt_state, collections=collections)

@@ -4,7 +4,7 @@ from jax.sharding import Mesh
 
 from manualpar.core.mesh.axes import axes_size, axis_tuple
 from manualpar.core.model.options import check_choice
-from manualpar.core.modes.strategy import Sends, Strategy
+from manualpar.core.modes.strategy import CommCounts, Strategy
 from manualpar.core.parameters.placement import ParameterInfo, Placement, split_names
 
 
@@ -13,7 +13,7 @@ def check_strategy(strategy: Strategy, num_minibatches: int) -> None:
 
     Raises:
       ValueError: `gather_every` or `reduce_every` is none of the words that it may be.
-      TypeError: `replica_axes` is no tuple, or `sends` returns something else than `Sends`.
+      TypeError: `replica_axes` is no tuple, or `sends` returns something else than `CommCounts`.
     """
     name = strategy.name
     check_choice(name, "gather_every", strategy.gather_every, ("minibatch", "step"))
@@ -29,7 +29,7 @@ def check_strategy(strategy: Strategy, num_minibatches: int) -> None:
             f"raised by `sends` of strategy {name!r}, called with ({num_minibatches}, False)"
         )
         raise
-    if not isinstance(sends, Sends):
+    if not isinstance(sends, CommCounts):
         raise TypeError(f"{name}: sends returned {sends!r}, expected a Sends.")
 
 

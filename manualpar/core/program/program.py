@@ -30,20 +30,20 @@ from manualpar.core.mesh.mesh_context import (
 )
 from manualpar.core.mesh.rng import typed_key
 from manualpar.core.mesh.roles import AxisRoles
-from manualpar.core.mesh.splitting import abstract_batch, check_batch
-from manualpar.core.model.adapter import Model
+from manualpar.core.mesh.splitting import check_batch, shapes_of_batch
+from manualpar.core.model.interface import Model
 from manualpar.core.model.loss_function import LossFn, Metrics
 from manualpar.core.model.options import ProgramOptions, check_options, check_wire, explain_dtypes
-from manualpar.core.model.trace_model import UserModel, study
+from manualpar.core.model.trace_model import TracedModel, trace_model
 from manualpar.core.modes.gradients import scanned, unrolled
 from manualpar.core.modes.manual import mode_named
-from manualpar.core.modes.strategy import Mode, Strategy
+from manualpar.core.modes.strategy import ModeName, Strategy
 from manualpar.core.parameters.annotations import check_rules
-from manualpar.core.parameters.collectives import Wire
+from manualpar.core.parameters.collectives import CommPolicy
 from manualpar.core.parameters.placement import (
     ParameterInfo,
     Placement,
-    complete,
+    complete_placement,
     like_params,
     map_padded,
     param_specs,
@@ -51,8 +51,8 @@ from manualpar.core.parameters.placement import (
     with_shardings,
 )
 from manualpar.core.parameters.sharded_parameter import pad_leaf
-from manualpar.core.parameters.trainable import split_trained, trained
-from manualpar.core.program.error_feedback import feedback_of
+from manualpar.core.parameters.trainable import partition, trained
+from manualpar.core.program.gradient_rounding import gradient_rounding
 from manualpar.core.program.guarded_step import GuardedStep, check_state
 from manualpar.core.program.load_state import StartsFromArrays, check_has_devices
 from manualpar.core.program.optimizer_update import Update, explain_optimizer
@@ -85,7 +85,7 @@ class Program(StartsFromArrays):
       batch_sharding: How a batch's leaves lie on the mesh: the leading dimension is split over the
         data axes. `jax.device_put(batch, program.batch_sharding)` puts a batch there; one that lies
         elsewhere is moved in every step. A batch with scalars in it takes the shardings of
-        `abstract_batch`.
+        `shapes_of_batch`.
       create: What `init` jits: a state made of a key, which lies nowhere.
       init: `init(rng) -> TrainState`. It takes `init_rng, rng = jax.random.split(rng)`. On every
         mesh the parameters are, bit for bit, those of a jitted `model.init({"params": init_rng},
@@ -102,16 +102,16 @@ class Program(StartsFromArrays):
     """
 
     strategy: Strategy
-    mode: Mode
+    mode: ModeName
     mesh: Mesh
     data_axes: tuple[str, ...]
     num_minibatches: int
-    wire: Wire
+    wire: CommPolicy
     layout: TrainState
     parameters: tuple[tuple[ParameterInfo, Placement], ...]
     abstract_state: TrainState
     whole_state: TrainState
-    abstract_batch: Any
+    shapes_of_batch: Any
     batch_sharding: NamedSharding
     create: Callable[[jax.Array], TrainState] = dataclasses.field(repr=False)
     init: Callable[[jax.Array], TrainState]
@@ -136,7 +136,7 @@ def build_program(
 
     Args:
       strategy: The strategy.
-      model: The model, written for one device, see `manualpar.core.model.adapter`.
+      model: The model, written for one device, see `manualpar.core.model.interface`.
       tx: Any optax optimizer.
       loss_fn: `loss_fn(params, apply_fn, batch, rng) -> (loss, metrics)`. It returns the mean over
         the examples that it is given, and pairs `{"loss": (sum, count), ...}`, see
@@ -182,7 +182,7 @@ class _States:
       opt_padding: The padding of each leaf of the optimizer's state.
     """
 
-    def __init__(self, model: UserModel, tx: Any, placements: Any, feedback: Any) -> None:
+    def __init__(self, model: TracedModel, tx: Any, placements: Any, feedback: Any) -> None:
         self._model, self._tx, self._placements, self._feedback = model, tx, placements, feedback
         key = jax.eval_shape(lambda: jax.random.key(0))
         self.whole = jax.eval_shape(self._state, model.variables, key)
@@ -213,7 +213,7 @@ class _States:
     def _state(self, variables: dict[str, Any], rng: jax.Array) -> TrainState:
         params = variables["params"]
         with explain_optimizer("its init"):
-            opt_state = self._tx.init(split_trained(self._placements, params)[0])
+            opt_state = self._tx.init(partition(self._placements, params)[0])
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             apply_fn=self._model.apply_fn,
@@ -245,7 +245,7 @@ def _design(
     if pipeline:
         pipeline.check(strategy, options)
     mesh = cast(Mesh, with_axis_types(options["mesh"], AxisType.Auto))
-    batch = abstract_batch(f"{name}: batch", options["batch"])
+    batch = shapes_of_batch(f"{name}: batch", options["batch"])
     check_batch(f"{name}: batch", batch, mesh, roles)
     stored_dtypes, wire = check_wire(name, options)
     if wire.reduce_code and strategy.replica_axes:  # Sums within a group of devices are exact.
@@ -257,13 +257,13 @@ def _design(
         return place_parameter(strategy, info, shard_axes, mesh)
 
     def place_completely(info: ParameterInfo) -> Placement:
-        return complete(place(info), info, roles, mesh)
+        return complete_placement(place(info), info, roles, mesh)
 
     def is_gathered(info: ParameterInfo) -> bool:
         placement = place(info)
         return len(placement.spec) > 0 or (wire.casts and not placement.keep)
 
-    user_model = study(
+    user_model = trace_model(
         name,
         model,
         loss_fn,
@@ -284,7 +284,7 @@ def _design(
     feedback = None
     if wire.reduce_code:
         leaves = trained(user_model.parameters), trained(placements)
-        feedback = feedback_of(strategy, *leaves, mode=mode, options=options)
+        feedback = gradient_rounding(strategy, *leaves, mode=mode, options=options)
     states = _States(user_model, tx, placements, feedback)
     step = Step(
         strategy=strategy,
@@ -358,7 +358,7 @@ def _assemble(batch: Any, step: Step, states: _States, options: ProgramOptions) 
         parameters=tuple(zip(infos, placements, strict=True)),
         abstract_state=abstract,
         whole_state=states.whole,
-        abstract_batch=with_shardings(batch, shard(step.roles.batch_specs(batch))),
+        shapes_of_batch=with_shardings(batch, shard(step.roles.batch_specs(batch))),
         batch_sharding=NamedSharding(given, step.roles.batch_spec),
         create=states.create,
         init=functools.partial(init, jit(states.create, states.layout, out_shardings=shardings)),

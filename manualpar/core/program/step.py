@@ -26,8 +26,8 @@ from manualpar.core.mesh.roles import AxisRoles
 from manualpar.core.mesh.splitting import check_batch
 from manualpar.core.model.loss_function import Metrics
 from manualpar.core.model.options import Nonfinite
-from manualpar.core.model.trace_model import UserModel
-from manualpar.core.modes.gradients import Schedule, accumulate, unrolled
+from manualpar.core.model.trace_model import TracedModel
+from manualpar.core.modes.gradients import Accumulation, accumulate, unrolled
 from manualpar.core.modes.manual import Manual
 from manualpar.core.modes.nonfinite import count_nonfinite, is_finite
 from manualpar.core.modes.remat import regather_for_backward
@@ -41,7 +41,7 @@ from manualpar.core.parameters.placement import (
     strip_boxes,
 )
 from manualpar.core.parameters.sharded_parameter import is_box
-from manualpar.core.parameters.trainable import merge, split_trained, trained
+from manualpar.core.parameters.trainable import combine, partition, trained
 from manualpar.core.program.optimizer_update import Update
 from manualpar.core.state.train_state import TrainState
 
@@ -67,13 +67,13 @@ class Step:
     """
 
     strategy: Strategy
-    model: UserModel
+    model: TracedModel
     mode: Manual
     roles: AxisRoles
     placements: Any
     update: Update
     num_minibatches: int = 1
-    schedule: Schedule = unrolled
+    schedule: Accumulation = unrolled
     pipeline: Pipelined | None = None
     nonfinite: Nonfinite = "ignore"
     feedback: Any = None
@@ -86,7 +86,7 @@ class Step:
         grads, metrics, updated = self.gradients(state.params, carried, key, batch)
         is_applied, (collections, local) = self._check_finite(metrics, updated, carried)
         objective = metrics.pop(OBJECTIVE)
-        params, frozen = split_trained(self.placements, state.params)
+        params, frozen = partition(self.placements, state.params)
         params, opt_state, norms = self.update(
             state.tx,
             params,
@@ -99,7 +99,7 @@ class Step:
         metrics |= {name: (norm, jnp.ones(())) for name, norm in norms.items()}
         state = state.replace(
             step=state.step + 1,
-            params=merge((params, frozen)),
+            params=combine((params, frozen)),
             opt_state=opt_state,
             rng=rng,
             collections=collections,
@@ -141,11 +141,11 @@ class Step:
         mode, strategy, (collections, local) = self.mode, self.strategy, carried
         # Box: as parameters are stored, and as their gradients are to lie.
         boxes = self._boxes(params)
-        params, _ = split_trained(self.placements, params)
+        params, _ = partition(self.placements, params)
         shards = self._map_trained(functools.partial(mode.box, as_state=True), params)
         if strategy.gather_every == "step":
             boxes = self._map(lambda _, x: x.gather_data_axes() if is_box(x) else x, boxes)
-        boxes, frozen = split_trained(self.placements, boxes)
+        boxes, frozen = partition(self.placements, boxes)
         if self.feedback is not None:
             boxes, shards = self.feedback.round_at_random(rng, boxes, shards)
         # Loss.
@@ -233,7 +233,7 @@ class Step:
         self, frozen: Any, carried: Any, rng: jax.Array, batch: Any, params: Any
     ) -> tuple[jax.Array, Any]:
         """The loss and its gradient at stored parameters, for optimizers that try several."""
-        grads, metrics, _ = self.gradients(merge((params, frozen)), carried, rng, batch)
+        grads, metrics, _ = self.gradients(combine((params, frozen)), carried, rng, batch)
         return mean(metrics[OBJECTIVE]), grads
 
     def _on_mesh(

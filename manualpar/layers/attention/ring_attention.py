@@ -47,7 +47,7 @@ from manualpar.layers.attention.blockwise_attention import (
     spans,
 )
 from manualpar.layers.attention.splash_ring import attend_part, attend_part_backward
-from manualpar.layers.chunks import shift
+from manualpar.layers.ring_chunks import shift
 
 Tree = TypeVar("Tree")
 

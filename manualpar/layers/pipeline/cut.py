@@ -24,8 +24,8 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from manualpar.core.parameters.collectives import cast_to_varying, varying_axes
 from manualpar.core.tracing.jaxprs import all_equations, has_effects, scan_sizes
 from manualpar.layers.pipeline.layer_scan import find_layer_scan, written_out
-from manualpar.layers.pipeline.layerwise import for_fewer_layers
-from manualpar.layers.pipeline.retyped import run_retyped
+from manualpar.layers.pipeline.per_layer_ops import for_fewer_layers
+from manualpar.layers.pipeline.replay import run_retyped
 
 # The inputs of a traced loss by number; its constants have the numbers after the last input.
 Inputs = Mapping[int, Any]
@@ -62,7 +62,7 @@ def check_divides(length: int, num_stages: int, chunks: int) -> None:
         )
 
 
-class Piece:
+class LossPiece:
     """A part of a program: the least of it that some values need.
 
     Attributes:
@@ -140,11 +140,11 @@ class Cut:
         self.results = [inputs.get(v) if isinstance(v, Var) else None for v in program.outvars]
         self.carry = [jax.eval_shape(lambda x: x, v.aval) for v in carry]
         self.ys = [jax.eval_shape(lambda x: x, v.aval) for v in scan.outvars[size:]]
-        self.prefix = Piece(program, carry, cut=scan)
+        self.prefix = LossPiece(program, carry, cut=scan)
         others = [v for v, is_weight in pairs if not is_weight]
-        self.sides = Piece(program, [*consts, *others], cut=scan)
-        self.suffix = Piece(program, program.outvars, cut=scan, given=True)
-        self._weights = Piece(program, [v for v, is_weight in pairs if is_weight], cut=scan)
+        self.sides = LossPiece(program, [*consts, *others], cut=scan)
+        self.suffix = LossPiece(program, program.outvars, cut=scan, given=True)
+        self._weights = LossPiece(program, [v for v, is_weight in pairs if is_weight], cut=scan)
         self._layers = found
 
     @property

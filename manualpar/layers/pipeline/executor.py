@@ -32,9 +32,9 @@ from manualpar.core.model.loss_function import Metrics
 from manualpar.core.modes.gradients import Reduce, WeightedLoss
 from manualpar.core.parameters.collectives import cast_to_varying
 from manualpar.core.parameters.sharded_parameter import is_box
-from manualpar.core.parameters.trainable import is_masked, merge
+from manualpar.core.parameters.trainable import combine, is_masked
 from manualpar.layers.pipeline.exchange import exchange
-from manualpar.layers.pipeline.kept import Keep
+from manualpar.layers.pipeline.saved_activations import PipelineSaves
 from manualpar.layers.pipeline.schedule_table import Table
 from manualpar.layers.pipeline.schedules import ScheduleName, make_table
 from manualpar.layers.pipeline.stage_work import StageWork
@@ -63,7 +63,7 @@ class PipelineRun:
     chunks: int
     num_microbatches: int
     stacked: tuple[bool, ...]
-    keep: Keep = "residuals"
+    keep: PipelineSaves = "residuals"
     regathers: bool = False
 
     @property
@@ -144,8 +144,8 @@ class PipelineRun:
         def of_whole(whole: Any, *args: Any) -> Any:
             return loss(_split_as(params, whole), *args)
 
-        whole = merge(params)
-        is_trained = jax.tree.leaves(merge(_marked(params)))
+        whole = combine(params)
+        is_trained = jax.tree.leaves(combine(_marked(params)))
         return self._work(of_whole, whole, collections, parts, is_trained)
 
     def _work(
@@ -201,7 +201,7 @@ def _marked(params: tuple[Any, Any]) -> tuple[Any, Any]:
 
 
 def _split_as(params: tuple[Any, Any], whole: Any) -> tuple[Any, ...]:
-    """A tree in the two parts of which `merge` makes such a one."""
+    """A tree in the two parts of which `combine` makes such a one."""
 
     def is_leaf(x: Any) -> bool:
         return is_masked(x) or is_box(x)

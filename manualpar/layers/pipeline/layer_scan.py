@@ -7,7 +7,7 @@ from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, Literal, Var
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from manualpar.core.tracing.jaxprs import CALLS, inner_jaxprs, scan_sizes, without_names
-from manualpar.layers.pipeline.layerwise import keeps_layers
+from manualpar.layers.pipeline.per_layer_ops import keeps_layers
 
 
 class LayerScan(NamedTuple):

@@ -15,7 +15,7 @@ from manualpar.layers.pipeline.schedule_table import (
     HOP_ROWS,
     NOTHING,
     Event,
-    Kind,
+    PassKind,
     Table,
 )
 
@@ -98,7 +98,7 @@ class _Run:
         self.inputs = [_Slots(table.activation_slots) for _ in range(table.num_stages)]
         self.gradients = [_Slots(table.gradient_slots) for _ in range(table.num_stages)]
         self.events: list[Event] = []
-        self.done: set[tuple[Kind, int, int]] = set()
+        self.done: set[tuple[PassKind, int, int]] = set()
         # What arrives in this tick's hop, by the stage that gets it.
         self.arriving: dict[int, _Value] = {}
         self.arriving_gradients: dict[int, _Value] = {}

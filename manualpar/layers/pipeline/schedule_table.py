@@ -34,8 +34,8 @@ HOP_ROWS = ("arriving_slot", "arriving_gradient_slot")
 # The value of a row where there is nothing, if not -1.
 NOTHING = {"is_first": 0, "is_last": 0, "backward_is_first": 0}
 
-Rows: TypeAlias = Mapping[str, np.ndarray]
-Kind: TypeAlias = Literal["F", "B"]
+TableRows: TypeAlias = Mapping[str, np.ndarray]
+PassKind: TypeAlias = Literal["F", "B"]
 
 
 class Event(NamedTuple):
@@ -43,7 +43,7 @@ class Event(NamedTuple):
 
     tick: int
     stage: int
-    kind: Kind
+    kind: PassKind
     microbatch: int
     chunk: int
 
@@ -92,7 +92,7 @@ class Table:
     num_microbatches: int
     chunks: int
     events: tuple[Event, ...]
-    rows: Rows = dataclasses.field(repr=False, compare=False)  # They follow from the events.
+    rows: TableRows = dataclasses.field(repr=False, compare=False)  # They follow from the events.
     activation_slots: int
     gradient_slots: int
 

@@ -27,7 +27,7 @@ from manualpar.layers.pipeline.schedule_table import (
     HOP_ROWS,
     NOTHING,
     Event,
-    Kind,
+    PassKind,
     Table,
 )
 
@@ -90,7 +90,7 @@ def _table_of_events(
     return table
 
 
-def _orders(stages: int, microbatches: int, chunks: int) -> dict[Kind, list[_Place]]:
+def _orders(stages: int, microbatches: int, chunks: int) -> dict[PassKind, list[_Place]]:
     """The order in which every stage does its F, and that of its B; chunks are those of a stage."""
     groups = np.array_split(range(microbatches), max(microbatches // stages, 1))
     return {
@@ -99,11 +99,11 @@ def _orders(stages: int, microbatches: int, chunks: int) -> dict[Kind, list[_Pla
     }
 
 
-def _simulate(schedule: str, stages: int, orders: Mapping[Kind, list[_Place]]) -> list[Event]:
+def _simulate(schedule: str, stages: int, orders: Mapping[PassKind, list[_Place]]) -> list[Event]:
     """Each stage does the next of its F and of its B in the first tick in which it can."""
     last = max(chunk for _, chunk in orders["F"]) * stages + stages - 1
     left = [{kind: collections.deque(orders[kind]) for kind in orders} for _ in range(stages)]
-    done: dict[tuple[Kind, int, int], int] = {}
+    done: dict[tuple[PassKind, int, int], int] = {}
     events = []
     tick = 0
     while len(done) < stages * (len(orders["F"]) + len(orders["B"])):
@@ -129,7 +129,7 @@ def _simulate(schedule: str, stages: int, orders: Mapping[Kind, list[_Place]]) -
 
 def _allocate(
     events: Sequence[Event], stages: int, chunks: int
-) -> tuple[dict[tuple[Kind, int, int], int], int, int]:
+) -> tuple[dict[tuple[PassKind, int, int], int], int, int]:
     """The slots of what each F and B reads, and how many slots of both sorts there are.
 
     An F reads the input of its chunk. A B reads that input too, and the gradient of its output.
@@ -145,8 +145,8 @@ def _allocate(
             start = (tick["B", m, k + 1], _HOP) if k < last else (tick["F", m, k], _F)
             end = (tick["B", m, k], _B)
         lives[kind, k % stages].append((start, end, (kind, m, k)))
-    slots: dict[tuple[Kind, int, int], int] = {}
-    most: dict[Kind, int] = {"F": 0, "B": 0}
+    slots: dict[tuple[PassKind, int, int], int] = {}
+    most: dict[PassKind, int] = {"F": 0, "B": 0}
     for (kind, _), intervals in lives.items():
         used: list[tuple[tuple[int, int], int]] = []  # The end of each slot's last life.
         free: list[int] = []
@@ -160,7 +160,10 @@ def _allocate(
 
 
 def _rows(
-    events: Sequence[Event], slots: Mapping[tuple[Kind, int, int], int], stages: int, chunks: int
+    events: Sequence[Event],
+    slots: Mapping[tuple[PassKind, int, int], int],
+    stages: int,
+    chunks: int,
 ) -> dict[str, np.ndarray]:
     """What an executor reads, see `Table`."""
     ticks, last = 1 + max(event.tick for event in events), stages * chunks - 1

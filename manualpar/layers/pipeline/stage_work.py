@@ -16,7 +16,7 @@ from manualpar.core.modes.remat import regather_for_backward
 from manualpar.core.parameters.collectives import cast_to_varying
 from manualpar.core.tracing.scopes import PIPELINE_SCOPE, RECOMPUTED_SCOPE
 from manualpar.core.tracing.tick_scopes import ticks_scope
-from manualpar.layers.pipeline.kept import Keep, KeptInputs, KeptResiduals
+from manualpar.layers.pipeline.saved_activations import KeptInputs, KeptResiduals, PipelineSaves
 from manualpar.layers.pipeline.schedule_table import NOTHING, Table
 from manualpar.layers.pipeline.slots import branch, put, read, slots, write, zeros
 from manualpar.layers.pipeline.staged_loss import Activations, StagedLoss
@@ -64,7 +64,7 @@ class StageWork:
         axis: str,
         stacked: Sequence[bool],
         trained: Sequence[bool],
-        keep: Keep,
+        keep: PipelineSaves,
         regathers: bool,
     ) -> None:
         """Traces and cuts a loss.

@@ -14,11 +14,11 @@ from manualpar.core.modes.strategy import Strategy
 from manualpar.core.parameters.placement import path_name
 from manualpar.layers.pipeline.cut import check_divides, find_stacked
 from manualpar.layers.pipeline.executor import PipelineRun
-from manualpar.layers.pipeline.kept import Keep
+from manualpar.layers.pipeline.saved_activations import PipelineSaves
 from manualpar.layers.pipeline.schedules import ScheduleName
 
 SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
-KEEPS: tuple[Keep, ...] = get_args(Keep)
+KEEPS: tuple[PipelineSaves, ...] = get_args(PipelineSaves)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Pipeline:
     axis: str = "stage"
     schedule: ScheduleName = "1f1b"
     chunks: int = 1
-    keep: Keep = "residuals"
+    keep: PipelineSaves = "residuals"
 
     def __post_init__(self) -> None:
         """Refuses values of fields that are none."""

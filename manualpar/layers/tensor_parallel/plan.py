@@ -41,20 +41,27 @@ import jax
 from flax import nnx
 
 from manualpar.core.mesh.axes import is_axis_bound
-from manualpar.core.model.adapter import register
+from manualpar.core.model.interface import register_interface
 from manualpar.core.model.linen.linen_model import LinenModel
 from manualpar.core.parameters.placement import path_name
 from manualpar.core.parameters.sharded_parameter import is_box
 from manualpar.core.parameters.split_parameter import SplitParameter
-from manualpar.layers.chunks import LAYER_OVERLAPS, LayerOverlap
+from manualpar.layers.ring_chunks import LAYER_OVERLAPS, LayerOverlap
 from manualpar.layers.tensor_parallel.plan_calls import PlannedCalls
 from manualpar.layers.tensor_parallel.plan_check import check_on_shards
-from manualpar.layers.tensor_parallel.plan_styles import Column, PerDevice, Plan, Row, Style, Vocab
+from manualpar.layers.tensor_parallel.plan_styles import (
+    Column,
+    PerDevice,
+    Row,
+    Style,
+    TensorParallelPlan,
+    Vocab,
+)
 
 
 def tensor_parallel(
     model: nn.Module,
-    plan: Plan,
+    plan: TensorParallelPlan,
     axis: str = "model",
     *,
     sequence: bool = False,
@@ -174,9 +181,9 @@ class TensorParallel:
         return next(iter(found.values()), None)
 
 
-@register
+@register_interface
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class PlannedModel(LinenModel):
+class TensorParallelInterface(LinenModel):
     """The adapter of a `TensorParallel`."""
 
     planned: Any = None

@@ -18,8 +18,8 @@ from manualpar.core.model.linen.linen_model import replace_fields
 from manualpar.core.parameters.collectives import varying_axes
 from manualpar.core.tracing.scopes import SEQUENCE_SCOPE, TENSOR_SCOPE
 from manualpar.layers.boundaries import enter, has_lost_types, leave
-from manualpar.layers.chunks import LayerOverlap
 from manualpar.layers.ring import enter_ring, gather_matmul, matmul_scatter, whole_sequence
+from manualpar.layers.ring_chunks import LayerOverlap
 from manualpar.layers.tensor_parallel.plan_sizes import forget_shares, local_sizes, numbers_to_name
 from manualpar.layers.tensor_parallel.plan_styles import Column, PerDevice, Row, Style, Vocab
 from manualpar.layers.vocabulary import split_lookup

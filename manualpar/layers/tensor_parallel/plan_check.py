@@ -27,7 +27,7 @@ from manualpar.core.checks.paired_programs import (
     CASTS,
     check_same_operation,
     inner_programs,
-    module_of,
+    module_of_equation,
     paired,
     place_of,
     stands_in,
@@ -237,7 +237,7 @@ def _compare(
             if eqn.primitive.name in CASTS:
                 constants[eqn.outvars[0]] = _constant(eqn.invars[0], constants)
     for one, other in paired(*map(_foreign, jaxprs)):
-        where = "/".join(filter(None, (path, module_of(one or other, _SCOPES))))
+        where = "/".join(filter(None, (path, module_of_equation(one or other, _SCOPES))))
         try:
             check_same_operation(one, other)
             _check_constants(one, other, constants)

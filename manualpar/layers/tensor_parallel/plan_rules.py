@@ -11,7 +11,7 @@ import flax.linen as nn
 import jax
 
 from manualpar.core.mesh.axes import axis_tuple
-from manualpar.core.model.adapter import InitArgs
+from manualpar.core.model.interface import InitArgs
 from manualpar.core.model.linen.call_arguments import initial_call
 from manualpar.core.parameters.annotations import Rules
 from manualpar.core.parameters.placement import path_name

@@ -110,7 +110,7 @@ class PerDevice:
 
 Style = Column | Row | Vocab | PerDevice
 # Styles by globs on module paths.
-Plan = Mapping[str, Style]
+TensorParallelPlan = Mapping[str, Style]
 
 
 def _check_dim(style: Column | Row, name: str = "dim") -> None:

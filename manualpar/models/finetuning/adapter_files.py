@@ -21,7 +21,7 @@ from manualpar.core.program.program import Program
 from manualpar.core.state.state_arrays import Leaf, list_some, place_leaf, read_unpadded, show_array
 from manualpar.core.state.train_state import TrainState
 from manualpar.errors import printable, require
-from manualpar.models.finetuning.merging import adapted_model, is_adapter
+from manualpar.models.finetuning.merging import is_adapter, lora_interface
 from manualpar.system.storage import GivenPath, draft_of, local_path, publish, sync, writing
 from manualpar.system.storage.untrusted import open_tensors, read_object
 
@@ -54,7 +54,7 @@ def save_adapters(program: Program, state: TrainState, directory: GivenPath) -> 
     # `import manualpar` loads nothing that processes need to talk to each other.
     from manualpar.system.cluster.agreement import failing_together, gather
 
-    model = adapted_model("save_adapters", program).low_rank
+    model = lora_interface("save_adapters", program).low_rank
     check_state("save_adapters", program.abstract_state, state)
     target = local_path(directory, "save_adapters: directory").absolute()
     if any(gather(target.exists())):
@@ -103,7 +103,7 @@ def load_adapters(program: Program, state: TrainState, directory: GivenPath) -> 
     require("load_adapters", "safetensors")
     from safetensors import SafetensorError, safe_open
 
-    model = adapted_model("load_adapters", program).low_rank
+    model = lora_interface("load_adapters", program).low_rank
     check_state("load_adapters", program.abstract_state, state)
     source = local_path(directory, "load_adapters: directory")
     leaves = variable_leaves(program)

@@ -19,7 +19,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from manualpar.core.mesh.axes import axes_size, axis_tuple, with_axis_types
 from manualpar.core.mesh.mesh_context import no_mesh, on_auto_axes
-from manualpar.core.parameters.block_codec import decode, encode
+from manualpar.core.parameters.block_quantization import decode, encode
 from manualpar.core.state.state_arrays import Leaf
 
 

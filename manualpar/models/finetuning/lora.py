@@ -29,14 +29,14 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.core.scope import LazyRng
 
-from manualpar.core.model.adapter import ModelAdapter, adapt, register
+from manualpar.core.model.interface import ModelInterface, interface_of, register_interface
 from manualpar.core.model.linen.linen_model import LinenModel
 from manualpar.core.parameters.placement import path_name
 from manualpar.core.parameters.sharded_parameter import is_box
 from manualpar.layers import TensorParallel
 from manualpar.models.finetuning.low_rank import ADAPTED_LAYERS, add_low_rank, input_dims
 from manualpar.models.finetuning.quantized import CODES, QuantizedModel
-from manualpar.models.finetuning.wrapped_model import WrappedModel
+from manualpar.models.finetuning.wrapped_model import WrappingInterface
 
 # Of an adapter's two parameters, and globs of their paths.
 DOWN, UP = "lora_a", "lora_b"
@@ -150,8 +150,8 @@ class LowRankModel:
         return next(iter(found.values()), None)
 
 
-def _adapted(model: LowRankModel) -> "AdaptedModel":
-    adapter: AdaptedModel = adapt(model)
+def _adapted(model: LowRankModel) -> "LoRAInterface":
+    adapter: LoRAInterface = interface_of(model)
     return adapter
 
 
@@ -159,9 +159,9 @@ def _matches(path: str, glob: str) -> bool:
     return fnmatch.fnmatchcase(path, glob) or fnmatch.fnmatchcase(f"{path}/kernel", glob)
 
 
-@register
+@register_interface
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class AdaptedModel(WrappedModel):
+class LoRAInterface(WrappingInterface):
     """The adapter of a `LowRankModel` for programs.
 
     Attributes:
@@ -178,7 +178,7 @@ class AdaptedModel(WrappedModel):
         """The adapter of a model with adapters of low rank."""
         if not isinstance(model, LowRankModel):
             return None
-        base = adapt(model.model)
+        base = interface_of(model.model)
         return cls(base.module, low_rank=model, base=base)
 
     @property
@@ -186,7 +186,7 @@ class AdaptedModel(WrappedModel):
         """The adapters."""
         return ADAPTERS
 
-    def check(self, trace: Callable[[ModelAdapter], None]) -> None:
+    def check(self, trace: Callable[[ModelInterface], None]) -> None:
         """That of the given model without adapters, which compute on shards whatever it does."""
         self.base.check(lambda base: trace(self.called(base)))
 

@@ -18,7 +18,7 @@ from manualpar.core.program.load_state import plain_leaves, variable_leaves, var
 from manualpar.core.program.program import Program
 from manualpar.core.state.state_arrays import Leaf
 from manualpar.core.state.train_state import TrainState
-from manualpar.models.finetuning.lora import DOWN, UP, AdaptedModel
+from manualpar.models.finetuning.lora import DOWN, UP, LoRAInterface
 
 
 def merge_lora(program: Program, state: TrainState) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def merge_lora(program: Program, state: TrainState) -> dict[str, Any]:
       All-gathers of adapters, where a device needs more of them than its own shard; for what is
       decoded that of `Encoding.decode`.
     """
-    adapted_model("merge_lora", program)
+    lora_interface("merge_lora", program)
     check_state("merge_lora", program.abstract_state, state)
     params = {
         leaf.name.partition("/")[2]: x
@@ -72,7 +72,7 @@ def given_variables(program: Program, state: TrainState) -> list[tuple[Leaf, jax
         by_name[name] = each.decode(by_name[each.codes.name], by_name[each.scales.name])
         paddings[name] = each.codes.padding
     by_name = {leaf.name: by_name[leaf.name] for leaf in plain}
-    if isinstance(adapter, AdaptedModel):
+    if isinstance(adapter, LoRAInterface):
         shardings = {name: x.sharding for name, x in by_name.items()}
         merge = on_auto_axes(
             functools.partial(_merge, paddings, adapter.low_rank.alpha),
@@ -84,10 +84,10 @@ def given_variables(program: Program, state: TrainState) -> list[tuple[Leaf, jax
     return [(leaf, by_name[leaf.name]) for leaf in plain if not is_adapter(leaf.name)]
 
 
-def adapted_model(function: str, program: Program) -> AdaptedModel:
+def lora_interface(function: str, program: Program) -> LoRAInterface:
     """The adapter of the program's model; refuses one without adapters of low rank."""
     adapter = program.step.model.adapter
-    if not isinstance(adapter, AdaptedModel):
+    if not isinstance(adapter, LoRAInterface):
         raise ValueError(
             f"{function}: the program's model is {adapter!r}, which has no adapters, expected one "
             "that lora has made."

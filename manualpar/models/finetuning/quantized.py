@@ -30,16 +30,16 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from manualpar.core.model.adapter import adapt, register
+from manualpar.core.model.interface import interface_of, register_interface
 from manualpar.core.parameters.array_box import ArrayBox
-from manualpar.core.parameters.block_codec import block_size, decode, encode
+from manualpar.core.parameters.block_quantization import decode, encode, quantized_block_size
 from manualpar.core.parameters.sharded_parameter import is_box
 from manualpar.core.parameters.split_parameter import SplitParameter
 from manualpar.core.state.state_arrays import Leaf
 from manualpar.core.tracing.scopes import DECODE_SCOPE
 from manualpar.layers import TensorParallel
 from manualpar.models.finetuning.encoding import Encoding
-from manualpar.models.finetuning.wrapped_model import WrappedModel
+from manualpar.models.finetuning.wrapped_model import WrappingInterface
 
 CODES, SCALES = "_codes", "_scales"
 # By globs on the paths of parameters the length of a block.
@@ -115,17 +115,17 @@ class QuantizedModel:
     @property
     def module(self) -> nn.Module:
         """The Linen module."""
-        module: nn.Module = adapt(self.model).module
+        module: nn.Module = interface_of(self.model).module
         return module
 
     def init(self, rngs: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The model's `init`, encoded."""
-        variables: dict[str, Any] = adapt(self).init(rngs, *args, **kwargs)
+        variables: dict[str, Any] = interface_of(self).init(rngs, *args, **kwargs)
         return variables
 
     def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
         """The model's `apply` with what `init` has made."""
-        return adapt(self).apply(variables, *args, **kwargs)
+        return interface_of(self).apply(variables, *args, **kwargs)
 
     def block_of(self, path: str) -> int | None:
         """The length of the blocks of a parameter; `None` if no target names it.
@@ -142,9 +142,9 @@ class QuantizedModel:
         return next(iter(found.values()), None)
 
 
-@register
+@register_interface
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class DecodingModel(WrappedModel):
+class QuantizedInterface(WrappingInterface):
     """The adapter of a `QuantizedModel` for programs.
 
     Attributes:
@@ -161,7 +161,7 @@ class DecodingModel(WrappedModel):
         """The adapter of a model with parameters in int8."""
         if not isinstance(model, QuantizedModel):
             return None
-        base = adapt(model.model)
+        base = interface_of(model.model)
         return cls(base.module, quantized=model, base=base)
 
     @property
@@ -274,7 +274,7 @@ def _encoded(path: str, box: Any, most: int) -> dict[str, Any]:
             "expected floating-point numbers with two dims or more. Make the glob narrower."
         )
     size = x.shape[-1]
-    block = block_size(size, most)
+    block = quantized_block_size(size, most)
     codes, scales = encode(x, block)
     if is_box(box):
         names = (*box.names, *(None,) * (x.ndim - len(box.names)))

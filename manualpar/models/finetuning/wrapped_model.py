@@ -4,11 +4,11 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from manualpar.core.model.adapter import InitArgs, ModelAdapter
+from manualpar.core.model.interface import InitArgs, ModelInterface
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class WrappedModel(ModelAdapter):
+class WrappingInterface(ModelInterface):
     """An adapter that calls another one.
 
     Attributes:
@@ -45,6 +45,6 @@ class WrappedModel(ModelAdapter):
         same = ("module", "phase", "axis_aliases", "loop_dims")
         return dataclasses.replace(base, **{name: getattr(self, name) for name in same})
 
-    def check(self, trace: Callable[[ModelAdapter], None]) -> None:
+    def check(self, trace: Callable[[ModelInterface], None]) -> None:
         """That of the given model as it computes here."""
         self.base.check(lambda base: trace(dataclasses.replace(self, base=base)))

@@ -1,5 +1,5 @@
 """Text from trained models, with a cache of keys and values; what they say of given texts."""
 
-from manualpar.models.generation.generator import Answer, Generator, Piece, generate
+from manualpar.models.generation.generator import Answer, Generator, TextPiece, generate
 
-__all__ = ["Answer", "Generator", "Piece", "generate"]
+__all__ = ["Answer", "Generator", "TextPiece", "generate"]

@@ -25,7 +25,7 @@ Prompt = str | Sequence[int]
 Ending = Literal["stop", "length"]
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """What is new of an answer.
 
     Attributes:
@@ -138,7 +138,7 @@ class Generator:
         top_p: float = 1.0,
         stop: Sequence[str | int] = (),
         seed: int | jax.Array = 0,
-    ) -> Iterator[Piece]:
+    ) -> Iterator[TextPiece]:
         """Answers prompts piece by piece, as tokens are drawn.
 
         Args:
@@ -188,7 +188,7 @@ class Generator:
         stops: frozenset[int],
         strings: list[str],
         key: jax.Array,
-    ) -> Iterator[Piece]:
+    ) -> Iterator[TextPiece]:
         order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
         for first in range(0, len(order), self.batch_size):
             batch = order[first : first + self.batch_size]
@@ -316,13 +316,13 @@ def _piece(
     stops: frozenset[int],
     *,
     is_last: bool,
-) -> Piece:
+) -> TextPiece:
     """What a new token and its logarithmic probability make certain of a row."""
     if drawn[0] in stops:
-        return Piece(row, None, 0.0, writer.finish() if writer else "", "stop")
+        return TextPiece(row, None, 0.0, writer.finish() if writer else "", "stop")
     text = writer.add(drawn[0]) if writer else ""
     if writer and writer.is_stopped:
-        return Piece(row, *drawn, text, "stop")
+        return TextPiece(row, *drawn, text, "stop")
     if is_last:
-        return Piece(row, *drawn, text + (writer.finish() if writer else ""), "length")
-    return Piece(row, *drawn, text)
+        return TextPiece(row, *drawn, text + (writer.finish() if writer else ""), "length")
+    return TextPiece(row, *drawn, text)

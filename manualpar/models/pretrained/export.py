@@ -31,7 +31,7 @@ from manualpar.models.pretrained.architecture import read_architecture, read_con
 from manualpar.models.pretrained.directory import CONFIG_FILE, model_directory
 from manualpar.models.pretrained.model_config import architecture_of, write_config
 from manualpar.models.pretrained.sources import check_same_model, transformer_of
-from manualpar.models.pretrained.target import Target, open_target
+from manualpar.models.pretrained.target import ExportTarget, open_target
 from manualpar.models.pretrained.tensor_bytes import DTYPES
 from manualpar.models.pretrained.tensor_files import INDEX_FILE, ONE_FILE, TensorFiles, has_tensors
 from manualpar.models.pretrained.tensor_names import pieces_of_transformer
@@ -228,7 +228,7 @@ def _check_shared(folder: Path) -> None:
         )
 
 
-def _write_in_turn(target: Target, files: Files, arrays: Mapping[str, jax.Array]) -> None:
+def _write_in_turn(target: ExportTarget, files: Files, arrays: Mapping[str, jax.Array]) -> None:
     """Writes each file in one process, because nobody else sees it before it is whole."""
     for number, (name, tensors) in enumerate(files.items()):
         gathered = [_gathered(arrays[tensor.leaf], tensor) for tensor in tensors]
@@ -275,7 +275,7 @@ def _extra_files(source: Path | None, tokenizer: GivenPath | None) -> dict[str, 
 
 
 def _write_rest(
-    target: Target,
+    target: ExportTarget,
     config: Mapping[str, Any],
     files: Files,
     extras: Mapping[str, Path],

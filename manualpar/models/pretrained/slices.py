@@ -21,7 +21,7 @@ from manualpar.core.state.state_arrays import Leaf
 from manualpar.models.pretrained.sources import Sources
 from manualpar.models.pretrained.tensor_bytes import bounds_of
 from manualpar.models.pretrained.tensor_files import TensorFiles
-from manualpar.models.pretrained.tensor_names import Piece
+from manualpar.models.pretrained.tensor_names import TensorPiece
 
 THREADS = min(8, os.cpu_count() or 1)
 BOX_BYTES = 256 << 20
@@ -49,7 +49,7 @@ class ShardReader:
                     threads.submit(
                         self._place, leaf, box, {of: parts[of] for of in inside}, sources
                     )
-                    for box, inside in join(parts, BOX_BYTES // leaf.dtype.itemsize)
+                    for box, inside in join_bounds(parts, BOX_BYTES // leaf.dtype.itemsize)
                 ]
             finish(threads, itertools.chain(*boxes.values()))
         return {
@@ -83,7 +83,7 @@ class ShardReader:
             ]
         )
 
-    def _read(self, piece: Piece, sizes: Sequence[int], box: Bounds, out: np.ndarray) -> None:
+    def _read(self, piece: TensorPiece, sizes: Sequence[int], box: Bounds, out: np.ndarray) -> None:
         """Reads a box of a piece."""
         # What is beyond the tensor is padding.
         for part in slices_of(piece, sizes, common(box, [(0, size) for size in sizes])):
@@ -128,7 +128,7 @@ def bits_of(x: np.ndarray) -> np.ndarray:
     return x.view(f"u{x.dtype.itemsize}")
 
 
-def join(parts: Iterable[Bounds], most: int) -> list[tuple[Bounds, list[Bounds]]]:
+def join_bounds(parts: Iterable[Bounds], most: int) -> list[tuple[Bounds, list[Bounds]]]:
     """Joins disjoint parts that lie side by side into boxes of at most so many numbers.
 
     Returns:
@@ -210,7 +210,7 @@ class Slice(NamedTuple):
 _Read = tuple[int, int, dict[str, tuple[int, int]]]
 
 
-def slices_of(piece: Piece, sizes: Sequence[int], box: Bounds) -> Iterator[Slice]:
+def slices_of(piece: TensorPiece, sizes: Sequence[int], box: Bounds) -> Iterator[Slice]:
     """The slices of a tensor that together are a box of a parameter; none if it is empty."""
     if is_empty(box):
         return

@@ -22,8 +22,8 @@ from manualpar.models.pretrained.tensor_bytes import DTYPES
 from manualpar.models.pretrained.tensor_files import TensorFiles
 from manualpar.models.pretrained.tensor_names import (
     COMPUTED,
-    Piece,
     Rule,
+    TensorPiece,
     pieces_of,
     pieces_of_transformer,
 )
@@ -39,10 +39,10 @@ class Sources(NamedTuple):
     """
 
     files: TensorFiles
-    pieces: dict[str, list[Piece]]
+    pieces: dict[str, list[TensorPiece]]
     vocab_size: int
 
-    def shape_of(self, piece: Piece, leaf: Leaf) -> tuple[int, ...]:
+    def shape_of(self, piece: TensorPiece, leaf: Leaf) -> tuple[int, ...]:
         """The shape of a piece in the order of the leaf's dims, without those that are stacked."""
         sizes = leaf.shape[len(piece.entry) :]
         return tuple(
@@ -122,7 +122,7 @@ def check_same_model(model: Transformer, directory: Path, fields: Mapping[str, A
 
 def _pieces_by_name(
     names: Mapping[str, Rule | str], shapes: Mapping[str, Sequence[int]]
-) -> dict[str, list[Piece]]:
+) -> dict[str, list[TensorPiece]]:
     if unknown := sorted(names.keys() - shapes):
         raise ValueError(
             f"load_hf: names has {' and '.join(list_some(unknown))}, expected paths of parameters "
@@ -135,7 +135,7 @@ def _pieces_by_name(
 def _check_tensors(
     sources: Sources,
     leaves: Mapping[str, Leaf],
-    pieces: Mapping[str, list[Piece]],
+    pieces: Mapping[str, list[TensorPiece]],
     directory: Path,
     *,
     is_tied: bool,

@@ -20,7 +20,7 @@ DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat1
 CODES = {name: code for code, name in DTYPES.items()}
 
 
-class Place(NamedTuple):
+class BytesInFile(NamedTuple):
     """Where a tensor stands in a file.
 
     Attributes:
@@ -34,13 +34,13 @@ class Place(NamedTuple):
     dtype: str
 
 
-def read_header(file: IO[bytes]) -> dict[str, Place]:
+def read_header(file: IO[bytes]) -> dict[str, BytesInFile]:
     """The tensors of a file that safetensors has checked, by name."""
     length = int.from_bytes(file.read(8), "little")
     header: dict[str, Any] = json.loads(file.read(length))
     header.pop("__metadata__", None)
     return {
-        name: Place(
+        name: BytesInFile(
             8 + length + entry["data_offsets"][0],
             tuple(entry["shape"]),
             DTYPES.get(entry["dtype"], entry["dtype"]),
@@ -51,7 +51,7 @@ def read_header(file: IO[bytes]) -> dict[str, Place]:
 
 def make_header(
     tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
-) -> tuple[bytes, dict[str, Place]]:
+) -> tuple[bytes, dict[str, BytesInFile]]:
     """The bytes before the tensors of a file, and where each tensor stands.
 
     Dtypes of more bytes come first, so that every tensor is aligned.
@@ -68,13 +68,13 @@ def make_header(
     text += b" " * (-len(text) % 8)
     first = 8 + len(text)
     places = {
-        name: Place(first + starts[name], shape, dtype.name)
+        name: BytesInFile(first + starts[name], shape, dtype.name)
         for name, (dtype, shape) in tensors.items()
     }
     return len(text).to_bytes(8, "little") + text, places
 
 
-def create_file(path: Path, tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]]) -> None:
+def create_tensor_file(path: Path, tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]]) -> None:
     """Writes a file of tensors that are zero until they are written."""
     header, _ = make_header(tensors)
     sizes = [dtype.itemsize * math.prod(shape) for dtype, shape in tensors.values()]
@@ -84,7 +84,7 @@ def create_file(path: Path, tensors: Mapping[str, tuple[np.dtype, tuple[int, ...
 
 
 def read_slice(
-    file: int, place: Place, index: Sequence[slice], dtype: np.dtype | type
+    file: int, place: BytesInFile, index: Sequence[slice], dtype: np.dtype | type
 ) -> np.ndarray:
     """Reads a slice of a tensor, with one slice for each dim.
 
@@ -102,7 +102,7 @@ def read_slice(
     return value
 
 
-def write_slice(file: int, place: Place, index: Sequence[slice], value: np.ndarray) -> None:
+def write_slice(file: int, place: BytesInFile, index: Sequence[slice], value: np.ndarray) -> None:
     """Writes a slice of a tensor, with one slice for each dim, from a contiguous array."""
     for at, part in _runs(place, bounds_of(index, place.shape), value):
         while part:
@@ -116,7 +116,7 @@ def bounds_of(index: Sequence[slice], shape: Sequence[int]) -> tuple[tuple[int, 
 
 
 def _runs(
-    place: Place, bounds: Sequence[tuple[int, int]], value: np.ndarray
+    place: BytesInFile, bounds: Sequence[tuple[int, int]], value: np.ndarray
 ) -> Iterator[tuple[int, memoryview]]:
     """The bytes of a contiguous array run by run, each with its place in the file."""
     if not value.size:

@@ -20,7 +20,7 @@ import numpy as np
 
 from manualpar.core.state.state_arrays import list_some
 from manualpar.errors import printable, require
-from manualpar.models.pretrained.tensor_bytes import Place, read_header, read_slice
+from manualpar.models.pretrained.tensor_bytes import BytesInFile, read_header, read_slice
 from manualpar.system.storage.untrusted import MAX_HEADER_BYTES, open_tensors, read_object
 
 ONE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
@@ -51,7 +51,7 @@ class TensorFiles:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
         self.files: dict[str, str] = {}
-        self._places: dict[str, tuple[IO[bytes], Place]] = {}
+        self._places: dict[str, tuple[IO[bytes], BytesInFile]] = {}
         index, left = _read_index(directory), MAX_HEADER_BYTES
         for name in sorted(set(index.values())) if index else [ONE_FILE]:
             path = directory / name

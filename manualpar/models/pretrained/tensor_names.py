@@ -2,8 +2,8 @@
 
 A `Rule` names a parameter, the tensor that holds it, and how their dims go together, in the
 notation of einops: `D N H -> (N H) D`. A parameter may consist of several tensors, stacked along
-its leading dims: the layers of a scan, and experts. So a parameter is a list of `Piece`s, each a
-tensor with the place that it takes. Nothing here opens a file or knows a device.
+its leading dims: the layers of a scan, and experts. So a parameter is a list of `TensorPiece`s,
+each a tensor with the place that it takes. Nothing here opens a file or knows a device.
 
 Symbols: `V` tokens of the vocabulary, `D` hidden features, `N` query heads, `K` key and value
 heads, `H` features of a head, `F` features inside an MLP, `E` experts.
@@ -32,7 +32,7 @@ class Rule(NamedTuple):
     dims: str = ""
 
 
-class Piece(NamedTuple):
+class TensorPiece(NamedTuple):
     """A tensor that is a part of a parameter.
 
     Attributes:
@@ -121,7 +121,7 @@ _STACKED = re.compile(r"\{\w+\}")
 
 def pieces_of_transformer(
     family: str, shapes: Mapping[str, Sequence[int]], *, skip_unknown: bool = False
-) -> dict[str, list[Piece]]:
+) -> dict[str, list[TensorPiece]]:
     """The tensors that the parameters of a `Transformer` consist of.
 
     Layers that stand by themselves, `layer_{i}`, have the numbers in their names. Those of a scan
@@ -172,7 +172,7 @@ def pieces_of_transformer(
     return pieces
 
 
-def pieces_of(rule: Rule, shape: Sequence[int]) -> list[Piece]:
+def pieces_of(rule: Rule, shape: Sequence[int]) -> list[TensorPiece]:
     """The tensors that a parameter of some shape consists of, according to a rule.
 
     Raises:
@@ -191,7 +191,7 @@ def pieces_of(rule: Rule, shape: Sequence[int]) -> list[Piece]:
         )
     ranges = [range(size) for size in shape[:stacked]]
     return [
-        Piece(_fill(rule.tensor, entry), entry, dims, merged)
+        TensorPiece(_fill(rule.tensor, entry), entry, dims, merged)
         for entry in itertools.product(*ranges)
     ]
 

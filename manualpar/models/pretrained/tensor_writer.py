@@ -23,18 +23,18 @@ from manualpar.models.pretrained.slices import (
     entry_within,
     finish,
     is_empty,
-    join,
+    join_bounds,
     slices_of,
     within,
 )
 from manualpar.models.pretrained.tensor_bytes import (
-    Place,
+    BytesInFile,
     bounds_of,
-    create_file,
+    create_tensor_file,
     make_header,
     write_slice,
 )
-from manualpar.models.pretrained.tensor_names import Piece
+from manualpar.models.pretrained.tensor_names import TensorPiece
 from manualpar.system.storage import sync
 
 # Devices whose memory is the host's.
@@ -58,7 +58,7 @@ class Tensor(NamedTuple):
     sizes: tuple[int, ...]
     dtype: np.dtype
     leaf: str
-    piece: Piece
+    piece: TensorPiece
 
     @property
     def nbytes(self) -> int:
@@ -73,7 +73,7 @@ Files = Mapping[str, Sequence[Tensor]]
 def create_files(folder: Path, files: Files) -> None:
     """Writes the header of every file; one process does it for all."""
     for name, tensors in files.items():
-        create_file(folder / name, _kinds(tensors))
+        create_tensor_file(folder / name, _kinds(tensors))
 
 
 def write_tensors(folder: Path, files: Files, arrays: Mapping[str, jax.Array]) -> None:
@@ -102,10 +102,10 @@ def _kinds(tensors: Sequence[Tensor]) -> dict[str, tuple[np.dtype, tuple[int, ..
     return {tensor.name: (tensor.dtype, tensor.shape) for tensor in tensors}
 
 
-def _write(path: Path, place: Place, tensor: Tensor, x: jax.Array) -> None:
+def _write(path: Path, place: BytesInFile, tensor: Tensor, x: jax.Array) -> None:
     """Writes the slices of a tensor that this process has the first copy of."""
     shards = _own_shards(tensor, x)
-    for box, inside in join(shards, BOX_BYTES // tensor.dtype.itemsize):
+    for box, inside in join_bounds(shards, BOX_BYTES // tensor.dtype.itemsize):
         parts = {bounds: _to_host(*shards[bounds]) for bounds in inside}
         for part in slices_of(tensor.piece, tensor.sizes, box):
             value = np.empty([of.stop - of.start for of in part.where], tensor.dtype)

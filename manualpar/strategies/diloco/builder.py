@@ -16,17 +16,17 @@ import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from manualpar.core.mesh.axes import AxisName, axes_size, axis_tuple, check_mesh_has
-from manualpar.core.mesh.splitting import abstract_batch
-from manualpar.core.model.adapter import Model
+from manualpar.core.mesh.splitting import shapes_of_batch
+from manualpar.core.model.interface import Model
 from manualpar.core.model.loss_function import LossFn
 from manualpar.core.model.options import CODES, ProgramOptions, check_choice
-from manualpar.core.parameters.block_codec import Code
-from manualpar.core.parameters.coded_collectives import BlockCoding
-from manualpar.core.parameters.collectives import Wire
+from manualpar.core.parameters.block_quantization import Quantization
+from manualpar.core.parameters.collectives import CommPolicy
+from manualpar.core.parameters.quantized_collectives import BlockQuantizer
 from manualpar.core.program.program import Program
 from manualpar.core.tracing.jaxprs import all_equations
 from manualpar.core.tracing.scopes import METRICS_SCOPE, purpose_of
-from manualpar.strategies.diloco.program import LocalSteps, build_local_steps
+from manualpar.strategies.diloco.program import DiLoCoProgram, build_diloco
 from manualpar.strategies.fsdp import fsdp
 
 
@@ -38,12 +38,12 @@ def diloco(
     every: int,
     outer_tx: optax.GradientTransformation,
     inner: Callable[..., Program] = fsdp,
-    outer_code: Code | None = None,
+    outer_code: Quantization | None = None,
     outer_fragments: int = 1,
     outer_overlap: bool = False,
     replica_axis: AxisName = "replica",
     **options: Unpack[ProgramOptions],
-) -> LocalSteps:
+) -> DiLoCoProgram:
     """Builds training whose replicas take `every` steps alone between two outer steps.
 
     ```python
@@ -126,16 +126,16 @@ def diloco(
                 f"{dict(mesh.shape)}: each replica has a whole model. Name one of {list(own)} in "
                 "the model, or build the mesh with one more axis inside each replica."
             )
-    program = build_local_steps(
+    program = build_diloco(
         one,
         batch,
         mesh=mesh,
         replica_axes=axes,
         every=every,
         outer_tx=outer_tx,
-        outer_wire=Wire(
+        outer_wire=CommPolicy(
             reduce_dtype=one.wire.reduce_dtype,
-            reduce_code=BlockCoding(outer_code) if outer_code else None,
+            reduce_code=BlockQuantizer(outer_code) if outer_code else None,
         ),
         num_fragments=outer_fragments,
         overlap=outer_overlap,
@@ -146,7 +146,7 @@ def diloco(
 
 
 def _check(
-    outer_tx: Any, outer_code: Code | None, replica_axis: AxisName, options: Any
+    outer_tx: Any, outer_code: Quantization | None, replica_axis: AxisName, options: Any
 ) -> tuple[Mesh | AbstractMesh, Any, tuple[str, ...]]:
     """Refuses what cannot be built; returns the mesh, the abstract batch and the replicas' axes."""
     if not (hasattr(outer_tx, "init") and hasattr(outer_tx, "update")):
@@ -178,7 +178,7 @@ def _check(
             "expected another axis, of size 1 if a replica is one device: "
             f"make_mesh({dict(mesh.shape) | {'data': 1}})."
         )
-    batch = abstract_batch("diloco: batch", options["batch"])
+    batch = shapes_of_batch("diloco: batch", options["batch"])
     size = axes_size(mesh, axes)
     for path, x in jax.tree_util.tree_leaves_with_path(batch):
         if jnp.ndim(x) and (not x.shape[0] or x.shape[0] % size):
@@ -190,7 +190,7 @@ def _check(
     return mesh, batch, axes
 
 
-def _check_alone(program: LocalSteps) -> None:
+def _check_alone(program: DiLoCoProgram) -> None:
     """Refuses outer steps that cannot be taken, and steps that send more than sums of metrics."""
     try:
         for outer_step in program.outer_steps:

@@ -5,11 +5,11 @@ from typing import Any
 
 import optax
 
-from manualpar.core.model.adapter import Model
+from manualpar.core.model.interface import Model
 from manualpar.core.model.loss_function import LossFn
 from manualpar.core.model.options import CODES, ProgramOptions
 from manualpar.strategies.diloco.builder import diloco
-from manualpar.strategies.diloco.program import LocalSteps
+from manualpar.strategies.diloco.program import DiLoCoProgram
 from manualpar.strategies.fields import Field
 from manualpar.strategies.registry import strategy_kinds
 
@@ -34,7 +34,7 @@ def diloco_of_config(
     outer_momentum: float,
     outer_code: str,
     **options: Any,
-) -> LocalSteps:
+) -> DiLoCoProgram:
     """Builds what `diloco` builds.
 
     Args:

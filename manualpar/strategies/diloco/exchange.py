@@ -16,14 +16,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from manualpar.core.modes.collection_sync import KNOWN, CollectionSync, sync_collections
-from manualpar.core.parameters.collectives import Wire, cast_to_varying
+from manualpar.core.modes.variable_reduction import KNOWN, CollectionSync, sync_collections
+from manualpar.core.parameters.collectives import CommPolicy, cast_to_varying
 from manualpar.core.parameters.placement import is_inside, path_name
 from manualpar.core.tracing.scopes import COUNT_SCOPE, OUTER_SCOPE
 
 
 def mean_difference(
-    anchor: Any, local: Any, examples: jax.Array, axes: tuple[str, ...], wire: Wire
+    anchor: Any, local: Any, examples: jax.Array, axes: tuple[str, ...], wire: CommPolicy
 ) -> Any:
     """The mean over replicas of how far they have come from their common parameters.
 

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import optax
 
-from manualpar.core.parameters.trainable import merge
+from manualpar.core.parameters.trainable import combine
 
 
 class Fragments:
@@ -63,7 +63,7 @@ class Fragments:
 
         def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
             done = [tx.update(self.part(i, updates), state[i], self.part(i, params)) for i in every]
-            merged = functools.reduce(lambda x, y: merge((x, y)), [part for part, _ in done])
+            merged = functools.reduce(lambda x, y: combine((x, y)), [part for part, _ in done])
             return merged, tuple(each for _, each in done)
 
         return optax.GradientTransformation(init, update)

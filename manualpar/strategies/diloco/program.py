@@ -15,19 +15,19 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from manualpar.core.mesh.axes import axes_size, with_axis_types
 from manualpar.core.mesh.mesh_context import OutsideMeshes, no_mesh, on_auto_axes
 from manualpar.core.mesh.rng import typed_key
-from manualpar.core.parameters.collectives import Wire
+from manualpar.core.parameters.collectives import CommPolicy
 from manualpar.core.parameters.placement import with_shardings
 from manualpar.core.program.guarded_step import GuardedStep, check_state
 from manualpar.core.program.load_state import Missing, StartsFromArrays, check_has_devices
 from manualpar.core.program.program import Program
 from manualpar.core.state.train_state import TrainState
 from manualpar.strategies.diloco.counted_steps import CountedStep, OuterStep, StepFunction
-from manualpar.strategies.diloco.state import LocalState
+from manualpar.strategies.diloco.state import DiLoCoState
 from manualpar.strategies.diloco.steps import ReplicaSteps, anchor_step
 
 
 @dataclasses.dataclass(frozen=True)
-class LocalSteps(Program):
+class DiLoCoProgram(Program):
     """A program whose replicas take `every` steps alone between two outer steps.
 
     `step` is that of the anchor on all devices, as a program that is replicated over the same axes
@@ -53,8 +53,8 @@ class LocalSteps(Program):
     fragments: tuple[int | None, ...]
     outer_steps: tuple[Any, ...]
     streamed_steps: tuple[Any, ...]
-    outer_wire: Wire
-    _state: LocalState = dataclasses.field(repr=False)
+    outer_wire: CommPolicy
+    _state: DiLoCoState = dataclasses.field(repr=False)
 
     @property
     def outer_step(self) -> Any:
@@ -103,7 +103,7 @@ class LocalSteps(Program):
         return dataclasses.replace(self, abstract_state=abstract, whole_state=whole)
 
     def regrouped(self, state: TrainState) -> TrainState:
-        """A state of `with_replicas` as one of this program's own, see `LocalState.regroup`."""
+        """A state of `with_replicas` as one of this program's own, see `DiLoCoState.regroup`."""
         return self._on_state(self._state.regroup, state)
 
     @property
@@ -123,7 +123,7 @@ class LocalSteps(Program):
             return jitted(state.replace(local={}), state.local)
 
 
-def build_local_steps(
+def build_diloco(
     inner: Program,
     batch: Any,
     *,
@@ -131,11 +131,11 @@ def build_local_steps(
     replica_axes: tuple[str, ...],
     every: int,
     outer_tx: optax.GradientTransformation,
-    outer_wire: Wire,
+    outer_wire: CommPolicy,
     num_fragments: int,
     overlap: bool,
     compiler_options: dict[str, Any] | None,
-) -> LocalSteps:
+) -> DiLoCoProgram:
     """Builds the program around that of one replica, `inner`; `batch` is that of all, abstract."""
     name = "diloco"
     given, mesh = cast(Mesh, mesh), cast(Mesh, with_axis_types(mesh, AxisType.Auto))
@@ -143,7 +143,7 @@ def build_local_steps(
     first, *others = roles.batch_dims.items()
     roles = dataclasses.replace(roles, batch_dims={0: (*replica_axes, *first[1]), **dict(others)})
     anchor = anchor_step(name, inner, mesh, roles, replica_axes)
-    state = LocalState(inner, anchor.placements, mesh, replica_axes, outer_tx, num_fragments)
+    state = DiLoCoState(inner, anchor.placements, mesh, replica_axes, outer_tx, num_fragments)
     steps = ReplicaSteps(inner, anchor, replica_axes, state, outer_wire)
 
     def shard(specs: Any) -> Any:
@@ -207,7 +207,7 @@ def build_local_steps(
     alone = guard("train_step", jit_step(steps.train))
     infos, placements = [info for info, _ in inner.parameters], jax.tree.leaves(anchor.placements)
     chosen = iter(jax.tree.leaves(state.fragments.index))
-    program = LocalSteps(
+    program = DiLoCoProgram(
         strategy=anchor.strategy,
         mode=inner.mode,
         mesh=given,

@@ -24,13 +24,13 @@ from manualpar.core.parameters.placement import (
     state_specs,
 )
 from manualpar.core.parameters.sharded_parameter import pad_leaf, unpad_leaf
-from manualpar.core.parameters.trainable import split_trained, trained
+from manualpar.core.parameters.trainable import partition, trained
 from manualpar.core.program.program import Program
 from manualpar.core.state.train_state import TrainState
 from manualpar.strategies.diloco.fragments import Fragments
 
 
-class LocalState:
+class DiLoCoState:
     """Makes the state of replicas, each of which has a state of the program `inner`.
 
     Attributes:
@@ -53,7 +53,7 @@ class LocalState:
         self.inner, self.placements, self.part_tx = inner, placements, outer_tx
         self.name, self._size = axes[0] if len(axes) == 1 else axes, axes_size(mesh, axes)
         params = inner.whole_state.params
-        self.fragments = Fragments(split_trained(placements, params)[0], num_fragments)
+        self.fragments = Fragments(partition(placements, params)[0], num_fragments)
         self.outer_tx = self.fragments.optimizer(outer_tx)
         opt_state = jax.eval_shape(self._init_outer, params)
         found = like_params(opt_state, params, placements, Placement(()))
@@ -70,7 +70,7 @@ class LocalState:
         return (*opt_state[:fragment], part, *opt_state[fragment + 1 :])
 
     def _init_outer(self, params: Any) -> Any:
-        return self.outer_tx.init(split_trained(self.placements, params)[0])
+        return self.outer_tx.init(partition(self.placements, params)[0])
 
     def create(self, rng: jax.Array) -> TrainState:
         """The initial state, padded."""
@@ -85,7 +85,7 @@ class LocalState:
     def spread(self, state: TrainState) -> TrainState:
         """The state with replicas that begin with its parameters and other collections."""
         tx = self.inner.abstract_state.tx
-        unpadded = split_trained(self.placements, self._unpadded(state.params))[0]
+        unpadded = partition(self.placements, self._unpadded(state.params))[0]
         opt_state = map_padded(pad_leaf, tx.init(unpadded), self.inner.step.update.opt_padding)
         return state.replace(local=self._begin(state.replace(opt_state=opt_state)))
 
@@ -93,7 +93,7 @@ class LocalState:
         """What replicas have of their own that begin with the state of one."""
         return self._for_each(
             {
-                "params": split_trained(self.placements, one.params)[0],
+                "params": partition(self.placements, one.params)[0],
                 "opt_state": one.opt_state,
                 "collections": one.collections,
                 "examples": jnp.zeros(self.fragments.number, jnp.float32),
@@ -124,7 +124,7 @@ class LocalState:
             exact = jnp.promote_types(each.dtype, jnp.float32)
             return each.mean(0, dtype=exact).astype(each.dtype)
 
-        anchor, _ = split_trained(self.placements, state.params)
+        anchor, _ = partition(self.placements, state.params)
         common = {
             "params": jax.tree.map(mean_params, self.fragments.index, anchor, local["params"]),
             "opt_state": jax.tree.map(mean, local["opt_state"]),

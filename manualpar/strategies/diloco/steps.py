@@ -25,16 +25,21 @@ from manualpar.core.mesh.splitting import check_batch
 from manualpar.core.model.loss_function import Metrics
 from manualpar.core.modes.gradients import sync_metrics
 from manualpar.core.modes.manual import Manual
-from manualpar.core.parameters.collectives import Wire, cast_to_varying
-from manualpar.core.parameters.placement import Placement, complete, param_specs, state_specs
+from manualpar.core.parameters.collectives import CommPolicy, cast_to_varying
+from manualpar.core.parameters.placement import (
+    Placement,
+    complete_placement,
+    param_specs,
+    state_specs,
+)
 from manualpar.core.parameters.sharded_parameter import pad_leaf
-from manualpar.core.parameters.trainable import merge, split_trained, trained
+from manualpar.core.parameters.trainable import combine, partition, trained
 from manualpar.core.program.optimizer_update import Update
 from manualpar.core.program.program import Program
 from manualpar.core.program.step import Step
 from manualpar.core.state.train_state import TrainState
 from manualpar.strategies.diloco.exchange import mean_collections, mean_difference, to_replica
-from manualpar.strategies.diloco.state import LocalState
+from manualpar.strategies.diloco.state import DiLoCoState
 
 
 class _ReplicaMode(Manual):
@@ -68,8 +73,8 @@ class ReplicaSteps:
         inner: Program,
         anchor: Step,
         axes: tuple[str, ...],
-        state: LocalState,
-        outer_wire: Wire,
+        state: DiLoCoState,
+        outer_wire: CommPolicy,
     ) -> None:
         """Takes the attributes, and how differences travel."""
         self.inner, self.anchor, self.axes, self.state = inner, anchor, axes, state
@@ -101,10 +106,10 @@ class ReplicaSteps:
 
     def _train_replica(self, state: TrainState, local: Any, batch: Any) -> tuple[Any, Metrics]:
         local = jax.tree.map(lambda x: x[0], local)
-        frozen = split_trained(self._placements, state.params)[1]
+        frozen = partition(self._placements, state.params)[1]
         own = state.replace(
             tx=self.inner.abstract_state.tx,
-            params=merge((local["params"], frozen)),
+            params=combine((local["params"], frozen)),
             opt_state=local["opt_state"],
             collections=local["collections"],
             rng=fold_rng_over_axis(state.rng, self.axes),
@@ -117,7 +122,7 @@ class ReplicaSteps:
         if self.own.nonfinite == "skip":  # What has changed nothing has no weight; it may be NaN.
             counted = jnp.where(metrics["nonfinite"][0] > 0, jnp.zeros_like(counted), counted)
         local = {
-            "params": split_trained(self._placements, own.params)[0],
+            "params": partition(self._placements, own.params)[0],
             "opt_state": own.opt_state,
             "collections": own.collections,
             "examples": local["examples"] + counted,
@@ -167,7 +172,7 @@ class ReplicaSteps:
             out_specs=(specs, whole if collections else None),
             check_vma=True,
         )
-        params, _ = split_trained(self._placements, state.params)
+        params, _ = partition(self._placements, state.params)
         delta, common = run(
             self._as_state(placements, part(params), 0),
             self._as_state(placements, part(state.local["params"]), 1),
@@ -184,7 +189,7 @@ class ReplicaSteps:
         `before` is what replicas had when it began, if they have taken a step since then.
         """
         fragments, layout = self.state.fragments, self.state
-        params, frozen = split_trained(self._placements, state.params)
+        params, frozen = partition(self._placements, state.params)
         placements = fragments.part(fragment, trained(self._placements))
         paddings = [place.padding for place in jax.tree.leaves(layout.opt_placements[fragment])]
         update = Update(self.anchor.mode, placements, tuple(paddings))
@@ -231,9 +236,9 @@ class ReplicaSteps:
             check_vma=True,
         )
         local = run(own, common, old)
-        local["params"] = merge((local["params"], state.local["params"]))
+        local["params"] = combine((local["params"], state.local["params"]))
         return state.replace(
-            params=merge((merge((new, params)), frozen)),
+            params=combine((combine((new, params)), frozen)),
             opt_state=layout.with_fragment(state.opt_state, fragment, opt_state),
             collections=state.collections if collections is None else collections,
             local=state.local | local,
@@ -266,7 +271,7 @@ def anchor_step(
     mode = dataclasses.replace(step.mode, mesh=mesh, data_axes=roles.data_axes)
     infos = step.model.parameters
     placements = jax.tree.map(
-        lambda info, place: complete(place, info, roles, mesh), infos, step.placements
+        lambda info, place: complete_placement(place, info, roles, mesh), infos, step.placements
     )
     strategy = dataclasses.replace(
         step.strategy, name=name, replica_axes=(*axes, *step.strategy.replica_axes)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from manualpar.system.cluster.facts import DisagreementError, Facts, announce
-from manualpar.system.cluster.failure_detector import CLOSED, NONSENSE, SILENT, Loss, Pace
+from manualpar.system.cluster.failure_detector import CLOSED, NONSENSE, SILENT, LostProcess, Pace
 from manualpar.system.cluster.messages import (
     Hello,
     Message,
@@ -60,7 +60,7 @@ class Channel:
         *,
         gate: StopGate,
         pace: Pace,
-        on_loss: Callable[[Loss], None],
+        on_loss: Callable[[LostProcess], None],
     ) -> None:
         """Starts the thread, and waits until the hub has admitted this process; see `knock`.
 
@@ -72,7 +72,7 @@ class Channel:
         self._others: list[tuple[int, float] | None] = []
         self._silence = 0.0
         self._admitted = concurrent.futures.Future[None]()
-        self.loss: Loss | None = None
+        self.loss: LostProcess | None = None
         self.is_over = threading.Event()
         threading.Thread(
             target=self._run, args=(hosts, port, terms), name="cluster-channel", daemon=True
@@ -110,11 +110,11 @@ class Channel:
             self._admitted.set_exception(error)
             return
         self._loop = asyncio.get_running_loop()
-        self._end: asyncio.Future[Loss | None] = self._loop.create_future()
+        self._end: asyncio.Future[LostProcess | None] = self._loop.create_future()
         self._admitted.set_result(None)
 
         def lose_hub(reason: str) -> None:
-            self._finish(Loss(0, first["host"], first["pid"], reason))
+            self._finish(LostProcess(0, first["host"], first["pid"], reason))
 
         async def hear() -> None:
             try:
@@ -163,13 +163,13 @@ class Channel:
             self._differences.put(message["differences"])
             self._finish(None)
         elif kind == "lost":
-            self._finish(Loss(**message))
+            self._finish(LostProcess(**message))
         elif kind == "end":
             self._finish(None)
         else:
             raise NonsenseError
 
-    def _finish(self, loss: Loss | None) -> None:
+    def _finish(self, loss: LostProcess | None) -> None:
         if not self._end.done():
             self._end.set_result(loss)
 

@@ -22,7 +22,7 @@ import jax
 
 from manualpar.system.cluster.channel import Channel
 from manualpar.system.cluster.facts import Facts, announce
-from manualpar.system.cluster.failure_detector import Loss, Pace, causes
+from manualpar.system.cluster.failure_detector import LostProcess, Pace, causes
 from manualpar.system.cluster.hub import LEAVING_SECONDS, Hub
 from manualpar.system.cluster.messages import Terms
 from manualpar.system.cluster.stopping import StopGate, on_sigterm
@@ -222,7 +222,7 @@ class Cluster(contextlib.AbstractContextManager["Cluster", None]):
             hosts, port, terms, gate=self._gate, pace=self._pace, on_loss=self._end_because_of
         )
 
-    def _end_because_of(self, loss: Loss) -> None:
+    def _end_because_of(self, loss: LostProcess) -> None:
         """Ends this process because another is lost; runs in the channel's thread."""
         if loss.is_failure and not self._has_failed:
             time.sleep(OWN_ERROR_SECONDS)

@@ -29,7 +29,7 @@ SILENT = "it has been silent for {:g} s"  # It is stopped, or behind a broken ne
 
 
 @dataclasses.dataclass(frozen=True)
-class Loss:
+class LostProcess:
     """A process that the others cannot go on without."""
 
     process: int | None  # Its number; `None` if it is one of them, and nobody knows which.
@@ -59,7 +59,7 @@ def causes(error: BaseException) -> Iterator[BaseException]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Progress:
+class ProcessProgress:
     """How far a process is; times are in seconds."""
 
     count: int = 0  # How many phases it has entered.
@@ -72,13 +72,13 @@ class Progress:
     step_age: float = 0.0  # How long ago it came to that step.
 
 
-def parse_progress(said: Mapping[str, Any]) -> Progress:
+def parse_progress(said: Mapping[str, Any]) -> ProcessProgress:
     """Reads the progress that another process has sent; raises a `ValueError` if it is none."""
-    names = [field.name for field in dataclasses.fields(Progress)]
+    names = [field.name for field in dataclasses.fields(ProcessProgress)]
     if sorted(said) != sorted(names):
         raise ValueError(f"the fields are {sorted(said)}, expected {sorted(names)}")
-    progress = Progress(**said)
-    expected = dataclasses.replace(Progress(), step=0 if progress.step is not None else None)
+    progress = ProcessProgress(**said)
+    expected = dataclasses.replace(ProcessProgress(), step=0 if progress.step is not None else None)
     for name in names:
         value = getattr(progress, name)
         if type(value) is not type(getattr(expected, name)):
@@ -98,7 +98,7 @@ class Pace:
         self._completed: Counter[str] = Counter()
         self._step: tuple[int, float] | None = None
         self._stuck = (0, 0.0)
-        self._progress = Progress()
+        self._progress = ProcessProgress()
 
     def enter(self, phase: str, *, limit: float = 0.0, varies: bool = False) -> None:
         """Leaves the phase that this process is in for another; see `Cluster.enter`."""
@@ -109,7 +109,7 @@ class Pace:
             self._completed[earlier.phase] += 1
         self._entered_at = now
         # In one assignment, because another thread reads it.
-        self._progress = Progress(
+        self._progress = ProcessProgress(
             earlier.count + 1,
             phase,
             not varies and self._completed[phase] >= KNOWN_AFTER,
@@ -127,7 +127,7 @@ class Pace:
         count, (before, seconds) = self._progress.count, self._stuck
         self._stuck = (count, seconds + awake if count == before else 0.0)
 
-    def progress(self) -> Progress:
+    def progress(self) -> ProcessProgress:
         """How far this process is now."""
         step, since = self._step or (None, self._get_time())
         # The count may be newer than the seconds, which then belong to an earlier phase.
@@ -141,7 +141,7 @@ class Pace:
 
 
 def find_hung(
-    processes: Mapping[int, Progress], *, timeout_seconds: float
+    processes: Mapping[int, ProcessProgress], *, timeout_seconds: float
 ) -> tuple[int | None, str] | None:
     """Finds the process that is hung: its number and the reason; `None` if there is none.
 
@@ -155,7 +155,7 @@ def find_hung(
     # A process that is ahead has shown that the phase ends. Otherwise it may only be a long one.
     first = float("inf") if all_equal else longest + max(FIRST_SECONDS, timeout_seconds)
 
-    def allowed(one: Progress) -> float:
+    def allowed(one: ProcessProgress) -> float:
         return longest + timeout_seconds if one.is_known else one.limit or first
 
     overdue = [

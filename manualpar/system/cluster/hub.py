@@ -28,8 +28,8 @@ from manualpar.system.cluster.failure_detector import (
     CLOSED,
     NONSENSE,
     SILENT,
-    Loss,
-    Progress,
+    LostProcess,
+    ProcessProgress,
     find_hung,
     parse_progress,
 )
@@ -61,7 +61,7 @@ class _Member:
     host: str = ""
     pid: int = 0
     silence: float = 0.0
-    progress: Progress = dataclasses.field(default_factory=Progress)
+    progress: ProcessProgress = dataclasses.field(default_factory=ProcessProgress)
 
 
 class Hub:
@@ -260,7 +260,7 @@ class Hub:
 
     def _lose(self, process: int | None, reason: str, *, is_failure: bool = False) -> None:
         member = _Member() if process is None else self._members[process]
-        loss = Loss(process, member.host, member.pid, reason, is_failure)
+        loss = LostProcess(process, member.host, member.pid, reason, is_failure)
         self._end_all({"kind": "lost", **dataclasses.asdict(loss)}, lost=process)
 
     def _end_all(self, message: Message, *, lost: int | None = None) -> None:

@@ -115,7 +115,7 @@ def scale_in_bytes(axes: Any) -> None:
     axes.set_xticks(ticks, [describe_bytes(tick) if tick else "0" for tick in ticks])
 
 
-def explain(axes: Any, colors: Mapping[str, str]) -> None:
+def add_legend(axes: Any, colors: Mapping[str, str]) -> None:
     """Says below the axes what colours mean."""
     for label, color in colors.items():
         axes.plot([], [], "s", color=color, label=label)

@@ -101,7 +101,7 @@ def request(path: Any, action: Callable[[], T]) -> T:
         except Exception as error:
             if not is_passing(error) or wait is None:
                 raise _explained(path, error) from None
-            logging.warning("%s: %s; trying again in %g s", path, describe(error), wait)
+            logging.warning("%s: %s; trying again in %g s", path, describe_answer(error), wait)
             time.sleep(wait)
     raise AssertionError("the last try returns or raises")
 
@@ -125,7 +125,7 @@ def has_status(error: BaseException, status: int) -> bool:
     return any(_status(cause) == status for cause in _causes(error))
 
 
-def describe(error: BaseException) -> str:
+def describe_answer(error: BaseException) -> str:
     """What the server answered, in a few words: its code, or the kind of the error."""
     for cause in _causes(error):
         if code := _code(cause):
@@ -155,7 +155,7 @@ def _explained(path: Any, error: Exception) -> OSError:
         )
     elif is_passing(error):
         tries = f"in each of {len(WAITS) + 1} tries"
-        text = f"{describe(error)}, {tries}: check the network, and {endpoint}"
+        text = f"{describe_answer(error)}, {tries}: check the network, and {endpoint}"
     else:
         text = f"the request failed ({_named(codes) or type(error).__name__}): check {endpoint}"
     return BucketError(f"{path}: {text}")

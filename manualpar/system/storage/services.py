@@ -34,7 +34,7 @@ class Version:
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class ObjectPart:
     """Bytes of an object, and what the server says about them.
 
     Attributes:
@@ -96,7 +96,7 @@ def read_part(
     *,
     limits: tuple[int, int] | None,
     version: Version | None,
-) -> Part:
+) -> ObjectPart:
     """Asks for an object, or for a range of it.
 
     Args:
@@ -117,7 +117,7 @@ def read_part(
         url = files.url(f"{bucket}/{key}", generation=generation or None)
         headers, data = files.call("GET", url, headers=wanted)
         found = str(headers.get("Content-Range", ""))
-        return Part(data, len(data), "", bool(found), _whole_size(found))
+        return ObjectPart(data, len(data), "", bool(found), _whole_size(found))
     import fsspec.asyn
 
     if version and version.tag:
@@ -138,7 +138,9 @@ def read_part(
     finally:
         body.close()
     size = _whole_size(str(answer.get("ContentRange", "")))
-    return Part(data, len(data) if is_wanted else sent, str(answer.get("ETag", "")), is_range, size)
+    return ObjectPart(
+        data, len(data) if is_wanted else sent, str(answer.get("ETag", "")), is_range, size
+    )
 
 
 def list_page(scheme: str, bucket: str, prefix: str, *, delimiter: str, token: str) -> Page:

@@ -49,8 +49,8 @@ HANDLERS = {
 }
 Files = dict[str, tuple[int, str]]  # The size and the SHA-256 by path.
 # The shape and the chunks of an array, its dtype, and the parts of it that this process writes.
-Part = tuple[tuple[slice, ...], np.ndarray]
-Stored = tuple[tuple[int, ...], tuple[int, ...], np.dtype, list[Part]]
+ArrayPart = tuple[tuple[slice, ...], np.ndarray]
+Stored = tuple[tuple[int, ...], tuple[int, ...], np.dtype, list[ArrayPart]]
 
 
 class BucketArrays:
@@ -117,7 +117,7 @@ class BucketArrays:
         self._background.shutdown()
 
 
-def complete(path: BucketPath, *, processes: int, seconds: float) -> Files:
+def complete_checkpoint(path: BucketPath, *, processes: int, seconds: float) -> Files:
     """Waits for the parts of all processes and makes one checkpoint of them, without a manifest.
 
     Returns its files. Process 0 calls it, when its own part is written.
@@ -168,7 +168,7 @@ def _copy(x: jax.Array | np.ndarray) -> Stored:
     """What this process writes of an array, copied; every element is written by one process."""
     if not isinstance(x, jax.Array):  # Whole, in the memory of process 0.
         whole = tuple(slice(0, size) for size in x.shape)
-        parts: list[Part] = [(whole, x)] if jax.process_index() == 0 else []
+        parts: list[ArrayPart] = [(whole, x)] if jax.process_index() == 0 else []
         return x.shape, chunk_shape(x.shape, x.dtype.itemsize), x.dtype, parts
     shards = [shard for shard in x.addressable_shards if shard.replica_id == 0]
     parts = [(shard.index, np.array(shard.data)) for shard in shards]

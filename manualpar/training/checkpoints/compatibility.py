@@ -55,7 +55,7 @@ RENAMED: Mapping[str, Mapping[str, str]] = {
 ABSENT = "(absent)"
 
 
-def new_name(field: str, value: Any) -> str | None:
+def renamed_value(field: str, value: Any) -> str | None:
     """What a value of a field is called now; `None` if it was not renamed."""
     return RENAMED.get(field, {}).get(value) if isinstance(value, str) else None
 
@@ -85,7 +85,7 @@ def check_resumable(
     refused: list[str] = []
     added = {**ADDED, **defaults}.items()
     saved = {name: value for name, value in added if name in current} | dict(saved)
-    saved = {name: new_name(name, value) or value for name, value in saved.items()}
+    saved = {name: renamed_value(name, value) or value for name, value in saved.items()}
     for name in sorted({*saved, *current} - REMOVED.keys()):
         before, after = saved.get(name, ABSENT), current.get(name, ABSENT)
         if _as_json(before) != _as_json(after):

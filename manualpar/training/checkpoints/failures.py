@@ -27,7 +27,7 @@ class CheckpointError(Exception):
     """A checkpoint could not be written or read; the message says which, why and how to go on."""
 
 
-def explain(error: BaseException) -> str:
+def explain_failure(error: BaseException) -> str:
     """The meaning of an error, or else its type and the first line of its text.
 
     It looks at the errors behind it too, and at their texts, because tensorstore has the operating
@@ -54,4 +54,4 @@ def cannot_write(path: AnyPath, error: BaseException) -> CheckpointError:
             "can write there, or give a slow disk more time (config.watch.stall_seconds, of which "
             "a save may take twice as much)."
         )
-    return CheckpointError(f"checkpoint {path} was not saved: {explain(error)}.")
+    return CheckpointError(f"checkpoint {path} was not saved: {explain_failure(error)}.")

@@ -189,7 +189,7 @@ class _BucketFolder:
     def complete(self, step: int, *, after: int, metrics: Mapping[str, float]) -> None:
         del after
         path, processes = self.unfinished(step), jax.process_count()
-        files = bucket_arrays.complete(path, processes=processes, seconds=self.seconds)
+        files = bucket_arrays.complete_checkpoint(path, processes=processes, seconds=self.seconds)
         text = manifest.manifest_text(Manifest(step, manifest.finite(metrics), files))
         (path / MANIFEST).write_bytes(text.encode())
         bucket_arrays.delete_parts(path, processes=processes)

@@ -10,7 +10,7 @@ from typing import Any
 
 from manualpar.core.program.program import Program
 from manualpar.core.state.train_state import TrainState
-from manualpar.strategies.diloco.program import LocalSteps
+from manualpar.strategies.diloco.program import DiLoCoProgram
 
 
 def as_stored(program: Program, stored: Mapping[str, Any]) -> Program:
@@ -19,7 +19,7 @@ def as_stored(program: Program, stored: Mapping[str, Any]) -> Program:
     `stored` is a nested dict with a shape at each leaf.
     """
     examples = stored.get("local", {}).get("examples")
-    if not isinstance(program, LocalSteps) or examples is None or not examples.shape:
+    if not isinstance(program, DiLoCoProgram) or examples is None or not examples.shape:
         return program
     number = int(examples.shape[0])
     own = program.abstract_state.local["examples"].shape[0]
@@ -28,7 +28,7 @@ def as_stored(program: Program, stored: Mapping[str, Any]) -> Program:
 
 def as_held(program: Program, state: TrainState) -> TrainState:
     """The state that was read as the program holds it."""
-    if not isinstance(program, LocalSteps):
+    if not isinstance(program, DiLoCoProgram):
         return state
     own = program.abstract_state.local["examples"].shape
     return state if state.local["examples"].shape == own else program.regrouped(state)

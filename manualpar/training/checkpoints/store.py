@@ -28,7 +28,7 @@ from manualpar.core.state.train_state import TrainState
 from manualpar.system.cluster.agreement import JSON, first_failure, from_first
 from manualpar.system.storage import AnyPath, BucketPath, as_path
 from manualpar.system.storage.durable_files import WriteError
-from manualpar.training.checkpoints.failures import CheckpointError, cannot_write, explain
+from manualpar.training.checkpoints.failures import CheckpointError, cannot_write, explain_failure
 from manualpar.training.checkpoints.folders import open_folder
 from manualpar.training.checkpoints.manifest import DamagedError
 from manualpar.training.checkpoints.retention import Retention
@@ -93,7 +93,7 @@ class Checkpoints:
             try:
                 steps = self._place.steps()
             except OSError as error:
-                failure = f"checkpoints in {self.folder} can't be listed: {explain(error)}."
+                failure = f"checkpoints in {self.folder} can't be listed: {explain_failure(error)}."
         steps, failure = from_first([steps, failure])
         if failure:
             raise CheckpointError(failure)
@@ -118,7 +118,7 @@ class Checkpoints:
             try:
                 mark = self._place.mark()
             except OSError as error:
-                failure = f"checkpoints in {self.folder} cannot be saved: {explain(error)}."
+                failure = f"checkpoints in {self.folder} cannot be saved: {explain_failure(error)}."
         mark, failure, first_host = from_first([mark, failure, host])
         if mark:
             if not self._place.has_mark(mark):
@@ -306,7 +306,9 @@ class Checkpoints:
             for old in sorted(set(known) - self._retention.choose(known)):
                 self._place.delete(old)
         except OSError as error:
-            return f"checkpoint {path} was saved, but no older one deleted: {explain(error)}."
+            return (
+                f"checkpoint {path} was saved, but no older one deleted: {explain_failure(error)}."
+            )
         return ""
 
     def _find_damage(self, step: int) -> str:
@@ -321,7 +323,7 @@ class Checkpoints:
         except DamagedError as error:
             failure = f"checkpoint {path} is damaged: {error}"
         except OSError as error:
-            failure = f"checkpoint {path} can't be read: {explain(error)}"
+            failure = f"checkpoint {path} can't be read: {explain_failure(error)}"
         return first_failure(failure)
 
     def _read(self, program: Program, step: int, report: Callable[[str], None]) -> Restored:
@@ -334,7 +336,7 @@ class Checkpoints:
         except Exception as error:  # Orbax and tensorstore raise any.
             raise CheckpointError(
                 f"checkpoint {path} can't be read, though its files are as they were written: "
-                f"{explain(error)}."
+                f"{explain_failure(error)}."
             ) from error.with_traceback(None)
         return Restored(step, state, extra)
 

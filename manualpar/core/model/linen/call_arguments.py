@@ -9,8 +9,8 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from manualpar.core.model.adapter import InitArgs
 from manualpar.core.model.evaluation import EVAL_SWITCHES, required, signature_of
+from manualpar.core.model.interface import InitArgs
 
 
 def initial_call(

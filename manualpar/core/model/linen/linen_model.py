@@ -23,7 +23,6 @@ from typing import Any, ClassVar, Self
 import flax.linen as nn
 from flax.errors import InvalidRngError
 
-from manualpar.core.model.adapter import InitArgs, ModelAdapter, register
 from manualpar.core.model.evaluation import (
     DROPOUT_STREAM,
     EVAL_SWITCHES,
@@ -31,14 +30,15 @@ from manualpar.core.model.evaluation import (
     SWITCHES,
     overrule,
 )
+from manualpar.core.model.interface import InitArgs, ModelInterface, register_interface
 from manualpar.core.model.linen.call_arguments import initial_call
 from manualpar.core.model.recurrence import varying_linen_carries
 from manualpar.core.model.split_dropout import SplitAttention, key_like
 
 
-@register
+@register_interface
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class LinenModel(ModelAdapter):
+class LinenModel(ModelInterface):
     """A Linen model.
 
     Attributes:

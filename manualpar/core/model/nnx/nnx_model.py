@@ -25,8 +25,8 @@ import numpy as np
 from flax import nnx
 from flax.traverse_util import unflatten_dict
 
-from manualpar.core.model.adapter import ModelAdapter, register
 from manualpar.core.model.evaluation import required
+from manualpar.core.model.interface import ModelInterface, register_interface
 from manualpar.core.model.nnx.dropout import split_dropout
 from manualpar.core.model.nnx.streams import (
     call_rngs,
@@ -35,7 +35,7 @@ from manualpar.core.model.nnx.streams import (
     stream_keys,
     stream_variable,
 )
-from manualpar.core.model.nnx.variables import Path, annotate, gathering_variable, path_name
+from manualpar.core.model.nnx.variables import Path, annotate, gathering_variable, path_text
 from manualpar.core.model.recurrence import METHOD, vary_like, with_subclasses
 from manualpar.core.parameters.array_box import ArrayBox
 
@@ -44,9 +44,9 @@ CONSTANTS = "constants"
 _NOT_GIVEN: Any = object()
 
 
-@register
+@register_interface
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class NNXModel(ModelAdapter):
+class NNXModel(ModelInterface):
     """An NNX model with the two functions of a Linen module that this package calls.
 
     Attributes:
@@ -205,7 +205,7 @@ class NNXModel(ModelAdapter):
         if not isinstance(leaf, nnx.Variable):
             return value
         if isinstance(value, nn.Partitioned):
-            key = path_name(path)
+            key = path_text(path)
             dims = None if self.loop_dims is None else self.loop_dims.get(key, frozenset())
             box = value.of_one_array() if isinstance(value, ArrayBox) else value
             return gathering_variable(leaf, box, path=key, loop_dims=dims)
@@ -224,7 +224,7 @@ class NNXModel(ModelAdapter):
                 continue
             if path not in before and made is not None and name not in made:
                 raise ValueError(
-                    f"model: calling it makes a new variable {path_name(path)!r} of type "
+                    f"model: calling it makes a new variable {path_text(path)!r} of type "
                     f"{type(leaf).__name__}, which a training state has no place for; make it in "
                     "the module's __init__. If it is for the loss, ask for it where the model is "
                     f"called: out, made = apply_fn(..., mutable=[{name!r}])."
@@ -291,7 +291,7 @@ def _construct(make: Callable[..., Any], name: str, key: jax.Array) -> nnx.Modul
         for attribute, value in vars(part).items():
             if isinstance(value, jax.core.Tracer):
                 raise TypeError(
-                    f"model: {path_name((*path, attribute))!r} is an array of shape {value.shape} "
+                    f"model: {path_text((*path, attribute))!r} is an array of shape {value.shape} "
                     "that no variable holds, expected an nnx.Param if it is to be trained, and "
                     "otherwise another nnx.Variable, or an array of numpy. Write "
                     f"self.{attribute} = nnx.Param(...)."
@@ -320,13 +320,13 @@ def _check_params(module: nnx.Module) -> None:
             continue
         if not isinstance(leaf.get_raw_value(), jax.ShapeDtypeStruct):
             raise TypeError(
-                f"model: parameter {path_name(path)!r} holds a "
+                f"model: parameter {path_text(path)!r} holds a "
                 f"{type(leaf.get_raw_value()).__name__}, expected an array; make an nnx.Param of "
                 "each of its arrays."
             )
         if leaf.hijax or leaf.ref:
             raise TypeError(
-                f"model: parameter {path_name(path)!r} is a reference (hijax or ref), expected a "
+                f"model: parameter {path_text(path)!r} is a reference (hijax or ref), expected a "
                 "plain variable: a step is a function of arrays. Make it without nnx.var_defaults."
             )
 
@@ -349,7 +349,7 @@ def _by_collection(
         name = collection_of(leaf)
         if name is not None:
             value = leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
-            boxed = box(leaf, path_name(path)) if box and name == "params" else value
+            boxed = box(leaf, path_text(path)) if box and name == "params" else value
             values[name, *map(str, path)] = boxed
     collections: dict[str, Any] = unflatten_dict(values)
     return collections
@@ -361,7 +361,7 @@ def _find(variables: Mapping[str, Any], collection: str, path: Path) -> Any:
     for name in map(str, path):
         if not isinstance(tree, Mapping) or name not in tree:
             raise ValueError(
-                f"model: applied without the variable {path_name(path)!r} of collection "
+                f"model: applied without the variable {path_text(path)!r} of collection "
                 f"{collection!r}, expected all that init makes."
             )
         tree = tree[name]

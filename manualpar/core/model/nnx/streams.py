@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from manualpar.core.model.nnx.variables import Path, path_name
+from manualpar.core.model.nnx.variables import Path, path_text
 
 
 def keys_by_stream(rngs: Any) -> dict[str, Any]:
@@ -54,10 +54,10 @@ def stream_keys(module: nnx.Module, given: Mapping[str, Any]) -> dict[Path, Any]
         only = given if len(given) == 1 else ()
         found = [given[key] for key in (name, "default", *only) if key in given]
         if found:
-            keys[path] = jax.random.fold_in(found[0], zlib.crc32(path_name(path).encode()))
+            keys[path] = jax.random.fold_in(found[0], zlib.crc32(path_text(path).encode()))
         else:
             keys[path] = (
-                f"model: its random stream {path_name(path)!r} is asked for numbers and has no "
+                f"model: its random stream {path_text(path)!r} is asked for numbers and has no "
                 f"key, expected one in rngs={{{name!r}: key}}; the call was given "
                 f"{sorted(given) or 'none'}."
             )

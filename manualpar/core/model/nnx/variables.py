@@ -32,7 +32,7 @@ Path = tuple[Any, ...]
 BOX = "manualpar_box"
 
 
-def path_name(path: Path) -> str:
+def path_text(path: Path) -> str:
     """A path in a module as people write it: `encoder/kernel`, `layers/0/kernel`."""
     return "/".join(map(str, path))
 

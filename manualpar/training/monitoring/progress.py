@@ -62,7 +62,7 @@ def make_console(*, process: int = 0) -> rich.console.Console:
     return console
 
 
-def describe(metrics: Mapping[str, float]) -> str:
+def describe_metrics(metrics: Mapping[str, float]) -> str:
     """Metrics in a line, such as `loss 0.0312  accuracy 0.9903`; those with a format come first."""
     return "  ".join(_texts(metrics).values())
 
@@ -155,7 +155,7 @@ class TrainingProgress:
             if not shown:
                 return
         digits = len(str(self._num_steps))
-        line = f"step {step:{digits}d}/{self._num_steps}  {split:5s}  {describe(shown)}"
+        line = f"step {step:{digits}d}/{self._num_steps}  {split:5s}  {describe_metrics(shown)}"
         print_line(self._console, line)
 
     def _fields(self) -> dict[str, Any]:

@@ -6,11 +6,11 @@ from typing import Any
 
 import rich.console
 
-from manualpar.core.parameters.coded_collectives import BlockCoding
-from manualpar.core.parameters.collectives import Wire
+from manualpar.core.parameters.collectives import CommPolicy
+from manualpar.core.parameters.quantized_collectives import BlockQuantizer
 from manualpar.inspect.step_ledger import describe_codes
-from manualpar.planner.plan import Plan
-from manualpar.planner.pod_estimate import PodPlan
+from manualpar.planner.closed_form.layout_estimate import PodPlan
+from manualpar.planner.plan import StepEstimate
 from manualpar.system.reports.tables import (
     describe_bytes,
     describe_seconds,
@@ -43,9 +43,9 @@ def print_layouts(console: rich.console.Console, plans: Sequence[PodPlan]) -> No
     print_table(console, headers, rows, title=title, words=2, most=SHOWN)
     layout = fastest[0].layout
     gathers, sums = (
-        BlockCoding(code) if code else None for code in (layout.gather_code, layout.reduce_code)
+        BlockQuantizer(code) if code else None for code in (layout.gather_code, layout.reduce_code)
     )
-    codes = describe_codes(Wire(gather_code=gathers, reduce_code=sums))
+    codes = describe_codes(CommPolicy(gather_code=gathers, reduce_code=sums))
     print_wrapped(
         console,
         "- Parameters and Adam's averages are float32; products, gathers and activations are "
@@ -53,7 +53,7 @@ def print_layouts(console: rich.console.Console, plans: Sequence[PodPlan]) -> No
         "positions too.",
         "- Attention is one kernel that keeps its scores to itself, in time and in memory.",
         "- What the closed form shares with the roofline is assumed as there; see "
-        "manualpar.planner.pod_estimate.",
+        "manualpar.planner.closed_form.layout_estimate.",
     )
     if codes:
         print_wrapped(
@@ -64,7 +64,7 @@ def print_layouts(console: rich.console.Console, plans: Sequence[PodPlan]) -> No
 
 
 def print_traced(
-    console: rich.console.Console, plan: PodPlan, traced: Plan | str, flags: Sequence[str]
+    console: rich.console.Console, plan: PodPlan, traced: StepEstimate | str, flags: Sequence[str]
 ) -> None:
     """Prints what the traced program of a layout says, or why there is none, and its flags."""
     if isinstance(traced, str):

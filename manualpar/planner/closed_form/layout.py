@@ -17,15 +17,15 @@ import math
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-from manualpar.core.parameters.block_codec import Code
+from manualpar.core.parameters.block_quantization import Quantization
 from manualpar.layers import MoE
 from manualpar.layers.moe.moe import capacity_of
 from manualpar.models import Transformer
 from manualpar.models.transformer_fields import size_of_head, size_of_vocabulary, window_of
 
 Communicate = Literal["minibatch", "gather-step", "step"]
-Keep = Literal["residuals", "inputs"]
-AnyCode = Code | Literal[""]  # "" for none.
+PipelineSaves = Literal["residuals", "inputs"]
+AnyCode = Quantization | Literal[""]  # "" for none.
 AXES = ("replica", "stage", "data", "context", "expert", "model")
 
 
@@ -59,7 +59,7 @@ class PodLayout:
     chunks: int = 1
     remat: str = "full"
     communicate: Communicate = "minibatch"
-    keep: Keep = "residuals"
+    keep: PipelineSaves = "residuals"
     gather_code: AnyCode = ""
     reduce_code: AnyCode = ""
     # What attention returns is kept, so that no scores are computed again.

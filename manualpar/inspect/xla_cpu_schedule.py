@@ -1,4 +1,4 @@
-"""What XLA makes of a program for CPUs, whose arrays `manualpar.inspect.allocation` then counts.
+"""What XLA makes of a program for CPUs, whose arrays `manualpar.inspect.peak_memory` then counts.
 
 It was read off the schedules and live ranges of compiled steps (jax 0.10.2, `--xla_dump_to`):
 
@@ -19,14 +19,14 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
 
 from manualpar.inspect.communication import KIND_OF_PRIMITIVE
-from manualpar.inspect.flat_program import Operation, Value
+from manualpar.inspect.flat_program import FlatValue, Operation
 
 PRODUCTS = frozenset({"conv_general_dilated", "dot_general"})
 _CAST = "convert_element_type"
 
 
 def as_compiled(
-    operations: Sequence[Operation], values: list[Value], kept: Collection[int]
+    operations: Sequence[Operation], values: list[FlatValue], kept: Collection[int]
 ) -> list[Operation]:
     """The operations that the compiler makes of these; `values` gets what is new.
 
@@ -66,7 +66,7 @@ def eager_order(operations: Sequence[Operation], fused: Collection[int]) -> list
 
 
 def _without_repeats(
-    operations: Sequence[Operation], values: Sequence[Value], kept: Collection[int]
+    operations: Sequence[Operation], values: Sequence[FlatValue], kept: Collection[int]
 ) -> list[Operation]:
     same: dict[int, int] = {}
     before: dict[tuple[str, tuple[int, ...], int], tuple[int, ...]] = {}
@@ -103,7 +103,7 @@ def _with_joint_reductions(operations: Sequence[Operation]) -> list[Operation]:
     return found
 
 
-def _with_stacks(operations: Sequence[Operation], values: list[Value]) -> list[Operation]:
+def _with_stacks(operations: Sequence[Operation], values: list[FlatValue]) -> list[Operation]:
     """With the arrays that loops stack their results in, which nothing has to wait for."""
     found: list[Operation] = []
     for op in operations:
@@ -116,7 +116,7 @@ def _with_stacks(operations: Sequence[Operation], values: list[Value]) -> list[O
     return found
 
 
-def _widened(operations: Sequence[Operation], values: list[Value]) -> list[Operation]:
+def _widened(operations: Sequence[Operation], values: list[FlatValue]) -> list[Operation]:
     wide: dict[int, int] = {}
     found: list[Operation] = []
     for op in operations:
@@ -157,6 +157,6 @@ def _with_wide_slices(loop: Operation, cast: Callable[[int], int]) -> Operation:
     return dataclasses.replace(loop, inputs=inputs, bodies=(body,))
 
 
-def _add(values: list[Value], size: int, like: int) -> int:
+def _add(values: list[FlatValue], size: int, like: int) -> int:
     values.append(dataclasses.replace(values[like], size=size))
     return len(values) - 1

@@ -16,17 +16,17 @@ from collections.abc import Iterable, Iterator
 from typing import Any, get_args
 
 from manualpar.models import Transformer
-from manualpar.planner.pod_estimate import PodPlan, estimate_layout
-from manualpar.planner.pod_layout import (
+from manualpar.planner.closed_form.layout import (
     AnyCode,
     Communicate,
-    Keep,
+    PipelineSaves,
     PodLayout,
     check_closed_form,
     find_obstacle,
     sizes_on_device,
 )
-from manualpar.planner.pod_work import step_memory_of
+from manualpar.planner.closed_form.layout_estimate import PodPlan, estimate_layout
+from manualpar.planner.closed_form.layout_work import step_memory_of
 from manualpar.planner.sweep import MOST_SPLIT
 from manualpar.planner.topology import Ring, Topology, levels_of
 
@@ -119,7 +119,7 @@ def _runs(
         minibatches,
         chunks if layout.stage > 1 else [1],
         get_args(Communicate),
-        get_args(Keep) if layout.stage > 1 else ["residuals"],
+        get_args(PipelineSaves) if layout.stage > 1 else ["residuals"],
     ):
         if layout.stage > 1 and m < layout.stage:
             continue  # Stages would idle most of the time.

@@ -18,20 +18,25 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from manualpar.core.parameters.block_codec import Code, coded_bytes, pack, unpack
+from manualpar.core.parameters.block_quantization import (
+    Quantization,
+    coded_bytes,
+    pack_codes,
+    unpack_codes,
+)
 from manualpar.core.tracing.scopes import DECODE_SCOPE
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class BlockCoding:
-    """A `manualpar.core.parameters.collectives.Coding` in blocks.
+class BlockQuantizer:
+    """A `manualpar.core.parameters.collectives.Quantizer` in blocks.
 
     Attributes:
       name: The name of its codes.
     """
 
-    name: Code
+    name: Quantization
 
     def row_bytes(self, n: int) -> int:
         """The bytes in which a row of `n` numbers travels."""
@@ -62,12 +67,14 @@ class BlockCoding:
           An all-gather of bytes for each round.
         """
         with jax.named_scope(DECODE_SCOPE):
-            rows = pack(x.reshape(1, -1), self.name, key)
+            rows = pack_codes(x.reshape(1, -1), self.name, key)
         to = "invarying" if is_invariant else "varying"
         for axes in rounds:
             rows = jax.lax.all_gather(rows, axes, axis=0, tiled=True, to=to)
         with jax.named_scope(DECODE_SCOPE):
-            shards = jnp.moveaxis(unpack(rows, x.size, self.name).reshape(-1, *x.shape), 0, dim)
+            shards = jnp.moveaxis(
+                unpack_codes(rows, x.size, self.name).reshape(-1, *x.shape), 0, dim
+            )
             return shards.reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :])
 
     def scatter_sum(
@@ -96,14 +103,14 @@ class BlockCoding:
         rows = x.reshape(lead, size, run)
         is_in_place = lead > 1 and lead * self.row_bytes(run) == self.row_bytes(lead * run)
         if is_in_place:
-            packed = pack(rows, self.name, key)
+            packed = pack_codes(rows, self.name, key)
             sent = jnp.moveaxis(packed, 1, 0)
         else:
             rows = jnp.moveaxis(rows, 1, 0).reshape(size, -1)
-            packed = sent = pack(rows, self.name, key)
+            packed = sent = pack_codes(rows, self.name, key)
         received = jax.lax.all_to_all(sent, axes, 0, 0, tiled=True)
-        total = unpack(received, rows.shape[-1], self.name).sum(0).reshape(shard)
-        lost = rows - unpack(packed, rows.shape[-1], self.name)
+        total = unpack_codes(received, rows.shape[-1], self.name).sum(0).reshape(shard)
+        lost = rows - unpack_codes(packed, rows.shape[-1], self.name)
         if not is_in_place:
             lost = jnp.moveaxis(lost.reshape(size, lead, run), 0, 1)
         return total, lost.reshape(x.shape)

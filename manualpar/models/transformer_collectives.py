@@ -13,7 +13,7 @@ from manualpar.core.program.program import Program
 from manualpar.core.tracing.scopes import CONTEXT_SCOPE
 from manualpar.inspect.communication import Collective
 from manualpar.inspect.layer_formulas import (
-    Activations,
+    LayerActivations,
     attention_sends,
     block_sends,
     cross_entropy_sends,
@@ -175,7 +175,7 @@ def _arranging(program: Program) -> Iterator[Collective]:
             yield Collective("permute", (str(axis),), size, half, leaf.dtype, 2, CONTEXT_SCOPE)
 
 
-def _activations(program: Program, model: Transformer, axis: str) -> Activations | None:
+def _activations(program: Program, model: Transformer, axis: str) -> LayerActivations | None:
     """A device's tokens in a minibatch, and how many devices there are along an axis, if any."""
     mesh = program.mesh
     if axis not in mesh.shape:
@@ -185,7 +185,7 @@ def _activations(program: Program, model: Transformer, axis: str) -> Activations
     examples, positions = tokens.sharding.shard_shape(tokens.shape)
     if axis == model.context_axis:
         positions *= mesh.shape[axis]
-    return Activations(
+    return LayerActivations(
         shape=(examples // program.num_minibatches, positions, model.hidden_size),
         dtype=jnp.dtype(model.dtype),
         axis=axis,

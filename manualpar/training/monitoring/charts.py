@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from manualpar.system.reports.pictures import BLUE, GREEN, INK, PINK, RED, new_figure
-from manualpar.training.watching.run_record import Chart, Point
+from manualpar.training.monitoring.run_record import Chart, Point
 
 COLORS = {"train": BLUE, "eval": RED, "test": GREEN}
 OTHER_COLOR = PINK

@@ -85,7 +85,7 @@ class KernelRuns(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Schedule:
+class Timeline:
     """A scheduled program.
 
     Attributes:
@@ -131,24 +131,24 @@ class OnWire(NamedTuple):
 
 WireSeconds = Callable[[ScheduledCollective], float]
 # Of a collective, the instruction that says which devices it joins, and their groups.
-Wire = Callable[[ScheduledCollective, Instruction, Groups], OnWire]
+SendModel = Callable[[ScheduledCollective, Instruction, Groups], OnWire]
 # Of an instruction without cycles in its computation; `None` if it is no kernel that is known.
 KernelSeconds = Callable[[Instruction, Instructions], float | None]
 
 
-def on_all_links(wire_seconds: WireSeconds) -> Wire:
+def on_all_links(wire_seconds: WireSeconds) -> SendModel:
     """Collectives that are on all links, one after the other."""
     return lambda collective, *_: OnWire((ALL_LINKS,), wire_seconds(collective))
 
 
-def read_schedule(
+def read_timeline(
     text: str,
     mesh: Mapping[str, int],
     *,
     clock: float,
-    wire: Wire,
+    wire: SendModel,
     kernel_seconds: KernelSeconds | None = None,
-) -> Schedule:
+) -> Timeline:
     """Follows a program that was compiled for a TPU.
 
     Args:
@@ -181,7 +181,7 @@ def read_schedule(
     }
     module = _TimedModule(**vars(parse_module(text)), **timed)
     block = _Block(module, module.entry, 1)
-    return Schedule(
+    return Timeline(
         collectives=tuple(block.collectives),
         compute_cycles=block.cycles,
         compute_seconds=block.cycles / clock,
@@ -202,7 +202,7 @@ def _merged(kernels: Sequence[KernelRuns]) -> Iterator[KernelRuns]:
 class _TimedModule(HloModule):
     mesh: Mapping[str, int]
     clock: float
-    wire: Wire
+    wire: SendModel
     kernel_seconds: KernelSeconds
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from manualpar.errors import MissingExtraError
 from manualpar.system.storage.durable_files import replace_file
-from manualpar.training.watching.charts import draw_charts
-from manualpar.training.watching.run_record import (
+from manualpar.training.monitoring.charts import draw_charts
+from manualpar.training.monitoring.run_record import (
     RunRecord,
     final_numbers,
     make_charts,

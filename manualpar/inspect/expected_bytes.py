@@ -1,8 +1,8 @@
 """What a step sends for its parameters and gradients, in closed form.
 
 A strategy says how many times a step gathers a parameter, scatters its gradient and gathers its new
-value, see `manualpar.core.modes.strategy.Sends`. Here the counts become bytes. For a parameter of
-`P` elements (padding included) of `b` bytes that is sharded over `S` devices, a device sends for
+value, see `manualpar.core.modes.strategy.CommCounts`. Here the counts become bytes. For a parameter
+of `P` elements (padding included) of `b` bytes that is sharded over `S` devices, a device sends for
 each
 
     all-gather or reduce-scatter                                    b P (S - 1) / S
@@ -56,8 +56,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from manualpar.core.mesh.axes import Names, axes_size, axis_tuple
-from manualpar.core.modes.strategy import Sends
-from manualpar.core.parameters.collectives import AS_STORED, Wire
+from manualpar.core.modes.strategy import CommCounts
+from manualpar.core.parameters.collectives import EXACT, CommPolicy
 from manualpar.core.parameters.placement import ParameterInfo, Placement
 from manualpar.core.program.program import Program
 from manualpar.core.tracing.scopes import (
@@ -70,8 +70,8 @@ from manualpar.core.tracing.scopes import (
 )
 from manualpar.inspect.communication import Collective, ring_bytes
 from manualpar.inspect.pipeline_formulas import PipelineForm, Uses
-from manualpar.inspect.provenance import LAYER_SCOPES, OTHER
-from manualpar.strategies.diloco.program import LocalSteps
+from manualpar.inspect.scope_parsing import LAYER_SCOPES, OTHER
+from manualpar.strategies.diloco.program import DiLoCoProgram
 
 # The scopes of what a step sends besides parameters and gradients.
 OTHER_SCOPES = (
@@ -107,7 +107,7 @@ def step_bytes(program: Program, *, stage: int | None = None) -> dict[tuple[str,
             "'explicit': the compiler is free to send what it likes. Read what it sends with "
             "compiled_collectives."
         )
-    if isinstance(program, LocalSteps):
+    if isinstance(program, DiLoCoProgram):
         program = program.inner
     if program.step.pipeline is None:
         m = program.num_minibatches
@@ -134,7 +134,7 @@ def total_step_bytes(program: Program, *, stage: int | None = None) -> Fraction:
 
 
 def outer_step_bytes(
-    program: LocalSteps, *, fragment: int | None = None
+    program: DiLoCoProgram, *, fragment: int | None = None
 ) -> dict[tuple[str, ...], Fraction]:
     """Predicts what a device sends in outer steps for parameters and their differences.
 
@@ -168,7 +168,7 @@ def outer_step_bytes(
     return dict(totals)
 
 
-def _mean_bytes(wire: Wire, n: int, dtype: Any, axes: tuple[str, ...], size: int) -> Fraction:
+def _mean_bytes(wire: CommPolicy, n: int, dtype: Any, axes: tuple[str, ...], size: int) -> Fraction:
     """What a device sends for the mean over `size` devices of `n` numbers."""
     if size > 1 and (code := wire.reduce_code_of(n / size, dtype, axes)):
         return 2 * ring_bytes("all_gather", code.row_bytes(-(-n // size)), size)
@@ -207,7 +207,7 @@ class _DimGather(NamedTuple):
     rows: int
     calls: int
 
-    def gather_bytes(self, itemsize: int, wire: Wire = AS_STORED, dtype: Any = None) -> Fraction:
+    def gather_bytes(self, itemsize: int, wire: CommPolicy = EXACT, dtype: Any = None) -> Fraction:
         """The bytes that a device sends for it; `dtype` is that of the parameter."""
         n = self.elements // self.rows // self.calls
         size = n * itemsize
@@ -215,7 +215,7 @@ class _DimGather(NamedTuple):
             size = code.row_bytes(n)
         return ring_bytes("all_gather", self.calls * self.rows * size, self.axis_size)
 
-    def scatter_bytes(self, wire: Wire, reduced: Any) -> Fraction:
+    def scatter_bytes(self, wire: CommPolicy, reduced: Any) -> Fraction:
         """The bytes that a device sends for the reduce-scatter that goes back."""
         n = self.elements // self.calls
         code = wire.reduce_code_of(n, reduced, self.axes)
@@ -230,7 +230,7 @@ def _of_parameter(
     strategy, sends = program.strategy, uses.sends
     wire = program.wire.of(info.dtype, trainable=place.trainable)
     if not place.trainable:
-        sends = Sends(sends.uses, sends.gathers)
+        sends = CommCounts(sends.uses, sends.gathers)
     stored = info.dtype.itemsize
     gathered = jnp.dtype(wire.gather_dtype or info.dtype).itemsize
     reduced = jnp.dtype(wire.reduce_dtype or wire.gather_dtype or info.dtype)

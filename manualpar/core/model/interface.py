@@ -1,8 +1,8 @@
 """The functions of a model that a program calls, whichever library the model was written with.
 
-A library's adapter is a subclass of `ModelAdapter` that is registered when its module is imported:
-Linen's is in `manualpar.core.model.linen.linen_model`, NNX's in `manualpar.core.model.nnx`. The
-modules that call models import neither.
+A library's adapter is a subclass of `ModelInterface` that is registered when its module is
+imported: Linen's is in `manualpar.core.model.linen.linen_model`, NNX's in
+`manualpar.core.model.nnx`. The modules that call models import neither.
 """
 
 import abc
@@ -27,11 +27,11 @@ Model = nn.Module | Callable[..., Any] | Applicable
 # Makes the arguments of a model's call from a batch.
 InitArgs = Callable[[Any], tuple[Sequence[Any], Mapping[str, Any]]]
 # In "eval" training is turned off, and in "eval_dropout" all of it but dropout.
-Phase = Literal["train", "eval", "eval_dropout"]
+RunPhase = Literal["train", "eval", "eval_dropout"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class ModelAdapter(abc.ABC):
+class ModelInterface(abc.ABC):
     """A model, and what a program adds to each of its calls.
 
     Attributes:
@@ -44,7 +44,7 @@ class ModelAdapter(abc.ABC):
     """
 
     module: Any
-    phase: Phase = "train"
+    phase: RunPhase = "train"
     axis_aliases: AxisAliases = NO_ALIASES
     loop_dims: Mapping[str, frozenset[int]] | None = None
     makes_variables_in_calls: ClassVar[bool] = False
@@ -90,7 +90,7 @@ class ModelAdapter(abc.ABC):
         del batch, init_args
         return (), {}
 
-    def check(self, trace: Callable[["ModelAdapter"], None]) -> None:
+    def check(self, trace: Callable[["ModelInterface"], None]) -> None:
         """Refuses a model that would be wrong on the mesh; `trace` traces the loss with another."""
         del trace
 
@@ -103,16 +103,16 @@ class ModelAdapter(abc.ABC):
         """Calls the model as `flax.linen.Module.apply` does; parameters may be in boxes."""
 
 
-_ADAPTERS: list[type[ModelAdapter]] = []
+_ADAPTERS: list[type[ModelInterface]] = []
 
 
-def register(adapter: type[ModelAdapter]) -> type[ModelAdapter]:
-    """Has `adapt` try an adapter too; a decorator of its class."""
+def register_interface(adapter: type[ModelInterface]) -> type[ModelInterface]:
+    """Has `interface_of` try an adapter too; a decorator of its class."""
     _ADAPTERS.append(adapter)
     return adapter
 
 
-def adapt(model: Any) -> Any:
+def interface_of(model: Any) -> Any:
     """The adapter of a model; anything that no library's adapter takes is returned as it is."""
     wrapped = (adapter.wrap(model) for adapter in _ADAPTERS)
     return next((found for found in wrapped if found is not None), model)

@@ -10,8 +10,8 @@ like the parameters'.
 Residuals are for gradients that are encoded once a step, after all minibatches. What the backward
 pass encodes, or each minibatch, has none to begin with and none to return.
 
-Rounding at random (`AtRandom`) is for all gradients. It takes a key that every step makes anew for
-each parameter. A key made of the gradient alone would round equal gradients equally.
+Rounding at random (`StochasticQuantizer`) is for all gradients. It takes a key that every step
+makes anew for each parameter. A key made of the gradient alone would round equal gradients equally.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from manualpar.core.mesh.rng import fold_rng_over_axis
 from manualpar.core.model.options import ROUNDING
 from manualpar.core.modes.manual import Manual
 from manualpar.core.modes.strategy import Strategy
-from manualpar.core.parameters.collectives import Wire
+from manualpar.core.parameters.collectives import CommPolicy
 from manualpar.core.parameters.placement import ParameterInfo, Placement
 from manualpar.core.parameters.sharded_parameter import is_box, wire_of
 
@@ -72,7 +72,9 @@ class Residual(NamedTuple):
     spec: PartitionSpec
 
 
-def residual_of(info: ParameterInfo, place: Placement, wire: Wire, mesh: Any) -> Residual | None:
+def residual_of(
+    info: ParameterInfo, place: Placement, wire: CommPolicy, mesh: Any
+) -> Residual | None:
     """The residual of a parameter whose gradient is encoded once a step; `None` if it is not.
 
     Its gradient is scattered, if that takes codes, or else averaged over the axes that do.
@@ -117,7 +119,7 @@ class _Reducer:
 # A pytree, so that a backward pass gets its key as a value.
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["key"], meta_fields=["coding"])
 @dataclasses.dataclass(eq=False)
-class AtRandom(_Reducer):
+class StochasticQuantizer(_Reducer):
     """A code that rounds up or down at random.
 
     Attributes:
@@ -145,7 +147,7 @@ class AtRandom(_Reducer):
 
 
 @dataclasses.dataclass(eq=False)
-class Sender(_Reducer):
+class ErrorFeedback(_Reducer):
     """A code that takes what it left out in the step before with it, for one reduction.
 
     Attributes:
@@ -173,7 +175,7 @@ class Sender(_Reducer):
 
 
 @dataclasses.dataclass(frozen=True)
-class Feedback:
+class GradientRounding:
     """What a step does about what its codes leave out.
 
     Attributes:
@@ -203,24 +205,24 @@ class Feedback:
         keys = jax.tree.unflatten(structure, [*keys])
 
         def at_random(key: jax.Array, x: Any) -> Any:
-            return _with_code(x, AtRandom(wire_of(x).reduce_code, key))
+            return _with_code(x, StochasticQuantizer(wire_of(x).reduce_code, key))
 
         return [jax.tree.map(at_random, keys, tree) for tree in trees]
 
-    def attach(self, local: Any, grads: Any, shards: Any) -> tuple[dict[str, Sender], Any]:
+    def attach(self, local: Any, grads: Any, shards: Any) -> tuple[dict[str, ErrorFeedback], Any]:
         """The sender of each parameter that has a residual, and both trees with them in boxes."""
         boxes = jax.tree.leaves(shards, is_leaf=is_box)
         pairs = zip(jax.tree.leaves(self.infos), boxes, strict=True)
         codes = {info.path: wire_of(box).reduce_code for info, box in pairs}
         residuals = flatten_dict(local.get("residuals", {}), sep="/")
-        senders = {path: Sender(codes[path], each[0]) for path, each in residuals.items()}
+        senders = {path: ErrorFeedback(codes[path], each[0]) for path, each in residuals.items()}
 
         def with_sender(info: ParameterInfo, x: Any) -> Any:
             return _with_code(x, senders[info.path]) if info.path in senders else x
 
         return senders, [jax.tree.map(with_sender, self.infos, tree) for tree in (grads, shards)]
 
-    def left_out(self, senders: Mapping[str, Sender]) -> dict[str, Any]:
+    def left_out(self, senders: Mapping[str, ErrorFeedback]) -> dict[str, Any]:
         """The residuals after the reductions."""
         lost = {path: cast(jax.Array, sender.lost)[None] for path, sender in senders.items()}
         return {"residuals": unflatten_dict(lost, sep="/")} if lost else {}
@@ -230,14 +232,14 @@ class Feedback:
         return {"residuals": unflatten_dict(residuals, sep="/")} if residuals else {}
 
 
-def feedback_of(
+def gradient_rounding(
     strategy: Strategy,
     infos: Any,
     placements: Any,
     *,
     mode: Manual,
     options: Mapping[str, Any],
-) -> Feedback | None:
+) -> GradientRounding | None:
     """What the options of a program ask for; `None` if it is neither residuals nor randomness.
 
     `infos` and `placements` are trees of trained parameters.
@@ -254,7 +256,7 @@ def feedback_of(
         for info, place in zip(*map(jax.tree.leaves, (infos, placements)), strict=True):
             if residual := residual_of(info, place, mode.wire, mode.mesh):
                 residuals[info.path] = residual
-    return Feedback(infos, residuals, rounds_at_random)
+    return GradientRounding(infos, residuals, rounds_at_random)
 
 
 def _with_code(x: Any, code: Any) -> Any:

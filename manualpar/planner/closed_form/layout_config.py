@@ -5,8 +5,8 @@ from typing import Any
 
 import ml_collections
 
-from manualpar.planner.plan import Plan
-from manualpar.planner.pod_layout import PodLayout
+from manualpar.planner.closed_form.layout import PodLayout
+from manualpar.planner.plan import StepEstimate
 from manualpar.planner.roofline import estimate
 from manualpar.planner.step_work import read_work
 from manualpar.planner.sweep import throughput_of
@@ -66,7 +66,7 @@ def layout_flags(config: ml_collections.ConfigDict, layout: PodLayout) -> list[s
 
 def trace_layout(
     config: ml_collections.ConfigDict, layout: PodLayout, topology: Topology, *, vocab_size: int = 0
-) -> Plan:
+) -> StepEstimate:
     """The roofline's plan of the traced program; a `ValueError` of the builder may refuse it.
 
     In time attention is one fused kernel. In memory it is that of the program.

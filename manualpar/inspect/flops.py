@@ -32,7 +32,7 @@ from manualpar.core.tracing.attention_blocks import (
 )
 from manualpar.inspect.communication import summed
 from manualpar.inspect.equations import Around, EquationReader
-from manualpar.inspect.provenance import PHASES, Phase, module_of, phase_of
+from manualpar.inspect.scope_parsing import PHASES, Phase, module_of, phase_of
 
 # These multiply matrices, and their operations cannot be read off.
 _UNCOUNTED = """

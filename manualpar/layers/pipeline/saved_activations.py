@@ -18,7 +18,7 @@ from manualpar.core.tracing.jaxprs import without_names
 from manualpar.core.tracing.scopes import RECOMPUTED_SCOPE
 from manualpar.layers.pipeline.staged_loss import Activations
 
-Keep = Literal["residuals", "inputs"]
+PipelineSaves = Literal["residuals", "inputs"]
 # (parameters, inexact activations, (exact activations, ...)) -> activations.
 Chunk = Callable[[Any, list[Any], Any], Activations]
 

@@ -24,7 +24,7 @@ from manualpar.core.tracing.scopes import GATHER_SCOPE, REGATHER, purpose_of
 from manualpar.inspect.communication import Collective, Kind, as_number, ring_bytes
 from manualpar.inspect.compiled import CompiledCollective
 from manualpar.inspect.hlo import array_bytes
-from manualpar.inspect.provenance import OTHER
+from manualpar.inspect.scope_parsing import OTHER
 
 ChangeKind = Literal["merged", "hoisted", "retyped", "replaced", "removed", "added"]
 UNLIKE = 7  # See `_difference`.
@@ -71,7 +71,7 @@ def find_changes(
 
     The changes come in the order of the program, those of one kind and purpose together. A
     collective on a ring of one device sends nothing and is not considered. `root` is the name of
-    the whole model, see `manualpar.inspect.provenance.module_of`.
+    the whole model, see `manualpar.inspect.scope_parsing.module_of`.
     """
     written = [_Written(one, left=one.times) for one in traced if one.bytes_sent]
     running = [part for one in compiled for part in _parts(one, root) if part.bytes_each]

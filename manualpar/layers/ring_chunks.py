@@ -116,7 +116,7 @@ def _pad(x: jax.Array, dim: int, widths: tuple[int, int]) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def cut(x: jax.Array, axes: tuple[str, ...], dim: int) -> tuple[jax.Array, ...]:
-    """The chunks of a whole sequence; `join` is its transpose."""
+    """The chunks of a whole sequence; `join_chunks` is its transpose."""
     length = x.shape[dim] // jax.lax.axis_size(axes)
     with jax.named_scope(SEQUENCE_SCOPE):
         return tuple(
@@ -125,7 +125,7 @@ def cut(x: jax.Array, axes: tuple[str, ...], dim: int) -> tuple[jax.Array, ...]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def join(parts: tuple[jax.Array, ...], axes: tuple[str, ...], dim: int) -> jax.Array:
+def join_chunks(parts: tuple[jax.Array, ...], axes: tuple[str, ...], dim: int) -> jax.Array:
     """The whole sequence of which `parts` are the chunks; `cut` is its transpose."""
     shape = list(parts[0].shape)
     shape[dim] *= len(parts)
@@ -141,10 +141,10 @@ def join(parts: tuple[jax.Array, ...], axes: tuple[str, ...], dim: int) -> jax.A
 # Autodiff would add up as many whole arrays as there are chunks.
 cut.defvjp(
     lambda x, axes, dim: (cut(x, axes, dim), None),
-    lambda axes, dim, _, gs: (join(gs, axes, dim),),
+    lambda axes, dim, _, gs: (join_chunks(gs, axes, dim),),
 )
-join.defvjp(
-    lambda parts, axes, dim: (join(parts, axes, dim), None),
+join_chunks.defvjp(
+    lambda parts, axes, dim: (join_chunks(parts, axes, dim), None),
     lambda axes, dim, _, g: (cut(g, axes, dim),),
 )
 

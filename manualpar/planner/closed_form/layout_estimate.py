@@ -16,13 +16,12 @@ import dataclasses
 import functools
 from collections.abc import Iterable
 
-from manualpar.core.parameters.block_codec import ROW_BLOCK, coded_bytes
+from manualpar.core.parameters.block_quantization import ROW_BLOCK, coded_bytes
 from manualpar.inspect.communication import Kind, ring_bytes
 from manualpar.inspect.memory import Memory
 from manualpar.models import Transformer
 from manualpar.models.transformer_fields import flops_per_token
-from manualpar.planner.hardware import Chip
-from manualpar.planner.pod_layout import (
+from manualpar.planner.closed_form.layout import (
     AnyCode,
     DeviceSizes,
     PodLayout,
@@ -30,7 +29,7 @@ from manualpar.planner.pod_layout import (
     find_obstacle,
     sizes_on_device,
 )
-from manualpar.planner.pod_work import (
+from manualpar.planner.closed_form.layout_work import (
     HALF,
     SINGLE,
     STATE,
@@ -40,6 +39,7 @@ from manualpar.planner.pod_work import (
     state_elements,
     step_memory_of,
 )
+from manualpar.planner.hardware import Chip
 from manualpar.planner.roofline import is_made_an_all_reduce
 from manualpar.planner.topology import Ring, Topology, ring_over
 

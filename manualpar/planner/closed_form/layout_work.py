@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from manualpar.inspect.memory import Memory
 from manualpar.layers.head_loss import FEWEST_COLUMNS, default_chunk
-from manualpar.planner.pod_layout import DeviceSizes, PodLayout
+from manualpar.planner.closed_form.layout import DeviceSizes, PodLayout
 
 HALF, SINGLE = 2, 4  # Bytes of an element: computed with and sent in bfloat16; stored in float32.
 STATE = 2  # Adam's averages.

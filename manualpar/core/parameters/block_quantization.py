@@ -3,8 +3,9 @@
 A block is a run along the last dim of an array. Its scale is its largest magnitude divided by the
 largest code, and the code of a number is the number in units of the scale, rounded to an integer
 (Dettmers et al., LLM.int8(), https://arxiv.org/abs/2208.07339). `encode` and `decode` keep codes
-and scales as arrays of their own, to be stored. `pack` and `unpack` lay them side by side in bytes,
-to be sent: `coded_bytes(n, code)` for a row of `n` numbers. Nothing here knows what they are.
+and scales as arrays of their own, to be stored. `pack_codes` and `unpack_codes` lay them side by
+side in bytes, to be sent: `coded_bytes(n, code)` for a row of `n` numbers. Nothing here knows what
+they are.
 
 Invariants: a scale has the 8 significant bits of bfloat16, whatever its dtype, so that casting it
 to bfloat16 changes nothing, and the product with a code is exact in float32. A finite number is off
@@ -22,27 +23,27 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-Code = Literal["int8", "int4"]
-LARGEST_CODE: dict[Code, int] = {"int8": 127, "int4": 7}
-BITS: dict[Code, int] = {"int8": 8, "int4": 4}
+Quantization = Literal["int8", "int4"]
+LARGEST_CODE: dict[Quantization, int] = {"int8": 127, "int4": 7}
+BITS: dict[Quantization, int] = {"int8": 8, "int4": 4}
 SCALE_BYTES = 2
 LARGEST = 2.0**128 * (1 - 2**-6)  # 3.35e38; float32 ends at 3.40e38.
 ROW_BLOCK = 256  # The longest block of a row that is sent.
 
 
-def block_size(size: int, most: int) -> int:
+def quantized_block_size(size: int, most: int) -> int:
     """The length of the blocks of a dim: at most `most`, and as equal as can be."""
     return -(-size // -(-size // most)) if size else most
 
 
 def encode(
-    x: jax.Array, block: int, *, code: Code = "int8", key: jax.Array | None = None
+    x: jax.Array, block: int, *, code: Quantization = "int8", key: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """The codes and the scales of an array.
 
     Args:
       x: `[..., K]` of floating-point numbers.
-      block: The length of the blocks, as `block_size` returns it for `K`.
+      block: The length of the blocks, as `quantized_block_size` returns it for `K`.
       code: How many bits a code has.
       key: Rounds up or down at random, so that the mean over keys is the number. Arrays with other
         scales round otherwise by the same key. If not given, numbers are rounded to the nearest.
@@ -122,20 +123,20 @@ def decode(codes: jax.Array, scales: jax.Array) -> jax.Array:
     return (codes.astype(wide) * each).astype(scales.dtype)
 
 
-def coded_bytes(n: int, code: Code) -> int:
-    """The bytes of a row of `n` numbers as `pack` lays it out."""
+def coded_bytes(n: int, code: Quantization) -> int:
+    """The bytes of a row of `n` numbers as `pack_codes` lays it out."""
     count, block = _row_blocks(n, code)
     return count * (block * BITS[code] // 8 + SCALE_BYTES)
 
 
-def _row_blocks(n: int, code: Code) -> tuple[int, int]:
+def _row_blocks(n: int, code: Quantization) -> tuple[int, int]:
     """How many blocks a row of `n` numbers has, and how long they are: whole bytes of codes."""
-    block = block_size(n, ROW_BLOCK)
+    block = quantized_block_size(n, ROW_BLOCK)
     block += block * BITS[code] % 8 // 4
     return -(-n // block), block
 
 
-def pack(x: jax.Array, code: Code, key: jax.Array | None = None) -> jax.Array:
+def pack_codes(x: jax.Array, code: Quantization, key: jax.Array | None = None) -> jax.Array:
     """Rows of numbers as rows of bytes: of each block the codes, and then the scale.
 
     Args:
@@ -158,8 +159,8 @@ def pack(x: jax.Array, code: Code, key: jax.Array | None = None) -> jax.Array:
     return jnp.concatenate([packed, scale_bytes], -1).reshape(*rows, -1)
 
 
-def unpack(packed: jax.Array, n: int, code: Code) -> jax.Array:
-    """The rows of which `pack` has made bytes, `float32[..., n]`."""
+def unpack_codes(packed: jax.Array, n: int, code: Quantization) -> jax.Array:
+    """The rows of which `pack_codes` has made bytes, `float32[..., n]`."""
     *rows, _ = packed.shape
     count, block = _row_blocks(n, code)
     packed = packed.reshape(*rows, count, -1)

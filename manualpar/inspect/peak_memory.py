@@ -1,9 +1,9 @@
 """The arrays that a program holds at its fullest moment.
 
 Operations run in the order in which they are written, except that gathers run where they are first
-read; on CPUs in that of `manualpar.inspect.cpu_program`. An array is held from the operation that
-makes it to the last operation that reads it. Not every value is an array in memory, because XLA
-*fuses*. The model of XLA's fusion is:
+read; on CPUs in that of `manualpar.inspect.xla_cpu_schedule`. An array is held from the operation
+that makes it to the last operation that reads it. Not every value is an array in memory, because
+XLA *fuses*. The model of XLA's fusion is:
 
 - An elementwise operation, a broadcast, a cast, a slice or a lookup is computed where it is read,
   if all of its readers end up in one fusion. Its operands are then held until the fusion runs.
@@ -32,8 +32,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from manualpar.inspect.communication import KIND_OF_PRIMITIVE
-from manualpar.inspect.cpu_program import PRODUCTS, as_compiled, eager_order
-from manualpar.inspect.flat_program import Operation, Value
+from manualpar.inspect.flat_program import FlatValue, Operation
+from manualpar.inspect.xla_cpu_schedule import PRODUCTS, as_compiled, eager_order
 
 # Fused, and cheap enough to be computed several times.
 _CHEAP_WORDS = """
@@ -74,7 +74,7 @@ FUSIONS: Mapping[str, Fusion] = {
 
 def find_peak(
     operations: Sequence[Operation],
-    values: list[Value],
+    values: list[FlatValue],
     *,
     kept: Collection[int],
     replaced: Sequence[tuple[int, int]] = (),
@@ -147,7 +147,7 @@ def find_peak(
     return +peak
 
 
-def _inside(op: Operation, values: list[Value], fusion: Fusion) -> Counter[str]:
+def _inside(op: Operation, values: list[FlatValue], fusion: Fusion) -> Counter[str]:
     """What the fullest body of an operation holds besides what is held around it."""
     is_loop = op.name in ("scan", "while")
     fullest: Counter[str] = Counter()
@@ -176,7 +176,7 @@ def _takes_place(maker: Operation, later: int) -> bool:
     return later < 0 or (later == 0 and (bool(maker.written_over) or _is_fusible(maker)))
 
 
-def _reused_bytes(op: Operation, ends: Sequence[int], values: Sequence[Value]) -> int:
+def _reused_bytes(op: Operation, ends: Sequence[int], values: Sequence[FlatValue]) -> int:
     """The bytes of results that take the place of operands."""
     if not _is_fusible(op):
         return sum(values[new].size for old, new in op.written_over if old in ends)
@@ -188,7 +188,7 @@ class _Fusing(NamedTuple):
     """Finds the operations whose results are not arrays in memory."""
 
     operations: Sequence[Operation]
-    values: Sequence[Value]
+    values: Sequence[FlatValue]
     kept: Collection[int]
     fusion: Fusion
     made_at: Mapping[int, int]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from manualpar.system.storage.untrusted import NotAFileError, open_file, parse_object, read_object
-from manualpar.training.watching.writers import (
+from manualpar.training.monitoring.run_files import (
     CONFIG_FILE,
     DISCARDED_FILE,
     METRICS_FILE,
