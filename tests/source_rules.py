@@ -53,10 +53,10 @@ COLLECTIVES = frozenset(
 MAY_COMMUNICATE = frozenset(
     {
         "core.mesh.zigzag",
-        "core.modes.collection_sync",
+        "core.modes.variable_reduction",
         "core.modes.gradients",
         "core.modes.nonfinite",
-        "core.parameters.coded_collectives",
+        "core.parameters.quantized_collectives",
         "core.parameters.collectives",
         "core.parameters.sharded_parameter",
         "core.program.gather_examples",
