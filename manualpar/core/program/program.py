@@ -85,7 +85,7 @@ class Program(StartsFromArrays):
       batch_sharding: How a batch's leaves lie on the mesh: the leading dimension is split over the
         data axes. `jax.device_put(batch, program.batch_sharding)` puts a batch there; one that lies
         elsewhere is moved in every step. A batch with scalars in it takes the shardings of
-        `shapes_of_batch`.
+        `abstract_batch`.
       create: What `init` jits: a state made of a key, which lies nowhere.
       init: `init(rng) -> TrainState`. It takes `init_rng, rng = jax.random.split(rng)`. On every
         mesh the parameters are, bit for bit, those of a jitted `model.init({"params": init_rng},
@@ -111,7 +111,7 @@ class Program(StartsFromArrays):
     parameters: tuple[tuple[ParameterInfo, Placement], ...]
     abstract_state: TrainState
     whole_state: TrainState
-    shapes_of_batch: Any
+    abstract_batch: Any
     batch_sharding: NamedSharding
     create: Callable[[jax.Array], TrainState] = dataclasses.field(repr=False)
     init: Callable[[jax.Array], TrainState]
@@ -358,7 +358,7 @@ def _assemble(batch: Any, step: Step, states: _States, options: ProgramOptions) 
         parameters=tuple(zip(infos, placements, strict=True)),
         abstract_state=abstract,
         whole_state=states.whole,
-        shapes_of_batch=with_shardings(batch, shard(step.roles.batch_specs(batch))),
+        abstract_batch=with_shardings(batch, shard(step.roles.batch_specs(batch))),
         batch_sharding=NamedSharding(given, step.roles.batch_spec),
         create=states.create,
         init=functools.partial(init, jit(states.create, states.layout, out_shardings=shardings)),

@@ -1,13 +1,14 @@
 """`diloco` as a config describes it: by names and numbers."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import optax
 
 from manualpar.core.model.interface import Model
 from manualpar.core.model.loss_function import LossFn
 from manualpar.core.model.options import CODES, ProgramOptions
+from manualpar.core.parameters.block_quantization import Quantization
 from manualpar.strategies.diloco.builder import diloco
 from manualpar.strategies.diloco.program import DiLoCoProgram
 from manualpar.strategies.fields import Field
@@ -32,7 +33,7 @@ def diloco_of_config(
     inner: str,
     outer_learning_rate: float,
     outer_momentum: float,
-    outer_code: str,
+    outer_code: Quantization | Literal[""],
     **options: Any,
 ) -> DiLoCoProgram:
     """Builds what `diloco` builds.
