@@ -33,17 +33,20 @@ KINDS = (
     "next-dim",
 )
 
+_TRACED = "traced for what the model does with its variables; it never runs"
+_PROCESSES = "several processes only: slow tests in cluster_agreement_test"
+
 # Sites without mutants, and why: `module:function:callee`; names may hold wildcards.
 LEFT_ALONE: Mapping[str, str] = {
-    "core.parameters.collectives:is_vma_checked:axis_index": "its type is read and its value is not",
+    "core.parameters.collectives:is_vma_checked:axis_index": "only its type is read",
     "core.modes.global_arrays:GlobalParameter.unbox:gather_data_axes": "a constraint; XLA gathers",
-    "core.model.probe:*": "traced for what the model does with its variables; it never runs",
+    "core.model.probe:*": _TRACED,
     "core.program.step:Step.loss_alone.*": "traced for what the loss differentiates; it never runs",
-    "core.model.initialise:*": "traced for what the model does with its variables; it never runs",
+    "core.model.initialise:*": _TRACED,
     "training.replicas:ReplicaSentinel.fingerprints:process_allgather": "several processes only",
-    "system.cluster.agreement:*": "several processes only: slow tests in cluster_agreement_test",
-    "layers.moe.expert_exchange:_exchange_ragged:*": "not on CPUs: slow tests in layers_experts_test",
-    "core.state.state_arrays:to_host:*": "several processes only: slow tests in cluster_agreement_test",
+    "system.cluster.agreement:*": _PROCESSES,
+    "layers.moe.expert_exchange:_exchange_ragged:*": "not on CPUs: slow tests",
+    "core.state.state_arrays:to_host:*": _PROCESSES,
 }
 
 _ONE_AXIS = "there is always one axis, by its type"
@@ -95,8 +98,8 @@ EQUIVALENT: Mapping[str, str] = {
     "*:gather_data_axes:duplicate": _NOTHING_LEFT,
     "core.modes.manual:*:replicate_shards:duplicate": _NOTHING_LEFT,
     "core.program.inside_shard_map:*:gather_params:duplicate": _NOTHING_LEFT,
-    "core.program.inside_shard_map:*:gather_params:drop-last-axis": "all axes of a dim's tuple count",
-    "core.program.inside_shard_map:*:gather_params:reverse-axes": "a dim's own tuple counts, in order",
+    "core.program.inside_shard_map:*:gather_params:drop-last-axis": "all axes of a tuple count",
+    "core.program.inside_shard_map:*:gather_params:reverse-axes": "a tuple counts in order",
 }
 
 
