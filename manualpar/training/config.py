@@ -120,7 +120,7 @@ MODEL_FIELDS: Mapping[str, Mapping[str, Field]] = {
         "data.long_examples": Field(str, choices=LONG_EXAMPLES, default="error"),
         "model.hidden_size": Field(int, 1, below=2**31),
         "model.mlp_size": Field(int, 1, below=2**31),
-        "model.num_layers": Field(int, 1),
+        "model.num_layers": Field(int, 1, below=2**31),
         "model.num_heads": Field(int, 1, below=2**31),
         "model.num_kv_heads": Field(int, 1, below=2**31),
         "model.rope_base": Field(float, 1, below=LARGEST),
