@@ -217,10 +217,14 @@ def test_as_many_layers_as_one_likes_are_scanned():
         check_config(config)
     config.model.scan_layers = True
     check_config(config)
-    for name, value in (("num_layers", 2**31), ("num_experts", 1001)):
+    for name, value in (
+        ("model.num_layers", 2**31),
+        ("model.num_experts", 1001),
+        ("parallel.pipeline_chunks", 1001),
+    ):
         changed = config.copy_and_resolve_references()
-        changed.model[name] = value
-        with pytest.raises(ValueError, match=rf"config\.model\.{name} is {value}, .* less than"):
+        _set(changed, name, value)
+        with pytest.raises(ValueError, match=rf"config\.{name} is {value}, expected .* less than"):
             check_config(changed)
 
 

@@ -171,7 +171,7 @@ MODEL_FIELDS: Mapping[str, Mapping[str, Field]] = {
         "parallel.layer_overlap": Field(str, choices=LAYER_OVERLAPS),
         "parallel.context_attention": Field(str, choices=CONTEXT_ATTENTIONS),
         "parallel.pipeline": Field(str, choices=SCHEDULES),
-        "parallel.pipeline_chunks": Field(int, 1, below=2**20),
+        "parallel.pipeline_chunks": Field(int, 1, below=MOST_WRITTEN_OUT + 1),
         "parallel.pipeline_keep": Field(str, choices=KEEPS),
         "sample.num_tokens": Field(int, 0, below=10**6),  # Each is a pass of the whole model.
         "sample.prompt": Field(str),
