@@ -133,10 +133,13 @@ def size_cases(folder: Path) -> Iterator[Case]:
         ("sample.num_tokens", 10**9),
     ):
         yield fsdp_case("sizes", f"{name}={value}", f"--config.{name}={value}", config="fsdp_lm")
-    scanned = ("--config.model.scan_layers=True",)
-    yield fsdp_case(
-        "sizes", "scanned", *scanned, "--config.model.num_layers=1000000000", config="fsdp_lm"
-    )
+    for name, value in (
+        ("model.num_layers", 10**9),
+        ("model.num_layers", 10**30),
+        ("model.num_experts", 10**6),
+    ):
+        scanned = ("--config.model.scan_layers=True", f"--config.{name}={value}")
+        yield fsdp_case("sizes", f"scanned {name}={value}", *scanned, config="fsdp_lm")
     for devices in (5000, 100000, int("9" * 30)):
         yield fsdp_case("sizes", f"devices={devices}", f"--devices={devices}")
 

@@ -208,7 +208,7 @@ def _token_folder_cases(folder: Path) -> Iterator[Case]:
         ("tokens", 1),
         ("tokens", True),
         ("tokens", math.nan),
-        ("bytes", 0),
+        ("bytes", None),
         ("bytes", -4),
         ("bytes", "many"),
         ("documents", None),

@@ -106,14 +106,7 @@ def _answer(case: Case, folder: Path, paths: dict[str, Path]) -> None:
             os.dup2(os.open(paths[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
         resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
         resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_BYTES, ADDRESS_BYTES))
-        compiled = paths["compiled"].open("w", buffering=1)
-
-        def note(event: str, duration_secs: float, **more: str | int) -> None:
-            del duration_secs, more
-            if "backend_compile" in event:
-                compiled.write("x")
-
-        jax.monitoring.register_event_duration_secs_listener(note)
+        count_compilations(paths["compiled"])
         sys.argv = [case.module, *case.arguments]
         code = _call(_main_of(case.module))
     except BaseException:
@@ -122,6 +115,19 @@ def _answer(case: Case, folder: Path, paths: dict[str, Path]) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code & 255)
+
+
+def count_compilations(path: Path) -> None:
+    """Appends a byte to a file for each program that is compiled from now on, and when it is."""
+
+    def note(event: str, duration_secs: float, **more: str | int) -> None:
+        del duration_secs, more
+        if "backend_compile" in event:
+            # Neither a killed process nor `os._exit` flushes a file that is still open.
+            with path.open("ab") as compiled:
+                compiled.write(b"x")
+
+    jax.monitoring.register_event_duration_secs_listener(note)
 
 
 def _main_of(module: str) -> Callable[[], int | None]:

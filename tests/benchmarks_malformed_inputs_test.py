@@ -1,12 +1,14 @@
 """A sample of what nobody can follow, each answered in one sentence that names the field."""
 
+import jax
 import pytest
 
 from benchmarks.malformed_cases import Case, field_cases
 from benchmarks.malformed_files import make_cases
-from benchmarks.malformed_inputs import Answer, shortcomings
+from benchmarks.malformed_inputs import Answer, count_compilations, shortcomings
 from configs import fsdp
 from manualpar.commands.command_line import parse_command_line
+from manualpar.data import load_dataset
 from manualpar.errors import UsageError
 from manualpar.training.config import FIELDS, MODEL_FIELDS, check_config
 
@@ -31,10 +33,39 @@ def test_a_value_that_a_field_cannot_have_is_one_sentence(cases, part):
         assert "\n" not in str(caught.value), case.name
 
 
-def test_there_are_hundreds_of_other_inputs(tmp_path, monkeypatch):
-    monkeypatch.setattr("benchmarks.malformed_models.MANY", 10)
-    names = {(case.module, case.kind, case.name) for case in make_cases(tmp_path)}
-    assert len(names) >= 300
+@pytest.fixture(scope="module")
+def other_cases(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("benchmarks.malformed_models.MANY", 10)
+        return list(make_cases(tmp_path_factory.mktemp("inputs")))
+
+
+def test_there_are_hundreds_of_other_inputs(other_cases):
+    assert len({(case.module, case.kind, case.name) for case in other_cases}) >= 300
+
+
+def test_no_folder_of_tokens_that_a_run_could_train_on_counts_as_malformed(other_cases):
+    folders = [case for case in other_cases if case.kind == "token folders"]
+    assert len(folders) > 30
+    assert [case.name for case in folders if _loads(_parse(case).config.data.path)] == []
+
+
+def _loads(path):
+    try:
+        load_dataset("tokens", path=path, seed=0, sequence_length=128)
+    except ValueError:
+        return False
+    return True
+
+
+def test_a_process_that_is_killed_has_counted_what_it_compiled(tmp_path, monkeypatch):
+    counters = []
+    name = "register_event_duration_secs_listener"
+    monkeypatch.setattr(jax.monitoring, name, counters.append)
+    count_compilations(tmp_path / "compiled")
+    counters[0]("/jax/core/compile/backend_compile_duration", 0.1)
+    counters[0]("/jax/core/compile/jaxpr_trace_duration", 0.1)
+    assert len((tmp_path / "compiled").read_bytes()) == 1
 
 
 @pytest.mark.parametrize(

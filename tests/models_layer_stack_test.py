@@ -2,6 +2,7 @@
 
 import functools
 import math
+import time
 
 import chex
 import flax.linen as nn
@@ -13,6 +14,7 @@ import pytest
 from manualpar.models import Transformer, flops_per_token
 from manualpar.models.layer_stack import layer_place
 from manualpar.models.rotary import RotaryScaling, rotary_angles
+from manualpar.models.transformer_fields import layers_by_window, window_of
 
 # Two groups of three layers, and two that are left over.
 MODEL = Transformer(
@@ -90,6 +92,27 @@ def test_a_token_costs_what_its_layers_see():
 
     # Beyond the window only global layers see more: 12 N H for each position.
     assert [of(layers) for layers in (2, 3, 8)] == [0, 12 * 8 * 98, 2 * 12 * 8 * 98]
+
+
+def test_scanned_layers_cost_nothing_each_before_anything_is_computed():
+    model = MODEL.clone(num_layers=10**9)
+    started = time.process_time()
+    params = jax.eval_shape(model.init, jax.random.key(0), TOKENS)["params"]
+    assert flops_per_token(model.clone(num_layers=10**8), 100) > 0
+    # Walking through these layers took 40 and 35 seconds.
+    assert time.process_time() - started < 8
+    [kernel] = jax.tree.leaves(params["layers"]["layer_1"]["attention"]["query"])
+    assert kernel.shape[0] == 10**9 // 3
+    assert sorted(name for name in params if name.startswith("layer_")) == ["layer_999999999"]
+
+
+@pytest.mark.parametrize("fields", [{}, {"global_every": 0}, {"num_layers": 9}, {"num_layers": 2}])
+def test_layers_of_each_kind_are_counted_as_one_by_one(fields):
+    model = MODEL.clone(**fields)
+    counted = dict.fromkeys((2, 0), 0)
+    for layer in range(model.num_layers):
+        counted[window_of(model, layer)] += 1
+    assert layers_by_window(model) == tuple(counted.items())
 
 
 def test_slow_rotations_keep_what_turns_fast():

@@ -1,6 +1,7 @@
 """Models of both libraries in a pipeline, against the same program without stages."""
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import chex
@@ -233,3 +234,12 @@ def test_parameters_of_layers_that_are_to_be_kept_are_refused() -> None:
             min_weight_size=16,
             keep_gathered=("layers",),
         )
+
+
+def test_schedules_that_take_minutes_to_lay_out_are_refused() -> None:
+    strategy: Any = SimpleNamespace(name="fsdp", reshard_after_forward=True)
+    mesh: Any = SimpleNamespace(shape={"stage": 2})
+    assert Pipeline(chunks=512).on_mesh(mesh, strategy, {}, 256).chunks == 512
+    message = r"fsdp: pipeline= with chunks=512 .* 2 stages and num_minibatches=257, .* 262144"
+    with pytest.raises(ValueError, match=message):
+        Pipeline(chunks=512).on_mesh(mesh, strategy, {}, 257)

@@ -48,7 +48,8 @@ def _required(fields) -> list[str]:
         ("watch.lost_seconds", 0, "config.watch.lost_seconds is 0.0, expected a finite number"),
         ("seed", True, "config.seed is True, expected an integer"),
         ("seed", 1.0, "config.seed is 1.0, expected an integer"),
-        ("data.batch_size", 0, "config.data.batch_size is 0, expected an integer, at least 1."),
+        ("training.log_every_steps", 0, "log_every_steps is 0, expected an integer, at least 1."),
+        ("data.batch_size", 2**31, "is 2147483648, expected an integer, at least 1 and less than"),
         ("model.dropout_rate", 1.0, "expected a finite number, at least 0 and less than 1."),
         (
             "optimizer.learning_rate",
@@ -216,6 +217,15 @@ def test_as_many_layers_as_one_likes_are_scanned():
         check_config(config)
     config.model.scan_layers = True
     check_config(config)
+    for name, value in (
+        ("model.num_layers", 2**31),
+        ("model.num_experts", 1001),
+        ("parallel.pipeline_chunks", 1001),
+    ):
+        changed = config.copy_and_resolve_references()
+        _set(changed, name, value)
+        with pytest.raises(ValueError, match=rf"config\.{name} is {value}, expected .* less than"):
+            check_config(changed)
 
 
 @pytest.mark.parametrize("name", REMOVED)

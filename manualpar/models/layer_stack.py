@@ -141,20 +141,23 @@ def run_layers(
     Communication:
       That of the layers.
     """
-    every, in_loop = model.global_every, scanned_layers(model)
+    in_loop = scanned_layers(model)
     written_out = _layer_class(model.remat, in_loop=False)
-    for index in range(model.num_layers):
-        if index in in_loop:
-            if index == in_loop.start:
-                x_BSD = _run_loop(model, config, x_BSD, angles, document_BS, rows)
-            continue
-        own_config, angles_SH = _of_kind(config, angles, index, every)
-        if index < model.dense_layers:
-            size = model.dense_mlp_size or model.mlp_size
-            own_config = dataclasses.replace(own_config, num_experts=0, mlp_size=size)
-        layer = written_out(own_config, name=f"layer_{index}")
-        x_BSD, _ = layer(x_BSD, angles_SH, document_BS, rows)
-    return x_BSD
+
+    def run(x_BSD: jax.Array, layers: range) -> jax.Array:
+        for index in layers:
+            own_config, angles_SH = _of_kind(config, angles, index, model.global_every)
+            if index < model.dense_layers:
+                size = model.dense_mlp_size or model.mlp_size
+                own_config = dataclasses.replace(own_config, num_experts=0, mlp_size=size)
+            layer = written_out(own_config, name=f"layer_{index}")
+            x_BSD, _ = layer(x_BSD, angles_SH, document_BS, rows)
+        return x_BSD
+
+    x_BSD = run(x_BSD, range(in_loop.start))
+    if in_loop:
+        x_BSD = _run_loop(model, config, x_BSD, angles, document_BS, rows)
+    return run(x_BSD, range(in_loop.stop, model.num_layers))
 
 
 def _run_loop(

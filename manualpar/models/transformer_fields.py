@@ -37,6 +37,12 @@ def window_of(model: "Transformer", layer: int) -> int:
     return 0 if is_global(layer, model.global_every) else model.attention_window
 
 
+def layers_by_window(model: "Transformer") -> tuple[tuple[int, int], ...]:
+    """Counts the layers of each kind: pairs of what `window_of` returns for them, and how many."""
+    of_global = model.num_layers // model.global_every if model.global_every else 0
+    return (model.attention_window, model.num_layers - of_global), (0, of_global)
+
+
 def flops_per_token(model: "Transformer", sequence_length: int) -> int:
     """The floating point operations of training on a token, for model FLOPs utilization.
 
@@ -67,8 +73,8 @@ def flops_per_token(model: "Transformer", sequence_length: int) -> int:
     mlps = model.dense_layers * dense + (model.num_layers - model.dense_layers) * mlp
     inside = model.num_layers * heads * size + mlps
     weights = model.hidden_size * (inside + size_of_vocabulary(model))
-    windows = (window_of(model, index) or sequence_length for index in range(model.num_layers))
-    seen = sum(min(sequence_length, window) for window in windows)
+    kinds = layers_by_window(model)
+    seen = sum(layers * min(sequence_length, window or sequence_length) for window, layers in kinds)
     return 6 * weights + 12 * model.num_heads * size * seen
 
 

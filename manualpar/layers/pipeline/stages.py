@@ -19,6 +19,9 @@ from manualpar.layers.pipeline.schedules import ScheduleName
 
 SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 KEEPS: tuple[PipelineSaves, ...] = get_args(PipelineSaves)
+# Forward passes in a table, of all microbatches through all chunks. To lay out and check so many
+# takes 10 s of a processor.
+MOST_PASSES = 2**18
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,8 +105,17 @@ class Pipeline:
         """The schedule on a mesh, see `manualpar.core.modes.strategy.Stages`.
 
         Raises:
-          ValueError: A parameter of layers is to be kept once it is gathered.
+          ValueError: A parameter of layers is to be kept once it is gathered, or the schedule has
+            more passes than can be laid out one by one.
         """
+        num_stages = mesh.shape[self.axis]
+        if num_stages * self.chunks * num_minibatches > MOST_PASSES:
+            raise ValueError(
+                f"{strategy.name}: pipeline= with chunks={self.chunks} on each of {num_stages} "
+                f"stages and num_minibatches={num_minibatches}, expected a product of at most "
+                f"{MOST_PASSES}, because every pass is scheduled by itself; choose fewer chunks or "
+                "minibatches."
+            )
         for path, place in jax.tree_util.tree_leaves_with_path(placements):
             gathered = {axis for name in place.names for axis in axis_tuple(name)}
             gathered &= {*place.mean_axes}
@@ -117,7 +129,7 @@ class Pipeline:
         return PipelineRun(
             axis=self.axis,
             schedule=self.schedule,
-            num_stages=mesh.shape[self.axis],
+            num_stages=num_stages,
             chunks=self.chunks,
             num_microbatches=num_minibatches,
             stacked=tuple(self.axis in x.split_axes for x in jax.tree.leaves(placements)),

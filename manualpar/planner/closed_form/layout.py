@@ -21,7 +21,7 @@ from manualpar.core.parameters.block_quantization import Quantization
 from manualpar.layers import MoE
 from manualpar.layers.moe.moe import capacity_of
 from manualpar.models import Transformer
-from manualpar.models.transformer_fields import size_of_head, size_of_vocabulary, window_of
+from manualpar.models.transformer_fields import layers_by_window, size_of_head, size_of_vocabulary
 
 Communicate = Literal["minibatch", "gather-step", "step"]
 PipelineSaves = Literal["residuals", "inputs"]
@@ -249,9 +249,9 @@ def sizes_on_device(
     size, norms = size_of_head(model), 4 if model.post_norms else 2
     vectors = (model.hidden_size,) * norms + (size, size) * model.query_key_norm
     vectors += (queries * size, keys * size, keys * size) * model.qkv_bias
-    windows = (window_of(model, layer) or positions for layer in range(model.num_layers))
     # Of a window `w` the first `w` queries see less.
-    seen = sum(w * (2 - w / positions) for w in (min(w, positions) for w in windows))
+    kinds = [(min(w or positions, positions), layers) for w, layers in layers_by_window(model)]
+    seen = sum(layers * w * (2 - w / positions) for w, layers in kinds)
     return DeviceSizes(
         B=examples // rows,
         S=own_positions,
