@@ -94,7 +94,7 @@ def _import_into(workdir: AnyPath, command: CommandLine, say: Callable[[str], No
     config.model.from_hf = str(own)
     experiment = prepare(fill_from_hf(config.lock()))
     with open_checkpoints(experiment.config, workdir) as checkpoints:
-        loaded = load(experiment.program, source, jax.random.key(config.seed))
+        loaded = load(experiment.program, source, config.seed)
         extra = {
             "position": 0,
             "config": experiment.config.to_dict(),

@@ -85,20 +85,23 @@ def load_hf(
     Communication:
       None but a few bytes that say whether all processes are well.
     """
-    return load(program, directory, rng, names=names, missing=missing).state
+    key = 0 if rng is None else typed_key("load_hf", rng)
+    return load(program, directory, key, names=names, missing=missing).state
 
 
 def load(
     program: Program,
     directory: GivenPath,
-    rng: jax.Array | None = None,
+    rng: jax.Array | int = 0,
     *,
     names: Mapping[str, Rule | str] | None = None,
     missing: Missing = "error",
 ) -> Loaded:
-    """Makes a state as `load_hf`, and says what it took."""
+    """Makes a state as `load_hf`, and says what it took.
+
+    `rng` is a typed key, or a seed: its key is made, and compiled for, once the files are checked.
+    """
     check_has_devices("load_hf", program.mesh)
-    key = typed_key("load_hf", jax.random.key(0) if rng is None else rng)
     leaves = variable_leaves(program)
     started = time.perf_counter()
     with failing_together():
@@ -113,5 +116,6 @@ def load(
             if leaf.name in encodings:
                 placed |= encodings[leaf.name].encode(reader.place([leaf], sources)[leaf.name])
     seconds = time.perf_counter() - started
+    key = jax.random.key(rng) if isinstance(rng, int) else rng
     state = state_with(program, leaves, placed, key)
     return Loaded(state, len(sources.files.shapes), reader.bytes_read, seconds)
