@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from benchmarks.random_builders import outer_optimizer
 from benchmarks.random_comparison import WrongError, check_same_bits
 from benchmarks.random_reference import flatten, unflatten
 
@@ -21,7 +22,7 @@ def check_replicas(check: Any, program: Any) -> None:
     number = program.mesh.shape["replica"]
     state = check.begin(program)
     allowance = check.allowance(program.inner, adds_residuals=False)
-    outer_tx = check.outer_tx()
+    outer_tx = outer_optimizer(check.row)
     optimizers = [check.one_device() for _ in range(number)]
     common = check.whole(program, state)[0]
     shapes = {path: x.shape for path, x in common.items()}
