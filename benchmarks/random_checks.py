@@ -314,7 +314,7 @@ class Check:
             )
         if found:
             self.has_diverged = True
-            self.notes.append(f"{what}: gradients are not finite, on one device neither")
+            self.notes.append(f"{what}: gradients are not finite, as on one device")
         return self.has_diverged
 
     def _check_variables(

@@ -25,7 +25,7 @@ DEVIATIONS = 6
 
 
 def has_masks_of_one_device(program: Any, *, is_manual: bool, meets_others: bool) -> bool:
-    """Whether one device can draw the masks of a program.
+    """Returns whether one device can draw the masks of a program.
 
     Args:
       program: The program.
@@ -51,7 +51,7 @@ def keys_of_step(program: Any, rng: jax.Array, *, is_manual: bool) -> jax.Array:
 
 
 def spread_of_losses(answer: Callable[[jax.Array], Answer], units: int) -> tuple[float, float]:
-    """The mean of the loss over masks, and how far from it a program's may be.
+    """Returns the mean of the loss over masks, and how far from it a program's may be.
 
     Args:
       answer: One device's answer, with a key for each unit.

@@ -3,12 +3,13 @@
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 from benchmarks.random_checks import Shared, run
-from benchmarks.random_comparison import WrongError
+from benchmarks.random_comparison import Allowance, WrongError
 from benchmarks.random_optimizers import OneDevice, make_optimizer
 from benchmarks.random_options import draw, features_of
 from benchmarks.random_programs import run_all, sentence_class
@@ -119,7 +120,7 @@ def test_what_is_not_finite_on_one_device_either_is_right(devices8):
     there = {"strategy": "zero2", "mesh": {"data": 4}, "options": {"min_weight_size": 1}}
     row = TINY | {"model": "nnx_mlp", "fields": fields, "tx": "sgd", "loss_extras": {"decay": 0}}
     row["trip"] = {"kind": "adopt", "step": True} | there
-    words = "step 2: gradients are not finite, on one device neither"
+    words = "step 2: gradients are not finite, as on one device"
     assert run(row, Shared()) == ("exact", words)
 
 
@@ -159,6 +160,13 @@ def test_an_update_that_is_off_is_noticed(devices8):
     outcome, words = run(row, shared)
     assert outcome == "wrong"
     assert "update: " in words
+
+
+def test_codes_move_parameters_in_bfloat16_too():
+    params = {"w": np.ones((4, 4), jnp.bfloat16)}
+    moved = Allowance(is_low=True, has_coded_weights=True).moved(params)["w"]
+    assert moved.dtype == jnp.bfloat16
+    assert (moved != params["w"]).any()
 
 
 def test_an_update_of_terms_that_cancel_may_be_off_by_their_roundings():
