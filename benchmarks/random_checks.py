@@ -3,8 +3,8 @@
 What is compared: the initial parameters bit for bit; in each step the loss, the metrics, the
 gradient of every leaf, the optimizer's update, other variables, and frozen parameters bit for bit;
 evaluation, also with averaged parameters; and what arrives when the state goes to another program.
-Dropout draws other masks on other devices: there the same step is taken twice and has to give the
-same bits, evaluation is compared, and gradients are not.
+With dropout the same step is taken twice too, and has to give the same bits. `random_dropout` says
+where one device can draw the same masks; elsewhere gradients are not compared.
 """
 
 import dataclasses
@@ -19,24 +19,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 import manualpar
+from benchmarks.random_builders import build_program
 from benchmarks.random_comparison import Allowance, WrongError, check_same_bits, ulps
+from benchmarks.random_dropout import (
+    has_masks_of_one_device,
+    keys_of_step,
+    spread_of_losses,
+)
 from benchmarks.random_optimizers import OneDevice, recording
 from benchmarks.random_reference import Answer, Reference, flatten, unflatten
-from benchmarks.random_tasks import make_batches, make_loss, make_model
+from benchmarks.random_tasks import make_batches, make_model
 from benchmarks.random_trips import travel
-from manualpar import Batch, Pipeline, make_mesh
+from manualpar import Batch
 
 STEPS = 2
-BUILDERS: Mapping[str, Any] = {
-    "data_parallel": manualpar.data_parallel,
-    "zero1": functools.partial(manualpar.zero, stage=1),
-    "zero2": functools.partial(manualpar.zero, stage=2),
-    "fsdp": manualpar.fsdp,
-    "hsdp": manualpar.hsdp,
-}
 
 
 @dataclasses.dataclass
@@ -82,10 +80,12 @@ class Check:
     def __init__(self, row: Mapping[str, Any], shared: Shared) -> None:
         self.row = row
         self.notes: list[str] = []
+        self.has_diverged = False
         self.options: dict[str, Any] = dict(row["options"])
         self.batches = [Batch(**batch) for batch in make_batches(row, STEPS + 1)]
         self.model, self.plain = make_model(row)
         self.share = functools.partial(shared.of, row)
+        self.is_manual = row["mode"] == "manual"
         self.has_dropout = any(row["fields"].get(n) for n in ("dropout", "dropout_rate"))
         self.has_statistics = row["fields"].get("norm") in ("batch", "synced")
 
@@ -103,6 +103,8 @@ class Check:
         optimizer = self.one_device()
         for number in range(STEPS):
             state = self.step(program, state, number, optimizer)
+            if self.has_diverged:
+                return
         if self.row["evaluates"] and not self._has_met_nan():
             self.evaluate(program, state)
             if self.row["ema"] and optimizer.average:
@@ -116,35 +118,10 @@ class Check:
         """The optimizer on one device."""
         return OneDevice(self.row["tx"], self.share, has_average=self.row["ema"])
 
-    def outer_tx(self) -> Any:
-        """The optimizer of outer steps."""
-        if self.row["diloco"]["outer"] == "nesterov":
-            return optax.sgd(0.7, momentum=0.9, nesterov=True)
-        return optax.sgd(1.0)
-
     def build(self, strategy: str, drawn: Mapping[str, Any], axes: Mapping[str, int]) -> Any:
         """The program under a strategy, with options as a description has them."""
-        row = self.row
-        options: dict[str, Any] = {k: _tuples(v) for k, v in drawn.items() if v is not None}
-        if "axis_aliases" in options:
-            options["axis_aliases"] = {k: tuple(v) for k, v in drawn["axis_aliases"].items()}
-        if row.get("trainable"):
-            options["trainable"] = tuple(row["trainable"])
-        if row.get("pipeline") and "stage" in axes:
-            options["pipeline"] = Pipeline(**row["pipeline"])
-        if row["mode"] != "manual":
-            options["mode"] = row["mode"]
-        mesh = make_mesh(axes)
-        if row.get("typed_mesh"):
-            types = (jax.sharding.AxisType.Explicit,) * len(axes)
-            mesh = jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=types)
-        options |= {"mesh": mesh, "batch": self.batches[0]}
-        arguments = self.model, recording(self.one_device().tx), make_loss(row, is_plain=False)
-        if strategy != "diloco":
-            return BUILDERS[strategy](*arguments, **options)
-        own: dict[str, Any] = {k: v for k, v in row["diloco"].items() if k != "outer"}
-        own |= {"inner": BUILDERS[own["inner"]], "outer_tx": self.outer_tx()}
-        return manualpar.diloco(*arguments, **own | options)
+        tx, batch = recording(self.one_device().tx), self.batches[0]
+        return build_program(self.row, strategy, drawn, axes, model=self.model, tx=tx, batch=batch)
 
     # What one device says.
 
@@ -168,6 +145,7 @@ class Check:
         *,
         units: tuple[np.ndarray, int],
         train: bool = True,
+        keys: jax.Array | None = None,
     ) -> Answer:
         """What one device says of units of examples, so many devices' one after another."""
         dtype = self.options.get("gather_dtype")
@@ -176,19 +154,25 @@ class Check:
             "reference", [*parts, dtype], lambda: Reference(self.row, self.plain, dtype)
         )
         args = self.trained(params), collections, batch, *units
-        return reference(params, *args, train=train)
+        return reference(params, *args, train=train, keys=keys)
 
     def units(self, program: Any) -> tuple[np.ndarray, int]:
         """The numbers of the examples that a program's model sees together; and devices."""
         size, minibatches = self.row["batch"], program.num_minibatches
         devices = math.prod(program.mesh.shape[a] for a in program.data_axes if a != "context")
         numbers = np.arange(size).reshape(devices, minibatches, -1)
-        norm, is_manual = self.row["fields"].get("norm"), self.row["mode"] == "manual"
-        if norm == "batch" and is_manual:
+        has_masks = self._has_masks(program)
+        if self.is_manual and (has_masks or self.row["fields"].get("norm") == "batch"):
             return numbers.reshape(devices * minibatches, -1), devices
-        if norm in ("batch", "synced") or self.row["loss"] == "coupled":
+        if has_masks or self.has_statistics or self.row["loss"] == "coupled":
             return numbers.transpose(1, 0, 2).reshape(minibatches, -1), 1
         return np.arange(size)[:, None], devices
+
+    def _has_masks(self, program: Any) -> bool:
+        """Whether there is dropout, and one device can draw its masks."""
+        meets = self.row["fields"].get("norm") == "synced" or self.row["loss"] == "coupled"
+        can_draw = has_masks_of_one_device(program, is_manual=self.is_manual, meets_others=meets)
+        return self.has_dropout and can_draw
 
     def allowance(self, program: Any, *, adds_residuals: bool) -> Allowance:
         """What a program may be off by."""
@@ -273,7 +257,9 @@ class Check:
         batch, what = self.batches[number], f"step {number}"
         broken = _with_nan(batch) if self.row["nan_at"] and number == 1 else None
         params, collections = self.whole(program, state)
-        residuals = _residuals(state, params)
+        residuals, units, keys = _residuals(state, params), self.units(program), None
+        if has_masks := self._has_masks(program):
+            keys = keys_of_step(program, state.rng, is_manual=self.is_manual)
         state, metrics = program.train_step(state, broken or batch)
         metrics = {name: tuple(map(float, pair)) for name, pair in metrics.items()}
         after, variables = self.whole(program, state)
@@ -294,22 +280,42 @@ class Check:
         }
         if set(grads) != trained:
             raise WrongError(f"{what}: gradients of {sorted(set(grads) ^ trained)}")
-        if not all(np.isfinite(np.float32(g)).all() for g in grads.values()):
-            raise WrongError(f"{what}: a gradient is not finite")
         allowance = self.allowance(program, adds_residuals=bool(residuals))
-        units = self.units(program)
-        expected = self.answer(params, collections, batch, units=units)
-        if not self.has_dropout:
+        answer = functools.partial(self.answer, batch=batch, units=units)
+        expected = answer(params, collections, keys=keys)
+        if self._diverges(what, grads, expected):
+            return state
+        by_chance = None
+        if self.has_dropout and not has_masks:
+            draw = functools.partial(answer, params, collections)
+            by_chance = spread_of_losses(lambda keys: draw(keys=keys), len(units[0]))
+        else:
             kept = _residuals(state, params)
             sums = {p: g + kept[p] - residuals[p] if p in kept else g for p, g in grads.items()}
-            noisy = self.answer(allowance.moved(params), collections, batch, units=units)
+            noisy = answer(allowance.moved(params), collections, keys=keys)
             allowance.check_gradients(what, sums, expected, noisy)
             self._check_variables(what, program, collections, variables, expected, allowance)
-        allowance.check_metrics(what, metrics, expected.metrics, has_dropout=self.has_dropout)
+        allowance.check_metrics(what, metrics, expected.metrics, by_chance=by_chance)
         if self.options.get("norm_metrics"):
             allowance.check_norms(what, metrics, grads, after)
         optimizer.check(what, params, grads, after)
         return state
+
+    def _diverges(self, what: str, grads: Mapping[str, Any], expected: Answer) -> bool:
+        """Whether gradients are not finite, where one device's are not either."""
+        found, wanted = (
+            {path for path, g in each.items() if not np.isfinite(np.float32(g)).all()}
+            for each in (grads, expected.grads)
+        )
+        if found != wanted:
+            raise WrongError(
+                f"{what}: the gradients of {sorted(found)} are not finite, on one device those of "
+                f"{sorted(wanted)}"
+            )
+        if found:
+            self.has_diverged = True
+            self.notes.append(f"{what}: gradients are not finite, as on one device")
+        return self.has_diverged
 
     def _check_variables(
         self,
@@ -359,10 +365,6 @@ class Check:
             ulp = float(jnp.finfo(found[path].dtype).eps)
             if not np.allclose(x, e, rtol=4 * ulp, atol=4 * ulp * np.abs(e).max(initial=0)):
                 raise WrongError(f"average: {path} is off {np.abs(x - e).max():.3g}")
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def _with_nan(batch: Any) -> Any:

@@ -1,9 +1,11 @@
 """Small NNX models for `random_programs`, and how one device runs them."""
 
+import zlib
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
@@ -113,12 +115,23 @@ def run_plainly(
         del inputs
         return collections(make(nnx.Rngs(key)))
 
-    def apply(variables: Any, *args: Any, train: bool, mutable: Any = False, **_: Any) -> Any:
+    def value(path: tuple[str, ...], variable: Any, given: Any, rngs: Any) -> Any:
+        if isinstance(variable, nnx.RngKey) and rngs:
+            # A stream's key is the call's, with the path of the stream folded into it.
+            key = jax.random.fold_in(rngs["dropout"], zlib.crc32("/".join(path[:-1]).encode()))
+            return jax.random.split(key, variable.shape) if variable.shape else key
+        if isinstance(variable, nnx.RngCount):
+            return jnp.zeros_like(variable.get_value())
+        return given.get(path, variable.get_value())
+
+    def apply(
+        variables: Any, *args: Any, train: bool, mutable: Any = False, rngs: Any = None
+    ) -> Any:
         module = make(nnx.Rngs(0))
         graph, state = nnx.split(module)
         given = {path: x for tree in variables.values() for path, x in flatten_dict(tree).items()}
         flat = [
-            (path, v.replace(given.get(tuple(map(str, path)), v.get_value())))
+            (path, v.replace(value(tuple(map(str, path)), v, given, rngs)))
             for path, v in nnx.to_flat_state(state)
         ]
         module = nnx.merge(graph, nnx.from_flat_state(flat))

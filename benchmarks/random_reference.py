@@ -61,13 +61,18 @@ class Reference:
         devices: int,
         *,
         train: bool = True,
+        keys: jax.Array | None = None,
     ) -> Answer:
-        """Computes an answer; `units` are the numbers of examples, those of a device in a row."""
+        """Computes an answer; `units` are the numbers of examples, those of a device in a row.
+
+        `keys` are those of the units' dropout.
+        """
+        keys = jax.random.split(jax.random.key(0), len(units)) if keys is None else keys
         own = {p: x for p, x in params.items() if p in trained}
         frozen = {p: x for p, x in params.items() if p not in trained}
         parts = jax.tree.map(lambda x: x[units], batch)
         grads, metrics, variables = jax.device_get(
-            self._run[train](own, frozen, collections, parts)
+            self._run[train](own, frozen, collections, (parts, keys))
         )
         counts = np.asarray(metrics["loss"][1], np.float64)
         total = counts.sum() or 1.0
@@ -87,7 +92,9 @@ class Reference:
     def _units(
         self, own: Tree, frozen: Tree, collections: Tree, parts: Any, *, train: bool
     ) -> tuple[Any, Any, Any]:
-        def one(batch: Any) -> Any:
+        def one(part: Any) -> Any:
+            batch, key = part
+
             def loss(own: Tree) -> Any:
                 cast = {path: self._cast(x, is_frozen=False) for path, x in own.items()}
                 cast |= {path: self._cast(x, is_frozen=True) for path, x in frozen.items()}
@@ -103,7 +110,7 @@ class Reference:
                     return (out, new) if mutable else out
 
                 tree = self._plain.to_plain(unflatten(cast))
-                value, metrics = self._loss(tree, apply, batch, jax.random.key(0))
+                value, metrics = self._loss(tree, apply, batch, key)
                 count = metrics["loss"][1]
                 return value * count, (metrics, flatten(updates))
 

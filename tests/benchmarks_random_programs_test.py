@@ -3,12 +3,18 @@
 import json
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
 from benchmarks.random_checks import Shared, run
+from benchmarks.random_comparison import Allowance, WrongError
+from benchmarks.random_optimizers import OneDevice, make_optimizer
 from benchmarks.random_options import draw, features_of
 from benchmarks.random_programs import run_all, sentence_class
+from manualpar.core.modes.global_arrays import GlobalArrays
+from manualpar.core.modes.manual import Manual
 from manualpar.core.program.program import Program
 from manualpar.core.program.step import Step
 
@@ -67,7 +73,12 @@ def altered(monkeypatch, alter):
 
 
 @pytest.mark.parametrize(
-    ("factor", "words"), [(2, "ratio 2, off 1 of its norm"), (1.001, "off 0.001 of its norm")]
+    ("factor", "words"),
+    [
+        (2, "ratio 2, off 1 of its norm"),
+        (1.001, "off 0.001 of its norm"),
+        (np.nan, "are not finite, on one device those of []"),
+    ],
 )
 def test_a_gradient_of_another_size_is_noticed(devices8, monkeypatch, shared, factor, words):
     altered(monkeypatch, lambda grads: jax.tree.map(lambda g: factor * g, grads))
@@ -88,6 +99,39 @@ def test_a_leaf_whose_gradient_is_dropped_is_noticed(devices8, monkeypatch, shar
     outcome, words = run(TINY, shared)
     assert outcome == "wrong"
     assert f"{'/'.join(path)} ratio 0, off 1 of its norm" in words
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "kind"), [("manual", Manual), ("explicit", GlobalArrays)])
+def test_other_masks_of_dropout_are_noticed(devices8, monkeypatch, mode, kind):
+    row = TINY | {"mode": mode, "fields": TINY["fields"] | {"dropout": 0.25}}
+    assert run(row, Shared()) == ("exact", "")
+    fold = kind.fold
+    monkeypatch.setattr(kind, "fold", lambda self, rng: fold(self, jax.random.fold_in(rng, 1)))
+    outcome, words = run(row, Shared())
+    assert outcome == "wrong"
+    assert "step 0 gradient: " in words
+
+
+@pytest.mark.slow
+def test_what_is_not_finite_on_one_device_either_is_right(devices8):
+    # Statistics of one example: each LayerNorm multiplies the gradient by a thousand.
+    fields = {"width": 8, "depth": 4, "norm": "batch", "scan": True}
+    there = {"strategy": "zero2", "mesh": {"data": 4}, "options": {"min_weight_size": 1}}
+    row = TINY | {"model": "nnx_mlp", "fields": fields, "tx": "sgd", "loss_extras": {"decay": 0}}
+    row["trip"] = {"kind": "adopt", "step": True} | there
+    words = "step 2: gradients are not finite, as on one device"
+    assert run(row, Shared()) == ("exact", words)
+
+
+@pytest.mark.slow
+def test_replicas_that_have_not_moved_are_where_they_were(devices8):
+    # Adapters begin as zero, so that the first gradient of the factors beside them is zero.
+    row = TINY | {"strategy": "diloco", "loss": "weights", "tx": "lamb", "trip": None}
+    row |= {"mesh": {"replica": 4, "data": 2}, "options": {"num_minibatches": 1}}
+    row |= {"lora": {"targets": {"*/up": 2}, "alpha": 4.0}, "loss_extras": {"decay": 0}}
+    of_replicas = {"every": 1, "outer": "nesterov", "inner": "fsdp", "outer_code": "int4"}
+    assert run(row | {"diloco": of_replicas}, Shared()) == ("exact", "")
 
 
 @pytest.mark.slow
@@ -116,6 +160,36 @@ def test_an_update_that_is_off_is_noticed(devices8):
     outcome, words = run(row, shared)
     assert outcome == "wrong"
     assert "update: " in words
+
+
+def test_codes_move_parameters_in_bfloat16_too():
+    params = {"w": np.ones((4, 4), jnp.bfloat16)}
+    moved = Allowance(is_low=True, has_coded_weights=True).moved(params)["w"]
+    assert moved.dtype == jnp.bfloat16
+    assert (moved != params["w"]).any()
+
+
+def test_an_update_of_terms_that_cancel_may_be_off_by_their_roundings():
+    # The first step brings parameters near zero. In the second one Nesterov's momentum and the
+    # gradient leave a thousandth of each other.
+    random = np.random.default_rng(0)
+    first = 1e-3 * random.normal(size=20_000)
+    second = -0.34819 * first * (1 + 1e-3 * random.normal(size=20_000))
+    near = 0.02947 * np.sign(first) + 1e-4 * random.normal(size=20_000)
+    params = {"w": near.astype(np.float32)}
+    grads = [{"w": g.astype(np.float32)} for g in (first, second)]
+    tx, before = make_optimizer("nadamw"), params
+    expected = OneDevice("nadamw", lambda *args: args[-1](), has_average=False)
+    state = tx.init(params)
+    for g in grads:  # Operation by operation, which XLA does not fuse.
+        before = params
+        updates, state = tx.update(g, state, params)
+        params = jax.device_get(optax.apply_updates(params, updates))
+        expected.check("here", before, g, params)
+    moved = np.abs(params["w"] - before["w"]).max()
+    off = {"w": params["w"] + np.float32(1e-3) * moved}
+    with pytest.raises(WrongError, match="here update: w is off"):
+        expected.compare("here", before, off, params)
 
 
 def test_what_the_package_refuses_is_no_crash(devices8):
