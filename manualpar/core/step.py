@@ -24,12 +24,13 @@ from jax.sharding import PartitionSpec
 
 from manualpar.core.collectives import cast_to_varying
 from manualpar.core.gradients import Schedule, accumulate, unrolled
-from manualpar.core.partitioning import is_box
+from manualpar.core.partitioning import ShardedParameter, is_box
 from manualpar.core.strategy import Pipelined, Strategy
 from manualpar.guards.nonfinite import count_nonfinite, is_finite
 from manualpar.guards.options import Nonfinite
 from manualpar.modes.manual import Manual
 from manualpar.modes.remat import regather_for_backward
+from manualpar.sharding.axes import axis_tuple
 from manualpar.sharding.layout import (
     Placement,
     map_in_scopes,
@@ -263,4 +264,10 @@ def mean(metric: tuple[jax.Array, jax.Array]) -> jax.Array:
 
 def _unbox_kept(place: Placement, x: Any) -> Any:
     """Gathers a parameter that the model is to get whole."""
-    return x.unbox() if place.keep and is_box(x) else x
+    if not place.keep or not is_box(x):
+        return x
+    split = tuple(n if place.split_axes.issuperset(axis_tuple(n)) else None for n in x.names)
+    whole = x.unbox()
+    # What the model computes with in parts stays in a box, from which a loss can gather it.
+    is_part = any(split) and type(x) is ShardedParameter
+    return ShardedParameter(whole, split) if is_part else whole
