@@ -133,6 +133,36 @@ def test_every_gradient_is_that_of_one_device(case, devices8):
     )
 
 
+@pytest.mark.parametrize(
+    ("build", "sizes", "options"),
+    [
+        (hsdp, {"replica": 2, "expert": 2}, {"axis_name": "expert"}),
+        (zero, {"data": 2, "expert": 2}, {"axis_name": BOTH, "stage": 1}),
+    ],
+)
+def test_what_codes_send_and_what_they_leave_out_is_the_gradient(devices8, build, sizes, options):
+    """A residual is in units of the mean, as it is on any other mesh that a run may go on with."""
+    x = np.random.default_rng(0).normal(size=(8, 4, D)).astype(np.float32)
+    layer, batch = MoE(num_experts=2, mlp_size=16, top_k=1, gates="sigmoid"), Batch(x, x)
+
+    def loss_fn(params, apply_fn, batch, rng):
+        losses = jnp.square(apply_fn({"params": params}, batch.inputs) - 1).mean((1, 2))
+        return losses.mean(), {"loss": (losses.sum(), losses.size)}
+
+    codes = {"reduce_code": "int4", "error_feedback": True, "min_weight_size": 16}
+    options = {"mesh": make_mesh(sizes, devices8[:4]), "batch": batch, **codes, **options}
+    program = build(layer, optax.sgd(1.0), loss_fn, **options)
+    state = program.init(jax.random.key(0))
+    before = jax.device_get(state.params)
+    expected = jax.grad(lambda params: loss_fn(params, layer.apply, batch, None)[0])(before)
+    state, _ = jax.device_get(program.train_step(state, batch))
+    for name in ("gate", "up", "down"):
+        sent = before[name] - state.params[name]
+        assert np.abs(sent - expected[name]).max() > 1e-3
+        left_out = state.local["residuals"][name].mean(0)
+        np.testing.assert_allclose(sent + left_out, expected[name], atol=1e-6)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("axis_name", [BOTH, "data"])
 def test_the_bias_follows_the_load_of_all_devices_and_evaluation_leaves_it(axis_name, devices8):

@@ -169,7 +169,7 @@ def test_how_a_gradient_is_reduced_belongs_to_its_placement(devices8):
     place = Placement((None,), mean_axes=("data",), sum_axes=("stage", "expert"), divisor=5)
 
     def part(g):
-        return mode.sync(place, g, g)
+        return mode.sync(place, g, mode.scatter(place, g, g))
 
     own = np.arange(8, dtype=np.float32).reshape(2, 2, 2) ** 2
     run = jax.jit(mode.run(part, in_specs=(P("data", "stage", "expert"),), out_specs=P()))

@@ -60,9 +60,17 @@ class CarryingApply:
       collections: The collections after the latest call.
     """
 
-    def __init__(self, model: ModelInterface, collections: dict[str, Any]) -> None:
-        """Wraps `model.apply`, with the collections to begin with."""
-        self._model, self.module = model, model.module
+    def __init__(
+        self,
+        model: ModelInterface,
+        collections: dict[str, Any],
+        own_part: Callable[[Any], Any] = lambda params: params,
+    ) -> None:
+        """Wraps `model.apply`, with the collections to begin with.
+
+        `own_part` makes what the model computes with of the parameters that the loss has.
+        """
+        self._model, self.module, self._own_part = model, model.module, own_part
         self.collections = collections
 
     def __call__(
@@ -77,6 +85,8 @@ class CarryingApply:
         if switches := SWITCHES[self._model.phase]:
             signature = signature_of(self._model.module, method)
             args, kwargs = overrule(signature, args, kwargs, switches)
+        if "params" in variables:
+            variables = {**variables, "params": self._own_part(variables["params"])}
         asked = _collection_names(mutable)
         kept = [name for name in self.collections if name not in variables]
         out, updates = self._model.apply(

@@ -15,7 +15,7 @@ called like `model.apply`, and `rng` is a key of this device, minibatch and step
   a ratio of `psum`s): its gradient is that of one device. Metrics are summed over the devices here.
   If a loss has summed them already, their means stay right and their counts do not.
 - `params` are boxed where they are sharded. `apply_fn` takes them so; a penalty on parameters reads
-  `flax.linen.unbox(params)`, which gathers them.
+  `flax.linen.unbox(params)`, which gathers them, experts and split layers too.
 - Constants may meet data in a loop or a conditional, see `varying_loops`.
 """
 

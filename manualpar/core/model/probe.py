@@ -52,7 +52,8 @@ def find_loop_dims(
             dims = _Notes(notes.setdefault(path_name(path), set()))
             names = tuple(map(str, range(x.ndim)))
             witness = jnp.zeros(value.shape) if gathers_in_loss else None
-            own = {"notes": dims, "whole_shape": value.shape, "witness": witness}
+            own = {"notes": dims, "part_shape": value.shape, "whole_shape": x.shape}
+            own["witness"] = witness
             return _Probe(value, names, dtype=x.dtype, **own)
 
         def box_all(values: Any) -> Any:
@@ -149,6 +150,7 @@ class _Probe(ArrayBox, eq=False):
 
     dtype: Any = flax.struct.field(default=None, pytree_node=False)
     notes: Any = flax.struct.field(default=None, pytree_node=False)
+    part_shape: tuple[int, ...] = flax.struct.field(default=(), pytree_node=False)
     whole_shape: tuple[int, ...] = flax.struct.field(default=(), pytree_node=False)
     # Zeros that go where the keys go, and unlike them can be differentiated.
     witness: Any = None
@@ -160,7 +162,7 @@ class _Probe(ArrayBox, eq=False):
         """
         if self.witness is not None:
             _refuse_derivative(self.witness)
-        own = [None if name is None else self.whole_shape[int(name)] for name in self.names]
+        own = [None if name is None else self.part_shape[int(name)] for name in self.names]
         shape = self.value.shape
         if len(own) != len(shape) or any(
             a not in (None, b) for a, b in zip(own, shape, strict=True)
@@ -168,7 +170,10 @@ class _Probe(ArrayBox, eq=False):
             raise ValueError(f"model: an array of shape {shape} is taken for a shard of {own}")
         spec = jax.typeof(self.value).sharding.spec
         sharding = {"out_sharding": spec} if any(spec) else {}
-        zeros = jnp.zeros(self.value.shape, self.dtype, **sharding)
+        if self.is_whole:
+            dims = zip(self.names, shape, strict=True)
+            shape = tuple(n if name is None else self.whole_shape[int(name)] for name, n in dims)
+        zeros = jnp.zeros(shape, self.dtype, **sharding)
         return cast_to_varying(zeros, varying_axes(self.value))
 
     def of_one_array(self) -> "_Probe":

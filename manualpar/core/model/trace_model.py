@@ -27,6 +27,7 @@ from manualpar.core.model.interface import Model, ModelInterface, RunPhase, inte
 from manualpar.core.model.loss_function import LossFn, Metrics, call_loss
 from manualpar.core.model.options import StoredDtypes
 from manualpar.core.model.probe import find_loop_dims
+from manualpar.core.model.whole_parameters import PartOfDevice, as_whole, boxed_parts
 from manualpar.core.modes.manual import Manual
 from manualpar.core.modes.variable_reduction import CollectionSync, check_sync_collections
 from manualpar.core.parameters.collectives import varying_axes
@@ -88,9 +89,9 @@ class TracedModel:
         Returns:
           The loss, the checked metrics, and the collections after the call.
         """
-        apply_fn = CarryingApply(self.adapter, collections)
+        apply_fn = CarryingApply(self.adapter, collections, PartOfDevice(self.parameters))
         with self.mode.context():
-            loss, metrics = call_loss(self._loss_fn, params, apply_fn, batch, rng)
+            loss, metrics = call_loss(self._loss_fn, as_whole(params), apply_fn, batch, rng)
         _check_same_along_model_axes(loss, metrics, varying_axes((batch, rng)))
         return loss, metrics, apply_fn.collections
 
@@ -190,7 +191,10 @@ def trace_model(
     def trace_loss(params: Any, box: Callable[[Any], Any], model: ModelInterface = adapted) -> None:
         def call(params: Any, collections: Any, rng: jax.Array, batch: Any) -> None:
             rng, params = mode.fold(rng), box(own_part(params))
-            call_loss(loss_fn, params, CarryingApply(model, collections), batch, rng)
+            if mode.writes_collectives:
+                params = as_whole(boxed_parts(infos, params))
+            apply_fn = CarryingApply(model, collections, PartOfDevice(infos))
+            call_loss(loss_fn, params, apply_fn, batch, rng)
 
         trace(mode, call, (specs, whole, whole, batch_specs), params, collections, key, batch)
 

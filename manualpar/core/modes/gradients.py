@@ -202,7 +202,7 @@ def sync_gradients(grads: Any, axis_names: AxisName) -> Any:
 
 
 def reduce_gradient(
-    g: Any, dtype: Any, *, mean_axes: tuple[str, ...], sum_axes: tuple[str, ...], divisor: int
+    g: Any, dtype: Any, *, mean_axes: tuple[str, ...], sum_axes: tuple[str, ...]
 ) -> Any:
     """Reduces a parameter's gradient, which travels in `dtype`, as its placement says.
 
@@ -216,9 +216,8 @@ def reduce_gradient(
     if sum_axes:
         with jax.named_scope(REDUCE_SCOPE):
             g = jax.tree.map(lambda x: jax.lax.psum(x, sum_axes), g)
-    if mean_axes:  # A parameter that is split over all data axes has none.
-        g = sync_gradients(g, mean_axes)
-    return g if divisor == 1 else jax.tree.map(lambda x: x / divisor, g)
+    # A parameter that is split over all data axes has none to take the mean over.
+    return sync_gradients(g, mean_axes) if mean_axes else g
 
 
 def sync_metrics(metrics: Metrics, axis_names: AxisName) -> Metrics:

@@ -134,11 +134,15 @@ class Manual:
         )
 
     def scatter(self, place: Placement, shard: Any, g: Any) -> Any:
-        """Leaves each device its shard of a gradient, unless it has been scattered already.
+        """Divides a gradient as its placement says, and leaves each device its shard of it.
 
-        `shard` is the parameter as `box(..., as_state=True)` has boxed it.
+        `shard` is the box that `box(..., as_state=True)` makes of the parameter. A gradient that
+        the backward pass has scattered is only divided.
         """
-        del place
+        if place.divisor > 1:
+            # This comes before any code: what a code leaves out is kept, also for other meshes,
+            # in units of the mean.
+            g = jax.tree.map(lambda x: x / place.divisor, g)
         return g if boxed_axes(g) == boxed_axes(shard) else scatter_gradients(g, shard)
 
     def sync(self, place: Placement, shard: Any, g: Any) -> Any:
@@ -148,7 +152,6 @@ class Manual:
             wire_dtype(shard),
             mean_axes=place.mean_axes,
             sum_axes=place.sum_axes,
-            divisor=place.divisor,
         )
 
     def sync_metrics(self, metrics: Metrics) -> Metrics:

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from typing import Any, Self
 
 import flax.linen as nn
+import flax.struct
 import jax
 
 # Attributes of an array that are known without gathering it.
@@ -33,9 +34,15 @@ class ArrayBox(nn.Partitioned, eq=False):
 
     A subclass is declared with `eq=False`: a dataclass would compare boxes, and not their elements.
 
+    Attributes:
+      is_whole: Whether a loss reads it. Then `unbox()` also gathers what a module computes with in
+        parts, see `whole_parameters`.
+
     Communication:
       That of `unbox()`, each time it is used.
     """
+
+    is_whole: bool = flax.struct.field(default=False, pytree_node=False)
 
     def __jax_array__(self) -> jax.Array:
         """What `jax.numpy` computes with."""

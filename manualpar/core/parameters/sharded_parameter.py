@@ -79,20 +79,22 @@ class ShardedParameter(ArrayBox, eq=False):
 
         Communication:
           One all-gather for each dimension sharded over `gather_axes` or `storage_axes`, see
-          `gather_array_with_mean_grads` and `gather_invariant`; that of `take_shared`.
+          `gather_array_with_mean_grads` and `gather_invariant`; that of `take_shared`. If it
+          `is_whole`, one for each other dimension that is sharded.
         """
         del apply_constraint  # That is for automatic axes; here the mesh axes are manual.
         shared_axes = tuple(axis for name in self.shared_names for axis in axis_tuple(name))
-        if not any(map(is_axis_bound, (*self.gather_axes, *self.storage_axes, *shared_axes))):
+        axes = boxed_axes(self) if self.is_whole else shared_axes
+        if not any(map(is_axis_bound, (*self.gather_axes, *self.storage_axes, *axes))):
             return self.value
         value = self.value
-        if shared_axes:  # Before it is gathered, because a slice is less.
+        if shared_axes and not self.is_whole:  # Before it is gathered, because a slice is less.
             value = take_shared(cast_to_varying(value, shared_axes), self.shared_names)
         for dim, name in enumerate(self.names):
             axes = axis_tuple(name)
             if set(axes) & set(self.gather_axes):
                 value = gather_array_with_mean_grads(value, dim, axes, wire=self.wire)
-            elif set(axes) & set(self.storage_axes):
+            elif axes and (self.is_whole or set(axes) & set(self.storage_axes)):
                 value = gather_invariant(value, dim, axes, wire=self.wire)
         return self.finish(value)
 

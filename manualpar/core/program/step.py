@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from manualpar.core.mesh.axes import axis_tuple
 from manualpar.core.mesh.roles import AxisRoles
 from manualpar.core.mesh.splitting import check_batch
 from manualpar.core.model.loss_function import Metrics
@@ -40,7 +41,7 @@ from manualpar.core.parameters.placement import (
     state_specs,
     strip_boxes,
 )
-from manualpar.core.parameters.sharded_parameter import is_box
+from manualpar.core.parameters.sharded_parameter import ShardedParameter, is_box
 from manualpar.core.parameters.trainable import combine, partition, trained
 from manualpar.core.program.optimizer_update import Update
 from manualpar.core.state.train_state import TrainState
@@ -263,4 +264,10 @@ def mean(metric: tuple[jax.Array, jax.Array]) -> jax.Array:
 
 def _unbox_kept(place: Placement, x: Any) -> Any:
     """Gathers a parameter that the model is to get whole."""
-    return x.unbox() if place.keep and is_box(x) else x
+    if not place.keep or not is_box(x):
+        return x
+    split = tuple(n if place.split_axes.issuperset(axis_tuple(n)) else None for n in x.names)
+    whole = x.unbox()
+    # What the model computes with in parts stays in a box, from which a loss can gather it.
+    is_part = any(split) and type(x) is ShardedParameter
+    return ShardedParameter(whole, split) if is_part else whole
