@@ -1,4 +1,4 @@
-"""Commands answer in one sentence what they cannot follow: some of `benchmarks.malformed_inputs`."""
+"""Commands answer in one sentence what they cannot follow: `benchmarks.malformed_inputs`."""
 
 import subprocess
 import sys
