@@ -1,6 +1,6 @@
 """Gives the commands inputs that nobody can follow, and judges their answers.
 
-python -m benchmarks.malformed_inputs [--only CLASS] [--list] [--jobs 2]
+python -m benchmarks.malformed_inputs [--only CLASS,CLASS] [--list] [--jobs 2]
 
 An answer survives if the command ends with exit code 2, or 6 where a file is damaged, having
 written to standard error one line, which begins with `error: ` and names what is wrong; if there is
@@ -158,7 +158,7 @@ def main() -> int:
         prog="python -m benchmarks.malformed_inputs", description=__doc__
     )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--only", default="", help="a class")
+    parser.add_argument("--only", default="", help="classes, with commas")
     parser.add_argument("--list", action="store_true", help="show the cases and run none")
     parser.add_argument("--jobs", type=int, default=2, help="how many run at a time (default: 2)")
     flags = parser.parse_args()
@@ -166,7 +166,12 @@ def main() -> int:
     fell: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as scratch:
         (Path(scratch) / "inputs").mkdir()
-        cases = [c for c in make_cases(Path(scratch) / "inputs") if flags.only in ("", c.kind)]
+        wanted = [part for part in flags.only.split(",") if part]
+        cases = [
+            case
+            for case in make_cases(Path(scratch) / "inputs")
+            if not wanted or case.kind in wanted
+        ]
         if flags.list:
             for case in cases:
                 print(ascii(f"{case.kind}: {case.name}")[1:-1])

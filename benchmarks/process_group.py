@@ -6,7 +6,6 @@ A process is started with one argument, a JSON object; it gets a line of JSON fo
 and answers with one.
 """
 
-import ctypes
 import json
 import os
 import re
@@ -16,7 +15,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import IO, Any, Self
 
 END_SECONDS = 20.0
@@ -28,22 +26,14 @@ Handler = Callable[..., Mapping[str, Any]]
 class ProcessGroup:
     """Processes of one module. Use it as a context manager."""
 
-    def __init__(
-        self,
-        module: str,
-        settings: Mapping[str, Any],
-        *,
-        num_processes: int,
-        variables: Mapping[str, str] = MappingProxyType({}),
-    ) -> None:
+    def __init__(self, module: str, settings: Mapping[str, Any], *, num_processes: int) -> None:
         """Starts them; `ask` them something to see whether they have.
 
         Args:
-          module: What each runs, such as `"benchmarks.torch_fsdp_worker"`.
+          module: What each runs, such as `"benchmarks.torch_compile_worker"`.
           settings: What each gets, besides `process`, its number, `num_processes`, `port`, a port
             that is free, and `cores`, those that it shall keep to.
           num_processes: How many.
-          variables: Of their environment, besides those of this process.
         """
         self._module = module
         self._processes: list[subprocess.Popen[str]] = []
@@ -63,7 +53,6 @@ class ProcessGroup:
                 subprocess.Popen(
                     [sys.executable, "-m", module, json.dumps(own)],
                     cwd=Path(__file__).parent.parent,
-                    env={**os.environ, **variables},
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=self._errors[-1],
@@ -161,30 +150,11 @@ def serve(handlers: Mapping[str, Handler]) -> None:
 
 
 def peak_memory() -> int:
-    """The largest resident memory of this process so far, in bytes, since `forget_peak` if ever."""
+    """The largest resident memory of this process so far, in bytes."""
     status = Path("/proc/self/status").read_text(encoding="utf-8")
     found = re.search(r"^VmHWM:\s+(\d+) kB$", status, re.MULTILINE)
     assert found is not None
     return int(found[1]) * 1024
-
-
-def forget_peak() -> None:
-    """Begins anew to look for the largest resident memory of this process.
-
-    What its allocator holds of memory that nobody uses any more, such as a compiler's, is first
-    given back, as far as it is glibc's.
-    """
-    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
-        libc.malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
-
-
-def loopback_bytes() -> int:
-    """The bytes that all processes of this machine have sent to others of it, by its network."""
-    text = Path("/proc/net/dev").read_text(encoding="utf-8")
-    found = re.search(r"^\s*lo:\s*(\d+)", text, re.MULTILINE)
-    assert found is not None
-    return int(found[1])
 
 
 def _free_port() -> int:

@@ -8,9 +8,8 @@ is. 1.03 million parameters see 2 million bytes, a fifteenth of the corpus, and 
 Measured on 2026-11-21 with jax 0.10.2 and CPython 3.11.7, eight devices simulated on two cores of
 an Intel Xeon: 2.008 bits a byte on the test files, 1.67 on the first 32 KB of the evaluation files,
 in 146 seconds, at 16,000 tokens a second. Without any model those test files take 4.55 bits a byte
-by the frequencies of single bytes and 2.00 by zlib, the evaluation files 4.81 and 1.57 (`python -m
-benchmarks.input_pipeline` says so of other corpora; the standard library differs from one Python to
-the next).
+by the frequencies of single bytes and 2.00 by zlib, the evaluation files 4.81 and 1.57. (The
+standard library differs from one Python to the next.)
 """
 
 from ml_collections import ConfigDict

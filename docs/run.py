@@ -8,7 +8,8 @@ A page is Markdown. Its blocks of `python` run one after the other in one progra
 `bash` in the folder of the repository. The environment variable `WORK` names an empty folder for
 both. A block of `text` that follows a block shows what that prints. `...` in it stands for
 anything, and stays there when the page is written again if the rest still fits. The code of a page
-draws its pictures, each into `$WORK` under the name that it has in the page.
+draws its pictures, each into `$WORK` under the name that it has in the page, but for those in
+`measured/`: they show measurements that are finished.
 """
 
 import argparse

@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+from pathlib import Path
 
 import pytest
 import rich.console
@@ -18,9 +19,13 @@ from benchmarks.calibration import (
 )
 from benchmarks.published_figures import SHAPES
 from benchmarks.published_rows import FIGURES
-from benchmarks.scale_plans import MODELS, load_model
 from manualpar.models.transformer_fields import flops_per_token
 from manualpar.planner.hardware import CHIPS
+from manualpar.training.config import load_config
+from manualpar.training.task import make_task
+
+PLANS = Path(__file__).parents[1] / "configs" / "plan"
+MODELS = ("llama3_8b", "llama3_70b", "llama3_405b", "mixtral_8x22b", "deepseek_v3")
 
 
 def test_the_committed_shares_are_what_the_fit_gives():
@@ -111,7 +116,8 @@ def test_rows_are_cited_and_their_devices_are_those_of_their_layouts():
     [pytest.param(name, marks=[pytest.mark.slow] * (name != "llama3_8b")) for name in MODELS],
 )
 def test_shapes_are_those_of_the_configs(name):
-    model, _, positions = load_model(name)
+    config = load_config(PLANS / f"{name}.py")
+    model, positions = make_task(config).model, config.data.sequence_length
     shape = dict(SHAPES[name])
     same = next(each for each in FIGURES if each.model == name).transformer
     assert flops_per_token(model, positions) == flops_per_token(same, positions)

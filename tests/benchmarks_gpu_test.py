@@ -72,6 +72,15 @@ def test_pytorch_computes_nothing_again(capsys, monkeypatch):
     assert "--remat is full, expected none" in capsys.readouterr().err
 
 
+def test_without_pytorch_there_is_a_sentence_with_the_command(monkeypatch, capsys):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit) as ended:
+        gpu.main(["--tiny"])
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert "PyTorch is not installed; pip install 'manualpar[torch,train]'" in error
+
+
 @pytest.mark.parametrize("flag", ["--devices=9", "--devices=0", "--rounds=0"])
 def test_devices_and_rounds_are_refused(flag, devices8, capsys):
     with pytest.raises(SystemExit):
@@ -222,6 +231,26 @@ def test_parameters_are_named_layer_by_layer():
         for path, x in jax.tree_util.tree_leaves_with_path(shapes)
     }
     assert {name: x.shape for name, x in scanned.items()} == expected
+
+
+def test_pytorchs_transformer_is_ours():
+    torch = pytest.importorskip("torch")
+    from benchmarks.torch_transformer import TorchTransformer, load
+
+    workload = gpu_steps.make_model_workload(_options(), 2)
+    model, first = workload.model, gpu_steps.first_parameters(workload)
+    params = {name: np.array(x) for name, x in first.items()}  # PyTorch wants to write to them.
+    theirs = TorchTransformer(
+        {name: getattr(model, name) for name in (*gpu_steps.SHAPE, "rope_base")}
+    )
+    load(theirs, params)
+    inputs = np.asarray(workload.batch.inputs)
+    variables = model.init(jax.random.split(jax.random.key(0))[0], inputs[:1])
+    with torch.no_grad():
+        found = theirs(torch.from_numpy(inputs).long()).numpy()
+    np.testing.assert_allclose(found, model.apply(variables, inputs), rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match="are left over"):
+        load(theirs, {**params, "more": params["head"]})
 
 
 @pytest.mark.slow

@@ -59,6 +59,18 @@ def test_pages_name_files_and_what_is_in_them():
             assert name.split(".")[-1] in file.read_text(), f"{page.name}: {name} in {path}"
 
 
+def test_pages_name_commands_that_exist():
+    """In prose and in code; a command that git alone has is named by `git show`."""
+    for page in _pages():
+        text = page.read_text()
+        for name in re.findall(
+            r"-m ((?:benchmarks|configs|docs|experiments|manualpar)[.\w]*)", text
+        ):
+            path = ROOT / name.rstrip(".").replace(".", "/")
+            found = path.with_suffix(".py").exists() or (path / "__main__.py").exists()
+            assert found or page.name == "CHANGELOG.md", f"{page.name}: {name}"
+
+
 @pytest.mark.parametrize(
     ("shown", "printed", "expected"),
     [

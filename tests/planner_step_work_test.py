@@ -7,15 +7,18 @@ from collections import Counter
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
-from manualpar import Batch, Pipeline, abstract_mesh, data_parallel, fsdp, hsdp, zero
-from manualpar.inspect import state_bytes, trace_collectives
+from manualpar import Batch, Pipeline, abstract_mesh, data_parallel, diloco, fsdp, hsdp, zero
+from manualpar.inspect import outer_step_bytes, state_bytes, trace_collectives
 from manualpar.inspect.step_ledger import ledger
 from manualpar.models import Classifier, Transformer
 from manualpar.models.cross_entropy import classification_loss, language_model_loss
 from manualpar.models.transformer_fields import flops_per_token
+from manualpar.planner.roofline import estimate
 from manualpar.planner.step_work import read_work, with_gather_dtype, with_minibatches
+from manualpar.planner.topology import parse_topology
 from manualpar.training.monitoring.throughput import Throughput
 from manualpar.training.optimizer import adamw
 
@@ -263,3 +266,34 @@ def test_the_stages_of_a_pipeline_compute_layers_alike_and_the_last_one_the_head
     assert flops["backward"] == 2 * flops["forward"]
     # All stages send the same, and the first of them is read.
     assert work.flops == flops["forward"] + flops["backward"]
+
+
+def test_a_step_has_its_share_of_an_outer_step():
+    """Between nodes a step sends what an outer step does, divided by the steps between two."""
+    batch = Batch(
+        inputs=jax.ShapeDtypeStruct((32, 64), jnp.float32),
+        labels=jax.ShapeDtypeStruct((32,), jnp.int32),
+    )
+
+    def plan(every):
+        program = diloco(
+            Classifier(hidden_size=1024, dropout_rate=0.0),
+            adamw(1e-3, weight_decay=0.1),
+            classification_loss,
+            every=every,
+            outer_tx=optax.sgd(0.7, momentum=0.9),
+            mesh=abstract_mesh({"replica": 2, "data": 8}, 16),
+            batch=batch,
+        )
+        work = read_work(program, Throughput(32), order=("replica", "data"))
+        [sent] = outer_step_bytes(program).values()
+        return estimate(work, parse_topology("h100:16")), float(sent)
+
+    (ten, sent), (fifty, _) = plan(10), plan(50)
+    assert ten.slow_bytes == pytest.approx(sent / 10, rel=0.01)  # And metrics.
+    assert fifty.slow_bytes == pytest.approx(sent / 50, rel=0.01)
+    assert ten.compute_seconds == fifty.compute_seconds
+    # Nothing hides it.
+    assert ten.step_seconds - fifty.step_seconds == pytest.approx(
+        ten.slow_seconds - fifty.slow_seconds
+    )

@@ -9,10 +9,18 @@ import numpy as np
 import optax
 import pytest
 
+from benchmarks.memory_and_collectives import ScannedClassifier
 from manualpar import Batch, Pipeline, fsdp, hsdp, make_mesh
-from manualpar.inspect import bytes_by_axes, of_parameters, step_bytes, trace_collectives
+from manualpar.inspect import (
+    bytes_by_axes,
+    ledger,
+    of_parameters,
+    step_bytes,
+    total_bytes,
+    trace_collectives,
+)
 from manualpar.models import Transformer
-from manualpar.models.cross_entropy import language_model_loss
+from manualpar.models.cross_entropy import classification_loss, language_model_loss
 from tests.one_device import slow_unless, train_on_one_device
 from tests.program_test import BATCHES, Classifier, loss_fn
 from tests.strategies_test import own_shapes
@@ -82,7 +90,7 @@ def test_layers_of_a_transformer_gather_again_within_the_group(
     mesh = make_mesh(MESHES[0], devices8)
     program, params = train(mesh=mesh)
     _, expected = train(mesh=mesh, regather_axes=(), axis_by_axis=True)
-    chex.assert_trees_all_close(params, expected, atol=1e-6)
+    chex.assert_trees_all_equal(params, expected)
     found = parameter_collectives(program)
     again = [one for one in found if one.purpose == "regather_params"]
     assert again
@@ -118,6 +126,24 @@ def test_slow_links_carry_a_gather_and_a_gradient(devices8, mesh, options):
         bytes_of_kept = step_bytes(kept)
         assert closed["node",] * 3 == bytes_of_kept["node",] * 2
         assert closed.get(("data",)) == bytes_of_kept.get(("data",))
+
+
+@pytest.mark.slow
+@pytest.mark.optimized
+@pytest.mark.parametrize("codes", [{}, {"gather_code": "int8", "reduce_code": "int4"}], ids=str)
+def test_the_compiler_sends_as_much(devices8, codes):
+    program = fsdp(
+        ScannedClassifier(num_layers=2, width=512),
+        optax.adamw(1e-3),
+        classification_loss,
+        mesh=make_mesh(MESHES[0], devices8),
+        batch=Batch(np.zeros((64, 784), np.float32), np.zeros(64, np.int32)),
+        **{**SECONDARY, "min_weight_size": 2**18},
+        **codes,
+    )
+    found = ledger(program, compile=True)
+    assert any(one.purpose == "regather_params" for one in found.collectives)
+    assert total_bytes(found.compiled.collectives) == found.total_bytes
 
 
 def test_groups_may_be_replicated_too(devices8):

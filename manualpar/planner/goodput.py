@@ -24,7 +24,8 @@ in the model.
 import dataclasses
 import math
 
-# What `python -m benchmarks.checkpoint_rates` measured of one process with two cores on 2026-11-22:
+# What was measured of one process with two cores on 2026-11-22, by benchmarks/checkpoint_rates.py
+# of commit 14127f0:
 # seconds that do not depend on the bytes, and bytes a second.
 BLOCKED = (0.02, 7.9e9)
 BACKGROUND = (0.02, 0.51e9)

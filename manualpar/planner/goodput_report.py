@@ -107,7 +107,7 @@ def print_goodput(console: rich.console.Console, planned: PlannedGoodput) -> Non
         console,
         f"The loop waits {describe_time(costs.blocked)} for a save, which is complete "
         f"{describe_time(costs.background)} later; restoring takes {describe_time(costs.restore)}: "
-        "rates that one process reached here (benchmarks.checkpoint_rates), or the file system's. "
+        "rates that one process reached, or the file system's. "
         f"From a failure until then {describe_time(costs.restart)} are assumed. See "
         "manualpar.planner.goodput.",
     )
