@@ -34,7 +34,7 @@ KINDS = (
 )
 
 _TRACED = "traced for what the model does with its variables; it never runs"
-_PROCESSES = "several processes only: slow tests in cluster_agreement_test"
+_PROCESSES = "several processes only: slow tests in agreement_test"
 
 # Sites without mutants, and why: `module:function:callee`; names may hold wildcards.
 LEFT_ALONE: Mapping[str, str] = {

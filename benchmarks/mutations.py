@@ -42,83 +42,97 @@ from benchmarks.mutation_sites import Site, find_sites
 ROOT = Path(__file__).parent.parent
 NOT_COPIED = (".*", "__pycache__", "*.egg-info", "build", "dist", "runs")
 
-COUNTS = "tests/inspect_formulas_test.py::test_every_row_of_the_table"
-STEPS = "tests/strategies_test.py::test_ten_steps_equal_the_single_device"
-TUPLES = "tests/strategies_test.py::test_axes_may_be_tuples_and_the_mesh_larger"
-CONTEXT = ("tests/layers_context_test.py", "tests/models_transformer_context_test.py")
-STAGES = "tests/pipeline_executor_test.py"
-DROPOUT = "tests/program_test.py::test_dropout_masks_differ_on_every_example_minibatch_and_step"
+COUNTS = "tests/inspect/expected_bytes_test.py::test_every_row_of_the_table"
+STEPS = "tests/laws/strategies_test.py::test_ten_steps_equal_the_single_device"
+TUPLES = "tests/laws/strategies_test.py::test_axes_may_be_tuples_and_the_mesh_larger"
+CONTEXT = ("tests/layers/attention/context_test.py", "tests/models/transformer_context_test.py")
+STAGES = "tests/layers/pipeline/executor_test.py"
+DROPOUT = (
+    "tests/core/program/program_test.py"
+    "::test_dropout_masks_differ_on_every_example_minibatch_and_step"
+)
 # In this order every mutant is tried on them.
 TESTS = (
-    "tests/collectives_test.py",
-    "tests/rng_test.py",
-    "tests/partitioning_test.py",
+    "tests/core/parameters/collectives_test.py",
+    "tests/core/mesh/rng_test.py",
+    "tests/core/parameters/sharded_parameter_test.py",
     COUNTS,
-    "tests/gradients_test.py",
-    "tests/strategies_test.py::test_hsdp_on_every_factorisation",
+    "tests/core/modes/gradients_test.py",
+    "tests/laws/strategies_test.py::test_hsdp_on_every_factorisation",
     TUPLES,
     STEPS,
-    "tests/collections_test.py",
-    "tests/program_test.py::test_masks_that_differ_by_device_and_minibatch",
-    "tests/program_test.py::test_evaluation_is_without_dropout_and_counts_what_the_mask_says",
+    "tests/laws/collections_test.py",
+    "tests/core/program/program_test.py::test_masks_that_differ_by_device_and_minibatch",
+    "tests/core/program/program_test.py::test_evaluation_is_without_dropout_and_counts_what_the_mask_says",
     DROPOUT,
 )
 # What is likely to kill a mutant of such a name runs before them; the first name that fits counts.
 FIRST = {
-    "core.modes.variable_reduction:*": ("tests/gradients_test.py", "tests/collections_test.py"),
-    "core.modes.nonfinite:*": ("tests/nonfinite_test.py",),
-    "core.parameters.quantized_collectives:*": ("tests/coded_collectives_test.py",),
-    "core.program.gradient_rounding:*": ("tests/error_feedback_test.py",),
-    "strategies.diloco.*": ("tests/strategies_diloco_test.py",),
-    "core.modes.gradients:reduce_gradient:*": ("tests/roles_test.py",),
-    "core.mesh.zigzag:to_zigzag*": ("tests/roles_test.py",),
+    "core.modes.variable_reduction:*": (
+        "tests/core/modes/gradients_test.py",
+        "tests/laws/collections_test.py",
+    ),
+    "core.modes.nonfinite:*": ("tests/core/modes/nonfinite_test.py",),
+    "core.parameters.quantized_collectives:*": (
+        "tests/core/parameters/quantized_collectives_test.py",
+    ),
+    "core.program.gradient_rounding:*": ("tests/core/program/gradient_rounding_test.py",),
+    "strategies.diloco.*": ("tests/strategies/diloco/diloco_test.py",),
+    "core.modes.gradients:reduce_gradient:*": ("tests/laws/roles_test.py",),
+    "core.mesh.zigzag:to_zigzag*": ("tests/laws/roles_test.py",),
     "*:to_zigzag:delete": CONTEXT[1:],
     "models.transformer:*:cumsum:*": CONTEXT[1:],
     "layers.attention.context:*": CONTEXT,
     "layers.attention.ring_attention:*": CONTEXT,
     "layers.attention.blockwise_attention:*": CONTEXT,
     "layers.attention.chunked_attention:*": CONTEXT,
-    "core.checks.context_check:*": ("tests/user_model_context_check_test.py",),
-    "layers.pipeline.exchange:*": ("tests/pipeline_exchange_test.py", STAGES),
-    "layers.pipeline.replay:*": ("tests/pipeline_retyped_test.py", STAGES),
-    "layers.pipeline.slots:*": ("tests/pipeline_slots_test.py", STAGES),
-    "layers.pipeline.*:regather_for_backward:*": ("tests/inspect_pipeline_formulas_test.py",),
+    "core.checks.context_check:*": ("tests/core/checks/context_check_test.py",),
+    "layers.pipeline.exchange:*": ("tests/layers/pipeline/exchange_test.py", STAGES),
+    "layers.pipeline.replay:*": ("tests/layers/pipeline/replay_test.py", STAGES),
+    "layers.pipeline.slots:*": ("tests/layers/pipeline/slots_test.py", STAGES),
+    "layers.pipeline.*:regather_for_backward:*": ("tests/inspect/pipeline_formulas_test.py",),
     "layers.pipeline.*": (STAGES,),
-    "layers.boundaries:*": ("tests/layers_boundaries_test.py", "tests/layers_dense_test.py"),
-    "layers.ring_chunks:*": ("tests/layers_ring_test.py",),
-    "layers.moe.expert*": ("tests/layers_experts_test.py",),
-    "layers.ring:*": ("tests/layers_ring_test.py",),
+    "layers.boundaries:*": ("tests/layers/boundaries_test.py", "tests/layers/dense_test.py"),
+    "layers.ring_chunks:*": ("tests/layers/ring_test.py",),
+    "layers.moe.expert*": ("tests/layers/moe/moe_test.py",),
+    "layers.ring:*": ("tests/layers/ring_test.py",),
     "layers.moe.routing:*": (
-        "tests/layers_routing_test.py",
-        "tests/layers_experts_program_test.py",
+        "tests/layers/moe/routing_test.py",
+        "tests/layers/moe/moe_program_test.py",
     ),
-    "layers.*vocabulary*": ("tests/layers_vocabulary_test.py",),
-    "layers.head_loss:*": ("tests/layers_head_loss_test.py",),
-    "core.model.split_dropout:*": ("tests/user_model_split_dropout_test.py",),
+    "layers.*vocabulary*": ("tests/layers/vocabulary_test.py",),
+    "layers.head_loss:*": ("tests/layers/head_loss_test.py",),
+    "core.model.split_dropout:*": ("tests/core/model/split_dropout_test.py",),
     "core.parameters.sharded_parameter:*.unbox:gather_invariant:*": (
-        "tests/inspect_formulas_test.py::test_model_axes_are_gathered_too",
-        "tests/annotated_models_test.py::test_fsdp_with_a_model_axis_of_any_size",
+        "tests/inspect/expected_bytes_test.py::test_model_axes_are_gathered_too",
+        "tests/laws/annotated_models_test.py::test_fsdp_with_a_model_axis_of_any_size",
     ),
-    "core.modes.remat:*": ("tests/remat_test.py",),
+    "core.modes.remat:*": ("tests/core/modes/remat_test.py",),
     "*:duplicate": (COUNTS,),
     "core.parameters.collectives:gather_invariant:*-ax?s": (TUPLES,),
     "core.parameters.collectives:gather_invariant:*": (STEPS,),
-    "core.modes.gradients:*": ("tests/gradients_test.py",),
-    "core.program.inside_shard_map:*:axis_index:*": ("tests/partitioning_test.py",),
-    "core.program.inside_shard_map:*:gather_params:*": ("tests/partitioning_test.py",),
-    "core.program.inside_shard_map:gather_params.*": ("tests/partitioning_test.py",),
-    "core.model.recurrence:*": ("tests/user_model_recurrence_test.py",),
-    "core.model.varying_loops:*": ("tests/user_model_varying_loops_test.py",),
+    "core.modes.gradients:*": ("tests/core/modes/gradients_test.py",),
+    "core.program.inside_shard_map:*:axis_index:*": (
+        "tests/core/parameters/sharded_parameter_test.py",
+    ),
+    "core.program.inside_shard_map:*:gather_params:*": (
+        "tests/core/parameters/sharded_parameter_test.py",
+    ),
+    "core.program.inside_shard_map:gather_params.*": (
+        "tests/core/parameters/sharded_parameter_test.py",
+    ),
+    "core.model.recurrence:*": ("tests/core/model/recurrence_test.py",),
+    "core.model.varying_loops:*": ("tests/core/model/varying_loops_test.py",),
     "core.program.step:*:regather_for_backward:*": (COUNTS,),
-    "core.modes.manual:*:sync_collections:*": ("tests/collections_test.py",),
+    "core.modes.manual:*:sync_collections:*": ("tests/laws/collections_test.py",),
     "core.modes.manual:*:fold_rng_over_axis:delete": (DROPOUT,),
     "core.modes.manual:*-axes": (TUPLES,),
     "core.program.step:*": (STEPS,),
     "core.modes.manual:*": (STEPS,),
     "*:*-axis": (TUPLES,),
     "core.parameters.sharded_parameter:*": (STEPS,),
-    "core.program.inside_shard_map:*": ("tests/partitioning_test.py",),
-    "core.program.gather_examples:*": ("tests/collectives_test.py",),
+    "core.program.inside_shard_map:*": ("tests/core/parameters/sharded_parameter_test.py",),
+    "core.program.gather_examples:*": ("tests/core/parameters/collectives_test.py",),
 }
 
 

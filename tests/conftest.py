@@ -19,9 +19,9 @@ import pytest
 
 from manualpar.system.storage import BucketPath
 from tests import compiling
-from tests.cluster_processes import Processes
-from tests.runs import run_here
-from tests.s3_server import BUCKET, s3_server, use_server
+from tests.runs.small_runs import run_here
+from tests.system.cluster.processes import Processes
+from tests.system.storage.s3_server import BUCKET, s3_server, use_server
 
 NUM_DEVICES = 8
 

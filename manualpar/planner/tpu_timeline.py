@@ -10,7 +10,7 @@ A turn of a loop begins with free links, because it has waited for everything th
 turn is followed and counts as often as the loop turns.
 
 The compiler estimates no cycles for a collective, and its estimate of a product that carries a part
-of one is that of the product alone (`tests/planner_schedule_test.py` shows both). So cycles are
+of one is that of the product alone (`tests/planner/tpu_timeline_test.py` shows both). So cycles are
 compute, and the caller says how long a collective is on the wire, on which links, and how long a
 kernel computes.
 """

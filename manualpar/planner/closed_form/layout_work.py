@@ -2,7 +2,7 @@
 
 The products are those that the traced program has, forward and backward, with attention as one
 fused kernel that keeps its scores to itself and computes the half that a causal mask leaves.
-`tests/planner_pod_work_test.py` holds them against `read_work`.
+`tests/planner/closed_form/layout_estimate_test.py` holds them against `read_work`.
 
 Memory is what is held at the fullest moment: the state, what the layers keep for their backward
 pass, and what the loss or one layer makes in it. A pipeline of `S` stages with `v` chunks each

@@ -1,0 +1,1 @@
+"""The benchmarks: what they count, and what they make of it."""

@@ -1,0 +1,1 @@
+"""What is typed: from a command line to what it leaves behind."""

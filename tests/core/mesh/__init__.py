@@ -1,0 +1,1 @@
+"""Axes, meshes, and how batches and keys are divided."""

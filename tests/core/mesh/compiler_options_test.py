@@ -1,0 +1,160 @@
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from manualpar import data_parallel, make_mesh
+from manualpar.core.mesh.compiler_options import (
+    CHOICES,
+    ChosenOptions,
+    choose_options,
+    keep_if_known,
+)
+from manualpar.planner.hardware import CHIPS
+from tests.core.program.program_test import Classifier, loss_fn, make_batch
+
+V5E, V5P, V6E = "TPU v5 lite", "TPU v5", "TPU v6 lite"  # As jax names them.
+WINDOWS = "xla_tpu_decompose_einsum_reduce_scatter"
+GATHER = "xla_tpu_prefer_async_allgather_to_allreduce"
+OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload"
+
+
+@pytest.mark.parametrize(
+    ("device_kind", "rings", "name"),
+    [
+        (V5E, [1], WINDOWS),
+        (V5E, [16], WINDOWS),
+        (V5E, [8], "xla_tpu_rwb_fusion"),
+        (V5E, [8, 2], ""),
+        (V5E, [17], GATHER),
+        (V5E, [256], GATHER),
+        (V5E, [257], ""),
+        (V5E, [4, 64], ""),
+        (V5P, [128], f"{OFFLOAD}_all_gather"),
+        (V5P, [16], f"{OFFLOAD}_nd_reduce_scatter"),
+        (V5P, [129], ""),
+        (V6E, [8], f"{OFFLOAD}_all_reduce"),
+        (V6E, [16], f"{OFFLOAD}_all_gather"),
+        (V6E, [256], f"{OFFLOAD}_nd_reduce_scatter"),
+        (V6E, [257], ""),
+        ("TPU v4", [8], ""),
+        ("cpu", [8], ""),
+        ("NVIDIA H100 80GB HBM3", [8], ""),
+    ],
+)
+def test_options_follow_from_the_chip_and_the_rings(device_kind, rings, name):
+    chosen = choose_options(device_kind, rings)
+    assert bool(chosen.options) == bool(name)
+    assert not name or name in chosen.options
+    assert not choose_options(device_kind, rings, ["replica"]).options
+    none = choose_options(device_kind, rings, overlap="none")
+    assert not none.options
+    # Where there is nothing to choose nothing is said.
+    assert bool(none.why) == bool(chosen.why) == ("v5" in device_kind or "v6" in device_kind)
+
+
+def test_split_layers_take_the_options_where_they_pay():
+    for kind in (V5P, V6E):
+        chosen = choose_options(kind, [4], ["model"])
+        assert chosen.options == choose_options(kind, [4]).options
+        assert chosen.why == f"{kind}, gradients over 4 devices beside model"
+        assert not choose_options(kind, [4], ["replica", "model"]).options
+        assert not choose_options(kind, [4, 4], ["model"]).options
+    assert not choose_options(V5E, [4], ["model"]).options
+
+
+def test_every_choice_is_of_chips_that_plans_know():
+    for choice in CHOICES:
+        kinds = [
+            chip.device_kind for chip in CHIPS if re.fullmatch(choice.device_kind, chip.device_kind)
+        ]
+        assert len(kinds) == 1
+        assert choice.measured
+
+
+def test_what_is_chosen_is_said():
+    said = str(choose_options(V5E, [8]))
+    assert said == (
+        f"{WINDOWS}=true, xla_tpu_rwb_fusion=false (TPU v5 lite, gradients over 8 devices)"
+    )
+    only = "others are known to pay on one flat axis"
+    assert str(choose_options(V5E, [8, 2])) == (
+        f"the compiler's own (TPU v5 lite, gradients over 8 and 2 devices; {only})"
+    )
+    assert str(choose_options(V5E, [8], ["replica", "model"])) == (
+        f"the compiler's own (TPU v5 lite, gradients over 8 devices beside replica, model; {only})"
+    )
+    assert str(choose_options(V5E, [512])) == (
+        "the compiler's own (TPU v5 lite, gradients over 512 devices; others pay up to 256)"
+    )
+    assert str(choose_options(V5E, [8], overlap="none")) == "the compiler's own (overlap is 'none')"
+    assert str(choose_options("cpu", [8])) == ""
+
+
+@pytest.mark.parametrize("overlap", ["default", "asynchronous", True])
+def test_unknown_ones_are_refused(overlap):
+    with pytest.raises(ValueError, match=r"overlap is .*, expected one of 'auto', 'none'"):
+        choose_options(V5E, [8], overlap=overlap)
+
+
+def test_options_that_the_compiler_refuses_are_left_out_and_it_is_said(devices8):
+    chosen = choose_options(V5E, [8])
+    kept = keep_if_known(chosen, devices8[0])
+    assert kept.options == {}
+    assert str(kept).startswith(
+        "the compiler's own (TPU v5 lite, gradients over 8 devices; refused: "
+    )
+    assert str(kept).count(f"No such compile option: '{WINDOWS}'") == 1
+    assert str(kept).count("No such compile option: 'xla_tpu_rwb_fusion'") == 1
+    known = ChosenOptions({"xla_cpu_enable_fast_math": False}, "why")
+    assert keep_if_known(known, devices8[0]) == known
+    assert keep_if_known(ChosenOptions(), devices8[0]) == ChosenOptions()
+
+
+def test_an_option_that_is_refused_takes_no_other_with_it(devices8):
+    fast, width = {"xla_cpu_enable_fast_math": False}, {"xla_cpu_prefer_vector_width": "256"}
+    kept = keep_if_known(ChosenOptions(fast | {WINDOWS: "true"} | width, "why"), devices8[0])
+    assert kept.options == fast | width
+    assert kept.why.startswith(f"why; refused: {WINDOWS} (")
+
+
+def test_of_two_that_are_refused_together_the_first_stays(devices8, monkeypatch):
+    """As newer compilers for v5p refuse two options, of which they take each alone."""
+
+    def refuse(options, device):
+        return "unsafe together" if {"a", "b"} <= options.keys() else ""
+
+    monkeypatch.setattr("manualpar.core.mesh.compiler_options._refusal", refuse)
+    kept = keep_if_known(ChosenOptions({"a": "1", "b": "1", "c": "1"}, "why"), devices8[0])
+    assert kept == ChosenOptions({"a": "1", "c": "1"}, "why; refused: b (unsafe together)")
+
+
+def test_no_choice_has_what_a_compiler_calls_unsafe():
+    """libtpu 0.0.52 says of both on v5p: might lead to incorrect results, hang."""
+    pair = {
+        "xla_enable_async_all_gather",
+        "xla_tpu_enable_async_collective_fusion_fuse_all_gather",
+    }
+    assert not any(pair <= choice.options.keys() for choice in CHOICES)
+
+
+def test_a_step_is_compiled_with_them(devices8):
+    """An option that the compiler does not know is refused by it, so it has been handed over."""
+    options = {"mesh": make_mesh({"data": 2}, devices8), "batch": make_batch()}
+    program = data_parallel(
+        Classifier(), optax.sgd(0.1), loss_fn, compiler_options={"xla_no_such": True}, **options
+    )
+    for step in (program.train_step, program.eval_step):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such"):
+            step.lower(program.abstract_state, program.abstract_batch).compile()
+    known = {"xla_cpu_enable_fast_math": False}
+    program = data_parallel(
+        Classifier(), optax.sgd(0.1), loss_fn, compiler_options=known, **options
+    )
+    state = program.init(jax.random.key(0))
+    _, metrics = program.train_step(state, make_batch())
+    assert jnp.isfinite(metrics["loss"][0])
+    with pytest.raises(TypeError, match="compiler_options='fast', expected a dict of names and"):
+        data_parallel(Classifier(), optax.sgd(0.1), loss_fn, compiler_options="fast", **options)

@@ -1,0 +1,344 @@
+"""An NNX model trains as its Linen twin does, and sends the same, whatever the strategy."""
+
+import collections
+import functools
+import itertools
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from manualpar import abstract_mesh, data_parallel, fsdp, make_mesh
+from manualpar.core.model.interface import interface_of
+from manualpar.core.model.nnx.nnx_model import NNXModel
+from manualpar.core.modes.strategy import MODES
+from manualpar.inspect import ledger, trace_collectives
+from manualpar.training.checkpoints import Checkpoints
+from tests.core.program.program_test import BATCHES, TOLERANCE, Classifier, loss_fn
+from tests.laws.strategies_test import STRATEGIES, build
+
+
+class NNXClassifier(nnx.Module):
+    """`Classifier`, whose call has no argument `train`."""
+
+    def __init__(self, rngs, hidden=32):
+        self.input_dense = nnx.Linear(12, hidden, rngs=rngs)
+        self.norm = nnx.LayerNorm(hidden, rngs=rngs)
+        self.output_dense = nnx.Linear(hidden, 5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.output_dense(self.norm(nn.silu(self.input_dense(x))))
+
+
+def sent(program):
+    """How often a step sends what for which purpose, in whatever order."""
+    traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
+    return collections.Counter(
+        (c.kind, c.axes, c.shape, str(c.dtype), c.times, c.purpose, c.bytes_sent)
+        for c in trace_collectives(traced)
+    )
+
+
+def with_params(program, params):
+    """The initial state with other parameters."""
+    state = program.init(jax.random.key(0))
+    shardings = jax.tree.map(lambda x: x.sharding, program.abstract_state.params)
+    return state.replace(params=jax.device_put(params, shardings))
+
+
+def train(program, state, batches):
+    losses = []
+    for batch in batches:
+        state, metrics = program.train_step(state, batch)
+        losses.append(metrics["loss"][0] / metrics["loss"][1])
+    return state, jnp.stack(losses)
+
+
+def renamed(params):
+    """`Classifier`'s parameters with the names of its twin."""
+    names = {"LayerNorm_0": "norm"}
+    return {names.get(name, name): tree for name, tree in jax.device_get(params).items()}
+
+
+def fast_or_slow(name, mode):
+    is_fast = (name, mode) in {
+        ("fsdp", "manual"),
+        ("fsdp, pad, step", "manual"),
+    }
+    return pytest.param(name, mode, marks=() if is_fast else pytest.mark.slow)
+
+
+def in_modes(*fast):
+    """Every mode, of which all but some are slow."""
+    marks = {mode: () if mode in fast else pytest.mark.slow for mode in MODES}
+    return pytest.mark.parametrize("mode", [pytest.param(m, marks=marks[m]) for m in MODES])
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"), [fast_or_slow(*pair) for pair in itertools.product(STRATEGIES, MODES)]
+)
+def test_twins_train_and_send_alike(devices8, name, mode):
+    options = {"mode": mode, "num_minibatches": 2, "use_scan": True}
+    linen = build(name, devices8, **options)
+    program = build(name, devices8, model=NNXClassifier, **options)
+    assert sent(program) == sent(linen)
+    start = linen.init(jax.random.key(0))
+    state = with_params(program, renamed(start.params))
+    _, expected = train(linen, start, BATCHES[:3])
+    _, losses = train(program, state, BATCHES[:3])
+    np.testing.assert_allclose(losses, expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gather_dtype": "bfloat16", "reduce_dtype": "float32"},
+        {"gather_dtype": "bfloat16", "mode": "auto"},
+        {"param_dtype": "bfloat16"},
+        {"keep_gathered": ("output_dense",)},
+        {"communicate_every": "gather-step"},
+    ],
+    ids=str,
+)
+def test_options_do_to_both_the_same(devices8, options):
+    linen = build("fsdp", devices8[:4], **options)
+    program = build("fsdp", devices8[:4], model=NNXClassifier, **options)
+    assert sent(program) == sent(linen)
+
+
+def test_the_ledgers_are_the_same(devices8):
+    linen, program = (ledger(build("fsdp", devices8, model=m)) for m in (None, NNXClassifier))
+    assert program.bytes_by_purpose() == linen.bytes_by_purpose()
+    assert program.flops_by_phase() == linen.flops_by_phase()
+    assert program.memory == linen.memory
+    assert program.bytes_by_module() == renamed(linen.bytes_by_module())
+
+
+# What is initialised.
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 8])
+def test_parameters_are_those_of_the_module_on_every_mesh(devices8, num_devices):
+    program = build("fsdp", devices8[:num_devices], model=NNXClassifier)
+    state = program.init(jax.random.key(7))
+    init_rng, _ = jax.random.split(jax.random.key(7))
+    make = jax.jit(lambda key: nnx.state(NNXClassifier(rngs=nnx.Rngs(key)), nnx.Param))
+    expected = nnx.to_pure_dict(make(init_rng))
+    chex.assert_trees_all_equal(jax.device_get(state.params), jax.device_get(expected))
+    assert state.params["input_dense"]["kernel"].sharding.num_devices == num_devices
+
+
+def test_an_instance_gives_its_values(devices8):
+    model = NNXClassifier(rngs=nnx.Rngs(3))
+    state = build("fsdp", devices8, model=model).init(jax.random.key(7))
+    expected = nnx.to_pure_dict(nnx.state(model))
+    chex.assert_trees_all_equal(jax.device_get(state.params), jax.device_get(expected))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        NNXClassifier,
+        functools.partial(NNXClassifier, hidden=32),
+        lambda rngs: NNXClassifier(rngs, 32),
+        NNXClassifier(nnx.Rngs(0)),
+    ],
+    ids=["class", "partial", "function", "instance"],
+)
+def test_whatever_makes_a_module_is_a_model(model):
+    mesh = abstract_mesh({"data": 8}, 8)
+    program = fsdp(model, optax.sgd(0.1), loss_fn, mesh=mesh, batch=BATCHES[0], min_weight_size=16)
+    assert program.abstract_state.params["input_dense"]["kernel"].shape == (12, 32)
+
+
+def test_what_is_no_nnx_model_is_left_alone():
+    for model in (Classifier, 3, None, jnp.sin):
+        assert interface_of(model) is model
+    assert isinstance(interface_of(NNXClassifier), NNXModel)
+    assert interface_of(NNXClassifier).module.__class__ is NNXClassifier
+    assert not isinstance(interface_of(Classifier()), NNXModel)
+
+
+@pytest.mark.slow
+def test_checkpoints_read_like_the_module(devices8, tmp_path):
+    class Layers(nnx.Module):
+        def __init__(self, rngs):
+            self.layers = nnx.List([nnx.Linear(12, 12, rngs=rngs) for _ in range(2)])
+
+        def __call__(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return x[:, :5]
+
+    program = build("fsdp", devices8[:4], model=Layers)
+    state, _ = train(program, program.init(jax.random.key(0)), BATCHES[:1])
+    paths = [info.path for info, _ in program.parameters]
+    assert paths == [f"layers/{i}/{name}" for i in range(2) for name in ("bias", "kernel")]
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(program, state, step=1, extra={})
+    elsewhere = build("fsdp", devices8[:2], model=Layers)
+    with Checkpoints(tmp_path) as checkpoints:
+        restored = checkpoints.restore(elsewhere, report=lambda line: None).state
+    chex.assert_trees_all_equal(jax.device_get(restored.params), jax.device_get(state.params))
+
+
+# What is refused.
+
+
+class Lazy(nnx.Module):
+    def __init__(self, rngs):
+        self.scale = nnx.Param(jnp.ones((12, 12)))
+
+    def __call__(self, x):
+        self.seen = nnx.BatchStat(x.mean(0))
+        return x @ self.scale
+
+
+class Setting(Lazy):
+    def __call__(self, x):
+        self.scale[...] = self.scale * 2
+        return x @ self.scale
+
+
+class Peeking(Lazy):
+    def __call__(self, x):
+        return x @ self.scale.get_raw_value()
+
+
+class Reshaping(Lazy):
+    def __call__(self, x):
+        self.scale.set_raw_value(self.scale.get_raw_value().reshape(-1))
+        return x @ self.scale[...].reshape(12, 12)
+
+
+class Drawing(Lazy):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.noise = rngs.fork()
+
+    def __call__(self, x):
+        return x @ self.scale + jax.random.normal(self.noise.noise(), x.shape)
+
+
+class NoRngs(nnx.Module):
+    def __init__(self):
+        self.scale = nnx.Param(jnp.ones((12,)))
+
+
+class Bare(nnx.Module):
+    def __init__(self, rngs):
+        self.inner = nnx.Linear(12, 12, rngs=rngs)
+        self.inner.scale = jnp.ones((12,))
+
+    def __call__(self, x):
+        return self.inner(x) * self.inner.scale
+
+
+class Nested(nnx.Module):
+    def __init__(self, rngs):
+        self.scales = nnx.Param({"a": jnp.ones((12,))})
+
+
+class Constant(nnx.Module):
+    def __init__(self, rngs):
+        self.scale = np.ones((12,), np.float32)
+
+
+def make_number(rngs):
+    return 3
+
+
+def plain_loss(params, apply_fn, batch, rng):
+    y = apply_fn({"params": params}, batch.inputs)
+    return y.mean(), {"loss": (y.sum(), jnp.float32(y.size))}
+
+
+@pytest.mark.parametrize(
+    ("model", "error", "message"),
+    [
+        (nnx.Linear, TypeError, r"Linear takes in_features, out_features besides rngs"),
+        (NoRngs, TypeError, r"the class NoRngs takes no argument rngs"),
+        (Nested, TypeError, r"parameter 'scales' holds a dict, expected an array"),
+        (Bare, TypeError, r"'inner/scale' is an array of shape \(12,\) that no variable holds, .*"),
+        (Constant, ValueError, r"no parameters, expected .*; in NNX those that an nnx.Param holds"),
+        (make_number, TypeError, r"make_number\(rngs=...\) makes 3, expected an nnx.Module"),
+        (lambda: 3, TypeError, r"expected an instance of a flax.linen.Module, or an nnx.Module"),
+        (Lazy, ValueError, r"makes a new variable 'seen' of type BatchStat.*__init__"),
+        (Setting, ValueError, r"parameter 'scale' is set when the model is called"),
+        (Peeking, ValueError, r"read other than by a module that asks .* \(in NNX by param\["),
+        (Reshaping, ValueError, r"'scale' of shape \(12, 12\) is read when .* shape \(144,\)"),
+        (Drawing, ValueError, r"random stream 'noise/default' is asked for numbers and has no key"),
+    ],
+)
+def test_refusals(devices8, model, error, message):
+    mesh = make_mesh({"data": 4}, devices8[:4])
+    with pytest.raises(error, match=message):
+        fsdp(model, optax.sgd(0.1), plain_loss, mesh=mesh, batch=BATCHES[0], min_weight_size=16)
+
+
+def test_a_derivative_of_shards_in_a_loss_is_refused(devices8):
+    def pulled_back(params, apply_fn, batch, rng):
+        y, _ = jax.vjp(lambda p: apply_fn({"params": p}, batch.inputs), params)
+        return y.mean(), {"loss": (y.sum(), y.size)}
+
+    options = {"mesh": make_mesh({"data": 4}, devices8[:4]), "batch": BATCHES[0]}
+    with pytest.raises(ValueError, match=r"<lambda> at nnx_model_test.py.* is differentiated with"):
+        fsdp(NNXClassifier, optax.sgd(0.1), pulled_back, min_weight_size=16, **options)
+    data_parallel(NNXClassifier, optax.sgd(0.1), pulled_back, **options)
+
+
+class PulledBack(nnx.Module):
+    def __init__(self, phases, rngs):
+        self.dense = nnx.Linear(12, 12, rngs=rngs)
+        self.phases = phases
+
+    def __call__(self, x, train):
+        if ("train" if train else "eval") not in self.phases:
+            return self.dense(x)
+        graphdef, state = nnx.split(self.dense)
+        y, pullback = jax.vjp(lambda state, x: nnx.merge(graphdef, state)(x), state, x)
+        return y + pullback(jnp.ones_like(y))[1]
+
+
+@pytest.mark.parametrize(
+    ("phases", "options"),
+    [
+        (("train", "eval"), {}),
+        (("train",), {"num_minibatches": 2}),
+        (("train",), {"reshard_after_forward": False}),
+        (("eval",), {}),
+    ],
+)
+def test_a_derivative_of_shards_in_a_module_is_refused(devices8, phases, options):
+    def loss_fn(params, apply_fn, batch, rng):
+        y = apply_fn({"params": params}, batch.inputs, train=True)
+        return (y**2).mean(), {"loss": ((y**2).sum(), jnp.float32(y.size))}
+
+    args = (lambda rngs: PulledBack(phases, rngs)), optax.sgd(0.1), loss_fn
+    shared = {"mesh": make_mesh({"data": 4}, devices8[:4]), "batch": BATCHES[0]}
+    message = r"\(.*gather_params\) is differentiated within the model or the loss \(jax"
+    with pytest.raises(ValueError, match=message):
+        fsdp(*args, min_weight_size=16, **options, **shared)
+    data_parallel(*args, **shared)
+    fsdp(*args, min_weight_size=16, replicate=("dense",), **shared)
+
+
+def test_an_instance_without_values_is_refused():
+    model = nnx.eval_shape(lambda: NNXClassifier(nnx.Rngs(0)))
+    with pytest.raises(TypeError, match="NNXClassifier has no values"):
+        interface_of(model)
+
+
+def test_collections_must_be_the_modules_own():
+    model = interface_of(NNXClassifier)
+    variables = model.init(jax.random.key(0))
+    x = BATCHES[0].inputs
+    with pytest.raises(ValueError, match=r"collections \['cache'\], expected only \['params'\]"):
+        model.apply({**variables, "cache": {}}, x)
+    with pytest.raises(ValueError, match=r"without the variable 'input_dense/bias' of collection"):
+        model.apply({}, x)

@@ -1,0 +1,1 @@
+"""Who writes the collectives, and how gradients are made."""

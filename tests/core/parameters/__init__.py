@@ -1,0 +1,1 @@
+"""Where parameters are stored, and their gathers with their gradients."""

@@ -1,0 +1,1 @@
+"""Named scopes, and reading jaxprs."""

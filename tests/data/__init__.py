@@ -1,0 +1,1 @@
+"""Examples by number, batches on devices, and text, tokens and chats."""

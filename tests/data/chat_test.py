@@ -1,0 +1,283 @@
+"""Of chats the assistant's words are learned, of completions the completion, and nothing else."""
+
+import json
+
+import numpy as np
+import pytest
+import tokenizers
+
+from manualpar.data import load_tokenizer
+from manualpar.data.chat import ChatEncoder
+from manualpar.data.dataset import DamagedDataError
+from manualpar.data.packing import PackedSplit, learned_of, tokens_of
+from manualpar.data.sources import load_dataset
+from manualpar.data.tokenize import write_token_files
+from manualpar.data.tokenizer import ByteTokenizer
+from tests.data.document_files_test import write_documents
+
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+CHATML = """{%- for message in messages %}
+    {{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}"""
+MARKED = """{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' }}
+{%- if message.role == 'assistant' %}
+{% generation %}{{ message.content + '<|im_end|>' }}{% endgeneration %}
+{%- else %}
+{{- message.content + '<|im_end|>' }}
+{%- endif %}
+{{- '\\n' }}
+{%- endfor %}"""
+CHAT = [
+    {"role": "system", "content": "Be short."},
+    {"role": "user", "content": "What is 1 + 1?"},
+    {"role": "assistant", "content": "It is 2, \u00e9\u4e2d."},
+    {"role": "user", "content": "Thanks\n"},
+    {"role": "assistant", "content": "You are welcome"},
+]
+TEXT = " ".join(message["content"] for message in CHAT)
+
+
+def write_chat_tokenizer(directory, template: str = CHATML, **config) -> str:
+    """Writes a tokenizer as a model's directory has it."""
+    directory.mkdir(exist_ok=True)
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=list(SPECIAL),
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([TEXT * 3, "It is not so. " * 9], trainer)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    fields = {"eos_token": "<|im_end|>", "tokenizer_class": "PreTrainedTokenizerFast", **config}
+    if template:
+        fields["chat_template"] = template
+    (directory / "tokenizer_config.json").write_text(json.dumps(fields))
+    return str(directory)
+
+
+def _learned(tokenizer, example) -> list[str]:
+    """The texts that are learned, of consecutive tokens."""
+    raw = tokenizers.Tokenizer.from_file(str(tokenizer.files[0]))
+    learned, tokens = learned_of(example) > 0, tokens_of(example)
+    edges = np.flatnonzero(np.diff(learned.astype(int), prepend=0, append=0))
+    pairs = zip(edges[::2], edges[1::2], strict=True)
+    return [raw.decode(tokens[a:b].tolist(), skip_special_tokens=False) for a, b in pairs]
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED], ids=["plain", "marked"])
+def test_the_assistants_words_and_their_end_are_learned(tmp_path, template):
+    tokenizer = load_tokenizer(write_chat_tokenizer(tmp_path / "t", template))
+    example = ChatEncoder(tokenizer, 0.1).example({"messages": CHAT, "other": 1})
+    assert _learned(tokenizer, example) == [
+        "It is 2, \u00e9\u4e2d.<|im_end|>",
+        "You are welcome<|im_end|>",
+    ]
+    raw = tokenizers.Tokenizer.from_file(str(tokenizer.files[0]))
+    text = raw.decode(tokens_of(example).tolist(), skip_special_tokens=False)
+    turns = [f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in CHAT]
+    assert text == "".join(turns)
+    assert tokens_of(example)[0] == raw.token_to_id("<|im_start|>")
+    assert tokenizer.end_token == raw.token_to_id("<|im_end|>")
+
+
+def test_a_completion_and_the_token_that_ends_it_are_learned(tmp_path):
+    line = {"prompt": "What <|im_end|>?", "completion": "It is"}
+    tokenizer = load_tokenizer(write_chat_tokenizer(tmp_path / "t", ""))
+    example = ChatEncoder(tokenizer, 0.1).example(line)
+    assert _learned(tokenizer, example) == ["It is<|im_end|>"]
+    # Texts are not special tokens; and this tokenizer has no token that begins prompts.
+    assert tokenizer.decode(tokens_of(example)[: -1 - len(tokenizer.encode("It is"))]) == (
+        "What <|im_end|>?"
+    )
+    assert (tokens_of(example) == tokenizer.end_token).sum() == 1
+    of_bytes = ChatEncoder(ByteTokenizer(), 0.1).example(line)
+    assert tokens_of(of_bytes).tolist() == [256, *b"What <|im_end|>?It is", 256]
+    assert learned_of(of_bytes).tolist() == [0] * 17 + [1] * 6
+
+
+THINKING = """{%- for message in messages %}
+{%- if message.role == 'assistant' and not loop.last %}{{- 'A:' + message.content[:2] + ';' }}
+{%- else %}{{- message.role + ':' + message.content + ';' }}{% endif %}
+{%- endfor %}"""
+
+
+@pytest.mark.parametrize(
+    ("template", "line", "message"),
+    [
+        (CHATML, {"text": "a"}, r"has 'text', expected 'messages', or 'prompt' and 'completion'"),
+        (CHATML, {"messages": "a"}, r"has no messages, expected a list of them"),
+        (CHATML, {"messages": []}, r"has no messages, expected a list of them"),
+        (CHATML, {"messages": ["a"]}, r"has a message 1 whose role is missing, expected a text"),
+        (
+            CHATML,
+            {"messages": [{"role": "user", "content": ["a"]}]},
+            r"has a message 1 whose content is of type list, expected a text",
+        ),
+        (CHATML, {"messages": CHAT[:2]}, r"has no answer to learn"),
+        (
+            CHATML,
+            {"messages": [*CHAT[:2], {"role": "assistant", "content": "a <|im_end|>"}]},
+            r"has a message 3 whose content spells out the special token '<\|im_end\|>'",
+        ),
+        (
+            CHATML,
+            {"messages": [*CHAT[:2], {"role": "assistant", "content": "\ud800"}]},
+            r"has half of a surrogate pair, character 0",
+        ),
+        (
+            CHATML,
+            {"messages": [*CHAT[:2], {"role": "assistant", "content": "\ufdd0"}]},
+            r"whose content spells out the special token '\\ufdd0'",
+        ),
+        (CHATML, {"prompt": "a", "completion": 3}, r"has a completion of type int, expected a te"),
+        (CHATML, {"prompt": "", "completion": "a"}, r"has an empty prompt, expected at least one"),
+        (
+            "{{ raise_exception('only users') }}",
+            {"messages": CHAT},
+            r"is refused by the chat's template \(only users\)",
+        ),
+        (
+            "{{ messages.append(1) }}",
+            {"messages": CHAT},
+            r"is refused by the chat's template \(access to attribute 'append' .* is unsafe",
+        ),
+        (
+            "{{ ''.__class__.__mro__ }}",
+            {"messages": CHAT},
+            r"is refused by the chat's template \(access to attribute '__class__' .* is unsafe",
+        ),
+        (
+            "{% for i in range(10**9) %}{% endfor %}",
+            {"messages": CHAT},
+            r"is refused by the chat's template \(Range too big",
+        ),
+        (
+            THINKING,
+            {"messages": CHAT},
+            r"has a message 3 of the assistant that .* otherwise in the",
+        ),
+    ],
+)
+def test_a_line_that_is_no_example_is_refused(tmp_path, template, line, message):
+    tokenizer = load_tokenizer(write_chat_tokenizer(tmp_path / "t", template))
+    with pytest.raises(ValueError, match=message):
+        ChatEncoder(tokenizer, 0.1).example(line)
+
+
+def _write(path, lines) -> str:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+def _chats(count: int = 60):
+    for number in range(count):
+        answer = {"role": "assistant", "content": f"It is {number}. " * (1 + number % 5)}
+        yield {"messages": [{"role": "user", "content": f"What is {number}?"}, answer]}
+    for number in range(count):
+        yield {"prompt": f"What is {number}?", "completion": f" It is {number}."}
+
+
+def test_chats_are_a_dataset_of_packed_sequences(tmp_path):
+    path = _write(tmp_path / "chats.jsonl", _chats())
+    options = {"tokenizer": write_chat_tokenizer(tmp_path / "t"), "held_out": 0.1}
+    load = {"seed": 0, "sequence_length": 100, "cache": str(tmp_path / "cache")}
+    dataset = load_dataset("chat", path=path, **load, **options)
+    assert isinstance(dataset.train, PackedSplit)
+    assert sum(len(s.order) for s in (dataset.train, dataset.eval, dataset.test)) == 120
+    assert dataset.train.tokens_per_byte is None
+    written = write_token_files(path, str(tmp_path / "tokens"), source="chat", **options)
+    made = load_dataset("tokens", path=str(tmp_path / "tokens"), **load)
+    assert written.examples == 1
+    assert made.fingerprint == dataset.fingerprint
+    np.testing.assert_array_equal(made.train[1].labels, dataset.train[1].labels)
+    # Another template is other data.
+    other = _write_text(tmp_path / "other.jinja", CHATML.replace("\\n", " "))
+    again = load_dataset("chat", path=path, template=other, **load, **options)
+    assert again.fingerprint != dataset.fingerprint
+    with pytest.raises(
+        ValueError, match=r"config\.data\.sequence_length is 8, and \d+ of \d+ exam"
+    ):
+        load_dataset("chat", path=path, **(load | {"sequence_length": 8}), **options)
+    (tmp_path / "tokens" / "eval.lengths").write_bytes(b"\2\0\0\0")
+    with pytest.raises(ValueError, match=r"whose eval\.lengths does not fit its eval\.bin"):
+        load_dataset("tokens", path=str(tmp_path / "tokens"), **load)
+
+
+def _write_text(path, text) -> str:
+    path.write_text(text)
+    return str(path)
+
+
+def test_chats_and_documents_are_mixed(tmp_path):
+    chats = _write(tmp_path / "chats.jsonl", _chats())
+    (tmp_path / "p").mkdir()
+    documents = write_documents(tmp_path / "p", "parquet", [f"{i} abc" * 9 for i in range(90)])
+    dataset = load_dataset(
+        "mixture",
+        seed=0,
+        mixture=(f"1 chat {chats}", f"3 parquet {documents}"),
+        tokenizer=write_chat_tokenizer(tmp_path / "t"),
+        sequence_length=100,
+        held_out=0.1,
+        cache=str(tmp_path / "cache"),
+    )
+    packed, stream = dataset.train.parts
+    for split in (packed, stream):
+        batch = split[0]
+        assert {name: x.shape for name, x in batch.inputs.items()} == {
+            "tokens": (100,),
+            "documents": (100,),
+        }
+    begins = stream[0].inputs["tokens"] == dataset.tokenizer.bos_token
+    assert begins.sum() > 1
+    np.testing.assert_array_equal(stream[0].inputs["documents"], np.cumsum(begins))
+
+
+@pytest.mark.parametrize(
+    ("template", "config", "message"),
+    [
+        (
+            "",
+            {},
+            r"config\.data\.template is '', and config\.data\.tokenizer has no chat_template; ",
+        ),
+        ("{% if %}", {}, r"the chat_template is no Jinja template \(line 1: "),
+        (
+            CHATML,
+            {"eos_token": 3},
+            r"has a tokenizer_config\.json that has eos_token=3, expected a",
+        ),
+        (
+            CHATML,
+            {"eos_token": "<x>"},
+            r"has no token '<x>', the eos_token of its tokenizer_config",
+        ),
+    ],
+)
+def test_a_tokenizer_that_does_not_fit_is_a_mistake_in_the_config(
+    tmp_path, template, config, message
+):
+    path = _write(tmp_path / "chats.jsonl", _chats())
+    options = {"held_out": 0.1, "sequence_length": 64, "cache": str(tmp_path / "cache")}
+    tokenizer = write_chat_tokenizer(tmp_path / "t", template, **config)
+    with pytest.raises(ValueError, match=message):
+        load_dataset("chat", seed=0, path=path, tokenizer=tokenizer, **options)
+
+
+def test_a_bad_line_is_named_by_its_number(tmp_path):
+    path = _write(tmp_path / "chats.jsonl", [*_chats(), {"messages": CHAT[:2]}])
+    options = {"held_out": 0.1, "sequence_length": 64, "cache": str(tmp_path / "cache")}
+    tokenizer = write_chat_tokenizer(tmp_path / "t")
+    with pytest.raises(DamagedDataError, match=rf"^{path}, line 121: has no answer to learn"):
+        load_dataset("chat", seed=0, path=path, tokenizer=tokenizer, **options)
+    with pytest.raises(ValueError, match=r"config\.data\.tokenizer is '', expected the directory"):
+        load_dataset("chat", seed=0, path=path, **options)
+    with pytest.raises(ValueError, match=r"config\.data\.template is '/no/such', which cannot be"):
+        load_dataset("chat", seed=0, path=path, tokenizer=tokenizer, template="/no/such", **options)

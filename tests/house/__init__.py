@@ -1,0 +1,1 @@
+"""The rules of the house: imports, the package, its configs, continuous integration."""

@@ -1,0 +1,302 @@
+"""The rules of the house that can be read off the source: who may import whom, who may communicate.
+
+Every check is a function `(module, source) -> findings`, one line of text a finding, so that a test
+can hand it a sample that breaks the rule and see it speak, besides holding it against the code.
+A new folder of the package, or of its core, gets its place in `WINGS` or `CORE`.
+"""
+
+import ast
+import functools
+import io
+import tokenize
+from collections.abc import Callable, Iterator
+
+MAX_LINES = 400
+
+# The wings of the package and the rooms of its core. Each imports those before it in its list, and
+# within a wing, or a room of the core, everything may import everything.
+WINGS = ("errors", "core", "strategies", "layers", "inspect", "system")
+WINGS += ("data", "models", "training", "planner", "commands")
+CORE = ("tracing", "mesh", "parameters", "state", "modes", "model", "checks", "program")
+# Loose files: the public names, those that have moved, and what `python -m` finds.
+FRONT = ("manualpar", "manualpar._moved", "manualpar.launch", "manualpar.doctor")
+USERS = ("manualpar", "experiments", "benchmarks", "configs")
+# The half hour that README promises, in reading order: modules of the core.
+READ = (
+    "mesh.roles",
+    "parameters.placement",
+    "parameters.collectives",
+    "parameters.sharded_parameter",
+    "modes.gradients",
+    "modes.manual",
+    "modes.strategy",
+    "program.step",
+    "program.program",
+)
+
+COLLECTIVES = frozenset(
+    {
+        "all_gather",
+        "all_to_all",
+        "pmax",
+        "pmean",
+        "pmin",
+        "ppermute",
+        "pshuffle",
+        "psum",
+        "psum_scatter",
+        "pswapaxes",
+        "ragged_all_to_all",
+    }
+)
+# Folders and modules, without `manualpar.`.
+MAY_COMMUNICATE = frozenset(
+    {
+        "core.mesh.zigzag",
+        "core.modes.variable_reduction",
+        "core.modes.gradients",
+        "core.modes.nonfinite",
+        "core.parameters.quantized_collectives",
+        "core.parameters.collectives",
+        "core.parameters.sharded_parameter",
+        "core.program.gather_examples",
+        "layers",
+        "strategies.diloco.exchange",
+    }
+)
+# The one module that runs what types cannot be checked of.
+UNCHECKED = "manualpar.layers.attention.unchecked"
+EMPTY_NAMES = frozenset({"common", "helper", "helpers", "manager", "misc", "util", "utils"})
+CHANGES_ENVIRONMENT = (
+    "os.environ",
+    "os.putenv",
+    "os.unsetenv",
+    "jax.config",
+    "logging.basicConfig",
+    "warnings.filterwarnings",
+    "warnings.simplefilter",
+    "random.seed",
+    "numpy.random.seed",
+)
+
+Check = Callable[[str, str], list[str]]
+FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def _rank(module: str) -> tuple[int, int] | None:
+    """The place of a module's wing, and of its room in the core; `None` if it has no place."""
+    top, *parts = module.split(".")
+    if top != "manualpar" or not parts:
+        return (len(WINGS) + USERS.index(top), 0) if top in USERS else None
+    wing, *rooms = parts
+    if wing not in WINGS:
+        return None
+    if wing == "core" and rooms:
+        return (WINGS.index(wing), CORE.index(rooms[0])) if rooms[0] in CORE else None
+    return WINGS.index(wing), len(CORE)
+
+
+@functools.cache
+def _tree(source: str) -> ast.Module:
+    return ast.parse(source)
+
+
+def _imports(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
+    """Yields (line, full dotted name, name it gets here), wherever in the file the import is."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                bound = alias.asname or alias.name.split(".")[0]
+                yield node.lineno, alias.name, bound
+        elif isinstance(node, ast.ImportFrom):
+            origin = "." * node.level + (node.module or "")
+            for alias in node.names:
+                yield node.lineno, f"{origin}.{alias.name}", alias.asname or alias.name
+
+
+def _aliases(tree: ast.AST) -> dict[str, str]:
+    """What each imported name stands for; `import a.b` binds `a`."""
+    return {
+        bound: full.split(".")[0] if full.split(".")[0] == bound else full
+        for _, full, bound in _imports(tree)
+    }
+
+
+def _dotted(node: ast.AST, aliases: dict[str, str]) -> str:
+    """The full name `a.b.c` of a reference, with imported names resolved; '' for anything else."""
+    if isinstance(node, ast.Name):
+        return aliases.get(node.id, node.id)
+    if isinstance(node, ast.Attribute):
+        origin = _dotted(node.value, aliases)
+        return f"{origin}.{node.attr}" if origin else ""
+    return ""
+
+
+def _run_at_import(tree: ast.Module) -> Iterator[ast.AST]:
+    """Every node evaluated by importing the module: all but the bodies of functions."""
+    pending: list[ast.AST] = list(tree.body)
+    while pending:
+        node = pending.pop()
+        yield node
+        if isinstance(node, ast.Lambda):
+            pending.append(node.args)
+        elif isinstance(node, FunctionNode):
+            pending += [*node.decorator_list, node.args]
+        else:
+            pending += ast.iter_child_nodes(node)
+
+
+def find_upward_imports(module: str, source: str) -> list[str]:
+    """Imports run down the lists `WINGS` and `CORE`, without exception."""
+    front = _rank("manualpar")
+    own = front if module in FRONT else _rank(module)
+    if own is None:
+        return [
+            f"{module}: has no place in WINGS or CORE; give it one in tests/house/source_rules.py"
+        ]
+    findings = []
+    for line, full, _ in _imports(_tree(source)):
+        first = full.split(".")[0]
+        if first == "":
+            findings.append(f"{module}:{line}: relative import")
+        # A public name of the package is where its `__init__` is.
+        if first == "tests" or (first in USERS and (_rank(full) or front) > own):
+            findings.append(f"{module}:{line}: {module} may not import {full}")
+    return findings
+
+
+def find_private_jax(module: str, source: str) -> list[str]:
+    """Neither jax's private modules nor the shard_map of old."""
+    tree = _tree(source)
+    aliases = _aliases(tree)
+    names = [(line, full) for line, full, _ in _imports(tree)]
+    names += [
+        (node.lineno, _dotted(node, aliases))
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+    ]
+    banned = ("jax._src", "jax.experimental.shard_map")
+    hits = {(line, b) for line, name in names for b in banned if f"{name}.".startswith(f"{b}.")}
+    return [f"{module}:{line}: uses {name}" for line, name in sorted(hits)]
+
+
+def find_unchecked_shard_maps(module: str, source: str) -> list[str]:
+    """Every shard_map says check_vma=True; that of one file says False, and why."""
+    tree = _tree(source)
+    aliases = _aliases(tree)
+    commented = {
+        token.start[0]
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type == tokenize.COMMENT
+    }
+    findings = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        called = [node.func]
+        if _dotted(node.func, aliases) in ("functools.partial", "partial"):
+            called = node.args[:1]
+        if not any(_dotted(name, aliases).split(".")[-1] == "shard_map" for name in called):
+            continue
+        checks = [keyword for keyword in node.keywords if keyword.arg == "check_vma"]
+        value = checks[0].value if checks else None
+        if isinstance(value, ast.Constant) and value.value is True:
+            continue
+        if isinstance(value, ast.Constant) and value.value is False:
+            if module != UNCHECKED and module.startswith("manualpar."):
+                findings.append(f"{module}:{value.lineno}: check_vma=False outside {UNCHECKED}")
+            elif not {value.lineno, value.lineno - 1} & commented:
+                findings.append(f"{module}:{value.lineno}: check_vma=False without saying why")
+            continue
+        findings.append(f"{module}:{node.lineno}: shard_map without check_vma=True")
+    return findings
+
+
+def find_import_effects(module: str, source: str) -> list[str]:
+    """Importing changes neither the environment nor anyone's configuration."""
+    tree = _tree(source)
+    aliases = _aliases(tree)
+    findings = set()
+    for node in _run_at_import(tree):
+        if isinstance(node, ast.Call):
+            changed = _dotted(node.func, aliases)
+            if changed in ("os.environ.get", "os.environ.copy"):
+                continue
+        elif isinstance(node, ast.Subscript | ast.Attribute) and not isinstance(node.ctx, ast.Load):
+            changed = _dotted(node.value, aliases)
+        else:
+            continue
+        if any(f"{changed}.".startswith(f"{name}.") for name in CHANGES_ENVIRONMENT):
+            findings.add(f"{module}:{node.lineno}: changes {changed} on import")
+    findings |= {
+        f"{module}:{node.lineno}: module state: global {', '.join(node.names)}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Global)
+    }
+    return sorted(findings)
+
+
+def find_stray_collectives(module: str, source: str) -> list[str]:
+    """Collectives live where readers look for them."""
+    if any(f"{module}.".startswith(f"manualpar.{place}.") for place in MAY_COMMUNICATE):
+        return []
+    tree = _tree(source)
+    aliases = _aliases(tree)
+    names = {(line, full) for line, full, _ in _imports(tree)}
+    names |= {
+        (node.lineno, _dotted(node, aliases))
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+    }
+    return [
+        f"{module}:{line}: {name} outside {', '.join(sorted(MAY_COMMUNICATE))}"
+        for line, name in sorted(names)
+        if name.startswith("jax.lax.") and name.split(".")[-1] in COLLECTIVES
+    ]
+
+
+def _public_functions(body: list[ast.stmt], owner: str = "") -> Iterator[tuple[str, FunctionNode]]:
+    """Functions and methods with public names, none that is local to a function."""
+    for node in body:
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            yield from _public_functions(node.body, f"{owner}{node.name}.")
+        elif isinstance(node, FunctionNode):
+            dunder = node.name.startswith("__") and node.name.endswith("__")
+            if dunder or not node.name.startswith("_"):
+                yield f"{owner}{node.name}", node
+
+
+def find_undocumented(module: str, source: str) -> list[str]:
+    """Modules, public classes and public functions have docstrings, and functions annotations."""
+    tree = _tree(source)
+    findings = []
+    if source.strip() and not ast.get_docstring(tree):
+        findings.append(f"{module}:1: no module docstring")
+    for node in tree.body:
+        public_class = isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+        if public_class and not ast.get_docstring(node):
+            findings.append(f"{module}:{node.lineno}: {node.name} has no docstring")
+    for name, node in _public_functions(tree.body):
+        if not name.endswith("__") and not ast.get_docstring(node):
+            findings.append(f"{module}:{node.lineno}: {name} has no docstring")
+        args = node.args
+        positional = [*args.posonlyargs, *args.args]
+        static = any(_dotted(d, {}) == "staticmethod" for d in node.decorator_list)
+        if "." in name and not static:
+            positional = positional[1:]
+        others = [*args.kwonlyargs, *filter(None, (args.vararg, args.kwarg))]
+        bare = [arg.arg for arg in [*positional, *others] if arg.annotation is None]
+        bare += [] if node.returns is not None or name.endswith("__init__") else ["the result"]
+        if bare:
+            findings.append(f"{module}:{node.lineno}: {name} leaves {', '.join(bare)} unannotated")
+    return findings
+
+
+def find_misshapen_files(module: str, source: str) -> list[str]:
+    """A file holds one idea, and its name says which."""
+    findings = []
+    if (lines := len(source.splitlines())) > MAX_LINES:
+        findings.append(f"{module}: {lines} lines; past {MAX_LINES} a file holds two ideas")
+    if EMPTY_NAMES & set(module.split(".")[-1].split("_")):
+        findings.append(f"{module}: the name says nothing about what is inside")
+    return findings

@@ -1,0 +1,1 @@
+"""Programs are read: collectives, memory, layouts and budgets."""

@@ -1,0 +1,1 @@
+"""What holds for every strategy, mode, mesh and option."""

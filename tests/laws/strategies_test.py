@@ -1,0 +1,366 @@
+"""Every strategy in every mode is the same training; what differs is what is stored and sent."""
+
+import itertools
+
+import chex
+import flax.linen as nn
+import jax
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from manualpar import abstract_mesh, data_parallel, fsdp, hsdp, make_mesh, zero
+from manualpar.core.modes.strategy import MODES
+from manualpar.inspect import state_bytes, trace_collectives
+from manualpar.training.replicas import ReplicaSentinel
+from tests.core.program.program_test import BATCHES, TOLERANCE, Classifier, loss_fn, make_batch
+from tests.one_device import slow_unless, train_on_one_device, train_program
+
+SMALL = {"min_weight_size": 16}
+STRATEGIES = {
+    "dp": (data_parallel, {}),
+    "zero1": (zero, {"stage": 1, **SMALL}),
+    "zero2": (zero, {"stage": 2, **SMALL}),
+    "fsdp": (fsdp, SMALL),
+    "fsdp, keep": (fsdp, {"reshard_after_forward": False, **SMALL}),
+    "fsdp, step": (fsdp, {"communicate_every": "step", **SMALL}),
+    "fsdp, pad": (fsdp, {"pad": True, "min_weight_size": 1}),
+    "fsdp, pad, step": (fsdp, {"pad": True, "min_weight_size": 1, "communicate_every": "step"}),
+    "zero1, pad": (zero, {"pad": True, "min_weight_size": 1}),
+    "hsdp": (hsdp, SMALL),
+}
+
+
+class Linear(nn.Module):
+    features: int
+
+    @nn.compact
+    def __call__(self, x, train):
+        return nn.Dense(self.features, use_bias=False)(x)
+
+
+def make_tx():
+    return optax.chain(optax.clip_by_global_norm(0.05), optax.sgd(0.5, momentum=0.9))
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return train_on_one_device(Classifier(), make_tx(), BATCHES, loss_fn, train=False)
+
+
+@pytest.fixture(scope="module")
+def linear_reference():
+    return train_on_one_device(Linear(16), make_tx(), BATCHES[:2], loss_fn, train=False)
+
+
+def build(name, devices, *, model=None, tx=None, batch=BATCHES[0], loss=loss_fn, **kwargs):
+    builder, options = STRATEGIES[name]
+    shape = {"replica": 2, "data": -1} if builder is hsdp else {"data": -1}
+    kwargs = {"mesh": make_mesh(shape, devices), **options, **kwargs}
+    return builder(model or Classifier(), tx or make_tx(), loss, batch=batch, **kwargs)
+
+
+def own_shapes(program, params):
+    """Stored parameters without their padding."""
+    shapes = iter(info.shape for info, _ in program.parameters)
+    return jax.tree.map(lambda x: x[tuple(map(slice, next(shapes)))], jax.device_get(params))
+
+
+# Those that `test_axes_may_be_tuples_and_the_mesh_larger` trains are slow here.
+FAST = {("dp", "manual"), ("fsdp", "manual"), ("hsdp", "manual"), ("fsdp", "explicit")}
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"), [slow_unless(FAST, *pair) for pair in itertools.product(STRATEGIES, MODES)]
+)
+def test_ten_steps_equal_the_single_device(devices8, reference, name, mode):
+    program = build(name, devices8, mode=mode, num_minibatches=2, use_scan=True)
+    state, losses = train_program(program, BATCHES)
+    np.testing.assert_allclose(losses, reference.losses, **TOLERANCE)
+    params = own_shapes(program, state.params)
+    chex.assert_trees_all_close(params, reference.params, **TOLERANCE)
+    ReplicaSentinel(program.mesh, program.layout).check(state)
+    for x, abstract in zip(
+        jax.tree.leaves(state), jax.tree.leaves(program.abstract_state), strict=True
+    ):
+        assert (x.shape, x.dtype) == (abstract.shape, abstract.dtype)
+        assert x.sharding.is_equivalent_to(abstract.sharding, x.ndim)
+    metrics = program.eval_step(state, BATCHES[0])
+    model = Classifier()
+    expected, _ = loss_fn(reference.params, model.apply, BATCHES[0], jax.random.key(0))
+    np.testing.assert_allclose(metrics["loss"][0] / 64, expected, **TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("replica", "data"), [slow_unless({(4, 2)}, *pair) for pair in [(1, 8), (4, 2), (8, 1)]]
+)
+def test_hsdp_on_every_factorisation(devices8, reference, replica, data):
+    mesh = make_mesh({"replica": replica, "data": data}, devices8)
+    program = build("hsdp", devices8, mesh=mesh, num_minibatches=4)
+    state, losses = train_program(program, BATCHES[:3])
+    np.testing.assert_allclose(losses, reference.losses[:3], **TOLERANCE)
+    ReplicaSentinel(mesh, program.layout).check(state)
+    sharded = [place for _, place in program.parameters if any(place.names)]
+    assert len(sharded) == 5
+    assert all("replica" not in place.names for place in sharded)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "axis_name"),
+    [
+        pytest.param("zero1", ("a", "data"), marks=pytest.mark.slow),
+        ("zero2", ("data", "a")),
+        pytest.param("fsdp", ("a", "data"), marks=pytest.mark.slow),
+        ("fsdp, step", ("a", "data")),
+        pytest.param("hsdp", ("data", "a"), marks=pytest.mark.slow),
+    ],
+)
+def test_axes_may_be_tuples_and_the_mesh_larger(
+    devices8, reference, linear_reference, name, axis_name
+):
+    shape = {"a": 2, "data": 2, "replica": 1 if name != "hsdp" else 2}
+    mesh = make_mesh(shape, devices8)
+    program = build(name, devices8, mesh=mesh, axis_name=axis_name)
+    state, losses = train_program(program, BATCHES[:3])
+    np.testing.assert_allclose(losses, reference.losses[:3], **TOLERANCE)
+    ReplicaSentinel(program.mesh, program.layout).check(state)
+    # Shards in another order would permute hidden features, which changes nothing; not so classes.
+    model = Linear(16)
+    _, losses = train_program(
+        build(name, devices8, model=model, mesh=mesh, axis_name=axis_name), BATCHES[:2]
+    )
+    np.testing.assert_allclose(losses, linear_reference.losses, **TOLERANCE)
+
+
+AXES = {"axis_by_axis": True}
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "options"),
+    [
+        pytest.param("dp", (4, 2), AXES, marks=pytest.mark.slow),
+        pytest.param("zero1", (2, 4), AXES, marks=pytest.mark.slow),
+        pytest.param("zero2", (4, 2), AXES, marks=pytest.mark.slow),
+        pytest.param("fsdp", (4, 2), AXES, marks=pytest.mark.slow),
+        pytest.param(
+            "fsdp",
+            (2, 4),
+            AXES | {"keep_gathered": ("output_dense", "input_dense/kernel")},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("fsdp", (1, 8), AXES, marks=pytest.mark.slow),
+        pytest.param("fsdp, keep", (8, 1), AXES, marks=pytest.mark.slow),
+        ("fsdp, pad", (2, 4), AXES | {"communicate_every": "gather-step"}),
+        pytest.param("fsdp, pad, step", (4, 2), AXES, marks=pytest.mark.slow),
+        pytest.param(
+            "hsdp", (2, 2), AXES | {"keep_gathered": ("output_dense",)}, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "hsdp", (2, 2), AXES | {"communicate_every": "gather-step"}, marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_however_it_is_sent_it_is_the_same_training(devices8, reference, name, shape, options):
+    program = build_over_two_axes(name, devices8, shape, **options, num_minibatches=2)
+    state, losses = train_program(program, BATCHES[:3])
+    np.testing.assert_allclose(losses, reference.losses[:3], **TOLERANCE)
+    ReplicaSentinel(program.mesh, program.layout).check(state)
+
+
+@pytest.mark.parametrize("name", ["zero1", "fsdp", "fsdp, step"])
+def test_axis_by_axis_shards_keep_their_order(devices8, linear_reference, name):
+    # In another one hidden features would be permuted, which changes nothing; not so classes.
+    model = Linear(16)
+    program = build_over_two_axes(name, devices8, (2, 4), model=model, axis_by_axis=True)
+    _, losses = train_program(program, BATCHES[:2])
+    np.testing.assert_allclose(losses, linear_reference.losses, **TOLERANCE)
+
+
+def build_over_two_axes(name, devices, shape, **options):
+    axes = dict(zip(("major", "minor"), shape, strict=True))
+    mesh = make_mesh({"replica": 2, **axes} if name == "hsdp" else axes, devices)
+    return build(name, devices, mesh=mesh, axis_name=tuple(axes), **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    [
+        ("auto", {"communicate_every": "gather-step"}),
+        ("explicit", {"keep_gathered": ("output_dense",)}),
+    ],
+    ids=str,
+)
+def test_what_is_kept_is_kept_in_other_modes(devices8, reference, options, mode):
+    program = build("fsdp", devices8, mode=mode, num_minibatches=2, use_scan=True, **options)
+    _, losses = train_program(program, BATCHES[:3])
+    np.testing.assert_allclose(losses, reference.losses[:3], **TOLERANCE)
+
+
+# What is stored.
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "moments"),
+    [
+        ("dp", 1, 1),
+        ("zero1", 1, 8),
+        ("zero2", 1, 8),
+        ("fsdp", 8, 8),
+        ("fsdp, step", 8, 8),
+        ("hsdp", 4, 4),
+    ],
+)
+def test_bytes_of_the_state(devices8, name, parameters, moments):
+    program = build(name, devices8, tx=optax.adam(1e-2), model=Linear(64))
+    size = 12 * 64 * 4
+    assert state_bytes(program.abstract_state.params) == (size // parameters, size)
+    count = 4
+    assert state_bytes(program.abstract_state.opt_state) == (
+        2 * size // moments + count,
+        2 * size + count,
+    )
+
+
+def test_a_padded_state_counts_its_padding(devices8):
+    model = Linear(15)  # [12, 15]: the 15 are padded to 16.
+    batch = make_batch()
+    program = build("fsdp, pad", devices8, tx=optax.adam(1e-2), model=model, batch=batch)
+    assert state_bytes(program.abstract_state.params) == (12 * 2 * 4, 12 * 16 * 4)
+    kernel = program.init(jax.random.key(0)).params["Dense_0"]["kernel"]
+    assert kernel.sharding.spec == P(None, "data")
+    whole = model.init({"params": jax.random.split(jax.random.key(0))[0]}, batch.inputs, False)
+    np.testing.assert_array_equal(kernel[:, :15], whole["params"]["Dense_0"]["kernel"])
+    np.testing.assert_array_equal(kernel[:, 15:], 0)
+    assert program.parameters[0][1].note == "padded from 15 to 16"
+
+
+NORMED = {
+    "lamb": optax.lamb(0.1, weight_decay=0.1),
+    "adafactor": optax.adafactor(0.1, min_dim_size_to_factor=4),
+    "adaptive clip": optax.chain(optax.adaptive_grad_clip(0.1), optax.sgd(0.5)),
+    "muon": optax.contrib.muon(0.1),
+}
+FAST_NORMED = {("fsdp, pad", "lamb"), ("zero1, pad", "adafactor")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "optimizer"),
+    [
+        slow_unless(FAST_NORMED, *pair)
+        for pair in itertools.product(("fsdp, pad", "zero1, pad"), NORMED)
+    ],
+)
+def test_no_optimizer_sees_the_padding(devices8, name, optimizer):
+    class Odd(nn.Module):
+        @nn.compact
+        def __call__(self, x, train):
+            return nn.Dense(5)(nn.silu(nn.Dense(27)(x)))
+
+    tx = NORMED[optimizer]
+    expected = train_on_one_device(Odd(), tx, BATCHES[:3], loss_fn, train=False)
+    program = build(name, devices8, model=Odd(), tx=tx)
+    state, losses = train_program(program, BATCHES[:3])
+    np.testing.assert_allclose(losses, expected.losses, **TOLERANCE)
+    params = own_shapes(program, state.params)
+    chex.assert_trees_all_close(params, expected.params, **TOLERANCE)
+
+
+# Options.
+
+
+@pytest.mark.slow
+def test_norms_are_the_global_ones(devices8):
+    batch = BATCHES[0]
+    tx = optax.sgd(0.25)
+    expected = train_on_one_device(Classifier(), tx, [batch], loss_fn, train=False)
+    difference = jax.tree.map(lambda a, b: a - b, expected.params, expected.initial)
+    for name, mode in [("fsdp, pad", "manual"), ("zero1", "manual"), ("hsdp", "auto")]:
+        program = build(name, devices8, tx=tx, mode=mode, norm_metrics=True)
+        _, metrics = program.train_step(program.init(jax.random.key(0)), batch)
+        means = {key: total / count for key, (total, count) in metrics.items()}
+        update = optax.tree.norm(difference)
+        np.testing.assert_allclose(means["update_norm"], update, rtol=1e-4)
+        np.testing.assert_allclose(means["gradient_norm"], update / 0.25, rtol=1e-4)
+        parameter = optax.tree.norm(expected.params)
+        np.testing.assert_allclose(means["parameter_norm"], parameter, rtol=1e-5)
+        assert set(metrics) == {
+            "loss",
+            "accuracy",
+            "gradient_norm",
+            "update_norm",
+            "parameter_norm",
+        }
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("zero1", {"stage": 3}, r"zero: stage=3, expected one of 1, 2"),
+        ("zero1", {"stage": True}, r"zero: stage=True, expected one of 1, 2"),
+        ("fsdp", {"mode": "gspmd"}, r"fsdp: mode='gspmd', expected one of 'manual', 'auto', "),
+        ("fsdp", {"communicate_every": "layer"}, r"'layer', expected one of 'minibatch', 'step'"),
+        (
+            "fsdp",
+            {"keep_gathered": ("outptu",)},
+            r"keep_gathered names 'outptu', .* 'output_dense'",
+        ),
+        ("fsdp", {"axis_by_axis": 1}, r"fsdp: axis_by_axis=1, expected one of True, False"),
+        ("dp", {"axis_by_axis": True, "mode": "auto"}, r"=True with mode='auto', expected False"),
+        ("fsdp", {"reshard_after_forward": 1}, r"reshard_after_forward=1, expected one of True"),
+        ("hsdp", {"min_weight_size": -1}, r"hsdp: min_weight_size=-1, expected a number of"),
+        ("fsdp", {"gather_dtype": "float16"}, r"fsdp: gather_dtype='float16', expected one of"),
+        ("fsdp", {"reduce_dtype": "int8"}, r"fsdp: reduce_dtype='int8', expected one of"),
+        (
+            "fsdp",
+            {"reduce_dtype": "bfloat16", "mode": "auto"},
+            r"reduce_dtype='bfloat16' with mode='auto', expected None: XLA chooses",
+        ),
+        ("fsdp", {"gather_dtype": "bf16"}, r"fsdp: gather_dtype='bf16', expected one of"),
+        ("zero2", {"pad": "yes"}, r"zero: pad='yes', expected one of True, False"),
+        ("dp", {"use_scan": 1}, r"data_parallel: use_scan=1, expected one of True, False"),
+        ("fsdp", {"num_minibatches": 3, "mode": "auto"}, r"=3 does not divide the 8 examples of"),
+        ("fsdp", {"num_minibatches": 0, "mode": "explicit"}, r"=0, expected a positive integer"),
+        ("hsdp", {"replica_axis": "pod"}, r"hsdp: axis_name names \['pod'\], but the mesh has"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(devices8, name, options, message):
+    with pytest.raises(ValueError, match=message):
+        build(name, devices8, **options)
+
+
+def test_options_that_there_are_not_or_that_are_missing_are_refused(devices8):
+    with pytest.raises(TypeError, match=r"fsdp: 'minibatches' is not .* mean 'num_minibatches'"):
+        build("fsdp", devices8, minibatches=4)
+    with pytest.raises(
+        TypeError, match=r"fsdp: keep_gathered='output_dense', expected a tuple of name"
+    ):
+        build("fsdp", devices8, keep_gathered="output_dense")
+    with pytest.raises(TypeError, match=r"zero1: batch= is missing, expected it as a keyword"):
+        zero(Classifier(), make_tx(), loss_fn, mesh=make_mesh({"data": 8}, devices8))
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        ("dp", "manual"),
+        ("zero2", "manual"),
+        ("hsdp", "manual"),
+        *(("fsdp", mode) for mode in MODES),
+    ],
+)
+def test_on_devices_that_nobody_has_a_program_reads_the_same(devices8, name, mode):
+    real = build(name, devices8, mode=mode)
+    unreal = build(name, devices8, mode=mode, mesh=abstract_mesh(real.mesh.shape, 8))
+
+    def read(program):
+        traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
+        return trace_collectives(traced), program.parameters, jax.tree.leaves(program.layout)
+
+    assert read(unreal) == read(real)
+    with pytest.raises(ValueError, match=r"init: the program is on an abstract mesh"):
+        unreal.init(jax.random.key(0))

@@ -1,0 +1,1 @@
+"""Layers that compute with a part of their parameters."""

@@ -1,0 +1,1 @@
+"""Attention: in blocks, in kernels, and over a split sequence."""

@@ -1,0 +1,1 @@
+"""Pipelines: cut, scheduled, checked and run."""

@@ -1,0 +1,1 @@
+"""Plans that split a model's layers."""

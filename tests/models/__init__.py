@@ -1,0 +1,1 @@
+"""Our models and their losses."""

@@ -1,0 +1,254 @@
+"""Answers with a cache on any mesh are those of forward passes of one device without one."""
+
+import functools
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from manualpar import Batch, Pipeline, data_parallel, fsdp, hsdp, make_mesh, zero
+from manualpar.data.tokenizer import ByteTokenizer
+from manualpar.models import Classifier, Transformer
+from manualpar.models.cross_entropy import (
+    classification_loss,
+    language_model_loss,
+    mixture_of_experts_loss,
+)
+from manualpar.models.generation import Generator
+from tests.models.transformer_families import GEMMA
+
+SIZES = {"vocab_size": 64, "num_layers": 2, "hidden_size": 16, "num_heads": 4, "mlp_size": 16}
+PROMPTS = ([5, 1, 2, 0, 3], [7], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18])
+FAMILIES = {
+    "grouped, documents, tied": {"num_kv_heads": 2, "bos_token": 0, "tied_head": True},
+    "window": {"attention_window": 3, "qkv_bias": True, "scan_layers": False},
+    "two kinds": GEMMA | {"num_layers": 5, "num_kv_heads": 1, "attention_window": 4},
+    "experts": {"num_experts": 4, "mlp_size": 8, "remat": "full"},
+}
+EXPERTS = {"expert_axis": "expert", **FAMILIES["experts"]}
+SPLIT = {"split_axis": "model"}
+MESHES = [
+    ("grouped, documents, tied", fsdp, {"data": 8}, {}),
+    (
+        "grouped, documents, tied",
+        fsdp,
+        {"data": 2, "model": 4},
+        {**SPLIT, "sequence_parallel": True},
+    ),
+    ("window", data_parallel, {"data": 8}, {}),
+    ("window", functools.partial(zero, stage=1), {"data": 4, "model": 2}, SPLIT),
+    ("two kinds", fsdp, {"data": 4}, {}),
+    ("two kinds", hsdp, {"replica": 2, "data": 2, "model": 2}, SPLIT),
+    ("experts", fsdp, {"data": 4, "model": 2}, SPLIT),
+    ("experts", fsdp, {"data": 2, "expert": 4}, {"expert_axis": "expert"}),
+    ("experts", fsdp, {"data": 2, "expert": 2, "model": 2}, {"expert_axis": "expert", **SPLIT}),
+]
+
+
+def _program(model, axes, builder=fsdp, **options):
+    devices = jax.devices()[: int(np.prod(list(axes.values())))]
+    batch = Batch(inputs=np.zeros((8, 16), np.int32), labels=np.zeros((8, 16), np.int32))
+    data_axes = tuple(axis for axis in axes if axis in ("data", "expert"))
+    if builder not in (data_parallel,):
+        options["min_weight_size"] = 0
+    loss = mixture_of_experts_loss if model.num_experts else language_model_loss
+    mesh = make_mesh(axes, devices)
+    options |= {"mesh": mesh, "batch": batch, "axis_name": data_axes}
+    return builder(model, optax.sgd(0.1), loss, **options)
+
+
+def _state(program):
+    """A state with parameters that tell layers and heads apart, the same on every mesh."""
+    params = program.init(jax.random.key(0)).params
+    rng = np.random.default_rng(1)
+    whole = jax.tree.map(
+        lambda x: np.asarray(x) * rng.uniform(0.5, 2.0, x.shape).astype(x.dtype), params
+    )
+    return program.init_from(whole)
+
+
+def _without_cache(model, params, prompt, max_tokens):
+    """The likeliest tokens and their logarithmic probabilities, a forward pass for each."""
+    apply = jax.jit(model.apply)
+    tokens, found = np.zeros((1, len(prompt) + max_tokens), np.int32), []
+    tokens[0, : len(prompt)] = prompt
+    for place in range(len(prompt), tokens.shape[1]):
+        logits = jax.nn.log_softmax(apply({"params": params}, tokens)[0, place - 1])
+        tokens[0, place] = jnp.argmax(logits)
+        found.append(float(logits[tokens[0, place]]))
+    return tokens[0, len(prompt) :].tolist(), found
+
+
+def _assert_same_as_without_cache(name, builder, axes, fields, max_tokens):
+    plain = Transformer(**{**SIZES, **FAMILIES[name]}, capacity_factor=0.0)
+    program = _program(plain.clone(**fields), axes, builder)
+    state = _state(program)
+    generator = Generator(program, stop_tokens=())
+    answers = generator.generate(state, PROMPTS, max_tokens=max_tokens)
+    params = jax.device_get(state.params)
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        tokens, expected = _without_cache(plain.clone(remat="none"), params, prompt, max_tokens)
+        assert answer.tokens == tokens
+        np.testing.assert_allclose(answer.log_probabilities, expected, atol=1e-5)
+
+
+def test_answers_are_those_without_a_cache(devices8, caplog):
+    """Draws too, and nothing is compiled anew for other prompts, settings and tokens."""
+    del devices8
+    name, axes = "grouped, documents, tied", {"data": 2, "model": 2}
+    plain = Transformer(**{**SIZES, **FAMILIES[name]})
+    program = _program(plain.clone(split_axis="model"), axes)
+    state, generator = _state(program), Generator(program, stop_tokens=())
+    with jax.log_compiles(), caplog.at_level(logging.WARNING):
+        (answer,) = generator.generate(state, PROMPTS[:1], max_tokens=4)
+        drawn = generator.generate(state, PROMPTS[:2], max_tokens=9, temperature=2.0, top_k=30)
+        again = list(generator.stream(state, PROMPTS[:1], max_tokens=9, temperature=2.0, top_k=30))
+    compiled = [line.split()[1] for line in caplog.messages if line.startswith("Compiling")]
+    own = [name for name in compiled if name in ("jit(_prefill)", "jit(_decode)")]
+    assert own == ["jit(_prefill)", "jit(_decode)"]
+    # A row draws the same alone.
+    assert [piece.token for piece in again] == drawn[0].tokens
+    assert answer.tokens != drawn[0].tokens[:4]
+    tokens, expected = _without_cache(plain, jax.device_get(state.params), PROMPTS[0], 4)
+    assert answer.tokens == tokens
+    np.testing.assert_allclose(answer.log_probabilities, expected, atol=1e-5)
+    # A token that has come stops the answer before it, and so does the beginning of its text.
+    stopped = generator.generate(state, PROMPTS[:1], max_tokens=4, stop=[answer.tokens[2]])[0]
+    cut = answer.tokens.index(answer.tokens[2])
+    assert (stopped.tokens, stopped.ending) == (answer.tokens[:cut], "stop")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "builder", "axes", "fields"), MESHES)
+def test_every_family_on_its_meshes_answers_as_without_a_cache(
+    name, builder, axes, fields, devices8
+):
+    del devices8
+    _assert_same_as_without_cache(name, builder, axes, fields, max_tokens=8)
+
+
+@pytest.mark.slow
+def test_the_same_key_draws_the_same_tokens_on_every_mesh(devices8):
+    del devices8
+    model, found = Transformer(**SIZES), []
+    for axes, fields in (({"data": 1}, {}), ({"data": 4}, {}), ({"data": 2, "model": 2}, SPLIT)):
+        program = _program(model.clone(**fields), axes)
+        options = {"temperature": 1.0, "top_p": 0.9, "seed": 3, "max_tokens": 6}
+        answers = Generator(program, batch_size=2).generate(_state(program), PROMPTS, **options)
+        found.append([answer.tokens for answer in answers])
+    assert found[0] == found[1] == found[2]
+    assert len({tuple(tokens) for tokens in found[0]}) == len(PROMPTS)
+
+
+class _Fixed:
+    """Steps that answer every row with the same tokens."""
+
+    def __init__(self, tokens, model=None, row_devices=2):
+        self.model, self.row_devices = (
+            model or Transformer(vocab_size=260, bos_token=256),
+            row_devices,
+        )
+        self._tokens, self.shapes = tokens, []
+
+    def put_rows(self, x):
+        return np.asarray(x) if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+
+    def prefill(self, params, collections, tokens, lengths, keys, drawing, *, size):
+        self.shapes.append((tokens.shape, size))
+        return self.decode(params, collections, (0, len(tokens)), drawing)
+
+    def decode(self, params, collections, rows, drawing):
+        from manualpar.models.generation.cached_steps import Drawn
+
+        place, number = rows
+        token = np.full(number, self._tokens[place % len(self._tokens)])
+        return (place + 1, number), Drawn(token, np.zeros(number, np.float32))
+
+
+def _generator(text, monkeypatch, **options):
+    steps = _Fixed(list(text) if isinstance(text, bytes) else text)
+    monkeypatch.setattr("manualpar.models.generation.generator.CachedSteps", lambda program: steps)
+    return Generator(None, ByteTokenizer(), **options), steps
+
+
+class _State:
+    params, collections = {}, {}
+
+
+def test_strings_and_tokens_stop_an_answer(monkeypatch):
+    generator, steps = _generator("añb END c".encode() + b"!" * 50, monkeypatch)
+    (answer,) = generator.generate(_State, ["hey"], max_tokens=30, stop=["END"])
+    assert (answer.text, answer.ending) == ("añb ", "stop")
+    assert steps.shapes == [((2, 16), 48)]
+    (answer,) = generator.generate(_State, ["hey"], max_tokens=3)
+    assert (answer.text, answer.ending, len(answer.tokens)) == ("añ", "length", 3)
+    (answer,) = generator.generate(_State, ["hey"], max_tokens=30, stop=[ord("b")])
+    assert (answer.text, answer.ending) == ("añ", "stop")
+    generator, _ = _generator([97, 256, 98], monkeypatch)
+    (answer,) = generator.generate(_State, [[1, 2]])
+    assert (answer.text, answer.tokens, answer.ending) == ("a", [97], "stop")
+
+
+def test_many_prompts_run_in_batches_and_come_back_in_their_order(monkeypatch):
+    generator, steps = _generator([97], monkeypatch, batch_size=3)
+    assert generator.batch_size == 4
+    prompts = [[1] * length for length in (40, 2, 3, 17, 1, 5, 60)]
+    answers = generator.generate(_State, prompts, max_tokens=4)
+    assert [answer.text for answer in answers] == ["aaaa"] * 7
+    assert steps.shapes == [((4, 16), 16), ((4, 64), 64)]
+
+
+@pytest.mark.parametrize(
+    ("error", "prompts", "options", "message"),
+    [
+        (ValueError, [[]], {}, r"prompt 0 has the shape \(0,\)"),
+        (TypeError, [[1.5]], {}, "prompt 0 is of float64, expected integers or a string"),
+        (ValueError, [[1], [260]], {}, "prompt 1 has tokens from 260 to 260, expected 0 to 259"),
+        (ValueError, [[1]], {"max_tokens": 0}, "max_tokens is 0, expected at least 1"),
+        (ValueError, [[1]], {"top_p": 2}, "top_p is 2, expected a probability"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused(error, prompts, options, message, monkeypatch):
+    generator, _ = _generator([97], monkeypatch)
+    with pytest.raises(error, match=message):
+        generator.generate(_State, prompts, **options)
+
+
+def test_strings_need_a_tokenizer(monkeypatch):
+    generator, _ = _generator([97], monkeypatch)
+    generator.tokenizer = None
+    with pytest.raises(TypeError, match="prompt 0 is a string and there is no tokenizer"):
+        generator.generate(_State, ["a"])
+    with pytest.raises(ValueError, match="stop has the string 'b' and there is no tokenizer"):
+        generator.generate(_State, [[1]], stop=["b"])
+
+
+def test_a_prompt_begins_as_the_tokenizer_has_it(monkeypatch):
+    generator, _ = _generator([97], monkeypatch)
+    bos = generator.tokenizer.bos_token
+    assert generator.encode("a") == [bos, ord("a")]
+    monkeypatch.setattr(ByteTokenizer, "begins_with_bos", False)
+    assert generator.encode("a") == [ord("a")]
+    assert generator.encode("") == [bos]
+
+
+@pytest.mark.slow
+def test_programs_that_cannot_generate_are_refused(devices8):
+    del devices8
+    model = Transformer(**SIZES)
+    with pytest.raises(ValueError, match="mesh has the stage axis 'stage', expected none"):
+        Generator(_program(model, {"data": 1, "stage": 2}, pipeline=Pipeline("stage")))
+    with pytest.raises(ValueError, match="mode is 'auto', expected 'manual'"):
+        Generator(_program(model, {"data": 2}, mode="auto"))
+    split = model.clone(context_axis="context")
+    with pytest.raises(ValueError, match="mesh has the context axis 'context', expected none"):
+        Generator(_program(split, {"data": 1, "context": 2}, context_axis="context"))
+    batch = Batch(inputs=np.zeros((2, 4), np.float32), labels=np.zeros(2, np.int32))
+    classifier = Classifier(hidden_size=4, num_layers=1, num_classes=3)
+    mesh = make_mesh({"data": 1}, jax.devices()[:1])
+    program = data_parallel(classifier, optax.sgd(0.1), classification_loss, mesh=mesh, batch=batch)
+    with pytest.raises(TypeError, match="the model is a Classifier, expected a Transformer"):
+        Generator(program)

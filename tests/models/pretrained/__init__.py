@@ -1,0 +1,1 @@
+"""Other people's weights, in and out."""

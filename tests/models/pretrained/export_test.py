@@ -1,0 +1,156 @@
+"""What is exported is what was loaded, bit for bit; and nothing half-written has the name."""
+
+import json
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file
+
+from manualpar import lora, make_mesh
+from manualpar.models.pretrained import export, export_hf, load_hf, tensor_writer
+from tests.models.pretrained.load_test import CONFIG, llama, program_of, tensors_of, write
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A directory in bfloat16, with a tokenizer, and a tensor in float32 among the others."""
+    directory = tmp_path_factory.mktemp("bfloat16")
+    config = CONFIG | {"torch_dtype": "bfloat16", "eos_token_id": [5, 6]}
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "tokenizer.json").write_text("{}")
+    params = jax.jit(llama(directory).init)(jax.random.key(3), jnp.zeros((1, 8), jnp.int32))
+    tensors = tensors_of(params["params"])
+    tensors = {name: x.astype(jnp.bfloat16) for name, x in tensors.items()}
+    tensors["model.norm.weight"] = np.linspace(0, 1, 16, dtype=np.float32)
+    write(directory, tensors)
+    return directory, tensors
+
+
+def read(directory):
+    return {k: x for path in directory.glob("*.safetensors") for k, x in load_file(path).items()}
+
+
+def during(monkeypatch, other):
+    """Calls `other` once while an export writes; its error goes into the list that is returned."""
+    errors, write = [], export.write_tensors
+
+    def write_beside(*args):
+        monkeypatch.setattr(export, "write_tensors", write)
+        try:
+            other()
+        except ValueError as error:
+            errors.append(error)
+        write(*args)
+
+    monkeypatch.setattr("manualpar.system.storage.file_lock.DYING_SECONDS", 0.1)
+    monkeypatch.setattr(export, "write_tensors", write_beside)
+    return errors
+
+
+def current_umask():
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def assert_same_files(found, expected):
+    assert found.keys() == expected.keys()
+    for name, x in expected.items():
+        assert (found[name].dtype, found[name].shape) == (x.dtype, x.shape), name
+        assert found[name].tobytes() == x.tobytes(), name
+
+
+def test_what_was_loaded_is_written_again_bit_for_bit(source, tmp_path, monkeypatch):
+    directory, tensors = source
+    model = llama(directory, split_axis="model", vocab_multiple=8)
+    program = program_of(model, make_mesh({"data": 4, "model": 2}), pad=True)
+    state = load_hf(program, directory)
+    target = export_hf(program, state, tmp_path / "out", like=directory, max_shard_bytes=4000)
+    assert_same_files(read(target), tensors)
+    files = sorted(path.name for path in target.iterdir())
+    shards = [name for name in files if name.startswith("model-")]
+    index = json.loads((target / "model.safetensors.index.json").read_text())
+    assert len(shards) == 4
+    assert set(index["weight_map"].values()) == set(shards)
+    assert index["metadata"]["total_size"] == sum(x.nbytes for x in tensors.values())
+    assert {"tokenizer.json", "config.json"} < set(files)
+    original = json.loads((directory / "config.json").read_text())
+    assert json.loads((target / "config.json").read_text()) == original
+    assert safe_open(target / shards[0], "np").__enter__().metadata() == {"format": "pt"}
+    # Whoever may read what this user writes may read the weights.
+    modes = {path.stat().st_mode & 0o777 for path in target.iterdir()}
+    assert modes == {0o666 & ~current_umask()}
+    # What is written can be loaded again, and a family is found without another directory.
+    at_once = during(monkeypatch, lambda: export_hf(program, state, tmp_path / "again"))
+    again = export_hf(program, load_hf(program, target), tmp_path / "again", tokenizer=__file__)
+    assert "again is being written by another process: process" in str(at_once.pop())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "out"]
+    assert_same_files(read(again), {k: x.astype(np.float32) for k, x in tensors.items()})
+    assert json.loads((again / "config.json").read_text())["torch_dtype"] == "float32"
+    half = export_hf(program, load_hf(program, again), tmp_path / "half", dtype="bfloat16")
+    expected = {k: x.astype(jnp.bfloat16) for k, x in tensors.items()}
+    assert_same_files(read(half), expected)
+
+    def refused(match, to=tmp_path / "other", **options):
+        with pytest.raises((ValueError, OSError), match=match):
+            export_hf(program, state, to, **options)
+        assert not (tmp_path / "other").exists()
+
+    refused("out is not empty, expected a new directory", to=target)
+    refused("dtype is 'int8', expected one of float64", dtype="int8")
+    refused("max_shard_bytes is 0, expected at least 1", max_shard_bytes=0)
+    refused(r"no family of models is like this .*qwen2 has another qkv_bias", family="qwen2")
+    refused("cannot be copied", tokenizer=tmp_path / "none.json")
+
+
+@pytest.mark.slow
+def test_adapters_are_written_as_part_of_the_kernels_beside_them(source, tmp_path, monkeypatch):
+    directory, tensors = source[0], dict(source[1])
+    model = lora(llama(directory, split_axis="model", vocab_multiple=8), {"*/up": 2}, alpha=6)
+    program = program_of(model, make_mesh({"data": 4, "model": 2}), pad=True)
+    state = load_hf(program, directory, missing="init")
+    assert_same_files(read(export_hf(program, state, tmp_path / "new", like=directory)), tensors)
+    up = state.params["layers"]["mlp"]["up"]
+    up["lora_b"] = jax.device_put(up["lora_b"] + 0.5, up["lora_b"].sharding)
+    monkeypatch.setattr(tensor_writer, "ON_HOST", "none")  # As from an accelerator.
+    found = read(export_hf(program, state, tmp_path / "out"))
+    for layer, a in enumerate(np.asarray(up["lora_a"])):
+        name = f"model.layers.{layer}.mlp.up_proj.weight"
+        expected = tensors.pop(name).astype(np.float32) + 3 * 0.5 * a.sum(-1)[None]
+        np.testing.assert_allclose(found.pop(name), expected, rtol=1e-5, atol=1e-6)
+    assert_same_files(found, {k: x.astype(np.float32) for k, x in tensors.items()})
+
+
+@pytest.mark.slow
+def test_an_export_that_fails_or_is_refused_leaves_nothing_under_its_name(
+    source, tmp_path, monkeypatch
+):
+    directory, tensors = source
+    program = program_of(llama(directory), make_mesh({"data": 8}))
+    state = load_hf(program, directory)
+    for other in (None, [0, 0]):  # Process 1 sees no folder, or another one of that name.
+        monkeypatch.setattr(export, "gather", lambda found, other=other: [found, other])
+        with pytest.raises(ValueError, match=r"process 1 does not see .*\.out\..*\.partial, which"):
+            export_hf(program, state, tmp_path / "out", like=directory)
+        assert not list(tmp_path.iterdir())
+    monkeypatch.undo()
+    written = []
+
+    def fail(file, place, index, value):
+        written.append(place)
+        if len(written) == 3:
+            raise OSError("no space left")
+
+    monkeypatch.setattr(tensor_writer, "write_slice", fail)
+    options = {"like": directory, "max_shard_bytes": 2000}
+    with pytest.raises(OSError, match=r"export_hf: .*/out cannot be written: no space left"):
+        export_hf(program, state, tmp_path / "out", **options)
+    assert not list(tmp_path.iterdir())
+    monkeypatch.undo()
+    (tmp_path / "out").mkdir()
+    assert_same_files(read(export_hf(program, state, tmp_path / "out", **options)), tensors)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]

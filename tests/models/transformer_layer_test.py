@@ -1,0 +1,180 @@
+"""A transformer whose layers are split over a mesh axis is the one-device model, to every leaf."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from manualpar import Batch, data_parallel, fsdp, hsdp, make_mesh, zero
+from manualpar.models import Transformer
+from manualpar.models.transformer_fields import size_of_vocabulary
+from tests.models.transformer_families import GEMMA, QWEN
+from tests.models.transformer_on_one_device import assert_same_as_plain_flax, loss_of, on_one_device
+from tests.one_device import slow_unless
+
+BOS = 28
+SMALL = Transformer(
+    vocab_size=29,
+    vocab_multiple=8,
+    num_layers=2,
+    hidden_size=16,
+    num_heads=8,
+    num_kv_heads=2,
+    mlp_size=32,
+    bos_token=BOS,
+    split_axis="model",
+)
+BUILDERS = {
+    "fsdp": functools.partial(fsdp, min_weight_size=16),
+    "whole": functools.partial(fsdp, min_weight_size=16, reshard_after_forward=False),
+    "hsdp": functools.partial(hsdp, min_weight_size=16),
+    "zero1": functools.partial(zero, stage=1, min_weight_size=16),
+    "zero2": functools.partial(zero, stage=2, min_weight_size=16),
+    "dp": data_parallel,
+}
+
+
+def _batch():
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, BOS, (16, 9)).astype(np.int32)
+    tokens[:, [2, 6]] = BOS
+    mask = (rng.random((16, 8)) < 0.7).astype(np.float32)
+    mask[:2] = 0  # The share of a device in a minibatch may be padding alone.
+    return Batch(inputs=tokens[:, :-1], labels=tokens[:, 1:], mask=mask)
+
+
+def build_program(build, model, mesh, batch=None, **options):
+    axes = tuple(axis for axis in ("data", "expert") if axis in mesh)
+    return BUILDERS[build](
+        model,
+        optax.sgd(1.0),
+        loss_of(model),
+        mesh=make_mesh(mesh),
+        axis_name=axes if len(axes) > 1 else axes[0],
+        batch=batch or _batch(),
+        **options,
+    )
+
+
+EVERYTHING = {
+    "num_kv_heads": 1,
+    "tied_head": True,
+    "remat": "dots",
+    "sequence_parallel": True,
+}
+UNROLLED = {"scan_layers": False, "num_kv_heads": 4}
+EXPERTS = {"num_experts": 4, "mlp_size": 8, "capacity_factor": 0.75, "expert_axis": "expert"}
+MESHES = {
+    "2x4": {"data": 2, "model": 4},
+    "4x2": {"data": 4, "model": 2},
+    "1x8": {"data": 1, "model": 8},
+    "8x1": {"data": 8, "model": 1},
+    "2x2x2": {"data": 2, "model": 2, "expert": 2},
+    "experts": {"data": 2, "expert": 4},
+    "all experts": {"data": 1, "expert": 2, "model": 4},
+    "replicas": {"replica": 2, "data": 2, "model": 2},
+    "replicas of experts": {"replica": 2, "data": 2, "expert": 2},
+}
+FAST = (("fsdp", "2x4", EVERYTHING | QWEN, {}),)
+
+
+def _cases():
+    yield from FAST
+    yield "fsdp", "2x4", GEMMA | {"sequence_parallel": True, "overlap": "ring"}, {}
+    yield "zero2", "2x4", GEMMA | QWEN | {"remat": "full"}, {"num_minibatches": 2}
+    yield "fsdp", "1x8", GEMMA | QWEN | {"num_kv_heads": 1, "sequence_parallel": True}, {}
+    yield "hsdp", "replicas", GEMMA | QWEN | {"scan_layers": False, "remat": "dots"}, {}
+    yield "fsdp", "2x4", GEMMA | QWEN, {"mode": "auto"}
+    yield "fsdp", "2x2x2", GEMMA | QWEN | EXPERTS | {"activation": "silu"}, {}
+    yield "fsdp", "4x2", UNROLLED, {}
+    yield "fsdp", "2x4", EVERYTHING, {"num_minibatches": 2}
+    for remat in ("none", "dots", "full"):
+        for mesh in ("2x4", "4x2", "1x8"):
+            yield "fsdp", mesh, EVERYTHING | {"overlap": "ring", "remat": remat}, {}
+    ring = UNROLLED | {"sequence_parallel": True, "overlap": "ring"}
+    yield "fsdp", "2x4", ring, {"num_minibatches": 2}
+    yield "fsdp", "2x2x2", ring | EXPERTS, {}
+    for mesh in MESHES:
+        for kv_heads in (1, 2, 8):
+            for sequence in (False, True):
+                fields = {"num_kv_heads": kv_heads, "sequence_parallel": sequence}
+                yield "fsdp", mesh, fields, {}
+    for build in ("whole", "zero1", "zero2", "dp"):
+        for remat in ("none", "full"):
+            yield build, "2x4", EVERYTHING | {"remat": remat}, {"num_minibatches": 2}
+    for sequence in (False, True):
+        yield "hsdp", "replicas", {"sequence_parallel": sequence}, {}
+        yield (
+            "fsdp",
+            "2x4",
+            UNROLLED | {"sequence_parallel": sequence},
+            {"communicate_every": "step"},
+        )
+    yield "fsdp", "2x4", EVERYTHING, {"mode": "auto"}
+    yield "fsdp", "2x2x2", UNROLLED | EXPERTS, {}
+    for mesh in ("2x2x2", "experts", "all experts", "2x4"):
+        for sequence in (False, True):
+            yield "fsdp", mesh, EVERYTHING | EXPERTS | {"sequence_parallel": sequence}, {}
+    for build in ("whole", "zero1", "zero2", "dp"):
+        yield build, "2x2x2", EVERYTHING | EXPERTS, {"num_minibatches": 2}
+    yield "hsdp", "replicas of experts", EXPERTS, {}
+    yield "fsdp", "experts", EXPERTS | {"capacity_factor": 0.0}, {}
+    yield "fsdp", "2x2x2", EVERYTHING | EXPERTS, {"mode": "auto"}
+
+
+@pytest.mark.parametrize(
+    ("build", "mesh", "fields", "options"), [slow_unless(FAST, *case) for case in _cases()]
+)
+def test_a_split_transformer_is_the_same_as_one_device(build, mesh, fields, options, devices8):
+    del devices8
+    model = SMALL.clone(**fields)
+    program = build_program(build, model, MESHES[mesh], **options)
+    assert_same_as_plain_flax(program, model, _batch)
+
+
+@pytest.mark.slow
+def test_what_pads_the_vocabulary_has_no_part_in_the_model():
+    padded = SMALL.clone(**EVERYTHING)
+    _, params, *_ = on_one_device(padded, _batch)
+    model = padded.clone(vocab_multiple=1)
+    assert (size_of_vocabulary(padded), size_of_vocabulary(model)) == (32, 29)
+    cut = {**params, "embedding": params["embedding"][:29]}
+    tokens = jnp.asarray(_batch().inputs)[:3].at[0, 3].set(29)
+    logits, expected = (
+        jax.jit(model.apply)({"params": params}, tokens)
+        for model, params in ((padded, params), (model, cut))
+    )
+    np.testing.assert_allclose(logits[1:, :, :29], expected[1:], rtol=1e-6, atol=1e-6)
+    assert (logits[1:, :, 29:] == -jnp.inf).all()
+    assert np.isnan(logits[0, :, :29]).all()
+    assert np.isnan(expected[0]).all()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"num_heads": 6, "head_size": 4, "num_kv_heads": 6},
+            r"attention/key/kernel.*dim 2 of size",
+        ),
+        ({"num_heads": 12, "head_size": 4, "num_kv_heads": 3}, r"key/kernel.*dim 2 of size 3"),
+        ({"mlp_size": 30}, r"down/kernel.*dim 1 of size 30 does not divide over the 4 devices"),
+        ({"vocab_multiple": 1}, r"embedding.*dim 0 of size 29 does not divide over the 4 devices"),
+        ({"annotate": True}, "annotate is True, expected False with split_axis='model'"),
+        ({"split_axis": "", "sequence_parallel": True}, "sequence_parallel is True, expected Fal"),
+        ({"vocab_multiple": 0}, "vocab_multiple is 0, expected at least 1"),
+        ({"overlap": "ring"}, "overlap is 'ring', expected 'none' without sequence_parallel"),
+        ({"overlap": "rings", "sequence_parallel": True}, "overlap is 'rings', expected one of"),
+        ({"num_experts": -1}, "num_experts is -1, expected the number of experts, or 0"),
+        ({"num_experts": 2, "experts_per_token": 3}, "experts_per_token is 3, expected from 1 to"),
+        ({"num_experts": 2, "capacity_factor": -1.0}, "capacity_factor is -1.0, expected more"),
+        ({"expert_axis": "data"}, "expert_axis is 'data', expected '' without num_experts"),
+    ],
+)
+def test_what_cannot_be_split_is_refused(fields, message, devices8):
+    del devices8
+    with pytest.raises(ValueError, match=message):
+        build_program("fsdp", SMALL.clone(**fields), MESHES["2x4"])

@@ -1,0 +1,1 @@
+"""What a step would take on devices that nobody here has; `tpu/` is from its compiler."""

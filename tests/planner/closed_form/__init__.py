@@ -1,0 +1,1 @@
+"""Layouts on many devices, in closed form."""

@@ -1,0 +1,146 @@
+"""A run goes on elsewhere: on other devices, under another strategy, with other minibatches.
+
+The run is begun with FSDP on 8 devices. Without dropout the losses after the checkpoint depend on
+how the work is divided by rounding alone, and on the examples, which stay the same.
+"""
+
+import json
+import re
+import shutil
+
+import pytest
+
+from tests.runs.small_runs import (
+    assert_close_metrics,
+    checkpoint_arrays,
+    complete_steps,
+    resumed_from,
+    run_here,
+)
+
+EXACT = (
+    "--config.model.dropout_rate=0.0",
+    "--config.model.dtype=float32",
+    "--config.training.num_steps=24",
+    "--config.training.log_every_steps=1",
+    "--config.checkpoint.every_steps=12",
+    # SGD would show a wrong scale; so does Adam where there is decay and a gradient to clip.
+    "--config.optimizer.clip_norm=0.1",
+)
+# No number of devices divides it.
+WIDE = "--config.model.hidden_size=27"
+
+
+def mesh(**axes):
+    return f"--config.parallel.mesh={axes}"
+
+
+def begin(workdir, *more, config="fsdp.py"):
+    """A run of 24 steps, and it again as it was when it was killed after step 20."""
+    assert run_here(workdir, *EXACT, *more, config=config) == 0
+    killed = workdir.parent / "killed"
+    shutil.copytree(workdir, killed)
+    shutil.rmtree(killed / "checkpoints" / "24")
+    lines = (killed / "metrics.jsonl").read_text().splitlines(keepends=True)
+    lines = [line for line in lines if step_of(line) <= 20]
+    (killed / "metrics.jsonl").write_text("".join(lines))
+    assert complete_steps(killed) == [12]
+    return workdir, killed
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, devices8):
+    return begin(tmp_path_factory.mktemp("runs") / "run")
+
+
+@pytest.fixture(scope="module")
+def padded(tmp_path_factory, devices8):
+    """Runs of a model whose dimensions no mesh divides."""
+    return begin(tmp_path_factory.mktemp("padded") / "run", WIDE)
+
+
+ELSEWHERE = {
+    "one device": ([mesh(data=1)], "fsdp on 1 device"),
+    "two devices": ([mesh(data=2)], "fsdp on 2 devices"),
+    "four devices, minibatches": (
+        [mesh(data=4), "--config.optimizer.num_minibatches=4"],
+        "fsdp on 4 devices",
+    ),
+    "dp": (["--config.parallel.strategy=dp"], "data_parallel on 8 devices"),
+    "zero1": (["--config.parallel.strategy=zero1"], "zero1 on 8 devices"),
+    "zero2": (["--config.parallel.strategy=zero2"], "zero2 on 8 devices"),
+    "hsdp": (
+        ["--config.parallel.strategy=hsdp", mesh(replica=2, data=-1)],
+        "mesh: replica=2, data=4 on 8 ",
+    ),
+    "auto": (["--config.parallel.mode=auto"], "fsdp, mode auto"),
+}
+QUICK = ("hsdp",)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "where",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in ELSEWHERE],
+)
+def test_it_goes_on_elsewhere_with_the_same_losses(where, runs, tmp_path, capsys):
+    changes, shown = ELSEWHERE[where]
+    assert shown in goes_on(runs, tmp_path / "run", changes, capsys)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [1, 4, 8])
+def test_it_goes_on_padded(devices, padded, tmp_path, capsys):
+    changes = ["--config.parallel.pad=true"] + ([mesh(data=devices)] if devices < 8 else [])
+    output = goes_on(padded, tmp_path / "run", changes, capsys, also=(WIDE,))
+    assert f"fsdp on {devices} device" in output
+    assert ("padded" in output.replace(str(tmp_path), "")) == (devices > 1)
+
+
+@pytest.mark.slow
+def test_a_language_model_goes_on_with_split_layers(tmp_path, capsys, devices8):
+    text = tmp_path / "text"
+    text.mkdir()
+    for number in range(60):
+        (text / f"{number}.txt").write_text(f"{number} and {number**2} and no more\n" * 5)
+    whole, split = "--config.parallel.sequence=False", "--config.parallel.sequence=True"
+    tiny = (
+        f"--config.data.path={text}",
+        "--config.data.sequence_length=8",
+        "--config.model.mlp_size=16",
+        "--config.sample.num_tokens=0",
+    )
+    runs = begin(tmp_path / "run", *tiny, whole, mesh(data=8), config="tp_lm.py")
+    changes = [mesh(data=2, model=4), split]
+    capsys.readouterr()
+    output = goes_on(runs, tmp_path / "on", changes, capsys, also=tiny, config="tp_lm.py")
+    assert "fsdp on 8 devices (data=2 x model=4)" in output
+
+
+def goes_on(runs, workdir, changes, capsys, *, also=(), config="fsdp.py"):
+    """Goes on with a copy of the killed run, compares it with the other, returns the output."""
+    undisturbed, killed = runs
+    shutil.copytree(killed, workdir)
+    assert run_here(workdir, *EXACT, *also, *changes, config=config) == 0
+    output, error = capsys.readouterr()
+    assert error == ""
+    assert resumed_from(output) == 12
+    said = re.findall(r"^changed since the run began: ([\w.]+): .* -> ", output, re.MULTILINE)
+    assert said == sorted(change.split("=")[0].removeprefix("--config.") for change in changes)
+    before, after = (
+        [line for line in (folder / "metrics.jsonl").read_text().splitlines() if step_of(line) < 13]
+        for folder in (undisturbed, workdir)
+    )
+    assert after == before
+    assert_close_metrics(workdir, undisturbed, rtol=2e-5)
+    assert complete_steps(workdir)[-1] == 24
+    shapes = [
+        {name: x.shape for name, x in checkpoint_arrays(folder, 24).items()}
+        for folder in (workdir, undisturbed)
+    ]
+    assert shapes[0] == shapes[1]
+    return output
+
+
+def step_of(line):
+    return json.loads(line)["step"]

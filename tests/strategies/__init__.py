@@ -1,0 +1,1 @@
+"""Strategies from their registration on; `laws` holds what they have in common."""

@@ -1,0 +1,1 @@
+"""Replicas that train apart and seldom exchange what they have learned."""

@@ -1,0 +1,197 @@
+"""A strategy is one file and one registration: everything else finds it by its name."""
+
+import ast
+import dataclasses
+import functools
+import json
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+
+import manualpar
+from experiments import compare, comparison, fsdp, inspect, plan
+from manualpar.commands.command_line import parse_command_line
+from manualpar.commands.inspect_command import inspect_command, inspect_syntax
+from manualpar.commands.plan_command import PLANNING, plan_command
+from manualpar.commands.train_command import run_command
+from manualpar.inspect import bytes_by_axes, of_parameters, step_bytes, trace_collectives
+from manualpar.planner import sweep
+from manualpar.planner.topology import parse_topology
+from manualpar.strategies import Field, register, registry, strategy_kinds
+from manualpar.strategies.shared_options import STATE_SHARDING
+from manualpar.training.config import check_config, load_config
+from manualpar.training.experiment import prepare
+from manualpar.training.task import make_task
+from tests.paths import ROOT
+
+NAME = "zero_in_16_bits"
+CONFIG = """
+from configs import {base}
+import tests.strategies.throwaway_strategy  # It registers itself.
+
+def get_config():
+    config = {base}.get_config()
+    with config.unlocked():
+        config.parallel.stored_dtype = "bfloat16"
+        {more}
+    return config
+"""
+SMALL = ("--config.model.hidden_size=16", "--config.model.num_layers=1")
+
+FSDP = strategy_kinds()["fsdp"]
+
+
+@pytest.fixture(autouse=True)
+def _inside(tmp_path, monkeypatch, devices8):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(registry, "_KINDS", strategy_kinds())
+    monkeypatch.delitem(sys.modules, "tests.strategies.throwaway_strategy", raising=False)
+
+
+def _config(name: str, base: str, more: str) -> str:
+    Path(name).write_text(CONFIG.format(base=base, more=more))
+    return f"--config={name}"
+
+
+def _own_config(*more: str) -> str:
+    lines = [f"config.parallel.strategy = {NAME!r}", *more]
+    return _config("own.py", "fsdp", "; ".join(lines))
+
+
+@pytest.mark.slow
+def test_a_config_trains_with_it_and_saves_what_it_stores(capsys):
+    arguments = [_own_config(), *SMALL, "--config.training.num_steps=4", "--workdir=run"]
+    command = parse_command_line(["program", *arguments], default_config=fsdp.DEFAULT_CONFIG)
+    assert run_command(command) == 0
+    assert "test accuracy: " in capsys.readouterr().out
+    assert json.loads(Path("run/config.json").read_text())["parallel"]["strategy"] == NAME
+
+
+def test_it_is_inspected_and_sends_what_its_closed_form_says(capsys):
+    flags = (*SMALL, "--nocompile", "--devices=8")
+    command = parse_command_line(
+        ["program", _own_config(), *flags],
+        default_config=inspect.DEFAULT_CONFIG,
+        syntax=inspect_syntax(inspect.chip_memory),
+    )
+    assert inspect_command(command) == 0
+    assert f"own: {NAME} manual on data=8; of a device in a step" in capsys.readouterr().out
+    program = prepare(load_config(Path("own.py"))).program
+    assert {x.dtype for x in program.abstract_state.params["output_dense"].values()} == {
+        jnp.dtype("bfloat16")
+    }
+    traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
+    sent = bytes_by_axes(of_parameters(trace_collectives(traced)))
+    assert sent == step_bytes(program)
+    whole = prepare(load_config(fsdp.DEFAULT_CONFIG.with_name("zero.py"))).program
+    assert 2 * sum(sent.values()) == sum(step_bytes(whole).values())
+
+
+@pytest.mark.slow
+def test_it_is_compared_in_its_colour(monkeypatch):
+    drawn = []
+    color_of = comparison._color
+    monkeypatch.setattr(comparison, "_color", lambda row: drawn.append(color_of(row)) or drawn[-1])
+    pairs = f"config.pairs = ({(NAME, 'manual')}, ('zero1', 'manual'))"
+    arguments = [_config("pairs.py", "compare", pairs), *SMALL, "--config.training.num_steps=2"]
+    arguments += ["--config.compare.repetitions=1", "--workdir=compared"]
+    command = parse_command_line(["program", *arguments], default_config=compare.DEFAULT_CONFIG)
+    assert compare.compare_command(command) == 0
+    own, zero1 = json.loads(Path("compared/comparison.json").read_text())["rows"]
+    assert own["strategy"] == NAME
+    assert own["formula_bytes"] * 2 == zero1["formula_bytes"]
+    assert own["collectives"] == zero1["collectives"]
+    assert "#D55E00" in drawn
+
+
+def test_it_is_planned_and_part_of_a_sweep(capsys):
+    config = _own_config()
+    arguments = ["program", config, *SMALL, "--topology=h100:8", "--workdir=planned"]
+    command = parse_command_line(arguments, default_config=plan.DEFAULT_CONFIG, syntax=PLANNING)
+    assert plan_command(command) == 0
+    assert f"{NAME} manual" in capsys.readouterr().out
+    config = load_config(Path("own.py"))
+    builder = sweep.Builder(config, make_task(config))
+    bases = list(sweep._bases(parse_topology("h100:8"), builder))
+    assert [base.strategy for base in bases if base.strategy == NAME] == [NAME]
+
+
+def test_its_own_field_is_checked_and_other_strategies_need_not_have_it():
+    path = Path(_own_config("config.parallel.stored_dtype = 'float8'").removeprefix("--config="))
+    with pytest.raises(ValueError, match=r"parallel\.stored_dtype is 'float8', expected one of 'b"):
+        check_config(load_config(path))
+    path = Path(_own_config("del config.parallel.stored_dtype").removeprefix("--config="))
+    with pytest.raises(ValueError, match=r"config\.parallel\.stored_dtype is missing, expected"):
+        check_config(load_config(path))
+    check_config(load_config(fsdp.DEFAULT_CONFIG))
+
+
+def test_a_name_is_taken_once_and_a_field_means_one_thing():
+    register(FSDP)  # The same again.
+    with pytest.raises(ValueError, match=r"'fsdp' already, of manualpar\.\S+\.fsdp, expected"):
+        register(dataclasses.replace(FSDP, builder=manualpar.zero))
+    with pytest.raises(
+        TypeError, match=r"builder of 'fsdp' is functools\.partial.*expected a func"
+    ):
+        register(dataclasses.replace(FSDP, builder=functools.partial(manualpar.fsdp)))
+    other = dataclasses.replace(FSDP, name="other", fields={"pad": Field(int, 0)})
+    with pytest.raises(ValueError, match="field 'pad' of 'other' is an integer, at least 0, and"):
+        register(other)
+
+
+def no_options(model, tx, loss_fn):
+    """A builder that takes too little."""
+
+
+def forgetful(model, tx, loss_fn, **options):
+    """A builder that does not return what it builds."""
+
+
+def test_a_builder_that_returns_no_program_is_named():
+    register(dataclasses.replace(FSDP, name="forgetful", builder=forgetful))
+    config = load_config(fsdp.DEFAULT_CONFIG)
+    config.parallel.strategy = "forgetful"
+    with pytest.raises(TypeError, match="strategy='forgetful' returned None, expected a Program"):
+        prepare(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"builder": no_options}, TypeError, r"\(model, tx, loss_fn\), expected .*\*\*options\)"),
+        ({"color": "pink"}, ValueError, "color of 'fsdp' is 'pink', expected one such as"),
+        ({"fields": {"pad": bool}}, TypeError, "fields of 'fsdp' are .*expected a Field by the na"),
+        ({"fields": STATE_SHARDING}, TypeError, "fields of 'fsdp' are .*STATE_SHARDING_FIELDS"),
+    ],
+)
+def test_a_registration_that_would_fail_later_is_refused(changes, error, message):
+    with pytest.raises(error, match=message):
+        register(dataclasses.replace(FSDP, **changes))
+
+
+@pytest.mark.parametrize("where", ["fields", "constants"])
+def test_what_every_builder_takes_is_no_option_of_its_own(where):
+    own = {"param_dtype": Field(str)} if where == "fields" else {"param_dtype": "bfloat16"}
+    with pytest.raises(ValueError, match="register: 'other' has 'param_dtype' among its fields or"):
+        register(dataclasses.replace(FSDP, name="other", **{where: own}))
+
+
+@pytest.mark.parametrize("name", ["data_parallel", "zero", "fsdp", "hsdp", "throwaway"])
+def test_a_strategy_has_fewer_than_sixty_lines(name):
+    own = ROOT / "tests" / "strategies" / "throwaway_strategy.py"
+    path = own if name == "throwaway" else ROOT / "manualpar" / "strategies" / f"{name}.py"
+    assert len(path.read_text().splitlines()) < 60
+
+
+def test_nothing_else_knows_strategies_by_name():
+    names = set(strategy_kinds())
+    found = set()
+    for path in (ROOT / "manualpar").rglob("*.py"):
+        constants = (
+            x for x in ast.walk(ast.parse(path.read_text())) if isinstance(x, ast.Constant)
+        )
+        found |= {(path.stem, x.value) for x in constants if x.value in names}
+    inside = {path.stem for path in (ROOT / "manualpar" / "strategies").rglob("*.py")}
+    assert {pair for pair in found if pair[0] not in inside} == set()

@@ -1,0 +1,1 @@
+"""The system below a run."""

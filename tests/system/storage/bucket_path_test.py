@@ -1,0 +1,309 @@
+"""Paths in buckets, without a server; `server_test` asks one."""
+
+import dataclasses
+import io
+import os
+import pathlib
+
+import pytest
+
+from manualpar.data.places import find_in_bucket
+from manualpar.system.storage import (
+    BucketError,
+    BucketPath,
+    ContentError,
+    Version,
+    as_path,
+    bucket_path,
+    copied_files,
+    copied_folder,
+    open_for_reading,
+)
+from manualpar.system.storage.services import ObjectPart, Page
+
+
+def test_a_path_is_local_unless_it_says_otherwise(tmp_path):
+    assert as_path("runs/1") == pathlib.Path("runs/1")
+    assert as_path(tmp_path) == tmp_path
+    path = as_path("s3://bucket/runs//1/")
+    assert path == BucketPath("s3", "bucket", "runs/1")
+    assert as_path(path) is path
+    assert str(as_path("gs://bucket")) == "gs://bucket"
+    assert str(as_path("s3://bucket/a@b:c/d")) == "s3://bucket/a@b:c/d"
+
+
+def test_the_parts_of_a_path():
+    path = as_path("s3://bucket/runs") / "1" / "metrics.jsonl"
+    assert str(path) == "s3://bucket/runs/1/metrics.jsonl"
+    assert (path.name, path.parts) == ("metrics.jsonl", ("runs", "1", "metrics.jsonl"))
+    assert str(path.parent.parent.parent) == "s3://bucket"
+    assert path.parent.parent.parent.parent == as_path("s3://bucket")
+    assert path.relative_to(as_path("s3://bucket/runs")) == pathlib.PurePosixPath("1/metrics.jsonl")
+    for above in ("../x", "/x"):
+        with pytest.raises(ValueError, match="expected a path below s3://bucket/runs/1/metrics"):
+            path / above
+    with pytest.raises(ValueError, match="is not below gs://"):
+        path.relative_to(as_path("gs://bucket/runs"))
+
+
+def test_no_function_of_the_system_takes_it_for_a_local_path():
+    path = as_path("s3://bucket/x")
+    for function in (os.fspath, pathlib.Path, open, os.mkdir):
+        with pytest.raises(TypeError):
+            function(path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "s3://AKIAUSER:hush@bucket/x",
+        "s3://AKIAUSER:hu/sh@bucket/x",
+        "gs://AKIAUSER@bucket/x",
+        "s3://",
+        "s3:///hush",
+        "s3://../hush",
+        "https://AKIAUSER:hush@bucket/x",
+        "file:///hush",
+    ],
+)
+def test_passwords_and_other_schemes_are_refused_and_not_repeated(text):
+    with pytest.raises(ValueError, match=r"expected (s3|gs)://") as refused:
+        as_path(text)
+    assert "hush" not in str(refused.value)
+    assert "AKIA" not in str(refused.value)
+
+
+@pytest.mark.parametrize("text", ["s3://bucket/a/../b", "s3://bucket/a\0b", "gs://bucket/a\nb"])
+def test_keys_that_mean_something_else_are_refused(text):
+    with pytest.raises(ValueError, match=r"holds '..' or what cannot be printed"):
+        as_path(text)
+
+
+def test_a_bucket_needs_its_extra(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for path, package in (("s3://bucket/x", "s3fs"), ("gs://bucket/x", "gcsfs")):
+        with pytest.raises(ImportError, match=rf"{package}, .*'manualpar\[buckets\]'"):
+            as_path(path).read_bytes()
+
+
+LINES = b"".join(b"line %d\n" % number for number in range(999))
+
+
+@pytest.fixture
+def ranges(monkeypatch):
+    """Every object holds `LINES`; the ranges that have been read."""
+    read = []
+
+    def read_part(scheme, bucket, key, *, limits, version):
+        start, stop = limits or (0, len(LINES))
+        read.append((start, stop))
+        data = LINES[start:stop]
+        return ObjectPart(data, len(data), version.tag, limits is not None, len(LINES))
+
+    monkeypatch.setattr(bucket_path, "read_part", read_part)
+    monkeypatch.setattr(BucketPath, "version", lambda self: Version(len(LINES), "1"))
+    monkeypatch.setattr("manualpar.system.storage.bucket_path.BLOCK_BYTES", 100)
+    return read
+
+
+def test_a_folder_is_copied_in_pieces(ranges, monkeypatch, tmp_path):
+    monkeypatch.setattr(BucketPath, "files", lambda self: dict.fromkeys(("x", "y/z"), len(LINES)))
+    monkeypatch.setattr("manualpar.system.storage.copies.COPIED_BYTES", 1000)
+    folder = copied_folder(as_path("s3://bucket/x"), tmp_path)
+    assert {(folder / name).read_bytes() for name in ("x", "y/z")} == {LINES}
+    assert str(folder).endswith("s3:/bucket/x"), "messages about files name the bucket"
+    assert max(stop - start for start, stop in ranges) <= 1000
+    ranges.clear()
+    assert copied_folder(as_path("s3://bucket/x"), tmp_path) == folder
+    assert not ranges
+    # As a server that once sent nothing has left it.
+    (folder / "x").write_bytes(b"")
+    copied_folder(as_path("s3://bucket/x"), tmp_path)
+    assert (folder / "x").read_bytes() == LINES
+
+
+@pytest.fixture
+def server(monkeypatch):
+    """Objects by key, with what is to happen before a request for one of them is answered."""
+    there, before = {}, []
+
+    def version(self):
+        if self.key not in there:
+            raise FileNotFoundError(f"{self} does not exist")
+        return Version(len(there[self.key]), f"tag of {there[self.key]}")
+
+    def read_part(scheme, bucket, key, *, limits, version):
+        wrong = before.pop(0)() if before else None
+        data, tag = there[key], f"tag of {there[key]}"
+        if wrong is not None:
+            return wrong
+        if version and version.tag != tag:
+            raise ContentError(f"s3://{bucket}/{key} changed while it was read")
+        start, stop = limits or (0, len(data))
+        return ObjectPart(
+            data[start:stop], len(data[start:stop]), tag, limits is not None, len(data)
+        )
+
+    def list_page(scheme, bucket, prefix, *, delimiter, token):
+        keys = sorted(key for key in there if key.startswith(prefix) and key > token)
+        return Page({key: len(there[key]) for key in keys[:1]}, [], not keys[1:], keys[0])
+
+    monkeypatch.setattr(BucketPath, "version", version)
+    monkeypatch.setattr(bucket_path, "read_part", read_part)
+    monkeypatch.setattr(bucket_path, "list_page", list_page)
+    return there, before
+
+
+MODEL = BucketPath("s3", "bucket", "model")
+EMPTY = ObjectPart(b"", 0, "", False, None)
+
+
+def test_a_folder_that_changes_while_it_is_copied_is_copied_anew(server, tmp_path):
+    there, before = server
+
+    def put(state):
+        there.update({f"model/{name}": f"{name} {state}".encode() for name in "abc"})
+
+    put(1)
+    # After the first file, and once more after the last one.
+    before += [lambda: None, lambda: put(2)]
+    copy = copied_folder(MODEL, tmp_path / "cache")
+    assert {path.read_bytes() for path in copy.iterdir()} == {b"a 2", b"b 2", b"c 2"}
+    before += [lambda: None, lambda: None, lambda: there.update({"model/a": b"another"})]
+    put(3)
+    copy = copied_folder(MODEL, tmp_path / "cache")
+    assert {path.read_bytes() for path in copy.iterdir()} == {b"another", b"b 3", b"c 3"}
+    before += [lambda: put(4), lambda: put(5), lambda: None, lambda: put(6), lambda: put(7)]
+    put(0)
+    with pytest.raises(ContentError, match=r"s3://bucket/model/\w changed (after|while)"):
+        copied_folder(MODEL, tmp_path / "cache")
+    before.clear()
+    copy = copied_folder(MODEL, tmp_path / "cache")
+    assert {path.read_bytes() for path in copy.iterdir()} == set(there.values())
+
+
+def test_small_files_of_two_states_are_not_copied(server):
+    there, before = server
+    there.update({"model/a": b"a 1", "model/b": b"b 1"})
+    before += [lambda: None, lambda: there.update({"model/a": b"a 2"})]
+    copy = copied_files(MODEL, ("a", "b", "none"))
+    assert sorted(path.read_bytes() for path in copy.iterdir()) == [b"a 2", b"b 1"]
+    assert copied_files(MODEL / "a", ("a",)).read_bytes() == b"a 2"
+
+
+def test_a_wrong_answer_is_asked_for_again_once(server, tmp_path):
+    there, before = server
+    there["model/a"] = b"content"
+    file = MODEL / "a"
+    for read in (
+        lambda: file.read_bytes(),
+        lambda: file.read_bytes(0, 7),
+        lambda: (copied_folder(MODEL, tmp_path) / "a").read_bytes(),
+    ):
+        before[:] = [lambda: dataclasses.replace(EMPTY, is_range=True)]
+        assert read() == b"content"
+    before[:] = [lambda: EMPTY] * 9
+    with pytest.raises(ContentError, match="s3://bucket/model/a: the server sent 0 bytes, exp"):
+        copied_folder(MODEL, tmp_path / "new")
+    assert {path.suffix for path in (tmp_path / "new").rglob("*") if path.is_file()} == {".lock"}
+
+
+def test_a_server_without_ranges_is_told(server):
+    there, before = server
+    there["model/a"] = b"content"
+    before[:] = [lambda: ObjectPart(b"", 7, "", False, None)] * 9
+    with pytest.raises(
+        BucketError, match=r"s3://.*/a: the server answers a request for 2 bytes of"
+    ):
+        (MODEL / "a").read_bytes(1, 3)
+
+
+def list_with(monkeypatch, list_page):
+    monkeypatch.setattr(bucket_path, "list_page", list_page)
+    monkeypatch.setattr(bucket_path, "file_system", lambda scheme: None)  # s3fs may be missing.
+
+
+@pytest.mark.parametrize(
+    "token", [lambda n: "same", lambda n: f"{n % 3}", lambda n: f"{n}"], ids=["same", "ring", "new"]
+)
+def test_a_list_that_does_not_end_is_told(monkeypatch, token):
+    asked = []
+
+    def list_page(*args, **options):
+        asked.append(options["token"])
+        return Page({"model/a": 1}, [], False, token(len(asked)))
+
+    list_with(monkeypatch, list_page)
+    for read in (MODEL.names, MODEL.files, (MODEL / "*").glob):
+        with pytest.raises(BucketError, match=r"s3://bucket/model.* does not end \(after"):
+            read()
+    monkeypatch.setattr(bucket_path, "MOST_PAGES", 50)
+    with pytest.raises(BucketError, match=r"does not end"):
+        MODEL.files()
+    assert len(asked) < 500
+
+
+@pytest.mark.parametrize(
+    ("pattern", "found"),
+    [
+        ("*", "a.txt"),
+        ("*/b.*", "x/b.txt y/b.md"),
+        ("x/*", "x/b.txt"),
+        ("**/*.txt", "a.txt x/b.txt x/z/c.txt"),
+        ("x/**", "x/b.txt x/z/c.txt"),
+        ("[xw]/?/*.txt", "x/z/c.txt"),
+        ("y*/**/b.md", "y/b.md"),
+    ],
+)
+def test_a_pattern_finds_what_a_disk_gives(monkeypatch, pattern, found):
+    keys = ("m/a.txt", "m/x/b.txt", "m/x/z/c.txt", "m/y/b.md")
+
+    def list_page(scheme, bucket, prefix, *, delimiter, token):
+        below = [key for key in keys if key.startswith(prefix)]
+        rests = [key.removeprefix(prefix) for key in below]
+        folders = {f"{prefix}{rest.split('/')[0]}/" for rest in rests if delimiter and "/" in rest}
+        direct = [
+            key for key, rest in zip(below, rests, strict=True) if not (delimiter and "/" in rest)
+        ]
+        return Page(dict.fromkeys(direct, 1), sorted(folders), True, "")
+
+    list_with(monkeypatch, list_page)
+    root = BucketPath("s3", "bucket", "m")
+    paths = (root / pattern).glob()
+    assert sorted(str(path.relative_to(root)) for path in paths) == found.split()
+
+
+def test_a_pattern_leaves_hidden_files_out_as_on_a_disk(monkeypatch):
+    names = ("a.txt", ".b.txt", ".c/d.txt")
+    found = {as_path(f"s3://bucket/x/{name}"): 1 for name in names}
+    monkeypatch.setattr(BucketPath, "glob", lambda self: found)
+
+    def find(pattern):
+        return [name for _, name, _ in find_in_bucket(as_path(f"s3://bucket/x/{pattern}"), ())]
+
+    assert find("**/*.txt") == ["a.txt"]
+    assert find(".*/*.txt") == list(names)
+
+
+def test_an_object_is_read_as_a_file(ranges, tmp_path):
+    """Whatever is sought and read, it is what the same file on a disk gives."""
+    local = tmp_path / "lines"
+    local.write_bytes(LINES)
+    with open_for_reading(as_path("s3://bucket/x")) as file, open_for_reading(local) as expected:
+        for seek, read in (
+            ((5, os.SEEK_SET), 30),
+            ((-20, os.SEEK_END), 90),
+            ((-7, os.SEEK_CUR), 3),
+        ):
+            assert file.seek(*seek) == expected.seek(*seek)
+            assert file.read(read) == expected.read(read)
+        assert file.seek(0) == expected.seek(0)
+        assert file.readlines() == expected.readlines()
+        assert file.read() == b""
+        with pytest.raises(ValueError, match=r"negative|at least 0"):
+            file.seek(-1)
+        with pytest.raises(io.UnsupportedOperation):
+            file.write(b"x")
+    # All but the last are blocks.
+    assert max(stop - start for start, stop in ranges) <= len(LINES)
+    assert (0, 100) in ranges

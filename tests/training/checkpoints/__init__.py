@@ -1,0 +1,1 @@
+"""Checkpoints on disks and in buckets."""

@@ -1,0 +1,87 @@
+"""A config that names the directory of a model trains that model, from its parameters."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tokenizers
+
+from manualpar.commands.command_line import parse_command_line
+from manualpar.errors import UsageError
+from manualpar.models import Transformer
+from manualpar.training.config import load_config
+from manualpar.training.experiment import prepare
+from manualpar.training.imported_model import fill_from_hf, initial_state
+from tests.models.pretrained.export_test import read
+from tests.models.pretrained.load_test import CONFIG, llama, tensors_of, write
+from tests.paths import ROOT
+
+CONFIG_FILE = ROOT / "configs" / "fsdp_lm.py"
+
+
+def make_tokenizer(path, size):
+    words = {"<s>": 0, "[UNK]": 1} | {f"w{i}": i for i in range(2, size)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(["<s>"])
+    tokenizer.save(str(path))
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("model")
+    (directory / "config.json").write_text(json.dumps(CONFIG))
+    make_tokenizer(directory / "tokenizer.json", 20)
+    params = jax.jit(llama(directory).init)(jax.random.key(3), jnp.zeros((1, 8), jnp.int32))
+    write(directory, tensors_of(params["params"]))
+    (directory / "text.txt").write_text("w2 w3 w4 w5\n" * 3000)
+    return directory
+
+
+def config_of(directory):
+    config = load_config(CONFIG_FILE)
+    with config.unlocked():
+        config.model.from_hf, config.data.path = str(directory), str(directory / "text.txt")
+        config.data.sequence_length, config.model.scan_layers = 16, True
+        config.sample.num_tokens = 0
+    return config
+
+
+def test_the_model_is_that_of_the_directory_and_so_are_its_parameters(directory):
+    experiment = prepare(config_of(directory))
+    model = experiment.task.model
+    assert isinstance(model, Transformer)
+    assert (model.vocab_size, model.num_layers, model.rope_base) == (30, 3, 5000.0)
+    assert experiment.config.data.tokenizer == str(directory)
+    assert experiment.config.model.hidden_size == 16
+    said = []
+    state = initial_state(experiment.config, experiment.program, report=said.append)
+    assert said[0].startswith("read 26.7 KiB of 30 tensors from")
+    head = tensors_of(experiment.program.whole(state)["params"])["lm_head.weight"]
+    np.testing.assert_array_equal(head, read(directory)["lm_head.weight"])
+    broken = experiment.config.copy_and_resolve_references().unlock()
+    broken.model.from_hf = str(directory / "none")
+    with pytest.raises(UsageError, match=r"config\.model\.from_hf: .*none is no directory"):
+        initial_state(broken, experiment.program, report=said.append)
+
+
+def test_what_contradicts_the_directory_is_refused(directory, tmp_path):
+    config = config_of(directory)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 5}))
+    with pytest.raises(ValueError, match=r"num_layers is 3 and .*from_hf.* says 5"):
+        fill_from_hf(config_of(tmp_path), given=["model.dtype", "model.num_layers"])
+    with pytest.raises(ValueError, match=r"has no tokenizer\.json, and config\.data\.tokenizer"):
+        fill_from_hf(config_of(tmp_path))
+    make_tokenizer(tmp_path / "tokenizer.json", 40)
+    with config.unlocked():
+        config.data.tokenizer = str(tmp_path / "tokenizer.json")
+    with pytest.raises(ValueError, match=r"tokenizer has 40 tokens and .*vocab_size is 30"):
+        prepare(config)
+    arguments = ["", f"--config.model.from_hf={directory}", "--config.model.num_layers=2"]
+    with pytest.raises(UsageError, match=r"num_layers is 2 and .* says 3; leave one of them out"):
+        parse_command_line(arguments, default_config=CONFIG_FILE)
+    line = parse_command_line(arguments[:2], default_config=CONFIG_FILE)
+    assert line.config.model.num_kv_heads == 2
+    assert fill_from_hf(load_config(CONFIG_FILE)).model.num_layers == 3
