@@ -10,6 +10,7 @@ import gc
 import math
 import os
 import re
+import resource
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -164,3 +165,11 @@ def mesh8(request: pytest.FixtureRequest, devices8: list[jax.Device]) -> jax.sha
         axis_types=(jax.sharding.AxisType.Auto,) * len(axis_sizes),
         devices=devices8,
     )
+
+
+@pytest.fixture
+def limit_files():
+    """A function that has every file of this process take no more than so many bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)

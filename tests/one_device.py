@@ -122,3 +122,7 @@ def train_program(program: Program, batches: Sequence[Batch]) -> tuple[TrainStat
         state, metrics = program.train_step(state, batch)
         losses.append(metrics["loss"][0] / metrics["loss"][1])
     return state, jnp.stack(losses)
+
+
+def slow(*args):
+    return pytest.param(*args, marks=pytest.mark.slow)

@@ -13,12 +13,17 @@ from configs import fsdp
 from manualpar.commands.import_export import export_command
 from manualpar.data.tokenize import write_token_files
 from manualpar.training.workdir_lock import lock_workdir
-from tests.models.pretrained.export_test import assert_same_files, read
-from tests.models.pretrained.load_test import CONFIG, llama, tensors_of, write
+from tests.models.pretrained.llama import (
+    CONFIG,
+    assert_same_files,
+    llama,
+    make_tokenizer,
+    read,
+    tensors_of,
+    write,
+)
 from tests.paths import ROOT
 from tests.runs.small_runs import run_here
-from tests.system.storage.durable_files_test import limit_files  # noqa: F401
-from tests.training.imported_model_test import make_tokenizer
 
 # As into a bucket, where each process puts whole files.
 IN_TURN = """
@@ -108,7 +113,7 @@ def test_a_model_comes_and_goes_with_two_processes_and_is_trained_without_its_fi
 def test_a_model_takes_the_tokenizer_of_its_token_files_along(
     tmp_path,
     devices8,
-    limit_files,  # noqa: F811
+    limit_files,
     capsys,
 ):
     del devices8

@@ -18,8 +18,8 @@ from manualpar.strategies import strategy_kinds
 from manualpar.training import experiment
 from manualpar.training.experiment import prepare
 from tests.paths import ROOT
-from tests.training.monitoring.run_files_test import read_events, read_metrics
-from tests.training.replicas_test import break_leaf
+from tests.training.broken_replicas import break_leaf
+from tests.training.monitoring.written import read_events, read_metrics
 
 SMALL = ("--config.model.hidden_size=16", "--config.model.num_layers=1")
 FEW_STEPS = (

@@ -6,7 +6,7 @@ import pytest
 from manualpar.data import load_tokenizer
 from manualpar.data.chat import ChatEncoder
 from manualpar.data.packing import learned_of, tokens_of
-from tests.data.chat_test import CHAT, CHATML, MARKED, write_chat_tokenizer
+from tests.data.chats import CHAT, CHATML, MARKED, write_chat_tokenizer
 
 # As Llama 3 has it, with a date that is not asked for, loops and filters.
 LLAMA = """{{- bos_token }}

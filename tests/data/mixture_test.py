@@ -27,8 +27,8 @@ from manualpar.data.order import mixed_order, order_of
 from manualpar.data.sources import TEXT_SOURCES, load_dataset
 from manualpar.data.tokenize import write_token_files
 from manualpar.data.tokenizer import load_tokenizer
-from tests.data.document_files_test import write_documents
-from tests.data.tokenizer_test import write_tokenizer
+from tests.data.documents import write_documents
+from tests.data.trained_tokenizer import write_tokenizer
 
 
 @hypothesis.given(weights=st.lists(st.fractions(Fraction(1, 100), 100), min_size=1, max_size=6))

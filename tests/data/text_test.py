@@ -12,7 +12,7 @@ from manualpar.data.dataset import SPLITS
 from manualpar.data.sources import load_dataset
 from manualpar.data.text import ByteStream, TextFile, find_files, load_text, split_files
 from manualpar.data.tokenizer import ByteTokenizer, load_tokenizer
-from tests.data.tokenizer_test import write_tokenizer
+from tests.data.trained_tokenizer import write_tokenizer
 
 BOS = 256
 

@@ -10,8 +10,8 @@ from manualpar.data import token_cache
 from manualpar.data.sources import load_dataset
 from manualpar.data.token_cache import cache_folder
 from manualpar.data.tokenize import write_token_files
-from tests.data.document_files_test import write_documents
-from tests.data.tokenizer_test import write_tokenizer
+from tests.data.documents import write_documents
+from tests.data.trained_tokenizer import write_tokenizer
 
 DOCUMENTS = [f"{i} " + "a b\n" * (i % 9) for i in range(100)]
 

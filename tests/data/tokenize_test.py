@@ -14,8 +14,8 @@ from manualpar.data import document_files, token_job, token_parts
 from manualpar.data.dataset import SPLITS
 from manualpar.data.sources import load_dataset
 from manualpar.data.tokenize import main, write_token_files
-from tests.data.document_files_test import write_documents
-from tests.data.tokenizer_test import write_tokenizer
+from tests.data.documents import write_documents
+from tests.data.trained_tokenizer import write_tokenizer
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from benchmarks.malformed_programs import TOKENIZERS, replacing, splitting, word
 from manualpar.data import load_tokenizer
 from manualpar.data.chat import Chats
 from manualpar.data.tokenizer_check import check_tokenizer, guarded
-from tests.data.chat_test import CHATML, write_chat_tokenizer
+from tests.data.chats import CHATML, write_chat_tokenizer
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA3 = (

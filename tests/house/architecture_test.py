@@ -13,6 +13,7 @@ from tests.house.source_rules import (
     READ,
     Check,
     find_import_effects,
+    find_imports_of_tests,
     find_misshapen_files,
     find_private_jax,
     find_stray_collectives,
@@ -39,6 +40,7 @@ SCOPES: list[tuple[Check, tuple[str, ...]]] = [
     (find_stray_collectives, PROGRAM),
     (find_undocumented, ("manualpar",)),
     (find_misshapen_files, PROGRAM),
+    (find_imports_of_tests, ("tests",)),
 ]
 
 
@@ -53,6 +55,18 @@ def test_the_code_keeps_the_rule(check: Check, folders: tuple[str, ...]):
 
 
 BROKEN = [
+    (
+        find_imports_of_tests,
+        "tests.laws.codes_test",
+        "from tests.laws import strategies_test",
+        "codes_test:1: imports from a test file: tests.laws.strategies_test",
+    ),
+    (
+        find_imports_of_tests,
+        "tests.laws.codes_test",
+        "from tests.laws.strategies_test import build",
+        "imports from a test file",
+    ),
     (
         find_upward_imports,
         "manualpar.core.program.program",

@@ -165,6 +165,15 @@ def find_upward_imports(module: str, source: str) -> list[str]:
     return findings
 
 
+def find_imports_of_tests(module: str, source: str) -> list[str]:
+    """What several test files share is in a module that is no test."""
+    return [
+        f"{module}:{line}: imports from a test file: {full}"
+        for line, full, _ in _imports(_tree(source))
+        if full.startswith("tests.") and any(part.endswith("_test") for part in full.split("."))
+    ]
+
+
 def find_private_jax(module: str, source: str) -> list[str]:
     """Neither jax's private modules nor the shard_map of old."""
     tree = _tree(source)

@@ -2,7 +2,6 @@ import functools
 from collections import Counter
 from fractions import Fraction
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
@@ -19,13 +18,9 @@ from manualpar.inspect import (
     total_bytes,
     trace_collectives,
 )
+from tests.inspect.small_programs import Deep, Model, loss_fn
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute")
-
-
-@pytest.fixture
-def mesh42(devices8):
-    return make_mesh({"data": 4, "model": 2}, devices8)
 
 
 def traced(function, mesh, shape=(64, 16), dtype=jnp.float32, *, check_vma=True):
@@ -391,32 +386,6 @@ def test_what_is_not_a_whole_program_is_refused(mesh42):
 
 
 # Real programs.
-
-
-class Model(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dense(5, name="head")(nn.silu(nn.Dense(32, name="hidden")(x)))
-
-
-class Deep(nn.Module):
-    """Six layers in a scan, each recomputed in the backward pass."""
-
-    @nn.compact
-    def __call__(self, x):
-        def layer(dense, x):
-            return x + nn.silu(dense(x)), None
-
-        layers = nn.scan(
-            nn.remat(layer), variable_axes={"params": 0}, split_rngs={"params": True}, length=6
-        )
-        return layers(nn.Dense(16, name="dense"), x)[0]
-
-
-def loss_fn(params, apply_fn, batch, rng):
-    del rng
-    loss = optax.squared_error(apply_fn({"params": params}, batch.inputs)).sum(-1)
-    return loss.mean(), {"loss": (loss.sum(), loss.size)}
 
 
 def read_program(builder, mesh, model=None, *, tx=None, **kwargs):

@@ -18,12 +18,7 @@ from manualpar.inspect import (
     total_bytes,
     trace_collectives,
 )
-from tests.inspect.communication_test import Deep, Model, loss_fn
-
-
-@pytest.fixture
-def mesh42(devices8):
-    return make_mesh({"data": 4, "model": 2}, devices8)
+from tests.inspect.small_programs import Deep, Model, loss_fn, module
 
 
 def both_readings(traced):
@@ -245,24 +240,6 @@ def test_reduced_in_a_loop(mesh42):
 
 
 # Forms that XLA:CPU does not write.
-
-
-def module(body, computations="", header="num_partitions=8"):
-    return "\n".join(
-        [
-            f"HloModule jit_f, is_scheduled=true, {header}",
-            "",
-            "FileLocations",
-            "1 {file_name_id=1 function_name_id=1 line=5 end_line=5 column=7 end_column=9}",
-            "",
-            *computations.strip("\n").splitlines(),
-            "",
-            "ENTRY %main (x: f32[6,4]) -> f32[6,4] {",
-            '  %x = f32[6,4]{1,0} parameter(0), metadata={op_name="x"}',
-            *(f"  {line.strip()}" for line in body.strip().splitlines()),
-            "}",
-        ]
-    )
 
 
 def test_a_start_and_its_done_are_one():

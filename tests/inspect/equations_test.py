@@ -7,7 +7,6 @@ import pytest
 from jax.experimental import pallas
 from jax.sharding import PartitionSpec as P
 
-from manualpar import make_mesh
 from manualpar.core.tracing.tick_scopes import ticks_scope
 from manualpar.inspect import (
     compiled_collectives,
@@ -18,11 +17,6 @@ from manualpar.inspect import (
 )
 from manualpar.inspect.compiled import Reading
 from manualpar.inspect.hlo import parse_module
-
-
-@pytest.fixture
-def mesh42(devices8):
-    return make_mesh({"data": 4, "model": 2}, devices8)
 
 
 def on_devices(function, mesh, **kwargs):

@@ -1,9 +1,7 @@
 """What a step sends, predicted, against what stands in the traced program: exactly."""
 
-import functools
 import itertools
 import math
-from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -14,7 +12,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from manualpar import Batch, Program, data_parallel, fsdp, hsdp, make_mesh, zero
+from manualpar import Batch, data_parallel, make_mesh
 from manualpar.core.modes.strategy import CommCounts, Strategy
 from manualpar.core.parameters.placement import Placement
 from manualpar.core.program.program import build_program
@@ -27,63 +25,22 @@ from manualpar.inspect import (
     total_step_bytes,
     trace_collectives,
 )
+from tests.inspect.counted_program import (
+    BATCH,
+    BUILDERS,
+    KERNELS,
+    SIZES,
+    BiasFree,
+    build,
+    read,
+    squares,
+)
 from tests.one_device import slow_unless
 
-SIZES = (16, 32, 64, 8)  # Of the inputs and of each layer's outputs.
-KERNELS = [math.prod(pair) for pair in itertools.pairwise(SIZES)]
 LAYERS, ELEMENTS, FIRST = len(KERNELS), sum(KERNELS), KERNELS[0]
-BATCH = 64
 
 
-class BiasFree(nn.Module):
-    """Layers each of whose kernels is used once, and but for the first needed twice."""
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        for size in SIZES[1:]:
-            x = jnp.tanh(nn.Dense(size, use_bias=False)(x))
-        return x
-
-
-def squares(params: Any, apply_fn: Any, batch: Batch, rng: jax.Array) -> Any:
-    del rng
-    y_BD = apply_fn({"params": params}, batch.inputs)
-    total, count = jnp.sum(y_BD**2), jnp.float32(len(y_BD))
-    return total / count, {"loss": (total, count)}
-
-
-Builder = Callable[..., Program]
-
-BUILDERS: dict[str, Builder] = {
-    "dp": data_parallel,
-    "zero1": functools.partial(zero, stage=1, min_weight_size=0),
-    "zero2": functools.partial(zero, stage=2, min_weight_size=0),
-    "fsdp-keep": functools.partial(fsdp, reshard_after_forward=False, min_weight_size=0),
-    "fsdp-reshard": functools.partial(fsdp, min_weight_size=0),
-    "fsdp-step": functools.partial(fsdp, communicate_every="step", min_weight_size=0),
-    "fsdp-gather-step": functools.partial(fsdp, communicate_every="gather-step", min_weight_size=0),
-    "hsdp-keep": functools.partial(hsdp, reshard_after_forward=False, min_weight_size=0),
-    "hsdp-reshard": functools.partial(hsdp, min_weight_size=0),
-    "hsdp-step": functools.partial(hsdp, communicate_every="step", min_weight_size=0),
-    "hsdp-gather-step": functools.partial(hsdp, communicate_every="gather-step", min_weight_size=0),
-}
 KEEPING = [name for name in BUILDERS if not name.endswith("reshard")]
-
-
-def build(name: str, model: nn.Module | None = None, **options: Any) -> Program:
-    mesh = {"replica": 2, "data": 4} if name.startswith("hsdp") else {"data": 8}
-    arguments: dict[str, Any] = {
-        "mesh": make_mesh(mesh),
-        "batch": Batch(jax.ShapeDtypeStruct((BATCH, SIZES[0]), jnp.float32), None),
-        **options,
-    }
-    return BUILDERS[name](model or BiasFree(), optax.adam(1e-3), squares, **arguments)
-
-
-def read(program: Program) -> Any:
-    """The collectives of parameters and gradients in the traced program."""
-    traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
-    return of_parameters(trace_collectives(traced))
 
 
 # By strategy the terms: (kind, how many for each kernel, bytes in parts of b P (n - 1) / n, axis

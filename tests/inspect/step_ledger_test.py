@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from manualpar import Batch, abstract_mesh, data_parallel, fsdp, make_mesh
+from manualpar import Batch, abstract_mesh, data_parallel, fsdp
 from manualpar.core.mesh.axes import is_axis_bound
 from manualpar.core.tracing.scopes import CAST_SCOPE, TENSOR_SCOPE
 from manualpar.inspect import (
@@ -23,14 +23,8 @@ from manualpar.inspect import (
     trace_collectives,
 )
 from manualpar.inspect.communication import as_number
-from tests.core.tracing.scopes_test import make, trace
-from tests.laws.strategies_test import Linear, build
-
-
-@pytest.fixture
-def mesh42(devices8):
-    return make_mesh({"data": 4, "model": 2}, devices8)
-
+from tests.core.tracing.scoped_program import make, trace
+from tests.tiny import Linear, build
 
 X = jax.ShapeDtypeStruct((64, 16), jnp.float32)
 

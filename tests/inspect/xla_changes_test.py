@@ -19,17 +19,12 @@ from manualpar.inspect import (
     total_bytes,
 )
 from manualpar.inspect.xla_changes import hlo_dtype
-from tests.core.tracing.scopes_test import make
-from tests.inspect.compiled_test import module
-from tests.laws.strategies_test import STRATEGIES
+from tests.core.tracing.scoped_program import make
+from tests.inspect.small_programs import module
 from tests.one_device import slow_unless
+from tests.tiny import STRATEGIES
 
 pytestmark = pytest.mark.optimized  # What XLA changes is what is looked at.
-
-
-@pytest.fixture
-def mesh42(devices8):
-    return make_mesh({"data": 4, "model": 2}, devices8)
 
 
 def assert_nothing_is_left(found):

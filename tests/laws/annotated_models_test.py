@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from manualpar import Batch, data_parallel, fsdp, hsdp, make_mesh, zero
 from tests.one_device import name_of, slow_unless, train_on_one_device, train_program
+from tests.tiny import square_loss
 
 RULES = (("embed", None), ("mlp", "model"), ("batch", "data"))
 
@@ -34,12 +35,6 @@ class Annotated(nn.Module):
         return nn.LayerNorm()(x + down(h))
 
 
-def loss_fn(params, apply_fn, batch, rng):
-    out = apply_fn({"params": params}, batch.inputs)
-    loss = np.square(1) * ((out - batch.labels) ** 2).mean(-1)
-    return loss.mean(), {"loss": (loss.sum(), loss.size)}
-
-
 def make_batch():
     rng = np.random.default_rng(0)
     x = rng.normal(size=(16, 16)).astype(np.float32)
@@ -54,7 +49,7 @@ def build(builder, mesh, model=None, **kwargs):
     options = {"mesh": mesh, "batch": make_batch(), "rules": RULES, **kwargs}
     if builder is not data_parallel:
         options.setdefault("min_weight_size", 1)
-    return builder(model or Annotated(), make_tx(), loss_fn, **options)
+    return builder(model or Annotated(), make_tx(), square_loss, **options)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +62,7 @@ def reference():
             h = nn.silu(nn.Dense(64, name="up")(x))
             return nn.LayerNorm()(x + nn.Dense(16, name="down")(h))
 
-    return train_on_one_device(Plain(), make_tx(), [make_batch()] * 4, loss_fn)
+    return train_on_one_device(Plain(), make_tx(), [make_batch()] * 4, square_loss)
 
 
 BUILDERS = [data_parallel, zero, fsdp, hsdp]

@@ -24,9 +24,8 @@ from manualpar.inspect.compiled import compiled_collectives
 from manualpar.models import Transformer
 from manualpar.models.cross_entropy import classification_loss, language_model_loss
 from manualpar.training.replicas import ReplicaSentinel
-from tests.core.program.program_test import Classifier, loss_fn, make_batch
-from tests.laws.strategies_test import own_shapes
 from tests.one_device import slow_unless
+from tests.tiny import Classifier, loss_fn, make_batch, own_shapes
 
 MASK = np.r_[np.ones(11), np.zeros(21), np.ones(28), np.zeros(4)].astype(np.float32)
 BATCH = make_batch(mask=MASK)

@@ -15,19 +15,13 @@ from flax import nnx
 from manualpar import Batch, data_parallel, fsdp, hsdp, make_mesh
 from manualpar.inspect import trace_collectives
 from tests.one_device import slow_unless, train_on_one_device, train_program
+from tests.tiny import class_loss
 
 
 def make_batch(seed=0, shape=(32, 16)):
     rng = np.random.default_rng(seed)
     inputs = rng.normal(size=shape).astype(np.float32)
     return Batch(inputs=inputs, labels=rng.integers(0, 4, shape[0]))
-
-
-def loss_fn(params, apply_fn, batch, rng):
-    del rng
-    out = apply_fn({"params": params}, batch.inputs)
-    loss = optax.softmax_cross_entropy_with_integer_labels(out, batch.labels)
-    return loss.mean(), {"loss": (loss.sum(), loss.shape[0])}
 
 
 class Convolutional(nn.Module):
@@ -119,7 +113,7 @@ def test_a_counter_stays_a_counter(devices8):
         program = fsdp(
             Counting(),
             optax.sgd(0.1),
-            loss_fn,
+            class_loss,
             mesh=make_mesh({"data": 8}, devices8),
             batch=make_batch(),
             min_weight_size=0,
@@ -262,7 +256,7 @@ def test_what_is_summed_or_extreme_equals_one_device(devices8, builder, shape, o
     program = builder(
         model,
         optax.sgd(0.1),
-        loss_fn,
+        class_loss,
         mesh=mesh,
         batch=batches[0],
         num_minibatches=2,
@@ -290,7 +284,7 @@ def build_statistics(devices, sync, model=None):
     mesh = make_mesh({"data": 8}, devices)
     model = model or Statistics(("data",))
     return data_parallel(
-        model, optax.sgd(0.1), loss_fn, mesh=mesh, batch=make_batch(), sync_collections=sync
+        model, optax.sgd(0.1), class_loss, mesh=mesh, batch=make_batch(), sync_collections=sync
     )
 
 

@@ -14,8 +14,9 @@ import pytest
 
 from manualpar import Batch, data_parallel, fsdp, hsdp, make_mesh, zero
 from manualpar.inspect import count_by_kind, trace_collectives
-from tests.core.modes.remat_test import equations
-from tests.one_device import name_of, train_on_one_device, train_program
+from tests.core.modes.traced_equations import equations
+from tests.one_device import name_of, slow, train_on_one_device, train_program
+from tests.tiny import square_loss
 
 WIDTH = 16
 
@@ -60,12 +61,6 @@ class Operator(nn.Module):
         return nn.Dense(4)(jnp.concatenate([turned.real * x[:, :9], sizes.sum(0)], 1))
 
 
-def loss_fn(params, apply_fn, batch, rng):
-    out = apply_fn({"params": params}, batch.inputs)
-    losses = jnp.square(out - batch.labels).mean(-1)
-    return losses.mean(), {"loss": (losses.sum(), losses.size)}
-
-
 RNG = np.random.default_rng(0)
 BATCH = Batch(
     RNG.normal(size=(16, WIDTH)).astype(np.float32), RNG.normal(size=(16, 4)).astype(np.float32)
@@ -78,11 +73,7 @@ def build(builder, model=PLAIN, axes=None, tx=None, **options):
     if builder is not data_parallel:
         options = SMALL | options
     mesh = make_mesh(axes or {"data": 8})
-    return builder(model, tx or optax.sgd(0.05), loss_fn, mesh=mesh, batch=BATCH, **options)
-
-
-def slow(*args):
-    return pytest.param(*args, marks=pytest.mark.slow)
+    return builder(model, tx or optax.sgd(0.05), square_loss, mesh=mesh, batch=BATCH, **options)
 
 
 @pytest.mark.slow
@@ -109,7 +100,7 @@ def slow(*args):
     ids=name_of,
 )
 def test_complex_models_train_as_on_one_device(devices8, builder, model, axes, options):
-    expected = train_on_one_device(model, optax.sgd(0.05), [BATCH] * 2, loss_fn)
+    expected = train_on_one_device(model, optax.sgd(0.05), [BATCH] * 2, square_loss)
     program = build(builder, model, axes, **options)
     state, losses = train_program(program, [BATCH] * 2)
     np.testing.assert_allclose(losses, expected.losses, rtol=1e-4)
@@ -147,7 +138,7 @@ def test_the_parts_of_complex_activations_are_kept(devices8):
 @pytest.mark.slow
 def test_norms_and_clipping_of_complex_gradients(devices8):
     tx = optax.chain(optax.clip_by_global_norm(0.05), optax.sgd(0.5))
-    expected = train_on_one_device(PLAIN, tx, [BATCH], loss_fn)
+    expected = train_on_one_device(PLAIN, tx, [BATCH], square_loss)
     program = build(fsdp, tx=tx, norm_metrics=True, nonfinite="report", gather_dtype="bfloat16")
     state = program.init(jax.random.key(0))
     state, metrics = program.train_step(state, BATCH)

@@ -21,6 +21,7 @@ from manualpar.core.parameters.placement import (
     complete_placement,
     on_stages,
 )
+from tests.tiny import masked_square_loss
 
 DATA = AxisRoles({0: ("replica", "data")})
 TOKENS = AxisRoles({0: ("data",), 1: ("context",)}, {"expert": "model"})
@@ -116,12 +117,6 @@ class PerToken(nn.Module):
         return nn.Dense(4)(jnp.tanh(nn.Dense(16)(x)))
 
 
-def loss_fn(params, apply_fn, batch, rng):
-    error = jnp.square(apply_fn({"params": params}, batch.inputs) - batch.labels).mean(-1)
-    total, count = (error * batch.mask).sum(), batch.mask.sum()
-    return total / jnp.where(count > 0, count, 1), {"loss": (total, count)}
-
-
 def test_a_dim_besides_the_first_may_be_split(devices8):
     rng = np.random.default_rng(0)
     inputs, labels = (rng.normal(size=(8, 12, n)).astype(np.float32) for n in (8, 4))
@@ -129,7 +124,9 @@ def test_a_dim_besides_the_first_may_be_split(devices8):
     batch = Batch(inputs=inputs, labels=labels, mask=mask)
     mesh = make_mesh({"data": 4, "context": 2}, devices8)
     options = {"mesh": mesh, "batch": batch, "num_minibatches": 2, "min_weight_size": 1}
-    program = fsdp(PerToken(), optax.sgd(1.0), loss_fn, context_axis="context", **options)
+    program = fsdp(
+        PerToken(), optax.sgd(1.0), masked_square_loss, context_axis="context", **options
+    )
     assert ("data", "context") in program.layout.params["Dense_0"]["kernel"]
     assert program.batch_sharding.spec == P(("data",), ("context",))
     state = program.init(jax.random.key(0))
@@ -137,7 +134,7 @@ def test_a_dim_besides_the_first_may_be_split(devices8):
     new_state, metrics = program.train_step(state, batch)
 
     def whole_loss(params):
-        return loss_fn(params, PerToken().apply, batch, None)[0]
+        return masked_square_loss(params, PerToken().apply, batch, None)[0]
 
     grads = jax.tree.map(np.subtract, params, jax.device_get(new_state.params))
     expected = jax.jit(jax.grad(whole_loss))(params)

@@ -21,9 +21,8 @@ from manualpar.inspect import (
 )
 from manualpar.models import Transformer
 from manualpar.models.cross_entropy import classification_loss, language_model_loss
-from tests.core.program.program_test import BATCHES, Classifier, loss_fn
-from tests.laws.strategies_test import own_shapes
 from tests.one_device import slow_unless, train_on_one_device
+from tests.tiny import BATCHES, Classifier, loss_fn, own_shapes
 
 TWO = ("data", "node")
 SECONDARY = {"axis_name": TWO, "regather_axes": ("data",), "min_weight_size": 16}

@@ -10,38 +10,23 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from manualpar import abstract_mesh, data_parallel, fsdp, hsdp, make_mesh, zero
+from manualpar import abstract_mesh, make_mesh, zero
 from manualpar.core.modes.strategy import MODES
 from manualpar.inspect import state_bytes, trace_collectives
 from manualpar.training.replicas import ReplicaSentinel
-from tests.core.program.program_test import BATCHES, TOLERANCE, Classifier, loss_fn, make_batch
 from tests.one_device import slow_unless, train_on_one_device, train_program
-
-SMALL = {"min_weight_size": 16}
-STRATEGIES = {
-    "dp": (data_parallel, {}),
-    "zero1": (zero, {"stage": 1, **SMALL}),
-    "zero2": (zero, {"stage": 2, **SMALL}),
-    "fsdp": (fsdp, SMALL),
-    "fsdp, keep": (fsdp, {"reshard_after_forward": False, **SMALL}),
-    "fsdp, step": (fsdp, {"communicate_every": "step", **SMALL}),
-    "fsdp, pad": (fsdp, {"pad": True, "min_weight_size": 1}),
-    "fsdp, pad, step": (fsdp, {"pad": True, "min_weight_size": 1, "communicate_every": "step"}),
-    "zero1, pad": (zero, {"pad": True, "min_weight_size": 1}),
-    "hsdp": (hsdp, SMALL),
-}
-
-
-class Linear(nn.Module):
-    features: int
-
-    @nn.compact
-    def __call__(self, x, train):
-        return nn.Dense(self.features, use_bias=False)(x)
-
-
-def make_tx():
-    return optax.chain(optax.clip_by_global_norm(0.05), optax.sgd(0.5, momentum=0.9))
+from tests.tiny import (
+    BATCHES,
+    STRATEGIES,
+    TOLERANCE,
+    Classifier,
+    Linear,
+    build,
+    loss_fn,
+    make_batch,
+    make_tx,
+    own_shapes,
+)
 
 
 @pytest.fixture(scope="module")
@@ -52,19 +37,6 @@ def reference():
 @pytest.fixture(scope="module")
 def linear_reference():
     return train_on_one_device(Linear(16), make_tx(), BATCHES[:2], loss_fn, train=False)
-
-
-def build(name, devices, *, model=None, tx=None, batch=BATCHES[0], loss=loss_fn, **kwargs):
-    builder, options = STRATEGIES[name]
-    shape = {"replica": 2, "data": -1} if builder is hsdp else {"data": -1}
-    kwargs = {"mesh": make_mesh(shape, devices), **options, **kwargs}
-    return builder(model or Classifier(), tx or make_tx(), loss, batch=batch, **kwargs)
-
-
-def own_shapes(program, params):
-    """Stored parameters without their padding."""
-    shapes = iter(info.shape for info, _ in program.parameters)
-    return jax.tree.map(lambda x: x[tuple(map(slice, next(shapes)))], jax.device_get(params))
 
 
 # Those that `test_axes_may_be_tuples_and_the_mesh_larger` trains are slow here.

@@ -23,11 +23,10 @@ from manualpar.inspect.trained_parts import trained_parts
 from manualpar.models import Transformer
 from manualpar.models.cross_entropy import language_model_loss, mixture_of_experts_loss
 from manualpar.training.replicas import ReplicaSentinel
-from tests.core.program.program_test import BATCHES, TOLERANCE, Classifier, loss_fn
-from tests.inspect import expected_bytes_test as formulas
-from tests.inspect import pipeline_formulas_test as pipelined
-from tests.laws.strategies_test import STRATEGIES, build, own_shapes
+from tests.inspect import counted_pipeline as pipelined
+from tests.inspect import counted_program as formulas
 from tests.one_device import slow_unless, train_on_one_device, train_program
+from tests.tiny import BATCHES, STRATEGIES, TOLERANCE, Classifier, build, loss_fn, own_shapes
 
 GLOBS = ("output_dense/*", "*/bias")
 

@@ -16,6 +16,7 @@ import pytest
 
 from manualpar import Batch, assert_same_as_one_device, fsdp, make_mesh
 from tests.one_device import slow_unless, train_on_one_device, train_program
+from tests.tiny import class_loss
 
 WIDTH = 16
 
@@ -195,13 +196,6 @@ MODELS = {
 }
 
 
-def loss_fn(params, apply_fn, batch, rng):
-    del rng
-    out = apply_fn({"params": params}, batch.inputs)
-    loss = optax.softmax_cross_entropy_with_integer_labels(out, batch.labels)
-    return loss.mean(), {"loss": (loss.sum(), loss.shape[0])}
-
-
 def make_batch(seed=0, shape=(32, WIDTH)):
     rng = np.random.default_rng(seed)
     inputs = rng.normal(size=shape).astype(np.float32)
@@ -229,11 +223,11 @@ def every_mode():
 @pytest.mark.parametrize(("name", "mode"), list(every_mode()))
 def test_the_model_trains_as_on_one_device(devices8, name, mode):
     model, batches = MODELS[name], [make_batch(seed) for seed in range(3)]
-    expected = train_on_one_device(model, optax.sgd(0.1), batches, loss_fn)
+    expected = train_on_one_device(model, optax.sgd(0.1), batches, class_loss)
     program = fsdp(
         model,
         optax.sgd(0.1),
-        loss_fn,
+        class_loss,
         mesh=make_mesh({"data": 8}, devices8),
         batch=batches[0],
         min_weight_size=0,
@@ -257,7 +251,7 @@ def test_what_explicit_types_do_not_take_is_refused_by_jax(devices8, name):
         fsdp(
             MODELS[name],
             optax.sgd(0.1),
-            loss_fn,
+            class_loss,
             mesh=mesh,
             batch=make_batch(),
             min_weight_size=0,
@@ -278,7 +272,7 @@ def test_a_parameter_is_gathered_once_for_each_use(devices8, name, gathers, scat
     program = fsdp(
         MODELS[name],
         optax.sgd(0.1),
-        loss_fn,
+        class_loss,
         mesh=make_mesh({"data": 8}, devices8),
         batch=make_batch(),
         min_weight_size=0,
@@ -294,7 +288,7 @@ def test_a_penalty_on_the_parameters_reads_them_unboxed(devices8):
     """`params` are boxed in the loss function; `nn.unbox` gives them whole."""
 
     def penalised(params, apply_fn, batch, rng):
-        loss, metrics = loss_fn(params, apply_fn, batch, rng)
+        loss, metrics = class_loss(params, apply_fn, batch, rng)
         norm = optax.tree.norm(nn.unbox(params))
         return loss + 0.5 * norm, metrics
 

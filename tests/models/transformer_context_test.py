@@ -7,9 +7,9 @@ import pytest
 
 from manualpar import Batch, assert_same_as_one_device, fsdp, make_mesh
 from manualpar.models.cross_entropy import language_model_loss
-from tests.models import transformer_layer_test as split_layers
+from tests.models import split_layers
+from tests.models.split_layers import BOS, EXPERTS
 from tests.models.transformer_families import GEMMA, QWEN
-from tests.models.transformer_layer_test import BOS, EXPERTS
 from tests.models.transformer_on_one_device import assert_same_as_plain_flax
 
 SMALL = split_layers.SMALL.clone(split_axis="", context_axis="context")

@@ -12,7 +12,7 @@ from manualpar.core.modes.strategy import CommCounts, Strategy
 from manualpar.core.parameters.placement import ParameterInfo, Placement, replicate
 from manualpar.core.program.placement_check import place_parameter
 from manualpar.core.program.program import build_program
-from tests.core.program.program_test import BATCHES, Classifier, loss_fn
+from tests.tiny import BATCHES, Classifier, loss_fn
 
 PLAIN = Strategy(
     "own", place=replicate, sends=lambda minibatches, keep: CommCounts(uses=minibatches)

@@ -14,7 +14,7 @@ from manualpar.commands.generate_command import generate_command
 from manualpar.commands.train_command import run_command
 from manualpar.data.sources import load_dataset
 from manualpar.training.stored_run import Trained
-from tests.data.chat_test import write_chat_tokenizer
+from tests.data.chats import write_chat_tokenizer
 from tests.paths import ROOT
 
 CONFIG = ROOT / "configs" / "fsdp_lm.py"

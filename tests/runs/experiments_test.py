@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.paths import ROOT
-from tests.training.monitoring.run_files_test import read_events, read_metrics
+from tests.training.monitoring.written import read_events, read_metrics
 
 SMALL = ("--config.model.hidden_size=16", "--config.model.num_layers=1")
 ENDLESS = (*SMALL, "--config.training.num_steps=1000000", "--config.training.log_every_steps=5")

@@ -20,11 +20,12 @@ from tests.runs.small_runs import (
     assert_same_run,
     at_step,
     complete_steps,
+    content,
     environment_of,
     resumed_from,
     run_here,
 )
-from tests.training.monitoring.run_files_test import read_metrics
+from tests.training.monitoring.written import read_metrics
 
 
 @pytest.fixture
@@ -32,11 +33,6 @@ def workdir(tmp_path, undisturbed):
     """A copy of it, to be damaged."""
     shutil.copytree(undisturbed, tmp_path / "run")
     return tmp_path / "run"
-
-
-def content(folder):
-    """Every file below a folder."""
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def error_of(capsys):

@@ -10,7 +10,7 @@ from jax.tree_util import DictKey
 from manualpar.training.checkpoints.saved_state import stored_arrays
 from manualpar.training.saved_run import prepare_saved, saved_config
 from manualpar.training.workdir import open_checkpoints
-from tests.data.document_files_test import write_documents
+from tests.data.documents import write_documents
 from tests.runs.small_runs import (
     assert_same_run,
     checkpoint_arrays,

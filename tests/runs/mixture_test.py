@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from tests.data.document_files_test import write_documents
+from tests.data.documents import write_documents
 from tests.runs.small_runs import (
     assert_close_metrics,
     assert_same_metrics,

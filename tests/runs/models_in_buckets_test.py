@@ -16,10 +16,19 @@ from manualpar.commands.import_export import export_command, import_command
 from manualpar.commands.train_command import run_command
 from manualpar.models.pretrained import export, export_hf, load_hf, read_architecture
 from manualpar.system.storage import BucketError, lease, requests
-from tests.models.pretrained.export_test import assert_same_files, during, read
-from tests.models.pretrained.load_test import CONFIG, llama, program_of, tensors_of, write
+from tests.models.pretrained.llama import (
+    CONFIG,
+    CONFIG_FILE,
+    assert_same_files,
+    during,
+    llama,
+    make_tokenizer,
+    program_of,
+    read,
+    tensors_of,
+    write,
+)
 from tests.system.storage.s3_server import Proxy, download, upload
-from tests.training.imported_model_test import CONFIG_FILE, make_tokenizer
 
 server = pytest.mark.slow
 FIELDS = {

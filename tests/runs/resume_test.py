@@ -10,18 +10,14 @@ from tests.runs.small_runs import (
     assert_same_run,
     at_step,
     complete_steps,
+    content,
     resumed_from,
     run_here,
     start,
     wait_for_checkpoint,
     wait_for_step,
 )
-from tests.training.monitoring.run_files_test import read_metrics
-
-
-def content(folder):
-    """Every file below a folder."""
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+from tests.training.monitoring.written import read_metrics
 
 
 @pytest.mark.slow

@@ -201,3 +201,8 @@ def at_step(monkeypatch, step, act):
         return should_stop(self, now)
 
     monkeypatch.setattr(Cluster, "should_stop", disturbed)
+
+
+def content(folder):
+    """Every file below a folder."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}

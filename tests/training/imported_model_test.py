@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tokenizers
 
 from manualpar.commands.command_line import parse_command_line
 from manualpar.errors import UsageError
@@ -14,19 +13,15 @@ from manualpar.models import Transformer
 from manualpar.training.config import load_config
 from manualpar.training.experiment import prepare
 from manualpar.training.imported_model import fill_from_hf, initial_state
-from tests.models.pretrained.export_test import read
-from tests.models.pretrained.load_test import CONFIG, llama, tensors_of, write
-from tests.paths import ROOT
-
-CONFIG_FILE = ROOT / "configs" / "fsdp_lm.py"
-
-
-def make_tokenizer(path, size):
-    words = {"<s>": 0, "[UNK]": 1} | {f"w{i}": i for i in range(2, size)}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer.add_special_tokens(["<s>"])
-    tokenizer.save(str(path))
+from tests.models.pretrained.llama import (
+    CONFIG,
+    CONFIG_FILE,
+    llama,
+    make_tokenizer,
+    read,
+    tensors_of,
+    write,
+)
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from manualpar import Batch, data_parallel, fsdp, make_mesh
-from manualpar.core.parameters.placement import path_name
 from manualpar.training.replicas import ReplicaError, ReplicaSentinel
+from tests.tiny import class_loss
+from tests.training.broken_replicas import break_leaf, corrupt, flip_bit, flipped, replace
 
 DTYPES = [
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
@@ -46,43 +47,6 @@ def make_state(mesh):
         "step": np.int32(7),
     }
     return put(state, LAYOUT, mesh)
-
-
-def corrupt(x, device, change):
-    """The array `x` with what `device` holds changed by a function from numpy to numpy."""
-    is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-    parts = []
-    for shard in x.addressable_shards:
-        part = shard.data
-        if shard.device == device:
-            copy = np.array(jax.random.key_data(part) if is_key else part)
-            part = jax.device_put(change(copy), device)
-            part = jax.random.wrap_key_data(part) if is_key else part
-        parts.append(part)
-    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, parts)
-
-
-def flip_bit(x, bit):
-    """Flips one bit of an array, counted from its first byte; sub-byte types have a byte each."""
-    flat = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
-    flat[bit // 8] ^= 1 << bit % 8
-    return flat.view(x.dtype).reshape(x.shape)
-
-
-def flipped(bit):
-    return functools.partial(flip_bit, bit=bit)
-
-
-def replace(state, path, change):
-    """The tree `state` with the leaf at `path` changed."""
-    return jax.tree_util.tree_map_with_path(
-        lambda keys, x: change(x) if path_name(keys) == path else x, state
-    )
-
-
-def break_leaf(state, path, device, bit=0):
-    """The tree `state` with a bit flipped in what `device` holds of the leaf at `path`."""
-    return replace(state, path, lambda x: corrupt(x, device, flipped(bit)))
 
 
 def on_eight(devices8, value, *axes):
@@ -355,12 +319,6 @@ class Classifier(nn.Module):
         return nn.Dense(8, name="output_dense")(nn.silu(nn.Dense(32, name="input_dense")(x)))
 
 
-def loss_fn(params, apply_fn, batch, rng):
-    logits = apply_fn({"params": params}, batch.inputs)
-    loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
-    return loss.mean(), {"loss": (loss.sum(), loss.size)}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("builder", [data_parallel, fsdp])
 def test_a_program_passes_until_a_device_goes_wrong(devices8, builder):
@@ -368,7 +326,7 @@ def test_a_program_passes_until_a_device_goes_wrong(devices8, builder):
     rng = np.random.default_rng(0)
     batch = Batch(rng.normal(size=(16, 8)).astype(np.float32), np.arange(16, dtype=np.int32) % 8)
     kwargs = {"min_weight_size": 0} if builder is fsdp else {}
-    program = builder(Classifier(), optax.adam(0.1), loss_fn, mesh=mesh, batch=batch, **kwargs)
+    program = builder(Classifier(), optax.adam(0.1), class_loss, mesh=mesh, batch=batch, **kwargs)
     sentinel = ReplicaSentinel(program.mesh, program.layout)
     state = program.init(jax.random.key(0))
     sentinel.check(state)

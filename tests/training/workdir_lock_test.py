@@ -25,7 +25,7 @@ from tests.runs.small_runs import (
     wait_for_step,
 )
 from tests.system.cluster.processes import HANG_SECONDS
-from tests.training.monitoring.run_files_test import read_metrics
+from tests.training.monitoring.written import read_metrics
 
 
 def no_report(line):

@@ -15,6 +15,7 @@ from manualpar import (
     make_mesh,
 )
 from manualpar.core.checks.collectives_check import check_traced_steps
+from tests.tiny import mean_loss
 
 BATCH = Batch(
     inputs=jax.ShapeDtypeStruct((16, 8), jnp.float32), labels=jax.ShapeDtypeStruct((16,), jnp.int32)
@@ -57,16 +58,11 @@ class Looping(nn.Module):
         )
 
 
-def loss_fn(params, apply_fn, batch, rng):
-    out = apply_fn({"params": params}, batch.inputs)
-    return out.mean(), {"loss": (out.sum(), out.size)}
-
-
 def stopped_loss(params, apply_fn, batch, rng):
-    return loss_fn(jax.lax.stop_gradient(params), apply_fn, batch, rng)
+    return mean_loss(jax.lax.stop_gradient(params), apply_fn, batch, rng)
 
 
-def build(builder, model, loss_fn=loss_fn):
+def build(builder, model, loss_fn=mean_loss):
     kwargs = {"min_weight_size": 0} if builder is fsdp else {}
     return builder(
         model, optax.sgd(0.1), loss_fn, mesh=make_mesh({"data": 8}), batch=BATCH, **kwargs

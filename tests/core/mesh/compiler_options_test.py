@@ -13,7 +13,7 @@ from manualpar.core.mesh.compiler_options import (
     keep_if_known,
 )
 from manualpar.planner.hardware import CHIPS
-from tests.core.program.program_test import Classifier, loss_fn, make_batch
+from tests.tiny import Classifier, loss_fn, make_batch
 
 V5E, V5P, V6E = "TPU v5 lite", "TPU v5", "TPU v6 lite"  # As jax names them.
 WINDOWS = "xla_tpu_decompose_einsum_reduce_scatter"

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from manualpar import Batch, assert_same_as_one_device, data_parallel, fsdp, make_mesh
 from tests.one_device import train_on_one_device, train_program
+from tests.tiny import square_loss
 
 INIT = nn.initializers.lecun_normal()
 RNG = np.random.default_rng(0)
@@ -41,15 +42,10 @@ class NNXSays(nnx.Module):
         return self.down(self.say(nnx.relu(self.up(x))))
 
 
-def loss_fn(params, apply_fn, batch, rng):
-    losses = jnp.square(apply_fn({"params": params}, batch.inputs) - batch.labels).mean(-1)
-    return losses.mean(), {"loss": (losses.sum(), losses.size)}
-
-
 def build(model, mesh, builder=fsdp, **options):
     if builder is fsdp:
         options.setdefault("min_weight_size", 0)
-    return builder(model, optax.sgd(0.1), loss_fn, mesh=mesh, batch=BATCH, **options)
+    return builder(model, optax.sgd(0.1), square_loss, mesh=mesh, batch=BATCH, **options)
 
 
 def explicit_mesh(devices):
@@ -154,7 +150,7 @@ def test_other_errors_of_a_model_pass_as_they_are(devices8):
 
 @pytest.fixture(scope="module")
 def reference():
-    return train_on_one_device(Says(), optax.sgd(0.1), [BATCH] * 2, loss_fn)
+    return train_on_one_device(Says(), optax.sgd(0.1), [BATCH] * 2, square_loss)
 
 
 def assert_trains(program, batches, reference, is_set):

@@ -14,20 +14,7 @@ from jax.sharding import Mesh
 
 from manualpar.core.mesh.mesh import make_mesh
 from manualpar.core.mesh.mesh_order import arrange_devices, describe_links, in_order
-
-
-class Device:
-    """Stands for a device of some process."""
-
-    core_on_chip = 0
-
-    def __init__(self, number, *, process=0, slice_index=0, coords=(0, 0, 0), kind="cpu"):
-        self.id, self.process_index, self.slice_index = number, process, slice_index
-        self.device_kind, self.coords = kind, coords
-        self.platform = "tpu" if "TPU" in kind else kind
-
-    def __repr__(self):
-        return f"{self.process_index}.{self.id}"
+from tests.core.mesh.devices import Device
 
 
 def devices_of(num_processes, each):

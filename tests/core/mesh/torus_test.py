@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from manualpar.core.mesh.mesh_order import arrange_devices, describe_links
 from manualpar.core.mesh.torus import arrange_in_torus, describe_along, ring_through
 from manualpar.planner.topology import is_closed, parse_topology
-from tests.core.mesh.mesh_order_test import Device
+from tests.core.mesh.devices import Device
 
 SLICES = ["v5e:2x2", "v5e:2x4", "v5e:4x4", "v5e:4x8", "v5e:8x8", "v5e:8x16", "v6e:2x4", "v6e:4x4"]
 SLICES += ["v5p:2x2x1", "v5p:2x2x2", "v5p:2x2x4", "v5p:2x4x4", "v5p:4x4x4", "v4:2x2x4"]

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from manualpar import Batch, data_parallel, fsdp, hsdp, make_mesh, zero
-from tests.one_device import name_of, train_on_one_device, train_program
+from tests.one_device import name_of, slow, train_on_one_device, train_program
 
 
 class Norms(nn.Module):
@@ -58,10 +58,6 @@ def build(builder, model=None, axes=None, **options):
     mesh = make_mesh(axes or {"data": 8})
     options = {"mesh": mesh, "batch": BATCH, "axis_aliases": ALIASES, **options}
     return builder(model or Norms(), optax.sgd(0.5), options.pop("loss", loss_fn), **options)
-
-
-def slow(*args):
-    return pytest.param(*args, marks=pytest.mark.slow)
 
 
 GROUPS = {"axis_aliases": {"batch": ("replica", "data")}}

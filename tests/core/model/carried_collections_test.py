@@ -7,23 +7,7 @@ import pytest
 
 from manualpar.core.model.carried_collections import CarryingApply
 from manualpar.core.model.interface import interface_of
-
-
-class Switched(nn.Module):
-    """Says what it was told; counts its calls."""
-
-    @nn.compact
-    def __call__(self, x, train, scale=1.0, *, deterministic=False):
-        calls = self.variable("counters", "calls", lambda: jnp.zeros((), jnp.int32))
-        if not self.is_initializing():
-            calls.value += 1
-        said = jnp.array([train, deterministic], jnp.float32)
-        self.sow("losses", "said", said.sum())
-        return self.param("w", nn.initializers.ones, ()) * x.sum() * scale, said
-
-    def other(self, x, train=True):
-        return self(x, train)
-
+from tests.core.model.switched import Switched
 
 X = jnp.ones(4)
 

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from manualpar import Batch, data_parallel, fsdp, hsdp, make_mesh, zero
 from tests.one_device import slow_unless, train_on_one_device, train_program
+from tests.tiny import square_loss
 
 WIDTH, LAYERS = 16, 2
 RNG = np.random.default_rng(0)
@@ -83,11 +84,6 @@ class NNXTypedStack(nnx.Module):
         return jax.lax.scan(lambda x, layer: (layer(x), None), x, self.layers)[0]
 
 
-def loss_fn(params, apply_fn, batch, rng):
-    losses = jnp.square(apply_fn({"params": params}, batch.inputs) - batch.labels).mean(-1)
-    return losses.mean(), {"loss": (losses.sum(), losses.size)}
-
-
 def nnx_on_one_device(make):
     """Trains an NNX model with nothing of this package; returns its parameters and the losses."""
     init_rng, _ = jax.random.split(jax.random.key(0))
@@ -112,7 +108,7 @@ def nnx_on_one_device(make):
 def reference(model):
     if issubclass(model, nnx.Module):
         return nnx_on_one_device(functools.partial(model, plain=True))
-    trained = train_on_one_device(model(plain=True), optax.sgd(0.1), BATCHES, loss_fn)
+    trained = train_on_one_device(model(plain=True), optax.sgd(0.1), BATCHES, square_loss)
     return trained.params, trained.losses
 
 
@@ -120,7 +116,7 @@ def check(model, mesh, builder=fsdp, **options):
     if builder is not data_parallel:
         options.setdefault("min_weight_size", 16)
     made = model if issubclass(model, nnx.Module) else model()
-    program = builder(made, optax.sgd(0.1), loss_fn, mesh=mesh, batch=BATCHES[0], **options)
+    program = builder(made, optax.sgd(0.1), square_loss, mesh=mesh, batch=BATCHES[0], **options)
     state, losses = train_program(program, BATCHES)
     params, expected = reference(model)
     np.testing.assert_allclose(jax.device_get(losses), expected, rtol=1e-5)
@@ -165,7 +161,7 @@ def test_types_with_two_data_axes(devices8, model):
     mesh = make_mesh({"replica": 2, "data": 2, "model": 2}, devices8)
     made = model(data=("replica", "data"))
     options = {"mesh": mesh, "batch": BATCHES[0], "mode": "explicit", "min_weight_size": 16}
-    program = hsdp(made, optax.sgd(0.1), loss_fn, **options)
+    program = hsdp(made, optax.sgd(0.1), square_loss, **options)
     _, losses = train_program(program, BATCHES)
     np.testing.assert_allclose(jax.device_get(losses), reference(model)[1], rtol=1e-5)
 
@@ -175,8 +171,8 @@ def test_types_with_two_data_axes(devices8, model):
 def test_typed_weights_start_from_those_of_one_device(devices8):
     mesh = make_mesh({"data": 2, "model": 4}, devices8)
     options = {"mesh": mesh, "batch": BATCHES[0], "mode": "explicit", "min_weight_size": 16}
-    state = fsdp(Typed(), optax.sgd(0.1), loss_fn, **options).init(jax.random.key(0))
-    trained = train_on_one_device(Typed(plain=True), optax.sgd(0.1), BATCHES[:1], loss_fn)
+    state = fsdp(Typed(), optax.sgd(0.1), square_loss, **options).init(jax.random.key(0))
+    trained = train_on_one_device(Typed(plain=True), optax.sgd(0.1), BATCHES[:1], square_loss)
     # From the same random bits; jax 0.12 rounds narrow shards on CPUs otherwise than whole rows.
     nearly_equal = functools.partial(np.testing.assert_array_max_ulp, maxulp=4)
     jax.tree.map(nearly_equal, jax.device_get(state.params), trained.initial)
@@ -199,4 +195,4 @@ def test_types_that_do_not_fit_are_refused(devices8, width, names, message):
 
     mesh = make_mesh({"data": 2, "model": 4}, devices8)
     with pytest.raises(ValueError, match=message):
-        fsdp(Typing(), optax.sgd(0.1), loss_fn, mesh=mesh, batch=BATCHES[0], mode="explicit")
+        fsdp(Typing(), optax.sgd(0.1), square_loss, mesh=mesh, batch=BATCHES[0], mode="explicit")

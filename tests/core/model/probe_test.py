@@ -11,18 +11,14 @@ from jax.sharding import PartitionSpec as P
 
 from manualpar import Batch, assert_same_as_one_device, data_parallel, fsdp, make_mesh
 from manualpar.core.parameters.placement import strip_boxes
+from tests.tiny import mean_loss
 
 BATCH = Batch(
     inputs=jax.ShapeDtypeStruct((16, 8), jnp.float32), labels=jax.ShapeDtypeStruct((16,), jnp.int32)
 )
 
 
-def loss_fn(params, apply_fn, batch, rng):
-    out = apply_fn({"params": params}, batch.inputs)
-    return out.mean(), {"loss": (out.sum(), out.size)}
-
-
-def build(model, loss_fn=loss_fn, axes=("data",), builder=fsdp, **kwargs):
+def build(model, loss_fn=mean_loss, axes=("data",), builder=fsdp, **kwargs):
     if builder is fsdp:
         kwargs.setdefault("min_weight_size", 0)
     mesh = make_mesh({"data": 4, "model": 2})
@@ -131,7 +127,7 @@ def test_an_annotation_over_unknown_axes_is_refused(devices8):
 )
 def test_a_penalty_on_shards_is_refused(devices8, penalty):
     def penalised(params, apply_fn, batch, rng):
-        loss, metrics = loss_fn(params, apply_fn, batch, rng)
+        loss, metrics = mean_loss(params, apply_fn, batch, rng)
         return loss + penalty(params), metrics
 
     message = r"fsdp: .* in .* at \w+.py:\d+ .*nn.unbox\(params\) for penalties"
@@ -145,7 +141,7 @@ def test_a_penalty_on_shards_is_refused(devices8, penalty):
 
 def test_a_penalty_on_whole_parameters_is_accepted(devices8):
     def penalised(params, apply_fn, batch, rng):
-        loss, metrics = loss_fn(params, apply_fn, batch, rng)
+        loss, metrics = mean_loss(params, apply_fn, batch, rng)
         return loss + optax.tree.norm(nn.unbox(params)), metrics
 
     build(nn.Dense(8), penalised)
@@ -153,7 +149,7 @@ def test_a_penalty_on_whole_parameters_is_accepted(devices8):
 
 def test_a_penalty_on_one_parameter_as_an_array_is_accepted(devices8):
     def penalised(params, apply_fn, batch, rng):
-        loss, metrics = loss_fn(params, apply_fn, batch, rng)
+        loss, metrics = mean_loss(params, apply_fn, batch, rng)
         return loss + jnp.sum(params["kernel"] ** 2), metrics
 
     build(nn.Dense(8), penalised)
@@ -184,9 +180,9 @@ def pulled_back(params, apply_fn, batch, rng):
 
 def stepped(params, apply_fn, batch, rng):
     """A loss after a step of gradient descent of its own, as in MAML."""
-    grads = jax.grad(lambda p: loss_fn(p, apply_fn, batch, rng)[0])(params)
+    grads = jax.grad(lambda p: mean_loss(p, apply_fn, batch, rng)[0])(params)
     params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
-    return loss_fn(params, apply_fn, batch, rng)
+    return mean_loss(params, apply_fn, batch, rng)
 
 
 @pytest.mark.slow
@@ -331,7 +327,7 @@ def test_what_is_sown_is_not_carried(devices8):
             return x
 
     def training_loss(params, apply_fn, batch, rng):
-        return loss_fn(params, lambda *args: apply_fn(*args, train=True), batch, rng)
+        return mean_loss(params, lambda *args: apply_fn(*args, train=True), batch, rng)
 
     init = functools.partial(Model().init, train=False)
     variables = jax.eval_shape(init, jax.random.key(0), BATCH.inputs)

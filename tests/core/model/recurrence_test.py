@@ -17,6 +17,7 @@ from manualpar.core.model.interface import interface_of
 from manualpar.core.model.recurrence import varying_linen_carries
 from manualpar.core.parameters.collectives import varying_axes
 from tests.one_device import slow_unless
+from tests.tiny import square_loss
 
 WIDTH = 8
 OVER_TIME = {
@@ -115,18 +116,13 @@ def cases():
             yield slow_unless(FAST, model, program)
 
 
-def loss_fn(params, apply_fn, batch, rng):
-    losses = jnp.square(apply_fn({"params": params}, batch.inputs) - batch.labels).mean(-1)
-    return losses.mean(), {"loss": (losses.sum(), losses.size)}
-
-
 @functools.cache
 def on_one_device(name):
     """The parameters after a step of SGD with plain flax."""
     model = interface_of(MODELS[name])
     init_rng, rng = jax.random.split(jax.random.key(0))
     params = model.init({"params": init_rng}, INPUTS)["params"]
-    grads = jax.jit(jax.grad(lambda p: loss_fn(p, model.apply, BATCH, rng)[0]))(params)
+    grads = jax.jit(jax.grad(lambda p: square_loss(p, model.apply, BATCH, rng)[0]))(params)
     return jax.tree.map(lambda p, g: p - 0.5 * g, params, grads)
 
 
@@ -137,7 +133,7 @@ def test_a_scan_from_flaxs_own_carry_trains_as_on_one_device(devices8, name, pro
     if builder is not data_parallel:
         options = {"min_weight_size": 0, **options}
     program = builder(
-        MODELS[name], optax.sgd(0.5), loss_fn, mesh=make_mesh(axes), batch=BATCH, **options
+        MODELS[name], optax.sgd(0.5), square_loss, mesh=make_mesh(axes), batch=BATCH, **options
     )
     state, _ = program.train_step(program.init(jax.random.key(0)), BATCH)
     jax.tree.map(

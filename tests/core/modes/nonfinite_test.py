@@ -17,8 +17,8 @@ from manualpar.core.modes.nonfinite import find_nonfinite
 from manualpar.core.modes.strategy import MODES
 from manualpar.inspect.communication import count_by_kind, total_bytes, trace_collectives
 from manualpar.training.replicas import ReplicaSentinel
-from tests.laws.strategies_test import STRATEGIES, build
 from tests.one_device import slow_unless
+from tests.tiny import STRATEGIES, build
 
 ROWS = 64
 ROW = 37  # Of eight devices it is the fifth's, and in the last of its two minibatches.

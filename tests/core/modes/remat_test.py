@@ -15,7 +15,9 @@ from manualpar import Batch, ShardedParameter, fsdp, gather_examples, make_mesh
 from manualpar.core.modes.remat import regather_for_backward
 from manualpar.core.tracing.jaxprs import scan_sizes
 from manualpar.inspect import count_by_kind, trace_collectives
+from tests.core.modes.traced_equations import equations
 from tests.one_device import slow_unless, train_on_one_device, train_program
+from tests.tiny import square_loss
 
 WIDTH = 16
 POLICIES = {
@@ -78,11 +80,6 @@ class Tied(nn.Module):
         return jnp.tanh(x @ table) @ table.T
 
 
-def loss_fn(params, apply_fn, batch, rng):
-    loss = jnp.square(apply_fn({"params": params}, batch.inputs) - batch.labels).mean(-1)
-    return loss.mean(), {"loss": (loss.sum(), loss.size)}
-
-
 def make_batch(size=16, width=WIDTH):
     rng = np.random.default_rng(0)
     x = rng.normal(size=(size, width)).astype(np.float32)
@@ -92,22 +89,9 @@ def make_batch(size=16, width=WIDTH):
 def build(model, devices, *, batch=None, **kwargs):
     batch = make_batch() if batch is None else batch
     mesh = make_mesh({"data": -1}, devices)
-    return fsdp(model, optax.sgd(0.1), loss_fn, mesh=mesh, batch=batch, min_weight_size=1, **kwargs)
-
-
-def equations(program):
-    """Every equation of the step; once for all iterations of a loop."""
-
-    def walk(jaxpr):
-        for eqn in jaxpr.eqns:
-            yield eqn
-            for value in jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "eqns")):
-                inner = getattr(value, "jaxpr", value)
-                if hasattr(inner, "eqns"):
-                    yield from walk(inner)
-
-    traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
-    yield from walk(traced.jaxpr.jaxpr)
+    return fsdp(
+        model, optax.sgd(0.1), square_loss, mesh=mesh, batch=batch, min_weight_size=1, **kwargs
+    )
 
 
 def count_primitives(program):
@@ -202,7 +186,7 @@ def test_a_scanned_model_holds_no_more_than_a_layer_gathered(devices8):
 )
 def test_training_is_the_same(devices8, model, use_scan):
     batches = [make_batch()] * 3
-    expected = train_on_one_device(model, optax.sgd(0.1), batches, loss_fn)
+    expected = train_on_one_device(model, optax.sgd(0.1), batches, square_loss)
     program = build(model, devices8, num_minibatches=2, use_scan=use_scan)
     state, losses = train_program(program, batches)
     np.testing.assert_allclose(losses, expected.losses, rtol=1e-5)
@@ -325,7 +309,7 @@ def test_a_loop_keeps_what_it_needs_and_copies_nothing(devices8, mode):
     loops = [eqn for eqn in equations(program) if eqn.primitive.name == "scan"]
     assert len(loops) == 2  # Forward and backward.
     assert all(eqn.params["jaxpr"].jaxpr.eqns for eqn in loops)
-    expected = train_on_one_device(WithHead(scan=True), optax.sgd(0.1), [batch] * 3, loss_fn)
+    expected = train_on_one_device(WithHead(scan=True), optax.sgd(0.1), [batch] * 3, square_loss)
     _, losses = train_program(program, [batch] * 3)
     np.testing.assert_allclose(losses, expected.losses, rtol=1e-5)
 
@@ -367,7 +351,7 @@ def test_what_is_only_watched_has_no_part_in_gradients(devices8, watches):
     """Its derivative may be infinite, and times a gradient of zero that is NaN."""
 
     def watching_loss(params, apply_fn, batch, rng):
-        loss, metrics = loss_fn(params, apply_fn, batch, rng)
+        loss, metrics = square_loss(params, apply_fn, batch, rng)
         if watches == "a metric":
             metrics["root"] = jnp.sqrt(jnp.square(loss - loss)), 1
         return loss, metrics

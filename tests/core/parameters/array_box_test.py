@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from manualpar import Batch, fsdp, hsdp, make_mesh, zero
 from manualpar.core.parameters.sharded_parameter import ShardedParameter
 from manualpar.inspect import count_by_kind, layout_table, trace_collectives
-from tests.one_device import name_of, train_on_one_device, train_program
+from tests.one_device import name_of, slow, train_on_one_device, train_program
 
 VOCABULARY, WIDTH = 32, 16
 
@@ -74,10 +74,6 @@ def build(builder=fsdp, axes=None, model=None, **options):
 @pytest.fixture(scope="module")
 def reference():
     return train_on_one_device(Language(), optax.sgd(0.5), BATCHES, loss_fn)
-
-
-def slow(*args):
-    return pytest.param(*args, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from manualpar.core.mesh.axes import is_axis_bound
 from manualpar.core.parameters.split_parameter import split
 from manualpar.core.tracing.scopes import EXPERT_SCOPE
 from manualpar.layers.boundaries import enter, leave
+from tests.tiny import masked_square_loss
 
 WIDTH, LENGTH, HEADS, HEAD = 8, 8, 8, 4
 NORMAL = nn.initializers.normal
@@ -129,13 +130,6 @@ class ExpertNet(nn.Module):
         return nn.Dense(4)(x + Experts(2, self.axis)(x))
 
 
-def loss_fn(params, apply_fn, batch, rng):
-    del rng
-    error = jnp.square(apply_fn({"params": params}, batch.inputs) - batch.labels).mean(-1)
-    total, count = (error * batch.mask).sum(), batch.mask.sum()
-    return total / jnp.where(count > 0, count, 1), {"loss": (total, count)}
-
-
 def make_batch(seed=0):
     """Examples with masks that leave each device another number of tokens."""
     rng = np.random.default_rng(seed)
@@ -152,7 +146,9 @@ def on_one_device(model):
     """The parameters of a model, and their gradient, by plain flax; both without boxes."""
     key, _ = jax.random.split(jax.random.key(0))
     params = nn.unbox(jax.jit(lambda key: model.init({"params": key}, BATCH.inputs))(key)["params"])
-    grads = jax.jit(jax.grad(lambda params: loss_fn(params, model.apply, BATCH, None)[0]))(params)
+    grads = jax.jit(
+        jax.grad(lambda params: masked_square_loss(params, model.apply, BATCH, None)[0])
+    )(params)
     return jax.device_get((params, grads))
 
 
@@ -161,7 +157,7 @@ def build(model, axes, builder=fsdp, **options):
     if builder.__name__ != "data_parallel":
         options = {"min_weight_size": 16, **options}
     tx = options.pop("tx", optax.sgd(1.0))
-    loss = options.pop("loss_fn", loss_fn)
+    loss = options.pop("loss_fn", masked_square_loss)
     return builder(model, tx, loss, mesh=make_mesh(axes), batch=BATCH, **options)
 
 

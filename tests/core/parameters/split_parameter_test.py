@@ -26,11 +26,11 @@ from tests.core.parameters.split_models import (
     Net,
     build,
     gradients_of,
-    loss_fn,
     on_one_device,
     worst_difference,
 )
 from tests.one_device import slow_unless
+from tests.tiny import masked_square_loss
 
 TWO_BY_FOUR = {"data": 2, "model": 4}
 
@@ -194,7 +194,7 @@ REFUSED = {
 @pytest.mark.parametrize("mistake", REFUSED)
 def test_a_mistake_is_refused(devices8, mistake):
     error, message = REFUSED[mistake]
-    loss = carrying if mistake == "statistics of a part" else loss_fn
+    loss = carrying if mistake == "statistics of a part" else masked_square_loss
     with pytest.raises(error, match=message):
         build(Mistaken(mistake), TWO_BY_FOUR, loss_fn=loss)
 
@@ -277,7 +277,7 @@ def test_evaluation_is_that_of_one_device(devices8):
     program = build(SCAN, TWO_BY_FOUR, eval_dropout=True)
     metrics = program.eval_step(program.init(jax.random.key(0)), BATCH)
     params, _ = on_one_device(SCAN)
-    _, expected = loss_fn(params, SCAN.apply, BATCH, None)
+    _, expected = masked_square_loss(params, SCAN.apply, BATCH, None)
     np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=1e-5)
 
 
@@ -335,7 +335,7 @@ def normalised(params, apply_fn, batch, rng):
     def apply(variables, x):
         return apply_fn(variables, x, mutable=["batch_stats"])[0]
 
-    return loss_fn(params, apply, batch, rng)
+    return masked_square_loss(params, apply, batch, rng)
 
 
 class Normalised(nn.Module):

@@ -22,9 +22,8 @@ from manualpar.models import Transformer
 from manualpar.models.cross_entropy import language_model_loss
 from manualpar.training.checkpoints import Checkpoints
 from manualpar.training.replicas import ReplicaSentinel
-from tests.core.model.nnx.stacks_test import Stack
-from tests.core.program.program_test import BATCHES, Classifier, loss_fn
-from tests.laws.strategies_test import own_shapes
+from tests.core.model.nnx.stacks import Stack
+from tests.tiny import BATCHES, Classifier, loss_fn, own_shapes
 
 SHARDED = {"min_weight_size": 16}
 BUILDERS = {

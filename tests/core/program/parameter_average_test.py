@@ -10,9 +10,8 @@ import pytest
 from manualpar import ema_params, params_ema
 from manualpar.training.checkpoints import Checkpoints
 from manualpar.training.replicas import ReplicaSentinel
-from tests.core.program.program_test import BATCHES, Classifier, loss_fn
-from tests.laws.strategies_test import STRATEGIES, build, own_shapes
 from tests.one_device import slow_unless
+from tests.tiny import BATCHES, STRATEGIES, Classifier, build, loss_fn, own_shapes
 
 GLOBS = ("output_dense/*", "*/bias")
 DECAY = 0.75

@@ -10,41 +10,7 @@ from jax.sharding import PartitionSpec as P
 from manualpar import Batch, data_parallel, fsdp, make_mesh
 from manualpar.core.modes.manual import Manual
 from tests.one_device import train_on_one_device, train_program
-
-# Ten steps of float32 in another order of summation.
-TOLERANCE = {"rtol": 2e-4, "atol": 2e-5}
-
-
-class Classifier(nn.Module):
-    dropout: float = 0.0
-
-    @nn.compact
-    def __call__(self, x, train):
-        x = nn.LayerNorm()(nn.silu(nn.Dense(32, name="input_dense")(x)))
-        x = nn.Dropout(self.dropout, deterministic=not train)(x)
-        return nn.Dense(5, name="output_dense")(x)
-
-
-def loss_fn(params, apply_fn, batch, rng):
-    logits = apply_fn({"params": params}, batch.inputs, train=True, rngs={"dropout": rng})
-    loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
-    mask = jnp.ones(loss.shape) if batch.mask is None else batch.mask
-    count = mask.sum()
-    correct = (logits.argmax(-1) == batch.labels) * mask
-    total = (loss * mask).sum()
-    return total / jnp.maximum(count, 1), {
-        "loss": (total, count),
-        "accuracy": (correct.sum(), count),
-    }
-
-
-def make_batch(seed=0, size=64, mask=None):
-    rng = np.random.default_rng(seed)
-    x = rng.normal(size=(size, 12)).astype(np.float32)
-    return Batch(inputs=x, labels=rng.integers(0, 5, size, dtype=np.int32), mask=mask)
-
-
-BATCHES = [make_batch(seed) for seed in range(10)]
+from tests.tiny import BATCHES, TOLERANCE, Classifier, loss_fn, make_batch
 
 OPTIMIZERS = {
     "sgd": lambda: optax.sgd(0.1),

@@ -14,14 +14,9 @@ from manualpar.inspect import trace_collectives
 from manualpar.layers import Context
 from manualpar.layers.attention import blockwise_attention
 from manualpar.layers.attention.blockwise_attention import ATTENDED
+from tests.layers.attention.reference import zigzag
 
 B, N, H = 2, 8, 4
-
-
-def zigzag(devices, length):
-    """Where in the sequence the positions of all devices are, one device after the other."""
-    half = np.arange(length).reshape(2 * devices, -1)
-    return np.concatenate([half[[c, 2 * devices - 1 - c]].ravel() for c in range(devices)])
 
 
 def arguments(length, kv_heads, dtype=jnp.float32):

@@ -20,7 +20,7 @@ from manualpar.layers.attention import kinds as attention
 from manualpar.layers.attention import splash_attention as splash
 from manualpar.layers.attention.blockwise_attention import ATTENDED
 from manualpar.models import Transformer
-from tests.layers.attention.attention_test import arrays, numbers, reference
+from tests.layers.attention.reference import arrays, numbers, reference
 from tests.models.transformer_on_one_device import assert_same_as_plain_flax, loss_of
 from tests.one_device import slow_unless
 

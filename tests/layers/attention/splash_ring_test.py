@@ -14,8 +14,7 @@ from manualpar.layers.attention import splash_ring as splash_parts
 from manualpar.models import Transformer
 from manualpar.models.cross_entropy import language_model_loss
 from manualpar.planner.kernels import kernels_in
-from tests.layers.attention.attention_test import arrays, numbers, reference
-from tests.layers.attention.context_test import zigzag
+from tests.layers.attention.reference import arrays, numbers, reference, zigzag
 from tests.models.transformer_on_one_device import assert_same_as_plain_flax
 
 

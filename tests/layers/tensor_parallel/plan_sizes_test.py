@@ -11,7 +11,6 @@ import optax
 import pytest
 
 from manualpar import (
-    Batch,
     Column,
     PerDevice,
     Row,
@@ -23,10 +22,9 @@ from manualpar import (
     make_mesh,
     tensor_parallel,
 )
-from manualpar.layers import split_cross_entropy
 from manualpar.layers.tensor_parallel.plan_sizes import local_sizes
+from tests.layers.tensor_parallel.language import VOCAB, loss_fn, make_batch
 
-VOCAB = 16
 random = nn.initializers.normal(0.3)
 
 
@@ -238,17 +236,6 @@ PLANS: Any = {
     },
 }
 D24, D42 = {"data": 2, "model": 4}, {"data": 4, "model": 2}
-
-
-def make_batch() -> Batch:
-    keys = jax.random.split(jax.random.key(1))
-    return Batch(*(jax.random.randint(key, (8, 8), 0, VOCAB) for key in keys))
-
-
-def loss_fn(params: Any, apply_fn: Any, batch: Batch, rng: jax.Array) -> Any:
-    del rng
-    losses = split_cross_entropy(apply_fn({"params": params}, batch.inputs), batch.labels)
-    return losses.mean(), {"loss": (losses.sum(), losses.size)}
 
 
 ALL = {"scan": True, "remat": True}

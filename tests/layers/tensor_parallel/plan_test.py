@@ -29,8 +29,8 @@ from manualpar.core.tracing.scopes import SEQUENCE_SCOPE, TENSOR_SCOPE, purpose_
 from manualpar.inspect import trace_collectives
 from manualpar.layers import MoE, split_cross_entropy
 from manualpar.models.transformer import Transformer
+from tests.layers.tensor_parallel.language import VOCAB, loss_fn, make_batch
 
-VOCAB = 16
 random = nn.initializers.normal(0.3)
 
 
@@ -133,17 +133,6 @@ PLAN_OF_OURS = {**ATTENTION, "*/mlp/gate": Column(), "*/mlp/up": Column(), "*/ml
 PLAN_IN_SETUP = {"table": Vocab(), "layers_0": Column(), "layers_1": Row()}
 OURS = {"vocab_size": VOCAB, "num_layers": 2, "hidden_size": 16, "num_heads": 8, "mlp_size": 32}
 D24, D42, D18 = {"data": 2, "model": 4}, {"data": 4, "model": 2}, {"data": 1, "model": 8}
-
-
-def make_batch() -> Batch:
-    keys = jax.random.split(jax.random.key(1))
-    return Batch(*(jax.random.randint(key, (8, 8), 0, VOCAB) for key in keys))
-
-
-def loss_fn(params: Any, apply_fn: Any, batch: Batch, rng: jax.Array) -> Any:
-    del rng
-    losses = split_cross_entropy(apply_fn({"params": params}, batch.inputs), batch.labels)
-    return losses.mean(), {"loss": (losses.sum(), losses.size)}
 
 
 def dropping_loss_fn(params: Any, apply_fn: Any, batch: Batch, rng: jax.Array) -> Any:

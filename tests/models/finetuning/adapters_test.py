@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 
 from manualpar import fsdp, load_adapters, lora, make_mesh, merge_lora, save_adapters
 from manualpar.system.storage import draft_of
-from tests.models.finetuning.lora_test import (
+from tests.models.finetuning.adapted_models import (
     BATCH,
     SOMEBODYS,
     Somebodys,
@@ -21,7 +21,6 @@ from tests.models.finetuning.lora_test import (
     loss_of_logits,
     parameters,
 )
-from tests.system.storage.durable_files_test import limit_files  # noqa: F401
 
 
 def _program(model, mesh, **options):
@@ -38,7 +37,7 @@ def test_merged_kernels_compute_what_adapters_add_and_files_hold_adapters_alone(
     tmp_path,
     devices8,
     monkeypatch,
-    limit_files,  # noqa: F811
+    limit_files,
 ):
     program = _program(MODEL, {"data": 8})
     state = program.init_from(parameters(MODEL))

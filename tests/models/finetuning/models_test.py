@@ -13,7 +13,7 @@ import pytest
 
 from manualpar import Batch, data_parallel, ema_params, fsdp, lora, make_mesh, params_ema, zero
 from manualpar.models.finetuning.lora import ADAPTERS
-from tests.models.finetuning.lora_test import by_path
+from tests.models.finetuning.adapted_models import by_path
 
 D8 = {"data": 8}
 TOKENS = np.random.default_rng(0).integers(0, 24, (16, 8))

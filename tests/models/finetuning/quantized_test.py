@@ -24,7 +24,7 @@ from manualpar.core.parameters.block_quantization import decode, encode
 from manualpar.models import Transformer
 from manualpar.models.cross_entropy import language_model_loss
 from manualpar.training.checkpoints import Checkpoints
-from tests.models.finetuning.lora_test import (
+from tests.models.finetuning.adapted_models import (
     ALL_OF_OURS,
     BATCH,
     D8,

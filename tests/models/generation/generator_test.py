@@ -14,20 +14,11 @@ from manualpar.data.tokenizer import ByteTokenizer
 from manualpar.models import Classifier, Transformer
 from manualpar.models.cross_entropy import (
     classification_loss,
-    language_model_loss,
-    mixture_of_experts_loss,
 )
 from manualpar.models.generation import Generator
-from tests.models.transformer_families import GEMMA
+from tests.models.generation.programs import FAMILIES, SIZES, make_program, make_state
 
-SIZES = {"vocab_size": 64, "num_layers": 2, "hidden_size": 16, "num_heads": 4, "mlp_size": 16}
 PROMPTS = ([5, 1, 2, 0, 3], [7], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18])
-FAMILIES = {
-    "grouped, documents, tied": {"num_kv_heads": 2, "bos_token": 0, "tied_head": True},
-    "window": {"attention_window": 3, "qkv_bias": True, "scan_layers": False},
-    "two kinds": GEMMA | {"num_layers": 5, "num_kv_heads": 1, "attention_window": 4},
-    "experts": {"num_experts": 4, "mlp_size": 8, "remat": "full"},
-}
 EXPERTS = {"expert_axis": "expert", **FAMILIES["experts"]}
 SPLIT = {"split_axis": "model"}
 MESHES = [
@@ -48,28 +39,6 @@ MESHES = [
 ]
 
 
-def _program(model, axes, builder=fsdp, **options):
-    devices = jax.devices()[: int(np.prod(list(axes.values())))]
-    batch = Batch(inputs=np.zeros((8, 16), np.int32), labels=np.zeros((8, 16), np.int32))
-    data_axes = tuple(axis for axis in axes if axis in ("data", "expert"))
-    if builder not in (data_parallel,):
-        options["min_weight_size"] = 0
-    loss = mixture_of_experts_loss if model.num_experts else language_model_loss
-    mesh = make_mesh(axes, devices)
-    options |= {"mesh": mesh, "batch": batch, "axis_name": data_axes}
-    return builder(model, optax.sgd(0.1), loss, **options)
-
-
-def _state(program):
-    """A state with parameters that tell layers and heads apart, the same on every mesh."""
-    params = program.init(jax.random.key(0)).params
-    rng = np.random.default_rng(1)
-    whole = jax.tree.map(
-        lambda x: np.asarray(x) * rng.uniform(0.5, 2.0, x.shape).astype(x.dtype), params
-    )
-    return program.init_from(whole)
-
-
 def _without_cache(model, params, prompt, max_tokens):
     """The likeliest tokens and their logarithmic probabilities, a forward pass for each."""
     apply = jax.jit(model.apply)
@@ -84,8 +53,8 @@ def _without_cache(model, params, prompt, max_tokens):
 
 def _assert_same_as_without_cache(name, builder, axes, fields, max_tokens):
     plain = Transformer(**{**SIZES, **FAMILIES[name]}, capacity_factor=0.0)
-    program = _program(plain.clone(**fields), axes, builder)
-    state = _state(program)
+    program = make_program(plain.clone(**fields), axes, builder)
+    state = make_state(program)
     generator = Generator(program, stop_tokens=())
     answers = generator.generate(state, PROMPTS, max_tokens=max_tokens)
     params = jax.device_get(state.params)
@@ -100,8 +69,8 @@ def test_answers_are_those_without_a_cache(devices8, caplog):
     del devices8
     name, axes = "grouped, documents, tied", {"data": 2, "model": 2}
     plain = Transformer(**{**SIZES, **FAMILIES[name]})
-    program = _program(plain.clone(split_axis="model"), axes)
-    state, generator = _state(program), Generator(program, stop_tokens=())
+    program = make_program(plain.clone(split_axis="model"), axes)
+    state, generator = make_state(program), Generator(program, stop_tokens=())
     with jax.log_compiles(), caplog.at_level(logging.WARNING):
         (answer,) = generator.generate(state, PROMPTS[:1], max_tokens=4)
         drawn = generator.generate(state, PROMPTS[:2], max_tokens=9, temperature=2.0, top_k=30)
@@ -135,9 +104,9 @@ def test_the_same_key_draws_the_same_tokens_on_every_mesh(devices8):
     del devices8
     model, found = Transformer(**SIZES), []
     for axes, fields in (({"data": 1}, {}), ({"data": 4}, {}), ({"data": 2, "model": 2}, SPLIT)):
-        program = _program(model.clone(**fields), axes)
+        program = make_program(model.clone(**fields), axes)
         options = {"temperature": 1.0, "top_p": 0.9, "seed": 3, "max_tokens": 6}
-        answers = Generator(program, batch_size=2).generate(_state(program), PROMPTS, **options)
+        answers = Generator(program, batch_size=2).generate(make_state(program), PROMPTS, **options)
         found.append([answer.tokens for answer in answers])
     assert found[0] == found[1] == found[2]
     assert len({tuple(tokens) for tokens in found[0]}) == len(PROMPTS)
@@ -240,12 +209,12 @@ def test_programs_that_cannot_generate_are_refused(devices8):
     del devices8
     model = Transformer(**SIZES)
     with pytest.raises(ValueError, match="mesh has the stage axis 'stage', expected none"):
-        Generator(_program(model, {"data": 1, "stage": 2}, pipeline=Pipeline("stage")))
+        Generator(make_program(model, {"data": 1, "stage": 2}, pipeline=Pipeline("stage")))
     with pytest.raises(ValueError, match="mode is 'auto', expected 'manual'"):
-        Generator(_program(model, {"data": 2}, mode="auto"))
+        Generator(make_program(model, {"data": 2}, mode="auto"))
     split = model.clone(context_axis="context")
     with pytest.raises(ValueError, match="mesh has the context axis 'context', expected none"):
-        Generator(_program(split, {"data": 1, "context": 2}, context_axis="context"))
+        Generator(make_program(split, {"data": 1, "context": 2}, context_axis="context"))
     batch = Batch(inputs=np.zeros((2, 4), np.float32), labels=np.zeros(2, np.int32))
     classifier = Classifier(hidden_size=4, num_layers=1, num_classes=3)
     mesh = make_mesh({"data": 1}, jax.devices()[:1])

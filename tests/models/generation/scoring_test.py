@@ -7,7 +7,7 @@ import pytest
 from manualpar.models import Transformer
 from manualpar.models.generation import Generator
 from manualpar.models.generation.scoring import cut_windows, score_completions, score_documents
-from tests.models.generation.generator_test import FAMILIES, SIZES, _program, _state
+from tests.models.generation.programs import FAMILIES, SIZES, make_program, make_state
 
 
 def test_windows_score_each_token_once_and_the_last_has_the_most_context():
@@ -30,8 +30,8 @@ def test_windows_score_each_token_once_and_the_last_has_the_most_context():
 def test_scores_are_those_of_one_sequence_on_one_device(name, devices8):
     del devices8
     plain = Transformer(**{**SIZES, **FAMILIES[name]})
-    program = _program(plain.clone(split_axis="model"), {"data": 2, "model": 2})
-    state, generator = _state(program), Generator(program, batch_size=4)
+    program = make_program(plain.clone(split_axis="model"), {"data": 2, "model": 2})
+    state, generator = make_state(program), Generator(program, batch_size=4)
     rng = np.random.default_rng(0)
     tokens = [rng.integers(0, 64, size).tolist() for size in (3, 20, 7, 2, 40, 9, 5)]
     cuts = [1, 15, 2, 1, 39, 4, 3]

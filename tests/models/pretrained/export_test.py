@@ -8,11 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors import safe_open
-from safetensors.numpy import load_file
 
 from manualpar import lora, make_mesh
 from manualpar.models.pretrained import export, export_hf, load_hf, tensor_writer
-from tests.models.pretrained.load_test import CONFIG, llama, program_of, tensors_of, write
+from tests.models.pretrained.llama import (
+    CONFIG,
+    assert_same_files,
+    during,
+    llama,
+    program_of,
+    read,
+    tensors_of,
+    write,
+)
 
 
 @pytest.fixture(scope="module")
@@ -30,38 +38,10 @@ def source(tmp_path_factory):
     return directory, tensors
 
 
-def read(directory):
-    return {k: x for path in directory.glob("*.safetensors") for k, x in load_file(path).items()}
-
-
-def during(monkeypatch, other):
-    """Calls `other` once while an export writes; its error goes into the list that is returned."""
-    errors, write = [], export.write_tensors
-
-    def write_beside(*args):
-        monkeypatch.setattr(export, "write_tensors", write)
-        try:
-            other()
-        except ValueError as error:
-            errors.append(error)
-        write(*args)
-
-    monkeypatch.setattr("manualpar.system.storage.file_lock.DYING_SECONDS", 0.1)
-    monkeypatch.setattr(export, "write_tensors", write_beside)
-    return errors
-
-
 def current_umask():
     mask = os.umask(0)
     os.umask(mask)
     return mask
-
-
-def assert_same_files(found, expected):
-    assert found.keys() == expected.keys()
-    for name, x in expected.items():
-        assert (found[name].dtype, found[name].shape) == (x.dtype, x.shape), name
-        assert found[name].tobytes() == x.tobytes(), name
 
 
 def test_what_was_loaded_is_written_again_bit_for_bit(source, tmp_path, monkeypatch):

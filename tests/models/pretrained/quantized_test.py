@@ -6,15 +6,14 @@ import pytest
 
 from manualpar import lora, make_mesh, quantized
 from manualpar.models.pretrained import export_hf, load_hf
-from tests.models.finetuning.lora_test import by_path
-from tests.models.pretrained.export_test import assert_same_files, read
-from tests.models.pretrained.load_test import llama, made, program_of, tensors_of  # noqa: F401
+from tests.models.finetuning.adapted_models import by_path
+from tests.models.pretrained.llama import assert_same_files, llama, program_of, read, tensors_of
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("mesh", [{"data": 8}, {"data": 4, "model": 2}], ids=str)
-def test_what_is_loaded_and_exported_is_what_init_from_makes(mesh, made, tmp_path):  # noqa: F811
+def test_what_is_loaded_and_exported_is_what_init_from_makes(mesh, made, tmp_path):
     directory, params = made
     plain = llama(directory, split_axis="model", vocab_multiple=8)
     model = lora(quantized(plain, {"*kernel": 4}), {"*/up": 2}, alpha=6)

@@ -173,3 +173,78 @@ def _losses(logits: np.ndarray) -> np.ndarray:
     logits = logits.astype(np.float64)
     chosen = np.take_along_axis(logits, make_batch().labels[..., None], axis=-1)[..., 0]
     return np.log(np.exp(logits).sum(-1)) - chosen
+
+
+WINDOW = 5
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+# Two groups of layers and one that is left over; no scale is what the sizes would say.
+GEMMA = {"head_dim": 8, "sliding_window": WINDOW, "query_pre_attn_scalar": 24}
+GEMMA3_ROPES = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 20_000.0, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+}
+GEMMA3_LAYERS = (["sliding_attention"] * 2 + ["full_attention"]) * 2 + ["sliding_attention"]
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama2": ("Llama", {"num_key_value_heads": 4, "rms_norm_eps": 1e-5}),
+    "llama3": ("Llama", {"rope_parameters": LLAMA3, "head_dim": 6, "rms_norm_eps": 1e-5}),
+    "mistral": ("Mistral", {"sliding_window": WINDOW, "head_dim": 6}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen2.5": (
+        "Qwen2",
+        {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+            "use_sliding_window": True,
+            "sliding_window": WINDOW,
+            "max_window_layers": 0,
+        },
+    ),
+    "qwen3": ("Qwen3", {"head_dim": 8}),
+    "gemma2": ("Gemma2", GEMMA | {"num_hidden_layers": 5, "attn_logit_softcapping": 4.0}),
+    "gemma3": (
+        "Gemma3",
+        GEMMA
+        | {"num_hidden_layers": 7, "layer_types": GEMMA3_LAYERS, "rope_parameters": GEMMA3_ROPES},
+    ),
+}
+OF_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 8, "num_hidden_layers": 3}
+# Those of Qwen and dots.llm1 have a dense layer first; the routing of the last is DeepSeek's.
+WITH_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": 5, "num_hidden_layers": 2}),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        OF_EXPERTS
+        | {
+            "num_experts": 8,
+            "shared_expert_intermediate_size": 12,
+            "norm_topk_prob": False,
+            "mlp_only_layers": [0],
+        },
+    ),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        OF_EXPERTS
+        | {"num_experts": 8, "head_dim": 8, "norm_topk_prob": True, "mlp_only_layers": [0]},
+    ),
+    "dots1": (
+        "Dots1",
+        OF_EXPERTS
+        | {
+            "n_routed_experts": 8,
+            "n_shared_experts": 2,
+            "n_group": 4,
+            "topk_group": 2,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 2.5,
+            "norm_topk_prob": True,
+            "head_dim": 4,
+        },
+    ),
+}
+MODELS = FAMILIES | WITH_EXPERTS

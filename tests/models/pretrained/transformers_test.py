@@ -10,10 +10,8 @@ from manualpar import make_mesh
 from manualpar.models import Transformer
 from manualpar.models.pretrained import export_hf, load_hf, read_architecture
 from manualpar.models.pretrained.families import FAMILIES
-from tests.models.pretrained.export_test import assert_same_files, read
-from tests.models.pretrained.families_test import MODELS
-from tests.models.pretrained.load_test import program_of
-from tests.models.pretrained.transformers_models import VOCABULARY, make_batch, saved
+from tests.models.pretrained.llama import assert_same_files, program_of, read
+from tests.models.pretrained.transformers_models import MODELS, VOCABULARY, make_batch, saved
 
 pytest.importorskip("transformers", reason="pip install -e '.[interop]'")
 pytestmark = pytest.mark.slow

@@ -26,7 +26,7 @@ from manualpar.inspect import (
     trace_collectives,
 )
 from manualpar.training.replicas import ReplicaSentinel
-from tests.laws import all_axes_test
+from tests.laws import all_axes
 from tests.one_device import slow_unless
 
 INNER = {
@@ -550,12 +550,12 @@ def test_a_replica_may_have_axes_of_every_kind(devices8, sizes):
     """After one step of SGD alone replicas are where hsdp takes them."""
     alone = functools.partial(diloco, every=1, outer_tx=optax.sgd(1.0))
     programs = [
-        all_axes_test.build(
+        all_axes.build(
             sizes, devices=devices8, builder=builder, num_minibatches=1 + ("stage" in sizes)
         )
         for builder in (hsdp, alone)
     ]
-    batch, states = all_axes_test.BATCH, []
+    batch, states = all_axes.BATCH, []
     for program in programs:
         state = program.init(jax.random.key(0))
         for number in (1, 2):

@@ -20,7 +20,7 @@ from manualpar.system.cluster.hub import MAX_STRANGERS, Hub
 from manualpar.system.cluster.messages import Terms
 from manualpar.system.cluster.startup import listen, split_address
 from manualpar.system.cluster.stopping import StopGate
-from tests.system.cluster.messages_test import framed
+from tests.system.cluster.framing import framed
 
 HANG_SECONDS = 60
 

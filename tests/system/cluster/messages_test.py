@@ -6,12 +6,9 @@ import pytest
 
 from manualpar.system.cluster.messages import Hello, make_hello, read_hello, receive
 from manualpar.system.cluster.startup import listen
+from tests.system.cluster.framing import framed
 
 HELLO = Hello(1, 2, "node7", 1234)
-
-
-def framed(data):
-    return len(data).to_bytes(4, "big") + data
 
 
 def received(*pieces, max_bytes=1000):

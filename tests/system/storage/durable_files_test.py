@@ -1,19 +1,10 @@
 """Lines are whole, files are whole, and errors are a sentence."""
 
 import json
-import resource
 
 import pytest
 
 from manualpar.system.storage.durable_files import LineFile, WriteError, replace_file
-
-
-@pytest.fixture
-def limit_files():
-    """A function that has every file of this process take no more than so many bytes."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_line_that_the_disk_takes_half_of_is_taken_back(tmp_path, limit_files):

@@ -6,7 +6,6 @@ import os
 import resource
 import shutil
 import signal
-import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -20,30 +19,7 @@ from manualpar.training.monitoring.run_files import (
     check_workdir,
     create_numbered_folder,
 )
-
-
-def _event_records(path: Path) -> list[event_pb2.Event]:
-    """The events of a file: records of length, checksum, data, checksum."""
-    data, events = path.read_bytes(), []
-    while data:
-        (length,) = struct.unpack("<Q", data[:8])
-        events.append(event_pb2.Event.FromString(data[12 : 12 + length]))
-        data = data[16 + length :]
-    return events
-
-
-def read_events(workdir: Path) -> list[tuple[int, str, float]]:
-    """The scalars in a folder's event file."""
-    (path,) = workdir.glob("events.out.tfevents.*")
-    return _scalars(_event_records(path))
-
-
-def _scalars(events: list[event_pb2.Event]) -> list[tuple[int, str, float]]:
-    return [
-        (event.step, value.tag, value.simple_value)
-        for event in events
-        for value in event.summary.value
-    ]
+from tests.training.monitoring.written import _event_records, read_events, read_metrics, write_steps
 
 
 def _shown_by_tensorboard(workdir: Path) -> list[int]:
@@ -55,16 +31,6 @@ def _shown_by_tensorboard(workdir: Path) -> list[int]:
                 shown = [earlier for earlier in shown if earlier.step < event.step]
             shown += [event] if event.summary.value else []
     return [event.step for event in shown]
-
-
-def read_metrics(workdir: Path, name: str = "metrics.jsonl") -> list[dict]:
-    """The records of a folder, by a reader that takes no JSON but JSON."""
-
-    def refuse(constant: str):
-        raise ValueError(f"{constant} is not JSON")
-
-    lines = (workdir / name).read_text(encoding="utf-8").splitlines()
-    return [json.loads(line, parse_constant=refuse) for line in lines]
 
 
 def test_records_are_on_disk_as_soon_as_they_are_written(tmp_path):
@@ -153,25 +119,20 @@ def test_what_depends_on_the_clock_has_a_file_of_its_own(tmp_path):
     ]
 
 
-def _write_steps(writer: RunWriter, steps: range) -> None:
-    for step in steps:
-        writer.write(step, "train", {"loss": 1 / step}, throughput={"seconds": os.getpid()})
-
-
 @pytest.mark.slow
 def test_a_run_that_is_killed_and_resumed_leaves_the_lines_of_one_that_was_not(tmp_path):
     with RunWriter(tmp_path / "whole", config={}) as writer:
-        _write_steps(writer, range(1, 9))
+        write_steps(writer, range(1, 9))
     interrupted = tmp_path / "interrupted"
     program = f"""
 import json, os, signal, sys
 from pathlib import Path
 from manualpar.training.monitoring.run_files import RunWriter
-from tests.training.monitoring.run_files_test import _write_steps
+from tests.training.monitoring.written import write_steps
 writer = RunWriter(Path({str(interrupted)!r}), config={{}})
-_write_steps(writer, range(1, 5))
+write_steps(writer, range(1, 5))
 print(json.dumps(writer.place()), flush=True)
-_write_steps(writer, range(5, 7))
+write_steps(writer, range(5, 7))
 with open({str(interrupted / "metrics.jsonl")!r}, "ab", buffering=0) as file:
     file.write(b'{{"step": 7, "spl')
 os.kill(os.getpid(), signal.SIGKILL)
@@ -182,7 +143,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     place = json.loads(killed.stdout)
     with RunWriter(interrupted, config={}, place=place, step=4) as writer:
-        _write_steps(writer, range(5, 9))
+        write_steps(writer, range(5, 9))
     whole = (tmp_path / "whole" / "metrics.jsonl").read_bytes()
     assert (interrupted / "metrics.jsonl").read_bytes() == whole
     steps = [record["step"] for record in read_metrics(interrupted, "throughput.jsonl")]
@@ -197,10 +158,10 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def test_tensorboard_is_told_to_drop_what_a_resumed_run_computes_again(tmp_path):
     with RunWriter(tmp_path, config={}) as writer:
-        _write_steps(writer, range(1, 4))
+        write_steps(writer, range(1, 4))
         place = writer.place()
     with RunWriter(tmp_path, config={}, place=place, step=3) as writer:
-        _write_steps(writer, range(4, 5))
+        write_steps(writer, range(4, 5))
     first, second = sorted(tmp_path.glob("events.out.tfevents.*"))
     assert len(_event_records(first)) == 1 + 3
     assert _shown_by_tensorboard(tmp_path) == [1, 2, 3, 4]
@@ -345,13 +306,13 @@ def test_a_folder_that_takes_nothing_is_one_sentence(tmp_path):
 
 def test_a_run_that_goes_back_leaves_the_lines_of_one_that_did_not(tmp_path):
     with RunWriter(tmp_path / "straight", config={}) as writer:
-        _write_steps(writer, range(1, 6))
+        write_steps(writer, range(1, 6))
     with RunWriter(tmp_path / "back", config={}) as writer:
-        _write_steps(writer, range(1, 3))
+        write_steps(writer, range(1, 3))
         place = writer.place()
-        _write_steps(writer, range(3, 5))
+        write_steps(writer, range(3, 5))
         writer.go_back(place, step=2)
-        _write_steps(writer, range(3, 6))
+        write_steps(writer, range(3, 6))
         assert writer.place().keys() == place.keys()
     straight = (tmp_path / "straight" / "metrics.jsonl").read_bytes()
     assert (tmp_path / "back" / "metrics.jsonl").read_bytes() == straight

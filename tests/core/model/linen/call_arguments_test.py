@@ -8,7 +8,7 @@ from manualpar import Batch
 from manualpar.core.model.initialise import init_variables
 from manualpar.core.model.interface import interface_of
 from manualpar.core.model.linen.call_arguments import initial_call
-from tests.core.model.carried_collections_test import Switched
+from tests.core.model.switched import Switched
 
 X = jnp.ones(4)
 

@@ -12,8 +12,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from manualpar import Batch, data_parallel, fsdp, make_mesh
-from tests.core.model.nnx.nnx_model_test import in_modes, sent, train
-from tests.core.program.program_test import TOLERANCE
+from tests.core.model.nnx.training import in_modes, sent, train
+from tests.tiny import TOLERANCE
 
 DEPTH, LAYERS = 16, 3
 LECUN = nnx.initializers.lecun_normal()

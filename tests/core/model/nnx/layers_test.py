@@ -13,8 +13,8 @@ from flax import nnx
 
 from manualpar import Batch, assert_same_as_one_device, fsdp, make_mesh
 from manualpar.core.model.interface import interface_of
-from tests.core.model.nnx.nnx_model_test import in_modes, sent, train, with_params
-from tests.core.program.program_test import BATCHES, TOLERANCE, loss_fn
+from tests.core.model.nnx.training import in_modes, sent, train, with_params
+from tests.tiny import BATCHES, TOLERANCE, loss_fn
 
 
 class LinenNormed(nn.Module):

@@ -1,6 +1,5 @@
 """An NNX model trains as its Linen twin does, and sends the same, whatever the strategy."""
 
-import collections
 import functools
 import itertools
 
@@ -17,10 +16,10 @@ from manualpar import abstract_mesh, data_parallel, fsdp, make_mesh
 from manualpar.core.model.interface import interface_of
 from manualpar.core.model.nnx.nnx_model import NNXModel
 from manualpar.core.modes.strategy import MODES
-from manualpar.inspect import ledger, trace_collectives
+from manualpar.inspect import ledger
 from manualpar.training.checkpoints import Checkpoints
-from tests.core.program.program_test import BATCHES, TOLERANCE, Classifier, loss_fn
-from tests.laws.strategies_test import STRATEGIES, build
+from tests.core.model.nnx.training import sent, train, with_params
+from tests.tiny import BATCHES, STRATEGIES, TOLERANCE, Classifier, build, loss_fn
 
 
 class NNXClassifier(nnx.Module):
@@ -35,30 +34,6 @@ class NNXClassifier(nnx.Module):
         return self.output_dense(self.norm(nn.silu(self.input_dense(x))))
 
 
-def sent(program):
-    """How often a step sends what for which purpose, in whatever order."""
-    traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
-    return collections.Counter(
-        (c.kind, c.axes, c.shape, str(c.dtype), c.times, c.purpose, c.bytes_sent)
-        for c in trace_collectives(traced)
-    )
-
-
-def with_params(program, params):
-    """The initial state with other parameters."""
-    state = program.init(jax.random.key(0))
-    shardings = jax.tree.map(lambda x: x.sharding, program.abstract_state.params)
-    return state.replace(params=jax.device_put(params, shardings))
-
-
-def train(program, state, batches):
-    losses = []
-    for batch in batches:
-        state, metrics = program.train_step(state, batch)
-        losses.append(metrics["loss"][0] / metrics["loss"][1])
-    return state, jnp.stack(losses)
-
-
 def renamed(params):
     """`Classifier`'s parameters with the names of its twin."""
     names = {"LayerNorm_0": "norm"}
@@ -71,12 +46,6 @@ def fast_or_slow(name, mode):
         ("fsdp, pad, step", "manual"),
     }
     return pytest.param(name, mode, marks=() if is_fast else pytest.mark.slow)
-
-
-def in_modes(*fast):
-    """Every mode, of which all but some are slow."""
-    marks = {mode: () if mode in fast else pytest.mark.slow for mode in MODES}
-    return pytest.mark.parametrize("mode", [pytest.param(m, marks=marks[m]) for m in MODES])
 
 
 @pytest.mark.parametrize(

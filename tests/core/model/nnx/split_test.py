@@ -16,10 +16,10 @@ from tests.core.parameters.split_models import (
     WIDTH,
     build,
     gradients_of,
-    loss_fn,
     worst_difference,
 )
 from tests.one_device import slow_unless
+from tests.tiny import masked_square_loss
 
 HIDDEN, TOKENS = 8, 16
 
@@ -90,7 +90,9 @@ def on_one_device(make):
     @jax.jit
     def gradient(params):
         def loss(params):
-            return loss_fn(None, lambda _, x: nnx.merge(graph, params)(x), BATCH, None)[0]
+            return masked_square_loss(None, lambda _, x: nnx.merge(graph, params)(x), BATCH, None)[
+                0
+            ]
 
         return jax.grad(loss)(params)
 

@@ -11,10 +11,9 @@ import pytest
 from flax import nnx
 
 from manualpar import fsdp, make_mesh
-from tests.core.model.nnx.nnx_model_test import in_modes, sent, train, with_params
-from tests.core.program.program_test import TOLERANCE, loss_fn, make_batch
-
-LAYERS, BATCHES = 3, [make_batch(seed) for seed in range(2)]
+from tests.core.model.nnx.stacks import BATCHES, LAYERS, Stack
+from tests.core.model.nnx.training import in_modes, sent, train, with_params
+from tests.tiny import TOLERANCE, loss_fn
 
 
 class LinenBlock(nn.Module):
@@ -33,41 +32,6 @@ class LinenStack(nn.Module):
             block, variable_axes={"params": 0}, split_rngs={"params": True}, length=LAYERS
         )(name="layers")(x, None)
         return nn.Dense(5, name="head")(x)
-
-
-class Block(nnx.Module):
-    def __init__(self, rngs, width=12, bias=False):
-        self.up = nnx.Linear(width, 32, rngs=rngs)
-        self.out = nnx.Linear(32, width, use_bias=bias, rngs=rngs)
-
-    def __call__(self, x):
-        return x + self.out(nn.silu(self.up(x)))
-
-
-class Stack(nnx.Module):
-    def __init__(self, rngs, loop="nnx.scan", layers=LAYERS, width=12, bias=False):
-        @nnx.split_rngs(splits=layers)
-        @nnx.vmap(in_axes=0, out_axes=0)
-        def make(rngs):
-            return Block(rngs, width, bias)
-
-        self.loop = loop
-        self.layers = make(rngs)
-        self.head = nnx.Linear(width, 5, rngs=rngs)
-
-    def __call__(self, x):
-        if self.loop == "jax.lax.scan":
-            run = jax.checkpoint(lambda x, layer: (layer(x), None), prevent_cse=False)
-            x, _ = jax.lax.scan(run, x, self.layers)
-        else:
-
-            @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
-            @functools.partial(nnx.remat, prevent_cse=False)
-            def run(x, layer):
-                return layer(x)
-
-            x = run(x, self.layers)
-        return self.head(x)
 
 
 def build(model, mesh, **options):
