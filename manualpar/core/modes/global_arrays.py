@@ -74,7 +74,7 @@ class GlobalArrays(Manual):
         """The key as it is: the code sees all examples."""
         return rng
 
-    def arrange(self, batch: Any, roles: AxisRoles) -> Any:
+    def to_zigzag(self, batch: Any, roles: AxisRoles) -> Any:
         """The batch: each sequence is whole."""
         del roles
         return batch

@@ -54,7 +54,7 @@ def mean_difference(
         exact = jnp.promote_types(now.dtype, jnp.float32)
         difference = (before.astype(exact) - now.astype(exact)) * weight
         with jax.named_scope(f"{path_name(path)}/{OUTER_SCOPE}"):
-            code = wire.reduce_code_of(now.size / size, jnp.dtype(dtype), axes)
+            code = wire.reduce_quantizer(now.size / size, jnp.dtype(dtype), axes)
             if code and size > 1:
                 total, _ = code.mean(difference, axes)
             else:
