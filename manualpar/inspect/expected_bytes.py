@@ -11,7 +11,7 @@ each
 of which the second happens once a step (`S = 1` under data parallelism). `b` is that of the dtype
 that travels: `gather_dtype` for a gather, `reduce_dtype` (else `gather_dtype`) for a reduction, the
 parameter's own for the gather of a new value. With `gather_code` or `reduce_code` it is bytes of
-codes: with `c(n)` the `coded_bytes` of `n` numbers,
+codes: with `c(n)` the `quantized_bytes` of `n` numbers,
 
     all-gather, or all-to-all in place of a reduce-scatter          c(P / S) (S - 1)
     all-to-all and all-gather in place of an all-reduce             2 c(P / S / R) (R - 1)
