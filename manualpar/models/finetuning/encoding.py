@@ -42,7 +42,9 @@ class Encoding(NamedTuple):
         """The encoding of the parameter of a name."""
         dtype = jnp.promote_types(scales.dtype, jnp.float32)
         layout: Any = codes.abstract.sharding
-        held, sharding = _whole_blocks(codes.shape, codes.held_shape, layout, _block(codes, scales))
+        held, sharding = _whole_blocks(
+            codes.shape, codes.padded_shape, layout, _block(codes, scales)
+        )
         abstract = jax.ShapeDtypeStruct(held, dtype, sharding=sharding)
         keys = name.partition("/")[0], *codes.keys[1:-1], name.rpartition("/")[2]
         return cls(Leaf(name, keys, abstract, codes.shape, held, dtype), codes, scales)
