@@ -52,7 +52,7 @@ def check_axes_bound(function: str, axes: tuple[str, ...]) -> None:
 
 @contextlib.contextmanager
 def naming_unbound_axes() -> Iterator[None]:
-    """Context manager: names the axis where a model or a loss uses an axis that is not bound.
+    """Explains, in its context, JAX's errors where a model or a loss uses an unbound axis.
 
     Raises:
       ValueError: In place of JAX's errors, one of which has no message.

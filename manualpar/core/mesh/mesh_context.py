@@ -48,7 +48,7 @@ _UNKNOWN_AXIS = re.compile(r"Resource axis: (\S+) of (.*) is not found in mesh: 
 
 @contextlib.contextmanager
 def no_mesh() -> Iterator[None]:
-    """Context manager: no mesh is set inside, whatever `jax.set_mesh` has set outside."""
+    """Opens a context in which no mesh is set, whatever `jax.set_mesh` has set outside."""
     if jax.sharding.get_abstract_mesh().empty:  # Usual; a context would make jit's caches miss.
         yield
         return
@@ -100,7 +100,7 @@ def on_auto_axes(function: Callable[..., Any], *, mesh: Mesh, out_specs: Any) ->
 
 @contextlib.contextmanager
 def explain_shardings(strategy: str, mode: str) -> Iterator[None]:
-    """Context manager: explains JAX's errors about shardings that a model states in a mode.
+    """Explains, in its context, JAX's errors about shardings that a model states in a mode.
 
     Raises:
       ValueError: JAX refuses a sharding that the model states; other errors pass.

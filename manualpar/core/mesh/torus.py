@@ -69,7 +69,7 @@ def arrange_in_torus(sizes: Sequence[int], devices: Sequence[Any]) -> np.ndarray
 
 
 def ring_through(shape: Sequence[int]) -> list[tuple[int, ...]]:
-    """Lists the positions of a grid so that each is next to the one before.
+    """Returns the positions of a grid, each next to the one before.
 
     The last is next to the first, unless all sizes are odd or the grid is a line.
     """
@@ -84,7 +84,7 @@ def ring_through(shape: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def _path_through(shape: Sequence[int]) -> list[tuple[int, ...]]:
-    """Lists the positions of a grid, back and forth, each next to the one before."""
+    """Returns the positions of a grid, back and forth, each next to the one before."""
     path: list[tuple[int, ...]] = [()]
     for size in reversed(shape):
         path = [(i, *place) for i in range(size) for place in (path if i % 2 == 0 else path[::-1])]

@@ -335,7 +335,7 @@ def _full_spec(shape: tuple[int, ...], names: tuple[Any, ...]) -> PartitionSpec:
 
 
 def _broadcast(specs: Any, tree: Any) -> list[PartitionSpec]:
-    """Lists a spec for each leaf of a tree, from a tree of specs that is a prefix of it."""
+    """Returns a spec for each leaf of a tree, from a tree of specs that is a prefix of it."""
     leaves: list[PartitionSpec] = []
     jax.tree.map(
         lambda spec, subtree: leaves.extend([spec] * len(jax.tree.leaves(subtree))),

@@ -31,7 +31,7 @@ def is_vma_checked(axis: str) -> bool:
 
 
 def cast_to_varying(tree: Any, axes: tuple[str, ...] | frozenset[str]) -> Any:
-    """Types every leaf as varying over `axes`, so that autodiff does not sum its gradient.
+    """Casts the type of every leaf to varying over `axes`, so that autodiff sums no gradient.
 
     Communication:
       None. The *transpose* of this cast is a `psum`. A value that is cast inside a differentiated

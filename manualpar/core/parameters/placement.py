@@ -154,7 +154,7 @@ def shard_one_dim(
     keep_gathered: tuple[str, ...] = (),
     replicate: tuple[str, ...] = (),
 ) -> Placement:
-    """Shards a parameter along the dimension that `choose_shard_dim` returns, padded if need be.
+    """Places a parameter sharded along the dim that `choose_shard_dim` returns, padded if need be.
 
     Parameters that `keep_gathered` names are kept (`Placement.keep`). Parameters that `replicate`
     names are replicated, annotated or not.
@@ -210,7 +210,7 @@ def check_named(
 def shard_state_only(
     parameter: ParameterInfo, axes: tuple[str, ...], axis_size: int, **placing: Any
 ) -> Placement:
-    """Shards the gradient and the optimizer's state as `shard_one_dim`, but not the parameter."""
+    """Places gradient and optimizer state sharded as `shard_one_dim`, but not the parameter."""
     sharded = shard_one_dim(parameter, axes, axis_size, **placing)
     if sharded.names == parameter.names or sharded.keep:
         return sharded

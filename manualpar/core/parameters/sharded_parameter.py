@@ -105,7 +105,7 @@ class ShardedParameter(ArrayBox, eq=False):
         return cast_floating(unpad_leaf(value, self.padding), self.wire.gather_dtype)
 
     def add_axis(self, index: int, params: dict[Any, Any]) -> "ShardedParameter":
-        """Names a dim that `nn.scan` or `nn.vmap` adds: a mesh axis in its metadata, or `None`."""
+        """Adds a dim for `nn.scan` or `nn.vmap`, named by the mesh axis in its metadata, if any."""
         index %= len(self.names) + 1
         name = params.get(nn.PARTITION_NAME)
         is_mesh_axis = bool(axis_tuple(name)) and all(map(is_axis_bound, axis_tuple(name)))
@@ -141,7 +141,7 @@ class ShardedParameter(ArrayBox, eq=False):
         )
 
     def gather_dims(self) -> list[tuple[int, tuple[str, ...]]]:
-        """Lists the dimensions sharded over `gather_axes`, each with all of its axes."""
+        """Returns the dimensions sharded over `gather_axes`, each with all of its axes."""
         dims = enumerate(map(axis_tuple, self.names))
         return [(dim, axes) for dim, axes in dims if set(axes) & set(self.gather_axes)]
 

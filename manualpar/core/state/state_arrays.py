@@ -52,7 +52,7 @@ class Leaf:
 
 
 def leaves_of(padded: Any, unpadded: Any) -> list[Leaf]:
-    """Lists the arrays of a tree such as the `abstract_state` of a program, in its order.
+    """Returns the arrays of a tree such as the `abstract_state` of a program, in its order.
 
     `unpadded` is the same tree without padding, such as the program's `whole_state`.
     """
