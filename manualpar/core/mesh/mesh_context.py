@@ -121,7 +121,7 @@ def explain_shardings(strategy: str, mode: str) -> Iterator[None]:
         for pattern, mend in _MENDS:
             if re.search(pattern, message):
                 raise ValueError(
-                    f"{strategy}: the model or the loss shards an array as does not fit "
+                    f"{strategy}: the model or the loss shards an array in a way that does not fit "
                     f"mode={mode!r}: {first_line} {mend}."
                 ) from error
         for pattern, construct, needed in _CONSTRUCTS:

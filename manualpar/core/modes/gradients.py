@@ -125,7 +125,7 @@ def scanned(
 
     def zero(t: Any) -> jax.Array:
         x = cast_to_varying(jnp.zeros(t.shape, t.dtype), varying_axes(t))
-        # Where shardings are types (mode `explicit`), the sum and its terms must have the same.
+        # Where shardings are types (mode `explicit`), the sum must have the sharding of its terms.
         return x if t.sharding is None else jax.sharding.reshard(x, t.sharding)
 
     def body(carry: Any, minibatch: Any) -> tuple[Any, None]:
@@ -254,7 +254,7 @@ def sync_metrics(metrics: Metrics, axis_names: AxisName) -> Metrics:
 
 
 def _mean_count(count: jax.Array, outer_axes: tuple[str, ...]) -> jax.Array:
-    """Returns the mean number of examples a device; 1 if there are none (the gradient is zero)."""
+    """Returns the mean number of examples per device; 1 if there are none (gradients are zero)."""
     axes = tuple(sorted(varying_axes(count) - set(outer_axes)))
     manual_axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
     if manual_axes and not is_vma_checked(manual_axes[0]):

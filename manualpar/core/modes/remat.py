@@ -116,7 +116,10 @@ class _IsRepeated(NamedTuple):
         return gathers or DECODE_SCOPE in scope_names(name_stack)
 
     def is_saved(self, primitive: Any, *_: Any, **params: Any) -> bool:
-        """Returns whether it gathers over slow links; a policy of the user's checkpoints too."""
+        """Returns whether it is a gather over slow links, whose result is saved.
+
+        It is also a policy for the user's checkpoints.
+        """
         is_gather = self.axes is not None and primitive.name in GATHERS
         return is_gather and not {*axis_tuple(params["axis_name"])} <= {*(self.axes or ())}
 
@@ -196,7 +199,7 @@ def _drop_weights(
 
     def forward(*args: Any) -> tuple[Any, Any]:
         count, values = len(args), [arg.value for arg in args]
-        # As in autodiff, only of these: the gradient of a constant could even cost a collective.
+        # As in autodiff, constants get no gradient, which could even cost a collective.
         wanted = [i for i, arg in enumerate(args) if arg.perturbed]
 
         def out_and_vjp(*values: Any) -> Any:
@@ -284,7 +287,7 @@ def _instantiate(cotangent: Any) -> Any:
         return np.zeros(cotangent.shape, cotangent.dtype)
     aval: Any = cotangent.aval
     zero = cast_to_varying(jnp.zeros(aval.shape, aval.dtype), aval.mat.varying)
-    # Where shardings are types, the array must have the cotangent's.
+    # Where shardings are types, the array must have the cotangent's sharding.
     is_typed = bool(jax.sharding.get_abstract_mesh().explicit_axes)
     return jax.sharding.reshard(zero, aval.sharding.spec) if is_typed else zero
 

@@ -120,8 +120,8 @@ def choose_sync(
     variable = f"sync_collections: collections{jax.tree_util.keystr(path)} has dtype {x.dtype}"
     if not fits:
         raise ValueError(
-            f"{variable} and differs between the devices along {axes}, and nothing says what "
-            f"becomes of it. Build the program with sync_collections={{{name!r}: ...}}, one of "
+            f"{variable} and differs between the devices along {axes}, and has no rule. "
+            f"Build the program with sync_collections={{{name!r}: ...}}, one of "
             "'mean' (averages), 'sum' (counters), 'max' and 'min', or make it equal in the model "
             "(jax.lax.psum)."
         )

@@ -98,9 +98,7 @@ def mesh_names(
     if isinstance(box, SplitParameter):
         named = {axis for name in names for axis in axis_tuple(name)}
         if logical := sorted(named & {name for name, _ in rules} - set(mesh.shape)):
-            raise ValueError(
-                f"{where} and as split, of which rules have {logical}; expected mesh axes."
-            )
+            raise ValueError(f"{where} and as split, but rules have {logical}; expected mesh axes.")
         names, _ = names_on(where, shape, names, mesh.shape, shared=box.shared)
     is_logical = isinstance(box, nn.LogicallyPartitioned)
     all_rules = all_rules or with_all_names([(box, loop_dims)], mesh, rules)

@@ -50,7 +50,7 @@ class ParameterInfo:
     absent_axes: frozenset[str] = frozenset()
 
     @property
-    def whole_dims(self) -> frozenset[int]:
+    def unsharded_dims(self) -> frozenset[int]:
         """The dimensions that must not be sharded, because each use sees one slice of them."""
         loops = frozenset(dim for dim in self.loop_dims if self.names[dim] is None)
         return loops | {dim for dim, name in enumerate(self.shared_names) if name}
@@ -164,9 +164,14 @@ def shard_one_dim(
     keep = any(is_inside(parameter.path, name) for name in keep_gathered)
     if set(axes) & {axis for name in parameter.names for axis in axis_tuple(name)}:
         return Placement(parameter.names, "annotated", keep=keep)
-    shape, names, whole = parameter.shape, parameter.names, parameter.whole_dims
+    shape, names = parameter.shape, parameter.names
     dim, note = choose_shard_dim(
-        shape, names, axis_size, min_weight_size=min_weight_size, excluded_dims=whole, pad=pad
+        shape,
+        names,
+        axis_size,
+        min_weight_size=min_weight_size,
+        excluded_dims=parameter.unsharded_dims,
+        pad=pad,
     )
     if dim is None:
         return Placement(names, note, keep=keep)

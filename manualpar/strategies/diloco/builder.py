@@ -160,7 +160,7 @@ def _check(
     if options.get("mode", "manual") != "manual":
         raise ValueError(
             f"diloco: mode={options['mode']!r}, expected 'manual': where XLA writes the "
-            "collectives, replicas do not train alone."
+            "collectives, replicas do not train separately."
         )
     if options.get("error_feedback"):
         raise ValueError(
@@ -221,6 +221,6 @@ def _check_steps(program: DiLoCoProgram) -> None:
             raise ValueError(
                 f"diloco: the model or the loss runs a {eqn.primitive.name} over all axes that its "
                 f"values vary over ({scope or 'no scope'}), among them {sorted(crosses)}, expected "
-                "none of the replicas' axes in a step, which they take alone. (Experts' balance "
-                "and losses that couple all examples do that.) Use hsdp."
+                "none of the replicas' axes in a step, which each replica takes by itself. "
+                "(Experts' balance and losses that couple all examples do that.) Use hsdp."
             )
