@@ -86,20 +86,20 @@ def build_sharded(
     tx: optax.GradientTransformation,
     loss_fn: LossFn,
     options: Mapping[str, Any],
-    defaults: Mapping[str, Any],
+    own: Mapping[str, Any],
 ) -> Program:
     """Builds the program of a strategy that takes some of the options in this file.
 
     Args:
       builder: The name of the builder, for messages.
-      strategy: Makes the strategy from the options in `defaults`.
+      strategy: Makes the strategy from the options in `own`.
       model: The model.
       tx: The optimizer.
       loss_fn: The loss.
       options: The keyword arguments of the builder.
-      defaults: The options that the strategy takes, with their defaults.
+      own: The options that the strategy takes, with their defaults.
     """
-    values = {name: options.get(name, default) for name, default in defaults.items()}
+    values = {name: options.get(name, default) for name, default in own.items()}
     for name, value in values.items():
         _check(builder, name, value)
     program_options = {name: value for name, value in options.items() if name not in values}
