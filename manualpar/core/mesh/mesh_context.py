@@ -49,8 +49,8 @@ _UNKNOWN_AXIS = re.compile(r"Resource axis: (\S+) of (.*) is not found in mesh: 
 @contextlib.contextmanager
 def no_mesh() -> Iterator[None]:
     """Opens a context in which no mesh is set, whatever `jax.set_mesh` has set outside."""
-    if jax.sharding.get_abstract_mesh().empty:  # Usual; a context would make jit's caches miss.
-        yield
+    if jax.sharding.get_abstract_mesh().empty:
+        yield  # Without a context, which would make jit's caches miss.
         return
     try:
         context: Any = jax.set_mesh(Mesh(np.empty((), object), ()))

@@ -241,7 +241,7 @@ class Explicit(GlobalArrays):
         return run
 
     def box(self, place: Placement, x: jax.Array, *, as_state: bool = False) -> Any:
-        """Boxes a parameter so that it is gathered over the axes that split it, too.
+        """Boxes a parameter so that it is also gathered over the axes that split it.
 
         In this mode layers do not compute with shards. Their products would contract a dim that
         types shard.

@@ -125,7 +125,7 @@ class StochasticQuantizer(_Reducer):
     Attributes:
       key: A key, the same on all devices, into which the device's place is folded. The layers of a
         scan and the minibatches share it. They round otherwise as far as their scales differ, see
-        `block_codec.encode`.
+        `block_quantization.quantize`.
     """
 
     key: jax.Array

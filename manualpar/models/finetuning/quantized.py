@@ -7,10 +7,10 @@ state = manualpar.load_hf(manualpar.fsdp(model, ...), "models/llama", missing="i
 ```
 
 In the place of each chosen parameter `kernel` there are two: `kernel_codes`, int8 of its shape, and
-`kernel_scales`, one number for each block of the last dim, see `block_codec`. Both are parameters
-of their own. They are sharded, split over mesh axes, gathered, saved and restored as they are
-stored. Where a module asks for the kernel it finds a box, which decodes what the boxes of codes and
-scales gather. Gradients go through the decoded kernel to activations.
+`kernel_scales`, one number for each block of the last dim, see `block_quantization`. Both are
+parameters of their own. They are sharded, split over mesh axes, gathered, saved and restored as
+they are stored. Where a module asks for the kernel it finds a box, which decodes what the boxes of
+codes and scales gather. Gradients go through the decoded kernel to activations.
 
 Invariants: a device decodes what it computes with, and a block need not lie on one device before
 the gather. A backward pass decodes again, so that nothing keeps a decoded kernel. What a kernel is

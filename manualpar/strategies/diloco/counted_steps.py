@@ -1,4 +1,4 @@
-"""Chooses the inner step or the inner and the outer step, by a state's step number.
+"""Decides by a state's step number whether an outer step follows the inner step.
 
 A state counts its own steps, so a restored or adopted state goes on where it was. Reading the
 counter waits for the device. So the host counts too: it knows the number of the state that the

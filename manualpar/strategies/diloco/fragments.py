@@ -36,7 +36,7 @@ class Fragments:
         sizes = [math.prod(x.shape) * x.dtype.itemsize for x in leaves]
         totals, chosen = [0] * number, [0] * len(leaves)
         for i in sorted(range(len(leaves)), key=lambda i: -sizes[i]):
-            chosen[i] = min(range(number), key=totals.__getitem__)  # The smallest one so far.
+            chosen[i] = min(range(number), key=totals.__getitem__)  # The smallest fragment so far.
             totals[chosen[i]] += sizes[i]
         self.number, self.index = number, jax.tree.unflatten(structure, chosen)
 

@@ -136,7 +136,7 @@ def build_diloco(
     overlap: bool,
     compiler_options: dict[str, Any] | None,
 ) -> DiLoCoProgram:
-    """Builds the program around one replica's, `inner`; `batch` is the abstract global batch."""
+    """Builds a program around `inner`, one replica's; `batch` is the abstract global batch."""
     name = "diloco"
     typed_mesh, mesh = cast(Mesh, mesh), cast(Mesh, with_axis_types(mesh, AxisType.Auto))
     roles = inner.step.roles
