@@ -204,7 +204,7 @@ def _check_steps(program: DiLoCoProgram) -> None:
         ) from error
     try:
         traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
-    except AssertionError as error:  # JAX cannot make typed zeros like results of `eval_shape`.
+    except AssertionError as error:  # JAX cannot make typed zeros from `eval_shape`'s results.
         raise ValueError(
             "diloco: tx cannot be traced where values differ between replicas (JAX fails an "
             f"assertion, {error}), expected an optimizer that asks for no abstract values there, "
