@@ -1,7 +1,7 @@
 """Flax models, data-parallel or fully sharded, with every collective written by hand."""
 
-# These register themselves: the modes in which XLA writes collectives, the adapters of Linen's and
-# of NNX's models, what refuses models and traced steps, and how flax writes a state.
+# Modules that register themselves: the modes in which XLA writes collectives, the interfaces to
+# Linen and NNX models, the check of `trainable=`, and the serialization of states.
 import manualpar.core.checks.trainable_check
 import manualpar.core.model.linen.linen_model
 import manualpar.core.model.nnx.nnx_model

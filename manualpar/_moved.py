@@ -1,7 +1,7 @@
-"""Old names of modules and of what is in them, understood for one more release, with a warning.
+"""Old names of modules and of their members, which work for one more release, with a warning.
 
-`import manualpar.pretrained` gives the module `manualpar.models.pretrained` itself, and so do the
-names below it. An entry of `MOVED` goes with the release after the one that moved the module.
+`import manualpar.pretrained` imports the module `manualpar.models.pretrained` itself, and the same
+holds for the modules below it. Remove an entry of `MOVED` in the release after the module's move.
 """
 
 import functools
@@ -47,15 +47,15 @@ MOVED = {
     "usage": "errors",
     "watching": "training.monitoring",
 }
-# Of modules where they are now: names that have changed.
+# Module's present name -> its old members' names and their new names.
 RENAMED = {"core.modes.strategy": {"Mode": "ModeName", "Sends": "CommCounts"}}
 PACKAGE = "manualpar."
-# Folders that are gone, and have something in `MOVED`.
+# Folders that are gone, with modules in `MOVED`.
 GONE = frozenset({"modes", "sharding"})
 
 
 def new_name(name: str) -> str:
-    """Returns where a module is now, of its whole old name; `""` if it has not moved."""
+    """Returns the present full name of a module from its old full name; `""` if it did not move."""
     parts = name.removeprefix(PACKAGE).split(".") if name.startswith(PACKAGE) else []
     for n in range(len(parts), 0, -1):
         if moved := MOVED.get(".".join(parts[:n])):
@@ -67,7 +67,7 @@ def import_moved(name: str) -> types.ModuleType:
     """Imports a module that has moved, by its old name without `manualpar.`.
 
     Raises:
-      AttributeError: There was none of that name.
+      AttributeError: No module had that name.
     """
     if name in GONE:
         return importlib.import_module(PACKAGE + name)
@@ -78,7 +78,7 @@ def import_moved(name: str) -> types.ModuleType:
 
 
 def _warn(old: str, new: str) -> None:
-    """Warns the code that calls the caller."""
+    """Warns of an old name; the warning points at the caller's caller."""
     warnings.warn(
         f"{old} is {new} now; the old name goes with the next release.",
         DeprecationWarning,
@@ -112,7 +112,7 @@ class MovedFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return module
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """Gives the module its own spec back."""
+        """Restores the module's own spec."""
         spec = module.__spec__
         if spec is not None and spec.loader_state is not None:
             module.__spec__ = spec.loader_state

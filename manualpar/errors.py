@@ -1,10 +1,10 @@
 """Errors that are meant for the user: wrong command lines, and packages that are not installed.
 
-A user's mistake on a command line is one sentence, exit code 2, and no traceback.
+A user's mistake on a command line is answered by one sentence and exit code 2, without a traceback.
 
-`import manualpar` needs none of the optional packages, which an extra brings: `pip install
+`import manualpar` needs none of the optional packages. Extras install them: `pip install
 'manualpar[train]'`. A module that needs some calls `require` before it imports them, so that the
-error for a missing one is a sentence that says how to install it.
+error for a missing package is a sentence that says how to install it.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from typing import NoReturn
 
 USAGE_EXIT_CODE = 2
 INTERRUPTED_EXIT_CODE = 130  # Ctrl-C.
-# It stands in what JAX notes about the traceback of an error that one of its functions passes on.
+# A word in the note that JAX adds to errors about their shortened traceback.
 JAX_NOTE = "JAX_TRACEBACK_FILTERING"
 OUR_FOLDERS = (Path(__file__).parent, Path(__file__).parents[1] / "experiments")
 LIBRARIES = tuple(
@@ -26,11 +26,11 @@ LIBRARIES = tuple(
 
 
 class UsageError(Exception):
-    """A command line that cannot be followed; the message is for the user."""
+    """A mistake on a command line; the message is for the user."""
 
 
 def describe_mistake(error: Exception) -> str:
-    """An error in one sentence; the line too, if code that is not ours or a library's raised it."""
+    """Writes an error in one sentence, with the line of the user's code that raised it, if any."""
     where = ""
     for frame in traceback.extract_tb(error.__traceback__):
         if _is_inside(frame.filename, *OUR_FOLDERS):
@@ -60,11 +60,11 @@ def print_error(error: object) -> None:
 
 
 def printable(text: object) -> str:
-    """A text of one line with unprintable characters escaped: they could rule a terminal."""
+    """Escapes unprintable characters in a line of text, because they could control a terminal."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(text))
 
 
-# The extra that brings a module, and the name of its distribution.
+# The extra that installs a module, and the name of the module's distribution.
 MODULES = {
     "grain": ("train", "grain"),
     "ml_collections": ("train", "ml-collections"),
@@ -87,9 +87,9 @@ TRAIN = tuple(module for module, (extra, _) in MODULES.items() if extra == "trai
 
 
 class MissingExtraError(ImportError, ValueError):
-    """A package is not installed; the message names the extra that brings it.
+    """A package is not installed; the message names the extra that installs it.
 
-    It is a `ValueError` as well because commands show those as one sentence.
+    It is a `ValueError` too because commands show a `ValueError` as one sentence.
     """
 
 

@@ -11,7 +11,7 @@ each
 of which the second happens once a step (`S = 1` under data parallelism). `b` is that of the dtype
 that travels: `gather_dtype` for a gather, `reduce_dtype` (else `gather_dtype`) for a reduction, the
 parameter's own for the gather of a new value. With `gather_code` or `reduce_code` it is bytes of
-codes: with `c(n)` the `coded_bytes` of `n` numbers,
+codes: with `c(n)` the `quantized_bytes` of `n` numbers,
 
     all-gather, or all-to-all in place of a reduce-scatter          c(P / S) (S - 1)
     all-to-all and all-gather in place of an all-reduce             2 c(P / S / R) (R - 1)
@@ -170,7 +170,7 @@ def outer_step_bytes(
 
 def _mean_bytes(wire: CommPolicy, n: int, dtype: Any, axes: tuple[str, ...], size: int) -> Fraction:
     """What a device sends for the mean over `size` devices of `n` numbers."""
-    if size > 1 and (code := wire.reduce_code_of(n / size, dtype, axes)):
+    if size > 1 and (code := wire.reduce_quantizer(n / size, dtype, axes)):
         return 2 * ring_bytes("all_gather", code.row_bytes(-(-n // size)), size)
     return ring_bytes("all_reduce", n * dtype.itemsize, size)
 
@@ -211,14 +211,14 @@ class _DimGather(NamedTuple):
         """The bytes that a device sends for it; `dtype` is that of the parameter."""
         n = self.elements // self.rows // self.calls
         size = n * itemsize
-        if self.is_data and (code := wire.gather_code_of(n, dtype)):
+        if self.is_data and (code := wire.gather_quantizer(n, dtype)):
             size = code.row_bytes(n)
         return ring_bytes("all_gather", self.calls * self.rows * size, self.axis_size)
 
     def scatter_bytes(self, wire: CommPolicy, reduced: Any) -> Fraction:
         """The bytes that a device sends for the reduce-scatter that goes back."""
         n = self.elements // self.calls
-        code = wire.reduce_code_of(n, reduced, self.axes)
+        code = wire.reduce_quantizer(n, reduced, self.axes)
         size = code.row_bytes(n) if code else n * reduced.itemsize
         return ring_bytes("all_gather", self.calls * size, self.axis_size)
 
@@ -228,7 +228,7 @@ def _of_parameter(
 ) -> Iterator[tuple[tuple[str, ...], Fraction]]:
     """What is sent for one parameter, as pairs of axes and bytes."""
     strategy, sends = program.strategy, uses.sends
-    wire = program.wire.of(info.dtype, trainable=place.trainable)
+    wire = program.wire.for_parameter(info.dtype, trainable=place.trainable)
     if not place.trainable:
         sends = CommCounts(sends.uses, sends.gathers)
     stored = info.dtype.itemsize

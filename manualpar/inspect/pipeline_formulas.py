@@ -49,7 +49,7 @@ class _Seeker:
     ) -> Any:
         raise _FoundStages(self.run.staged(loss, params, collections, minibatches))
 
-    def arrange(self, tree: Any) -> Any:
+    def exchange_layers(self, tree: Any) -> Any:
         """The tree: only shapes are looked at."""
         return tree
 

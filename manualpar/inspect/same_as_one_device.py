@@ -131,7 +131,7 @@ def _on_one_device(
     step = dataclasses.replace(program.step, model=model, mode=mode)
 
     def cast(place: Placement, x: jax.Array) -> jax.Array:
-        wire = program.wire.of(x.dtype, trainable=place.trainable)
+        wire = program.wire.for_parameter(x.dtype, trainable=place.trainable)
         return cast_floating(x, wire.gather_dtype)
 
     def gradients(params: Any, collections: Any, rng: jax.Array, batch: Any) -> Any:

@@ -1,7 +1,7 @@
-"""The strategies: a file and an entry here for each.
+"""The strategies: one file each, and an entry here.
 
 Read `data_parallel` first, because it is the simplest, and then `zero`, `fsdp` and `hsdp`. `diloco`
-is another optimizer around one of these.
+puts another optimizer around one of these.
 """
 
 from manualpar.strategies import data_parallel, fsdp, hsdp, zero

@@ -1,4 +1,4 @@
-"""Data parallelism: every device holds the whole state and sees a part of the batch."""
+"""Data parallelism: the state is replicated, and every device sees a part of the batch."""
 
 from typing import Unpack
 
@@ -20,7 +20,7 @@ def data_parallel(
 ) -> Program:
     """Builds data-parallel training: the state is replicated, gradients are averaged.
 
-    Arguments, result and errors are those of `manualpar.core.program.program.build_program`.
+    See `manualpar.core.program.program.build_program` for arguments, result and errors.
 
     Communication:
       One all-reduce of the gradients a step, however many minibatches there are: a device sends

@@ -1,4 +1,4 @@
-"""What one field of a config may be, and the fields of the options that strategies share."""
+"""The allowed values of a config's field, and the fields of options that strategies share."""
 
 import dataclasses
 import math
@@ -10,7 +10,7 @@ from manualpar.strategies.shared_options import COMMUNICATE_EVERY
 
 @dataclasses.dataclass(frozen=True)
 class Field:
-    """What one field may be.
+    """The allowed values of a field.
 
     Attributes:
       kind: Its type; an integer passes for a float.
@@ -19,8 +19,8 @@ class Field:
       choices: All values allowed.
       holds_names: Whether a tuple holds names; otherwise it holds pairs of a name and a mesh axis,
         a tuple of axes or `None`.
-      default: The value of a config that leaves the field out, which is also what was done before
-        there was the field; `None` if every config has to have it.
+      default: The value if a config leaves the field out. It keeps the behaviour from before the
+        field existed. `None` if every config must set the field.
     """
 
     kind: type
@@ -31,7 +31,7 @@ class Field:
     default: Any = None
 
     def expectation(self) -> str:
-        """What to write, in words."""
+        """Describes the allowed values in words."""
         if self.choices:
             return "one of " + ", ".join(map(repr, self.choices))
         if self.kind is dict:
@@ -48,7 +48,7 @@ class Field:
         return ", ".join([noun, *filter(None, [" and ".join(limits)])])
 
     def allows(self, value: Any) -> bool:
-        """Whether `value` is as expected."""
+        """Returns whether `value` is allowed."""
         if self.kind in (bool, dict, str):
             return isinstance(value, self.kind) and (not self.choices or value in self.choices)
         if self.kind is tuple:
@@ -59,25 +59,24 @@ class Field:
             return False
         low = -math.inf if self.minimum is None else self.minimum
         high = math.inf if self.below is None else self.below
-        # Neither NaN nor infinity is less than anything here.
+        # NaN and infinity fail the second comparison.
         return low <= value < high
 
 
 def _is_name(value: Any) -> bool:
-    """Whether a value is a name."""
     return isinstance(value, str) and bool(value)
 
 
 def _is_rule(value: Any) -> bool:
-    """Whether a value is a pair of a name and a mesh axis, a tuple of axes or `None`."""
+    """Returns whether a value is a pair of a name and a mesh axis, a tuple of axes or `None`."""
     if not isinstance(value, tuple | list) or len(value) != 2 or not isinstance(value[0], str):
         return False
     axes = value[1] if isinstance(value[1], tuple | list) else (value[1] or "",)
     return all(isinstance(axis, str) for axis in axes)
 
 
-# What a config may set. (The names of a model's parameters in `replicate` are not for the models
-# that configs describe.)
+# The options that a config may set. (`replicate` is missing: the models that configs describe need
+# no parameter replicated.)
 STATE_SHARDING_FIELDS: Mapping[str, Field] = {
     "min_weight_size": Field(int, 0),
     "pad": Field(bool),

@@ -25,14 +25,14 @@ def fsdp(
 ) -> Program:
     """Builds fully sharded training: parameters gathered where used, gradients scattered back.
 
-    Arguments, result and errors are those of `manualpar.core.program.program.build_program`.
+    See `manualpar.core.program.program.build_program` for arguments, result and errors.
 
     Communication:
       A device sends `3 m b P (N - 1) / N` bytes a step for `P` parameters of `b` bytes, each used
       once, on `N` devices, in `m` minibatches: an all-gather for each pass and a reduce-scatter of
       the gradient. It sends `2 m b P (N - 1) / N` if parameters are kept, `2 b P (N - 1) / N` with
       `communicate_every="step"` and `(m + 1) b P (N - 1) / N` with `"gather-step"`. The second
-      gather stays within `regather_axes`, if there are some.
+      gather stays within `regather_axes`, if they are given.
     """
     strategy = functools.partial(fully_sharded, "fsdp", ())
     return build_sharded("fsdp", strategy, model, tx, loss_fn, options, PARAMETER_SHARDING)
@@ -41,7 +41,7 @@ def fsdp(
 def fully_sharded(
     name: str, replicas: tuple[str, ...], *, communicate_every: str, **placing: Any
 ) -> Strategy:
-    """The strategy of `fsdp` and, with axes that it is replicated over, of `hsdp`."""
+    """Makes the strategy of `fsdp` and, with `replicas`, of `hsdp`."""
     gather_every: Every = "minibatch" if communicate_every == "minibatch" else "step"
     reduce_every: Every = "step" if communicate_every == "step" else "minibatch"
     reshard = placing.pop("reshard_after_forward") and gather_every == "minibatch"

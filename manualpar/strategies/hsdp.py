@@ -32,13 +32,13 @@ def hsdp(
 ) -> Program:
     """Builds training that is fully sharded over `axis_name` and replicated over `replica_axis`.
 
-    Arguments, result and errors are those of `manualpar.core.program.program.build_program`.
+    See `manualpar.core.program.program.build_program` for the other arguments, result and errors.
     `replica_axis` is the mesh axis, or tuple of axes, over which the state is replicated. The batch
     is split over it and over `axis_name`.
 
     Communication:
-      Within a group of `S` devices as `fsdp`: `3 m b P (S - 1) / S` bytes a step. Across `R` groups
-      one all-reduce of each gradient's shard: `2 b (P / S) (R - 1) / R` bytes a device.
+      Within a group of `S` devices as in `fsdp`: `3 m b P (S - 1) / S` bytes a step. Across `R`
+      groups one all-reduce of each gradient's shard: `2 b (P / S) (R - 1) / R` bytes a device.
     """
     strategy = functools.partial(fully_sharded, "hsdp", axis_tuple(replica_axis))
     return build_sharded("hsdp", strategy, model, tx, loss_fn, options, PARAMETER_SHARDING)

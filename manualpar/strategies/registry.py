@@ -1,13 +1,12 @@
 """The strategies that configs can name.
 
-A strategy is one file and one registration. The file holds a `StrategyKind`: the builder, the
-config fields that are its own, and its colour. After `register(kind)` configs can name it,
+A strategy is one file and one registration. The file has a `StrategyKind`: the builder, the config
+fields that only this strategy has, and its colour. After `register(kind)` configs can name it,
 `experiments.compare` and `experiments.plan` try it, and pictures show it in its colour. (Its
 closed form, which the ledger is compared with, is part of the `Strategy` that its builder makes.)
 
-This table, that of the modes (`manualpar.core.modes.manual`) and that of the model libraries
-(`manualpar.core.model.interface`) are the only things in the package that importing a module may
-change.
+Importing a module may change only three tables of the package: this one, the modes
+(`manualpar.core.modes.manual`) and the model libraries (`manualpar.core.model.interface`).
 """
 
 import dataclasses
@@ -23,24 +22,24 @@ from manualpar.strategies.fields import Field
 
 @dataclasses.dataclass(frozen=True)
 class StrategyKind:
-    """What configs, comparisons, plans and pictures know about a strategy.
+    """A strategy's entry for configs, comparisons, plans and pictures.
 
     Attributes:
       name: The value of `config.parallel.strategy` that selects it.
       builder: `builder(model, tx, loss_fn, **options) -> Program`, see
         `manualpar.core.program.program.build_program`.
       color: Its colour in pictures, `#RRGGBB`.
-      fields: The fields of `config.parallel` that are its own, by the names of the builder's
-        options, and what each may be. Fields that every strategy has are not among them.
+      fields: The fields of `config.parallel` that not every strategy has, by the names of the
+        builder's options, and the allowed values of each.
       constants: Options of the builder that a config does not set.
       replicates: Whether it replicates over the mesh axis `replica`, which the config's mesh must
         then have, and shards over the batch's other axes.
-      fewest_minibatches: The fewest minibatches that a plan tries it with, because with fewer it is
+      fewest_minibatches: The fewest minibatches that a plan tries it with. With fewer it equals
         another strategy.
-      on_torus: Whether a plan tries it axis by axis on a TPU's torus too.
+      on_torus: Whether a plan also tries it axis by axis on a TPU's torus.
       has_curve: Whether a plan shows how its step time changes with the number of devices.
-      is_exact: Whether its steps are those of one device. Otherwise it is planned and compared only
-        on request.
+      is_exact: Whether its steps equal the steps of one device. Otherwise it is planned and
+        compared only on request.
     """
 
     name: str
@@ -59,18 +58,18 @@ _KINDS: dict[str, StrategyKind] = {}
 
 
 def register(kind: StrategyKind) -> None:
-    """Makes a strategy known by its name.
+    """Registers a strategy under its name.
 
-    A file that runs again, as a config's does, registers its strategy again.
+    It may be registered again, because a config's file may run several times.
 
     Args:
       kind: The strategy.
 
     Raises:
       TypeError: Its builder is not a function that takes options, or its fields are not `Field`s.
-      ValueError: Another strategy has that name, a field of another strategy has the name of one of
-        its fields and may be something else, or a field or constant is an option of all builders;
-        or the colour is none.
+      ValueError: Another strategy has that name, or has a field with the same name and other
+        allowed values; or a field or constant is an option of all builders; or the colour is not
+        `#RRGGBB`.
     """
     if not inspect.isfunction(kind.builder):
         raise TypeError(
@@ -110,15 +109,15 @@ def register(kind: StrategyKind) -> None:
         for name, field in kind.fields.items():
             if other.fields.get(name, field) != field:
                 raise ValueError(
-                    f"register: field {name!r} of {kind.name!r} is {field.expectation()}, and that "
-                    f"of {other.name!r} is {other.fields[name].expectation()}; expected the same, "
+                    f"register: field {name!r} of {kind.name!r} is {field.expectation()}, and in "
+                    f"{other.name!r} it is {other.fields[name].expectation()}; expected the same, "
                     "because a config has it once. Rename it."
                 )
     _KINDS[kind.name] = kind
 
 
 def strategy_kinds() -> dict[str, StrategyKind]:
-    """The strategies that are registered, by name, in the order of their registration."""
+    """Returns the registered strategies by name, in the order of their registration."""
     return dict(_KINDS)
 
 

@@ -1,4 +1,4 @@
-"""The options that several strategies share: explained and checked once."""
+"""Explains and checks the options that several strategies share."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -22,14 +22,16 @@ class StateShardingOptions(ProgramOptions, total=False):
 
     Attributes:
       min_weight_size: The fewest elements of a parameter that is sharded, or whose state is; 2**18
-        if not given. A smaller parameter is whole on every device. A parameter is sharded along a
-        dimension that divides: those whose shards are whole tiles of a TPU's memory come first,
-        then the largest. It is never one that `nn.scan` or `nn.vmap` runs over.
-      replicate: The names of parameters, or of modules that contain them, that every device holds
-        whole, their state too, even if the model annotates them. Use it for a parameter that the
-        model reads in a way that a shard cannot serve, as `nn.WeightNorm` does.
-      pad: Whether a parameter of which no dimension divides is padded with zeros and sharded. The
-        state then holds it padded. Losses are the same, and the optimizer does not see the zeros.
+        if not given. A smaller parameter is replicated. A parameter is sharded along a dimension
+        that the number of devices divides. Dimensions whose shards are whole tiles of a TPU's
+        memory are preferred, then the largest. Dimensions that `nn.scan` or `nn.vmap` runs over are
+        not sharded.
+      replicate: The names of parameters, or of modules that contain them, that are replicated with
+        their state, even if the model annotates them. Use it for a parameter that the model cannot
+        read from a shard, as in `nn.WeightNorm`.
+      pad: Whether a parameter is padded with zeros and sharded if the number of devices divides
+        none of its dimensions. The state then has the padded parameter. Losses are the same, and
+        the optimizer does not see the zeros.
     """
 
     min_weight_size: int
@@ -46,18 +48,18 @@ class ParameterShardingOptions(StateShardingOptions, total=False):
       communicate_every: `"minibatch"` (the default) gathers and scatters in each minibatch, and a
         device never holds more than the layers at work. `"step"` gathers once and scatters once,
         and a device holds all parameters and all gradients in between. `"gather-step"` gathers once
-        and scatters in each minibatch: a device holds all parameters and its own shard of the
+        and scatters in each minibatch: a device holds all parameters and its shard of the
         accumulated gradients. The last two keep the parameters, whatever `reshard_after_forward`.
       keep_gathered: The names of parameters, or of modules that contain them (`("head",)` for
         `head/kernel`), that are gathered once in each minibatch and kept until the backward pass,
         whatever `reshard_after_forward`. Use it for the last layer, because the backward pass
-        begins with it, and for parameters that are used several times. With a pipeline, not for
-        those of its layers.
-      regather_axes: The first axes of `axis_name`, over which alone parameters are gathered again
-        for the backward pass; all if there are none. What came over the others, the slow links, is
-        kept from the forward pass: a secondary shard, `1 / D` of the parameters on `D` devices
-        along `regather_axes` (hpZ of ZeRO++, https://arxiv.org/abs/2306.10209). It implies
-        `axis_by_axis`. For mode `"manual"`, without a pipeline.
+        begins with it, and for parameters that are used several times. With a pipeline, do not use
+        it for parameters of the pipeline's layers.
+      regather_axes: The axes to gather over again for the backward pass: the first axes of
+        `axis_name`, by default all. The part that was gathered over the other axes, whose links are
+        slower, is kept from the forward pass. This secondary shard is `1 / D` of the parameters on
+        `D` devices along `regather_axes` (hpZ of ZeRO++, https://arxiv.org/abs/2306.10209). It
+        implies `axis_by_axis`. For mode `"manual"`, without a pipeline.
     """
 
     reshard_after_forward: bool
@@ -94,17 +96,17 @@ def build_sharded(
       model: The model.
       tx: The optimizer.
       loss_fn: The loss.
-      options: The keyword arguments that the builder was called with.
-      own: Which of them are the strategy's own, with their defaults.
+      options: The keyword arguments of the builder.
+      own: The options that the strategy takes, with their defaults.
     """
     values = {name: options.get(name, default) for name, default in own.items()}
     for name, value in values.items():
         _check(builder, name, value)
-    shared = {name: value for name, value in options.items() if name not in values}
+    program_options = {name: value for name, value in options.items() if name not in values}
     if values.get("regather_axes"):
-        _check_regather(builder, values, shared)
-        shared["axis_by_axis"] = True
-    program = build_program(strategy(**values), model, tx, loss_fn, **shared)
+        _check_regather(builder, values, program_options)
+        program_options["axis_by_axis"] = True
+    program = build_program(strategy(**values), model, tx, loss_fn, **program_options)
     names = {name: values[name] for name in ("keep_gathered", "replicate") if name in values}
     check_named(builder, program.parameters, **names)
     return program
@@ -127,19 +129,26 @@ def _check(builder: str, name: str, value: Any) -> None:
         )
 
 
-def _check_regather(builder: str, values: Mapping[str, Any], shared: Mapping[str, Any]) -> None:
-    """Refuses axes of a second gather where there is none, or that are not the first ones."""
-    axes, names = values["regather_axes"], axis_tuple(shared.get("axis_name", "data"))
-    second = {"communicate_every": "minibatch", "reshard_after_forward": True}
-    for field, expected in {"mode": "manual", "pipeline": None, **second}.items():
-        if (got := {**shared, **values}.get(field, expected)) != expected:
+def _check_regather(
+    builder: str, values: Mapping[str, Any], program_options: Mapping[str, Any]
+) -> None:
+    """Refuses `regather_axes` without a second gather, or that are not the first axes."""
+    axes, names = values["regather_axes"], axis_tuple(program_options.get("axis_name", "data"))
+    needed = {
+        "mode": "manual",
+        "pipeline": None,
+        "communicate_every": "minibatch",
+        "reshard_after_forward": True,
+    }
+    for field, expected in needed.items():
+        if (got := {**program_options, **values}.get(field, expected)) != expected:
             raise ValueError(
                 f"{builder}: regather_axes={axes!r} with {field}={got!r}, expected {expected!r}: "
-                "elsewhere no second gather is written here. Leave regather_axes out."
+                "otherwise there is no second gather of ours. Leave regather_axes out."
             )
     if axes != names[: len(axes)] or len(axes) >= len(names):
         raise ValueError(
             f"{builder}: regather_axes={axes!r} and axis_name={names!r}, expected the first of "
-            "those axes, and not all: gathers begin with the last, whose links are slow, and what "
-            "came over it is kept. Order axis_name and the mesh so."
+            "those axes, and not all: gathers begin with the last axis, whose links are slow, and "
+            "its part is kept. Reorder axis_name and the mesh."
         )

@@ -1,4 +1,4 @@
-"""ZeRO: every device holds all parameters, and the optimizer's state for a shard of them.
+"""ZeRO: parameters are replicated, and the optimizer's state is sharded.
 
 Stages 1 and 2 of Rajbhandari et al., https://arxiv.org/abs/1910.02054; stage 3 is `manualpar.fsdp`.
 With AdamW in float32 the state is two thirds of what data parallelism replicates.
@@ -28,14 +28,14 @@ def zero(
 ) -> Program:
     """Builds training with a sharded optimizer: gradients scattered, new parameters gathered.
 
-    Arguments, result and errors are those of `manualpar.core.program.program.build_program`. With
-    `stage=1` gradients are scattered once a step, so that a device accumulates those of all
-    parameters; with `stage=2` they are scattered in each minibatch, so that it accumulates its own
+    See `manualpar.core.program.program.build_program` for the other arguments, result and errors.
+    With `stage=1` gradients are scattered once a step, so a device accumulates the gradients of all
+    parameters. With `stage=2` they are scattered in each minibatch, so it accumulates only its
     shard.
 
     Communication:
-      A reduce-scatter of the gradients, at stage 2 one for each of `m` minibatches, and one
-      all-gather of the new parameters: a device sends `2 b P (N - 1) / N` bytes a step at stage 1,
+      A reduce-scatter of the gradients (at stage 2 in each of `m` minibatches), and one all-gather
+      of the new parameters. A device sends `2 b P (N - 1) / N` bytes a step at stage 1, and
       `(m + 1) b P (N - 1) / N` at stage 2, for `P` parameters of `b` bytes on `N` devices. A
       parameter whose state is not sharded costs one all-reduce.
     """

@@ -70,7 +70,7 @@ def test_the_layers_of_a_stage_are_its_own_and_the_rest_is_summed_over_stages():
         for name in ("layers", "head")
     }
     infos = on_stages(infos, frozenset({"layers"}), "stage")
-    assert infos["layers"].whole_dims == frozenset()
+    assert infos["layers"].unsharded_dims == frozenset()
     layers = complete_placement(Placement(("stage", "data")), infos["layers"], roles, mesh)
     head = complete_placement(Placement((None, "data")), infos["head"], roles, mesh)
     assert (layers.sum_axes, layers.storage_axes, layers.mean_axes) == ((), (), ("data",))

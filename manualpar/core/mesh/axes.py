@@ -1,7 +1,7 @@
-"""Names of mesh axes, and what a mesh says of them.
+"""Names and sizes of mesh axes, and checks of them.
 
-An axis name is a string. Wherever one is taken, a tuple of names is taken too and means their
-product. The first name is the major one, as in a `PartitionSpec`.
+An axis name is a string. Functions that take an axis name also take a tuple of names, which means
+their product. The first name is the major one, as in a `PartitionSpec`.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ Names = tuple[AxisName | None, ...]
 
 
 def axis_tuple(axis_name: AxisName | Sequence[str] | None) -> tuple[str, ...]:
-    """The axes behind a name, a tuple of names or the `None` of an unsharded dimension."""
+    """Returns a tuple of the axes in a name, a tuple of names, or `None` (no axes)."""
     if axis_name is None:
         return ()
     if isinstance(axis_name, str):
@@ -30,7 +30,7 @@ def axis_tuple(axis_name: AxisName | Sequence[str] | None) -> tuple[str, ...]:
 
 
 def is_axis_bound(axis: str) -> bool:
-    """Whether the code being traced runs once for each index of `axis`."""
+    """Returns whether an enclosing `shard_map` (or `vmap`) binds `axis`."""
     try:
         jax.lax.axis_size(axis)
     except NameError:
@@ -52,10 +52,10 @@ def check_axes_bound(function: str, axes: tuple[str, ...]) -> None:
 
 @contextlib.contextmanager
 def naming_unbound_axes() -> Iterator[None]:
-    """Names the axis where a model or a loss calls a collective over one that is not bound.
+    """Explains, in its context, JAX's errors where a model or a loss uses an unbound axis.
 
     Raises:
-      ValueError: In place of JAX's errors, of which one says nothing at all.
+      ValueError: In place of JAX's errors, one of which has no message.
     """
     try:
         yield
@@ -85,11 +85,11 @@ def naming_unbound_axes() -> Iterator[None]:
 
 
 def _unbound_axis(error: BaseException) -> str | None:
-    """The axis that JAX did not find; `None` if the error is another."""
+    """Returns the axis that JAX did not find; `None` for any other error."""
     if isinstance(error, NameError):
         found = re.search(r"unbound axis name: (\w+)", str(error))
         return found[1] if found else None
-    # An assertion without a word, about what a function was called with.
+    # JAX's assertion has no message, so the name is read from the arguments of its function.
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     names = frame.f_locals.get("axis_name")
     names = names if isinstance(names, tuple | list | frozenset) else (names,)
@@ -111,18 +111,18 @@ def check_mesh_has(function: str, mesh: Mesh | AbstractMesh, axes: tuple[str, ..
 
 
 def written_with(mesh: Mesh | AbstractMesh, missing: list[str]) -> str:
-    """How to make a mesh like this one that has the missing axes too, of size 1."""
+    """Writes the call of `make_mesh` for a mesh with the missing axes too, of size 1."""
     sizes: dict[str, int] = dict.fromkeys(missing or ["data"], 1)
     return f"make_mesh({sizes | dict(mesh.shape)})"
 
 
 def axes_size(mesh: Mesh | AbstractMesh, axes: tuple[str, ...]) -> int:
-    """How many devices `axes` span together."""
+    """Returns the number of devices along `axes` together."""
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
 def with_axis_types(mesh: Mesh | AbstractMesh, axis_type: AxisType) -> Mesh | AbstractMesh:
-    """The mesh with axes that are all of one type; the mesh itself if they are."""
+    """Returns the mesh with all axes of one type; the mesh itself if they are already."""
     types = (axis_type,) * len(mesh.axis_names)
     if mesh.axis_types == types:
         return mesh

@@ -1,19 +1,19 @@
-"""Which compiler options make XLA run collectives behind compute, by chip and by the mesh.
+"""Chooses compiler options that make XLA overlap collectives with compute, by chip and mesh.
 
-`"auto"` looks into one table, `CHOICES`. It has the options for each generation of TPUs, the
-largest ring for which they pay, and the figures that say so. Beyond that ring, beside axes where
-they do not pay or nobody has measured, and for other devices the compiler keeps its own options.
+`"auto"` uses one table, `CHOICES`. It has the options for each generation of TPUs, the largest ring
+for which they pay, and the figures that show it. The compiler keeps its own options for a larger
+ring, for a mesh with axes where they do not pay or were not measured, and for other devices.
 
-The figures are estimates of a whole step of eight layers of width 2,048, FSDP on all devices of a
-topology, by the program that libtpu 0.0.42.1 compiles for it and the planner's clock; no TPU ran.
-`benchmarks.compiled_for_tpu` makes them again.
+The figures are estimates of a full step of eight layers of width 2,048, FSDP on all devices of a
+topology. They come from the program that libtpu 0.0.42.1 compiles and from the planner's clock; no
+TPU ran. `benchmarks.compiled_for_tpu` makes them again.
 
-GPUs have no entry, because nobody has measured one here: `XLA_FLAGS` takes the options that
+GPUs have no entry, because none was measured: `XLA_FLAGS` takes the options that
 https://docs.jax.dev/en/latest/gpu_performance_tips.html describes.
 
-A compiler refuses an option that it does not know, and they come and go with its versions. So it is
-asked first, with a program of one operation. An option that it refuses, alone or beside those
-before it, is left out, and the run says so.
+A compiler refuses an option that it does not know, and versions differ. So options are first tried
+on a program of one operation. An option that the compiler refuses, by itself or together with the
+options before it, is left out, and the run says so.
 """
 
 import dataclasses
@@ -30,12 +30,12 @@ OVERLAPS: tuple[Overlap, ...] = ("auto", "none")
 
 _WINDOWS = "xla_tpu_decompose_einsum_reduce_scatter"
 _OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload"
-# Over a mesh of two or three dimensions XLA otherwise writes a reduce-scatter as an all-reduce, of
-# which each chip keeps a part, and over large ones a gather as an all-reduce of zeros: twice the
-# bytes of either.
+# Without these options XLA sends twice the bytes. Over a mesh of two or three dimensions it writes
+# a reduce-scatter as an all-reduce of which each chip keeps a part, and over large meshes a gather
+# as an all-reduce of arrays padded with zeros.
 _SCATTER = f"{_OFFLOAD}_nd_reduce_scatter"
 _GATHER = "xla_tpu_prefer_async_allgather_to_allreduce"
-# With any of these a reduce-scatter is not made an all-reduce.
+# With any of these XLA does not turn a reduce-scatter into an all-reduce.
 KEEPING_SCATTERS = frozenset({_SCATTER, _WINDOWS})
 
 
@@ -44,11 +44,11 @@ class Choice:
     """The options for a kind of chip.
 
     Attributes:
-      device_kind: A regular expression for all of `jax.Device.device_kind`.
-      most: The most devices of a ring for which they pay.
-      options: As `jax.jit` takes them.
+      device_kind: A regular expression that must match `jax.Device.device_kind` completely.
+      most: The size of the largest ring for which they pay.
+      options: The options, as `jax.jit` takes them.
       measured: The figures.
-      beside: The axes of several devices next to which one ring of gradients has them too.
+      beside: Other axes that the mesh may have (of more than one device) for the options to pay.
     """
 
     device_kind: str
@@ -58,7 +58,7 @@ class Choice:
     beside: tuple[str, ...] = ()
 
 
-# Of two for a kind of chip, that for smaller rings comes first.
+# If a kind of chip has two entries, the entry for smaller rings comes first.
 CHOICES: tuple[Choice, ...] = (
     Choice(
         "TPU v5 lite|TPU v5e",
@@ -110,7 +110,7 @@ CHOICES: tuple[Choice, ...] = (
 
 @dataclasses.dataclass(frozen=True)
 class ChosenOptions:
-    """Compiler options, and why these; `why` is "" where there was nothing to choose."""
+    """Compiler options and the reason for them; `why` is "" where there was no choice."""
 
     options: Mapping[str, str | bool] = dataclasses.field(default_factory=dict)
     why: str = ""
@@ -128,13 +128,13 @@ def choose_options(
     *,
     overlap: Overlap = "auto",
 ) -> ChosenOptions:
-    """The options to compile a step with.
+    """Chooses the options to compile a step with.
 
     Args:
       device_kind: `jax.Device.device_kind`, such as `TPU v5 lite`.
       rings: The sizes of the rings over which gradients are reduced, one after the other.
-      others: The names of the mesh's other axes, along which there are several devices.
-      overlap: `"auto"` for those of `CHOICES`, `"none"` for the compiler's own.
+      others: The names of the mesh's other axes with more than one device.
+      overlap: `"auto"` for the options in `CHOICES`, `"none"` for the compiler's own.
 
     Raises:
       ValueError: `overlap` is not known.
@@ -161,25 +161,25 @@ def choose_options(
 
 
 def keep_if_known(chosen: ChosenOptions, device: jax.Device) -> ChosenOptions:
-    """The options that the compiler of a device takes; `why` names the others and what it says.
+    """Drops the options that a device's compiler refuses; `why` names them with its message.
 
-    It compiles one operation, for this device alone: once if all options are taken, else once more
-    for each of them.
+    It compiles one operation for this one device: once if all options are accepted, else once more
+    for each option.
     """
     if not chosen.options or not _refusal(chosen.options, device):
         return chosen
-    taken: dict[str, str | bool] = {}
+    accepted: dict[str, str | bool] = {}
     refused = []
     for name, value in chosen.options.items():
-        if said := _refusal({**taken, name: value}, device):
-            refused.append(f"{name} ({said})")
+        if message := _refusal({**accepted, name: value}, device):
+            refused.append(f"{name} ({message})")
         else:
-            taken[name] = value
-    return ChosenOptions(taken, f"{chosen.why}; refused: {', '.join(refused)}")
+            accepted[name] = value
+    return ChosenOptions(accepted, f"{chosen.why}; refused: {', '.join(refused)}")
 
 
 def _refusal(options: Mapping[str, str | bool], device: jax.Device) -> str:
-    """What the compiler of a device says against options; '' if it takes them."""
+    """Returns the compiler's error message for some options; '' if it accepts them."""
     x = jax.ShapeDtypeStruct((), jnp.float32, sharding=SingleDeviceSharding(device))
     try:
         jax.jit(jnp.negative).lower(x).compile(compiler_options=dict(options))

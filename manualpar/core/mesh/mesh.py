@@ -1,4 +1,4 @@
-"""Meshes: the sizes of their axes, and whether the devices are there."""
+"""Makes meshes: checks the sizes of their axes, and that there are enough devices."""
 
 import math
 import os
@@ -29,30 +29,30 @@ def make_mesh(
     Args:
       axes: The size of each axis. One size may be -1: the rest of the devices.
       devices: The devices to use, by default all of `jax.devices()`. With no -1, the sizes may ask
-        for fewer than there are: the first ones are used.
-      order: The names of all axes, the one on the slowest links first. By default the names of the
+        for fewer devices than there are: the first ones are used.
+      order: The names of all axes, the axis on the slowest links first. By default the names of the
         axes decide: replica, stage, data, context, expert, model.
 
     Returns:
       A `jax.sharding.Mesh` whose axes are all of `AxisType.Auto`. On several hosts the first axes
-      of the order go across hosts and the others stay within, as far as the sizes allow. In a slice
-      of TPUs each axis is a ring of neighbours, if there is one.
+      of the order go across hosts and the others stay within a host, as far as the sizes allow. In
+      a slice of TPUs each axis is a ring of neighbours, if there is one.
 
     Raises:
       ValueError: A size is neither positive nor -1, more than one is -1, or the sizes do not fit
-        the devices; or, without `devices`, leave a process without any, or JAX has fewer CPU
-        devices than the process has asked for, because it asked too late. Or the order names other
+        the devices. Without `devices`: a process would have no device in the mesh, or JAX has fewer
+        CPU devices than the process asked for, because it asked too late. Or the order names other
         axes.
       TypeError: A name is not a string or a size is not an integer.
     """
-    is_everyones = devices is None
+    uses_all_processes = devices is None
     devices = list(jax.devices() if devices is None else devices)
-    if is_everyones:
+    if uses_all_processes:
         _check_enough(axes, devices)
     sizes = _fill_sizes("make_mesh", axes, len(devices))
     used = devices[: math.prod(sizes)]
     idle = {d.process_index for d in devices} - {d.process_index for d in used}
-    if is_everyones and idle:
+    if uses_all_processes and idle:
         raise ValueError(
             f"make_mesh: axes={dict(axes)} uses {len(used)} of {len(devices)} devices, none "
             f"of them in process {min(idle)}; expected devices of every process. Use -1 "
@@ -64,11 +64,11 @@ def make_mesh(
 
 
 def abstract_mesh(axes: Mapping[str, int], num_devices: int) -> AbstractMesh:
-    """Builds a mesh of devices that nobody has: a program on it can be traced and not run.
+    """Builds a mesh of imagined devices: a program on it can be traced but not run.
 
     Args:
-      axes: As for `make_mesh`.
-      num_devices: How many devices there would be.
+      axes: As in `make_mesh`.
+      num_devices: The number of devices.
 
     Returns:
       A `jax.sharding.AbstractMesh` whose axes are all of `AxisType.Auto`.
@@ -83,7 +83,7 @@ def abstract_mesh(axes: Mapping[str, int], num_devices: int) -> AbstractMesh:
 
 
 def _fill_sizes(function: str, axes: Mapping[str, int], num_devices: int) -> list[int]:
-    """The sizes of the axes, with the rest of the devices for a -1."""
+    """Replaces a size of -1 by the rest of the devices; refuses sizes that do not fit."""
     sizes = list(axes.values())
     if not axes:
         raise ValueError(
@@ -121,28 +121,29 @@ def _fill_sizes(function: str, axes: Mapping[str, int], num_devices: int) -> lis
 
 
 def _check_enough(axes: Mapping[str, int], devices: Sequence[jax.Device]) -> None:
-    """Refuses axes if JAX has started with fewer devices than they, or the environment, ask for."""
+    """Refuses axes if JAX started with fewer devices than they or the environment ask for."""
     sizes = [size for size in axes.values() if isinstance(size, int) and size >= -1]
     if -1 not in sizes:
-        needed, wish = math.prod(sizes), "needs"
+        needed, reason = math.prod(sizes), "needs"
         mend = "use smaller sizes, or -1 for the rest of the devices"
-    elif devices[0].platform == "cpu":  # Otherwise CPUs that were asked for are not used.
+    elif devices[0].platform == "cpu":  # On another platform the CPU devices are not used.
         needed = (cpu_devices_asked_for() or 0) * jax.process_count()
-        wish = "takes all devices, and the environment asks for"
+        reason = "takes all devices, and the environment asks for"
         mend = "pass devices=jax.devices() to use those there are"
     else:
         return
     if needed > len(devices):
         raise ValueError(
-            f"make_mesh: axes={dict(axes)} {wish} {needed} devices, got {len(devices)}. "
+            f"make_mesh: axes={dict(axes)} {reason} {needed} devices, got {len(devices)}. "
             f"{how_to_simulate(needed)} Or {mend}."
         )
 
 
 def cpu_devices_asked_for() -> int | None:
-    """How many CPU devices this process is to have: JAX's config, else `XLA_FLAGS`, else unsaid.
+    """Returns the number of CPU devices that this process asks for, `None` if it asks for none.
 
-    An environment variable that was set too late for JAX to read it counts too.
+    Reads JAX's config, then `XLA_FLAGS`, then `JAX_NUM_CPU_DEVICES`; an environment variable counts
+    even if it was set too late for JAX to read it.
     """
     count: int = jax.config.values["jax_num_cpu_devices"]
     if count != -1:
@@ -154,7 +155,7 @@ def cpu_devices_asked_for() -> int | None:
 
 
 def how_to_simulate(count: int) -> str:
-    """Says what JAX has started with, and how a process gets so many devices all the same."""
+    """Writes how many devices JAX has started with, and how a process simulates `count` of them."""
     devices = jax.devices()
     plural = "device" if len(devices) == 1 else "devices"
     each = -(-count // jax.process_count())

@@ -1,12 +1,12 @@
-"""The mesh that JAX finds around a call, and what is said where a model's shardings do not fit it.
+"""Sets the mesh around a call, and explains errors where a model's shardings do not fit a mode.
 
-`jax.set_mesh(mesh)` changes what a trace means: under it every array has a type on that mesh. A
-program has a mesh of its own. So it is built, and its functions are called, with no mesh around
-them, whatever the caller has set; and each mode hands the model the mesh that the mode is about.
+Under `jax.set_mesh(mesh)` the type of every array in a trace is on that mesh. A program has its own
+mesh. So it is built, and its functions are called, with no mesh set, whatever the caller has set.
+Each mode sets a mesh for the model if it needs one.
 
-A model may say shardings in ways that belong to one mode: `with_sharding_constraint` to automatic
-axes, `out_sharding=` to explicit ones. In another mode JAX refuses them, each with words of its
-own. Here they get one sentence, which names the mode to use.
+Some ways to state a sharding belong to one mode: `with_sharding_constraint` is for automatic axes,
+`out_sharding=` for explicit axes. In another mode JAX refuses them, with various messages. Here
+they get one sentence, which names the mode to use.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-# What JAX says, the construct that it says it of, and the mode that the construct is written for.
+# A pattern in JAX's message, the construct that it refuses, and the mode for the construct.
 _CONSTRUCTS = (
     (r"with_sharding_constraint", "jax.lax.with_sharding_constraint", "auto"),
     (r"`manual_axis_type` field", "a NamedSharding of the whole mesh", "auto"),
@@ -32,7 +32,7 @@ _CONSTRUCTS = (
     ),
     (r"Going from `Manual` AxisType", "jax.sharding.auto_axes or explicit_axes", "explicit"),
 )
-# What does not fit in the mode that it is written for, and the mend.
+# A pattern in JAX's message about a sharding that does not fit its own mode, and the mend.
 _MENDS = (
     (r"does not evenly divide the dimension", "Shard a dim that divides, or build another mesh"),
     (r"ambiguous how the output should be", "Say so with out_sharding= there, or use mode='auto'"),
@@ -48,13 +48,13 @@ _UNKNOWN_AXIS = re.compile(r"Resource axis: (\S+) of (.*) is not found in mesh: 
 
 @contextlib.contextmanager
 def no_mesh() -> Iterator[None]:
-    """A context in which no mesh is set, whatever `jax.set_mesh` has set around it."""
-    if jax.sharding.get_abstract_mesh().empty:  # The usual case: jit's caches see no other context.
-        yield
+    """Opens a context in which no mesh is set, whatever `jax.set_mesh` has set outside."""
+    if jax.sharding.get_abstract_mesh().empty:
+        yield  # Without a context, which would make jit's caches miss.
         return
     try:
         context: Any = jax.set_mesh(Mesh(np.empty((), object), ()))
-    except ValueError:  # Inside a trace devices do not matter, only what types are on.
+    except ValueError:  # Inside a trace only an abstract mesh can be set.
         context = jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
     with context:
         yield
@@ -81,9 +81,9 @@ class OutsideMeshes:
 
 
 def on_auto_axes(function: Callable[..., Any], *, mesh: Mesh, out_specs: Any) -> Callable[..., Any]:
-    """Runs a function on automatic axes, of global arrays whose mesh may have explicit ones.
+    """Wraps a function to run on automatic axes, even if its arrays' mesh has explicit axes.
 
-    The function finds no mesh around it. All axes of the mesh are of one type.
+    No mesh is set inside the function. All axes of the mesh are of one type.
     """
     if AxisType.Explicit not in mesh.axis_types:
         return function
@@ -100,16 +100,16 @@ def on_auto_axes(function: Callable[..., Any], *, mesh: Mesh, out_specs: Any) ->
 
 @contextlib.contextmanager
 def explain_shardings(strategy: str, mode: str) -> Iterator[None]:
-    """Says in our words what a model may not say about shardings in a mode.
+    """Explains, in its context, JAX's errors about shardings that a model states in a mode.
 
     Raises:
-      ValueError: What JAX refuses is a sharding that the model states; other errors pass.
+      ValueError: JAX refuses a sharding that the model states; other errors pass.
     """
     try:
         yield
     except Exception as error:
-        said = str(error).strip()
-        unknown = _UNKNOWN_AXIS.search(said)
+        message = str(error).strip()
+        unknown = _UNKNOWN_AXIS.search(message)
         if unknown:
             axis, spec, axes = unknown.groups()
             raise ValueError(
@@ -117,15 +117,15 @@ def explain_shardings(strategy: str, mode: str) -> Iterator[None]:
                 f"the axes {axes}, and {axis!r} is none of them. Name one of these, or build the "
                 "mesh with the axis."
             ) from error
-        first_line = said.partition("\n")[0]
+        first_line = message.partition("\n")[0]
         for pattern, mend in _MENDS:
-            if re.search(pattern, said):
+            if re.search(pattern, message):
                 raise ValueError(
-                    f"{strategy}: the model or the loss shards an array as does not fit "
+                    f"{strategy}: the model or the loss shards an array in a way that does not fit "
                     f"mode={mode!r}: {first_line} {mend}."
                 ) from error
         for pattern, construct, needed in _CONSTRUCTS:
-            found = re.search(pattern, said)
+            found = re.search(pattern, message)
             if found and needed != mode:
                 name = construct.format(*found.groups())
                 raise ValueError(

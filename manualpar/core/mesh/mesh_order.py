@@ -1,7 +1,7 @@
-"""Which device stands where in a mesh: axes that send most, and wait for it, lie on fast links.
+"""Orders the devices of a mesh: axes that send most, and wait for it, are put on fast links.
 
-The order of a mesh's axes goes from the slowest links to the fastest. The names decide it, wherever
-an axis is written (`DEFAULT_ORDER`):
+The order of a mesh's axes goes from the slowest links to the fastest. The axes' names decide it,
+not the order in which they are written (`DEFAULT_ORDER`):
 
 - `replica` sends a shard of the gradients once a step;
 - `stage` sends the activations of one microbatch to one neighbour;
@@ -14,14 +14,15 @@ an axis is written (`DEFAULT_ORDER`):
 pipelines go across. Llama 3, https://arxiv.org/abs/2407.21783, section 3.3, has the same order, but
 with `data` on slower links than `stage`.)
 
-A *host* is what a slow network connects to others: what JAX calls a slice where there are several,
-else a process. One slice of TPUs is one host, because its own network joins its machines. Hosts are
-given to the axes in order, so the fastest axes stay within a host if their sizes allow it. In a
-slice of TPUs each axis is a ring of neighbours if there is one, see `manualpar.core.mesh.torus`.
-Devices of one process need not stand together: a process reads the rows that its devices hold.
+A *host* is a group of devices that reaches the others over a slow network: a process, or one of
+JAX's slices where there are several. One slice of TPUs is one host, because its own network joins
+its machines. Hosts are given to the axes in order, so the fastest axes stay within a host if their
+sizes allow it. In a slice of TPUs each axis is a ring of neighbours if there is one, see
+`manualpar.core.mesh.torus`. Devices of one process need not be neighbours in the mesh: a process
+reads the rows of the batch that its devices hold.
 
-The order changes the device at a place of the mesh. It changes no axis and no array's specs, so the
-numbers that a program computes stay the same.
+The order changes the device at a position of the mesh. It changes no axis and no array's specs, so
+the numbers that a program computes stay the same.
 """
 
 import collections
@@ -39,12 +40,12 @@ DEFAULT_ORDER = ("replica", "stage", "data", "data_minor", "context", "expert", 
 
 
 def in_order(axes: Mapping[str, int], order: Sequence[str] = ()) -> dict[str, int]:
-    """The sizes of the axes, the axis on the slowest links first.
+    """Sorts the sizes of the axes, the axis on the slowest links first.
 
     Args:
       axes: The size of each axis.
-      order: The names of all axes in this order; by default that of `DEFAULT_ORDER`, in which an
-        axis with a name of your own keeps the place where it is written.
+      order: The names of all axes in this order; by default `DEFAULT_ORDER`. An axis whose name is
+        not in it keeps the position where it is written.
     """
     if order:
         return {axis: axes[axis] for axis in order}
@@ -54,7 +55,7 @@ def in_order(axes: Mapping[str, int], order: Sequence[str] = ()) -> dict[str, in
 
 
 def check_order(field: str, axes: Iterable[str], order: Sequence[str]) -> None:
-    """Refuses an order of other axes than those of the mesh; an empty one is the default."""
+    """Refuses an order that does not name each of the mesh's axes once; empty is the default."""
     axes = list(axes)
     if order and (isinstance(order, str) or sorted(order) != sorted(axes)):
         unknown = [axis for axis in order if axis not in axes]
@@ -72,48 +73,48 @@ def check_order(field: str, axes: Iterable[str], order: Sequence[str]) -> None:
 def arrange_devices(
     axes: Mapping[str, int], devices: Sequence[Any], order: Sequence[str] = ()
 ) -> np.ndarray:
-    """Lays devices out so that axes lie on links in an order.
+    """Arranges devices so that the axes are on slow to fast links in the order given.
 
     Args:
       axes: The size of each axis.
-      devices: As many devices.
-      order: As in `in_order`. By default devices of one host that are no TPUs stand as they come:
-        they are all equally far from one another.
+      devices: The devices, as many as the product of the sizes.
+      order: As in `in_order`. By default devices of one host that are no TPUs keep their order,
+        because all distances between them are equal.
 
     Returns:
-      The devices in an array of the sizes of the axes, as those are written.
+      The devices in an array with the sizes of `axes`, in the order in which these are written.
     """
     if not order and len(set(_hosts(devices))) == 1 and devices[0].platform != "tpu":
         order = tuple(axes)
     ordered = in_order(axes, order)
-    array = _lay_out(list(ordered.values()), devices)
+    array = _arrange(list(ordered.values()), devices)
     return array.transpose([list(ordered).index(axis) for axis in axes])
 
 
-def _lay_out(sizes: Sequence[int], devices: Sequence[Any]) -> np.ndarray:
-    """The devices in an array of sizes, of which the last varies fastest over neighbours."""
+def _arrange(sizes: Sequence[int], devices: Sequence[Any]) -> np.ndarray:
+    """Arranges devices in an array whose last dimensions stay within a host."""
     by_host: dict[int, list[Any]] = {host: [] for host in sorted(set(_hosts(devices)))}
     for host, device in zip(_hosts(devices), devices, strict=True):
         by_host[host].append(device)
-    if len(set(map(len, by_host.values()))) > 1:  # There is no regular way.
+    if len(set(map(len, by_host.values()))) > 1:  # No regular arrangement fits unequal hosts.
         array = np.empty(len(devices), object)
-        array[:] = [device for some in by_host.values() for device in some]
+        array[:] = [device for group in by_host.values() for device in group]
         return array.reshape(sizes)
     across = sizes_across(sizes, len(by_host))
     within = [size // outer for size, outer in zip(sizes, across, strict=True)]
-    arrays = np.stack([_lay_out_host(within, some) for some in by_host.values()])
+    arrays = np.stack([_arrange_host(within, group) for group in by_host.values()])
     pairs = [pair for dim in range(len(sizes)) for pair in (dim, len(sizes) + dim)]
     return arrays.reshape(*across, *within).transpose(pairs).reshape(sizes)
 
 
-def _lay_out_host(sizes: Sequence[int], devices: Sequence[Any]) -> np.ndarray:
+def _arrange_host(sizes: Sequence[int], devices: Sequence[Any]) -> np.ndarray:
     if devices[0].platform == "tpu":
         return arrange_in_torus(sizes, devices)
     return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
 
 
 def sizes_across(sizes: Iterable[int], num_hosts: int) -> list[int]:
-    """The part of each size, in the order of the axes, that goes across hosts of equal size."""
+    """Returns the factor of each size, in the order of the axes, that goes across equal hosts."""
     across = []
     for size in sizes:
         across.append(math.gcd(size, num_hosts))
@@ -122,7 +123,7 @@ def sizes_across(sizes: Iterable[int], num_hosts: int) -> list[int]:
 
 
 def describe_links(mesh: Mesh) -> str:
-    """Says in a line which links the axes lie on; empty on one host that is no TPU.
+    """Describes in a line the links that the axes are on; empty on one host that is no TPU.
 
     Returns:
       A line such as `4 hosts; data: 2 within a host x 4 across, model: within a host`. In a slice
@@ -160,12 +161,12 @@ def _describe_hosts_along(hosts: np.ndarray, dim: int, kind: str) -> str:
 
 
 def _has_slices(devices: Iterable[Any]) -> bool:
-    """Whether the devices know of more than one slice."""
+    """Returns whether the devices belong to more than one slice."""
     return len({getattr(device, "slice_index", 0) for device in devices}) > 1
 
 
 def _hosts(devices: Sequence[Any]) -> list[int]:
-    """The host of each device, by number."""
+    """Returns the host number of each device."""
     if _has_slices(devices):
         return [int(device.slice_index) for device in devices]
     return [0 if device.platform == "tpu" else int(device.process_index) for device in devices]

@@ -1,8 +1,8 @@
 """Random keys, in particular inside `shard_map`.
 
-Every device of a `shard_map` runs the same program on the same key. What must be equal on all
-devices (parameters) uses the key as it is; what must differ (dropout masks, noise on the data)
-folds the device's place in the mesh into it first.
+Every device of a `shard_map` runs the same program on the same key. Values that must be equal on
+all devices (parameters) use the key as it is. Values that must differ (dropout masks, noise on the
+data) use a key into which the device's index in the mesh is folded.
 """
 
 from typing import Any
@@ -14,15 +14,15 @@ from manualpar.core.mesh.axes import AxisName, axis_tuple, check_axes_bound
 
 
 def fold_rng_over_axis(rng: jax.Array, axis_name: AxisName) -> jax.Array:
-    """Makes a key that is different on every device along a mesh axis.
+    """Derives a key that is different on every device along a mesh axis.
 
     Args:
       rng: A key, typed (`jax.random.key`) or raw, the same on all devices along `axis_name`.
-      axis_name: A mesh axis bound by the surrounding `shard_map`, or a tuple of them: then the key
-        differs for every combination of their indices.
+      axis_name: A mesh axis bound by the enclosing `shard_map`, or a tuple of axes. With a tuple
+        the key differs for every combination of their indices.
 
     Returns:
-      A key of the same kind. Devices that agree on their index along `axis_name` still share it.
+      A key of the same kind. Devices with the same index along `axis_name` get the same key.
 
     Raises:
       ValueError: An axis is not bound.
@@ -36,7 +36,7 @@ def fold_rng_over_axis(rng: jax.Array, axis_name: AxisName) -> jax.Array:
 
 
 def typed_key(function: str, rng: Any) -> jax.Array:
-    """A typed or raw key as a typed one; raises in the name of `function` if it is not one key."""
+    """Converts a typed or raw key to a typed key; raises a `TypeError` if it is not one key."""
     dtype = getattr(rng, "dtype", None)
     if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and rng.shape == ():
         return rng

@@ -1,11 +1,11 @@
-"""What each mesh axis is for.
+"""The role of each mesh axis.
 
 A *data* axis splits the examples of a batch, a *context* axis another of its dimensions. Devices
 along either run the same program on different data, so gradients are averaged over both. Devices
-along any other axis see the same data. A *storage* axis only shares the memory: what is sharded
-over it is gathered where it is used. Over a *model* axis the model computes with its shards. Over
-a *stage* axis a pipeline runs some of the layers on each device, and what all of them use has a
-part of its gradient on each.
+along any other axis see the same data. A *storage* axis only shares the memory: a parameter that
+is sharded over it is gathered where it is used. Over a *model* axis the model computes with its
+shards. Over a *stage* axis a pipeline runs some of the layers on each device. A parameter that all
+stages use gets a part of its gradient on each of them.
 """
 
 import dataclasses
@@ -47,17 +47,17 @@ class AxisRoles:
         return tuple(axis for axis, role in self.others.items() if role == "stage")
 
     def role_of(self, axis: str) -> Role:
-        """The role of a mesh axis."""
+        """Returns the role of a mesh axis."""
         for dim, axes in self.batch_dims.items():
             if axis in axes:
                 return "context" if dim else "data"
         return self.others.get(axis, "storage")
 
     def batch_specs(self, batch: Any) -> Any:
-        """The tree of a batch with a `PartitionSpec` at each leaf; scalars are replicated."""
+        """Returns the `PartitionSpec` of each leaf of a batch; scalars are replicated."""
         return jax.tree.map(lambda x: PartitionSpec(*self.batch_spec[: jnp.ndim(x)]), batch)
 
     @property
     def batch_spec(self) -> PartitionSpec:
-        """The `PartitionSpec` of a leaf that has all the dimensions that are split."""
+        """The `PartitionSpec` of a leaf with all of the split dimensions."""
         return PartitionSpec(*map(self.batch_dims.get, range(max(self.batch_dims) + 1)))

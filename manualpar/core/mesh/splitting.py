@@ -1,4 +1,4 @@
-"""How a batch is split over the mesh and into minibatches, and which batches cannot be."""
+"""Splits a batch into minibatches, and refuses batches that cannot be split over the mesh."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from manualpar.core.mesh.roles import AxisRoles
 
 
 def shapes_of_batch(field: str, batch: Any) -> Any:
-    """The shapes and dtypes of a batch; refuses what is no array, in the name of `field`."""
+    """Returns the shapes and dtypes of a batch; refuses leaves that are not arrays."""
 
     def abstract(path: Any, x: Any) -> Any:
         try:
@@ -26,7 +26,7 @@ def shapes_of_batch(field: str, batch: Any) -> Any:
 
 
 def check_batch(field: str, batch: Any, mesh: Mesh, roles: AxisRoles) -> None:
-    """Refuses a batch that cannot be split evenly over the mesh, in the name of `field`."""
+    """Refuses a batch, which the message calls `field`, that the mesh cannot split evenly."""
     for dim, axes in roles.batch_dims.items():
         _check_dim(field, batch, dim, axes, axes_size(mesh, axes))
     if roles.context_axis is not None and mesh.shape[roles.context_axis] > 1:
@@ -34,7 +34,7 @@ def check_batch(field: str, batch: Any, mesh: Mesh, roles: AxisRoles) -> None:
 
 
 def _check_positions(field: str, batch: Any, axis: str, devices: int) -> None:
-    """Refuses sequences that cannot be laid out in zig-zag, and leaves that are none."""
+    """Refuses lengths of sequences that zig-zag order does not allow, and leaves without dim 1."""
     for path, x in jax.tree_util.tree_leaves_with_path(batch):
         name = f"{field}{jax.tree_util.keystr(path)}"
         if jnp.ndim(x) == 1:
@@ -51,31 +51,31 @@ def _check_positions(field: str, batch: Any, axis: str, devices: int) -> None:
 
 
 def _check_dim(field: str, batch: Any, dim: int, axes: tuple[str, ...], devices: int) -> None:
-    what = f"entries along dim {dim}" if dim else "examples"
+    unit = f"entries along dim {dim}" if dim else "examples"
     sizes = {
         f"{field}{jax.tree_util.keystr(path)}": x.shape[dim]
         for path, x in jax.tree_util.tree_leaves_with_path(batch)
         if jnp.ndim(x) > dim
     }
     if not sizes:
-        raise ValueError(f"{field} has no arrays of shape [B, ...], expected some {what}.")
+        raise ValueError(f"{field} has no arrays of shape [B, ...], expected some {unit}.")
     for name, size in sizes.items():
         if not size or size % devices:
             raise ValueError(
-                f"{name} has {size} {what}, expected a positive multiple of the {devices} "
+                f"{name} has {size} {unit}, expected a positive multiple of the {devices} "
                 f"devices along {axes}: no example may be dropped. Change the batch size or the "
                 "number of devices, or pad the batch and mask the padding."
             )
     if len(set(sizes.values())) > 1:
         raise ValueError(
-            f"{field} has leaves with different numbers of {what}, expected one number along "
+            f"{field} has leaves with different numbers of {unit}, expected one number along "
             f"{f'dim {dim}' if dim else 'their leading dimension'}: "
             f"{', '.join(f'{k} has {v}' for k, v in sizes.items())}."
         )
 
 
 def check_minibatches(batch: Any, num_minibatches: int, *, devices: int = 1) -> None:
-    """Refuses minibatches that do not divide what each of some devices has of a batch."""
+    """Refuses a number of minibatches that does not divide the examples on each device."""
     if (
         isinstance(num_minibatches, bool)
         or not isinstance(num_minibatches, int)

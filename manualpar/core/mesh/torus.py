@@ -1,16 +1,16 @@
 """Rings of neighbours in the torus of a slice of TPUs.
 
-Along a mesh axis each device sends to the next one, and the last to the first. A *hop* is a link on
-the way. If each next device is one hop away, each link carries the data of one device in each
-direction, and XLA makes permutations along the axis asynchronous. Gathers and scatters do not
+Along a mesh axis each device sends to the next device, and the last to the first. A *hop* is a link
+on the way. If the next device is always one hop away, each link carries the data of one device in
+each direction, and XLA makes permutations along the axis asynchronous. Gathers and scatters do not
 depend on the order of devices: XLA finds rings for them by itself.
 
 In a grid of at least two dimensions, one of them of even size, a ring of neighbours goes through
-all places, and needs no link between opposite ends. It passes through all rows on the way out, and
-leaves the first place of each row for the way back: in a grid of 2x4 up one column and down the
-other.
+all positions, and needs no link between opposite ends. It passes through all rows on the way out,
+and leaves the first position of each row for the way back. In a grid of 2x4 it goes up one column
+and down the other.
 
-A chip with two devices counts as two places, one hop apart.
+A chip with two devices counts as two positions, one hop apart.
 """
 
 import dataclasses
@@ -22,14 +22,14 @@ import numpy as np
 from jax.experimental import mesh_utils
 
 NAMES = ("x", "y", "z", "core")
-FAR = 2**30  # More hops than there are.
-# Chips whose torus has two dimensions; of others it has three.
+FAR = 2**30  # More hops than any slice has.
+# Chips whose torus has two dimensions. Other chips have three.
 FLAT = ("lite", "v5e", "v6e")
 
 
 @dataclasses.dataclass(frozen=True)
 class _Chip:
-    """Stands for a device of a kind for which `mesh_utils` has no order of its own."""
+    """A stand-in for a device, of a kind for which `mesh_utils` has no special order."""
 
     device: Any
     coords: tuple[int, ...]
@@ -39,17 +39,18 @@ class _Chip:
 
 
 def arrange_in_torus(sizes: Sequence[int], devices: Sequence[Any]) -> np.ndarray:
-    """Lays the devices of a slice of TPUs out in an array whose dimensions have few hops.
+    """Arranges the devices of a slice of TPUs in an array whose dimensions have few hops.
 
     Args:
       sizes: The sizes of the array. The last dimension takes the fastest links.
-      devices: As many devices of one slice.
+      devices: The devices of one slice, as many as the product of the sizes.
 
     Returns:
-      The devices as `mesh_utils.create_device_mesh` lays them out, or with fewer hops: in its
-      general order, where it has another for a small slice, and with each dimension in the order of
-      `ring_through`. The last dimension counts first. Devices stand as they come if they do not
-      fill a box, or do not know their coordinates.
+      The arrangement with the fewest hops along the last dimension, then along the one before it,
+      and so on. The candidates are `mesh_utils.create_device_mesh`'s arrangement, its general
+      arrangement if it has a special one for a small slice, and both with each dimension in the
+      order of `ring_through`. Devices keep their order if they do not fill a box or have no
+      coordinates.
     """
     array = np.empty(len(devices), object)
     array[:] = devices
@@ -57,7 +58,7 @@ def arrange_in_torus(sizes: Sequence[int], devices: Sequence[Any]) -> np.ndarray
     if coords is None or len(array) != math.prod(np.ptp(coords, 0) + 1):
         return array.reshape(sizes)
     arrays = [mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)]
-    if not coords[:, -1].any():  # Of chips with two devices only `mesh_utils` knows enough.
+    if not coords[:, -1].any():  # A stand-in cannot describe a chip with two devices.
         chips = [_Chip(device, tuple(device.coords)) for device in devices]
         general = mesh_utils.create_device_mesh(sizes, chips, allow_split_physical_axes=True)
         arrays.append(np.vectorize(lambda chip: chip.device, otypes=[object])(general))
@@ -68,7 +69,7 @@ def arrange_in_torus(sizes: Sequence[int], devices: Sequence[Any]) -> np.ndarray
 
 
 def ring_through(shape: Sequence[int]) -> list[tuple[int, ...]]:
-    """The places of a grid in an order in which each is next to the one before.
+    """Returns the positions of a grid, each next to the one before.
 
     The last is next to the first, unless all sizes are odd or the grid is a line.
     """
@@ -77,13 +78,13 @@ def ring_through(shape: Sequence[int]) -> list[tuple[int, ...]]:
         return _path_through(shape)
     first, *others = _path_through([size for dim, size in enumerate(shape) if dim != even])
     rows = range(shape[even])
-    out = [(row, place) for row in rows for place in (others if row % 2 == 0 else others[::-1])]
+    out = [(row, position) for row in rows for position in others[:: 1 if row % 2 == 0 else -1]]
     ring = [(0, first), *out, *((row, first) for row in reversed(rows[1:]))]
-    return [(*place[:even], row, *place[even:]) for row, place in ring]
+    return [(*position[:even], row, *position[even:]) for row, position in ring]
 
 
 def _path_through(shape: Sequence[int]) -> list[tuple[int, ...]]:
-    """The places of a grid, each next to the one before, back and forth."""
+    """Returns the positions of a grid, back and forth, each next to the one before."""
     path: list[tuple[int, ...]] = [()]
     for size in reversed(shape):
         path = [(i, *place) for i in range(size) for place in (path if i % 2 == 0 else path[::-1])]
@@ -91,31 +92,32 @@ def _path_through(shape: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def _in_rings(array: np.ndarray, wraps: np.ndarray) -> np.ndarray:
-    """The array with each dimension in the order of a ring, where that has fewer hops."""
+    """Puts each dimension of the array in the order of a ring, where that has fewer hops."""
     for dim, size in enumerate(array.shape):
-        places = _coords_of(np.moveaxis(array, dim, 0).reshape(size, -1)[:, 0])
-        found = [np.unique(column, return_inverse=True) for column in places.T]
-        shape = [len(values) for values, _ in found]
-        if math.prod(shape) == size:  # They make up a grid.
-            index = {place: i for i, place in enumerate(zip(*(at for _, at in found), strict=True))}
-            ring = np.take(array, [index[place] for place in ring_through(shape)], dim)
+        coords = _coords_of(np.moveaxis(array, dim, 0).reshape(size, -1)[:, 0])
+        columns = [np.unique(column, return_inverse=True) for column in coords.T]
+        shape = [len(values) for values, _ in columns]
+        if math.prod(shape) == size:  # The devices form a grid.
+            positions = zip(*(inverse for _, inverse in columns), strict=True)
+            index = {position: i for i, position in enumerate(positions)}
+            ring = np.take(array, [index[position] for position in ring_through(shape)], dim)
             if _hops(ring, dim, wraps).sum() < _hops(array, dim, wraps).sum():
                 array = ring
     return array
 
 
 def _hops(array: np.ndarray, dim: int, wraps: np.ndarray) -> np.ndarray:
-    """The hops from each device to the next along a dimension, and from the last to the first."""
+    """Counts the hops from each device to the next along a dimension, and from last to first."""
     coords = _coords_of(array)
     apart = np.abs(coords - np.roll(coords, -1, dim))
     return np.minimum(apart, np.abs(wraps - apart)).sum(-1)
 
 
 def closed_sides(sides: Sequence[int], *, is_flat: bool) -> list[bool]:
-    """Which sides of a slice, in chips, are closed to a ring by links between their ends.
+    """Returns which sides of a slice, in chips, links between their ends close to a ring.
 
-    In a flat torus, of two dimensions, it is a full side of a pod, of 16 chips. In three dimensions
-    it is all sides of a slice that consists of whole cubes of four, or none.
+    In a flat torus, of two dimensions, a full side of a pod, of 16 chips, is closed. In three
+    dimensions all sides are closed if each is a multiple of four chips, else none.
     """
     if is_flat:
         return [side % 16 == 0 for side in sides]
@@ -123,19 +125,19 @@ def closed_sides(sides: Sequence[int], *, is_flat: bool) -> list[bool]:
 
 
 def _wraps(array: np.ndarray) -> np.ndarray:
-    """How many hops lead around each dimension of a slice that is closed to a ring, else `FAR`."""
+    """Returns the hops around each dimension of a slice that is closed to a ring, else `FAR`."""
     sides = np.ptp(_coords_of(array).reshape(-1, len(NAMES)), 0) + 1
     is_flat = any(word in array.flat[0].device_kind for word in FLAT)
-    closed = [*closed_sides(sides[:-1], is_flat=is_flat), False]  # The last are cores.
+    closed = [*closed_sides(sides[:-1], is_flat=is_flat), False]  # The last side counts cores.
     return np.where(closed, sides, FAR)
 
 
 def describe_along(array: np.ndarray, hosts: np.ndarray, dim: int) -> str:
-    """Says how a dimension of an array of TPUs lies in the torus, as far as it stays on a host.
+    """Describes how a dimension of an array of TPUs goes through the torus within a host.
 
     Args:
       array: The devices.
-      hosts: The host, or the slice, of each.
+      hosts: The host, or the slice, of each device.
       dim: The dimension.
 
     Returns:
@@ -144,30 +146,30 @@ def describe_along(array: np.ndarray, hosts: np.ndarray, dim: int) -> str:
     if _coords_of(array) is None:
         return "in an unknown order (no coordinates)"
     size, wraps = array.shape[dim], _wraps(array)
-    lines, of_lines = (np.moveaxis(x, dim, -1).reshape(-1, size) for x in (array, hosts))
-    parts = [
-        line[of_line == host]
-        for line, of_line in zip(lines, of_lines, strict=True)
-        for host in np.unique(of_line)
-        if (of_line == host).sum() > 1
+    lines, hosts_of_lines = (np.moveaxis(x, dim, -1).reshape(-1, size) for x in (array, hosts))
+    runs = [
+        line[line_hosts == host]
+        for line, line_hosts in zip(lines, hosts_of_lines, strict=True)
+        for host in np.unique(line_hosts)
+        if (line_hosts == host).sum() > 1
     ]
-    if not parts:
+    if not runs:
         return ""
-    moved = np.any([np.ptp(_coords_of(part), 0) > 0 for part in parts], 0)
+    moved = np.any([np.ptp(_coords_of(run), 0) > 0 for run in runs], 0)
     along = "".join(name for name, has_moved in zip("xyz", moved, strict=False) if has_moved)
     if not along:
         return "within a chip"
-    hops = [_hops(part, 0, wraps) for part in parts]
-    most, within = max(map(max, hops)), max(max(some[:-1]) for some in hops)
+    hops = [_hops(run, 0, wraps) for run in runs]
+    most, within = max(map(max, hops)), max(max(run_hops[:-1]) for run_hops in hops)
     if most == 1:
-        return f"{'between' if len(parts[0]) == 2 else 'in a ring of'} neighbours along {along}"
+        return f"{'between' if len(runs[0]) == 2 else 'in a ring of'} neighbours along {along}"
     if within == 1:
         return f"in a line of neighbours along {along} with {most} hops back"
     return f"along {along} with up to {most} hops"
 
 
 def _coords_of(array: np.ndarray) -> Any:
-    """The coordinates of devices, and their numbers on their chips: `[..., 4]`, or `None`."""
+    """Returns devices' coordinates and their numbers on their chips, `[..., 4]`, or `None`."""
     if not all(getattr(device, "coords", None) for device in array.flat):
         return None
     coords = [(*(*device.coords, 0, 0)[:3], device.core_on_chip) for device in array.flat]

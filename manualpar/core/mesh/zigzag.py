@@ -1,10 +1,10 @@
-"""The order in which a sequence lies on the devices along a context axis.
+"""The zig-zag order of a sequence over the devices along a context axis.
 
-Under a causal mask the first tokens of a sequence attend to few others and the last to many. If
+Under a causal mask the first tokens of a sequence attend to few tokens and the last to many. If
 each of `C` devices had a run of consecutive tokens, the last device would have most of the work. So
-the sequence is cut into `2 C` half blocks, of which device `c` gets those at `c` and `2 C - 1 - c`
-(zig-zag). A step puts its batch into this order once, where it is integers for the most part; the
-model and the loss see nothing else.
+the sequence is cut into `2 C` half blocks, and device `c` gets half blocks `c` and `2 C - 1 - c`
+(zig-zag). A step puts its batch into this order once, when it still consists of integers for the
+most part. The model and the loss see only this order.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ from manualpar.core.tracing.scopes import CONTEXT_SCOPE
 def to_zigzag(batch: Any, axis: str) -> Any:
     """Exchanges consecutive runs of positions for half blocks in zig-zag order.
 
-    Leaves are `[B, S/axis, ...]`, before it the device's run of each sequence, and after it half
+    Leaves are `[B, S/axis, ...]`: at first the device's run of each sequence, afterwards half
     block `c` and then `2 C - 1 - c`. Scalars stay as they are.
 
     Communication:
@@ -31,7 +31,7 @@ def to_zigzag(batch: Any, axis: str) -> Any:
         return min(block, 2 * size - 1 - block)
 
     sends = [[(c, home(2 * c + half)) for c in range(size)] for half in (0, 1)]
-    # Even half blocks are first halves. The low half block of an odd device is an odd one.
+    # Even half blocks are the first halves of runs. The low half block of an odd device is odd.
     is_odd = jax.lax.axis_index(axis) % 2 == 1
 
     def exchange(x: jax.Array) -> jax.Array:

@@ -1,7 +1,7 @@
 """The modes in which a step runs on global arrays and XLA derives the collectives.
 
-- `auto`: a parameter is constrained to be whole where it is used, and its gradient to be sharded as
-  its optimizer state is.
+- `auto`: a parameter is constrained to be replicated where it is used, and its gradient to be
+  sharded in the same way as its optimizer state.
 - `explicit`: the same, but the shardings are part of the types, and `reshard` changes them.
 - `auto-unconstrained`: as `auto` without a constraint where a parameter is used, so that XLA may
   move activations instead.
@@ -42,12 +42,12 @@ from manualpar.core.tracing.scopes import GATHER_SCOPE, NEW_PARAMS_SCOPE, SCATTE
 
 
 class GlobalArrays(Manual):
-    """How a step runs on global arrays; the methods are those of `Manual`."""
+    """Runs the operations of a step on global arrays; see `Manual` for the methods."""
 
     writes_collectives: ClassVar[bool] = False
 
     def constrain(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
-        """Says how a global array is sharded from here on."""
+        """Constrains the sharding of a global array."""
         raise NotImplementedError
 
     @property
@@ -58,7 +58,7 @@ class GlobalArrays(Manual):
     def run(
         self, function: Callable[..., Any], *, in_specs: Any, out_specs: Any
     ) -> Callable[..., Any]:
-        """Makes a function of global arrays one whose results have the given specs."""
+        """Wraps a function of global arrays so that its results are sharded by `out_specs`."""
         del in_specs
 
         def constrained(*args: Any) -> Any:
@@ -71,32 +71,32 @@ class GlobalArrays(Manual):
         return constrained
 
     def fold(self, rng: jax.Array) -> jax.Array:
-        """The key as it is: the code sees all examples."""
+        """Returns the key as it is, because the code sees all examples."""
         return rng
 
-    def arrange(self, batch: Any, roles: AxisRoles) -> Any:
-        """The batch: each sequence is whole."""
+    def to_zigzag(self, batch: Any, roles: AxisRoles) -> Any:
+        """Returns the batch as it is, because XLA sees full sequences."""
         del roles
         return batch
 
     def split(self, batch: Any, num_minibatches: int, roles: AxisRoles) -> Any:
-        """Splits a batch so that every device's examples stay where they are.
+        """Splits a batch so that every example stays on its device.
 
         Each minibatch has an equal part of every device's examples.
         """
-        axes = roles.batch_dims[0]  # Those of sequences divide no examples.
+        axes = roles.batch_dims[0]  # The axes of dim 1 divide sequences, and no examples.
         devices = axes_size(self.mesh, axes)
         check_minibatches(batch, num_minibatches, devices=devices)
 
         def split(x: Any) -> jax.Array:
             if not x.ndim:
                 return jnp.broadcast_to(x, (num_minibatches,))
-            part, rest = x.shape[0] // devices // num_minibatches, x.shape[1:]
+            size, rest = x.shape[0] // devices // num_minibatches, x.shape[1:]
             names = roles.batch_spec[1 : x.ndim]
-            shape = (devices, num_minibatches, part, *rest)
+            shape = (devices, num_minibatches, size, *rest)
             x = self._reshape(x, shape, axes, None, None, *names)
             x = jnp.swapaxes(x, 0, 1)
-            return self._reshape(x, (num_minibatches, devices * part, *rest), None, axes, *names)
+            return self._reshape(x, (num_minibatches, devices * size, *rest), None, axes, *names)
 
         return jax.tree.map(split, batch)
 
@@ -104,46 +104,46 @@ class GlobalArrays(Manual):
         return self.constrain(jax.lax.reshape(x, shape), _full_spec(shape, names))
 
     def scatter(self, place: Placement, shard: Any, g: Any) -> Any:
-        """Has XLA leave each device its shard of a gradient."""
+        """Constrains a gradient to be sharded, so that XLA scatters it."""
         if boxed_axes(g) == boxed_axes(shard):
             return g
         g = pad_leaf(g.value if is_box(g) else g, place.padding)
         return shard.replace(value=self.constrain(g, place.state_spec))
 
     def sync(self, place: Placement, shard: Any, g: Any) -> Any:
-        """The gradient as it is: that of the global batch."""
+        """Returns the gradient as it is, because it is the global batch's."""
         del place, shard
         return g
 
     def sync_metrics(self, metrics: Metrics) -> Metrics:
-        """The metrics as they are."""
+        """Returns the metrics as they are, because they count all examples."""
         return metrics
 
     def sync_collections(
         self, collections: Any, before: Any, rules: Mapping[str, CollectionSync]
     ) -> Any:
-        """The collections as they are."""
+        """Returns the collections as they are, because there is one copy of each."""
         del before, rules
         return collections
 
     def replicate(self, placements: Any, params: Any) -> Any:
-        """Has XLA gather parameters that every device keeps whole."""
+        """Constrains updated parameters to their own specs, so that XLA gathers them."""
 
         def gather(place: Placement, x: jax.Array) -> jax.Array:
             if place.state_names is None:
                 return x
             with jax.named_scope(NEW_PARAMS_SCOPE):
-                whole = jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, place.spec))
-                return unpad_leaf(whole, place.padding)
+                x = jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, place.spec))
+                return unpad_leaf(x, place.padding)
 
         return map_in_scopes(gather, placements, params)
 
     def _make_box(self, x: jax.Array, names: Names, **fields: Any) -> ShardedParameter:
         return GlobalParameter(x, names, mode=self, **fields)
 
-    def make_whole(self, x: jax.Array, names: Names, sharded: Names) -> jax.Array:
-        """Constrains a parameter to be sharded only over `names`, where it was over `sharded`."""
-        del sharded
+    def unshard(self, x: jax.Array, names: Names, stored_names: Names) -> jax.Array:
+        """Constrains a parameter to `names`; it is stored sharded over `stored_names`."""
+        del stored_names
         return self.constrain(x, names_to_spec(names))
 
 
@@ -154,12 +154,12 @@ class Auto(GlobalArrays):
     name: ClassVar[ModeName] = "auto"
 
     def constrain(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
-        """A constraint for XLA."""
+        """Constrains the sharding of a global array."""
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
 
     @contextlib.contextmanager
     def context(self) -> Iterator[None]:
-        """The mesh and the rules for constraints on activations."""
+        """Sets the mesh and the rules for a model's constraints on activations."""
         # Without a mesh flax's constraints on activations do nothing.
         mesh = self.mesh.abstract_mesh
         with jax.sharding.use_abstract_mesh(mesh), nn.logical_axis_rules(self.rules):
@@ -171,7 +171,7 @@ class Auto(GlobalArrays):
         return self.mesh.abstract_mesh
 
     def under_mesh(self, function: Callable[..., Any], in_specs: Any) -> Callable[..., Any]:
-        """A function that finds the mesh around it."""
+        """Wraps a function so that it runs under the mesh."""
         del in_specs
 
         def run(*args: Any) -> Any:
@@ -180,11 +180,11 @@ class Auto(GlobalArrays):
 
         return run
 
-    def make_whole(self, x: jax.Array, names: Names, sharded: Names) -> jax.Array:
-        """A constraint, and one for the gradient."""
-        # By itself a constraint holds for the gradient too, which would be summed whole everywhere.
-        shardings = [NamedSharding(self.mesh, names_to_spec(n)) for n in (names, sharded)]
-        return _make_whole(x, *shardings)
+    def unshard(self, x: jax.Array, names: Names, stored_names: Names) -> jax.Array:
+        """Constrains a parameter to `names`, and its gradient to `stored_names`."""
+        # A plain constraint holds for the gradient too, which would be all-reduced.
+        shardings = [NamedSharding(self.mesh, names_to_spec(n)) for n in (names, stored_names)]
+        return _unshard(x, *shardings)
 
 
 @register_mode
@@ -194,7 +194,7 @@ class Unconstrained(GlobalArrays):
     name: ClassVar[ModeName] = "auto-unconstrained"
 
     def constrain(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
-        """The array as it is."""
+        """Returns the array as it is."""
         del spec
         return x
 
@@ -206,19 +206,19 @@ class Explicit(GlobalArrays):
     name: ClassVar[ModeName] = "explicit"
 
     def constrain(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
-        """An array of another type."""
+        """Reshards an array, which changes its type."""
         return jax.sharding.reshard(x, spec)
 
     def run(
         self, function: Callable[..., Any], *, in_specs: Any, out_specs: Any
     ) -> Callable[..., Any]:
-        """Makes a function of typed global arrays one of untyped ones."""
+        """Wraps a function of arrays with explicit shardings, to take arrays without them."""
         constrained = super().run(function, in_specs=in_specs, out_specs=out_specs)
         return self.under_mesh(constrained, in_specs)
 
     @contextlib.contextmanager
     def context(self) -> Iterator[None]:
-        """A way for dropout to run where shardings are types."""
+        """Lets dropout run where shardings are types."""
         with nn.logical_axis_rules(()), nn.intercept_methods(_keep_dropout_sharded):
             yield
 
@@ -229,7 +229,7 @@ class Explicit(GlobalArrays):
         return mesh
 
     def under_mesh(self, function: Callable[..., Any], in_specs: Any) -> Callable[..., Any]:
-        """A function of arrays that are typed with the given specs."""
+        """Wraps a function so that its arguments have explicit shardings, `in_specs`."""
 
         def run(*args: Any) -> Any:
             specs = jax.tree.unflatten(jax.tree.structure(args), _broadcast(in_specs, args))
@@ -241,13 +241,14 @@ class Explicit(GlobalArrays):
         return run
 
     def box(self, place: Placement, x: jax.Array, *, as_state: bool = False) -> Any:
-        """A box that makes the parameter whole: layers that know of no axis cannot compute with it.
+        """Boxes a parameter so that it is also gathered over the axes that split it.
 
-        (Their global products would contract dims that types shard.)
+        In this mode layers do not compute with shards. Their products would contract a dim that
+        types shard.
         """
         names = place.names if place.split_axes else ()
-        split = [axis for name in names for axis in axis_tuple(name) if axis in place.split_axes]
-        storage_axes = (*place.storage_axes, *split)
+        split_axes = [a for name in names for a in axis_tuple(name) if a in place.split_axes]
+        storage_axes = (*place.storage_axes, *split_axes)
         return super().box(
             dataclasses.replace(place, storage_axes=storage_axes), x, as_state=as_state
         )
@@ -257,7 +258,7 @@ class Explicit(GlobalArrays):
 
 
 class GlobalParameter(ShardedParameter, eq=False):
-    """A parameter, sharded in global arrays, in a box that has it made whole where it is used.
+    """A box that unshards a parameter, a sharded global array, where it is used.
 
     Attributes:
       mode: The mode.
@@ -266,7 +267,7 @@ class GlobalParameter(ShardedParameter, eq=False):
     mode: Any = flax.struct.field(default=None, pytree_node=False)
 
     def unbox(self, apply_constraint: bool = True) -> Any:
-        """Constrains the parameter to be whole over the axes it is gathered over.
+        """Constrains the parameter to be replicated over `gather_axes`.
 
         Communication:
           None of ours; XLA gathers.
@@ -276,32 +277,32 @@ class GlobalParameter(ShardedParameter, eq=False):
         return gathered.finish(gathered.value)
 
     def gather_data_axes(self) -> "GlobalParameter":
-        """The same box of a parameter that is constrained to be whole."""
-        # Types that shard a dim which a layer contracts would be ambiguous: explicit gathers all.
-        gathered = {*self.gather_axes}
+        """Returns the box with its value constrained to be replicated over `gather_axes`."""
+        # In mode `explicit` a layer must not contract a dim that types shard: gather over all axes.
+        axes = {*self.gather_axes}
         if isinstance(self.mode, Explicit):
-            gathered |= {*self.storage_axes}
-        names = tuple(None if set(axis_tuple(n)) & gathered else n for n in self.names)
+            axes |= {*self.storage_axes}
+        names = tuple(None if set(axis_tuple(n)) & axes else n for n in self.names)
         value = cast_floating(self.value, self.wire.gather_dtype)
         with jax.named_scope(GATHER_SCOPE):
-            value = self.mode.make_whole(value, names, self.names)
+            value = self.mode.unshard(value, names, self.names)
         return self.replace(value=unpad_leaf(value, self.padding), names=names, padding=())
 
 
-def _constrain_whole(x: jax.Array, whole: Any, sharded: Any) -> jax.Array:
-    del sharded
-    return jax.lax.with_sharding_constraint(x, whole)
+def _constrain_value(x: jax.Array, sharding: Any, stored: Any) -> jax.Array:
+    del stored
+    return jax.lax.with_sharding_constraint(x, sharding)
 
 
-def _constrain_sharded(g: jax.Array, sharded: Any) -> jax.Array:
+def _constrain_gradient(g: jax.Array, stored: Any) -> jax.Array:
     with jax.named_scope(SCATTER_SCOPE):
-        return jax.lax.with_sharding_constraint(g, sharded)
+        return jax.lax.with_sharding_constraint(g, stored)
 
 
-_make_whole = jax.custom_vjp(_constrain_whole, nondiff_argnums=(1, 2))
-_make_whole.defvjp(
-    lambda x, whole, sharded: (_constrain_whole(x, whole, sharded), None),
-    lambda whole, sharded, _, g: (_constrain_sharded(g, sharded),),
+_unshard = jax.custom_vjp(_constrain_value, nondiff_argnums=(1, 2))
+_unshard.defvjp(
+    lambda x, sharding, stored: (_constrain_value(x, sharding, stored), None),
+    lambda sharding, stored, _, g: (_constrain_gradient(g, stored),),
 )
 
 
@@ -313,15 +314,15 @@ def _keep_dropout_sharded(next_fun: Any, args: Any, kwargs: Any, context: Any) -
     if not isinstance(context.module, nn.Dropout) or context.method_name != "__call__":
         return next_fun(*args, **kwargs)
     dropout, (inputs, *rest) = context.module, args
-    given = dict(zip(("deterministic", "rng"), rest, strict=False)) | kwargs
-    inactive = nn.merge_param("deterministic", dropout.deterministic, given.get("deterministic"))
+    options = dict(zip(("deterministic", "rng"), rest, strict=False)) | kwargs
+    inactive = nn.merge_param("deterministic", dropout.deterministic, options.get("deterministic"))
     if inactive or dropout.rate in (0, 1):
         return next_fun(*args, **kwargs)
-    # The key is an argument too: what a function closes over keeps its explicit type.
-    rng = given.pop("rng", None)
+    # The key is an argument too, because values that a function closes over keep explicit types.
+    rng = options.pop("rng", None)
     rng = dropout.make_rng(dropout.rng_collection) if rng is None else rng
     sharding = jax.typeof(inputs).sharding
-    function = functools.partial(_call_with_rng, next_fun, given)
+    function = functools.partial(_call_with_rng, next_fun, options)
     return jax.sharding.auto_axes(function, out_sharding=sharding)(inputs, rng)
 
 
@@ -334,10 +335,10 @@ def _full_spec(shape: tuple[int, ...], names: tuple[Any, ...]) -> PartitionSpec:
 
 
 def _broadcast(specs: Any, tree: Any) -> list[PartitionSpec]:
-    """A spec for each leaf of a tree, from a prefix of it."""
+    """Returns a spec for each leaf of a tree, from a tree of specs that is a prefix of it."""
     leaves: list[PartitionSpec] = []
     jax.tree.map(
-        lambda spec, part: leaves.extend([spec] * len(jax.tree.leaves(part))),
+        lambda spec, subtree: leaves.extend([spec] * len(jax.tree.leaves(subtree))),
         specs,
         tree,
         is_leaf=lambda x: isinstance(x, PartitionSpec),

@@ -1,16 +1,16 @@
-"""Gradients of the global mean, from what each device sees of a batch.
+"""Gradients of the global mean loss, from each device's part of a batch.
 
-The gradient of a step is that of `sum over all examples / their global number`, however the
+A step differentiates `sum of the loss over all examples / their global number`, however the
 examples are split over devices and minibatches and however many of them are masked. With `n_k`
-valid examples and local mean loss `l_k` on part `k`, it is `sum_k n_k grad(l_k) / sum_k n_k`. So
-each part is weighted by its count *before* anything is averaged. A mean of means would be another
-loss.
+valid examples and mean loss `l_k` on part `k`, the gradient is `sum_k n_k grad(l_k) / sum_k n_k`.
+So each part is weighted by its count *before* anything is averaged. A mean of means would be
+another loss.
 
 The types decide who adds up the devices' gradients. Where a parameter is *invariant* over a mesh
 axis, autodiff inserts a `psum` over that axis, once for every use and minibatch. Therefore
-parameters are cast to *varying* first. Then gradients stay local while they are accumulated, and
-`sync_gradients` reduces them once. A gradient that nobody has reduced still varies, and `shard_map`
-refuses to return it as replicated.
+parameters are cast to *varying* first. Then gradients differ between devices while they are
+accumulated, and `sync_gradients` reduces them once. A gradient that has not been reduced still
+varies, and `shard_map` refuses to return it as replicated.
 """
 
 import functools
@@ -22,16 +22,20 @@ import jax.numpy as jnp
 
 from manualpar.core.mesh.axes import AxisName, axis_tuple, check_axes_bound
 from manualpar.core.parameters.collectives import cast_to_varying, is_vma_checked, varying_axes
-from manualpar.core.parameters.sharded_parameter import boxed_axes, is_box, wire_dtype, wire_of
+from manualpar.core.parameters.sharded_parameter import (
+    boxed_axes,
+    comm_policy,
+    is_box,
+    reduction_dtype,
+)
 from manualpar.core.parameters.trainable import combine, empty_part
 from manualpar.core.state.metrics import Metrics
 from manualpar.core.tracing.scopes import COUNT_SCOPE, METRICS_SCOPE, REDUCE_SCOPE
 
 # (params, collections, minibatch, rng) -> (loss, metrics, updated collections).
 CarryingLossFn = Callable[[Any, Any, Any, jax.Array], tuple[jax.Array, Metrics, Any]]
-# The same as it is differentiated: -> (loss times count, (metrics, updated collections)). Here and
-# in a `Accumulation` the parameters are a pair of trees: of those that are trained, and of frozen
-# ones.
+# The function that is differentiated: -> (loss times count, (metrics, updated collections)). Here
+# and in an `Accumulation` the parameters are a pair of trees, trained and frozen.
 WeightedLoss = Callable[[Any, Any, Any, jax.Array], tuple[jax.Array, tuple[Metrics, Any]]]
 # A linear function of the gradients of each minibatch, applied before they are added up.
 Reduce = Callable[[Any], Any]
@@ -52,40 +56,40 @@ def accumulate(
     frozen: Any = None,
     outer_axes: tuple[str, ...] = (),
 ) -> tuple[Any, Metrics, Any]:
-    """`by_hand.accumulate_gradients` for a loss that carries collections between minibatches.
+    """Accumulates gradients over minibatches, and carries collections from one to the next.
 
     Args:
       loss_fn: `(params, collections, minibatch, rng) -> (loss, metrics, collections)`.
       params: The parameters that are trained; boxes allowed.
-      collections: The collections to begin with.
+      collections: The collections before the first minibatch.
       minibatches: A tree whose leaves are `[M, B/M, ...]`, see `split_minibatches`.
       rng: A key.
       schedule: How the minibatches run: `unrolled` or `scanned`.
       reduce: Applied to the gradients of each minibatch before they are added up.
-      frozen: Other parameters, if any, see `split_trained`. The loss gets both in one tree.
-      outer_axes: Mesh axes along which devices take steps of their own.
+      frozen: The frozen parameters, if any, see `partition`. The loss gets both in one tree.
+      outer_axes: Mesh axes along which devices take separate steps, see `Manual`.
 
     Returns:
       The gradients in float32 or wider, the metrics, and the collections after the last minibatch.
     """
     keys = jax.random.split(rng, len(jax.tree.leaves(minibatches)[0]))
     axes = varying_axes(minibatches)
-    parts = params, empty_part(params) if frozen is None else frozen
-    parts = cast_to_varying(parts, axes)
+    pair = params, empty_part(params) if frozen is None else frozen
+    pair = cast_to_varying(pair, axes)
 
     def weighted_loss(
-        parts: Any, collections: Any, minibatch: Any, key: jax.Array
+        pair: Any, collections: Any, minibatch: Any, key: jax.Array
     ) -> tuple[jax.Array, Any]:
-        loss, metrics, collections = loss_fn(combine(parts), collections, minibatch, key)
+        loss, metrics, collections = loss_fn(combine(pair), collections, minibatch, key)
         weight = jax.lax.stop_gradient(_at_least_float32(metrics["loss"][1]))
         # A loss that is the same on all devices (a pmean, a ratio of psums) is each device's loss.
-        # Without the cast it is differentiated once for all, and the mean of the gradients is too
-        # small.
+        # Without the cast it is differentiated once for all devices, and the mean of the gradients
+        # is too small.
         loss = cast_to_varying(_at_least_float32(loss), axes)
         return loss * weight, (metrics, collections)
 
     grads, metrics, collections = schedule(
-        weighted_loss, parts, collections, (minibatches, keys), reduce
+        weighted_loss, pair, collections, (minibatches, keys), reduce
     )
     count = _mean_count(metrics["loss"][1], outer_axes)
     return jax.tree.map(lambda g: g / count, grads), metrics, collections
@@ -94,40 +98,41 @@ def accumulate(
 def unrolled(
     loss: WeightedLoss, params: Any, collections: Any, minibatches: Any, reduce: Reduce
 ) -> tuple[Any, Metrics, Any]:
-    """The schedule that runs one minibatch after another, each compiled by itself."""
+    """Runs one minibatch after another in a Python loop, so each is compiled by itself."""
     total = None
     for index in range(len(minibatches[1])):
         with jax.named_scope(f"minibatch_{index}"):
             minibatch = jax.tree.map(lambda x, i=index: x[i], minibatches)
-            part, collections = _differentiate(loss, params, reduce, collections, minibatch)
-            total = part if total is None else jax.tree.map(jnp.add, total, part)
-    assert total is not None  # `check_minibatches` has seen one.
+            term, collections = _differentiate(loss, params, reduce, collections, minibatch)
+            total = term if total is None else jax.tree.map(jnp.add, total, term)
+    assert total is not None  # `check_minibatches` refuses a batch without minibatches.
     return *total, collections
 
 
 def scanned(
     loss: WeightedLoss, params: Any, collections: Any, minibatches: Any, reduce: Reduce
 ) -> tuple[Any, Metrics, Any]:
-    """The schedule that runs the minibatches in a `jax.lax.scan`, compiled once."""
-    part = functools.partial(_differentiate, loss, params, reduce)
+    """Runs the minibatches in a `jax.lax.scan`, so that one is compiled for all."""
+    differentiate = functools.partial(_differentiate, loss, params, reduce)
     first = jax.tree.map(lambda x: x[0], minibatches)
-    # A carry keeps its type throughout. Each round can only add axes to it.
+    # The carry of a scan must keep its type, and a minibatch may add axes to the collections'.
+    # Repeat until the type is stable: each round can only add axes.
     for _ in range(len(jax.sharding.get_abstract_mesh().manual_axes) + 1):
-        types, carried = jax.eval_shape(part, collections, first)
+        types, updated = jax.eval_shape(differentiate, collections, first)
         collections = jax.tree.map(
-            lambda x, t: cast_to_varying(x, varying_axes(t)), collections, carried
+            lambda x, t: cast_to_varying(x, varying_axes(t)), collections, updated
         )
 
     def zero(t: Any) -> jax.Array:
         x = cast_to_varying(jnp.zeros(t.shape, t.dtype), varying_axes(t))
-        # Where shardings are types (mode `explicit`), the carry's is that of what is added to it.
+        # Where shardings are types (mode `explicit`), the sum must have the sharding of its terms.
         return x if t.sharding is None else jax.sharding.reshard(x, t.sharding)
 
     def body(carry: Any, minibatch: Any) -> tuple[Any, None]:
         total, collections = carry
         with jax.named_scope("minibatch"):
-            one, collections = part(collections, minibatch)
-            return (jax.tree.map(jnp.add, total, one), collections), None
+            term, collections = differentiate(collections, minibatch)
+            return (jax.tree.map(jnp.add, total, term), collections), None
 
     carry = (jax.tree.map(zero, types), collections)
     total, collections = jax.lax.scan(body, carry, minibatches)[0]
@@ -137,12 +142,12 @@ def scanned(
 def _differentiate(
     loss: WeightedLoss, params: Any, reduce: Reduce, collections: Any, minibatch: Any
 ) -> tuple[tuple[Any, Metrics], Any]:
-    """The gradients and metrics of one minibatch, in the dtypes of their sums, and collections."""
+    """Returns one minibatch's gradients and metrics, in the dtypes of sums, and collections."""
 
-    def of_trained(trained: Any) -> tuple[jax.Array, Any]:
+    def loss_of_trained(trained: Any) -> tuple[jax.Array, Any]:
         return loss((trained, params[1]), collections, *minibatch)
 
-    grads, (metrics, collections) = jax.grad(of_trained, has_aux=True)(params[0])
+    grads, (metrics, collections) = jax.grad(loss_of_trained, has_aux=True)(params[0])
     return jax.tree.map(_accumulator, (reduce(grads), metrics)), collections
 
 
@@ -150,8 +155,9 @@ def sync_gradients(grads: Any, axis_names: AxisName) -> Any:
     """Takes the mean of the devices' gradients over the mesh axes that split the batch.
 
     Args:
-      grads: A tree of local gradients. A boxed gradient has already been reduced over the axes that
-        it is sharded over, by the backward pass of the gather. It is reduced over the others only.
+      grads: A tree of each device's gradients. A boxed gradient has already been reduced over the
+        axes that it is sharded over, by the backward pass of the gather. It is reduced only over
+        the other axes.
       axis_names: The mesh axis, or tuple of axes, over which examples are split.
 
     Returns:
@@ -164,8 +170,8 @@ def sync_gradients(grads: Any, axis_names: AxisName) -> Any:
 
     Communication:
       One all-reduce for each gradient that is replicated over some of the axes: a device sends
-      `2 (N - 1) / N` of its bytes, in the dtype that its box says. If it says a code, an all-to-all
-      and an all-gather instead, see `Coding`.
+      `2 (N - 1) / N` of its bytes, in the dtype of its box. With a quantizer an all-to-all and an
+      all-gather instead, see `Quantizer`.
     """
     axes = axis_tuple(axis_names)
     check_axes_bound("sync_gradients", axes)
@@ -188,14 +194,14 @@ def sync_gradients(grads: Any, axis_names: AxisName) -> Any:
                 )
         scope = f"{jax.tree_util.keystr(path, simple=True, separator='/')}/{REDUCE_SCOPE}"
         with jax.named_scope(scope.lstrip("/")):
-            wire, dtype = wire_of(g), wire_dtype(g)
-            for some in wire.reductions(reduce_axes):
-                size = jax.lax.axis_size(some)
-                code = wire.reduce_code_of(value.size / size, dtype, some)
-                if code and size > 1:
-                    value, _ = code.mean(value, some)
+            wire, dtype = comm_policy(g), reduction_dtype(g)
+            for group in wire.reductions(reduce_axes):
+                size = jax.lax.axis_size(group)
+                quantizer = wire.reduce_quantizer(value.size / size, dtype, group)
+                if quantizer and size > 1:
+                    value, _ = quantizer.mean(value, group)
                 else:
-                    value = jax.lax.pmean(value.astype(dtype), some)
+                    value = jax.lax.pmean(value.astype(dtype), group)
         return g.replace(value=value) if is_box(g) else value
 
     return jax.tree_util.tree_map_with_path(sync, grads, is_leaf=is_box)
@@ -204,19 +210,19 @@ def sync_gradients(grads: Any, axis_names: AxisName) -> Any:
 def reduce_gradient(
     g: Any, dtype: Any, *, mean_axes: tuple[str, ...], sum_axes: tuple[str, ...]
 ) -> Any:
-    """Reduces a parameter's gradient, which travels in `dtype`, as its placement says.
+    """Reduces a parameter's gradient over the axes of its placement.
 
     Communication:
-      One all-reduce over those of `mean_axes` that it has not been scattered over, and one over
-      `sum_axes` if there are any.
+      One all-reduce in `dtype` over the axes of `mean_axes` that it has not been scattered over,
+      and one over `sum_axes` if there are any.
     """
-    is_exact = wire_of(g).reduce_code is None  # What is encoded is not rounded before.
+    is_exact = comm_policy(g).reduce_code is None  # A quantizer gets the value before any rounding.
     if (set(mean_axes) - set(boxed_axes(g)) and is_exact) or sum_axes:
         g = jax.tree.map(lambda x: x.astype(dtype), g)
     if sum_axes:
         with jax.named_scope(REDUCE_SCOPE):
             g = jax.tree.map(lambda x: jax.lax.psum(x, sum_axes), g)
-    # A parameter that is split over all data axes has none to take the mean over.
+    # A parameter that is split over all data axes has no axes to take the mean over.
     return sync_gradients(g, mean_axes) if mean_axes else g
 
 
@@ -224,14 +230,14 @@ def sync_metrics(metrics: Metrics, axis_names: AxisName) -> Metrics:
     """Sums `(sum, count)` metrics over mesh axes.
 
     Args:
-      metrics: Pairs of local scalars by name.
+      metrics: Pairs of each device's scalars by name.
       axis_names: The mesh axis, or tuple of axes, over which examples are split.
 
     Returns:
-      The pairs over all devices, the same everywhere.
+      The pairs summed over all devices, replicated.
 
     Communication:
-      One all-reduce of all the scalars of a dtype.
+      One all-reduce for each dtype, of all of its scalars.
     """
     axes = axis_tuple(axis_names)
     check_axes_bound("sync_metrics", axes)
@@ -247,11 +253,11 @@ def sync_metrics(metrics: Metrics, axis_names: AxisName) -> Metrics:
 
 
 def _mean_count(count: jax.Array, outer_axes: tuple[str, ...]) -> jax.Array:
-    """The devices' mean number of examples; 1 if there is none, whose gradient is zero."""
+    """Returns the mean number of examples per device; 1 if there are none (gradients are zero)."""
     axes = tuple(sorted(varying_axes(count) - set(outer_axes)))
     manual_axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
     if manual_axes and not is_vma_checked(manual_axes[0]):
-        axes = manual_axes  # Where counts are equal, the mean changes nothing.
+        axes = manual_axes  # Over axes along which counts are equal, the mean changes nothing.
     # An all-reduce over one device would hide from XLA that a count is a constant.
     axes = tuple(axis for axis in axes if jax.lax.axis_size(axis) > 1)
     with jax.named_scope(COUNT_SCOPE):

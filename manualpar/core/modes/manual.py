@@ -1,8 +1,8 @@
-"""Mode `manual`: every device runs the code on its own part, and we write every collective.
+"""Mode `manual`: every device runs the code on its part of the arrays; we write every collective.
 
-This is the mode that the package is about, and the only one whose program says all that it sends.
-In the others, see `manualpar.core.modes.global_arrays`, the same step runs on global arrays and XLA
-derives the collectives. A step knows a mode by the methods below and by nothing else.
+This is the mode that the package is about, and the only one whose traced program shows all of its
+communication. In the other modes, see `manualpar.core.modes.global_arrays`, the same step runs on
+global arrays and XLA derives the collectives. A step uses a mode only through the methods below.
 """
 
 import contextlib
@@ -28,9 +28,9 @@ from manualpar.core.parameters.placement import Placement, map_in_scopes, param_
 from manualpar.core.parameters.sharded_parameter import (
     ShardedParameter,
     boxed_axes,
+    reduction_dtype,
     replicate_shards,
     scatter_gradients,
-    wire_dtype,
 )
 from manualpar.core.state.metrics import Metrics
 
@@ -38,31 +38,31 @@ _MODES: dict[str, type["Manual"]] = {}
 
 
 def register_mode(mode: type["Manual"]) -> type["Manual"]:
-    """Has `mode_named` find a mode; a decorator of its class."""
+    """Registers a mode's class under its name, for `mode_named`; a decorator."""
     _MODES[mode.name] = mode
     return mode
 
 
 def mode_named(name: str) -> type["Manual"]:
-    """The class of a mode, by its name."""
+    """Returns the class of a mode, by its name."""
     return _MODES[name]
 
 
 @register_mode
 @dataclasses.dataclass(frozen=True)
 class Manual:
-    """How a step runs on the mesh.
+    """Runs the operations of a step on the mesh.
 
     Attributes:
       mesh: The mesh, all axes of `AxisType.Auto`.
       data_axes: The mesh axes along which devices see different examples.
-      wire: The dtypes that travel, and the order of the axes.
-      rules: What logical names of activations mean where XLA derives the collectives.
-      outer_axes: Axes of a `shard_map` around the step, along which each device takes its own.
+      wire: The dtypes and quantizers to send with, and the order of the axes.
+      rules: The mesh axes of logical names of activations, where XLA derives the collectives.
+      outer_axes: Axes of a `shard_map` around the step; devices along them take separate steps.
     """
 
     name: ClassVar[ModeName] = "manual"
-    writes_collectives: ClassVar[bool] = True  # And not XLA.
+    writes_collectives: ClassVar[bool] = True  # False where XLA does.
 
     mesh: Mesh
     data_axes: tuple[str, ...]
@@ -78,32 +78,32 @@ class Manual:
     def run(
         self, function: Callable[..., Any], *, in_specs: Any, out_specs: Any
     ) -> Callable[..., Any]:
-        """Makes a function of each device's part of some arrays one of the global arrays."""
+        """Turns a function of each device's part of arrays into a function of global arrays."""
         return jax.shard_map(
             function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True
         )
 
     def context(self) -> contextlib.AbstractContextManager[Any]:
-        """What a model needs around its application, inside `run`."""
+        """Returns the context in which a model is applied, inside `run`."""
         # The axes are manual, so a model's own constraints on activations must do nothing.
         return nn.logical_axis_rules(())
 
     @property
     def model_mesh(self) -> AbstractMesh | None:
-        """The mesh that a model may name axes of where it is made and initialised."""
+        """The mesh whose axes a model may name where it is built and initialised."""
         return None
 
     def under_mesh(self, function: Callable[..., Any], in_specs: Any) -> Callable[..., Any]:
-        """A function of global arrays that finds `model_mesh` around it."""
+        """Wraps a function of global arrays so that it runs under `model_mesh`."""
         del in_specs
         return function
 
     def fold(self, rng: jax.Array) -> jax.Array:
-        """Makes a key one that differs between devices with different examples."""
+        """Derives a key that differs between devices with different examples."""
         return fold_rng_over_axis(rng, self.data_axes)
 
-    def arrange(self, batch: Any, roles: AxisRoles) -> Any:
-        """A device's part of a batch, its sequences in zig-zag order if an axis splits them."""
+    def to_zigzag(self, batch: Any, roles: AxisRoles) -> Any:
+        """Puts the sequences of a device's batch into zig-zag order if an axis splits them."""
         return batch if roles.context_axis is None else to_zigzag(batch, roles.context_axis)
 
     def split(self, batch: Any, num_minibatches: int, roles: AxisRoles) -> Any:
@@ -115,13 +115,14 @@ class Manual:
         """Boxes a parameter, so that it gathers itself where it is used.
 
         The array is a device's shard, or the global array if XLA writes the collectives. With
-        `as_state` it is sharded as its gradient is. It stays in no box if there is nothing to
-        gather or to cast.
+        `as_state` it is sharded in the same way as its gradient. An array that needs no gather and
+        no cast is returned without a box.
         """
         names = place.sharded_names if as_state else place.names
         padding = place.padding if as_state else place.parameter_padding
-        wire = self.wire.of(x.dtype, trainable=place.trainable)
-        if not wire.casts and not any(map(axis_tuple, (*names, *place.shared_names))):
+        wire = self.wire.for_parameter(x.dtype, trainable=place.trainable)
+        is_sharded = any(map(axis_tuple, (*names, *place.shared_names)))
+        if not is_sharded and not wire.changes_values:
             return x
         return self._make_box(
             x,
@@ -134,22 +135,21 @@ class Manual:
         )
 
     def scatter(self, place: Placement, shard: Any, g: Any) -> Any:
-        """Divides a gradient as its placement says, and leaves each device its shard of it.
+        """Divides a gradient by its placement's divisor, and scatters it.
 
         `shard` is the box that `box(..., as_state=True)` makes of the parameter. A gradient that
         the backward pass has scattered is only divided.
         """
         if place.divisor > 1:
-            # This comes before any code: what a code leaves out is kept, also for other meshes,
-            # in units of the mean.
+            # Before any quantizer, so that residuals are in the units of the mean on every mesh.
             g = jax.tree.map(lambda x: x / place.divisor, g)
         return g if boxed_axes(g) == boxed_axes(shard) else scatter_gradients(g, shard)
 
     def sync(self, place: Placement, shard: Any, g: Any) -> Any:
-        """Reduces a gradient over the axes that its placement names; arguments as `scatter`."""
+        """Reduces a gradient over the axes of its placement; arguments as in `scatter`."""
         return reduce_gradient(
             g,
-            wire_dtype(shard),
+            reduction_dtype(shard),
             mean_axes=place.mean_axes,
             sum_axes=place.sum_axes,
         )
@@ -165,13 +165,13 @@ class Manual:
         return sync_collections(collections, self.data_axes, before=before, rules=rules)
 
     def replicate(self, placements: Any, params: Any) -> Any:
-        """Gathers global arrays that are sharded as their gradients are into their own specs."""
-        uncast = dataclasses.replace(self, wire=self.wire.uncast)
+        """Gathers updated parameters, sharded like their gradients, into their own specs."""
+        exact = dataclasses.replace(self, wire=self.wire.exact)
 
         def gather(place: Placement, x: Any) -> Any:
             if place.state_names is None:
                 return x
-            return replicate_shards(uncast.box(place, x, as_state=True))
+            return replicate_shards(exact.box(place, x, as_state=True))
 
         run = self.run(
             lambda params: map_in_scopes(gather, placements, params),

@@ -1,4 +1,4 @@
-"""Losses and gradients that are not finite: found on every device, decided once for all."""
+"""Finds losses and gradients that are not finite; all devices take the same decision."""
 
 from typing import Any
 
@@ -10,23 +10,23 @@ from manualpar.core.parameters.collectives import varying_axes
 from manualpar.core.state.metrics import Metrics
 from manualpar.core.tracing.scopes import NONFINITE_SCOPE
 
-# A metric that no loss function returns by accident.
+# A reserved metric name.
 NONFINITE_GRADIENTS = "devices with a gradient that is not finite"
 
 
 def find_nonfinite(grads: Any, axis_names: AxisName) -> jax.Array:
-    """Looks for gradients that are not finite, element by element: a norm could overflow.
+    """Looks for gradients that are not finite, element by element, because a norm could overflow.
 
     Args:
-      grads: A tree of gradients, in no boxes; integers are finite, and so is what is empty.
+      grads: A tree of gradients without boxes; integers and empty arrays are finite.
       axis_names: The mesh axes that split the batch.
 
     Returns:
-      `float32[]`, 1 if there is one and else 0. Inside `shard_map` each device along `axis_names`
-      speaks of its own part, of which `sync_metrics` can take the sum.
+      `float32[]`, 1 if a gradient is not finite, else 0. Inside `shard_map` the result is each
+      device's along `axis_names`, and `sync_metrics` can sum it.
 
     Communication:
-      One all-reduce of 4 bytes over those other axes over which gradients vary, if there are any.
+      One all-reduce of 4 bytes over the axes not in `axis_names` over which gradients vary.
     """
     with jax.named_scope(NONFINITE_SCOPE):
         found = [~jnp.isfinite(g).all() for g in jax.tree.leaves(grads)]
@@ -36,18 +36,18 @@ def find_nonfinite(grads: Any, axis_names: AxisName) -> jax.Array:
 
 
 def count_nonfinite(metrics: Metrics, grads: Any, axes: tuple[str, ...]) -> Metrics:
-    """Adds to a device's metrics, which have yet to be summed, whether its gradients are finite.
+    """Adds to a device's metrics, before they are summed, whether its gradients are finite.
 
-    The gradients are those that leave the device: summing and casting may both overflow.
+    Pass the gradients after summing and casting, because both may overflow.
     """
     return {**metrics, NONFINITE_GRADIENTS: (find_nonfinite(grads, axes), jnp.ones(()))}
 
 
 def is_finite(builder: str, option: str, metrics: Metrics, objective: str) -> jax.Array:
-    """Whether the loss and all gradients of a step are finite, `bool[]`.
+    """Returns whether the loss and all gradients of a step are finite, `bool[]`.
 
-    What `count_nonfinite` has added to the metrics is taken out. `objective` names the metric that
-    is the loss which was differentiated. A loss that returns a metric `nonfinite` is refused.
+    Removes the entry of `count_nonfinite` from the metrics. `objective` names the metric of the
+    differentiated loss. A loss that returns a metric `nonfinite` is refused.
     """
     if "nonfinite" in metrics:
         raise ValueError(

@@ -1,16 +1,16 @@
 """Drops gathered weights after the forward pass and gathers them again for the backward pass.
 
-Autodiff keeps what the backward pass needs. Among that are the gathered weights: the whole model,
-of which each device meant to hold a shard. `regather_for_backward` differentiates a loss as
-autodiff does, but drops the gathered weights and whatever layers make of them by casts, transposes
-and slices before they compute. The backward pass makes them again from the shards.
+Autodiff saves all residuals that the backward pass needs. Among them are the gathered weights, and
+so every device would hold the full model. `regather_for_backward` differentiates a loss as autodiff
+does, but drops the gathered weights and the casts, transposes and slices of them that layers
+compute with. The backward pass makes them again from the shards.
 
-A residual is dropped because of *where it came from*: a walk through the traced forward pass
-follows the results of gathers (operations in the scope `GATHER_SCOPE`) and codes, made and read
-(those in `DECODE_SCOPE`), through operations that only cast or move elements. Everything else is
-kept as autodiff would keep it. What is in a `jax.checkpoint` (`nn.remat`) of the user's own is
-recomputed as that says, but for what came over slow links. The body of a scan and the branches of a
-`cond` are treated like the program around them, so that a scan over layers gathers one layer at a
+A residual is dropped because of *its origin*: a walk through the traced forward pass follows the
+results of gathers (operations in the scope `GATHER_SCOPE`) and of quantization in both directions
+(`DECODE_SCOPE`), through operations that only cast or move elements. All other residuals are saved
+as autodiff would save them. The user's own `jax.checkpoint` (`nn.remat`) recomputes by its own
+policy, except that it saves weights gathered over slow links. The body of a scan and the branches
+of a `cond` are treated like the program around them, so a scan over layers gathers one layer at a
 time in its backward pass too.
 """
 
@@ -45,9 +45,9 @@ from manualpar.core.tracing.scopes import (
     scope_names,
 )
 
-LOOPS = frozenset({"cond", "scan"})  # What has a backward pass of its own.
+LOOPS = frozenset({"cond", "scan"})  # Primitives with a backward pass of their own.
 GATHERS = frozenset({"all_gather", "all_gather_invariant", "reshard", "sharding_constraint"})
-# Operations that leave a weight a weight. They cost next to nothing, so they are repeated.
+# Operations whose result still counts as a weight. They cost next to nothing, so they are repeated.
 CASTS = frozenset(
     {
         "broadcast_in_dim",
@@ -70,14 +70,14 @@ def regather_for_backward(
     keep_gathered: bool = False,
     axes: tuple[str, ...] | None = None,
 ) -> Callable[..., Any]:
-    """Makes the backward pass of a function gather and decode parameters again.
+    """Makes the backward pass of a function gather and dequantize parameters again.
 
     Args:
       function: A differentiable function of pytrees of arrays, such as a loss whose parameters
         gather themselves.
-      keep_gathered: Whether to decode alone again, from what has been gathered once.
-      axes: The mesh axes over which to gather again; what came over others is kept, as it came. All
-        if not given.
+      keep_gathered: Whether to save the gathered arrays, and only dequantize them again.
+      axes: The mesh axes over which to gather again; all if not given. Arrays that were gathered
+        over the other axes are saved in the format in which they were received.
 
     Returns:
       The function, with the same values and gradients.
@@ -86,7 +86,7 @@ def regather_for_backward(
       In the backward pass one more all-gather for each parameter whose value it needs. (The
       gradients of a bias and of the first layer's kernel need no value.)
     """
-    again = _Again(keep_gathered, axes)
+    is_repeated = _IsRepeated(keep_gathered, axes)
 
     @functools.wraps(function)
     def run(*args: Any) -> Any:
@@ -96,14 +96,14 @@ def regather_for_backward(
             return function(*jax.tree.unflatten(structure, leaves))
 
         closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*leaves)
-        out = _regathering(closed, again, in_loop=False)(*leaves)
+        out = _regathering(closed, is_repeated, in_loop=False)(*leaves)
         return jax.tree.unflatten(jax.tree.structure(shapes), out)
 
     return run
 
 
-class _Again(NamedTuple):
-    """Which equations make a weight that is made again, by what a caller asks for."""
+class _IsRepeated(NamedTuple):
+    """Decides whether the backward pass runs an equation again, which makes a weight."""
 
     keep_gathered: bool
     axes: tuple[str, ...] | None
@@ -112,28 +112,33 @@ class _Again(NamedTuple):
         name_stack = str(eqn.source_info.name_stack)
         is_gather = eqn.primitive.name in GATHERS and not self.keep_gathered
         is_ours = is_gather and purpose_of(name_stack) in (GATHER_SCOPE, REGATHER)
-        gathers = is_ours and not self.keeps(eqn.primitive, **eqn.params)
+        gathers = is_ours and not self.is_saved(eqn.primitive, **eqn.params)
         return gathers or DECODE_SCOPE in scope_names(name_stack)
 
-    def keeps(self, primitive: Any, *_: Any, **params: Any) -> bool:
-        """Whether it gathers over slow links, also inside the user's own checkpoints."""
+    def is_saved(self, primitive: Any, *_: Any, **params: Any) -> bool:
+        """Returns whether it is a gather over slow links, whose result is saved.
+
+        It is also a policy for the user's checkpoints.
+        """
         is_gather = self.axes is not None and primitive.name in GATHERS
         return is_gather and not {*axis_tuple(params["axis_name"])} <= {*(self.axes or ())}
 
 
-def _regathering(closed: ClosedJaxpr, again: _Again, *, in_loop: bool) -> Callable[..., list[Any]]:
-    """A traced program as a function whose backward pass makes weights again."""
-    if not _makes(closed.jaxpr, again):
+def _regathering(
+    closed: ClosedJaxpr, is_repeated: _IsRepeated, *, in_loop: bool
+) -> Callable[..., list[Any]]:
+    """Turns a traced program into a function whose backward pass makes weights again."""
+    if not _makes_weights(closed.jaxpr, is_repeated):
         return jaxpr_as_fun(closed)
-    evaluate = functools.partial(_evaluate, closed, functools.partial(_nested, again))
-    is_outside_loops = _makes(closed.jaxpr, again, but_not_in=LOOPS)
-    return _drop_weights(evaluate, again, in_loop=in_loop) if is_outside_loops else evaluate
+    evaluate = functools.partial(_evaluate, closed, functools.partial(_nested, is_repeated))
+    is_outside_loops = _makes_weights(closed.jaxpr, is_repeated, but_not_in=LOOPS)
+    return _drop_weights(evaluate, is_repeated, in_loop=in_loop) if is_outside_loops else evaluate
 
 
 def _evaluate(
     closed: ClosedJaxpr, nested: Callable[[Any], Callable[..., Any] | None], *args: Any
 ) -> list[Any]:
-    """Runs a program; those equations by a function for which `nested` has one."""
+    """Runs a program; where `nested` returns a function for an equation, calls the function."""
     jaxpr = closed.jaxpr
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *args), strict=True))
 
@@ -151,31 +156,31 @@ def _evaluate(
     return [read(variable) for variable in jaxpr.outvars]
 
 
-def _nested(again: _Again, eqn: Any) -> Callable[..., Any] | None:
-    """Calls written out, and loops, branches and checkpoints that make weights by themselves."""
+def _nested(is_repeated: _IsRepeated, eqn: Any) -> Callable[..., Any] | None:
+    """Returns the function for a call, or for a loop or checkpoint that makes weights inside."""
     name = eqn.primitive.name
-    if name in CALLS or (name in LOOPS | REMAT_PRIMITIVES and _makes_inside(eqn, again)):
-        return functools.partial(_run_nested, name, eqn.params, again)
+    if name in CALLS or (name in LOOPS | REMAT_PRIMITIVES and _makes_inside(eqn, is_repeated)):
+        return functools.partial(_run_nested, name, eqn.params, is_repeated)
     return None
 
 
-def _run_nested(name: str, params: dict[str, Any], again: _Again, *args: Any) -> Any:
+def _run_nested(name: str, params: dict[str, Any], is_repeated: _IsRepeated, *args: Any) -> Any:
     """Runs a call, a checkpoint, a scan or a `cond`."""
-    if name in CALLS:  # As if it were written out, so that the casts in it are seen.
+    if name in CALLS:  # It is inlined, so that the walk sees the casts in it.
         with jax.named_scope(params["name"]):
-            return _evaluate(params["jaxpr"], functools.partial(_nested, again), *args)
+            return _evaluate(params["jaxpr"], functools.partial(_nested, is_repeated), *args)
     if name in REMAT_PRIMITIVES:
         policy = jax.checkpoint_policies.save_from_both_policies(
-            params["policy"] or jax.checkpoint_policies.nothing_saveable, again.keeps
+            params["policy"] or jax.checkpoint_policies.nothing_saveable, is_repeated.is_saved
         )
         function = jaxpr_as_fun(ClosedJaxpr(params["jaxpr"], ()))
         return jax.checkpoint(function, policy=policy, prevent_cse=params["prevent_cse"])(*args)
     if name == "cond":
-        branches = [_regathering(branch, again, in_loop=True) for branch in params["branches"]]
+        branches = [_regathering(x, is_repeated, in_loop=True) for x in params["branches"]]
         return jax.lax.switch(args[0], branches, *args[1:])
     first, size = scan_sizes(params)
     consts, carry, xs = args[:first], [*args[first:][:size]], args[first + size :]
-    body = _regathering(params["jaxpr"], again, in_loop=True)
+    body = _regathering(params["jaxpr"], is_repeated, in_loop=True)
 
     def iteration(carry: Any, xs: Any) -> Any:
         out = body(*consts, *carry, *xs)
@@ -187,110 +192,111 @@ def _run_nested(name: str, params: dict[str, Any], again: _Again, *args: Any) ->
 
 
 def _drop_weights(
-    function: Callable[..., list[Any]], again: _Again, *, in_loop: bool
+    function: Callable[..., list[Any]], is_repeated: _IsRepeated, *, in_loop: bool
 ) -> Callable[..., list[Any]]:
-    """A function of arrays that keeps no weights for its backward pass."""
+    """Wraps a function of arrays so that it saves no weights for its backward pass."""
     run = jax.custom_vjp(function)
 
     def forward(*args: Any) -> tuple[Any, Any]:
         count, values = len(args), [arg.value for arg in args]
-        # As autodiff would: the gradient of a constant could even cost a collective.
+        # As in autodiff, constants get no gradient, which could even cost a collective.
         wanted = [i for i, arg in enumerate(args) if arg.perturbed]
 
         def out_and_vjp(*values: Any) -> Any:
             return jax.vjp(
-                lambda *some: function(*_put(some, wanted, values)), *(values[i] for i in wanted)
+                lambda *primals: function(*_put(primals, wanted, values)),
+                *(values[i] for i in wanted),
             )
 
         closed, shapes = jax.make_jaxpr(out_and_vjp, return_shape=True)(*values)
-        written_out = functools.partial(_rule_without_use, again)
-        if any(map(written_out, closed.jaxpr.eqns)):
-            closed = jax.make_jaxpr(functools.partial(_evaluate, closed, written_out))(*values)
+        inlined = functools.partial(_unused_rule, is_repeated)
+        if any(map(inlined, closed.jaxpr.eqns)):
+            closed = jax.make_jaxpr(functools.partial(_evaluate, closed, inlined))(*values)
         out, vjp = map(jax.tree.structure, shapes)
-        residuals = _Residuals(closed.jaxpr, len(jax.tree.leaves(shapes[0])), again)
-        flat, kept, inputs = residuals.compute(closed.consts, values)
+        residuals = _Residuals(closed.jaxpr, len(jax.tree.leaves(shapes[0])), is_repeated)
+        flat, saved, inputs = residuals.compute(closed.consts, values)
 
-        def backward(kept: Sequence[Any], inputs: Sequence[Any], cotangents: Any) -> Any:
+        def backward(saved: Sequence[Any], inputs: Sequence[Any], cotangents: Any) -> Any:
             is_zero = lambda x: isinstance(x, SymbolicZero)  # noqa: E731
             cotangents = jax.tree.map(_instantiate, cotangents, is_leaf=is_zero)
             if not in_loop:  # Otherwise XLA merges the second gather with the first.
                 inputs = _after(cotangents, inputs)
-            pullback = jax.tree.unflatten(vjp, residuals.restore(kept, inputs))
+            pullback = jax.tree.unflatten(vjp, residuals.restore(saved, inputs))
             return _put(pullback(cotangents), wanted, (None,) * count)
 
-        return jax.tree.unflatten(out, flat), Partial(backward, kept, inputs)
+        return jax.tree.unflatten(out, flat), Partial(backward, saved, inputs)
 
-    run.defvjp(forward, lambda stored, cotangents: stored(cotangents), symbolic_zeros=True)
+    run.defvjp(forward, lambda pullback, cotangents: pullback(cotangents), symbolic_zeros=True)
     return run
 
 
-def _put(some: Iterable[Any], indices: Sequence[int], values: Iterable[Any]) -> tuple[Any, ...]:
-    """The values, with `some` at some indices."""
-    new = dict(zip(indices, some, strict=True))
-    return tuple(new.get(i, x) for i, x in enumerate(values))
+def _put(new: Iterable[Any], indices: Sequence[int], values: Iterable[Any]) -> tuple[Any, ...]:
+    """Replaces the values at `indices`."""
+    by_index = dict(zip(indices, new, strict=True))
+    return tuple(by_index.get(i, x) for i, x in enumerate(values))
 
 
 class _Residuals:
-    """What the backward pass of a traced forward pass needs, with and without the weights."""
+    """The residuals of a traced forward pass: the saved ones, and the weights, to be made again."""
 
-    def __init__(self, jaxpr: Jaxpr, num_outputs: int, again: _Again) -> None:
+    def __init__(self, jaxpr: Jaxpr, num_outputs: int, is_repeated: _IsRepeated) -> None:
         self._jaxpr = jaxpr
         self._out, residuals = jaxpr.outvars[:num_outputs], jaxpr.outvars[num_outputs:]
         weights: set[Var] = set()
-        making: list[Any] = []
+        makers: list[Any] = []
         for eqn in jaxpr.eqns:
             is_cast = eqn.primitive.name in CASTS and not weights.isdisjoint(_variables(eqn))
-            if is_cast or again(eqn):
+            if is_cast or is_repeated(eqn):
                 weights.update(eqn.outvars)
-                making.append(eqn)
+                makers.append(eqn)
         self._is_dropped = [isinstance(v, Var) and v in weights for v in residuals]
         pairs = list(zip(residuals, self._is_dropped, strict=True))
         self._dropped = [variable for variable, is_dropped in pairs if is_dropped]
-        self._kept = [variable for variable, is_dropped in pairs if not is_dropped]
-        self._eqns = _needed(making, self._dropped)
+        self._saved = [variable for variable, is_dropped in pairs if not is_dropped]
+        self._eqns = _needed(makers, self._dropped)
         operands = (v for eqn in self._eqns for v in _variables(eqn) if v not in weights)
         self._inputs = list(dict.fromkeys(operands))
 
     def compute(self, consts: Sequence[Any], args: Sequence[Any]) -> tuple[Any, Any, Any]:
-        """The results of the forward pass, what is kept, and what the weights are made from."""
-        outvars = [*self._out, *self._kept, *self._inputs]
+        """Runs the forward pass: results, saved residuals, and the inputs to make weights from."""
+        outvars = [*self._out, *self._saved, *self._inputs]
         jaxpr = self._jaxpr.replace(
             eqns=_needed(self._jaxpr.eqns, outvars),
             outvars=outvars,
             debug_info=without_names(self._jaxpr),
         )
         values = jaxpr_as_fun(ClosedJaxpr(jaxpr, consts))(*args)
-        first, last = len(self._out), len(self._out) + len(self._kept)
+        first, last = len(self._out), len(self._out) + len(self._saved)
         return values[:first], values[first:last], values[last:]
 
-    def restore(self, kept: Iterable[Any], inputs: Sequence[Any]) -> list[Any]:
-        """All residuals, with the weights made again."""
+    def restore(self, saved: Iterable[Any], inputs: Sequence[Any]) -> list[Any]:
+        """Makes the weights again, and returns all residuals."""
         with jax.named_scope(RECOMPUTED_SCOPE):
             weights = iter(
                 run_equations(self._jaxpr, self._eqns, self._inputs, self._dropped, inputs)
             )
-        others = iter(kept)
+        others = iter(saved)
         return [next(weights if is_dropped else others) for is_dropped in self._is_dropped]
 
 
 def _instantiate(cotangent: Any) -> Any:
-    """A cotangent as an array of its type, even if it is zero."""
+    """Turns a cotangent, even a symbolic zero, into an array of its type."""
     if not isinstance(cotangent, SymbolicZero):
         return cotangent
     if cotangent.dtype == jax.dtypes.float0:
         return np.zeros(cotangent.shape, cotangent.dtype)
     aval: Any = cotangent.aval
     zero = cast_to_varying(jnp.zeros(aval.shape, aval.dtype), aval.mat.varying)
-    # Where shardings are types, they are a part of it.
+    # Where shardings are types, the array must have the cotangent's sharding.
     is_typed = bool(jax.sharding.get_abstract_mesh().explicit_axes)
     return jax.sharding.reshard(zero, aval.sharding.spec) if is_typed else zero
 
 
 def _after(values: Any, inputs: Sequence[Any]) -> list[Any]:
-    """The inputs as they are, but to XLA known only after some values are."""
+    """Returns the inputs through a barrier, so that XLA uses them only after `values` exist."""
     inputs = list(inputs)
     by_type: dict[frozenset[str], list[int]] = {}
-    for i, x in enumerate(inputs):  # What is in one barrier varies over the same axes.
+    for i, x in enumerate(inputs):  # All operands of a barrier must vary over the same axes.
         by_type.setdefault(varying_axes(x), []).append(i)
     for axes, indices in by_type.items():
         before = [x for x in jax.tree.leaves(values) if varying_axes(x) <= axes]
@@ -301,7 +307,7 @@ def _after(values: Any, inputs: Sequence[Any]) -> list[Any]:
 
 
 def _needed(eqns: Sequence[Any], outvars: Iterable[Any]) -> list[Any]:
-    """Those of some equations that results are made by, and those that have effects."""
+    """Drops equations that do not contribute to `outvars` and have no effects."""
     needed = {v for v in outvars if isinstance(v, Var)}
     found: list[Any] = []
     for eqn in reversed(eqns):
@@ -315,23 +321,26 @@ def _variables(eqn: Any) -> list[Var]:
     return [v for v in eqn.invars if isinstance(v, Var)]
 
 
-def _rule_without_use(again: _Again, eqn: Any) -> Callable[..., Any] | None:
-    """The function of a gather with a rule for gradients, of a parameter that is frozen."""
-    if "custom_vjp" not in eqn.primitive.name or not _makes_inside(eqn, again):
+def _unused_rule(is_repeated: _IsRepeated, eqn: Any) -> Callable[..., Any] | None:
+    """Returns the function of a frozen parameter's gather, whose gradient rule is not used."""
+    if "custom_vjp" not in eqn.primitive.name or not _makes_inside(eqn, is_repeated):
         return None
     (closed,) = (x for x in eqn.params.values() if isinstance(x, ClosedJaxpr))
     return jaxpr_as_fun(closed)
 
 
-def _makes(jaxpr: Jaxpr, again: _Again, *, but_not_in: frozenset[str] = frozenset()) -> bool:
-    """Whether a program makes weights, outside of the user's own checkpoints."""
+def _makes_weights(
+    jaxpr: Jaxpr, is_repeated: _IsRepeated, *, but_not_in: frozenset[str] = frozenset()
+) -> bool:
+    """Returns whether a program makes weights, outside of the user's own checkpoints."""
     return any(
-        again(eqn) or (eqn.primitive.name not in but_not_in and _makes_inside(eqn, again))
+        is_repeated(eqn)
+        or (eqn.primitive.name not in but_not_in and _makes_inside(eqn, is_repeated))
         for eqn in jaxpr.eqns
     )
 
 
-def _makes_inside(eqn: Any, again: _Again) -> bool:
-    if eqn.primitive.name in REMAT_PRIMITIVES and again.axes is None:
-        return False  # What it makes is made again as it says.
-    return any(_makes(inner, again) for _, inner in inner_jaxprs(eqn))
+def _makes_inside(eqn: Any, is_repeated: _IsRepeated) -> bool:
+    if eqn.primitive.name in REMAT_PRIMITIVES and is_repeated.axes is None:
+        return False  # The user's policy decides what is recomputed inside.
+    return any(_makes_weights(inner, is_repeated) for _, inner in inner_jaxprs(eqn))

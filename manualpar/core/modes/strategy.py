@@ -1,20 +1,20 @@
-"""What a strategy is: where parameters live, when they are communicated, and what that costs.
+"""Strategies: how parameters are sharded, when they are communicated, and what that costs.
 
 A strategy is data. One program (`manualpar.core.program.program`) and one step
-(`manualpar.core.program.step`) read it, so a strategy has no code of its own but the function that
-builds it: see `manualpar.strategies` for those that there are, and `manualpar.strategies.registry`
-for how a config finds one.
+(`manualpar.core.program.step`) read it. So the only code of a strategy is the function that builds
+it. `manualpar.strategies` has the strategies, and a config finds them in
+`manualpar.strategies.registry`.
 
 A strategy answers three questions.
 
-1. *Where does each parameter live?* `place` maps what is known of a parameter to a `Placement`: how
-   the parameter is sharded between steps, and how its gradient and its optimizer state are.
+1. *How is each parameter sharded?* `place` maps a `ParameterInfo` to a `Placement`: how the
+   parameter, its gradient and its optimizer state are sharded between steps.
 2. *When is it communicated?* A sharded parameter is gathered wherever it is used, or once a step.
    The gradient of a parameter that was gathered where it is used is scattered by the backward pass.
-   The gradient of a parameter that is whole during the step is scattered once a step, or once a
-   minibatch.
+   The gradient of a parameter that is replicated during the step is scattered once a step, or once
+   a minibatch.
 3. *What does that cost?* `sends` is a closed form: how many times a step sends each parameter.
-   Tests compare it with what stands in the traced program.
+   Tests compare it with the collectives of the traced program.
 """
 
 import dataclasses
@@ -36,12 +36,12 @@ Every = Literal["minibatch", "step"]
 class CommCounts(NamedTuple):
     """How many times a step sends a parameter.
 
-    Each counts only for a parameter that is sharded: what is whole on every device, as is its
-    optimizer state, costs one all-reduce of its gradient a step under every strategy.
+    The counts hold for a sharded parameter. If a parameter and its optimizer state are replicated,
+    every strategy sends one all-reduce of its gradient a step.
 
     Attributes:
       uses: How many times the forward and the backward pass ask for it. A parameter that is sharded
-        over other axes than those of the batch is gathered over them each time.
+        over axes that do not split the batch is gathered over them each time.
       gathers: All-gathers of the parameter.
       scatters: Reduce-scatters of its gradient.
       new_gathers: All-gathers of the updated parameter, where only its state is sharded.
@@ -63,19 +63,20 @@ class Strategy:
 
     Attributes:
       name: Its name, which begins every error message about it.
-      place: Where each parameter, its gradient and its optimizer state live.
+      place: How each parameter, its gradient and its optimizer state are sharded.
       sends: How many times a step sends a parameter, from the number of minibatches and whether the
-        parameter is kept (`Placement.keep`). The most that it can be: a parameter that the backward
+        parameter is kept (`Placement.keep`). It is an upper bound: a parameter that the backward
         pass does not need, such as a bias, is not gathered again for it.
-      replica_axes: Mesh axes that examples are split over besides `axis_name`, over which nothing
-        is sharded.
+      replica_axes: Mesh axes in addition to `axis_name` that split the examples, and over which
+        parameters are replicated.
       gather_every: How often a sharded parameter is gathered: where it is used in each minibatch,
         or once a step.
-      reduce_every: How often the gradients of parameters that are whole in a step are scattered.
+      reduce_every: How often the gradients of parameters that are replicated in a step are
+        scattered.
       reshard_after_forward: Whether gathered parameters are dropped after the forward pass and
-        gathered again for the backward one.
-      regather_axes: The mesh axes over which they are gathered again; what came over others is
-        kept. All if it is `None`.
+        gathered again for the backward pass.
+      regather_axes: The mesh axes over which they are gathered again; all if it is `None`. The part
+        that was gathered over the other axes is kept from the forward pass.
     """
 
     name: str
@@ -89,36 +90,36 @@ class Strategy:
 
 
 class Pipelined(Protocol):
-    """A schedule whose minibatches are on different layers, on different devices, at one time."""
+    """A schedule that runs several microbatches at once, each on another stage."""
 
     def __call__(
         self, loss: WeightedLoss, params: Any, collections: Any, minibatches: Any, reduce: Reduce, /
     ) -> tuple[Any, Metrics, Any]:
-        """A `Schedule`. What it differentiates at once is one stage's, see `Stages.on_mesh`."""
+        """Accumulates gradients as an `Accumulation`; it differentiates one stage at a time."""
 
-    def arrange(self, tree: Any, *, back: bool = False) -> Any:
-        """Parameters of the layers that run here; or, `back`, gradients of those stored here."""
+    def exchange_layers(self, tree: Any, *, back: bool = False) -> Any:
+        """Sends each stage the layers that it runs; with `back`, sends their gradients back."""
 
     def metrics(self, measure: Callable[..., Metrics], *args: Any) -> Metrics:
-        """`measure(params, collections, batch, rng)`, part by part through the stages."""
+        """Runs `measure(params, collections, batch, rng)` on each part, through the stages."""
 
 
 @runtime_checkable
 class Stages(Protocol):
-    """How a model's layers are spread over an axis: what `manualpar.Pipeline` is to the core."""
+    """The core's interface to `manualpar.Pipeline`, which spreads layers over an axis."""
 
     axis: str
 
     def check(self, strategy: Strategy, options: Mapping[str, Any]) -> None:
-        """Refuses a strategy and options of the program that it does not go with."""
+        """Refuses a strategy, or options of the program, that pipelines do not support."""
 
     def stacked(self, loss: ClosedJaxpr, paths: Sequence[str], size: int) -> frozenset[str]:
-        """The paths of the parameters with layers in dim 0, spread over `size` devices.
+        """Finds the parameters whose layers, stacked in dim 0, are spread over `size` devices.
 
-        `loss` is the traced loss; its inputs are the whole parameters at `paths`.
+        `loss` is the traced loss; its inputs are the full parameters at `paths`.
         """
 
     def on_mesh(
         self, mesh: Mesh, strategy: Strategy, placements: Any, num_minibatches: int
     ) -> Pipelined:
-        """Its schedule of a step, whose parameters lie as the placements say."""
+        """Makes the schedule of a step, for parameters that are sharded as in `placements`."""

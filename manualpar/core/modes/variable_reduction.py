@@ -1,8 +1,9 @@
-"""How variables outside `params` are made equal again where devices differ after a step.
+"""Reduces variables outside `params` that differ between devices after a step.
 
-Each device updates a model's other collections from its own examples. Which rule is right for them
-depends on their meaning, which no type tells: running averages need the mean, counters the sum,
-running maxima the maximum. Only that of `batch_stats` is known. The user states the others.
+Each device updates a model's other collections from its own examples. The right reduction depends
+on a variable's meaning, which no type tells: running averages need the mean, counters the sum,
+running maxima the maximum. Only the rule of `batch_stats` is known. The user states the other
+rules.
 """
 
 import difflib
@@ -25,7 +26,7 @@ KNOWN: Mapping[str, CollectionSync] = {"batch_stats": "mean"}
 def check_sync_collections(
     builder: str, rules: Any, collections: Any
 ) -> Mapping[str, CollectionSync]:
-    """Returns the rules, by collection or by path, if each is one and fits a variable.
+    """Checks rules, by collection or by path: each must be known and fit a variable.
 
     Raises:
       TypeError: The rules are no mapping.
@@ -64,20 +65,20 @@ def sync_collections(
     before: Any,
     rules: Mapping[str, CollectionSync],
 ) -> Any:
-    """Makes a model's other collections equal on all devices, where they differ by their types.
+    """Makes a model's other collections equal on all devices, where they vary by their types.
 
     Args:
       collections: The collections after a step, by name.
       axis_names: The mesh axis, or tuple of axes, over which examples are split.
       before: The collections before the step, which are equal on all devices.
-      rules: What becomes of what differs, by collection or path, see `check_sync_collections`.
+      rules: The reduction of each, by collection or path, see `check_sync_collections`.
 
     Raises:
-      ValueError: A leaf differs and no rule fits it, or it differs over axes of no examples.
+      ValueError: A leaf varies and no rule fits it, or it varies over axes that split no examples.
 
     Communication:
-      One all-reduce for each leaf that varies by its type or is a sum; none for others that the
-      model has synchronised itself.
+      One all-reduce for each leaf whose type varies or whose rule is `"sum"`; none for other
+      leaves, which the model has synchronised itself.
     """
     axes = axis_tuple(axis_names)
     check_axes_bound("sync_collections", axes)
@@ -92,7 +93,7 @@ def sync_collections(
             )
         differing = tuple(a for a in axes if not is_typed or a in varying_axes(x))
         rule = choose_sync(path, x, rules, differing)
-        if rule == "sum":  # What is added may be a constant of each device, such as `x.shape[0]`.
+        if rule == "sum":  # The increment may be a constant on each device, such as `x.shape[0]`.
             return old + jax.lax.psum(cast_to_varying(x - old, axes), axes)
         if not differing:
             return x
@@ -107,10 +108,10 @@ def sync_collections(
 def choose_sync(
     path: Any, x: Any, rules: Mapping[str, CollectionSync], axes: tuple[str, ...]
 ) -> CollectionSync:
-    """The rule for a variable that differs over `axes` by its type: that of the longest name.
+    """Returns the rule for a variable whose type varies over `axes`: the longest name that fits.
 
-    It is `"mean"`, which changes nothing, if no name fits and no device differs. A variable that
-    differs and has no rule, or whose dtype does not allow the rule, is refused.
+    It is `"mean"`, which changes nothing, if no name fits and `axes` is empty. A variable that
+    varies and has no rule, or whose dtype does not allow the rule, is refused.
     """
     name, rules = _name(path), {**KNOWN, **rules}
     fits = max((rule for rule in rules if f"{name}/".startswith(f"{rule}/")), key=len, default="")
@@ -119,8 +120,8 @@ def choose_sync(
     variable = f"sync_collections: collections{jax.tree_util.keystr(path)} has dtype {x.dtype}"
     if not fits:
         raise ValueError(
-            f"{variable} and differs between the devices along {axes}, and nothing says what "
-            f"becomes of it. Build the program with sync_collections={{{name!r}: ...}}, one of "
+            f"{variable} and differs between the devices along {axes}, and has no rule. "
+            f"Build the program with sync_collections={{{name!r}: ...}}, one of "
             "'mean' (averages), 'sum' (counters), 'max' and 'min', or make it equal in the model "
             "(jax.lax.psum)."
         )

@@ -1,16 +1,16 @@
-"""Annotations: what a model says about its parameters, as mesh axes.
+"""Reads a model's annotations of its parameters as mesh axes.
 
 A model annotates a parameter with a flax box around it. `nn.with_partitioning` makes an
 `nn.Partitioned`, whose names are mesh axes. `nn.with_logical_partitioning` makes an
-`nn.LogicallyPartitioned`, whose names are logical, such as `embed`: they say what a dimension is,
-and *rules* say which mesh axes it is sharded over. A rule is a pair of a logical name and a mesh
-axis, a tuple of axes or `None`. A name may have several rules: it takes the first whose axes no
-earlier rule has given to another dimension of the same parameter, and stays whole if there is none.
-`nn.logical_to_mesh_axes` reads rules in this way, and it is called here.
+`nn.LogicallyPartitioned`, whose names are logical, such as `embed`: they name a dimension, and
+*rules* say which mesh axes it is sharded over. A rule is a pair of a logical name and a mesh axis,
+a tuple of axes or `None`. A name may have several rules. It takes the first rule whose axes are
+still free, that is, not taken by another dimension of the same parameter. If there is none, the
+dimension is not sharded. `nn.logical_to_mesh_axes`, which is called here, reads rules in this way.
 
-Invariants: deciding touches no device; the names that come out are axes of the mesh, one entry for
-each dimension; an axis occurs once at most; a dimension divides by its axes; a dimension that
-`nn.scan` or `nn.vmap` runs over has none.
+Invariants: deciding touches no device; the resulting names are axes of the mesh, one entry for each
+dimension; an axis occurs at most once; the axes of a dimension divide its size; a dimension that
+`nn.scan` or `nn.vmap` runs over has no axes.
 """
 
 import difflib
@@ -31,9 +31,9 @@ class AxesOrLogicalNames(nn.LogicallyPartitioned):
 
 
 def check_rules(strategy: str, rules: Any, mesh: Mesh) -> Rules:
-    """The user's rules as tuples of tuples, with `None` for no axes and a string for one axis.
+    """Checks the user's rules, and returns tuples with `None` for no axes, a string for one axis.
 
-    Names that no parameter uses are fine.
+    Names that no parameter uses are allowed.
 
     Raises:
       TypeError: They are not a sequence of pairs of a name and axes.
@@ -75,20 +75,20 @@ def mesh_names(
     rules: Rules,
     all_rules: str = "",
 ) -> Names:
-    """Reads off a parameter's box which mesh axes each of its dimensions is sharded over.
+    """Reads from a parameter's box the mesh axes that each of its dimensions is sharded over.
 
-    The own rules of an `nn.LogicallyPartitioned` have precedence over `rules`. A loop's own name
-    for its dimension (`nn.PARTITION_NAME`) is ignored unless it is a mesh axis or has a rule.
+    The rules inside an `nn.LogicallyPartitioned` have precedence over `rules`. The name that a loop
+    gives its dimension (`nn.PARTITION_NAME`) is ignored unless it is a mesh axis or has a rule.
     `all_rules` is the line that `with_all_names` writes, for the message.
 
     Raises:
-      TypeError: The names are not a tuple of names, or the box's own rules not rules.
+      TypeError: The names are not a tuple of names, or the rules in the box are not rules.
       ValueError: A name is unknown, or the annotation does not fit the shape, the mesh or a loop.
     """
-    given = box.names
-    is_tuple = _is_sequence(given) or isinstance(given, PartitionSpec)
-    names: tuple[Any, ...] = tuple(given) if is_tuple else ()
-    shown = names if is_tuple else repr(given)
+    annotation = box.names
+    is_tuple = _is_sequence(annotation) or isinstance(annotation, PartitionSpec)
+    names: tuple[Any, ...] = tuple(annotation) if is_tuple else ()
+    shown = names if is_tuple else repr(annotation)
     where = f"model: parameter {path!r} of shape {shape} is annotated with names {shown}"
     if not is_tuple or not all(_is_axes(name) for name in names):
         raise TypeError(f"{where}, expected a tuple with a name or None for each dimension.")
@@ -98,16 +98,14 @@ def mesh_names(
     if isinstance(box, SplitParameter):
         named = {axis for name in names for axis in axis_tuple(name)}
         if logical := sorted(named & {name for name, _ in rules} - set(mesh.shape)):
-            raise ValueError(
-                f"{where} and as split, of which rules have {logical}; expected mesh axes."
-            )
+            raise ValueError(f"{where} and as split, but rules have {logical}; expected mesh axes.")
         names, _ = names_on(where, shape, names, mesh.shape, shared=box.shared)
     is_logical = isinstance(box, nn.LogicallyPartitioned)
     all_rules = all_rules or with_all_names([(box, loop_dims)], mesh, rules)
     if is_logical:
         rules = (*check_rules(f"model: parameter {path!r}", box.rules or (), mesh), *rules)
     if isinstance(box, AxesOrLogicalNames):
-        if loop_dims and len(given) < len(shape):
+        if loop_dims and len(annotation) < len(shape):
             raise ValueError(
                 f"{where}, expected one for each dimension, those that loops run over included. "
                 "Make a stack with nnx.vmap(..., transform_metadata={nnx.PARTITION_NAME: None})."
@@ -116,18 +114,18 @@ def mesh_names(
         known = {name for name, _ in rules}
         is_logical = any(isinstance(name, str) and name in known for name in names)
         rules = (*rules, *((axis, axis) for axis in mesh.shape if axis not in known))
-    # Nested loops may share a name, which flax refuses. A name that shards nothing is left out.
+    # Nested loops may share a name, which flax refuses. So a name that shards nothing is left out.
     sharding = {name for name, axes in rules if axes} if is_logical else set(mesh.shape)
     names = tuple(
         None if dim in loop_dims and not set(axis_tuple(name)) <= sharding else name
         for dim, name in enumerate(names)
     )
     if is_logical:
-        found = _apply_rules(where, names, mesh, rules, all_rules)
+        axes_of_dims = _apply_rules(where, names, mesh, rules, all_rules)
     else:
         takes_rules = isinstance(box, AxesOrLogicalNames)
-        found = _check_axes(where, names, mesh, rules, all_rules if takes_rules else "")
-    for dim, name in enumerate(found):
+        axes_of_dims = _check_axes(where, names, mesh, rules, all_rules if takes_rules else "")
+    for dim, name in enumerate(axes_of_dims):
         size = axes_size(mesh, axis_tuple(name))
         if name is not None and (dim in loop_dims or shape[dim] % size):
             reason = "nn.scan or nn.vmap runs over" if dim in loop_dims else "does not divide by it"
@@ -136,16 +134,16 @@ def mesh_names(
                 f"{where}, but dim {dim} cannot be sharded over {name!r} of size {size}: {reason}. "
                 f"Name another dim{mend}."
             )
-    return found
+    return axes_of_dims
 
 
 def with_all_names(boxes: Iterable[tuple[Any, frozenset[int]]], mesh: Mesh, rules: Rules) -> str:
-    """Writes `rules=` with those that are given, and `None` for each logical name without one.
+    """Writes `rules=` with the user's rules, and `None` for each logical name without a rule.
 
     Args:
       boxes: The annotations of all parameters, each with the dimensions that loops run over.
       mesh: The mesh; in an `AxesOrLogicalNames` its axes need no rule.
-      rules: The rules that are given.
+      rules: The user's rules.
     """
     missing: dict[str, None] = {}
     for box, loop_dims in boxes:
@@ -161,7 +159,7 @@ def with_all_names(boxes: Iterable[tuple[Any, frozenset[int]]], mesh: Mesh, rule
 def _apply_rules(
     where: str, names: tuple[Any, ...], mesh: Mesh, rules: Rules, all_rules: str
 ) -> Names:
-    """The mesh axes that logical names mean."""
+    """Returns the mesh axes of logical names; refuses unknown and repeated names."""
     if not all(name is None or isinstance(name, str) for name in names):
         raise TypeError(
             f"{where}, expected one logical name or None for each dimension. Give the dimension "
@@ -188,7 +186,7 @@ def _apply_rules(
 def _check_axes(
     where: str, names: tuple[Any, ...], mesh: Mesh, rules: Rules, all_rules: str
 ) -> Names:
-    """The names themselves, which have to be mesh axes; `all_rules` if they may be logical."""
+    """Checks that names are mesh axes; `all_rules` is "" unless they may be logical names."""
     axes = [axis for name in names for axis in axis_tuple(name)]
     unknown = sorted(set(axes) - set(mesh.shape))
     if unknown:
@@ -214,13 +212,13 @@ def _check_axes(
 
 
 def _nearest(names: list[str], known: Iterable[str]) -> str:
-    """A clause of a message with the known name that the first of `names` resembles, if any."""
+    """Writes a clause with the known name nearest to the first of `names`; "" if none is near."""
     near = difflib.get_close_matches(names[0], list(known), n=1)
     return f"; the nearest is {near[0]!r}" if near else ""
 
 
 def _entry(axes: tuple[str, ...]) -> AxisName | None:
-    """The one way to write the axes of a dimension."""
+    """Writes the axes of a dimension: a tuple of several, one as a string, or `None`."""
     return axes if len(axes) > 1 else axes[0] if axes else None
 
 
@@ -229,5 +227,5 @@ def _is_sequence(x: Any) -> bool:
 
 
 def _is_axes(x: Any) -> bool:
-    """Whether `x` is written as the axes of a dimension: a name, a sequence of names, or `None`."""
+    """Returns whether `x` can be a dimension's axes: a name, a sequence of names, or `None`."""
     return x is None or all(isinstance(name, str) for name in (x if _is_sequence(x) else [x]))

@@ -3,12 +3,12 @@
 Modules usually ask for a parameter with `self.param`, which unboxes it. Some read it from the
 variables instead, for instance to tie the weights of two layers:
 `self.wte.variables["params"]["embedding"].T`. They get the box, and use it as an array. An
-`ArrayBox` therefore answers as its unboxed value would, so that a parameter that gathers itself is
-gathered there too.
+`ArrayBox` therefore behaves like its unboxed value, so a parameter that gathers itself is gathered
+there too.
 
-Invariants: every use unboxes once, and is a use of its own; shape and dtype are known without
-unboxing; a box stays a pytree whose leaf is what is stored, as flax's transformations need it. So
-`jax.tree.map` still sees the stored array and not the parameter: the probe refuses such code.
+Invariants: every use unboxes once; shape and dtype are known without unboxing; a box stays a pytree
+whose leaf is the stored array, because flax's transformations need that. So `jax.tree.map` still
+sees the stored array and not the parameter: the probe refuses such code.
 """
 
 import functools
@@ -32,31 +32,31 @@ _OPERATORS = (
 class ArrayBox(nn.Partitioned, eq=False):
     """A boxed parameter that may be used as the array that its `unbox()` returns.
 
-    A subclass is declared with `eq=False`: a dataclass would compare boxes, and not their elements.
+    Declare a subclass with `eq=False`: a dataclass would compare boxes, and not their elements.
 
     Attributes:
       is_whole: Whether a loss reads it. Then `unbox()` also gathers what a module computes with in
         parts, see `whole_parameters`.
 
     Communication:
-      That of `unbox()`, each time it is used.
+      `unbox()`, at each use.
     """
 
     is_whole: bool = flax.struct.field(default=False, pytree_node=False)
 
     def __jax_array__(self) -> jax.Array:
-        """What `jax.numpy` computes with."""
+        """Unboxes the array for `jax.numpy`."""
         value: jax.Array = self.unbox()
         return value
 
     def __getattr__(self, name: str) -> Any:
-        """The attributes of an array, such as `T`."""
+        """Returns an attribute of the array, such as `T`."""
         if name.startswith("_") or not hasattr(jax.Array, name):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         return getattr(jax.eval_shape(self.unbox) if name in OF_SHAPE else self.unbox(), name)
 
     def of_one_array(self) -> Self:
-        """The box for code that carries nothing but `value` along."""
+        """Returns a box without arrays other than `value`, for code that keeps only `value`."""
         return self
 
     def __len__(self) -> int:

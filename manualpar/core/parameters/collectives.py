@@ -1,4 +1,4 @@
-"""Collectives whose gradient is written by hand, and what the types say about them.
+"""Collectives whose gradient is written by hand, and the axes over which their values vary.
 
 A parameter that is stored in shards is gathered where it is used, and its gradient is scattered
 back. The gradient of such a gather is written by hand, because the mean over devices is wanted
@@ -21,17 +21,17 @@ from manualpar.core.tracing.scopes import CAST_SCOPE, GATHER_SCOPE, SCATTER_SCOP
 
 
 def varying_axes(tree: Any) -> frozenset[str]:
-    """The mesh axes over which any leaf varies by its type; none with `check_vma=False`."""
+    """Returns the mesh axes over which any leaf's type varies; none with `check_vma=False`."""
     return frozenset[str]().union(*(jax.typeof(x).mat.varying for x in jax.tree.leaves(tree)))
 
 
 def is_vma_checked(axis: str) -> bool:
-    """Whether the types of the surrounding `shard_map` tell what varies over `axis`."""
+    """Returns whether the types of the enclosing `shard_map` say which values vary over `axis`."""
     return axis in varying_axes(jax.lax.axis_index(axis))
 
 
 def cast_to_varying(tree: Any, axes: tuple[str, ...] | frozenset[str]) -> Any:
-    """Types every leaf as varying over `axes`, so that autodiff does not sum its gradient.
+    """Casts the type of every leaf to varying over `axes`, so that autodiff sums no gradient.
 
     Communication:
       None. The *transpose* of this cast is a `psum`. A value that is cast inside a differentiated
@@ -47,39 +47,40 @@ def cast_to_varying(tree: Any, axes: tuple[str, ...] | frozenset[str]) -> Any:
 
 
 class Quantizer(Protocol):
-    """How numbers travel in fewer bits, a pytree; see `coded_collectives`."""
+    """A pytree that sends numbers in fewer bits; see `quantized_collectives`."""
 
     @property
     def name(self) -> str:
-        """What the options of builders call it."""
+        """The value of the options `gather_code` and `reduce_code` that chooses it."""
 
     def row_bytes(self, n: int) -> int:
-        """The bytes in which a row of `n` numbers travels."""
+        """Returns the bytes that are sent for a row of `n` numbers."""
 
     def gather(self, x: jax.Array, dim: int, rounds: Sequence[tuple[str, ...]]) -> jax.Array:
-        """An all-gather for each round, in float32."""
+        """Gathers over the axes of each round in turn; the result is float32."""
 
     def scatter_sum(
         self, x: jax.Array, dim: int, axes: tuple[str, ...]
     ) -> tuple[jax.Array, jax.Array]:
-        """A reduce-scatter, in float32, and what this device's codes leave out of `x`."""
+        """Returns the reduce-scattered sum in float32, and this device's rounding error of `x`."""
 
     def mean(self, x: jax.Array, axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
-        """A mean over devices, in float32, and what is lost of it by this device."""
+        """Returns the mean over devices in float32, and the error that this device causes in it."""
 
 
 class CommPolicy(NamedTuple):
-    """The dtypes and codes that travel, and the order of the axes.
+    """The dtypes and quantizers with which values are sent, and the order of the axes.
 
     Attributes:
       gather_dtype: The dtype that a shard is cast to before it is gathered, and that the model
-        computes with; `None` for the shard's own.
+        computes with; `None` for the shard's dtype.
       reduce_dtype: The dtype that gradients are summed in; `None` for their own.
       axis_by_axis: Whether a dimension that is sharded over a tuple of axes is gathered, and its
         gradient scattered, over one axis after the other instead of over their product at once.
-      gather_code: The code of what is gathered over the axes of the batch; `None` for none.
-      reduce_code: The code of gradients that are reduced; they are summed in float32.
-      code_axes: The mesh axes over which `reduce_code` counts; `None` for all.
+      gather_code: The quantizer of parameters that are gathered over the axes of the batch; `None`
+        for none.
+      reduce_code: The quantizer of gradients that are reduced; they are summed in float32.
+      code_axes: The mesh axes over which gradients are quantized; `None` for all.
     """
 
     gather_dtype: str | None = None
@@ -90,47 +91,50 @@ class CommPolicy(NamedTuple):
     code_axes: tuple[str, ...] | None = None
 
     @property
-    def casts(self) -> bool:
-        """Whether anything travels otherwise than it is."""
+    def changes_values(self) -> bool:
+        """Whether values are cast or quantized before they are sent."""
         return self != EXACT._replace(axis_by_axis=self.axis_by_axis)
 
     @property
-    def uncast(self) -> "CommPolicy":
-        """The same without casts and codes."""
+    def exact(self) -> "CommPolicy":
+        """The same policy without casts and quantizers."""
         return EXACT._replace(axis_by_axis=self.axis_by_axis)
 
-    def of(self, dtype: Any, *, trainable: bool = True) -> "CommPolicy":
-        """The same for a parameter of a dtype.
+    def for_parameter(self, dtype: Any, *, trainable: bool = True) -> "CommPolicy":
+        """Returns the policy for a parameter of a dtype.
 
-        One that is no float travels as it is stored, and a frozen one that is stored as narrow is
-        not cast.
+        A parameter that is not floating-point is sent as it is stored. A frozen parameter is not
+        cast to a dtype as wide as its own or wider.
         """
         if not jnp.issubdtype(dtype, jnp.floating):
-            return self.uncast
-        gathered = jnp.dtype(self.gather_dtype or dtype)
-        is_narrow = not trainable and dtype.itemsize <= gathered.itemsize
+            return self.exact
+        gather_dtype = jnp.dtype(self.gather_dtype or dtype)
+        is_narrow = not trainable and dtype.itemsize <= gather_dtype.itemsize
         return self._replace(gather_dtype=None, reduce_dtype=None) if is_narrow else self
 
-    def gather_code_of(self, n: int, dtype: Any) -> Quantizer | None:
-        """The code in which shards of `n` numbers of a dtype are gathered: if it is fewer bytes."""
-        return _if_fewer(self.gather_code, n, self.gather_dtype or dtype)
+    def gather_quantizer(self, n: int, dtype: Any) -> Quantizer | None:
+        """Returns the quantizer to gather shards of `n` numbers with, if it saves bytes."""
+        return _if_fewer_bytes(self.gather_code, n, self.gather_dtype or dtype)
 
-    def reduce_code_of(self, n: float, dtype: Any, axes: tuple[str, ...]) -> Quantizer | None:
-        """The code in which gradients are reduced over axes to shards of `n` numbers each."""
-        counts = self.code_axes is None or set(axes) <= set(self.code_axes)
-        return _if_fewer(self.reduce_code, n, dtype) if counts else None
+    def reduce_quantizer(self, n: float, dtype: Any, axes: tuple[str, ...]) -> Quantizer | None:
+        """Returns the quantizer to reduce gradients with, if it saves bytes.
+
+        `n` is the count of numbers in the shard that each device along `axes` sums.
+        """
+        is_quantized = self.code_axes is None or set(axes) <= set(self.code_axes)
+        return _if_fewer_bytes(self.reduce_code, n, dtype) if is_quantized else None
 
     def reductions(self, axes: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
-        """The axes of each all-reduce over `axes`: those over which codes travel by themselves."""
-        coded = tuple(axis for axis in axes if axis in (self.code_axes or ()))
-        others = tuple(axis for axis in axes if axis not in coded)
-        return tuple(some for some in (others, coded) if some)
+        """Returns the axes of each all-reduce over `axes`: first exact, then quantized axes."""
+        quantized = tuple(axis for axis in axes if axis in (self.code_axes or ()))
+        exact = tuple(axis for axis in axes if axis not in quantized)
+        return tuple(group for group in (exact, quantized) if group)
 
     def rounds(self, axes: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
-        """The axes of each collective that scatters over `axes`, in order; gathers reverse it.
+        """Returns the axes of each collective that scatters over `axes`, in order.
 
-        The major axis comes first, so that shards lie as a `PartitionSpec` says. The number of
-        rounds does not change the bytes that a device sends.
+        Gathers reverse the order. The major axis comes first, so that shards are ordered as in a
+        `PartitionSpec`. The number of rounds does not change the bytes that a device sends.
         """
         return tuple((axis,) for axis in axes) if self.axis_by_axis else (axes,)
 
@@ -138,9 +142,9 @@ class CommPolicy(NamedTuple):
 EXACT = CommPolicy()
 
 
-def _if_fewer(code: Quantizer | None, n: float, dtype: Any) -> Quantizer | None:
+def _if_fewer_bytes(quantizer: Quantizer | None, n: float, dtype: Any) -> Quantizer | None:
     itemsize = jnp.dtype(dtype).itemsize
-    return code if code and code.row_bytes(math.ceil(n)) < n * itemsize else None
+    return quantizer if quantizer and quantizer.row_bytes(math.ceil(n)) < n * itemsize else None
 
 
 def gather_array_with_mean_grads(
@@ -149,13 +153,13 @@ def gather_array_with_mean_grads(
     """Gathers the shards of an array; its gradient is scattered back as the mean over the devices.
 
     Args:
-      x: The local shard, `[..., D/axis_name, ...]`.
+      x: The device's shard, `[..., D/axis_name, ...]`.
       axis: The dimension along which `x` is sharded.
       axis_name: The mesh axis, or tuple of axes, over which it is sharded.
-      wire: The dtypes that travel, and the order of the axes.
+      wire: The dtypes and quantizers to send with, and the order of the axes.
 
     Returns:
-      The whole array, `[..., D, ...]`, on every device, of dtype `wire.gather_dtype`.
+      The full array, `[..., D, ...]`, on every device, of dtype `wire.gather_dtype`.
 
     Raises:
       ValueError: A mesh axis is not bound, or `axis` is not a dimension of `x`.
@@ -168,8 +172,8 @@ def gather_array_with_mean_grads(
     Gradient:
       Written by hand: `psum_scatter(g) / N`, where the transpose of an all-gather would be
       `psum_scatter(g)`. So the gradient of a sharded parameter is the mean of the devices'
-      gradients, which is what `pmean` gives for a replicated one. It is summed in
-      `wire.reduce_dtype` and returned in the dtype of `x`.
+      gradients, as with `pmean` for a replicated parameter. It is summed in `wire.reduce_dtype`
+      and returned in the dtype of `x`.
     """
     axes = axis_tuple(axis_name)
     check_axes_bound("gather_array_with_mean_grads", axes)
@@ -179,15 +183,15 @@ def gather_array_with_mean_grads(
             f"{x.shape}."
         )
     if is_vma_checked(axes[0]) and not varying_axes(x) & set(axes):
-        # By its type all devices hold the same shard. Flax's nested scans trace a box like this to
-        # learn shapes, with values that have lost their types.
+        # By its type all devices hold the same shard. Flax's nested scans trace a box in this way
+        # to find out shapes, with values that have lost their types.
         x = jnp.concatenate([x] * jax.lax.axis_size(axes), axis)
         return x.astype(wire.gather_dtype or x.dtype)
-    plan = _Gather(axis % x.ndim, axes, x.dtype, wire._replace(reduce_code=None))
-    return _gather_with_mean_grads(cast_to_varying(x, axes), wire.reduce_code, plan)
+    args = _GatherArgs(axis % x.ndim, axes, x.dtype, wire._replace(reduce_code=None))
+    return _gather_with_mean_grads(cast_to_varying(x, axes), wire.reduce_code, args)
 
 
-class _Gather(NamedTuple):
+class _GatherArgs(NamedTuple):
     """The static arguments of a gather."""
 
     dim: int
@@ -196,31 +200,32 @@ class _Gather(NamedTuple):
     wire: CommPolicy
 
 
-def _gather(x: jax.Array, _: Quantizer | None, plan: _Gather) -> jax.Array:
+def _gather(x: jax.Array, _: Quantizer | None, args: _GatherArgs) -> jax.Array:
     with jax.named_scope(GATHER_SCOPE):
-        dtype = plan.wire.gather_dtype or x.dtype
-        # XLA may keep a collective over one device, and copy.
-        rounds = [a for a in reversed(plan.wire.rounds(plan.axes)) if jax.lax.axis_size(a) > 1]
-        if rounds and (code := plan.wire.gather_code_of(x.size, x.dtype)):
-            return code.gather(x, plan.dim, rounds).astype(dtype)
+        dtype = args.wire.gather_dtype or x.dtype
+        # XLA may keep a collective over one device, which costs a copy.
+        rounds = [a for a in reversed(args.wire.rounds(args.axes)) if jax.lax.axis_size(a) > 1]
+        if rounds and (quantizer := args.wire.gather_quantizer(x.size, x.dtype)):
+            return quantizer.gather(x, args.dim, rounds).astype(dtype)
         x = x.astype(dtype)
         for axes in rounds:
-            x = jax.lax.all_gather(x, axes, axis=plan.dim, tiled=True)
+            x = jax.lax.all_gather(x, axes, axis=args.dim, tiled=True)
         return x
 
 
 _gather_with_mean_grads = jax.custom_vjp(_gather, nondiff_argnums=(2,))
 
 
-def _gather_forward(x: jax.Array, code: Any, plan: _Gather) -> tuple[jax.Array, Any]:
+def _gather_forward(x: jax.Array, quantizer: Any, args: _GatherArgs) -> tuple[jax.Array, Any]:
     # The function without the rule, so that `modes.remat` sees the all-gather.
-    return _gather(x, code, plan), code
+    return _gather(x, quantizer, args), quantizer
 
 
-def _gather_backward(plan: _Gather, code: Any, g: jax.Array) -> tuple[jax.Array, None]:
-    wire = plan.wire._replace(reduce_code=code)  # A code may have a key, a value of the step.
-    g = scatter_mean(g, plan.dim, plan.axes, wire=wire, dtype=wire.reduce_dtype)
-    return g.astype(plan.dtype), None
+def _gather_backward(args: _GatherArgs, quantizer: Any, g: jax.Array) -> tuple[jax.Array, None]:
+    # A quantizer may hold a key, which differs between steps: it is a residual, and not static.
+    wire = args.wire._replace(reduce_code=quantizer)
+    g = scatter_mean(g, args.dim, args.axes, wire=wire, dtype=wire.reduce_dtype)
+    return g.astype(args.dtype), None
 
 
 _gather_with_mean_grads.defvjp(_gather_forward, _gather_backward)
@@ -229,32 +234,32 @@ _gather_with_mean_grads.defvjp(_gather_forward, _gather_backward)
 def scatter_mean(
     x: jax.Array, dim: int, axes: tuple[str, ...], *, wire: CommPolicy = EXACT, dtype: Any = None
 ) -> jax.Array:
-    """Leaves each device its shard of the mean of what the devices hold.
+    """Returns this device's shard of the mean of the devices' arrays.
 
     Args:
-      x: Each device's own `[..., D, ...]`.
+      x: Each device's array, `[..., D, ...]`.
       dim: The dimension to scatter along; the size of `axes` divides it.
       axes: The mesh axes.
-      wire: The order of the axes, and the code that travels, if it is fewer bytes.
-      dtype: The dtype that travels otherwise; that of `x` if not given.
+      wire: The order of the axes, and the quantizer, which is used if it saves bytes.
+      dtype: The dtype to send without a quantizer; by default the dtype of `x`.
 
     Returns:
       `[..., D/axes, ...]`, the shard of the mean.
 
     Communication:
       One reduce-scatter in `dtype`, or one for each axis: a device sends `(N - 1) / N` of the bytes
-      of `x` in it. With a code one all-to-all instead, see `Quantizer`.
+      of `x` in that dtype. With a quantizer one all-to-all instead, see `Quantizer`.
     """
     dtype = dtype or x.dtype
     with jax.named_scope(SCATTER_SCOPE):
-        for some in wire.rounds(axes):
-            if (size := jax.lax.axis_size(some)) == 1:
+        for round_axes in wire.rounds(axes):
+            if (size := jax.lax.axis_size(round_axes)) == 1:
                 continue
-            if code := wire.reduce_code_of(x.size // size, dtype, some):
-                x, _ = code.scatter_sum(x, dim, some)
+            if quantizer := wire.reduce_quantizer(x.size // size, dtype, round_axes):
+                x, _ = quantizer.scatter_sum(x, dim, round_axes)
             else:
                 x = x.astype(dtype)
-                x = jax.lax.psum_scatter(x, some, scatter_dimension=dim, tiled=True)
+                x = jax.lax.psum_scatter(x, round_axes, scatter_dimension=dim, tiled=True)
         return x / jax.lax.axis_size(axes)
 
 
@@ -269,14 +274,14 @@ def gather_invariant(
     """Gathers shards into an array that is typed as the same on all devices along `axes`.
 
     Args:
-      x: The local shard, `[..., D/axes, ...]`.
+      x: The device's shard, `[..., D/axes, ...]`.
       dim: The dimension along which it is sharded.
       axes: The mesh axes over which it is sharded.
-      scope: The named scope that says for what purpose.
+      scope: The named scope, which gives the purpose.
       wire: The order of the axes; the dtype stays.
 
     Returns:
-      The whole array, `[..., D, ...]`, not varying over `axes`.
+      The full array, `[..., D, ...]`, not varying over `axes`.
 
     Communication:
       One all-gather, or one for each axis: a device sends `(N - 1) / N` of the gathered bytes.
@@ -287,6 +292,6 @@ def gather_invariant(
     """
     with jax.named_scope(scope):
         x = cast_to_varying(x, axes)
-        for some in reversed(wire.rounds(axes)):
-            x = jax.lax.all_gather(x, some, axis=dim, tiled=True, to="invarying")
+        for round_axes in reversed(wire.rounds(axes)):
+            x = jax.lax.all_gather(x, round_axes, axis=dim, tiled=True, to="invarying")
         return x

@@ -2,7 +2,7 @@
 
 A layout is a tree like the state with a `PartitionSpec` at each leaf. It is a pure function of
 shapes, of the model's annotations (`nn.with_partitioning`), and of the strategy; deciding it
-touches no device. A strategy is a `PlaceFn`: from what is known of a parameter to a `Placement`.
+touches no device. A strategy decides it with a `PlaceFn`, from a `ParameterInfo` to a `Placement`.
 """
 
 import dataclasses
@@ -22,20 +22,20 @@ from manualpar.core.parameters.split_parameter import SplitParameter, names_on
 
 @dataclasses.dataclass(frozen=True)
 class ParameterInfo:
-    """What a strategy may look at to place a parameter.
+    """The facts about a parameter from which a strategy decides its placement.
 
     Attributes:
-      path: Where it is in the tree of parameters, `encoder/kernel`.
+      path: Its path in the tree of parameters, `encoder/kernel`.
       shape: Its global shape.
       dtype: Its dtype.
       names: The mesh axes that the model's annotation shards each dimension over.
       loop_dims: The dimensions that `nn.scan` or `nn.vmap` run over: each use of the parameter sees
         one slice.
-      split_axes: Those of the mesh axes in `names` over which the model computes with its shards,
-        see `split_parameter.split`. Over the others it is gathered where it is used.
+      split_axes: The mesh axes in `names` over which the model computes with the shards, see
+        `split_parameter.split`. Over the other axes it is gathered where it is used.
       shared_names: For each dimension the mesh axes whose devices share its entries; `()` if there
         are none.
-      trainable: Whether it is trained. One that is not is *frozen*.
+      trainable: Whether it is trained. Otherwise it is *frozen*.
       absent_axes: Axes that a split parameter names and the mesh does not have.
     """
 
@@ -50,15 +50,15 @@ class ParameterInfo:
     absent_axes: frozenset[str] = frozenset()
 
     @property
-    def whole_dims(self) -> frozenset[int]:
-        """The dimensions that must stay whole, because each use sees one slice of them."""
+    def unsharded_dims(self) -> frozenset[int]:
+        """The dimensions that must not be sharded, because each use sees one slice of them."""
         loops = frozenset(dim for dim in self.loop_dims if self.names[dim] is None)
         return loops | {dim for dim, name in enumerate(self.shared_names) if name}
 
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Where a parameter lives, where its optimizer state lives, and how its gradient is reduced.
+    """How a parameter and its optimizer state are sharded, and how its gradient is reduced.
 
     A strategy decides the first five fields. `complete_placement` adds the others, which follow
     from the roles of the mesh axes.
@@ -66,19 +66,19 @@ class Placement:
     Attributes:
       names: For each dimension of the parameter the mesh axis, or tuple of axes, that it is sharded
         over between steps, or `None`.
-      note: Why it is sharded along its dimension, or why not at all; `''` if nobody asks.
+      note: The reason why it is sharded along its dimension, or why it is not sharded.
       state_names: The same as `names` for the gradient and the optimizer's state; `None` if they
         are equal.
-      padding: How many zeros stand at the end of each dimension of whatever is sharded along it, so
-        that it divides; `()` if there are none.
-      keep: Whether the model gets it whole: gathered once in each minibatch, before the forward
-        pass, and kept until the backward pass.
+      padding: The number of zeros at the end of each dimension of an array that is sharded along
+        it, so that the axes divide the dimension; `()` if there are none.
+      keep: Whether it is gathered once in each minibatch, before the forward pass, and kept until
+        the backward pass.
       mean_axes: The mesh axes along which devices see different examples: the gradient is averaged
         over them.
       sum_axes: The mesh axes along which each device has a part of the gradient: it is summed over
         them.
-      divisor: What the gradient is divided by besides, where autodiff has already summed over axes
-        whose mean is meant.
+      divisor: A further divisor of the gradient, where autodiff has already summed over axes and
+        the mean is wanted.
       storage_axes: The mesh axes that only share the storage: the parameter is gathered over them
         where it is used.
       split_axes: The mesh axes over which the model computes with its shards.
@@ -101,32 +101,32 @@ class Placement:
 
     @property
     def sharded_names(self) -> Names:
-        """The names of the gradient's and the optimizer state's dimensions."""
+        """The mesh axes of each dimension of the gradient and of the optimizer's state."""
         return self.names if self.state_names is None else self.state_names
 
     @property
     def spec(self) -> PartitionSpec:
-        """The placement as JAX writes it; `PartitionSpec()` for a replicated parameter."""
+        """The parameter's `PartitionSpec`; `PartitionSpec()` if it is replicated."""
         return names_to_spec(self.names)
 
     @property
     def state_spec(self) -> PartitionSpec:
-        """The placement of the gradient and of the optimizer's state, as JAX writes it."""
+        """The `PartitionSpec` of the gradient and of the optimizer's state."""
         return names_to_spec(self.sharded_names)
 
     @property
     def parameter_padding(self) -> tuple[int, ...]:
-        """The padding of the parameter itself: none where it is not sharded between steps."""
+        """The padding of the parameter: none if it is not sharded between steps."""
         return () if self.state_names is not None else self.padding
 
 
 def names_to_spec(names: Names) -> PartitionSpec:
-    """Names of dimensions as JAX writes them, `PartitionSpec()` if there are none."""
+    """Makes a `PartitionSpec` of dimensions' axes; `PartitionSpec()` if there are no axes."""
     return PartitionSpec(*names) if any(map(axis_tuple, names)) else PartitionSpec()
 
 
 def with_shardings(tree: Any, shardings: Any) -> Any:
-    """A tree of abstract arrays that lie as another of shardings says."""
+    """Returns a tree of abstract arrays with the shardings of another tree."""
     return jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
         tree,
@@ -134,12 +134,12 @@ def with_shardings(tree: Any, shardings: Any) -> Any:
     )
 
 
-# (parameter, axes to shard over, number of devices along them) -> where the parameter lives.
+# (parameter, axes to shard over, number of devices along them) -> how the parameter is sharded.
 PlaceFn = Callable[[ParameterInfo, tuple[str, ...], int], Placement]
 
 
 def replicate(parameter: ParameterInfo, axes: tuple[str, ...], axis_size: int) -> Placement:
-    """Places a parameter whole on every device, except where its annotation shards it."""
+    """Replicates a parameter, except where its annotation shards it."""
     del axes, axis_size
     return Placement(parameter.names)
 
@@ -154,18 +154,24 @@ def shard_one_dim(
     keep_gathered: tuple[str, ...] = (),
     replicate: tuple[str, ...] = (),
 ) -> Placement:
-    """Shards a parameter along the dimension that `choose_shard_dim` says, padded if need be.
+    """Places a parameter sharded along the dim that `choose_shard_dim` returns, padded if need be.
 
-    What `keep_gathered` names is kept. What `replicate` names is whole, annotated or not.
+    Parameters that `keep_gathered` names are kept (`Placement.keep`). Parameters that `replicate`
+    names are replicated, annotated or not.
     """
     if any(is_inside(parameter.path, name) for name in replicate):
         return Placement(split_names(parameter), "named by replicate", keep=True)
     keep = any(is_inside(parameter.path, name) for name in keep_gathered)
     if set(axes) & {axis for name in parameter.names for axis in axis_tuple(name)}:
         return Placement(parameter.names, "annotated", keep=keep)
-    shape, names, whole = parameter.shape, parameter.names, parameter.whole_dims
+    shape, names = parameter.shape, parameter.names
     dim, note = choose_shard_dim(
-        shape, names, axis_size, min_weight_size=min_weight_size, excluded_dims=whole, pad=pad
+        shape,
+        names,
+        axis_size,
+        min_weight_size=min_weight_size,
+        excluded_dims=parameter.unsharded_dims,
+        pad=pad,
     )
     if dim is None:
         return Placement(names, note, keep=keep)
@@ -179,13 +185,13 @@ def shard_one_dim(
 
 
 def split_names(parameter: ParameterInfo) -> Names:
-    """The names of a parameter's dimensions without those that only share its storage."""
+    """Returns the axes of each dimension without the axes that only share its storage."""
     split = parameter.split_axes
     return tuple(n if split.issuperset(axis_tuple(n)) else None for n in parameter.names)
 
 
 def is_inside(path: str, name: str) -> bool:
-    """Whether a parameter's path is `name`, or in what has that name: `head/kernel` in `head`."""
+    """Returns whether a path is `name` or inside of it: `head/kernel` is inside `head`."""
     return f"{path}/".startswith(f"{name}/")
 
 
@@ -194,7 +200,7 @@ def check_named(
     parameters: Iterable[tuple[ParameterInfo, Placement]],
     **fields: tuple[str, ...],
 ) -> None:
-    """Refuses names, by the field that has them, of which the model has no parameter."""
+    """Refuses a name in one of `fields` that no parameter of the model has."""
     paths = [info.path for info, _ in parameters]
     for field, name in ((field, name) for field, names in fields.items() for name in names):
         if not any(is_inside(path, name) for path in paths):
@@ -209,7 +215,7 @@ def check_named(
 def shard_state_only(
     parameter: ParameterInfo, axes: tuple[str, ...], axis_size: int, **placing: Any
 ) -> Placement:
-    """Shards the gradient and the optimizer's state as `shard_one_dim`; not the parameter."""
+    """Places gradient and optimizer state sharded as `shard_one_dim`, but not the parameter."""
     sharded = shard_one_dim(parameter, axes, axis_size, **placing)
     if sharded.names == parameter.names or sharded.keep:
         return sharded
@@ -219,7 +225,7 @@ def shard_state_only(
 def complete_placement(
     placement: Placement, parameter: ParameterInfo, roles: AxisRoles, mesh: Mesh
 ) -> Placement:
-    """A strategy's placement with how the parameter is gathered and its gradient reduced."""
+    """Adds to a strategy's placement the axes to gather over and to reduce gradients over."""
     axes = [axis for name in placement.names for axis in axis_tuple(name)]
     split = parameter.split_axes
     if placement.state_names is not None and not parameter.trainable:
@@ -229,7 +235,7 @@ def complete_placement(
         trainable=parameter.trainable,
         mean_axes=tuple(axis for axis in roles.data_axes if axis not in split),
         sum_axes=tuple(axis for axis in roles.stage_axes if axis not in split),
-        # The shard has met the examples of all devices along these axes, and autodiff has summed.
+        # A shard is used for the examples of all devices along these axes: autodiff sums over them.
         divisor=axes_size(mesh, tuple(axis for axis in roles.data_axes if axis in split)),
         storage_axes=tuple(
             axis for axis in axes if roles.role_of(axis) == "storage" and axis not in split
@@ -246,23 +252,24 @@ def describe_parameters(
     rules: Rules,
     data_axes: tuple[str, ...] = (),
 ) -> Any:
-    """The tree of abstract parameters, boxes included, with a `ParameterInfo` at each leaf.
+    """Returns a `ParameterInfo` for each leaf of a tree of abstract parameters, boxes included.
 
     `loop_dims` are the dimensions that loops run over, by a parameter's path. An annotation that
-    does not fit is refused, see `mesh_names`, and so is one that names an axis of `data_axes` and
-    another for one dim: gradients are reduced over the first and not over the other.
+    does not fit is refused, see `mesh_names`. An annotation that names for one dim an axis of
+    `data_axes` and another axis is refused too, because gradients are reduced over the first and
+    not over the second.
     """
 
-    def dims_of_loops(path: Any) -> frozenset[int]:
+    def loop_dims_of(path: Any) -> frozenset[int]:
         return loop_dims.get(path_name(path), frozenset())
 
     leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_box)
-    all_rules = with_all_names([(x, dims_of_loops(path)) for path, x in leaves], mesh, rules)
+    all_rules = with_all_names([(x, loop_dims_of(path)) for path, x in leaves], mesh, rules)
 
     def info(path: Any, x: Any) -> ParameterInfo:
         key = path_name(path)
         value = x.value if is_box(x) else x
-        dims = dims_of_loops(path)
+        dims = loop_dims_of(path)
         names: Names = (None,) * value.ndim
         if is_box(x):
             names = mesh_names(
@@ -295,9 +302,9 @@ def describe_parameters(
 
 
 def on_stages(infos: Any, stacked: frozenset[str], axis: str) -> Any:
-    """What is known of parameters, of which those in `stacked` have a run of layers on each stage.
+    """Marks the parameters in `stacked` as split over the stages along dim 0.
 
-    Layers are in dim 0, as `nn.scan` stacks them.
+    Dim 0 is the dimension in which `nn.scan` stacks layers.
     """
 
     def staged(info: ParameterInfo) -> ParameterInfo:
@@ -316,16 +323,16 @@ def on_stages(infos: Any, stacked: frozenset[str], axis: str) -> Any:
 
 
 def like_params(tree: Any, params: Any, values: Any, default: Any) -> Any:
-    """Gives each leaf of an optimizer's state what is said of the parameter that it belongs to.
+    """Gives each leaf of an optimizer's state the value of the parameter that it belongs to.
 
     A leaf belongs to a parameter if its path ends in the parameter's path and it has the
     parameter's shape (Adam's moments do, Adafactor's factored ones have another shape). `values` is
     a tree like `params`. Leaves that belong to no parameter get the default.
     """
-    flat = jax.tree_util.tree_leaves_with_path(params)
+    leaves = jax.tree_util.tree_leaves_with_path(params)
     by_path = {
         _keys(path): (x.shape, value)
-        for (path, x), value in zip(flat, jax.tree.leaves(values), strict=True)
+        for (path, x), value in zip(leaves, jax.tree.leaves(values), strict=True)
     }
 
     def value(path: Any, x: Any) -> Any:
@@ -340,33 +347,33 @@ def like_params(tree: Any, params: Any, values: Any, default: Any) -> Any:
 
 
 def computed_specs(infos: Any) -> Any:
-    """The tree of parameters with the `PartitionSpec` of what the model computes with."""
+    """Returns for each parameter the `PartitionSpec` of the array that the model computes with."""
     return jax.tree.map(lambda info: names_to_spec(split_names(info)), infos)
 
 
 def param_specs(placements: Any) -> Any:
-    """The tree of parameters with a `PartitionSpec` at each leaf."""
+    """Returns each parameter's `PartitionSpec`."""
     return jax.tree.map(lambda placement: placement.spec, placements)
 
 
 def state_specs(placements: Any) -> Any:
-    """The tree of parameters with the `PartitionSpec` of each gradient."""
+    """Returns the `PartitionSpec` of each parameter's gradient."""
     return jax.tree.map(lambda placement: placement.state_spec, placements)
 
 
 def map_padded(function: Callable[..., Any], tree: Any, paddings: Iterable[Any]) -> Any:
-    """Applies `pad_leaf` or `unpad_leaf` to each leaf of a tree with the padding of its own."""
+    """Applies `pad_leaf` or `unpad_leaf` to each leaf of a tree, with the leaf's padding."""
     leaves, structure = jax.tree.flatten(tree)
     return jax.tree.unflatten(structure, map(function, leaves, paddings))
 
 
 def strip_boxes(tree: Any) -> Any:
-    """Takes what boxes hold out of them as it is, with no constraint and no collective."""
+    """Replaces each box by its value, with no constraint and no collective."""
     return jax.tree.map(lambda x: x.value if is_box(x) else x, tree, is_leaf=is_box)
 
 
 def map_in_scopes(function: Callable[..., Any], placements: Any, *trees: Any) -> Any:
-    """Maps a function of a placement and leaves over trees like the parameters'.
+    """Maps a function of a placement and leaves over trees with the parameters' structure.
 
     Each call runs in the named scope of the parameter's path.
     """
@@ -379,10 +386,10 @@ def map_in_scopes(function: Callable[..., Any], placements: Any, *trees: Any) ->
 
 
 def path_name(path: Any) -> str:
-    """A tree path as people write it: `encoder/kernel`."""
+    """Joins the keys of a tree path by slashes: `encoder/kernel`."""
     return "/".join(_keys(path))
 
 
 def _keys(path: Any) -> tuple[str, ...]:
-    """A tree path as strings, the same for dict keys, attributes and indices of one name."""
+    """Returns a path's keys as strings; dict keys, attributes and indices look the same."""
     return tuple(jax.tree_util.keystr((entry,), simple=True) for entry in path)

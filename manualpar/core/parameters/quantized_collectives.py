@@ -1,14 +1,14 @@
-"""Collectives that send codes of numbers in place of numbers, see `block_codec`.
+"""Collectives that send numbers in a quantized format, see `block_quantization`.
 
-A row of a device's numbers becomes a row of bytes, codes beside scales, so that one collective
-sends both. A gather encodes a shard once, however many rounds it takes, and decodes at the end. A
-sum cannot be taken of codes. So devices exchange the codes of each other's shards (all-to-all),
-decode, and add up in float32, each its own shard (quantised gradients of ZeRO++: Wang et al.,
-https://arxiv.org/abs/2306.10209). A mean that all devices need gathers the shards' codes after
-that; every device decodes the same bytes, so that all have the same mean, bit for bit.
+A row of a device's numbers becomes a row of bytes, with codes and scales, so that one collective
+sends both. A gather quantizes a shard once, however many rounds it takes, and dequantizes at the
+end. Codes cannot be summed. So devices exchange the codes of each other's shards (all-to-all),
+dequantize them, and each sums its own shard in float32 (quantized gradients of ZeRO++: Wang et al.,
+https://arxiv.org/abs/2306.10209). A mean that all devices need quantizes the shards of the sum and
+gathers them. Every device dequantizes the same bytes, so all have the same mean, bit for bit.
 
-On `N` devices a device sends `(N - 1) coded_bytes(n)` for a gather of rows of `n` numbers, as much
-for a sum whose shards have `n`, and twice as much for a mean.
+On `N` devices a device sends `(N - 1) quantized_bytes(n)` for a gather of rows of `n` numbers, the
+same for a sum whose shards have `n` numbers, and twice that for a mean.
 """
 
 import dataclasses
@@ -20,8 +20,8 @@ import jax.numpy as jnp
 
 from manualpar.core.parameters.block_quantization import (
     Quantization,
-    coded_bytes,
     pack_codes,
+    quantized_bytes,
     unpack_codes,
 )
 from manualpar.core.tracing.scopes import DECODE_SCOPE
@@ -33,14 +33,14 @@ class BlockQuantizer:
     """A `manualpar.core.parameters.collectives.Quantizer` in blocks.
 
     Attributes:
-      name: The name of its codes.
+      name: The name of its format.
     """
 
     name: Quantization
 
     def row_bytes(self, n: int) -> int:
-        """The bytes in which a row of `n` numbers travels."""
-        return coded_bytes(n, self.name)
+        """Returns the bytes that are sent for a row of `n` numbers."""
+        return quantized_bytes(n, self.name)
 
     def gather(
         self,
@@ -51,17 +51,17 @@ class BlockQuantizer:
         is_invariant: bool = False,
         key: jax.Array | None = None,
     ) -> jax.Array:
-        """Gathers shards as codes.
+        """Gathers quantized shards.
 
         Args:
-          x: The local shard, `[..., D/axes, ...]`.
+          x: The device's shard, `[..., D/axes, ...]`.
           dim: The dimension along which it is sharded.
           rounds: The mesh axes of each all-gather, in their order: the minor axis first.
           is_invariant: Whether the result is typed as the same on all devices.
-          key: As for `scatter_sum`.
+          key: As in `scatter_sum`.
 
         Returns:
-          `float32[..., D, ...]`, the whole array as every device decodes it, its own shard too.
+          `float32[..., D, ...]`, the full array; every device dequantizes all shards, its own too.
 
         Communication:
           An all-gather of bytes for each round.
@@ -80,25 +80,26 @@ class BlockQuantizer:
     def scatter_sum(
         self, x: jax.Array, dim: int, axes: tuple[str, ...], *, key: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array]:
-        """Leaves each device its shard of the sum of what the devices' codes say.
+        """Returns this device's shard of the sum of the devices' quantized arrays.
 
         Args:
-          x: Each device's own `[..., D, ...]`.
+          x: Each device's array, `[..., D, ...]`.
           dim: The dimension to scatter along; the size of `axes` divides it.
           axes: The mesh axes.
-          key: A key that differs between devices, to round at random; if not given, to the nearest.
+          key: A key that differs between devices, to round stochastically; without it to the
+            nearest.
 
         Returns:
-          The shard of the sum, `float32[..., D/axes, ...]`, and what this device's codes leave out
-          of its `x`, `float32[..., D, ...]`.
+          The shard of the sum, `float32[..., D/axes, ...]`, and this device's rounding error, `x`
+          minus its quantized value, `float32[..., D, ...]`.
 
         Communication:
           One all-to-all of bytes.
         """
         size = jax.lax.axis_size(axes)
         shard = (*x.shape[:dim], x.shape[dim] // size, *x.shape[dim + 1 :])
-        # A shard is runs of numbers that lie together. Where blocks end with them, codes are put
-        # in the order of shards, and otherwise the numbers, which takes a copy of all.
+        # A shard consists of runs of adjacent numbers. If blocks end where runs end, the codes are
+        # put in the order of shards. Otherwise the numbers are, which copies the array.
         lead, run = math.prod(shard[:dim]), math.prod(shard[dim:])
         rows = x.reshape(lead, size, run)
         is_in_place = lead > 1 and lead * self.row_bytes(run) == self.row_bytes(lead * run)
@@ -110,38 +111,37 @@ class BlockQuantizer:
             packed = sent = pack_codes(rows, self.name, key)
         received = jax.lax.all_to_all(sent, axes, 0, 0, tiled=True)
         total = unpack_codes(received, rows.shape[-1], self.name).sum(0).reshape(shard)
-        lost = rows - unpack_codes(packed, rows.shape[-1], self.name)
+        error = rows - unpack_codes(packed, rows.shape[-1], self.name)
         if not is_in_place:
-            lost = jnp.moveaxis(lost.reshape(size, lead, run), 0, 1)
-        return total, lost.reshape(x.shape)
+            error = jnp.moveaxis(error.reshape(size, lead, run), 0, 1)
+        return total, error.reshape(x.shape)
 
     def mean(
         self, x: jax.Array, axes: tuple[str, ...], *, key: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array]:
-        """The mean over devices, the same bits on all of them.
+        """Returns the mean over devices, the same bits on all of them.
 
         Args:
-          x: Each device's own array.
+          x: Each device's array.
           axes: The mesh axes.
-          key: As for `scatter_sum`. Each of the two roundings has a key of its own: the second
-            would not be right on average if it knew the first.
+          key: As in `scatter_sum`. Each of the two roundings has its own key, because the second
+            would be biased if it depended on the first.
 
         Returns:
-          The mean, `float32` and not varying over `axes`, and what is lost by this device, of the
-          shape of `x`: what its codes leave out, and of the shard of the mean that it encodes,
-          times the number of devices. The devices' mean of `x` minus that of what is lost is the
-          mean that is returned.
+          The mean, `float32` and not varying over `axes`, and the error that this device causes, of
+          the shape of `x`: its rounding error of `x`, plus its rounding error of its shard of the
+          mean, times the number of devices. Returned mean = mean over devices of (x - error).
 
         Communication:
-          One all-to-all of each device's parts and one all-gather of the mean's shards, of bytes.
+          One all-to-all of `x` and one all-gather of the mean's shards, both of bytes.
         """
         size = jax.lax.axis_size(axes)
         flat = jnp.pad(x.reshape(-1), (0, -x.size % size))
         first, second = (None, None) if key is None else jax.random.split(key)
-        total, lost = self.scatter_sum(flat, 0, axes, key=first)
+        total, error = self.scatter_sum(flat, 0, axes, key=first)
         mean = self.gather(total / size, 0, (axes,), is_invariant=True, key=second)
         index = jax.lax.axis_index(axes) * total.size
-        own = total - jax.lax.dynamic_slice_in_dim(mean, index, total.size) * size
-        own += jax.lax.dynamic_slice_in_dim(lost, index, total.size)
-        lost = jax.lax.dynamic_update_slice_in_dim(lost, own, index, 0)
-        return mean[: x.size].reshape(x.shape), lost[: x.size].reshape(x.shape)
+        shard_error = total - jax.lax.dynamic_slice_in_dim(mean, index, total.size) * size
+        shard_error += jax.lax.dynamic_slice_in_dim(error, index, total.size)
+        error = jax.lax.dynamic_update_slice_in_dim(error, shard_error, index, 0)
+        return mean[: x.size].reshape(x.shape), error[: x.size].reshape(x.shape)

@@ -1,15 +1,15 @@
 """Parameters that are stored in shards and gather themselves where they are used.
 
 `flax.linen` calls `unbox()` on every boxed parameter that a module asks for. `ShardedParameter` is
-such a box: it holds a device's shard, and its `unbox()` gathers the whole parameter. So a model
+such a box: it holds a device's shard, and its `unbox()` gathers the full parameter. So a model
 written for one device is sharded without a change. A layer inside `nn.scan` gathers only its own
 slice, and a gathered parameter can be dropped as soon as it was used (ZeRO-3: Rajbhandari et al.,
 https://arxiv.org/abs/1910.02054; FSDP: Zhao et al., https://arxiv.org/abs/2304.11277).
 
 Invariants: `names[i]` is the mesh axis (or tuple of axes) that dimension `i` is sharded over, or
-`None`. The value is the local shard inside `shard_map` and the global array outside. A gradient has
-the box of its parameter. A dimension that does not divide may be padded with zeros. Then the shards
-are those of the padded array, and the value that leaves a box has the parameter's own shape.
+`None`. The value is the device's shard inside `shard_map` and the global array outside. A gradient
+has the box of its parameter. A dimension that the axes do not divide may be padded with zeros. Then
+the padded array is sharded, and `unbox` returns the parameter's own shape.
 """
 
 import math
@@ -40,12 +40,12 @@ TILE = (128, 16)
 
 
 def is_box(x: Any) -> bool:
-    """Whether `x` is a boxed parameter: an `nn.Partitioned`, of which `ShardedParameter` is one."""
+    """Returns whether `x` is an `nn.Partitioned`, such as a `ShardedParameter`."""
     return isinstance(x, nn.Partitioned)
 
 
 def boxed_axes(x: Any) -> tuple[str, ...]:
-    """The mesh axes that a boxed parameter is sharded over; `()` for an array."""
+    """Returns the mesh axes that a boxed parameter is sharded over; `()` for an array."""
     return tuple(axis for name in x.names for axis in axis_tuple(name)) if is_box(x) else ()
 
 
@@ -53,7 +53,7 @@ class ShardedParameter(ArrayBox, eq=False):
     """The shard of a parameter, in a box that gathers it when a module asks for it.
 
     Attributes:
-      value: The local shard inside `shard_map`; the global array, or its abstract shape, outside.
+      value: The device's shard inside `shard_map`; outside the global array, or its abstract shape.
       names: For each dimension the mesh axis, or tuple of axes, that it is sharded over, or `None`.
       gather_axes: The mesh axes to gather over along which devices see different examples. The
         gradient is scattered back as the mean over them.
@@ -64,7 +64,7 @@ class ShardedParameter(ArrayBox, eq=False):
         `split_parameter.split`; `()` if there are none.
       padding: The number of zeros at the end of each dimension of the gathered array; `()` if there
         are none. Only dimensions sharded over `gather_axes` have some.
-      wire: The dtypes that travel, and the order of the axes.
+      wire: The dtypes and quantizers to send with, and the order of the axes.
     """
 
     names: Names = flax.struct.field(pytree_node=False)  # type: ignore[assignment]  # Tuples too.
@@ -75,20 +75,20 @@ class ShardedParameter(ArrayBox, eq=False):
     wire: CommPolicy = flax.struct.field(default=EXACT, pytree_node=False)
 
     def unbox(self, apply_constraint: bool = True) -> Any:
-        """Gathers the parameter inside `shard_map`; outside, its value is whole already.
+        """Gathers the parameter inside `shard_map`; outside, its value is the full array already.
 
         Communication:
           One all-gather for each dimension sharded over `gather_axes` or `storage_axes`, see
-          `gather_array_with_mean_grads` and `gather_invariant`; that of `take_shared`. If it
-          `is_whole`, one for each other dimension that is sharded.
+          `gather_array_with_mean_grads` and `gather_invariant`; and see `take_shared`. With
+          `is_whole` one for each other sharded dimension.
         """
-        del apply_constraint  # That is for automatic axes; here the mesh axes are manual.
+        del apply_constraint  # Constraints are for automatic axes; here the mesh axes are manual.
         shared_axes = tuple(axis for name in self.shared_names for axis in axis_tuple(name))
         axes = boxed_axes(self) if self.is_whole else shared_axes
         if not any(map(is_axis_bound, (*self.gather_axes, *self.storage_axes, *axes))):
             return self.value
         value = self.value
-        if shared_axes and not self.is_whole:  # Before it is gathered, because a slice is less.
+        if shared_axes and not self.is_whole:  # Before it is gathered, because a slice is smaller.
             value = take_shared(cast_to_varying(value, shared_axes), self.shared_names)
         for dim, name in enumerate(self.names):
             axes = axis_tuple(name)
@@ -99,14 +99,15 @@ class ShardedParameter(ArrayBox, eq=False):
         return self.finish(value)
 
     def finish(self, value: jax.Array) -> jax.Array:
-        """The value that a module gets: without padding, and cast.
+        """Removes the padding of a gathered value and casts it, as a module gets it.
 
-        It has no `checkpoint_name`, which would hide from a scan that it keeps its own input.
+        It sets no `checkpoint_name`, because a scan would then not notice that it saves its own
+        input.
         """
         return cast_floating(unpad_leaf(value, self.padding), self.wire.gather_dtype)
 
     def add_axis(self, index: int, params: dict[Any, Any]) -> "ShardedParameter":
-        """Names a dim that `nn.scan` or `nn.vmap` adds: a mesh axis in its metadata, or `None`."""
+        """Adds a dim for `nn.scan` or `nn.vmap`, named by the mesh axis in its metadata, if any."""
         index %= len(self.names) + 1
         name = params.get(nn.PARTITION_NAME)
         is_mesh_axis = bool(axis_tuple(name)) and all(map(is_axis_bound, axis_tuple(name)))
@@ -116,7 +117,7 @@ class ShardedParameter(ArrayBox, eq=False):
         )
 
     def remove_axis(self, index: int, params: dict[Any, Any]) -> "ShardedParameter":
-        """Forgets a dim that `nn.scan` or `nn.vmap` takes away.
+        """Drops the entries of a dim that `nn.scan` or `nn.vmap` removes.
 
         Raises:
           ValueError: The dimension would have to be gathered.
@@ -134,7 +135,7 @@ class ShardedParameter(ArrayBox, eq=False):
     def _with_dims(
         self, change: Callable[[Any, Any], tuple[Any, ...]], name: AxisName | None
     ) -> "ShardedParameter":
-        """The box with `change(entries, new)` for what it says of each dimension."""
+        """Applies `change(entries, new)` to each field that has an entry for each dimension."""
         return self.replace(
             names=change(self.names, name),
             shared_names=change(self.shared_names, None) if self.shared_names else (),
@@ -142,12 +143,12 @@ class ShardedParameter(ArrayBox, eq=False):
         )
 
     def gather_dims(self) -> list[tuple[int, tuple[str, ...]]]:
-        """The dimensions sharded over `gather_axes`, each with all of its axes."""
+        """Returns the dimensions sharded over `gather_axes`, each with all of its axes."""
         dims = enumerate(map(axis_tuple, self.names))
         return [(dim, axes) for dim, axes in dims if set(axes) & set(self.gather_axes)]
 
     def gather_data_axes(self) -> "ShardedParameter":
-        """The box of the value that is gathered over `gather_axes` and cast.
+        """Gathers the value over `gather_axes`, casts it, and boxes it again.
 
         It is called once a step, outside the function that is differentiated.
 
@@ -163,12 +164,12 @@ class ShardedParameter(ArrayBox, eq=False):
 
 
 def pad_leaf(x: jax.Array, padding: tuple[int, ...]) -> jax.Array:
-    """An array with zeros at the end of its dimensions."""
+    """Pads the end of each dimension with zeros."""
     return jnp.pad(x, [(0, width) for width in padding]) if any(padding) else x
 
 
 def unpad_leaf(x: jax.Array, padding: tuple[int, ...]) -> jax.Array:
-    """An array without the zeros that `pad_leaf` put there."""
+    """Removes the zeros that `pad_leaf` added."""
     if not any(padding):
         return x
     ends = [size - width for size, width in zip(x.shape, padding, strict=True)]
@@ -176,7 +177,7 @@ def unpad_leaf(x: jax.Array, padding: tuple[int, ...]) -> jax.Array:
 
 
 def cast_floating(x: jax.Array, dtype: str | None) -> jax.Array:
-    """Casts a floating-point array; leaves others, and all if `dtype` is `None`, as they are."""
+    """Casts a floating-point array if `dtype` is given; returns other arrays as they are."""
     return x.astype(dtype) if dtype and jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
@@ -191,12 +192,13 @@ def choose_shard_dim(
 ) -> tuple[int | None, str]:
     """Decides which dimension of a parameter to shard.
 
-    It is one that is free (its name is `None`) and divisible by `axis_size`, or with `pad`, if none
-    is, any that is free. A dimension whose shards are whole tiles (`TILE`) comes before others,
-    because TPUs copy partial tiles to send them; then comes the largest, then the first, whose
-    shards are contiguous. Every platform has this rule, so a simulation on CPUs has the layout of
-    TPUs. A parameter of fewer than `min_weight_size` elements is not worth a collective and stays
-    whole. So do `excluded_dims`, which a use of the parameter does not see (as in `nn.scan`).
+    The candidates are the free dimensions (their name is `None`) that `axis_size` divides. If there
+    are none, `pad` makes every free dimension a candidate. Dimensions whose shards are whole tiles
+    (`TILE`) are preferred, because TPUs copy partial tiles to send them; then the largest; then the
+    first, whose shards are contiguous. The rule is the same on every platform, so a simulation on
+    CPUs has the layout of TPUs. A parameter of fewer than `min_weight_size` elements is not worth
+    a collective and stays replicated. `excluded_dims` are not sharded, because a use of the
+    parameter does not see them (as in `nn.scan`).
 
     Returns:
       The dimension, or `None` if there is none, and why.
@@ -208,34 +210,34 @@ def choose_shard_dim(
         return None, "no elements to shard" if shape else "a scalar"
     seen = [dim for dim in range(len(shape)) if dim not in excluded_dims]
     free = [dim for dim in seen if names[dim] is None]
-    some = [dim for dim in free if shape[dim] % axis_size == 0]
-    some = some or [dim for dim in free if pad and shape[dim] > 1]
-    if not some:
+    candidates = [dim for dim in free if shape[dim] % axis_size == 0]
+    candidates = candidates or [dim for dim in free if pad and shape[dim] > 1]
+    if not candidates:
         return None, f"none of {[shape[dim] for dim in free]} divides by {axis_size}"
     tile = dict(zip(reversed(seen), TILE, strict=False))
-    whole = [dim for dim in some if shape[dim] % (axis_size * tile.get(dim, 1)) == 0]
-    dim = max(whole or some, key=lambda dim: (shape[dim], -dim))
-    if len(some) == 1:
+    tiled = [dim for dim in candidates if shape[dim] % (axis_size * tile.get(dim, 1)) == 0]
+    dim = max(tiled or candidates, key=lambda dim: (shape[dim], -dim))
+    if len(candidates) == 1:
         return dim, "only one that divides"
-    return dim, "largest" if shape[dim] == max(shape[dim] for dim in some) else "whole tiles"
+    largest = max(shape[dim] for dim in candidates)
+    return dim, "largest" if shape[dim] == largest else "whole tiles"
 
 
 def scatter_gradients(grads: Any, shards: Any) -> Any:
-    """Leaves each device its shard of the mean of the devices' gradients.
+    """Reduces gradients to each device's shard of their mean over the devices.
 
     Args:
-      grads: A tree of each device's own gradients of whole parameters, boxed where the parameters
-        are.
+      grads: A tree of each device's gradients of full parameters, boxed where the parameters are.
       shards: The same tree with a `ShardedParameter` for each gradient that is to be scattered over
         the box's `gather_axes`.
 
     Returns:
-      The tree of `shards` with gradients for values. Gradients that are not scattered stay as they
+      The tree of `shards` with gradients as values. Gradients that are not scattered stay as they
       are.
 
     Communication:
-      One reduce-scatter for each such dimension, in `wire.reduce_code`, else in
-      `wire.reduce_dtype`, else in `wire.gather_dtype`, else in the dtype of the parameter.
+      One reduce-scatter for each dimension sharded over `gather_axes`, with `wire.reduce_code`, or
+      else in `wire.reduce_dtype`, `wire.gather_dtype`, or the dtype of the parameter.
     """
 
     def scatter(shard: Any, g: Any) -> Any:
@@ -244,27 +246,27 @@ def scatter_gradients(grads: Any, shards: Any) -> Any:
         value = g.value if is_box(g) else g
         value = pad_leaf(value, shard.padding)
         for dim, axes in shard.gather_dims():
-            dtype = wire_dtype(shard)
+            dtype = reduction_dtype(shard)
             value = scatter_mean(value, dim, axes, wire=shard.wire, dtype=dtype)
         return shard.replace(value=value)
 
     return jax.tree.map(scatter, shards, grads, is_leaf=is_box)
 
 
-def wire_of(x: Any) -> CommPolicy:
-    """How what is in a box travels; as it is stored what is in none."""
+def comm_policy(x: Any) -> CommPolicy:
+    """Returns the policy of a box; `EXACT` without one."""
     return x.wire if isinstance(x, ShardedParameter) else EXACT
 
 
-def wire_dtype(x: Any) -> Any:
-    """The dtype in which a gradient is reduced, from its box or that of its parameter."""
+def reduction_dtype(x: Any) -> Any:
+    """Returns the dtype in which a gradient is reduced; `x` is the gradient or its parameter."""
     if not isinstance(x, ShardedParameter):
         return (x.value if is_box(x) else x).dtype
     return jnp.dtype(x.wire.reduce_dtype or x.wire.gather_dtype or x.value.dtype)
 
 
 def replicate_shards(params: Any) -> Any:
-    """Gathers boxed shards into whole parameters that all devices hold.
+    """Gathers boxed shards into replicated parameters.
 
     Communication:
       One all-gather for each dimension sharded over `gather_axes`.

@@ -1,15 +1,15 @@
-"""Parameters that a module computes with in shards.
+"""Split parameters: a module computes with a shard of them.
 
 A parameter that is *stored* in shards is gathered where it is used (FSDP). A parameter that is
-*split* is not: its module computes with the device's shard, and the module's own collectives make
-the result whole (tensor and expert parallelism). `split` marks such a parameter where the module
-makes it. Where the axis is not bound, the module gets the whole parameter, as on one device.
+*split* is not: its module computes with the device's shard, and the module's own collectives
+complete the result (tensor and expert parallelism). `split` marks such a parameter where the module
+makes it. Where the axis is not bound, the module gets the full parameter, as on one device.
 
 A parameter may be too small to split although its module computes in parallel: with grouped-query
-attention there can be fewer key heads than devices. `shared=True` then keeps the parameter whole on
-every device and gives each the slice that it shares with its neighbours.
+attention there can be fewer key heads than devices. With `shared=True` the parameter is then
+replicated, and a group of neighbouring devices uses each slice of it.
 
-Invariants: the tree of parameters and their initial values are those of one device, whatever the
+Invariants: the tree of parameters and their initial values are the same as on one device, for every
 mesh. An axis that the mesh does not have splits nothing.
 """
 
@@ -28,28 +28,28 @@ class SplitParameter(nn.Partitioned):
     """The annotation that `split` puts around a parameter.
 
     Attributes:
-      value: The parameter: whole outside of `shard_map`, this device's part inside.
+      value: The parameter: the full array outside of `shard_map`, this device's shard inside.
       names: For each dimension the mesh axis, or tuple of axes, that it is split over, or `None`.
-      shared: Whether devices may share slices of a dimension that has fewer than there are devices.
+      shared: Whether devices may share slices of a dimension with fewer entries than devices.
     """
 
     names: Names = flax.struct.field(pytree_node=False)  # type: ignore[assignment]  # Tuples too.
     shared: bool = flax.struct.field(default=False, pytree_node=False)
 
     def unbox(self, apply_constraint: bool = True) -> Any:
-        """The value as it is; inside `shard_map` it is this device's part already."""
+        """Returns the value as it is; inside `shard_map` it is this device's shard already."""
         del apply_constraint
         return self.value
 
     def add_axis(self, index: int, params: dict[Any, Any]) -> "SplitParameter":
-        """Leaves whole a dimension that `nn.scan` or `nn.vmap` adds."""
+        """Adds an unsplit dimension, for `nn.scan` and `nn.vmap`."""
         del params
         names = list(self.names)
         names.insert(index % (len(names) + 1), None)
         return self.replace(names=tuple(names))
 
     def remove_axis(self, index: int, params: dict[Any, Any]) -> "SplitParameter":
-        """Forgets a dimension that `nn.scan` or `nn.vmap` takes away."""
+        """Removes a dimension, for `nn.scan` and `nn.vmap`."""
         del params
         names = list(self.names)
         names.pop(index % len(names))
@@ -67,19 +67,20 @@ def split(init: Callable[..., Any], names: Names, *, shared: bool = False) -> Ca
     Call the initializer with the global shape in both cases.
 
     Args:
-      init: `init(key, shape, ...)`, an initializer of the whole parameter.
+      init: `init(key, shape, ...)`, an initializer of the full parameter.
       names: For each dimension the mesh axis, or tuple of axes, that it is split over, or `None`.
-      shared: Whether a dimension with fewer entries than there are devices along its axes stays
-        whole, and each device gets the one entry that it shares with others. (The entries must
-        divide the number of devices.) The gradient is summed over the devices that share.
+      shared: Set it for a dimension with fewer entries than devices along its axes (2 key heads on
+        8 devices). The dimension is stored replicated, and a group of devices uses each entry.
+        (The number of entries must divide the number of devices.) The gradient of an entry is
+        summed over its group.
 
     Returns:
-      An initializer of a `SplitParameter`, of a Linen module. (NNX modules annotate theirs by
-      `nnx.with_partitioning(init, names, split=True)`, and `shared=True` beside it.)
+      An initializer of a `SplitParameter`, for a Linen module. (NNX modules annotate their
+      parameters by `nnx.with_partitioning(init, names, split=True)`, and `shared=True` if wanted.)
 
     Raises:
       ValueError: When it is called: there is not one name for each dimension, or an axis is named
-        twice, or a dimension does not divide over the devices.
+        twice, or the devices do not divide a dimension.
       TypeError: When it is called: `init` annotates the parameter too.
 
     Communication:
@@ -118,18 +119,18 @@ def names_on(
     *,
     shared: bool,
 ) -> tuple[Names, Names]:
-    """How a split parameter lies on a mesh.
+    """Decides how a split parameter is sharded on a mesh.
 
     Args:
-      where: What begins an error message.
-      shape: The whole parameter's shape.
+      where: The beginning of an error message.
+      shape: The full parameter's shape.
       names: For each dimension the mesh axis, or tuple of axes, that it is split over, or `None`.
       sizes: The sizes of the mesh's axes. Axes that are not among them are left out.
       shared: Whether devices may share slices.
 
     Returns:
-      The names of the dimensions that are split, and those of the dimensions that stay whole and of
-      whose entries devices share one each; the second is `()` if there are none.
+      For each dimension the axes that it is split over, and for each dimension the axes whose
+      devices share its entries; the second is `()` if there are none.
 
     Raises:
       ValueError: A dimension does not divide over its axes, or an axis is named twice.
@@ -157,15 +158,15 @@ def names_on(
 
 
 def take_shared(x: jax.Array, shared_names: Names) -> jax.Array:
-    """This device's entry, which it shares with others, along each dimension that has a name.
+    """Takes the entry that this device uses along each dimension that has a name.
 
     Communication:
       None forward. Backward one `psum` of the gradient of `x` over the axes, because autodiff sums
-      what the devices contribute.
+      the devices' contributions.
     """
     for dim, name in enumerate(shared_names):
         if axes := axis_tuple(name):
-            # Neighbours share: of two heads on four devices the first two have the first.
+            # Neighbours share an entry: with two heads on four devices, devices 0 and 1 use head 0.
             entry = jax.lax.axis_index(axes) * x.shape[dim] // jax.lax.axis_size(axes)
             x = jax.lax.dynamic_slice_in_dim(x, entry, 1, axis=dim)
     return x

@@ -1,9 +1,9 @@
-"""Trees of which only a part is trained.
+"""Trees of parameters of which only a part is trained.
 
-A step differentiates the tree of parameters with an `optax.MaskedNode`, which has no leaves, in the
-place of each *frozen* one. It reduces such a tree of gradients, and gives it to the optimizer.
-`optax.masked` gives the same to an inner optimizer, so every optimizer takes it. Paths stay as they
-are.
+In the tree that a step differentiates, an `optax.MaskedNode`, which has no leaves, stands in place
+of each *frozen* parameter. The gradients that are reduced and given to the optimizer form such a
+tree too. `optax.masked` passes trees like this to an inner optimizer, so every optimizer takes
+them. Paths stay as they are.
 """
 
 import fnmatch
@@ -16,12 +16,12 @@ from manualpar.core.parameters.sharded_parameter import is_box
 
 
 def is_trained(path: str, globs: tuple[str, ...]) -> bool:
-    """Whether a parameter's path fits one of the globs; `*` stands for anything, `/` too."""
+    """Returns whether a path fits one of the globs; `*` stands for any characters, `/` too."""
     return any(fnmatch.fnmatchcase(path, glob) for glob in globs)
 
 
 def partition(placements: Any, tree: Any) -> tuple[Any, Any]:
-    """The trained part and the frozen part of a tree like the parameters', boxes allowed.
+    """Divides a tree like the parameters', boxes allowed, into its trained and its frozen part.
 
     `placements` has a `trainable` at each leaf: a `Placement`, or a `ParameterInfo`.
     """
@@ -37,17 +37,17 @@ def partition(placements: Any, tree: Any) -> tuple[Any, Any]:
 
 
 def empty_part(tree: Any) -> Any:
-    """The frozen part of a tree that is trained as a whole."""
+    """Returns an empty frozen part: every leaf of `tree` is masked."""
     return jax.tree.map(lambda _: optax.MaskedNode(), tree, is_leaf=is_box)
 
 
 def trained(placements: Any) -> Any:
-    """The placements of what is trained."""
+    """Returns the placements of the trained parameters."""
     return partition(placements, placements)[0]
 
 
 def combine(parts: tuple[Any, Any]) -> Any:
-    """The tree of which `partition` has made two parts."""
+    """Undoes `partition`."""
     return jax.tree.map(
         lambda x, y: y if is_masked(x) else x,
         *parts,
@@ -56,5 +56,5 @@ def combine(parts: tuple[Any, Any]) -> Any:
 
 
 def is_masked(x: Any) -> bool:
-    """Whether something stands in the place of a parameter that the other part has."""
+    """Returns whether a leaf stands in place of a parameter of the other part."""
     return isinstance(x, optax.MaskedNode)

@@ -31,7 +31,7 @@ from manualpar.core.modes.manual import Manual
 from manualpar.core.modes.strategy import Strategy
 from manualpar.core.parameters.collectives import CommPolicy
 from manualpar.core.parameters.placement import ParameterInfo, Placement
-from manualpar.core.parameters.sharded_parameter import is_box, wire_of
+from manualpar.core.parameters.sharded_parameter import comm_policy, is_box
 
 
 def check_feedback(strategy: Strategy, options: Mapping[str, Any]) -> None:
@@ -79,7 +79,7 @@ def residual_of(
 
     Its gradient is scattered, if that takes codes, or else averaged over the axes that do.
     """
-    names, wire = place.sharded_names, wire.of(info.dtype)
+    names, wire = place.sharded_names, wire.for_parameter(info.dtype)
     padded = tuple(map(sum, zip(info.shape, place.padding or (0,) * len(names), strict=True)))
     scattered = [axes for axes in map(axis_tuple, names) if {*axes} & {*place.mean_axes}]
     done = {axis for axes in scattered for axis in axes}
@@ -91,7 +91,7 @@ def residual_of(
         has = 1  # What a device has of the gradient before it is encoded.
         for dim, name in zip(padded, rest, strict=True):
             has *= dim // axes_size(mesh, axis_tuple(name))
-        if place.trainable and size > 1 and wire.reduce_code_of(has / size, dtype, axes):
+        if place.trainable and size > 1 and wire.reduce_quantizer(has / size, dtype, axes):
             return Residual((size, *padded), PartitionSpec(axes, *rest))
     return None
 
@@ -125,7 +125,7 @@ class StochasticQuantizer(_Reducer):
     Attributes:
       key: A key, the same on all devices, into which the device's place is folded. The layers of a
         scan and the minibatches share it. They round otherwise as far as their scales differ, see
-        `block_codec.encode`.
+        `block_quantization.quantize`.
     """
 
     key: jax.Array
@@ -205,7 +205,7 @@ class GradientRounding:
         keys = jax.tree.unflatten(structure, [*keys])
 
         def at_random(key: jax.Array, x: Any) -> Any:
-            return _with_code(x, StochasticQuantizer(wire_of(x).reduce_code, key))
+            return _with_code(x, StochasticQuantizer(comm_policy(x).reduce_code, key))
 
         return [jax.tree.map(at_random, keys, tree) for tree in trees]
 
@@ -213,7 +213,7 @@ class GradientRounding:
         """The sender of each parameter that has a residual, and both trees with them in boxes."""
         boxes = jax.tree.leaves(shards, is_leaf=is_box)
         pairs = zip(jax.tree.leaves(self.infos), boxes, strict=True)
-        codes = {info.path: wire_of(box).reduce_code for info, box in pairs}
+        codes = {info.path: comm_policy(box).reduce_code for info, box in pairs}
         residuals = flatten_dict(local.get("residuals", {}), sep="/")
         senders = {path: ErrorFeedback(codes[path], each[0]) for path, each in residuals.items()}
 
@@ -261,5 +261,5 @@ def gradient_rounding(
 
 def _with_code(x: Any, code: Any) -> Any:
     """A box that reduces by another code; what is reduced as it is stays so."""
-    wire = wire_of(x)
+    wire = comm_policy(x)
     return x if wire.reduce_code is None else x.replace(wire=wire._replace(reduce_code=code))

@@ -65,9 +65,9 @@ def place_parameter(
                 f"{what} has {field}={names}, expected {split_names(info)} to stay: the model "
                 "computes with the shards of these dims. Shard another."
             )
-        if any(names[dim] for dim in info.whole_dims):
+        if any(names[dim] for dim in info.unsharded_dims):
             raise ValueError(
-                f"{what} has {field}={names}, expected dims {sorted(info.whole_dims)} to stay "
+                f"{what} has {field}={names}, expected dims {sorted(info.unsharded_dims)} to stay "
                 "whole, because a loop runs over them or devices share their entries."
             )
         used = [axis for name in names for axis in axis_tuple(name)]

@@ -261,7 +261,7 @@ def _design(
 
     def is_gathered(info: ParameterInfo) -> bool:
         placement = place(info)
-        return len(placement.spec) > 0 or (wire.casts and not placement.keep)
+        return len(placement.spec) > 0 or (wire.changes_values and not placement.keep)
 
     user_model = trace_model(
         name,

@@ -164,7 +164,7 @@ class Step:
             lambda params, *args: loss(self._map(_unbox_kept, params), *args),
             boxes,
             collections,
-            mode.split(mode.arrange(batch, self.roles), self.num_minibatches, self.roles),
+            mode.split(mode.to_zigzag(batch, self.roles), self.num_minibatches, self.roles),
             mode.fold(rng),
             schedule=self.pipeline or self.schedule,
             reduce=scatter if scatters_each else lambda grads: grads,
@@ -176,7 +176,7 @@ class Step:
             kept, (grads, shards) = self.feedback.attach(local, grads, shards)
         grads = grads if scatters_each else self._map_trained(mode.scatter, shards, grads)
         if self.pipeline is not None:
-            grads = self.pipeline.arrange(grads, back=True)
+            grads = self.pipeline.exchange_layers(grads, back=True)
         grads = strip_boxes(self._map_trained(mode.sync, shards, grads))
         if self.feedback is not None:
             local = self.feedback.left_out(kept)
@@ -201,14 +201,14 @@ class Step:
     def _boxes(self, params: Any) -> Any:
         """The parameters of the layers that run here, in boxes."""
         boxes = self._map(self.mode.box, params)
-        return boxes if self.pipeline is None else self.pipeline.arrange(boxes)
+        return boxes if self.pipeline is None else self.pipeline.exchange_layers(boxes)
 
     def _metrics(self, measure: Callable[..., Metrics], state: TrainState, batch: Any) -> Metrics:
         """What `measure(boxes, collections, batch, rng)` says of all devices' parts of a batch."""
 
         def on_device(params: Any, collections: Any, rng: jax.Array, batch: Any) -> Metrics:
             boxes = self._map(_unbox_kept, self._boxes(params))
-            args = boxes, collections, self.mode.arrange(batch, self.roles), self.mode.fold(rng)
+            args = boxes, collections, self.mode.to_zigzag(batch, self.roles), self.mode.fold(rng)
             return self.mode.sync_metrics(
                 measure(*args) if self.pipeline is None else self.pipeline.metrics(measure, *args)
             )

@@ -1,4 +1,4 @@
-"""Metrics are pairs `(sum, count)`, which add up over devices, minibatches, batches and steps.
+"""Metrics: pairs `(sum, count)`, which add up over devices, minibatches, batches and steps.
 
 The mean is taken once, at the end: the mean of means over unequal parts is another number.
 """
@@ -14,14 +14,14 @@ Metrics = dict[str, tuple[Any, Any]]
 
 
 def fetch_metrics(metrics: Metrics) -> dict[str, tuple[float, float]]:
-    """Brings metrics to the host, waiting for the computation that makes them."""
+    """Copies metrics to the host, and waits for the computation that makes them."""
     fetched = jax.device_get(dict(metrics))
-    # In the order they came in: jax sorts a dict by its keys.
+    # The order of the metrics is kept: `device_get` returns a dict sorted by its keys.
     return {name: (float(fetched[name][0]), float(fetched[name][1])) for name in metrics}
 
 
 def add_metrics(first: Metrics | None, second: Metrics) -> Metrics:
-    """Adds metrics up; `None` stands for none yet.
+    """Adds two metrics; `first` may be `None`, for no metrics yet.
 
     Raises:
       ValueError: They are not metrics of the same names.
@@ -42,12 +42,12 @@ def _add(first: Metrics, second: Metrics) -> Metrics:
     return jax.tree.map(operator.add, first, second)
 
 
-# One computation for all metrics: simulated devices run few at a time, see `guards.dispatch`.
+# One computation for all metrics: simulated devices run few at a time, see `guarded_step`.
 _add_on_devices = jax.jit(_add)
 
 
 def mean_metrics(metrics: Metrics) -> dict[str, float]:
-    """The means as floats, `nan` where nothing was counted. Waits for the device."""
+    """Computes the means as floats, `nan` where the count is 0. Waits for the device."""
     return {
         name: total / count if count else math.nan
         for name, (total, count) in fetch_metrics(metrics).items()

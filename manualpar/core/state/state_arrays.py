@@ -1,7 +1,7 @@
-"""The arrays of a state one by one: their names, and how they get to the host and to the devices.
+"""Names the arrays of a state, and copies each to the host or to the devices.
 
-A program holds arrays sharded and perhaps padded. Under the same names and without padding, any
-other program can hold them too, on any mesh.
+In a program the arrays are sharded and perhaps padded. Under the same names and without padding,
+any other program can use them too, on any mesh.
 """
 
 import dataclasses
@@ -17,27 +17,27 @@ from manualpar.core.parameters.placement import path_name
 from manualpar.core.state.train_state import is_key
 from manualpar.errors import printable
 
-SHOWN = 5  # How many differences an error lists.
+SHOWN = 5  # The most differences that an error lists.
 
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """An array of the state, as the program holds it and as one device would.
+    """An array of the state: as the program stores it, and without padding.
 
     Attributes:
       name: Its name, `params/dense/kernel`.
       keys: The keys that lead to it in nested dicts.
-      abstract: The array that the program holds, with padding; it may be a typed key.
+      abstract: The array that the program stores, with padding; it may be a typed key.
       shape: The shape without padding.
-      held_shape: The shape that the program holds; of a key, that of its data.
-      dtype: The dtype; of a key, that of its data.
+      padded_shape: The shape that the program stores; for a key, the shape of its data.
+      dtype: The dtype; for a key, the dtype of its data.
     """
 
     name: str
     keys: tuple[str, ...]
     abstract: jax.ShapeDtypeStruct
     shape: tuple[int, ...]
-    held_shape: tuple[int, ...]
+    padded_shape: tuple[int, ...]
     dtype: jnp.dtype
 
     @property
@@ -47,22 +47,22 @@ class Leaf:
 
     @property
     def padding(self) -> tuple[int, ...]:
-        """The zeros that the program holds at the end of each dimension."""
-        return tuple(held - own for held, own in zip(self.held_shape, self.shape, strict=True))
+        """The number of zeros that the program stores at the end of each dimension."""
+        return tuple(x - size for x, size in zip(self.padded_shape, self.shape, strict=True))
 
 
-def leaves_of(held: Any, whole: Any) -> list[Leaf]:
-    """The arrays of a tree such as the `abstract_state` of a program, in its order.
+def leaves_of(padded: Any, unpadded: Any) -> list[Leaf]:
+    """Returns the arrays of a tree such as the `abstract_state` of a program, in its order.
 
-    `whole` is the same without padding, such as the program's `whole_state`.
+    `unpadded` is the same tree without padding, such as the program's `whole_state`.
     """
     leaves = []
-    for (path, abstract), unpadded in zip(
-        jax.tree_util.tree_leaves_with_path(held), jax.tree.leaves(whole), strict=True
+    for (path, abstract), without_padding in zip(
+        jax.tree_util.tree_leaves_with_path(padded), jax.tree.leaves(unpadded), strict=True
     ):
-        data, shape = abstract, unpadded.shape
+        data, shape = abstract, without_padding.shape
         if is_key(abstract):
-            # A new function each time: jax's cache of the call is freed together with it.
+            # A new function each time, so that jax's cache entry for the call is freed with it.
             data = jax.eval_shape(lambda key: jax.random.key_data(key), abstract)
             shape = data.shape
         keys = tuple(path_name((entry,)) for entry in path)
@@ -71,13 +71,13 @@ def leaves_of(held: Any, whole: Any) -> list[Leaf]:
 
 
 def show_array(dtype: Any, shape: Any) -> str:
-    """An array as people write it: `float32[8,4]`."""
+    """Writes a dtype and a shape, for messages: `float32[8,4]`."""
     name = getattr(dtype, "name", None) or jnp.dtype(dtype).name
     return f"{name}[{','.join(map(str, shape))}]"
 
 
 def show_leaf(x: Any) -> str:
-    """The dtype and shape of a leaf, or its type if it is no array, for messages."""
+    """Writes the dtype and shape of a leaf, or its type if it is no array, for messages."""
     array = x if hasattr(x, "dtype") and hasattr(x, "shape") else np.asarray(x)
     if array.dtype == object:
         return f"a {type(x).__name__}"
@@ -85,58 +85,61 @@ def show_leaf(x: Any) -> str:
 
 
 def leaf_types(tree: Any) -> dict[str, str]:
-    """What the arrays of a tree are, by their names."""
+    """Writes the dtype and shape of each array of a tree, by its name."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {path_name(path): show_array(x.dtype, x.shape) for path, x in leaves}
 
 
 def list_some(lines: Iterable[str]) -> list[str]:
-    """The first of some lines, which may hold names of other people's, and how many more."""
+    """Returns the first lines, and the number of further lines.
+
+    Lines are escaped, because they may contain names from untrusted files.
+    """
     lines = list(lines)
     rest = len(lines) - SHOWN
     return [*map(printable, lines[:SHOWN]), *([f"and {rest} more"] if rest > 0 else [])]
 
 
 def place_leaf(function: str, leaf: Leaf, x: Any) -> jax.Array:
-    """Puts an array from anywhere on a program's devices: padded, cast, each device its own part.
+    """Puts any array on a program's devices: padded, cast and sharded.
 
     Communication:
-      That of `to_host`. A device receives its own part and nothing else.
+      As `to_host`. A device receives only its shard.
     """
     value = read_unpadded(function, leaf, x)
 
-    def part(index: Any) -> np.ndarray:
-        bounds = [s.indices(size)[:2] for s, size in zip(index, leaf.held_shape, strict=True)]
+    def shard(index: Any) -> np.ndarray:
+        bounds = [s.indices(size)[:2] for s, size in zip(index, leaf.padded_shape, strict=True)]
         out = np.zeros([stop - start for start, stop in bounds], leaf.dtype)
-        own = value[index]  # Less than `out` where padding follows.
-        out[tuple(map(slice, own.shape))] = own
+        values = value[index]  # Smaller than `out` where there is padding.
+        out[tuple(map(slice, values.shape))] = values
         return out
 
     sharding = leaf.abstract.sharding
-    parts = [
-        jax.device_put(part(index), device)
-        for device, index in sharding.addressable_devices_indices_map(leaf.held_shape).items()
+    shards = [
+        jax.device_put(shard(index), device)
+        for device, index in sharding.addressable_devices_indices_map(leaf.padded_shape).items()
     ]
-    data = jax.make_array_from_single_device_arrays(leaf.held_shape, sharding, parts)
+    data = jax.make_array_from_single_device_arrays(leaf.padded_shape, sharding, shards)
     if not leaf.is_key:
         return data
     return jax.random.wrap_key_data(data, impl=str(jax.random.key_impl(x)))
 
 
 def read_unpadded(function: str, leaf: Leaf, x: Any) -> np.ndarray:
-    """Reads an array to the host, without zeros at the end of its dims; of a typed key its data.
+    """Copies an array to the host without its padding; of a typed key it copies the data.
 
     Raises:
       ValueError: The padding is not zeros.
 
     Communication:
-      That of `to_host`.
+      As `to_host`.
     """
     value = to_host(jax.random.key_data(x) if is_key(x) else x)
     if value.shape == leaf.shape:
         return value
     inside = tuple(map(slice, leaf.shape))
-    # Counted so that no copy is made: there are as many non-zeros inside as altogether.
+    # Counting makes no copy: the padding is zeros if all non-zeros are inside.
     if np.count_nonzero(value) != np.count_nonzero(value[inside]):
         raise ValueError(
             f"{function}: {leaf.name} is {show_leaf(value)}, expected "
@@ -147,11 +150,11 @@ def read_unpadded(function: str, leaf: Leaf, x: Any) -> np.ndarray:
 
 
 def to_host(x: Any) -> np.ndarray:
-    """The whole of a NumPy array, or of a global array, in the memory of every process.
+    """Copies a NumPy array or a full global array into the memory of every process.
 
     Communication:
-      None within a process: every shard is copied to the host by itself. Over several, one
-      all-gather, for which every device holds this one array whole for a moment.
+      None within a process, where each shard is copied to the host by itself. With several
+      processes one all-gather, during which every device holds this one array in full.
     """
     if not isinstance(x, jax.Array):
         return np.asarray(x)

@@ -1,6 +1,6 @@
-"""How `flax.serialization` writes and reads a state, keys included.
+"""Tells `flax.serialization` how to write and read a state with typed keys.
 
-Of a typed key, which flax cannot write, it stores the data and the implementation's name.
+Flax cannot write a typed key. So its data and its implementation's name are written.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from manualpar.core.state.train_state import TrainState, is_key
 
 
 def _to_state_dict(state: TrainState) -> dict[str, Any]:
-    """What `flax.serialization` writes of a state: of a typed key its data and implementation."""
+    """Converts a state for `flax.serialization`; a typed key becomes data and implementation."""
     return {
         field.name: flax.serialization.to_state_dict(
             jax.tree.map(_without_type, getattr(state, field.name))
@@ -23,7 +23,7 @@ def _to_state_dict(state: TrainState) -> dict[str, Any]:
 
 
 def _from_state_dict(target: TrainState, stored: dict[str, Any]) -> TrainState:
-    """What `flax.serialization` reads, with the structure of another state."""
+    """Reads a state from `flax.serialization`, with the structure of `target`."""
     values = {}
     for field in _dynamic_fields(target):
         like = getattr(target, field.name)
@@ -57,7 +57,7 @@ def _with_type(like: Any, x: Any) -> Any:
     return key
 
 
-# As `flax.struct` itself does for the class, but for typed keys, which flax cannot write.
+# Overrides the registration by `flax.struct`, which cannot write typed keys.
 flax.serialization.register_serialization_state(
     TrainState, _to_state_dict, _from_state_dict, override=True
 )

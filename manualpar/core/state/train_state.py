@@ -1,8 +1,8 @@
-"""What a training step carries: the state and the batch.
+"""The arguments of a training step: the state and the batch.
 
-Both are plain pytrees. Under a `Program` the state holds *global* `jax.Array`s and no boxes, so
-optax masks, checkpoints and `jax.device_get` see ordinary arrays. `flax.serialization` writes and
-reads a state too, see `manualpar.core.state.state_serialization`.
+Both are plain pytrees. In a `Program` the state holds *global* `jax.Array`s and no boxes, so optax
+masks, checkpoints and `jax.device_get` see ordinary arrays. `flax.serialization` writes and reads a
+state too, see `manualpar.core.state.state_serialization`.
 """
 
 from collections.abc import Callable
@@ -19,15 +19,16 @@ class TrainState(train_state.TrainState):
     """Flax's train state with the training loop's key and the model's other collections.
 
     Attributes:
-      step: `int32[]`, the number of steps taken, those included whose update was left out because
-        something was not finite.
+      step: `int32[]`, the number of steps taken. It includes steps whose update was skipped because
+        a value was not finite.
       params: The tree of parameters.
       opt_state: The state of `tx`.
       rng: A key; every step splits it.
       collections: The model's variables outside `params` by collection, e.g. `{"batch_stats":
         ...}`; `{}` if it has none.
-      local: What devices have of their own: replicas that take steps alone, see
-        `strategies.diloco`, and `"residuals"`, see `error_feedback`; `{}` otherwise.
+      local: Per-replica and per-device arrays: the states of DiLoCo's replicas, see
+        `strategies.diloco`, and the `"residuals"` of error feedback, see
+        `core.program.gradient_rounding`; `{}` otherwise.
       apply_fn: The model's `apply` (static).
       tx: The optax optimizer (static).
     """
@@ -51,7 +52,7 @@ class TrainState(train_state.TrainState):
 
 
 def is_key(x: Any) -> bool:
-    """Whether something is an array of typed keys, concrete or abstract."""
+    """Returns whether `x` is an array of typed keys, concrete or abstract."""
     return jnp.issubdtype(getattr(x, "dtype", None) or object, jax.dtypes.prng_key)
 
 
@@ -60,8 +61,8 @@ class Batch:
     """A batch of examples; every leaf has the examples along its leading dimension.
 
     Attributes:
-      inputs: What the model is applied to, `[B, ...]` (or a pytree of such).
-      labels: What it should say, `[B, ...]`.
+      inputs: The model's inputs, `[B, ...]` (or a pytree of such arrays).
+      labels: The labels of the examples, `[B, ...]`.
       mask: Optional `[B, ...]`: 0 for padding, 1 for a real example, any weight in between.
     """
 

@@ -13,12 +13,12 @@ _TYPE_CAST_WORDS = """
 preduced pvary reduced_vary_cast reduced_vary_cast_p vary_unreduced_cast vary_unreduced_cast_p
 """
 TYPE_CASTS = frozenset(_TYPE_CAST_WORDS.split())
-# What jax 0.12 writes in other primitives only when it compiles.
+# jax 0.12 lowers these to other primitives at compile time.
 COMPOSITE = "call_hi_primitive"
 
 
 def all_equations(jaxpr: Jaxpr) -> Iterator[Any]:
-    """Every equation of a program, outer ones before those inside them."""
+    """Yields every equation of a program, an outer equation before the equations inside it."""
     for eqn in jaxpr.eqns:
         yield eqn
         for _, inner in inner_jaxprs(eqn):
@@ -26,9 +26,9 @@ def all_equations(jaxpr: Jaxpr) -> Iterator[Any]:
 
 
 def inner_jaxprs(eqn: Any) -> Iterator[tuple[str, Jaxpr]]:
-    """The programs that are parameters of an equation, each with the name of its parameter.
+    """Yields the programs that are parameters of an equation, with the parameters' names.
 
-    That of a composite primitive is what it is written in.
+    The program of a composite primitive is its expansion.
     """
     if eqn.primitive.name == COMPOSITE:
         yield "_prim", expanded(eqn).jaxpr
@@ -42,7 +42,7 @@ def inner_jaxprs(eqn: Any) -> Iterator[tuple[str, Jaxpr]]:
 
 
 def expanded(eqn: Any) -> ClosedJaxpr:
-    """The program of a composite primitive.
+    """Expands a composite primitive into a program.
 
     Raises:
       ValueError: It contains a collective, whose axis is not known here.
@@ -59,20 +59,20 @@ def expanded(eqn: Any) -> ClosedJaxpr:
 
 
 def scan_sizes(params: Mapping[str, Any]) -> tuple[int, int]:
-    """How many operands of a scan are constants, and how many are its carry; slices follow."""
+    """Returns how many operands of a scan are constants, and how many its carry; slices follow."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
-    consts, carry, _ = params["ft_in"].unpack()  # As jax 0.12 says it.
+    consts, carry, _ = params["ft_in"].unpack()  # In jax 0.12.
     return len(consts), len(carry)
 
 
 def has_effects(eqn: Any) -> bool:
-    """Whether an equation does more than compute; that a collective names axes does not count."""
+    """Returns whether an equation has effects; the axis names of collectives do not count."""
     return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
 
 
 def without_names(jaxpr: Jaxpr) -> Any:
-    """What JAX says of a program in its errors, without the names of arguments and results."""
+    """Returns a program's debug info without the names of arguments and results."""
     return jaxpr.debug_info._replace(arg_names=None, result_paths=None)
 
 
@@ -82,5 +82,5 @@ def run_equations(
     """Runs some equations of a program."""
     operands = {v: x for v, x in zip(invars, args, strict=True) if not isinstance(v, Literal)}
     effects = frozenset[Any]().union(*(eqn.effects for eqn in eqns))
-    part = Jaxpr((), list(operands), outvars, eqns, effects, without_names(jaxpr))
-    return list(jaxpr_as_fun(ClosedJaxpr(part, ()))(*operands.values()))
+    program = Jaxpr((), list(operands), outvars, eqns, effects, without_names(jaxpr))
+    return list(jaxpr_as_fun(ClosedJaxpr(program, ()))(*operands.values()))

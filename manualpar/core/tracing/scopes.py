@@ -1,7 +1,7 @@
-"""The named scopes that say for what purpose something is sent.
+"""The named scopes that give the purpose of a collective.
 
-They stand in the jaxpr, in the metadata of the compiled program, and in profiles, behind the path
-of the module or parameter where that is known.
+They are found in the jaxpr, in the metadata of the compiled program, and in profiles, after the
+path of the module or parameter where it is known.
 """
 
 import re
@@ -23,7 +23,7 @@ EXPERT_SCOPE = "expert_parallel"
 CONTEXT_SCOPE = "context_parallel"
 PIPELINE_SCOPE = "pipeline"
 OUTER_SCOPE = "outer_step"
-OPTIMIZER_SCOPE = "optimizer"  # In it XLA sends what the optimizer must know of other devices.
+OPTIMIZER_SCOPE = "optimizer"  # XLA inserts the collectives that the optimizer needs.
 SCOPES = (
     GATHER_SCOPE,
     SCATTER_SCOPE,
@@ -44,28 +44,29 @@ SCOPES = (
     OUTER_SCOPE,
     OPTIMIZER_SCOPE,
 )
-REGATHER = "regather_params"  # A purpose without a scope of its own, see `purpose_of`.
-# JAX's name for what a `jax.checkpoint` computes again, and ours.
+REGATHER = "regather_params"  # A purpose without its own scope, see `purpose_of`.
+# JAX's scope, and ours, for operations that the backward pass computes again.
 RECOMPUTED_SCOPE = "rematted_computation"
-DECODE_SCOPE = "decode_params"  # Nothing is sent: a weight becomes codes, or is made of them again.
+DECODE_SCOPE = "decode_params"  # Nothing is sent: a weight is quantized or dequantized.
 
 
 def purpose_of(scope: str) -> str | None:
-    """For what purpose something is sent, by the named scopes around it.
+    """Returns the purpose of a collective, from the named scopes around it.
 
     Args:
       scope: Scopes and transformations, outermost first, separated by slashes: the `scope` of a
         `Collective`, or the `op_name` of an operation in a compiled program.
 
     Returns:
-      The innermost of `SCOPES`; `REGATHER` in place of `GATHER_SCOPE` for what is gathered again in
-      the backward pass; `None` if none is there, so that it was not this package that sent.
+      The innermost of `SCOPES`; `REGATHER` in place of `GATHER_SCOPE` for a gather that the
+      backward pass repeats; `None` if there is none, because this package did not write the
+      collective.
     """
-    parts = scope_names(scope)
-    ours = next((part for part in reversed(parts) if part in SCOPES), None)
-    return REGATHER if ours == GATHER_SCOPE and RECOMPUTED_SCOPE in parts else ours
+    names = scope_names(scope)
+    ours = next((name for name in reversed(names) if name in SCOPES), None)
+    return REGATHER if ours == GATHER_SCOPE and RECOMPUTED_SCOPE in names else ours
 
 
 def scope_names(scope: str) -> list[str]:
-    """The names of scopes and transformations in a name stack, outermost first."""
-    return [part for part in re.split(r"[/()]", scope) if part]
+    """Splits a name stack into its scopes and transformations, outermost first."""
+    return [name for name in re.split(r"[/()]", scope) if name]

@@ -1,4 +1,4 @@
-"""Functions of other packages that are replaced during a call, in the calling thread alone.
+"""Replaces functions of other packages during a call, only in the calling thread.
 
 Other threads get the functions that they would have got without the call. Calls may overlap: the
 first to begin may end first.
@@ -19,7 +19,7 @@ def replaced_in_thread(
 
     Args:
       targets: The class or module of each function, and its name there.
-      replacement: Makes the new function, of the name and the old one.
+      replacement: Makes the new function from the name and the old function.
     """
     thread, targets = threading.get_ident(), list(targets)
 
@@ -41,6 +41,7 @@ def replaced_in_thread(
     finally:
         for call in calls:
             vars(call)["has_ended"] = True
-        for owner, name in targets:  # On top may be another thread's, which takes these off too.
+        # Another thread's replacement may be on top. When it ends, it removes these below it too.
+        for owner, name in targets:
             while getattr(vars(owner)[name], "has_ended", False):
                 setattr(owner, name, vars(owner)[name].__wrapped__)

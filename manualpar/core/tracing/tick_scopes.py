@@ -1,7 +1,7 @@
-"""How often the devices of a pipeline run something, as a named scope says it to readers.
+"""A named scope that gives how many times each stage of a pipeline runs a branch.
 
-A pipeline is one program for all stages. In each tick a stage runs the branches of a `cond` that
-its table says, so neither the jaxpr nor the compiled program shows how often that is.
+A pipeline is one program for all stages. In each tick a stage's table chooses the branches of a
+`cond` that it runs, so neither the jaxpr nor the compiled program shows their number.
 """
 
 import re
@@ -13,12 +13,12 @@ _TICKS = re.compile(r"ticks((?:_\d+)+)_in_(\d+)_of_(\d+)")
 
 
 class TickRuns(NamedTuple):
-    """In how many of a pipeline's ticks something runs.
+    """The number of a pipeline's ticks in which an operation runs.
 
     Attributes:
-      runs: A number for each stage, whatever else surrounds it.
-      together: In how many ticks some stage runs it.
-      ticks: How many ticks there are.
+      runs: The number for each stage; scopes further out are not counted in.
+      together: The number of ticks in which at least one stage runs it.
+      ticks: The number of all ticks.
     """
 
     runs: tuple[int, ...]
@@ -27,22 +27,22 @@ class TickRuns(NamedTuple):
 
 
 def ticks_scope(is_run: np.ndarray) -> str:
-    """The named scope around a `cond` that each stage passes in some of the ticks only.
+    """Returns the named scope around a `cond` whose branch each stage runs in some of the ticks.
 
     Args:
-      is_run: `bool[T, S]`, whether a stage runs the branch that does something in a tick.
+      is_run: `bool[T, S]`, whether a stage runs the branch that is not empty in a tick.
     """
     runs = "_".join(map(str, is_run.sum(axis=0).tolist()))
     return f"ticks_{runs}_in_{is_run.any(axis=1).sum()}_of_{len(is_run)}"
 
 
 def innermost_ticks(scope: str) -> str:
-    """The last such name in a scope; "" if there is none."""
+    """Returns the last `ticks_scope` name in a scope; "" if there is none."""
     return next((name for name in reversed(scope.split("/")) if _TICKS.fullmatch(name)), "")
 
 
 def ticks_run(scope: str) -> TickRuns | None:
-    """What `ticks_scope` says of an operation, if it stands directly in such a scope."""
+    """Reads the numbers of a `ticks_scope`, if it is the innermost scope of an operation."""
     if found := _TICKS.fullmatch(scope.rpartition("/")[2]):
         return TickRuns(tuple(map(int, found[1][1:].split("_"))), int(found[2]), int(found[3]))
     return None

@@ -85,8 +85,8 @@ class PipelineRun:
         Args:
           loss: The loss of a microbatch, times its count.
           params: A stage's parameters that are trained, and its frozen ones; boxes allowed,
-            varying over the axes of the batch; those that are stacked `[L/S, ...]`, as `arrange`
-            gives them.
+            varying over the axes of the batch; those that are stacked `[L/S, ...]`, as
+            `exchange_layers` gives them.
           collections: The collections, which the loss must not change.
           minibatches: The microbatches and their keys, `[M, ...]`.
           reduce: Applied to the sum of the gradients.
@@ -171,7 +171,7 @@ class PipelineRun:
             regathers=self.regathers,
         )
 
-    def arrange(self, tree: Any, *, back: bool = False) -> Any:
+    def exchange_layers(self, tree: Any, *, back: bool = False) -> Any:
         """Exchanges the layers that are stored on a stage for those that run there.
 
         Args:

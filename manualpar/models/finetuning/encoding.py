@@ -19,7 +19,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from manualpar.core.mesh.axes import axes_size, axis_tuple, with_axis_types
 from manualpar.core.mesh.mesh_context import no_mesh, on_auto_axes
-from manualpar.core.parameters.block_quantization import decode, encode
+from manualpar.core.parameters.block_quantization import dequantize, quantize
 from manualpar.core.state.state_arrays import Leaf
 
 
@@ -42,7 +42,9 @@ class Encoding(NamedTuple):
         """The encoding of the parameter of a name."""
         dtype = jnp.promote_types(scales.dtype, jnp.float32)
         layout: Any = codes.abstract.sharding
-        held, sharding = _whole_blocks(codes.shape, codes.held_shape, layout, _block(codes, scales))
+        held, sharding = _whole_blocks(
+            codes.shape, codes.padded_shape, layout, _block(codes, scales)
+        )
         abstract = jax.ShapeDtypeStruct(held, dtype, sharding=sharding)
         keys = name.partition("/")[0], *codes.keys[1:-1], name.rpartition("/")[2]
         return cls(Leaf(name, keys, abstract, codes.shape, held, dtype), codes, scales)
@@ -103,7 +105,7 @@ def _encoder(plain: Any, codes: Any, scales: Any, block: int) -> Callable[[jax.A
     """The compiled function, one for all parameters of these shapes and layouts."""
 
     def run(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        made = encode(x, block)
+        made = quantize(x, block)
         return _resize(made[0], codes.shape), _resize(made[1].astype(scales.dtype), scales.shape)
 
     return _jit(run, (codes.sharding, scales.sharding))
@@ -120,7 +122,7 @@ def _decoder(plain: Any, codes: Any, scales: Any, block: int) -> Callable[..., j
         of_codes = jax.lax.with_sharding_constraint(of_codes, sharding)
         count = -(-plain.shape[-1] // block)
         of_scales = _resize(of_scales, (*plain.shape[:-1], count))
-        return _resize(decode(of_codes, of_scales), codes.shape)
+        return _resize(dequantize(of_codes, of_scales), codes.shape)
 
     return _jit(run, codes.sharding)
 

@@ -7,10 +7,10 @@ state = manualpar.load_hf(manualpar.fsdp(model, ...), "models/llama", missing="i
 ```
 
 In the place of each chosen parameter `kernel` there are two: `kernel_codes`, int8 of its shape, and
-`kernel_scales`, one number for each block of the last dim, see `block_codec`. Both are parameters
-of their own. They are sharded, split over mesh axes, gathered, saved and restored as they are
-stored. Where a module asks for the kernel it finds a box, which decodes what the boxes of codes and
-scales gather. Gradients go through the decoded kernel to activations.
+`kernel_scales`, one number for each block of the last dim, see `block_quantization`. Both are
+parameters of their own. They are sharded, split over mesh axes, gathered, saved and restored as
+they are stored. Where a module asks for the kernel it finds a box, which decodes what the boxes of
+codes and scales gather. Gradients go through the decoded kernel to activations.
 
 Invariants: a device decodes what it computes with, and a block need not lie on one device before
 the gather. A backward pass decodes again, so that nothing keeps a decoded kernel. What a kernel is
@@ -32,7 +32,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from manualpar.core.model.interface import interface_of, register_interface
 from manualpar.core.parameters.array_box import ArrayBox
-from manualpar.core.parameters.block_quantization import decode, encode, quantized_block_size
+from manualpar.core.parameters.block_quantization import dequantize, quantize, quantized_block_size
 from manualpar.core.parameters.sharded_parameter import is_box
 from manualpar.core.parameters.split_parameter import SplitParameter
 from manualpar.core.state.state_arrays import Leaf
@@ -242,7 +242,7 @@ class EncodedParameter(ArrayBox, eq=False):
         del apply_constraint
         codes, scales = nn.unbox(self.value)
         with jax.named_scope(DECODE_SCOPE):
-            return decode(codes, scales)
+            return dequantize(codes, scales)
 
     def add_axis(self, index: int, params: dict[Any, Any]) -> "EncodedParameter":
         """Adds a dim to both, as `nn.scan` and `nn.vmap` ask for it."""
@@ -275,7 +275,7 @@ def _encoded(path: str, box: Any, most: int) -> dict[str, Any]:
         )
     size = x.shape[-1]
     block = quantized_block_size(size, most)
-    codes, scales = encode(x, block)
+    codes, scales = quantize(x, block)
     if is_box(box):
         names = (*box.names, *(None,) * (x.ndim - len(box.names)))
         codes_box, scales_box = box.replace(value=codes), box.replace(value=scales)

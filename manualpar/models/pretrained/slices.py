@@ -54,7 +54,7 @@ class ShardReader:
             finish(threads, itertools.chain(*boxes.values()))
         return {
             leaf.name: jax.make_array_from_single_device_arrays(
-                leaf.held_shape,
+                leaf.padded_shape,
                 leaf.abstract.sharding,
                 [array for box in boxes[leaf.name] for array in box.result()],
                 dtype=leaf.dtype,
@@ -180,9 +180,9 @@ def is_empty(box: Bounds) -> bool:
 def _devices_by_part(leaf: Leaf) -> dict[Bounds, list[jax.Device]]:
     """The devices of this process by the part of a variable that they hold."""
     devices: dict[Bounds, list[jax.Device]] = {}
-    indices = leaf.abstract.sharding.addressable_devices_indices_map(leaf.held_shape)
+    indices = leaf.abstract.sharding.addressable_devices_indices_map(leaf.padded_shape)
     for device, index in indices.items():
-        devices.setdefault(bounds_of(index, leaf.held_shape), []).append(device)
+        devices.setdefault(bounds_of(index, leaf.padded_shape), []).append(device)
     return devices
 
 

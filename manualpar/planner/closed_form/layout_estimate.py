@@ -16,7 +16,7 @@ import dataclasses
 import functools
 from collections.abc import Iterable
 
-from manualpar.core.parameters.block_quantization import ROW_BLOCK, coded_bytes
+from manualpar.core.parameters.block_quantization import ROW_BLOCK, quantized_bytes
 from manualpar.inspect.communication import Kind, ring_bytes
 from manualpar.inspect.memory import Memory
 from manualpar.models import Transformer
@@ -120,7 +120,7 @@ def _operands(kind: Kind, devices: int) -> float:
 
 def _number_bytes(code: AnyCode, exact: int) -> float:
     """The bytes in which a number travels, in a long row; `exact` are those without a code."""
-    return coded_bytes(ROW_BLOCK, code) / ROW_BLOCK if code else exact
+    return quantized_bytes(ROW_BLOCK, code) / ROW_BLOCK if code else exact
 
 
 class _Step:

@@ -1,1 +1,1 @@
-"""DiLoCo: replicas train by themselves for some steps, then take an outer step together."""
+"""DiLoCo: replicas train separately for some steps, then take an outer step together."""

@@ -1,10 +1,10 @@
-"""DiLoCo: replicas train alone for many steps, and then take a step together.
+"""DiLoCo: replicas train separately for many steps, and then take an outer step together.
 
-Each replica is a group of devices that trains under a strategy of its own, and sends the others
-nothing. After `every` steps they send each other how far they have come from the parameters that
-they began with. An *outer* optimizer takes the mean of that for a gradient, and all go on from what
-it makes of it (Douillard et al., https://arxiv.org/abs/2311.08105). It is for slow links between
-groups of devices. It is another optimizer than that of data parallelism, and no free one.
+Each replica is a group of devices that trains under a strategy of its own, and sends nothing to
+other replicas. After `every` steps they exchange their differences from the parameters with which
+they began. An *outer* optimizer takes the mean difference as a gradient, and all replicas continue
+from its new parameters (Douillard et al., https://arxiv.org/abs/2311.08105). It is for slow links
+between groups of devices. It is another optimizer than data parallelism's, and its loss differs.
 """
 
 from collections.abc import Callable
@@ -44,7 +44,7 @@ def diloco(
     replica_axis: AxisName = "replica",
     **options: Unpack[ProgramOptions],
 ) -> DiLoCoProgram:
-    """Builds training whose replicas take `every` steps alone between two outer steps.
+    """Builds training whose replicas take `every` inner steps between two outer steps.
 
     ```python
     outer_tx = optax.sgd(0.7, momentum=0.9, nesterov=True)
@@ -55,47 +55,48 @@ def diloco(
 
     `train_step` takes the outer step too when it is due: after every `every` steps that the state
     has counted. `state.params` are the parameters that the replicas last agreed on. `eval_step`,
-    checkpoints and exports see these.
+    checkpoints and exports use these.
 
     Args:
-      model: As for every builder, as are the other arguments that are not explained here.
+      model: As in every builder, like the other arguments that are not explained here.
       tx: The optimizer of each replica.
       loss_fn: The loss.
-      every: How many steps replicas take alone.
-      outer_tx: The optimizer of the outer step. Its gradient is the mean over replicas of the
-        common parameters minus a replica's own, weighted by the examples that the replica has seen
-        since the last outer step; its parameters are the common ones. `optax.sgd(1)` takes the
-        mean of the replicas' parameters. It is offered no loss.
+      every: The number of inner steps between two outer steps.
+      outer_tx: The optimizer of the outer step. Its parameters are the common parameters. Its
+        gradient is the mean over replicas of the common parameters minus the replica's, weighted by
+        the examples that the replica has seen since the last outer step. `optax.sgd(1)` takes the
+        mean of the replicas' parameters. It gets no loss.
       inner: The builder of each replica's program: `fsdp`, `data_parallel`, `zero`, or
         `functools.partial(hsdp, replica_axis="group")` with another axis than `replica_axis`.
-      outer_code: `"int8"` or `"int4"`: the differences travel in so many bits a number, where that
-        is fewer bytes. If not given, in `reduce_dtype`, or else that of the parameters.
-      outer_fragments: In how many parts of about equal bytes parameters are exchanged, each at
-        steps of its own, so that the most that is sent at once falls by as much. With more than 1
-        the replicas never agree on all parameters at once.
-      outer_overlap: Whether an exchange runs beside a step of training: it is of the parameters
-        before the step, and what a replica does in that step stays its own until the next one.
+      outer_code: `"int8"` or `"int4"`: the differences are quantized to 8 or 4 bits, where that
+        saves bytes. If not given, they are sent in `reduce_dtype`, or else the parameters' dtype.
+      outer_fragments: The number of fragments, of about equal bytes, into which the parameters are
+        divided. Each is exchanged at different steps, so fewer bytes are sent at a time. With more
+        than 1 the replicas never agree on all parameters at once.
+      outer_overlap: Whether an exchange runs at the same time as an inner step. It exchanges the
+        parameters from before the step. A replica's change in that step stays per-replica until
+        the next exchange.
       replica_axis: The mesh axis, or tuple of axes, of the replicas. The batch is split over it
         and over `axis_name`.
-      **options: `mesh`, `batch` and others, see `ProgramOptions`, and those of `inner`. For mode
-        `"manual"`. With `nonfinite="skip"` each replica leaves out steps of its own.
+      **options: `mesh`, `batch` and others, see `ProgramOptions`, and the options of `inner`. For
+        mode `"manual"`. With `nonfinite="skip"` each replica decides which of its steps to skip.
 
     Returns:
-      The program. Inside a function of your own that is traced, `train_step` has both kinds of step
-      in a conditional. `train_step.lower` and `trace` are of the step that replicas take alone.
+      The program. Inside a traced function of your own, `train_step` has both kinds of step in a
+      conditional. `train_step.lower` and `trace` show the inner step.
 
     Raises:
-      ValueError: An option does not fit, as for every builder; or the model or the loss sends
-        something between all devices that have other examples, whatever the axes.
+      ValueError: An option does not fit, as in every builder; or the model or the loss sends values
+        between all devices with different examples, whatever the axes.
       TypeError: An option is of the wrong kind.
 
     Communication:
-      In a step that of `inner` on its part of the mesh, and one all-reduce of the sums of metrics
-      over the replicas. In an outer step one all-reduce over `R` replicas of what each device has
-      of the differences, sharded as the optimizer's state is: `2 b (P / S) (R - 1) / R` bytes for
-      `P` parameters of `b` bytes, sharded over `S` devices; of a fragment
-      its part of this. Where parameters are whole and their state is sharded, one all-gather of the
-      new parameters in each replica.
+      In a step: the communication of `inner` within each replica, and one all-reduce of the sums of
+      metrics over the replicas. In an outer step: one all-reduce over `R` replicas of each device's
+      differences, sharded like the optimizer's state: `2 b (P / S) (R - 1) / R` bytes for `P`
+      parameters of `b` bytes, sharded over `S` devices, and with fragments the fragment's share of
+      this. Where parameters are replicated and their state is sharded, one all-gather of the new
+      parameters in each replica.
     """
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise ValueError(f"diloco: every={every!r}, expected a number of steps, 1 or more.")
@@ -108,47 +109,48 @@ def diloco(
     check_choice("diloco", "outer_overlap", outer_overlap, (True, False))
     mesh, batch, axes = _check(outer_tx, outer_code, replica_axis, options)
     size = axes_size(mesh, axes)
-    own = {name: mesh.shape[name] for name in mesh.axis_names if name not in axes}
-    own_mesh = AbstractMesh(tuple(own.values()), tuple(own), axis_types=(AxisType.Auto,) * len(own))
-    part = jax.tree.map(
+    sizes = {name: mesh.shape[name] for name in mesh.axis_names if name not in axes}
+    types = (AxisType.Auto,) * len(sizes)
+    replica_mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types)
+    replica_batch = jax.tree.map(
         lambda x: (
             jax.ShapeDtypeStruct((x.shape[0] // size, *x.shape[1:]), x.dtype) if x.ndim else x
         ),
         batch,
     )
-    inner_options: Any = options | {"mesh": own_mesh, "batch": part}
-    one = inner(model, tx, loss_fn, **inner_options)
-    for info, _ in one.parameters:
+    inner_options: Any = options | {"mesh": replica_mesh, "batch": replica_batch}
+    inner_program = inner(model, tx, loss_fn, **inner_options)
+    for info, _ in inner_program.parameters:
         if split := sorted(info.absent_axes & {*axes}):
             raise ValueError(
                 f"diloco: model: parameter {info.path!r} of shape {info.shape} is split over "
                 f"{split}, the replicas' own axis, expected another axis of the mesh "
-                f"{dict(mesh.shape)}: each replica has a whole model. Name one of {list(own)} in "
+                f"{dict(mesh.shape)}: each replica has a whole model. Name one of {list(sizes)} in "
                 "the model, or build the mesh with one more axis inside each replica."
             )
     program = build_diloco(
-        one,
+        inner_program,
         batch,
         mesh=mesh,
         replica_axes=axes,
         every=every,
         outer_tx=outer_tx,
         outer_wire=CommPolicy(
-            reduce_dtype=one.wire.reduce_dtype,
+            reduce_dtype=inner_program.wire.reduce_dtype,
             reduce_code=BlockQuantizer(outer_code) if outer_code else None,
         ),
         num_fragments=outer_fragments,
         overlap=outer_overlap,
         compiler_options=dict(options.get("compiler_options", {})) or None,
     )
-    _check_alone(program)
+    _check_steps(program)
     return program
 
 
 def _check(
     outer_tx: Any, outer_code: Quantization | None, replica_axis: AxisName, options: Any
 ) -> tuple[Mesh | AbstractMesh, Any, tuple[str, ...]]:
-    """Refuses what cannot be built; returns the mesh, the abstract batch and the replicas' axes."""
+    """Refuses options that do not fit; returns the mesh, abstract batch and replicas' axes."""
     if not (hasattr(outer_tx, "init") and hasattr(outer_tx, "update")):
         raise TypeError(
             f"diloco: outer_tx is {outer_tx!r}, expected an optax.GradientTransformation such as "
@@ -158,7 +160,7 @@ def _check(
     if options.get("mode", "manual") != "manual":
         raise ValueError(
             f"diloco: mode={options['mode']!r}, expected 'manual': where XLA writes the "
-            "collectives, replicas do not train alone."
+            "collectives, replicas do not train separately."
         )
     if options.get("error_feedback"):
         raise ValueError(
@@ -190,8 +192,8 @@ def _check(
     return mesh, batch, axes
 
 
-def _check_alone(program: DiLoCoProgram) -> None:
-    """Refuses outer steps that cannot be taken, and steps that send more than sums of metrics."""
+def _check_steps(program: DiLoCoProgram) -> None:
+    """Refuses outer steps that fail, and inner steps that send more than metrics to replicas."""
     try:
         for outer_step in program.outer_steps:
             outer_step.trace(program.abstract_state)
@@ -202,7 +204,7 @@ def _check_alone(program: DiLoCoProgram) -> None:
         ) from error
     try:
         traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
-    except AssertionError as error:  # JAX types no zeros like what `jax.eval_shape` returned.
+    except AssertionError as error:  # JAX cannot make typed zeros from `eval_shape`'s results.
         raise ValueError(
             "diloco: tx cannot be traced where values differ between replicas (JAX fails an "
             f"assertion, {error}), expected an optimizer that asks for no abstract values there, "
@@ -219,6 +221,6 @@ def _check_alone(program: DiLoCoProgram) -> None:
             raise ValueError(
                 f"diloco: the model or the loss runs a {eqn.primitive.name} over all axes that its "
                 f"values vary over ({scope or 'no scope'}), among them {sorted(crosses)}, expected "
-                "none of the replicas' axes in a step, which they take alone. (Experts' balance "
-                "and losses that couple all examples do that.) Use hsdp."
+                "none of the replicas' axes in a step, which each replica takes by itself. "
+                "(Experts' balance and losses that couple all examples do that.) Use hsdp."
             )

@@ -1,4 +1,4 @@
-"""`diloco` as a config describes it: by names and numbers."""
+"""Builds `diloco` from a config, which has only names and numbers."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -36,22 +36,22 @@ def diloco_of_config(
     outer_code: Quantization | Literal[""],
     **options: Any,
 ) -> DiLoCoProgram:
-    """Builds what `diloco` builds.
+    """Builds a `diloco` program from the fields of a config.
 
     Args:
-      model: As for `diloco`, as are the other arguments that are not explained here.
+      model: As in `diloco`, like the other arguments that are not explained here.
       tx: The optimizer of each replica.
       loss_fn: The loss.
-      inner: The name of the strategy of each replica. Options that it does not have are not used.
-      outer_learning_rate: The learning rate of the outer optimizer, which is plain gradient descent
-        without momentum: 1 takes the mean of the replicas' parameters.
-      outer_momentum: Its momentum, Nesterov's; 0 for none.
-      outer_code: The code of what travels; `""` for none.
-      **options: Those of `diloco`.
+      inner: The name of the strategy of each replica. Options that it does not have are ignored.
+      outer_learning_rate: The learning rate of the outer optimizer. Without momentum it is plain
+        gradient descent, and 1 takes the mean of the replicas' parameters.
+      outer_momentum: Nesterov momentum of the outer optimizer; 0 for none.
+      outer_code: The quantizer of exchanged differences; `""` for none.
+      **options: The options of `diloco`.
     """
     kind = strategy_kinds()[inner]
     known = {*ProgramOptions.__annotations__, *kind.fields, *FIELDS}
-    own = {name: value for name, value in options.items() if name in known}
+    known_options = {name: value for name, value in options.items() if name in known}
 
     def build(*args: Any, **inner_options: Any) -> Any:
         return kind.builder(*args, **inner_options, **kind.constants)
@@ -64,5 +64,5 @@ def diloco_of_config(
         inner=build,
         outer_tx=optax.sgd(outer_learning_rate, momentum=momentum, nesterov=momentum is not None),
         outer_code=outer_code or None,
-        **own,
+        **known_options,
     )

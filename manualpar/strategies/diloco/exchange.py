@@ -1,13 +1,13 @@
-"""What replicas send each other that train alone: their mean difference from common parameters.
+"""The outer gradient: the replicas' mean difference from the common parameters.
 
-Everything here runs inside a `jax.shard_map` over all axes of the mesh, on a device's shards. The
-difference is encoded, if anything is, and never the parameters, whose codes would lose what a step
-changes. What is returned does not vary over the replicas' axes by its type, so that copies which
-are made of it are equal bit for bit.
+The functions run inside a `jax.shard_map` over all axes of the mesh, on a device's shards. Only the
+difference may be quantized, never the parameters: their codes would be too coarse for the change of
+a few steps. By their types the results do not vary over the replicas' axes, so copies of them are
+equal bit for bit.
 
-A replica that has seen more examples counts for more: its difference is weighted by their number,
-as a step weights minibatches and devices. After one step of plain gradient descent alone the mean
-is therefore the gradient of the global mean, however the examples are masked.
+A replica's difference is weighted by the number of examples that it has seen, as a step weights
+minibatches and devices. After one inner step of plain gradient descent the mean is therefore
+proportional to the gradient of the global mean loss, however the examples are masked.
 """
 
 from collections.abc import Iterable, Mapping
@@ -23,25 +23,25 @@ from manualpar.core.tracing.scopes import COUNT_SCOPE, OUTER_SCOPE
 
 
 def mean_difference(
-    anchor: Any, local: Any, examples: jax.Array, axes: tuple[str, ...], wire: CommPolicy
+    common: Any, replica: Any, examples: jax.Array, axes: tuple[str, ...], wire: CommPolicy
 ) -> Any:
-    """The mean over replicas of how far they have come from their common parameters.
+    """Returns the mean over replicas of the common parameters minus the replica's.
 
     Args:
-      anchor: A tree of shards of the parameters that the replicas began with, the same on all.
-      local: The same of this replica's own parameters now.
-      examples: `float32[]`, how many examples this replica has seen since then.
+      common: A tree of shards of the parameters that the replicas began with, equal on all.
+      replica: The same tree of this replica's present parameters.
+      examples: `float32[]`, the number of examples that this replica has seen since then.
       axes: The mesh axes of the replicas.
-      wire: The dtype and the code of what travels.
+      wire: The dtype and the quantizer to send with.
 
     Returns:
-      The tree of means of `anchor - local`, weighted by the numbers of examples; the plain mean if
-      nobody has seen any. It does not vary over `axes`.
+      The tree of means of `common - replica`, weighted by the numbers of examples; the plain mean
+      if no replica has seen any. It does not vary over `axes`.
 
     Communication:
       One all-reduce over `axes` for each leaf: `2 b P (R - 1) / R` bytes for a shard of `P` numbers
-      on `R` replicas. With a code an all-to-all and an all-gather instead, where that is fewer
-      bytes. And one all-reduce of 4 bytes.
+      on `R` replicas. With a quantizer an all-to-all and an all-gather instead, where that saves
+      bytes. In addition one all-reduce of 4 bytes.
     """
     size = jax.lax.axis_size(axes)
     with jax.named_scope(f"{OUTER_SCOPE}/{COUNT_SCOPE}"):
@@ -54,38 +54,38 @@ def mean_difference(
         exact = jnp.promote_types(now.dtype, jnp.float32)
         difference = (before.astype(exact) - now.astype(exact)) * weight
         with jax.named_scope(f"{path_name(path)}/{OUTER_SCOPE}"):
-            code = wire.reduce_code_of(now.size / size, jnp.dtype(dtype), axes)
-            if code and size > 1:
-                total, _ = code.mean(difference, axes)
+            quantizer = wire.reduce_quantizer(now.size / size, jnp.dtype(dtype), axes)
+            if quantizer and size > 1:
+                mean_delta, _ = quantizer.mean(difference, axes)
             else:
-                total = jax.lax.pmean(difference.astype(dtype), axes)
-        return total.astype(now.dtype)
+                mean_delta = jax.lax.pmean(difference.astype(dtype), axes)
+        return mean_delta.astype(now.dtype)
 
-    return jax.tree_util.tree_map_with_path(mean_of, anchor, local)
+    return jax.tree_util.tree_map_with_path(mean_of, common, replica)
 
 
 def mean_collections(
-    before: Any, local: Any, axes: tuple[str, ...], rules: Mapping[str, CollectionSync]
+    before: Any, after: Any, axes: tuple[str, ...], rules: Mapping[str, CollectionSync]
 ) -> Any:
-    """The collections that replicas have come to, as `sync_collections` reduces them.
+    """Reduces the replicas' collections over the replicas with `sync_collections`.
 
-    What no rule names is the same on all devices after a step, so that it differs between replicas
-    by random numbers at most: the mean is taken, of integers the maximum.
+    A variable without a rule is equal on all devices of a replica after a step. Between replicas it
+    differs at most by random numbers: the mean is taken, of integers the maximum.
 
     Communication:
       One all-reduce over `axes` for each leaf.
     """
     default = _default_rules(before, {**KNOWN, **rules})
-    return sync_collections(local, axes, before=before, rules={**default, **rules})
+    return sync_collections(after, axes, before=before, rules={**default, **rules})
 
 
 def to_replica(tree: Any, axes: tuple[str, ...]) -> Any:
-    """What all replicas have in common as each one's own, with a leading dimension of 1."""
+    """Makes per-replica arrays: varying over `axes`, with a leading dimension of 1."""
     return jax.tree.map(lambda x: cast_to_varying(x, axes)[None], tree)
 
 
 def _default_rules(collections: Any, names: Iterable[str]) -> Mapping[str, CollectionSync]:
-    """Rules for the leaves that no name fits."""
+    """Makes rules for the leaves that no name fits."""
     leaves = [(path_name(path), x) for path, x in jax.tree_util.tree_leaves_with_path(collections)]
     unnamed = [(path, x) for path, x in leaves if not any(is_inside(path, name) for name in names)]
     return {path: "mean" if jnp.issubdtype(x.dtype, jnp.inexact) else "max" for path, x in unnamed}

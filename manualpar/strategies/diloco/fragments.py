@@ -1,10 +1,10 @@
-"""Parts of a model that replicas exchange at different steps, so that each time less is sent.
+"""Fragments: parts of a model that replicas exchange at different steps, to send less at a time.
 
-A fragment is some of the trained parameters, of about as many bytes as every other fragment. Each
-has its own outer optimizer's state. With `F` fragments and `H` steps between two exchanges of one,
-fragment `f` is exchanged after the steps `(f + 1) H // F`, and `H` steps after each of these. So
-what a device sends at once falls by `F`, and what it sends in all is the same (Douillard et al.,
-Streaming DiLoCo, https://arxiv.org/abs/2501.18512).
+A fragment is a set of trained parameters. All fragments have about the same number of bytes, and
+each has its own state of the outer optimizer. With `F` fragments and `H` steps between two
+exchanges of a fragment, fragment `f` is exchanged after step `(f + 1) H // F` and then every `H`
+steps. So a device sends `1 / F` of the bytes at a time, and the same bytes in total (Douillard et
+al., Streaming DiLoCo, https://arxiv.org/abs/2501.18512).
 """
 
 import functools
@@ -21,12 +21,12 @@ class Fragments:
     """Divides trees like the trained parameters.
 
     Attributes:
-      number: How many fragments there are.
-      index: The number of its fragment for each trained parameter, in a tree.
+      number: The number of fragments.
+      index: A tree with the number of each trained parameter's fragment.
     """
 
     def __init__(self, params: Any, number: int) -> None:
-        """Divides the trained parameters, abstract ones, into so many fragments."""
+        """Divides the abstract trained parameters into `number` fragments."""
         leaves, structure = jax.tree.flatten(params)
         if number > len(leaves):
             raise ValueError(
@@ -34,36 +34,39 @@ class Fragments:
                 "trained parameters: the layers of a scan are one parameter each."
             )
         sizes = [math.prod(x.shape) * x.dtype.itemsize for x in leaves]
-        held, chosen = [0] * number, [0] * len(leaves)
+        totals, chosen = [0] * number, [0] * len(leaves)
         for i in sorted(range(len(leaves)), key=lambda i: -sizes[i]):
-            chosen[i] = min(range(number), key=held.__getitem__)  # That with the fewest bytes.
-            held[chosen[i]] += sizes[i]
+            chosen[i] = min(range(number), key=totals.__getitem__)  # The smallest fragment so far.
+            totals[chosen[i]] += sizes[i]
         self.number, self.index = number, jax.tree.unflatten(structure, chosen)
 
-    def part(self, fragment: int, tree: Any) -> Any:
-        """The tree with what belongs to a fragment alone."""
+    def select(self, fragment: int, tree: Any) -> Any:
+        """Masks all leaves of a tree that do not belong to a fragment."""
         return jax.tree.map(
             lambda i, x: x if i == fragment else optax.MaskedNode(), self.index, tree
         )
 
     def due_at(self, number: int, every: int) -> int | None:
-        """The fragment that is exchanged at step `number`, counted from 1, if one is."""
-        within = (number - 1) % every + 1
+        """Returns the fragment to exchange at step `number`, counted from 1, or `None`."""
+        offset = (number - 1) % every + 1
         offsets = [(fragment + 1) * every // self.number for fragment in range(self.number)]
-        return offsets.index(within) if within in offsets else None
+        return offsets.index(offset) if offset in offsets else None
 
     def optimizer(self, tx: optax.GradientTransformation) -> optax.GradientTransformation:
-        """The outer optimizer with a state for each fragment; of one, the optimizer itself."""
+        """Gives the outer optimizer a state for each fragment; one fragment needs only `tx`."""
         if self.number == 1:
             return tx
-        every = range(self.number)
+        fragments = range(self.number)
 
         def init(params: Any) -> Any:
-            return tuple(tx.init(self.part(fragment, params)) for fragment in every)
+            return tuple(tx.init(self.select(i, params)) for i in fragments)
 
         def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-            done = [tx.update(self.part(i, updates), state[i], self.part(i, params)) for i in every]
-            merged = functools.reduce(lambda x, y: combine((x, y)), [part for part, _ in done])
-            return merged, tuple(each for _, each in done)
+            results = [
+                tx.update(self.select(i, updates), state[i], self.select(i, params))
+                for i in fragments
+            ]
+            merged = functools.reduce(lambda x, y: combine((x, y)), [x for x, _ in results])
+            return merged, tuple(fragment_state for _, fragment_state in results)
 
         return optax.GradientTransformation(init, update)

@@ -1,6 +1,6 @@
-"""A program whose replicas train alone, and the steps in which they meet.
+"""DiLoCo's program, with its inner and outer steps.
 
-See `manualpar.strategies.diloco.state` for its state, and `replica_steps` for what a step does.
+See `manualpar.strategies.diloco.state` for its state, and `steps` for the steps.
 """
 
 import dataclasses
@@ -23,28 +23,28 @@ from manualpar.core.program.program import Program
 from manualpar.core.state.train_state import TrainState
 from manualpar.strategies.diloco.counted_steps import CountedStep, OuterStep, StepFunction
 from manualpar.strategies.diloco.state import DiLoCoState
-from manualpar.strategies.diloco.steps import ReplicaSteps, anchor_step
+from manualpar.strategies.diloco.steps import ReplicaSteps, replicated_step
 
 
 @dataclasses.dataclass(frozen=True)
 class DiLoCoProgram(Program):
-    """A program whose replicas take `every` steps alone between two outer steps.
+    """A program whose replicas take `every` inner steps between two outer steps.
 
-    `step` is that of the anchor on all devices, as a program that is replicated over the same axes
-    takes it; what `train_step` runs is `inner.step`. After every `every` steps, as the state counts
-    them, `train_step` takes the outer step too, of each fragment at steps of its own. What it
-    traces and lowers is the step that replicas take alone.
+    `step` treats the common parameters as replicated over the replicas and serves evaluation;
+    `train_step` runs `inner.step`. After every `every` steps, by the state's counter, `train_step`
+    takes the outer step too, or with several fragments one outer step for each at different steps.
+    `train_step.trace` and `lower` show the inner step.
 
     Attributes:
       inner: The program of one replica, on a mesh without the replicas' axes. It can be traced.
       replica_axes: The mesh axes of the replicas.
-      every: How many steps replicas take between two outer steps, or exchanges of one fragment.
+      every: The number of steps between two outer steps of the same fragment.
       fragments: For each of `parameters` the number of its fragment; `None` if it is frozen.
       outer_steps: For each fragment `outer_step(state) -> state`, jitted: replicas exchange it. The
         state is donated.
-      streamed_steps: For each fragment a train step, `(state, batch) -> (state, metrics)`, that
-        exchanges it meanwhile; none if nothing is to overlap.
-      outer_wire: The dtype and the code of what travels then.
+      overlapped_outer_steps: For each fragment a train step, `(state, batch) -> (state, metrics)`,
+        that exchanges the fragment at the same time; `()` without overlap.
+      outer_wire: The dtype and the quantizer of exchanged differences.
     """
 
     inner: Program
@@ -52,7 +52,7 @@ class DiLoCoProgram(Program):
     every: int
     fragments: tuple[int | None, ...]
     outer_steps: tuple[Any, ...]
-    streamed_steps: tuple[Any, ...]
+    overlapped_outer_steps: tuple[Any, ...]
     outer_wire: CommPolicy
     _state: DiLoCoState = dataclasses.field(repr=False)
 
@@ -60,24 +60,24 @@ class DiLoCoProgram(Program):
     def outer_step(self) -> Any:
         """The outer step of the last fragment; of all parameters if they are not divided.
 
-        `train_step` takes it when it is due. Call it to have replicas meet at another time too; it
-        does nothing if they have just met.
+        `train_step` takes it when it is due. Call it to exchange at another time too; directly
+        after an outer step it does nothing.
         """
         return self.outer_steps[-1]
 
     def step_at(self, number: int) -> StepFunction:
-        """What `train_step` does at step `number`, counted from 1, whatever the state counts."""
+        """Returns the function of step `number`, counted from 1, whatever the state's counter."""
         return cast(CountedStep, self.train_step).at(number)
 
     def init_from(
         self, params_or_variables: Any, rng: jax.Array | None = None, *, missing: Missing = "error"
     ) -> TrainState:
-        """As for every program; all replicas begin with these parameters."""
+        """Starts from parameters, as in every program; all replicas start with them."""
         state = super().init_from(params_or_variables, rng, missing=missing)
-        return self._on_state(self._state.spread, state)
+        return self._on_state(self._state.start_replicas, state)
 
     def adopt(self, state: TrainState) -> TrainState:
-        """As for every program; the state may be one of another number of replicas."""
+        """Adopts a state, as in every program; it may have another number of replicas."""
         examples = getattr(state, "local", {}).get("examples")
         number = self._num_replicas if examples is None else len(examples)
         if number == self._num_replicas:
@@ -85,9 +85,9 @@ class DiLoCoProgram(Program):
         return self.regrouped(StartsFromArrays.adopt(self.with_replicas(number), state))
 
     def with_replicas(self, number: int) -> Self:
-        """The program with abstract states of so many replicas, which lie on all its devices.
+        """Returns a program for states of `number` replicas, each sharded over all its devices.
 
-        It takes states from elsewhere, for `regrouped`, and no steps.
+        It takes no steps. It loads states of other programs, for `regrouped`.
         """
 
         def spread(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -96,14 +96,14 @@ class DiLoCoProgram(Program):
                 sharding = NamedSharding(self.mesh, PartitionSpec(None, *sharding.spec[1:]))
             return jax.ShapeDtypeStruct((number, *x.shape[1:]), x.dtype, sharding=sharding)
 
-        abstract, whole = (
+        abstract, unpadded = (
             state.replace(local=jax.tree.map(spread, state.local))
             for state in (self.abstract_state, self.whole_state)
         )
-        return dataclasses.replace(self, abstract_state=abstract, whole_state=whole)
+        return dataclasses.replace(self, abstract_state=abstract, whole_state=unpadded)
 
     def regrouped(self, state: TrainState) -> TrainState:
-        """A state of `with_replicas` as one of this program's own, see `DiLoCoState.regroup`."""
+        """Converts a state of `with_replicas` to this program, see `DiLoCoState.regroup`."""
         return self._on_state(self._state.regroup, state)
 
     @property
@@ -111,14 +111,14 @@ class DiLoCoProgram(Program):
         return axes_size(self.mesh, self.replica_axes)
 
     def _on_state(self, function: Callable[[TrainState], TrainState], state: TrainState) -> Any:
-        """Runs a function of states; what the replicas have in common is donated."""
+        """Runs a function of states; all arrays but the per-replica ones are donated."""
 
         def run(common: TrainState, local: Any) -> TrainState:
             return function(common.replace(local=local))
 
         on_auto = on_auto_axes(run, mesh=self.mesh, out_specs=self.layout)
         shardings = jax.tree.map(lambda x: x.sharding, self.abstract_state)
-        with no_mesh():  # Of other replicas no memory can be taken over.
+        with no_mesh():  # Arrays of another number of replicas cannot be donated.
             jitted = jax.jit(on_auto, out_shardings=shardings, donate_argnums=0)
             return jitted(state.replace(local={}), state.local)
 
@@ -136,29 +136,29 @@ def build_diloco(
     overlap: bool,
     compiler_options: dict[str, Any] | None,
 ) -> DiLoCoProgram:
-    """Builds the program around that of one replica, `inner`; `batch` is that of all, abstract."""
+    """Builds a program around `inner`, one replica's; `batch` is the abstract global batch."""
     name = "diloco"
-    given, mesh = cast(Mesh, mesh), cast(Mesh, with_axis_types(mesh, AxisType.Auto))
+    typed_mesh, mesh = cast(Mesh, mesh), cast(Mesh, with_axis_types(mesh, AxisType.Auto))
     roles = inner.step.roles
     first, *others = roles.batch_dims.items()
     roles = dataclasses.replace(roles, batch_dims={0: (*replica_axes, *first[1]), **dict(others)})
-    anchor = anchor_step(name, inner, mesh, roles, replica_axes)
-    state = DiLoCoState(inner, anchor.placements, mesh, replica_axes, outer_tx, num_fragments)
-    steps = ReplicaSteps(inner, anchor, replica_axes, state, outer_wire)
+    step = replicated_step(name, inner, mesh, roles, replica_axes)
+    state = DiLoCoState(inner, step.placements, mesh, replica_axes, outer_tx, num_fragments)
+    steps = ReplicaSteps(inner, step, replica_axes, state, outer_wire)
 
     def shard(specs: Any) -> Any:
-        return jax.tree.map(lambda spec: NamedSharding(given, spec), specs)
+        return jax.tree.map(lambda spec: NamedSharding(typed_mesh, spec), specs)
 
     def jit(function: Callable[..., Any], out_specs: Any, **options: Any) -> Any:
-        on_auto = on_auto_axes(function, mesh=given, out_specs=out_specs)
+        on_auto = on_auto_axes(function, mesh=typed_mesh, out_specs=out_specs)
         return OutsideMeshes(jax.jit(on_auto, **options))
 
     with no_mesh():
-        held = jax.eval_shape(state.create, jax.eval_shape(lambda: jax.random.key(0)))
-        layout = state.layout(held)
+        padded = jax.eval_shape(state.create, jax.eval_shape(lambda: jax.random.key(0)))
+        layout = state.layout(padded)
         shardings = shard(layout)
-        abstract = with_shardings(held, shardings)
-        whole = state.whole_state()
+        abstract = with_shardings(padded, shardings)
+        unpadded = state.unpadded_state()
     batch_specs = roles.batch_specs(batch)
 
     def jit_step(function: Callable[..., Any]) -> Any:
@@ -173,7 +173,7 @@ def build_diloco(
 
     def jit_outer(fragment: int) -> Any:
         jitted = jit(
-            functools.partial(steps.meet, fragment),
+            functools.partial(steps.outer_step, fragment),
             layout,
             in_shardings=(shardings,),
             out_shardings=shardings,
@@ -183,54 +183,55 @@ def build_diloco(
         return OuterStep(jitted, functools.partial(check_state, "outer_step", abstract))
 
     eval_step = jit(
-        anchor.evaluate,
+        step.evaluate,
         PartitionSpec(),
         in_shardings=(shardings, None),
         compiler_options=compiler_options,
     )
     has_devices = not isinstance(mesh, AbstractMesh)
 
-    def guard(function: str, step: Any) -> Any:
+    def guard(function: str, jitted: Any) -> Any:
         check = functools.partial(check_state, function, abstract)
-        return GuardedStep(function, step, mesh, check) if has_devices else step
+        return GuardedStep(function, jitted, mesh, check) if has_devices else jitted
 
     def init(create: Callable[[jax.Array], TrainState], rng: Any) -> TrainState:
         check_has_devices("init", mesh)
         return create(typed_key("init", rng))
 
     outer_steps = tuple(map(jit_outer, range(num_fragments)))
-    streamed_steps = tuple(
-        guard("train_step", jit_step(functools.partial(steps.train_and_meet, fragment)))
+    overlapped_outer_steps = tuple(
+        guard("train_step", jit_step(functools.partial(steps.overlapped_outer_step, fragment)))
         for fragment in range(num_fragments if overlap else 0)
     )
     due_at = functools.partial(state.fragments.due_at, every=every)
-    alone = guard("train_step", jit_step(steps.train))
-    infos, placements = [info for info, _ in inner.parameters], jax.tree.leaves(anchor.placements)
-    chosen = iter(jax.tree.leaves(state.fragments.index))
+    inner_step = guard("train_step", jit_step(steps.train))
+    train_step = CountedStep(inner_step, outer_steps, overlapped_outer_steps, due_at, every)
+    infos, placements = [info for info, _ in inner.parameters], jax.tree.leaves(step.placements)
+    indices = iter(jax.tree.leaves(state.fragments.index))
     program = DiLoCoProgram(
-        strategy=anchor.strategy,
+        strategy=step.strategy,
         mode=inner.mode,
-        mesh=given,
+        mesh=typed_mesh,
         data_axes=roles.data_axes,
         num_minibatches=inner.num_minibatches,
         wire=inner.wire,
         layout=layout,
         parameters=tuple(zip(infos, placements, strict=True)),
         abstract_state=abstract,
-        whole_state=whole,
+        whole_state=unpadded,
         abstract_batch=with_shardings(batch, shard(batch_specs)),
-        batch_sharding=NamedSharding(given, roles.batch_spec),
+        batch_sharding=NamedSharding(typed_mesh, roles.batch_spec),
         create=state.create,
         init=functools.partial(init, jit(state.create, layout, out_shardings=shardings)),
-        train_step=cast(Any, CountedStep(alone, outer_steps, streamed_steps, due_at, every)),
+        train_step=cast(Any, train_step),
         eval_step=guard("eval_step", eval_step),
-        step=anchor,
+        step=step,
         inner=inner,
         replica_axes=replica_axes,
         every=every,
-        fragments=tuple(next(chosen) if place.trainable else None for place in placements),
+        fragments=tuple(next(indices) if place.trainable else None for place in placements),
         outer_steps=outer_steps,
-        streamed_steps=streamed_steps,
+        overlapped_outer_steps=overlapped_outer_steps,
         outer_wire=outer_wire,
         _state=state,
     )

@@ -1,11 +1,11 @@
-"""The state of replicas that train alone: how it is made, and how it lies on the devices.
+"""DiLoCo's state: makes it, and decides how it is sharded.
 
-Its parameters are the *anchor*: what the replicas last agreed on, in the model's own shapes, and
-what is evaluated, exported and continued from. What each replica has for itself is in
-`state.local`, where every array has a leading dimension of the number of replicas `R`, sharded over
-their axes: its parameters (those that are trained), the state of the inner optimizer, the other
-collections, and how many examples it has seen since each fragment was last exchanged.
-`state.opt_state` is that of the outer optimizer, and lies as the inner optimizer's does.
+`state.params` are the *common* parameters, in the model's own shapes: the parameters that the
+replicas last agreed on. They are evaluated and exported, and the next outer step starts from them.
+`state.local` has the per-replica arrays. Each has a leading dimension of the number of replicas
+`R`, sharded over their axes: the trained parameters, the state of the inner optimizer, the other
+collections, and the number of examples seen since each fragment was last exchanged.
+`state.opt_state` is the outer optimizer's state, sharded like the inner optimizer's.
 """
 
 from typing import Any
@@ -35,9 +35,11 @@ class DiLoCoState:
 
     Attributes:
       placements: The tree of parameters with a `Placement` at each leaf.
-      fragments: The parts that are exchanged at different steps.
+      fragments: The parts of the parameters that are exchanged at different steps.
+      fragment_tx: The outer optimizer of one fragment.
+      outer_tx: The outer optimizer of all fragments.
       opt_placements: The placements of the outer optimizer's state, by fragment.
-      name: The mesh axis of the replicas, or the tuple of axes.
+      axis_name: The mesh axis of the replicas, or the tuple of axes.
     """
 
     def __init__(
@@ -49,114 +51,119 @@ class DiLoCoState:
         outer_tx: optax.GradientTransformation,
         num_fragments: int,
     ) -> None:
-        """Takes the program of one replica, the placements on the mesh of all, and their axes."""
-        self.inner, self.placements, self.part_tx = inner, placements, outer_tx
-        self.name, self._size = axes[0] if len(axes) == 1 else axes, axes_size(mesh, axes)
+        """Takes one replica's program, placements on the mesh of all replicas, and their axes."""
+        self.inner, self.placements, self.fragment_tx = inner, placements, outer_tx
+        self.axis_name = axes[0] if len(axes) == 1 else axes
+        self._num_replicas = axes_size(mesh, axes)
         params = inner.whole_state.params
         self.fragments = Fragments(partition(placements, params)[0], num_fragments)
         self.outer_tx = self.fragments.optimizer(outer_tx)
         opt_state = jax.eval_shape(self._init_outer, params)
-        found = like_params(opt_state, params, placements, Placement(()))
-        self.opt_placements = self.by_fragment(found)
+        self.opt_placements = self.by_fragment(
+            like_params(opt_state, params, placements, Placement(()))
+        )
 
     def by_fragment(self, opt_state: Any) -> tuple[Any, ...]:
-        """The outer optimizer's state of each fragment."""
+        """Returns the outer optimizer's state of each fragment."""
         return (opt_state,) if self.fragments.number == 1 else opt_state
 
-    def with_fragment(self, opt_state: Any, fragment: int, part: Any) -> Any:
-        """The outer optimizer's state with that of a fragment replaced."""
+    def with_fragment(self, opt_state: Any, fragment: int, fragment_state: Any) -> Any:
+        """Replaces one fragment's state in the outer optimizer's state."""
         if self.fragments.number == 1:
-            return part
-        return (*opt_state[:fragment], part, *opt_state[fragment + 1 :])
+            return fragment_state
+        return (*opt_state[:fragment], fragment_state, *opt_state[fragment + 1 :])
 
     def _init_outer(self, params: Any) -> Any:
         return self.outer_tx.init(partition(self.placements, params)[0])
 
     def create(self, rng: jax.Array) -> TrainState:
-        """The initial state, padded."""
-        one = self.inner.create(rng)
-        whole = self._unpadded(one.params)
+        """Makes the initial state, padded."""
+        inner_state = self.inner.create(rng)
+        unpadded = self._unpadded(inner_state.params)
         paddings = [place.padding for place in jax.tree.leaves(self.opt_placements)]
-        state = one.replace(
-            tx=self.outer_tx, opt_state=map_padded(pad_leaf, self._init_outer(whole), paddings)
+        state = inner_state.replace(
+            tx=self.outer_tx, opt_state=map_padded(pad_leaf, self._init_outer(unpadded), paddings)
         )
-        return self.spread(state)
+        return self.start_replicas(state)
 
-    def spread(self, state: TrainState) -> TrainState:
-        """The state with replicas that begin with its parameters and other collections."""
+    def start_replicas(self, state: TrainState) -> TrainState:
+        """Replaces all replicas by new ones, which start with the common parameters."""
         tx = self.inner.abstract_state.tx
         unpadded = partition(self.placements, self._unpadded(state.params))[0]
         opt_state = map_padded(pad_leaf, tx.init(unpadded), self.inner.step.update.opt_padding)
-        return state.replace(local=self._begin(state.replace(opt_state=opt_state)))
+        return state.replace(local=self._replicas_of(state.replace(opt_state=opt_state)))
 
-    def _begin(self, one: TrainState) -> dict[str, Any]:
-        """What replicas have of their own that begin with the state of one."""
-        return self._for_each(
+    def _replicas_of(self, inner_state: TrainState) -> dict[str, Any]:
+        """Makes the per-replica arrays of replicas that start with the state of `inner`."""
+        return self._for_each_replica(
             {
-                "params": partition(self.placements, one.params)[0],
-                "opt_state": one.opt_state,
-                "collections": one.collections,
+                "params": partition(self.placements, inner_state.params)[0],
+                "opt_state": inner_state.opt_state,
+                "collections": inner_state.collections,
                 "examples": jnp.zeros(self.fragments.number, jnp.float32),
             }
         )
 
     def regroup(self, state: TrainState) -> TrainState:
-        """A state of another number of replicas as one of these, which begin all alike.
+        """Converts a state of another number of replicas; the new replicas are all equal.
 
-        After an outer step they begin with the anchor, and otherwise with the replicas' mean, in
-        which each has the weight of its examples, as in the exchange that is still to come. Numbers
-        of the inner optimizer's state are averaged too, as are other collections; of integers the
-        largest stays. Only after an outer step nothing of the collections is lost by that.
+        Directly after an outer step they start with the common parameters. Otherwise they start
+        with the replicas' mean, weighted by their examples as in the next exchange. Floating-point
+        numbers of the inner optimizer's state and of other collections are averaged; of integers
+        the maximum is taken. After an outer step this loses nothing of the collections.
         """
-        local = state.local
-        seen = local["examples"]
-        total = seen.sum(0)
+        replicas = state.local
+        examples = replicas["examples"]
+        total = examples.sum(0)
 
-        def mean_params(fragment: int, anchor: jax.Array, each: jax.Array) -> jax.Array:
-            exact = jnp.promote_types(each.dtype, jnp.float32)
-            weights = seen[:, fragment] / jnp.where(total[fragment] > 0, total[fragment], 1)
-            mean = jnp.tensordot(weights, each.astype(exact), 1).astype(each.dtype)
-            return jnp.where(total[fragment] > 0, mean, anchor)
+        def mean_params(fragment: int, common: jax.Array, x: jax.Array) -> jax.Array:
+            exact = jnp.promote_types(x.dtype, jnp.float32)
+            weights = examples[:, fragment] / jnp.where(total[fragment] > 0, total[fragment], 1)
+            mean = jnp.tensordot(weights, x.astype(exact), 1).astype(x.dtype)
+            return jnp.where(total[fragment] > 0, mean, common)
 
-        def mean(each: jax.Array) -> jax.Array:
-            if not jnp.issubdtype(each.dtype, jnp.inexact):
-                return each.max(0)
-            exact = jnp.promote_types(each.dtype, jnp.float32)
-            return each.mean(0, dtype=exact).astype(each.dtype)
+        def mean(x: jax.Array) -> jax.Array:
+            if not jnp.issubdtype(x.dtype, jnp.inexact):
+                return x.max(0)
+            exact = jnp.promote_types(x.dtype, jnp.float32)
+            return x.mean(0, dtype=exact).astype(x.dtype)
 
-        anchor, _ = partition(self.placements, state.params)
-        common = {
-            "params": jax.tree.map(mean_params, self.fragments.index, anchor, local["params"]),
-            "opt_state": jax.tree.map(mean, local["opt_state"]),
-            "collections": jax.tree.map(mean, local["collections"]),
-            "examples": total / self._size,
+        common, _ = partition(self.placements, state.params)
+        replica = {
+            "params": jax.tree.map(mean_params, self.fragments.index, common, replicas["params"]),
+            "opt_state": jax.tree.map(mean, replicas["opt_state"]),
+            "collections": jax.tree.map(mean, replicas["collections"]),
+            "examples": total / self._num_replicas,
         }
-        return state.replace(local=self._for_each(common))
+        return state.replace(local=self._for_each_replica(replica))
 
-    def whole_state(self) -> TrainState:
-        """The abstract state with no padding."""
+    def unpadded_state(self) -> TrainState:
+        """Returns the abstract state without padding."""
 
-        def make(one: TrainState) -> TrainState:
-            opt_state, local = self._init_outer(one.params), self._begin(one)
-            return one.replace(tx=self.outer_tx, opt_state=opt_state, local=local)
+        def make(inner_state: TrainState) -> TrainState:
+            return inner_state.replace(
+                tx=self.outer_tx,
+                opt_state=self._init_outer(inner_state.params),
+                local=self._replicas_of(inner_state),
+            )
 
         return jax.eval_shape(make, self.inner.whole_state)
 
-    def layout(self, held: TrainState) -> TrainState:
-        """The state with a `PartitionSpec` at each leaf."""
-        one = self.inner.layout
-        layout = jax.tree.map(lambda _: PartitionSpec(), held)
+    def layout(self, padded: TrainState) -> TrainState:
+        """Returns the `PartitionSpec` of each leaf of the state."""
+        inner_layout = self.inner.layout
+        layout = jax.tree.map(lambda _: PartitionSpec(), padded)
         return layout.replace(
             params=param_specs(self.placements),
             opt_state=jax.tree.unflatten(
-                jax.tree.structure(held.opt_state),
+                jax.tree.structure(padded.opt_state),
                 jax.tree.leaves(state_specs(self.opt_placements)),
             ),
-            local=self.lead(
+            local=self.per_replica_specs(
                 {
                     "params": param_specs(trained(self.placements)),
-                    "opt_state": one.opt_state,
-                    "collections": one.collections,
+                    "opt_state": inner_layout.opt_state,
+                    "collections": inner_layout.collections,
                     "examples": PartitionSpec(),
                 }
             ),
@@ -167,9 +174,10 @@ class DiLoCoState:
             lambda place, x: unpad_leaf(x, place.parameter_padding), self.placements, params
         )
 
-    def _for_each(self, tree: Any) -> Any:
-        return jax.tree.map(lambda x: jnp.broadcast_to(x[None], (self._size, *x.shape)), tree)
+    def _for_each_replica(self, tree: Any) -> Any:
+        size = self._num_replicas
+        return jax.tree.map(lambda x: jnp.broadcast_to(x[None], (size, *x.shape)), tree)
 
-    def lead(self, specs: Any) -> Any:
-        """Specs of arrays with a leading dimension for the replicas."""
-        return jax.tree.map(lambda spec: PartitionSpec(self.name, *spec), specs)
+    def per_replica_specs(self, specs: Any) -> Any:
+        """Adds to specs a leading dimension, sharded over the replicas."""
+        return jax.tree.map(lambda spec: PartitionSpec(self.axis_name, *spec), specs)

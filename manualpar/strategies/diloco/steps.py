@@ -1,12 +1,12 @@
-"""The steps of replicas that train alone: each its own, and those in which they meet.
+"""DiLoCo's inner step (each replica by itself) and outer step (all replicas together).
 
-A step of training runs the step of another program, that of one replica, inside a `jax.shard_map`
-over the replicas' axes alone; the step's own `shard_map`, nested in it, runs over the others.
-Between replicas it sends the sums of the metrics and nothing else. An outer step runs over all axes
-and sends the mean difference, see `manualpar.strategies.diloco.exchange`.
+An inner step runs the step of another program, the program of one replica, inside a `jax.shard_map`
+over only the replicas' axes. The step's own `shard_map`, nested in it, runs over the other axes.
+Between replicas it sends only the sums of the metrics. An outer step runs over all axes and sends
+the outer gradient, see `manualpar.strategies.diloco.exchange`.
 
-Invariants: after an outer step all replicas have the anchor, bit for bit. The keys of random
-numbers differ between replicas. Frozen parameters are the anchor's alone.
+Invariants: after an outer step all replicas have the common parameters, bit for bit. The random
+keys differ between replicas. Frozen parameters have no per-replica copy.
 """
 
 import dataclasses
@@ -63,34 +63,34 @@ class ReplicaSteps:
 
     Attributes:
       inner: The program of one replica.
-      anchor: Its step as one of all devices, see `anchor_step`.
+      replicated_step: The step of all devices, see `replicated_step`.
       axes: The mesh axes of the replicas.
-      state: How the state lies.
+      state: The layout of the state.
     """
 
     def __init__(
         self,
         inner: Program,
-        anchor: Step,
+        replicated_step: Step,
         axes: tuple[str, ...],
         state: DiLoCoState,
         outer_wire: CommPolicy,
     ) -> None:
-        """Takes the attributes, and how differences travel."""
-        self.inner, self.anchor, self.axes, self.state = inner, anchor, axes, state
-        self.outer_wire = outer_wire
-        self.mesh, self._placements = anchor.mode.mesh, anchor.placements
+        """Takes the attributes, and the dtype and quantizer of exchanged differences."""
+        self.inner, self.axes, self.state = inner, axes, state
+        self.replicated_step, self.outer_wire = replicated_step, outer_wire
+        self.mesh, self._placements = replicated_step.mode.mesh, replicated_step.placements
         types = dict.fromkeys(axes, AxisType.Manual)
-        own_mesh = cast(Any, self.mesh.abstract_mesh.update_axis_types(types))
+        replica_mesh = cast(Any, self.mesh.abstract_mesh.update_axis_types(types))
         mode = inner.step.mode
         values = {field.name: getattr(mode, field.name) for field in dataclasses.fields(mode)}
-        changed = {"mesh": own_mesh, "outer_axes": axes}
-        self.own = _with_mode(inner.step, _ReplicaMode(**(values | changed)))
+        changed = {"mesh": replica_mesh, "outer_axes": axes}
+        self._replica_step = _with_mode(inner.step, _ReplicaMode(**(values | changed)))
 
     def train(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        """Takes a step on each replica."""
-        check_batch("batch", batch, self.mesh, self.anchor.roles)
-        first = PartitionSpec(self.state.name)
+        """Takes an inner step on each replica."""
+        check_batch("batch", batch, self.mesh, self.replicated_step.roles)
+        first = PartitionSpec(self.state.axis_name)
         batch_specs = jax.tree.map(lambda x: first if jnp.ndim(x) else PartitionSpec(), batch)
         run = jax.shard_map(
             self._train_replica,
@@ -100,173 +100,179 @@ class ReplicaSteps:
             axis_names={*self.axes},
             check_vma=True,
         )
-        local, metrics = run(state.replace(local={}), state.local, batch)
+        replicas, metrics = run(state.replace(local={}), state.local, batch)
         rng, _ = jax.random.split(state.rng)
-        return state.replace(step=state.step + 1, rng=rng, local=local), dict(metrics)
+        return state.replace(step=state.step + 1, rng=rng, local=replicas), dict(metrics)
 
-    def _train_replica(self, state: TrainState, local: Any, batch: Any) -> tuple[Any, Metrics]:
-        local = jax.tree.map(lambda x: x[0], local)
+    def _train_replica(self, state: TrainState, replica: Any, batch: Any) -> tuple[Any, Metrics]:
+        replica = jax.tree.map(lambda x: x[0], replica)
         frozen = partition(self._placements, state.params)[1]
-        own = state.replace(
+        inner_state = state.replace(
             tx=self.inner.abstract_state.tx,
-            params=combine((local["params"], frozen)),
-            opt_state=local["opt_state"],
-            collections=local["collections"],
+            params=combine((replica["params"], frozen)),
+            opt_state=replica["opt_state"],
+            collections=replica["collections"],
             rng=fold_rng_over_axis(state.rng, self.axes),
         )
-        # Otherwise the compiler is free to lay out what the outer `shard_map` hands in.
-        own = jax.tree.map(self._constrain_own, own, self.inner.layout)
-        own, metrics = self.own.train(own, batch)
-        own = jax.tree.map(self._constrain_own, own, self.inner.layout)
-        counted = metrics["loss"][1].astype(jnp.float32)
-        if self.own.nonfinite == "skip":  # What has changed nothing has no weight; it may be NaN.
-            counted = jnp.where(metrics["nonfinite"][0] > 0, jnp.zeros_like(counted), counted)
-        local = {
-            "params": partition(self._placements, own.params)[0],
-            "opt_state": own.opt_state,
-            "collections": own.collections,
-            "examples": local["examples"] + counted,
+        # Without constraints the compiler may choose another layout inside the outer `shard_map`.
+        inner_state = jax.tree.map(self._constrain, inner_state, self.inner.layout)
+        inner_state, metrics = self._replica_step.train(inner_state, batch)
+        inner_state = jax.tree.map(self._constrain, inner_state, self.inner.layout)
+        count = metrics["loss"][1].astype(jnp.float32)
+        if self._replica_step.nonfinite == "skip":  # A skipped step has no weight (it may be NaN).
+            count = jnp.where(metrics["nonfinite"][0] > 0, jnp.zeros_like(count), count)
+        replica = {
+            "params": partition(self._placements, inner_state.params)[0],
+            "opt_state": inner_state.opt_state,
+            "collections": inner_state.collections,
+            "examples": replica["examples"] + count,
         }
-        return to_replica(local, self.axes), sync_metrics(metrics, self.axes)
+        return to_replica(replica, self.axes), sync_metrics(metrics, self.axes)
 
-    def meet(self, fragment: int, state: TrainState) -> TrainState:
-        """Takes an outer step for a fragment: replicas go on from where they are on average."""
+    def outer_step(self, fragment: int, state: TrainState) -> TrainState:
+        """Takes an outer step for a fragment, after which all replicas have the same one."""
         return self._apply(fragment, state, *self._exchange(fragment, state), None)
 
-    def train_and_meet(
+    def overlapped_outer_step(
         self, fragment: int, state: TrainState, batch: Any
     ) -> tuple[TrainState, Metrics]:
-        """Takes a step on each replica, and meanwhile exchanges a fragment as it was before.
+        """Takes an inner step, and at the same time exchanges a fragment as it was before it.
 
-        What a replica has done in this step alone stays its own, and counts in the next exchange.
+        The change that a replica makes in this inner step stays per-replica, and is part of the
+        next exchange.
         """
         exchanged = self._exchange(fragment, state)
         after, metrics = self.train(state, batch)
         return self._apply(fragment, after, *exchanged, state.local), metrics
 
     def _exchange(self, fragment: int, state: TrainState) -> tuple[Any, Any]:
-        """The mean difference of a fragment and, with the last one, the common collections."""
-        part = functools.partial(self.state.fragments.part, fragment)
-        placements = part(trained(self._placements))
+        """Returns the outer gradient of a fragment and, with the last, the common collections."""
+        select = functools.partial(self.state.fragments.select, fragment)
+        placements = select(trained(self._placements))
         specs = state_specs(placements)
-        whole, each = PartitionSpec(), PartitionSpec(self.state.name)
+        replicated, per_replica = PartitionSpec(), PartitionSpec(self.state.axis_name)
         with_collections = fragment == self.state.fragments.number - 1
         collections = (state.collections, state.local["collections"]) if with_collections else None
+        collection_specs = (replicated, per_replica) if with_collections else None
 
         def on_device(
-            anchor: Any, local: Any, examples: jax.Array, collections: Any
+            common: Any, replica: Any, examples: jax.Array, collections: Any
         ) -> tuple[Any, Any]:
-            local = jax.tree.map(lambda x: x[0], local)
-            seen = examples[0, fragment]
-            delta = mean_difference(anchor, local, seen, self.axes, self.outer_wire)
+            replica = jax.tree.map(lambda x: x[0], replica)
+            count = examples[0, fragment]
+            delta = mean_difference(common, replica, count, self.axes, self.outer_wire)
             if collections is None:
                 return delta, None
-            before, own = collections[0], jax.tree.map(lambda x: x[0], collections[1])
-            rules = self.anchor.model.sync_collections
-            return delta, mean_collections(before, own, self.axes, rules)
+            before, after = collections[0], jax.tree.map(lambda x: x[0], collections[1])
+            rules = self.replicated_step.model.sync_collections
+            return delta, mean_collections(before, after, self.axes, rules)
 
         run = jax.shard_map(
             on_device,
             mesh=self.mesh,
-            in_specs=(specs, self.state.lead(specs), each, (whole, each) if collections else None),
-            out_specs=(specs, whole if collections else None),
+            in_specs=(specs, self.state.per_replica_specs(specs), per_replica, collection_specs),
+            out_specs=(specs, replicated if with_collections else None),
             check_vma=True,
         )
         params, _ = partition(self._placements, state.params)
-        delta, common = run(
-            self._as_state(placements, part(params), 0),
-            self._as_state(placements, part(state.local["params"]), 1),
+        delta, common_collections = run(
+            self._shard_like_state(placements, select(params), 0),
+            self._shard_like_state(placements, select(state.local["params"]), 1),
             state.local["examples"],
             collections,
         )
-        return delta, common
+        return delta, common_collections
 
     def _apply(
         self, fragment: int, state: TrainState, delta: Any, collections: Any, before: Any
     ) -> TrainState:
-        """The state after an exchange.
+        """Applies the outer optimizer to a fragment, and updates the replicas.
 
-        `before` is what replicas had when it began, if they have taken a step since then.
+        `before` are the per-replica arrays at the exchange if replicas have taken a step since
+        then, else `None`.
         """
         fragments, layout = self.state.fragments, self.state
         params, frozen = partition(self._placements, state.params)
-        placements = fragments.part(fragment, trained(self._placements))
+        placements = fragments.select(fragment, trained(self._placements))
         paddings = [place.padding for place in jax.tree.leaves(layout.opt_placements[fragment])]
-        update = Update(self.anchor.mode, placements, tuple(paddings))
+        update = Update(self.replicated_step.mode, placements, tuple(paddings))
         new, opt_state, _ = update(
-            _without_loss(layout.part_tx),
-            fragments.part(fragment, params),
+            _without_loss(layout.fragment_tx),
+            fragments.select(fragment, params),
             delta,
             opt_state=layout.by_fragment(state.opt_state)[fragment],
             value=jnp.zeros(()),
             value_and_grad=lambda params: (jnp.zeros(()), params),
         )
-        own = {
-            "params": fragments.part(fragment, state.local["params"]),
+        replicas = {
+            "params": fragments.select(fragment, state.local["params"]),
             "examples": state.local["examples"],
         }
         common = {"params": new}
         specs = {"params": param_specs(placements), "examples": PartitionSpec()}
         if collections is not None:
-            own["collections"], common["collections"] = state.local["collections"], collections
+            replicas["collections"] = state.local["collections"]
+            common["collections"] = collections
             specs["collections"] = self.inner.layout.collections
         old = None
         if before is not None:
-            old = before | {"params": fragments.part(fragment, before["params"])}
-            old = {name: old[name] for name in own}
+            old = before | {"params": fragments.select(fragment, before["params"])}
+            old = {name: old[name] for name in replicas}
 
-        def on_device(own: Any, common: Any, old: Any) -> Any:
-            own, old = jax.tree.map(lambda x: x[0], (own, old))
-            seen = own.pop("examples")
-            since = jnp.zeros_like(seen) if old is None else seen - old.pop("examples")
+        def on_device(replica: Any, common: Any, old: Any) -> Any:
+            replica, old = jax.tree.map(lambda x: x[0], (replica, old))
+            count = replica.pop("examples")
+            since = jnp.zeros_like(count) if old is None else count - old.pop("examples")
             if old is None:
-                local = jax.tree.map(lambda x: cast_to_varying(x, self.axes), common)
-            else:  # What the step has changed.
-                local = jax.tree.map(lambda x, now, then: x + (now - then), common, own, old)
+                updated = jax.tree.map(lambda x: cast_to_varying(x, self.axes), common)
+            else:  # Each replica adds its change in the inner step.
+                updated = jax.tree.map(lambda x, now, then: x + (now - then), common, replica, old)
             return to_replica(
-                local | {"examples": seen.at[fragment].set(since[fragment])}, self.axes
+                updated | {"examples": count.at[fragment].set(since[fragment])}, self.axes
             )
 
-        lead = layout.lead(specs)
+        replica_specs = layout.per_replica_specs(specs)
+        common_specs = {name: specs[name] for name in common}
         run = jax.shard_map(
             on_device,
             mesh=self.mesh,
-            in_specs=(lead, {name: specs[name] for name in common}, None if old is None else lead),
-            out_specs=lead,
+            in_specs=(replica_specs, common_specs, None if old is None else replica_specs),
+            out_specs=replica_specs,
             check_vma=True,
         )
-        local = run(own, common, old)
-        local["params"] = combine((local["params"], state.local["params"]))
+        updated = run(replicas, common, old)
+        updated["params"] = combine((updated["params"], state.local["params"]))
         return state.replace(
             params=combine((combine((new, params)), frozen)),
             opt_state=layout.with_fragment(state.opt_state, fragment, opt_state),
             collections=state.collections if collections is None else collections,
-            local=state.local | local,
+            local=state.local | updated,
         )
 
-    def _as_state(self, placements: Any, params: Any, lead: int) -> Any:
-        """Parameters as the optimizer's state lies, with so many dimensions before their own."""
+    def _shard_like_state(self, placements: Any, params: Any, num_leading: int) -> Any:
+        """Constrains parameters with `num_leading` extra dims to the optimizer state's shards."""
 
         def shard(place: Placement, x: jax.Array) -> jax.Array:
             if place.state_names is None:
                 return x
             spec = place.state_spec
-            if lead:
-                spec = PartitionSpec(self.state.name, *spec)
-            padding = (*(0,) * lead, *place.padding) if place.padding else ()
+            if num_leading:
+                spec = PartitionSpec(self.state.axis_name, *spec)
+            padding = (*(0,) * num_leading, *place.padding) if place.padding else ()
             sharding = NamedSharding(self.mesh, spec)
             return jax.lax.with_sharding_constraint(pad_leaf(x, padding), sharding)
 
         return jax.tree.map(shard, placements, params)
 
-    def _constrain_own(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
-        return jax.lax.with_sharding_constraint(x, NamedSharding(self.own.mode.mesh, spec))
+    def _constrain(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
+        mesh = self._replica_step.mode.mesh
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
 
-def anchor_step(
+def replicated_step(
     name: str, inner: Program, mesh: Mesh, roles: AxisRoles, axes: tuple[str, ...]
 ) -> Step:
-    """The step of one replica as one of all devices, the state replicated over the replicas."""
+    """Makes the step of all devices from one replica's: the state is replicated over `axes`."""
     step = inner.step
     mode = dataclasses.replace(step.mode, mesh=mesh, data_axes=roles.data_axes)
     infos = step.model.parameters
@@ -281,7 +287,7 @@ def anchor_step(
 
 
 def _with_mode(step: Step, mode: Manual) -> Step:
-    """The same step in another mode, or on another mesh."""
+    """Copies a step to another mode, which may have another mesh."""
     return dataclasses.replace(
         step,
         mode=mode,
@@ -291,7 +297,7 @@ def _with_mode(step: Step, mode: Manual) -> Step:
 
 
 def _without_loss(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """The optimizer, to which no loss is offered: between replicas there is none."""
+    """Wraps an optimizer so that it gets no loss, because outer steps have none."""
 
     def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         updates, state = tx.update(grads, state, params)

@@ -271,7 +271,7 @@ def _array_spec(folder: BucketPath, names: tuple[str, ...]) -> dict[str, Any]:
 
 def _read_leaf(path: BucketPath, leaf: Leaf, stored: Any) -> jax.Array:
     """An array on the devices of this process, each with its own part, and padding as zeros."""
-    sharding, shape = leaf.abstract.sharding, leaf.held_shape
+    sharding, shape = leaf.abstract.sharding, leaf.padded_shape
     places = sharding.addressable_devices_indices_map(shape)
     wanted = {}
     for index in places.values():

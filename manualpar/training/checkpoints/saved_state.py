@@ -121,7 +121,7 @@ class OrbaxFiles:
             lambda leaf: ocp.ArrayRestoreArgs(
                 restore_type=jax.Array,
                 sharding=leaf.abstract.sharding,
-                global_shape=leaf.held_shape,
+                global_shape=leaf.padded_shape,
                 # If not strict, Orbax appends zeros, which is what padding is.
                 strict=not any(leaf.padding),
             ),

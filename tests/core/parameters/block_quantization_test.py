@@ -12,11 +12,11 @@ from manualpar.core.parameters.block_quantization import (
     BITS,
     LARGEST,
     LARGEST_CODE,
-    coded_bytes,
-    decode,
-    encode,
+    dequantize,
     pack_codes,
+    quantize,
     quantized_block_size,
+    quantized_bytes,
     unpack_codes,
 )
 from tests.one_device import slow_unless
@@ -38,8 +38,8 @@ def test_a_number_is_off_by_half_a_scale_at_most(size, most, dtype, data):
         x = np.clip(x, -3e38, 3e38).astype(jnp.bfloat16)
     block = quantized_block_size(size, most)
     assert 1 <= block <= most
-    codes, scales = jax.jit(encode, static_argnums=1)(x, block)
-    y = jax.jit(decode)(codes, scales)
+    codes, scales = jax.jit(quantize, static_argnums=1)(x, block)
+    y = jax.jit(dequantize)(codes, scales)
     assert (codes.dtype, scales.dtype, y.dtype) == (jnp.int8, x.dtype, x.dtype)
     assert (scales.shape, y.shape) == ((2, -(-size // block)), x.shape)
     np.testing.assert_array_equal(scales.astype(jnp.bfloat16).astype(x.dtype), scales)
@@ -59,17 +59,17 @@ def test_what_was_decoded_has_the_same_codes_again(dtype, code, data):
     elements = data.draw(st.sampled_from(MAGNITUDES))
     x = data.draw(arrays.arrays(np.float32, (2, 16), elements=elements))
     x = np.clip(x, -3e38, 3e38).astype(dtype)
-    once = jax.jit(encode, static_argnums=1, static_argnames="code")
+    once = jax.jit(quantize, static_argnums=1, static_argnames="code")
     codes, scales = once(x, 4, code=code)
-    again = once(jax.jit(decode)(codes, scales), 4, code=code)
+    again = once(jax.jit(dequantize)(codes, scales), 4, code=code)
     np.testing.assert_array_equal(again[0], codes)
     np.testing.assert_array_equal(again[1], scales)
 
 
 def test_every_device_decodes_its_own_part_alike():
     x = np.random.default_rng(0).normal(size=(3, 24)).astype(np.float32)
-    codes, scales = map(np.asarray, jax.jit(encode, static_argnums=1)(x, 6))
-    part = jax.jit(decode)
+    codes, scales = map(np.asarray, jax.jit(quantize, static_argnums=1)(x, 6))
+    part = jax.jit(dequantize)
     whole = part(codes, scales)
     halves = [part(codes[:, i : i + 12], scales[:, i // 6 : i // 6 + 2]) for i in (0, 12)]
     np.testing.assert_array_equal(np.concatenate(halves, 1), whole)
@@ -81,7 +81,7 @@ def test_every_device_decodes_its_own_part_alike():
 def test_a_block_with_a_number_that_is_not_finite_is_not_finite(bad):
     x = np.ones((1, 8), np.float32)
     x[0, 2] = bad
-    y = jax.jit(lambda x: decode(*encode(x, 4)))(x)
+    y = jax.jit(lambda x: dequantize(*quantize(x, 4)))(x)
     assert np.isnan(y[0, :4]).all()
     np.testing.assert_allclose(y[0, 4:], 1, rtol=0.01)
 
@@ -96,10 +96,10 @@ def test_a_row_is_off_by_half_a_scale_and_has_the_bytes_that_it_says(n, code, da
     elements = data.draw(st.sampled_from([*MAGNITUDES, st.sampled_from([0.0, 1e-40, LARGEST])]))
     x = data.draw(arrays.arrays(np.float32, (2, n), elements=elements, fill=elements))
     packed = jax.jit(pack_codes, static_argnums=1)(x, code)
-    assert (packed.dtype, packed.shape) == (jnp.uint8, (2, coded_bytes(n, code)))
+    assert (packed.dtype, packed.shape) == (jnp.uint8, (2, quantized_bytes(n, code)))
     blocks = -(-n // 256)
     fewest = -(-n * BITS[code] // 8) + 2 * blocks
-    assert fewest <= coded_bytes(n, code) <= fewest + blocks
+    assert fewest <= quantized_bytes(n, code) <= fewest + blocks
     y = np.asarray(jax.jit(unpack_codes, static_argnums=(1, 2))(packed, n, code), np.float64)
     largest = np.abs(x).max(-1, keepdims=True).astype(np.float64)
     # A scale is at most half a unit of bfloat16 more than the largest magnitude in largest codes.
@@ -125,7 +125,7 @@ def test_random_rounding_has_no_pattern(seed):
     x = np.full((4, 1024), 0.5, np.float32)
     x[:, ::256] = 127  # The scale is 1.
     keys = jax.random.split(jax.random.key(seed), 64)
-    encoded, _ = jax.jit(jax.vmap(lambda key: encode(x, 256, key=key)))(keys)
+    encoded, _ = jax.jit(jax.vmap(lambda key: quantize(x, 256, key=key)))(keys)
     up = np.asarray(encoded, np.float64)
     up = np.delete(up.reshape(64, 4, 4, 256), 0, -1) * 2 - 1
     neighbours = [(up[..., step:], up[..., :-step]) for step in (1, 2, 64)]

@@ -147,7 +147,7 @@ def on_stages(case: Case, *, evaluate: bool = False) -> tuple[Any, Any]:
 
     def device(params: Any, batch: Any) -> Any:
         boxes, rng = jax.tree.map(box, names, params, is_leaf=is_names), jax.random.key(1)
-        boxes = case.run.arrange(boxes)
+        boxes = case.run.exchange_layers(boxes)
         if evaluate:
             metrics = case.run.metrics(
                 lambda params, _, *args: loss(params, *args)[1], boxes, {}, batch, rng
@@ -155,7 +155,7 @@ def on_stages(case: Case, *, evaluate: bool = False) -> tuple[Any, Any]:
             return params, sync_metrics(metrics, "data")
         minibatches = split_minibatches(batch, case.microbatches)
         grads, metrics, _ = accumulate(carrying, boxes, {}, minibatches, rng, schedule=case.run)
-        grads = case.run.arrange(grads, back=True)
+        grads = case.run.exchange_layers(grads, back=True)
         grads = strip_boxes(sync_gradients(grads, "data"))
         for name in ("angle", "table"):
             grads[name] = jax.lax.psum(grads[name], "stage")

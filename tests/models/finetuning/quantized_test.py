@@ -20,7 +20,7 @@ from manualpar import (
     quantized,
     tensor_parallel,
 )
-from manualpar.core.parameters.block_quantization import decode, encode
+from manualpar.core.parameters.block_quantization import dequantize, quantize
 from manualpar.models import Transformer
 from manualpar.models.cross_entropy import language_model_loss
 from manualpar.training.checkpoints import Checkpoints
@@ -52,7 +52,7 @@ def decoded(tree: Any) -> Any:
     found = {name: decoded(x) for name, x in tree.items()}
     for name in [name for name in found if name.endswith("_codes")]:
         plain = name.removesuffix("_codes")
-        found[plain] = decode(found.pop(name), found.pop(f"{plain}_scales"))
+        found[plain] = dequantize(found.pop(name), found.pop(f"{plain}_scales"))
     return found
 
 
@@ -154,7 +154,7 @@ def test_kernels_are_encoded_in_shards_and_come_out_of_them_again(devices8):
     for program, state in zip(programs, states, strict=True):
         found = by_path(program.whole(state)["params"])
         for path in [path for path in expected if path.endswith("kernel")]:
-            codes, scales = encode(jnp.asarray(expected[path]), 4)
+            codes, scales = quantize(jnp.asarray(expected[path]), 4)
             np.testing.assert_array_equal(found[f"{path}_codes"], codes, err_msg=path)
             np.testing.assert_array_equal(found[f"{path}_scales"], scales, err_msg=path)
             assert path not in found

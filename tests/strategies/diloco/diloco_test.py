@@ -278,7 +278,7 @@ def test_a_fragment_is_sent_alone_and_beside_a_step(devices8):
         args = program.abstract_state, program.abstract_batch
         alone, both = (
             sent_bytes(trace_collectives(step.trace(*args)))
-            for step in (program.train_step, program.streamed_steps[fragment])
+            for step in (program.train_step, program.overlapped_outer_steps[fragment])
         )
         assert both == alone | {("replica",): expected[("replica",)]}
 
