@@ -20,7 +20,7 @@ import rich.console
 
 from benchmarks.results import note_conditions, write_results
 from manualpar.models import Transformer
-from manualpar.planner.closed_form.layout import PodLayout
+from manualpar.planner.closed_form.layout import Layout
 from manualpar.planner.closed_form.layout_report import fastest_of_each_mesh, layout_values
 from manualpar.planner.closed_form.layout_search import rank_layouts
 from manualpar.planner.topology import parse_topology
@@ -89,7 +89,7 @@ def print_best(console: rich.console.Console, results: Sequence[Mapping[str, Any
             rows.append([result["model"], result["topology"], "none fits", *["-"] * 6])
             continue
         plan = result["plans"][0]
-        layout = PodLayout(**plan["layout"])
+        layout = Layout(**plan["layout"])
         rows.append(
             [
                 result["model"],

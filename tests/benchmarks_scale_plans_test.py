@@ -12,7 +12,7 @@ from benchmarks.scale_plans import (
     print_best,
     read_results,
 )
-from manualpar.planner.closed_form.layout import PodLayout
+from manualpar.planner.closed_form.layout import Layout
 from manualpar.planner.closed_form.layout_estimate import estimate_layout
 from manualpar.planner.topology import parse_topology
 
@@ -36,7 +36,7 @@ def test_the_results_are_what_the_planner_says_today(name):
     for result in results["best"]:
         for plan in result["plans"] if result["model"] in models else []:
             model, examples, positions = models[result["model"]]
-            layout = PodLayout(**plan["layout"])
+            layout = Layout(**plan["layout"])
             topology = parse_topology(result["topology"])
             sizes = {"examples": examples, "positions": positions}
             again = estimate_layout(model, layout, topology, **sizes)
@@ -48,4 +48,4 @@ def test_the_table_shows_models_and_meshes():
     results = read_results()
     text = _shown(print_best, results["best"][:1])
     assert results["best"][0]["model"] in text
-    assert PodLayout(**results["best"][0]["plans"][0]["layout"]).name.split()[0] in text
+    assert Layout(**results["best"][0]["plans"][0]["layout"]).name.split()[0] in text

@@ -75,14 +75,14 @@ class LayerActivations:
         examples, positions, hidden_size = self.shape
         return examples, positions // self.devices, hidden_size
 
-    def sends(
+    def collective(
         self, purpose: str, kind: Kind, times: int, shape: tuple[int, ...], dtype: Any
     ) -> Collective:
         """So many collectives over the model axis."""
         return Collective(kind, (self.axis,), self.devices, shape, dtype, times, scope=purpose)
 
 
-def block_sends(
+def block_collectives(
     x: LayerActivations,
     *,
     passes: int = 1,
@@ -100,35 +100,37 @@ def block_sends(
     yield from _leave(x, 2, forward=2 * passes + recomputed * (1 + post_norms))
     yield from _norm_scales(x, 2 + 2 * post_norms)
     for size in head_norms:
-        yield x.sends(CAST_SCOPE, "all_reduce", 1, (1, 1, 1, size), FLOAT32)
+        yield x.collective(CAST_SCOPE, "all_reduce", 1, (1, 1, 1, size), FLOAT32)
 
 
-def lookup_sends(
+def lookup_collectives(
     x: LayerActivations, dtype: Any = FLOAT32, *, recomputed: bool = False
 ) -> Iterator[Collective]:
     """The collectives of a lookup in an embedding of this dtype whose rows are split."""
     yield from _leave(dataclasses.replace(x, dtype=jnp.dtype(dtype)), 1, forward=1 + recomputed)
 
 
-def head_sends(x: LayerActivations) -> Iterator[Collective]:
+def head_collectives(x: LayerActivations) -> Iterator[Collective]:
     """The collectives of the last norm and of a head whose columns are split."""
     yield from _norm_scales(x, 1)
     yield from _enter(x, 1, forward=1)
 
 
-def cross_entropy_sends(x: LayerActivations, *, smoothed: bool = False) -> Iterator[Collective]:
+def cross_entropy_collectives(
+    x: LayerActivations, *, smoothed: bool = False
+) -> Iterator[Collective]:
     """The collectives of the loss and the accuracy of split logits.
 
     For each label they are the largest logit, two sums, or four with label smoothing, and each
     device's largest logit and index.
     """
     labels, sums = x.shape[:2], 4 if smoothed else 2
-    yield x.sends(CROSS_ENTROPY_SCOPE, "all_reduce", 1, labels, FLOAT32)
-    yield x.sends(CROSS_ENTROPY_SCOPE, "all_reduce", 1, (sums, *labels), FLOAT32)
-    yield x.sends(CROSS_ENTROPY_SCOPE, "all_gather", 1, (2, 1, *labels), FLOAT32)
+    yield x.collective(CROSS_ENTROPY_SCOPE, "all_reduce", 1, labels, FLOAT32)
+    yield x.collective(CROSS_ENTROPY_SCOPE, "all_reduce", 1, (sums, *labels), FLOAT32)
+    yield x.collective(CROSS_ENTROPY_SCOPE, "all_gather", 1, (2, 1, *labels), FLOAT32)
 
 
-def expert_sends(
+def expert_collectives(
     x: LayerActivations,
     *,
     num_experts: int,
@@ -142,10 +144,10 @@ def expert_sends(
     """
     examples, _, hidden_size = x.shape
     rows = (examples, capacity, num_experts, hidden_size)
-    yield x.sends(EXPERT_SCOPE, "all_to_all", 2 * (passes + recomputed + 1), rows, x.dtype)
+    yield x.collective(EXPERT_SCOPE, "all_to_all", 2 * (passes + recomputed + 1), rows, x.dtype)
 
 
-def router_sends(
+def router_collectives(
     x: LayerActivations,
     *,
     num_experts: int,
@@ -162,16 +164,16 @@ def router_sends(
     """
     examples, positions, hidden_size = x.shape
     gates = (examples, positions, top_k)
-    yield x.sends(TENSOR_SCOPE, "all_reduce", 1, gates, FLOAT32)
+    yield x.collective(TENSOR_SCOPE, "all_reduce", 1, gates, FLOAT32)
     if has_shared_gate:
-        yield x.sends(TENSOR_SCOPE, "all_reduce", 1, (hidden_size, 1), FLOAT32)
+        yield x.collective(TENSOR_SCOPE, "all_reduce", 1, (hidden_size, 1), FLOAT32)
     if x.sequence:
         logits = (*x.part[:2], num_experts)
-        yield x.sends(SEQUENCE_SCOPE, "all_gather", passes + recomputed, logits, FLOAT32)
-        yield x.sends(TENSOR_SCOPE, "all_reduce", 1, (hidden_size, num_experts), FLOAT32)
+        yield x.collective(SEQUENCE_SCOPE, "all_gather", passes + recomputed, logits, FLOAT32)
+        yield x.collective(TENSOR_SCOPE, "all_reduce", 1, (hidden_size, num_experts), FLOAT32)
 
 
-def attention_sends(
+def attention_collectives(
     x: LayerActivations,
     how: str,
     *,
@@ -187,18 +189,18 @@ def attention_sends(
     of_queries, of_keys = ((*x.part[:2], number, features) for number in (queries, keys))
     forward, others = passes + recomputed, x.devices - 1
     if how == "ring":
-        yield x.sends(CONTEXT_SCOPE, "permute", (passes + 1) * others, (2, *of_keys), x.dtype)
-        yield x.sends(CONTEXT_SCOPE, "permute", x.devices, (2, *of_keys), FLOAT32)
+        yield x.collective(CONTEXT_SCOPE, "permute", (passes + 1) * others, (2, *of_keys), x.dtype)
+        yield x.collective(CONTEXT_SCOPE, "permute", x.devices, (2, *of_keys), FLOAT32)
     elif how == "ulysses":
         repeated = (*of_keys[:2], max(keys, x.devices), features)
-        yield x.sends(CONTEXT_SCOPE, "all_to_all", 2 * (forward + 1), of_queries, x.dtype)
-        yield x.sends(CONTEXT_SCOPE, "all_to_all", 2 * (forward + 1), repeated, x.dtype)
+        yield x.collective(CONTEXT_SCOPE, "all_to_all", 2 * (forward + 1), of_queries, x.dtype)
+        yield x.collective(CONTEXT_SCOPE, "all_to_all", 2 * (forward + 1), repeated, x.dtype)
     else:
-        yield x.sends(CONTEXT_SCOPE, "all_gather", 2 * forward, of_keys, x.dtype)
-        yield x.sends(CONTEXT_SCOPE, "reduce_scatter", 2, (x.devices, *of_keys), x.dtype)
+        yield x.collective(CONTEXT_SCOPE, "all_gather", 2 * forward, of_keys, x.dtype)
+        yield x.collective(CONTEXT_SCOPE, "reduce_scatter", 2, (x.devices, *of_keys), x.dtype)
 
 
-def document_sends(
+def document_collectives(
     x: LayerActivations,
     layers: int,
     *,
@@ -217,10 +219,10 @@ def document_sends(
     are left, or one and those of the layers that are run again.
     """
     if counted:
-        yield x.sends(CONTEXT_SCOPE, "all_gather", 1, (2, x.part[0]), INT32)
+        yield x.collective(CONTEXT_SCOPE, "all_gather", 1, (2, x.part[0]), INT32)
     times = (1 if recomputed else copies) * in_loop + after
     times += layers if recomputed else 0
-    yield x.sends(CONTEXT_SCOPE, "all_gather", times, x.part[:2], INT32)
+    yield x.collective(CONTEXT_SCOPE, "all_gather", times, x.part[:2], INT32)
 
 
 def _enter(x: LayerActivations, times: int, *, forward: int) -> Iterator[Collective]:
@@ -229,21 +231,21 @@ def _enter(x: LayerActivations, times: int, *, forward: int) -> Iterator[Collect
     `forward` is how often they do so in all forward passes.
     """
     if x.sequence:
-        yield x.sends(SEQUENCE_SCOPE, "all_gather", forward, x.part, x.dtype)
-        yield x.sends(SEQUENCE_SCOPE, "reduce_scatter", times, x.shape, x.dtype)
+        yield x.collective(SEQUENCE_SCOPE, "all_gather", forward, x.part, x.dtype)
+        yield x.collective(SEQUENCE_SCOPE, "reduce_scatter", times, x.shape, x.dtype)
     else:
-        yield x.sends(TENSOR_SCOPE, "all_reduce", times, x.shape, x.dtype)
+        yield x.collective(TENSOR_SCOPE, "all_reduce", times, x.shape, x.dtype)
 
 
 def _leave(x: LayerActivations, times: int, *, forward: int) -> Iterator[Collective]:
     """Where they leave it."""
     if x.sequence:
-        yield x.sends(SEQUENCE_SCOPE, "reduce_scatter", forward, x.shape, x.dtype)
-        yield x.sends(SEQUENCE_SCOPE, "all_gather", times, x.part, x.dtype)
+        yield x.collective(SEQUENCE_SCOPE, "reduce_scatter", forward, x.shape, x.dtype)
+        yield x.collective(SEQUENCE_SCOPE, "all_gather", times, x.part, x.dtype)
     else:
-        yield x.sends(TENSOR_SCOPE, "all_reduce", forward, x.shape, x.dtype)
+        yield x.collective(TENSOR_SCOPE, "all_reduce", forward, x.shape, x.dtype)
 
 
 def _norm_scales(x: LayerActivations, norms: int) -> Iterator[Collective]:
     if x.sequence:
-        yield x.sends(CAST_SCOPE, "all_reduce", norms, (1, 1, x.shape[2]), FLOAT32)
+        yield x.collective(CAST_SCOPE, "all_reduce", norms, (1, 1, x.shape[2]), FLOAT32)

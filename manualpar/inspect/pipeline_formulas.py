@@ -163,7 +163,7 @@ class PipelineForm:
         return Collective(kind, (axis,), size, shape, jnp.dtype(dtype), times, PIPELINE_SCOPE)
 
 
-def pipeline_sends(program: Program) -> tuple[Collective, ...]:
+def pipeline_collectives(program: Program) -> tuple[Collective, ...]:
     """Predicts what a step of a pipeline sends besides parameters and what layers send.
 
     Returns:

@@ -1,6 +1,6 @@
 """How a transformer lies on many devices, and what one device then has of it.
 
-A `PodLayout` gives every axis a size: `replica` and `data` split examples, `context` splits
+A `Layout` gives every axis a size: `replica` and `data` split examples, `context` splits
 positions, `model` splits layers (with sequence parallelism), `expert` divides experts and splits
 examples too, and `stage` divides the layers. FSDP shards parameters over `data`, `context` and
 `expert`, those of experts over `data` and `context`.
@@ -30,7 +30,7 @@ AXES = ("replica", "stage", "data", "context", "expert", "model")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PodLayout:
+class Layout:
     """Sizes of mesh axes, and how a step runs on them.
 
     `remats` says by `remat` which share of each part of a layer the backward pass runs again, and
@@ -194,7 +194,7 @@ def check_closed_form(model: Transformer) -> None:
 
 
 def find_obstacle(
-    model: Transformer, layout: PodLayout, *, examples: int, positions: int, even: bool = True
+    model: Transformer, layout: Layout, *, examples: int, positions: int, even: bool = True
 ) -> str:
     """Why a model and its batch do not divide as a layout says; "" if they do.
 
@@ -231,7 +231,7 @@ def find_obstacle(
 
 
 def sizes_on_device(
-    model: Transformer, layout: PodLayout, *, examples: int, positions: int
+    model: Transformer, layout: Layout, *, examples: int, positions: int
 ) -> DeviceSizes:
     """What a device has; of stages that differ the one with the most layers."""
     rows = layout.replica * layout.data * layout.expert * layout.num_minibatches

@@ -5,7 +5,7 @@ from typing import Any
 
 import ml_collections
 
-from manualpar.planner.closed_form.layout import PodLayout
+from manualpar.planner.closed_form.layout import Layout
 from manualpar.planner.plan import StepEstimate
 from manualpar.planner.roofline import estimate
 from manualpar.planner.step_work import read_work
@@ -16,7 +16,7 @@ from manualpar.strategies import BUILT_IN
 from manualpar.training.config import flatten_config
 
 
-def layout_fields(layout: PodLayout) -> Mapping[str, Any]:
+def layout_fields(layout: Layout) -> Mapping[str, Any]:
     """The fields of a transformer's config that make it run as a layout says, with their values."""
     # Those that shard parameters, by whether they replicate them over an axis.
     sharded = {
@@ -42,7 +42,7 @@ def layout_fields(layout: PodLayout) -> Mapping[str, Any]:
 
 
 def config_of_layout(
-    config: ml_collections.ConfigDict, layout: PodLayout
+    config: ml_collections.ConfigDict, layout: Layout
 ) -> ml_collections.ConfigDict:
     """A copy of a transformer's config that runs as a layout says."""
     copy = ml_collections.ConfigDict(config.to_dict())
@@ -53,7 +53,7 @@ def config_of_layout(
     return copy
 
 
-def layout_flags(config: ml_collections.ConfigDict, layout: PodLayout) -> list[str]:
+def layout_flags(config: ml_collections.ConfigDict, layout: Layout) -> list[str]:
     """The flags that make a config run as a layout says, as a command takes them."""
     values = flatten_config(config)
     flags = []
@@ -65,7 +65,7 @@ def layout_flags(config: ml_collections.ConfigDict, layout: PodLayout) -> list[s
 
 
 def trace_layout(
-    config: ml_collections.ConfigDict, layout: PodLayout, topology: Topology, *, vocab_size: int = 0
+    config: ml_collections.ConfigDict, layout: Layout, topology: Topology, *, vocab_size: int = 0
 ) -> StepEstimate:
     """The roofline's plan of the traced program; a `ValueError` of the builder may refuse it.
 

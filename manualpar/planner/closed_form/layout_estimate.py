@@ -24,7 +24,7 @@ from manualpar.models.transformer_fields import flops_per_token
 from manualpar.planner.closed_form.layout import (
     AnyCode,
     DeviceSizes,
-    PodLayout,
+    Layout,
     check_closed_form,
     find_obstacle,
     sizes_on_device,
@@ -45,7 +45,7 @@ from manualpar.planner.topology import Ring, Topology, ring_over
 
 
 @dataclasses.dataclass(frozen=True)
-class PodPlan:
+class LayoutEstimate:
     """A step on a layout, in seconds and bytes of a device.
 
     Attributes:
@@ -57,7 +57,7 @@ class PodPlan:
       mfu: Model FLOPs by what the devices could do.
     """
 
-    layout: PodLayout
+    layout: Layout
     topology: str
     memory: Memory
     hbm_bytes: int
@@ -82,14 +82,14 @@ class PodPlan:
 
 def estimate_layout(
     model: Transformer,
-    layout: PodLayout,
+    layout: Layout,
     topology: Topology,
     *,
     examples: int,
     positions: int,
     even: bool = True,
     rings: dict[tuple[str, ...], Ring] | None = None,
-) -> PodPlan:
+) -> LayoutEstimate:
     """Estimates a step.
 
     Args:
@@ -129,7 +129,7 @@ class _Step:
     def __init__(
         self,
         model: Transformer,
-        layout: PodLayout,
+        layout: Layout,
         topology: Topology,
         x: DeviceSizes,
         rings: dict[tuple[str, ...], Ring],
@@ -145,7 +145,7 @@ class _Step:
         self.sharded = tuple(a for a in ("data", "context", "expert") if a in layout.mesh)
         self.rings = rings
 
-    def plan(self, tokens: int) -> PodPlan:
+    def plan(self, tokens: int) -> LayoutEstimate:
         layout, x, chip = self.layout, self.x, self.chip
         m, layers = layout.num_minibatches, layout.num_minibatches * x.L
         products = tuple(layer_products(x, layout))
@@ -175,7 +175,7 @@ class _Step:
         busy = forward + recomputed + backward + awaited + inner
         bubble = busy * (layout.stage - 1) / (layout.chunks * m)
         computing = forward + recomputed + backward + head_forward + head_backward + update
-        plan = PodPlan(
+        plan = LayoutEstimate(
             layout=layout,
             topology=self.topology.name,
             memory=step_memory_of(x, layout),

@@ -9,7 +9,7 @@ import rich.console
 from manualpar.core.parameters.collectives import CommPolicy
 from manualpar.core.parameters.quantized_collectives import BlockQuantizer
 from manualpar.inspect.step_ledger import describe_codes
-from manualpar.planner.closed_form.layout_estimate import PodPlan
+from manualpar.planner.closed_form.layout_estimate import LayoutEstimate
 from manualpar.planner.plan import StepEstimate
 from manualpar.system.reports.tables import (
     describe_bytes,
@@ -22,7 +22,7 @@ from manualpar.system.reports.tables import (
 SHOWN = 12
 
 
-def print_layouts(console: rich.console.Console, plans: Sequence[PodPlan]) -> None:
+def print_layouts(console: rich.console.Console, plans: Sequence[LayoutEstimate]) -> None:
     """Prints the fastest plan of each mesh, the fastest mesh first, and what they rest on."""
     fastest = fastest_of_each_mesh(plans)
     rows = [
@@ -64,7 +64,10 @@ def print_layouts(console: rich.console.Console, plans: Sequence[PodPlan]) -> No
 
 
 def print_traced(
-    console: rich.console.Console, plan: PodPlan, traced: StepEstimate | str, flags: Sequence[str]
+    console: rich.console.Console,
+    plan: LayoutEstimate,
+    traced: StepEstimate | str,
+    flags: Sequence[str],
 ) -> None:
     """Prints what the traced program of a layout says, or why there is none, and its flags."""
     if isinstance(traced, str):
@@ -85,15 +88,15 @@ def _quoted(flag: str) -> str:
     return f'{name}="{value}"' if " " in value else flag
 
 
-def fastest_of_each_mesh(plans: Sequence[PodPlan]) -> list[PodPlan]:
+def fastest_of_each_mesh(plans: Sequence[LayoutEstimate]) -> list[LayoutEstimate]:
     """The first of the plans with each mesh, in their order."""
-    fastest: dict[str, PodPlan] = {}
+    fastest: dict[str, LayoutEstimate] = {}
     for plan in plans:
         fastest.setdefault(plan.layout.name, plan)
     return list(fastest.values())
 
 
-def layout_values(plan: PodPlan) -> dict[str, Any]:
+def layout_values(plan: LayoutEstimate) -> dict[str, Any]:
     """A plan as plain values."""
     more = {"seconds": plan.seconds, "fits": plan.fits, "peak_bytes": plan.memory.peak}
     return dataclasses.asdict(plan) | more | {"mesh": plan.layout.mesh}

@@ -19,13 +19,13 @@ from manualpar.models import Transformer
 from manualpar.planner.closed_form.layout import (
     AnyCode,
     Communicate,
+    Layout,
     PipelineSaves,
-    PodLayout,
     check_closed_form,
     find_obstacle,
     sizes_on_device,
 )
-from manualpar.planner.closed_form.layout_estimate import PodPlan, estimate_layout
+from manualpar.planner.closed_form.layout_estimate import LayoutEstimate, estimate_layout
 from manualpar.planner.closed_form.layout_work import step_memory_of
 from manualpar.planner.sweep import MOST_SPLIT
 from manualpar.planner.topology import Ring, Topology, levels_of
@@ -44,7 +44,7 @@ def rank_layouts(
     axes: Iterable[str] = ("replica", "stage", "context", "expert", "model"),
     gather_code: AnyCode = "",
     reduce_code: AnyCode = "",
-) -> list[PodPlan]:
+) -> list[LayoutEstimate]:
     """Estimates the layouts that divide and fit, each with the least remat, the fastest first.
 
     Args:
@@ -53,7 +53,7 @@ def rank_layouts(
       examples: Examples of a step on all devices.
       positions: Positions of each.
       axes: The axes that may have several devices, besides `data`.
-      gather_code: That of every layout, see `PodLayout`.
+      gather_code: That of every layout, see `Layout`.
       reduce_code: The same.
     """
     check_closed_form(model)
@@ -85,7 +85,7 @@ def factorisations(
     examples: int,
     positions: int,
     axes: Iterable[str],
-) -> Iterator[PodLayout]:
+) -> Iterator[Layout]:
     """The layouts of all devices, in one minibatch, that model and batch divide by."""
     count, inside = topology.num_devices, topology.num_devices // levels_of(topology)[0]
     axes = tuple(axes)
@@ -102,14 +102,12 @@ def factorisations(
         if remainder or not rest:
             continue
         named_sizes: dict[str, Any] = dict(zip(choices, sizes, strict=True))
-        layout = PodLayout(data=rest, **named_sizes)
+        layout = Layout(data=rest, **named_sizes)
         if not find_obstacle(model, layout, examples=examples, positions=positions):
             yield layout
 
 
-def _runs(
-    model: Transformer, layout: PodLayout, *, examples: int, positions: int
-) -> Iterator[PodLayout]:
+def _runs(model: Transformer, layout: Layout, *, examples: int, positions: int) -> Iterator[Layout]:
     """The ways to run on a mesh: minibatches, chunks, what is kept, and what is sent how often."""
     most = examples // (layout.replica * layout.data * layout.expert)
     minibatches = [n for n in _divisors(most) if n <= MOST_MINIBATCHES]
@@ -131,10 +129,10 @@ def _runs(
 
 
 def _with_remat(
-    model: Transformer, layout: PodLayout, hbm_bytes: int, *, examples: int, positions: int
-) -> PodLayout | None:
+    model: Transformer, layout: Layout, hbm_bytes: int, *, examples: int, positions: int
+) -> Layout | None:
     """The layout with as little remat as fits, which is the fastest; `None` if nothing does."""
-    for remat in PodLayout.remats:
+    for remat in Layout.remats:
         layout = dataclasses.replace(layout, remat=remat)
         x = sizes_on_device(model, layout, examples=examples, positions=positions)
         if step_memory_of(x, layout).peak <= hbm_bytes:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from manualpar.inspect.memory import Memory
 from manualpar.layers.head_loss import FEWEST_COLUMNS, default_chunk
-from manualpar.planner.closed_form.layout import DeviceSizes, PodLayout
+from manualpar.planner.closed_form.layout import DeviceSizes, Layout
 
 HALF, SINGLE = 2, 4  # Bytes of an element: computed with and sent in bfloat16; stored in float32.
 STATE = 2  # Adam's averages.
@@ -26,7 +26,7 @@ class Product(NamedTuple):
     """So many alike products of `[m, k]` with `[k, n]`; `flops` are those of all.
 
     A reduction has none. `traffic` are the bytes that they read and write. `part` is that of the
-    layer, by which `PodLayout.recomputed` says what remat runs again in the backward pass; "" is
+    layer, by which `Layout.recomputed` says what remat runs again in the backward pass; "" is
     never run again.
     """
 
@@ -35,7 +35,7 @@ class Product(NamedTuple):
     part: str = ""
 
 
-def layer_products(x: DeviceSizes, layout: PodLayout) -> Iterator[Product]:
+def layer_products(x: DeviceSizes, layout: Layout) -> Iterator[Product]:
     """The products of a layer forward, in a minibatch; backward there are two for each."""
     T, D = x.tokens, x.D
     yield Product(0.0, SINGLE * x.norms * T * D / layout.model, "norms")
@@ -62,7 +62,7 @@ def layer_products(x: DeviceSizes, layout: PodLayout) -> Iterator[Product]:
 
 
 def head_products(
-    x: DeviceSizes, layout: PodLayout
+    x: DeviceSizes, layout: Layout
 ) -> tuple[tuple[Product, ...], tuple[Product, ...]]:
     """The products of the head, forward and backward; the logits are float32."""
     tokens, weights, logits = x.tokens * x.D, x.D * x.V, x.tokens * x.V
@@ -88,20 +88,20 @@ def _product(m: int, k: int, n: int, times: int = 1) -> Product:
     return Product(2 * m * k * n * times, HALF * times * (m * k + k * n + m * n))
 
 
-def state_elements(x: DeviceSizes, layout: PodLayout) -> float:
+def state_elements(x: DeviceSizes, layout: Layout) -> float:
     """Parameters that a device stores."""
     shards = layout.data * layout.context
     dense = x.L * x.dense_weights + x.outer_weights
     return dense / (shards * layout.expert) + x.L * x.expert_weights / shards
 
 
-def activation_slots(layout: PodLayout) -> int:
+def activation_slots(layout: Layout) -> int:
     """Of how many chunks and microbatches a device keeps something at once, see `make_table`."""
     fewest = (layout.chunks + 1) * layout.stage - 1
     return min(fewest, layout.chunks * layout.num_minibatches)
 
 
-def step_memory_of(x: DeviceSizes, layout: PodLayout) -> Memory:
+def step_memory_of(x: DeviceSizes, layout: Layout) -> Memory:
     """The bytes that a device holds at the fuller of two moments, by class.
 
     The moments are the backward pass of the loss, and that of the first layer.
@@ -152,7 +152,7 @@ def step_memory_of(x: DeviceSizes, layout: PodLayout) -> Memory:
     )
 
 
-def _kept_by_layer(x: DeviceSizes, layout: PodLayout) -> int:
+def _kept_by_layer(x: DeviceSizes, layout: Layout) -> int:
     """The bytes that a layer keeps for its backward pass."""
     between, again = HALF * x.tokens * x.D // layout.model, layout.recomputed
     sizes = {
@@ -168,7 +168,7 @@ def _kept_by_layer(x: DeviceSizes, layout: PodLayout) -> int:
     return kept if again else kept + _made_by_layer(x, layout)
 
 
-def _made_by_layer(x: DeviceSizes, layout: PodLayout) -> int:
+def _made_by_layer(x: DeviceSizes, layout: Layout) -> int:
     """The bytes that a layer's backward pass holds besides what was kept."""
     entered = HALF * 2 * x.tokens * x.D  # The inputs of attention and MLP, whole.
     attention = HALF * x.tokens * x.H * (2 * x.N + 2 * x.K)  # Rotated, and their gradients.
