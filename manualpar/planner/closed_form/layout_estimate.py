@@ -226,7 +226,7 @@ class _Step:
         return ring.seconds(sent, times)
 
     def awaited_by_layer(self, again: int) -> float:
-        """Returns the seconds that a layer waits for activations, with `again` forward passes more."""
+        """Returns the seconds that a layer waits for activations; `again` counts recomputations."""
         x = self.x
         tokens = HALF * x.tokens * x.D
         gathers, scatters = 4 + 2 * again, 4 + again

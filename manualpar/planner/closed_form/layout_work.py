@@ -37,8 +37,9 @@ class Product(NamedTuple):
 
 
 def layer_products(x: DeviceSizes, layout: Layout) -> Iterator[Product]:
-    """Yields a layer's products in the forward pass of a minibatch; the backward pass has twice
-    these.
+    """Yields a layer's products in the forward pass of a minibatch.
+
+    The backward pass has two for each of them.
     """
     T, D = x.tokens, x.D
     yield Product(0.0, SINGLE * x.norms * T * D / layout.model, "norms")
