@@ -211,7 +211,7 @@ def _left_over(written: Sequence[_Written]) -> Iterator[Change]:
             kind = "hoisted"
             detail = f"has left a loop and runs {operand.found} of {operand.collective.times} times"
         elif operand.result in found:
-            kind, detail = "merged", "has the result of another one, which is used again"
+            kind, detail = "merged", "has the result of another, which is used again"
         detail = f"{operand.noun} {detail}"
         yield _note(
             kind,
