@@ -100,9 +100,8 @@ def flops_of(eqn: Any, scope: str = "") -> int | None:
 def product_dtype(eqn: Any, *, is_fused: bool = False) -> str:
     """Returns the dtype in which an equation multiplies.
 
-    It is the dtype of the widest floating operand. For a kernel it is that of the first operand.
-    For fused attention it is that of the narrowest operand, because the kernel keeps wide scores to
-    itself.
+    It is the dtype of the widest floating operand; for a kernel, of the first operand; for fused
+    attention, of the narrowest operand, because the kernel keeps wide scores to itself.
     """
     floats = [x.aval.dtype for x in eqn.invars if jnp.issubdtype(x.aval.dtype, jnp.floating)]
     dtypes = floats or [x.aval.dtype for x in eqn.invars]

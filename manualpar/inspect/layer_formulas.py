@@ -216,7 +216,7 @@ def document_collectives(
 
     The body of the loop has `in_loop` layers, and `after` layers are outside of it. Layers in a
     loop gather the same numbers each time, so JAX takes these gathers out of the loop. `copies` of
-    them are left; with `recomputed`, one and those of the layers that are run again.
+    them are left; with `recomputed`, one, and one for each layer that is run again.
     """
     if counted:
         yield x.collective(CONTEXT_SCOPE, "all_gather", 1, (2, x.part[0]), INT32)

@@ -140,7 +140,7 @@ class PipelineForm:
                 yield from self._exchanged(index)
 
     def _exchanged(self, index: int) -> Iterator[Collective]:
-        """Yields the exchange of a stacked parameter, and that of its gradient."""
+        """Yields the exchange of a stacked parameter, and the exchange of its gradient."""
         info, place = self.program.parameters[index]
         wire, reduced = self.program.wire, _dtype_of_sums(info.dtype)
         is_scattered = self.program.strategy.gather_every == "step" or place.state_names is not None
@@ -163,7 +163,7 @@ class PipelineForm:
 
 
 def pipeline_collectives(program: Program) -> tuple[Collective, ...]:
-    """Predicts the collectives of a pipeline's step, without those of parameters and of layers.
+    """Predicts a pipeline step's collectives that are not for parameters and not of layers.
 
     Returns:
       The collectives over the axis of stages that are not sums of gradients, the same on every

@@ -69,7 +69,7 @@ def find_changes(
 ) -> tuple[Change, ...]:
     """Finds every difference between the collectives that were written and those that run.
 
-    The changes come in the order of the program, with those of one kind and purpose together. A
+    The changes are in the order of the program, grouped by kind and purpose. A
     collective on a ring of one device sends nothing and is left out. `root` is the name of the
     whole model, see `manualpar.inspect.scope_parsing.module_of`.
     """

@@ -16,8 +16,8 @@ outside, which reduce complete gradients, gather ZeRO's new parameters, or sum m
 
 The stages of a pipeline take its ticks together, so a tick lasts as long as its slowest stage
 (`manualpar.layers.pipeline.schedule_table.Table.tick_times`). In each part of a tick, such as a
-chunk of layers forward, collectives hide as in a pass. Compute and collectives are those of a stage
-on average, and the rest of the ticks' time is the *bubble*. The hop of a tick is exposed.
+chunk of layers forward, collectives hide as in a pass. Compute and collectives are means over the
+stages, and the rest of the ticks' time is the *bubble*. The hop of a tick is exposed.
 
 (Williams et al., "Roofline", https://doi.org/10.1145/1498765.1498785; Austin et al., "How to scale
 your model", https://jax-ml.github.io/scaling-book.)

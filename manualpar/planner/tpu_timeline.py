@@ -10,7 +10,7 @@ can hide it. A turn of a loop begins with free links, because the turn before ha
 its collectives; so one turn is followed, and counts as often as the loop turns.
 
 The compiler estimates no cycles for a collective, and its estimate of a product that carries a part
-of a collective is that of the product without it (`tests/planner_schedule_test.py` shows both). So
+of a collective leaves that part out (`tests/planner_schedule_test.py` shows both). So
 cycles are compute, and the caller says how long a collective is sent, on which links, and how long
 a kernel computes.
 """

@@ -37,7 +37,7 @@ def prepare_planned(
 
 
 def planned_task(config: ml_collections.ConfigDict, vocab_size: int = 0) -> Task:
-    """Checks a config and makes its task, for a vocabulary of `vocab_size` (0: that of its data).
+    """Checks a config and makes its task, with `vocab_size` tokens; 0 takes the data's vocabulary.
 
     Raises:
       ValueError: As for `prepare_planned`, except for errors about devices.

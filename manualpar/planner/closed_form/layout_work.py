@@ -26,7 +26,7 @@ LOGIT_READS = 4
 class Product(NamedTuple):
     """One or several products of `[m, k]` with `[k, n]`, or a reduction.
 
-    `flops` are those of all of them, 0 for a reduction, and `traffic` the bytes that they read and
+    `flops` counts all of them, and is 0 for a reduction; `traffic` is the bytes that they read and
     write. `part` is the part of the layer that `Layout.recomputed` looks up to say what remat runs
     again in the backward pass; "" is never run again.
     """
