@@ -226,8 +226,8 @@ class CollectiveReader(EquationReader[Collective]):
         if axes and name != "shard_map" and name not in SILENT_PRIMITIVES:
             raise ValueError(
                 f"trace_collectives: the program contains {name} over {axes} {around.place}, "
-                f"expected one of {', '.join(KIND_OF_PRIMITIVE)}: the bytes of others are not known "
-                "here. Write it with those, or give it a kind in "
+                f"expected one of {', '.join(KIND_OF_PRIMITIVE)}: the bytes of others are not "
+                "known here. Write it with those, or give it a kind in "
                 "manualpar/inspect/communication.py."
             )
         return None

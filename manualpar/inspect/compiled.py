@@ -204,8 +204,8 @@ class Reading:
     (`manualpar.planner.tpu_timeline`).
 
     In the ticks of a pipeline a conditional counts as often as `stage` runs it; if `stage` is
-    `None`, as often as any stage does, because then a clock sees it. `runs` is that number of ticks
-    for the computation itself.
+    `None`, once for each tick in which any stage runs it, because a clock follows all stages
+    together. `runs` is that number of ticks for the computation itself.
     """
 
     reader = "compiled_collectives"  # The caller's name, for error messages.

@@ -36,8 +36,9 @@ axes that it is split over, and `P` is a device's part of it. Where `N` devices 
 `1 / K` of the parameter is gathered, and its gradient is summed in each minibatch: `2 b P (N - 1) /
 N` over these axes.
 
-In a pipeline `P` of a stacked parameter counts one stage's part. How often each stage uses it is in `manualpar.inspect.pipeline_formulas`. Gradients of parameters that are not stacked are summed
-over the `N` stages once a step, `2 b (P / S) (N - 1) / N`.
+In a pipeline `P` of a stacked parameter counts one stage's part. How often each stage uses it is in
+`manualpar.inspect.pipeline_formulas`. Gradients of parameters that are not stacked are summed over
+the `N` stages once a step, `2 b (P / S) (N - 1) / N`.
 
 With `diloco` a step sends the bytes of one replica on its part of the mesh; see `outer_step_bytes`
 for the outer step.

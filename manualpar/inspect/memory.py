@@ -209,7 +209,7 @@ def _label_gradients(operations: Sequence[Operation], values: Sequence[FlatValue
 def _trace_back(
     operations: Sequence[Operation], values: Sequence[FlatValue], gradients_found: set[int]
 ) -> None:
-    """Labels values as gradients, and values they were made of where those are gradients too."""
+    """Labels `gradients_found` as gradients, and also the gradients that they were made of."""
     for op in reversed(operations):
         gradients = [value for value in op.outputs if value in gradients_found]
         if not gradients:

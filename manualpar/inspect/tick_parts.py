@@ -37,7 +37,7 @@ class TickParts:
             self._by_scope.setdefault(scope, []).append(part)
 
     def of(self, scope: str) -> str:
-        """Returns the part of an operation; "" for one that runs whatever the table says.
+        """Returns the part of an operation; "" for operations that do not depend on the table.
 
         The operations after the layers are one part, forward and backward. With one stage all parts
         run as often as a chunk, so all of them count as chunks.

@@ -255,7 +255,7 @@ def with_minibatches(work: StepWork, num_minibatches: int) -> StepWork:
 
 
 def _in_minibatches(collective: Collective, num_minibatches: int) -> Collective:
-    """Changes a collective of the only minibatch into the same of each of several minibatches."""
+    """Turns the only minibatch's collective into one that runs in each of several minibatches."""
     shape, divides = collective.shape, [size % num_minibatches == 0 for size in collective.shape]
     if collective.purpose in LAYER_SCOPES and any(divides):  # A minibatch has fewer tokens.
         dim = divides.index(True)
