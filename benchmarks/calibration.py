@@ -39,7 +39,7 @@ import rich.console
 from benchmarks.published_figures import PublishedFigure
 from benchmarks.published_rows import FIGURES
 from benchmarks.results import note_conditions, write_results
-from manualpar.planner.closed_form.layout_estimate import PodPlan, estimate_layout
+from manualpar.planner.closed_form.layout_estimate import LayoutEstimate, estimate_layout
 from manualpar.planner.hardware import FITTED_ATTENTION, FITTED_PRODUCTS, SAME_PRODUCTS
 from manualpar.system.reports.tables import describe_share, print_table
 
@@ -64,7 +64,7 @@ def fitted_shares() -> dict[str, float]:
     return products | {f"attention {kind}": share for kind, share in FITTED_ATTENTION.items()}
 
 
-def estimate_figure(figure: PublishedFigure, shares: Shares) -> PodPlan:
+def estimate_figure(figure: PublishedFigure, shares: Shares) -> LayoutEstimate:
     """Estimates a published row with these shares; attention is a product if it has none."""
     (products, attention), topology = shares_of(figure), figure.devices
     chip = dataclasses.replace(

@@ -29,7 +29,7 @@ from typing import Any, ClassVar, Literal
 
 from manualpar.models import Transformer
 from manualpar.models.transformer_fields import flops_per_token
-from manualpar.planner.closed_form.layout import PodLayout
+from manualpar.planner.closed_form.layout import Layout
 from manualpar.planner.topology import Topology, parse_topology
 
 _FIELDS = ("num_layers", "hidden_size", "mlp_size", "num_heads", "num_kv_heads", "vocab_size")
@@ -81,7 +81,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
 _EVERYTHING = dict.fromkeys(("norms", "in", "scores", "out", "mlp", "experts"), 1.0)
 
 
-class OthersLayout(PodLayout):
+class OthersLayout(Layout):
     """A layout of a program of others, by what that keeps for the backward pass."""
 
     keeps_logits = True

@@ -1,4 +1,4 @@
-"""Reads programs: what they hold and where, what they send and what they compute."""
+"""Reads programs: what they store and where, what they send, and what they compute."""
 
 from manualpar.inspect.communication import (
     Collective,

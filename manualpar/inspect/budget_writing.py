@@ -1,7 +1,7 @@
-"""Budgets written from what a ledger measures, into a file that may hold others.
+"""Writes budgets from the numbers of a ledger, into a file that may hold other budgets.
 
 The numbers of a traced step are the same on every machine and with every supported version of jax
-and flax, so they are written exactly. Those of a compiled step are not, so they are given room:
+and flax, so they are written exactly. Those of a compiled step are not, so they get room:
 from jax 0.10.0 to 0.10.2 the temporaries of `configs/fsdp_lm.py` grew from 28.6 to 32.7 MiB.
 """
 
@@ -26,20 +26,20 @@ from manualpar.inspect.budgets import (
 from manualpar.inspect.ledger_difference import Json, sent_by
 
 COMPILED_ROOM = 1.2
-ROUNDED_TO = 1024  # Bytes of a compiled step.
+ROUNDED_TO = 1024  # Bytes of a compiled step are rounded up to a multiple of it.
 
 # The first line of a table, with the empty lines and comments above it.
 _HEADER = re.compile(r"((?:^[ \t]*(?:#.*)?\n)*^[ \t]*\[.*\n?)", re.MULTILINE)
 
 
 def budget_text(name: str, ledger: Json, earlier: Budget | None = None) -> str:
-    """Writes what a ledger measures as the tables of a program in TOML.
+    """Writes the numbers of a ledger as the tables of a program in TOML.
 
     They limit all known totals, the bytes and collectives of every purpose, and the bytes of all
-    axes and modules. Modules whose names differ in a number alone, such as the layers of a model,
+    axes and modules. Modules whose names differ only in a number, such as the layers of a model,
     share a line if they send the same. The bytes and collectives of the compiled step are limited
-    if the compiler inserts the collectives, or if the `earlier` budget limits them, whose limits on
-    the compiled step are kept where nothing was compiled.
+    if the compiler inserts the collectives, or if the `earlier` budget limits them. If nothing was
+    compiled, the earlier budget's limits on the compiled step are kept.
     """
     measured = amounts(ledger)
     lines = [f"[{quoted(name)}]", f"devices = {math.prod(ledger['mesh'].values())}"]
@@ -75,12 +75,13 @@ def budget_text(name: str, ledger: Json, earlier: Budget | None = None) -> str:
 
 
 def replace_budget(text: str, name: str, budget: str) -> str:
-    """Puts what `budget_text` returns into a file, in place of the program's earlier budget.
+    """Puts the text of `budget_text` into a file, in place of the program's earlier budget.
 
     Other budgets, the comments above them, and those above the replaced one stay.
 
     Raises:
-      BudgetError: The earlier budget cannot be replaced line by line; it is an inline table, say.
+      BudgetError: The earlier budget cannot be replaced line by line, for example because it is an
+        inline table.
     """
     first, *tables = _HEADER.split(text)
     pieces, is_placed = [first], False
@@ -106,15 +107,15 @@ def replace_budget(text: str, name: str, budget: str) -> str:
 
 
 def _globs(by_module: Mapping[str, int]) -> Iterator[tuple[str, int]]:
-    """Amounts by module, with one glob for modules that differ in a number alone."""
+    """Yields amounts by module, with one glob for modules whose names differ only in a number."""
     alike: defaultdict[str, set[str]] = defaultdict(set)
     for module in by_module:
         alike[re.sub(r"\d+", "*", module)].add(module)
     for glob, modules in sorted(alike.items()):
-        found = {by_module[module] for module in modules}
-        # One line each where the amounts differ, or where the stars match other modules, too.
+        amounts_of_glob = {by_module[module] for module in modules}
+        # One line for each module if the amounts differ, or if the stars match other modules, too.
         is_exact = modules == {module for module in by_module if matches(glob, module)}
-        if len(found) == 1 and is_exact and len(modules) > 1:
-            yield glob, found.pop()
+        if len(amounts_of_glob) == 1 and is_exact and len(modules) > 1:
+            yield glob, amounts_of_glob.pop()
         else:
             yield from ((module, by_module[module]) for module in sorted(modules))

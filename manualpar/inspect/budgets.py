@@ -1,8 +1,8 @@
 """Budgets: the most that a step may send, hold and compute, in a file that is checked in.
 
-A budget is an older ledger of which less was written down, and it turns a newer one into a test:
-more than the budget says is an error. The file is TOML with a table for each program. Every number
-is the most for one device in one step:
+A budget is an older ledger with fewer numbers, and it turns a newer ledger into a test: more than
+the budget allows is an error. The file is TOML with a table for each program. Every number is an
+upper limit for one device in one step:
 
     [fsdp]
     devices = 8                  # the numbers are for this many; other numbers are refused
@@ -41,7 +41,7 @@ from manualpar.errors import UsageError
 from manualpar.inspect.ledger_difference import Json, Sent, name_module, sent_by, totals
 from manualpar.inspect.scope_parsing import OTHER
 
-# The limits on the whole step, each with its name among the totals of a ledger.
+# Limits on the whole step -> their names among the totals of a ledger.
 TOTALS = {
     "bytes": "bytes sent",
     "collectives": "collectives",
@@ -52,17 +52,18 @@ TOTALS = {
     "compiled_collectives": "compiled: collectives",
 }
 COMPILED = ("temporaries", "compiled_bytes", "compiled_collectives")
-# The groups of other limits: what may be limited, and what they are called in a ledger.
+# Groups of other limits -> the quantities that they may limit.
 QUANTITIES = {
     "purposes": ("bytes", "collectives"),
     "axes": ("bytes", "collectives"),
     "modules": ("bytes", "collectives", "flops"),
 }
+# Groups -> the field of a ledger's collective that holds the name.
 FIELDS = {"purposes": "purpose", "axes": "axes", "modules": "module"}
 IN_BYTES = ("bytes", "peak_memory", "temporaries", "compiled_bytes")
 UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-SLACK = 1.25  # A limit that is further above what is measured may as well be lowered.
-NUM_NAMED = 3  # How many modules a message names.
+SLACK = 1.25  # A limit above this multiple of the measured number is reported as loose.
+NUM_NAMED = 3  # Modules that a message names.
 
 
 class BudgetError(UsageError, ValueError):
@@ -70,12 +71,12 @@ class BudgetError(UsageError, ValueError):
 
 
 class BudgetKey(NamedTuple):
-    """What a number of a budget is about, and where it stands below the name of the program.
+    """The place of a number in a budget, below the name of the program.
 
     Attributes:
       group: `"purposes"`, `"axes"`, `"modules"`, or `""` for the whole step.
       name: The purpose, the axes or the modules; `""` for the whole step.
-      quantity: One of `TOTALS`, or of `QUANTITIES[group]`.
+      quantity: A key of `TOTALS`, or one of `QUANTITIES[group]`.
     """
 
     group: str
@@ -86,35 +87,35 @@ class BudgetKey(NamedTuple):
         inside = [self.group, quoted(self.name)] if self.group else []
         return ".".join([*inside, self.quantity])
 
-    def limits(self, found: "BudgetKey") -> bool:
-        """Whether a limit with this key is one on a number with that key."""
-        if (self.group, self.quantity) != (found.group, found.quantity):
+    def limits(self, measured: "BudgetKey") -> bool:
+        """Returns whether a limit with this key applies to a number with the key `found`."""
+        if (self.group, self.quantity) != (measured.group, measured.quantity):
             return False
         if self.group == "modules":
-            return matches(self.name, found.name)
-        return self.name == found.name
+            return matches(self.name, measured.name)
+        return self.name == measured.name
 
 
 class Budget(NamedTuple):
-    """The most of each number that a program may have, and the devices that it is for, if any."""
+    """Upper limits for a program's numbers, and the device count they hold for, if any."""
 
     name: str
     devices: int | None
     limits: Mapping[BudgetKey, int]
 
     def most(self, quantity: str) -> int | None:
-        """The limit on the whole step; `None` if there is none."""
+        """Returns the limit on the whole step; `None` if there is none."""
         return self.limits.get(BudgetKey("", "", quantity))
 
 
 class Verdict(NamedTuple):
-    """What came of holding a ledger against a budget.
+    """The result of checking a ledger against a budget.
 
     Attributes:
       broken: A sentence for each limit that does not hold.
-      slack: A sentence for each limit that holds by far, and would not notice a change.
-      unchecked: The keys of limits on numbers that the ledger does not know, because nothing was
-        compiled or the memory is unknown.
+      slack: A sentence for each limit that holds by so much that it would not notice a change.
+      unchecked: The keys of limits on numbers that the ledger lacks, because nothing was compiled
+        or the memory is unknown.
     """
 
     broken: tuple[str, ...]
@@ -123,7 +124,7 @@ class Verdict(NamedTuple):
 
 
 def read_budgets(path: Path) -> dict[str, Budget]:
-    """Reads a file of budgets; a `BudgetError` names what is wrong with it."""
+    """Reads a file of budgets; a `BudgetError` says what is wrong with it."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -153,7 +154,7 @@ def parse_budgets(text: str, source: object) -> dict[str, Budget]:
 
 
 def budget_for(budgets: Mapping[str, Budget], name: str, source: object) -> Budget:
-    """The budget of a program; there must be one."""
+    """Returns the budget of a program; refuses a file without it."""
     if name not in budgets:
         nearest = f"; the nearest one is [{_nearest(name, budgets)}]" if budgets else ""
         raise BudgetError(
@@ -163,7 +164,7 @@ def budget_for(budgets: Mapping[str, Budget], name: str, source: object) -> Budg
 
 
 def check_budget(budget: Budget, ledger: Json, source: object) -> Verdict:
-    """Holds the `Ledger.to_json` of a step against a budget; `source` is the budget's file.
+    """Checks the `Ledger.to_json` of a step against a budget; `source` is the budget's file.
 
     Raises:
       BudgetError: The budget is for another number of devices, or limits a purpose, axes or a
@@ -186,7 +187,7 @@ def check_budget(budget: Budget, ledger: Json, source: object) -> Verdict:
         if not found:
             unchecked.append(str(key))
         elif not over:
-            # Of modules that are alike the largest shows how far the limit could come down.
+            # The largest of the matched modules shows how far the limit could come down.
             name, amount = max(found, key=lambda item: item[1])
             of = f" of {name_module(name)}" if key.group == "modules" else ""
             if most > SLACK * amount:
@@ -195,7 +196,7 @@ def check_budget(budget: Budget, ledger: Json, source: object) -> Verdict:
 
 
 def amounts(ledger: Json) -> dict[BudgetKey, int]:
-    """Every number of a ledger that a budget may limit; 0 for known names that send nothing."""
+    """Returns all numbers that a budget may limit; 0 for known names that send nothing."""
     numbers = totals(ledger)
     found = {BudgetKey("", "", key): whole(numbers[x]) for key, x in TOTALS.items() if x in numbers}
     flops = ledger["flops"]["by_module"]
@@ -203,6 +204,7 @@ def amounts(ledger: Json) -> dict[BudgetKey, int]:
     known = {"purposes": purposes, "axes": tuple(ledger["mesh"]), "modules": tuple(flops)}
     for group, field in FIELDS.items():
         sums = sent_by(ledger["collectives"], field)
+        # Names with collectives first, then the known names without any.
         for (name,) in dict.fromkeys([*sums, *((name,) for name in known[group])]):
             sent = sums.get((name,), Sent(0, 0.0))
             found[BudgetKey(group, name, "bytes")] = whole(sent.bytes)
@@ -213,25 +215,25 @@ def amounts(ledger: Json) -> dict[BudgetKey, int]:
 
 
 def parse_size(text: str) -> int | None:
-    """The bytes of a size such as `"1.5 MiB"`, rounded down; `None` if it is not a size."""
+    """Parses a size such as `"1.5 MiB"` into bytes, rounded down; `None` if it is not a size."""
     found = re.fullmatch(rf"\s*([\d_]+(?:\.\d+)?)\s*({'|'.join(UNITS)})\s*", text)
     return math.floor(float(found[1]) * UNITS[found[2]]) if found else None
 
 
 def matches(glob: str, module: str) -> bool:
-    """Whether a glob matches the path of a module; only `**` matches slashes."""
+    """Returns whether a glob matches the path of a module; only `**` matches slashes."""
     parts = re.split(r"(\*\*|\*|\?)", glob)
     wild = {"**": ".*", "*": "[^/]*", "?": "[^/]"}
     return bool(re.fullmatch("".join(wild.get(part, re.escape(part)) for part in parts), module))
 
 
 def quoted(name: str) -> str:
-    """A name as a key of TOML."""
+    """Quotes a name for use as a key of TOML, if needed."""
     return name if re.fullmatch(r"[\w-]+", name) else f'"{name}"'
 
 
 def whole(amount: float) -> int:
-    """Rounds up, so that a part of a byte keeps the limit that it was written as."""
+    """Rounds up, so that a limit written from a fraction of a byte still holds."""
     return math.ceil(amount - 1e-6)
 
 
@@ -275,7 +277,7 @@ def _check_key(key: str, known: tuple[str, ...], where: str) -> None:
 
 
 def _too_many(budget: Budget, key: BudgetKey, name: str, amount: int, ledger: Json) -> str:
-    """What is wrong, by how much, and where to look."""
+    """Says which limit is exceeded, by how much, and where to look."""
     most, more = budget.limits[key], amount - budget.limits[key]
     part = f" (+{more / most:.1%})" if most else ""
     verb, where = " is", _offenders(budget, key, ledger)
@@ -288,14 +290,14 @@ def _too_many(budget: Budget, key: BudgetKey, name: str, amount: int, ledger: Js
 
 
 def _no_such_name(key: BudgetKey, measured: Iterable[BudgetKey]) -> str:
-    what = {"purposes": "purpose", "axes": "axis", "modules": "module"}[key.group]
+    kind = {"purposes": "purpose", "axes": "axis", "modules": "module"}[key.group]
     known = {found.name for found in measured if found.group == key.group}
     near = f"; the nearest one is {quoted(_nearest(key.name, known))}" if known else ""
-    return f"the step has no {what} {quoted(key.name)}{near}."
+    return f"the step has no {kind} {quoted(key.name)}{near}."
 
 
 def _offenders(budget: Budget, limit: BudgetKey, ledger: Json) -> str:
-    """Which modules to look at: those that exceed limits of their own, or else the largest ones."""
+    """Says which modules to look at: those above limits of their own, or else the largest ones."""
     if limit.quantity in ("peak_memory", "temporaries"):
         classes = ledger["memory"] or {}
         return _most_of_it({name: size for name, size in classes.items() if name != "peak"})
@@ -307,14 +309,14 @@ def _offenders(budget: Budget, limit: BudgetKey, ledger: Json) -> str:
         collectives = [x for x in collectives if x[FIELDS[limit.group]] == limit.name]
     quantity = limit.quantity.removeprefix("compiled_")
     by_module = _of_modules(amounts({**ledger, "collectives": collectives}), quantity)
-    own = {} if is_compiled else _of_modules(budget.limits, quantity)
+    module_limits = {} if is_compiled else _of_modules(budget.limits, quantity)
     everywhere = _of_modules(amounts(ledger), quantity)
     to_blame = []
     for module, amount in _largest_first(by_module):
-        mosts = [most for glob, most in own.items() if matches(glob, module)]
+        mosts = [most for glob, most in module_limits.items() if matches(glob, module)]
         if mosts and everywhere[module] > min(mosts):
             to_blame.append(f"{name_module(module)} {amount:,} (over its own limit)")
-        elif own and not mosts:
+        elif module_limits and not mosts:
             to_blame.append(f"{name_module(module)} {amount:,} (without a limit of its own)")
     if not to_blame:
         return _most_of_it(by_module)
@@ -324,7 +326,7 @@ def _offenders(budget: Budget, limit: BudgetKey, ledger: Json) -> str:
 
 
 def _of_modules(numbers: Mapping[BudgetKey, int], quantity: str) -> dict[str, int]:
-    """The numbers of modules alone, by their names."""
+    """Returns the numbers of modules by their names, and drops all others."""
     return {key.name: n for key, n in numbers.items() if key[::2] == ("modules", quantity)}
 
 

@@ -1,12 +1,12 @@
-"""What a traced program sends: every collective of a step, how often it runs, and its bytes.
+"""Lists the collectives of a traced step, how often each runs, and the bytes that it sends.
 
 The jaxpr of a program contains exactly the collectives that were written. XLA may still merge them,
-move them out of loops, or drop those whose result nobody uses; outside `shard_map`, and along axes
+move them out of loops, or drop those with an unused result; outside `shard_map`, and along axes
 that are left to it, it inserts others. `manualpar.inspect.compiled` reads those.
 
 Bytes are those that one device sends to its neighbour with ring algorithms on `N` devices (Thakur
 et al., https://doi.org/10.1177/1094342005051521); a tuple of axes is one ring over their product.
-They are exact fractions, because `(N - 1) / N` of an operand need not be a whole number.
+They are exact fractions, because `(N - 1) / N` of an operand need not be an integer.
 
 No collective is left out silently: a primitive that names a mesh axis is a collective with a
 formula, or is known to send nothing, or is refused. Copies between devices inside a Pallas kernel
@@ -31,8 +31,9 @@ Key = TypeVar("Key")
 Amount = TypeVar("Amount", int, float, Fraction)
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute"]
 
-# By the names of jax's primitives. With check_vma=True a psum of varying values is psum_invariant;
-# all_gather(to="invarying"), all_gather(to="reduced") and values typed unreduced have their own.
+# JAX primitive -> kind. With check_vma=True a psum of varying values is psum_invariant;
+# all_gather(to="invarying"), all_gather(to="reduced") and values typed unreduced have primitives of
+# their own.
 KIND_OF_PRIMITIVE: Mapping[str, Kind] = {
     "all_gather": "all_gather",
     "all_gather_invariant": "all_gather",
@@ -50,7 +51,7 @@ KIND_OF_PRIMITIVE: Mapping[str, Kind] = {
     "ppermute": "permute",
 }
 
-# These name mesh axes and send nothing.
+# Primitives that name mesh axes and send nothing.
 SILENT_PRIMITIVES = TYPE_CASTS | {"axis_index"}
 
 
@@ -59,9 +60,9 @@ class Collective:
     """A collective of a traced program.
 
     Attributes:
-      axis_size: How many devices the axes span together.
+      axis_size: The number of devices that the axes span together.
       shape: The operand's shape on one device.
-      times: How often a step runs it.
+      times: How many times a step runs it.
       scope: The `jax.named_scope`s and transformations around it, outermost first.
       root: The name of the whole model, `""` if it is not known.
       data_axes: The mesh axes that split the batch, none if they are not known.
@@ -85,7 +86,7 @@ class Collective:
 
     @functools.cached_property
     def purpose(self) -> str:
-        """What it is for, see `purpose_in`."""
+        """The purpose of the collective, see `purpose_in`."""
         return purpose_in(self.scope, self.axes, self.data_axes)
 
     @functools.cached_property
@@ -99,7 +100,7 @@ class Collective:
         return phase_of(self.scope)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain numbers and names."""
+        """Returns plain numbers and names."""
         return {
             "kind": self.kind,
             "axes": ",".join(self.axes),
@@ -116,11 +117,11 @@ class Collective:
 
 
 def ring_bytes(kind: Kind, operand_bytes: int, group_size: int) -> Fraction:
-    """The bytes that each device of a ring of `N = group_size` sends to run a collective once.
+    """Returns the bytes that each device of a ring of `N = group_size` sends for one collective.
 
     An all-gather sends `N - 1` operands (of one device), a reduce-scatter `(N - 1) / N`, and an
-    all-reduce `2 (N - 1) / N`. An all-to-all sends the `(N - 1) / N` that are for others, and a
-    permutation one operand, however far away those are. A ring of one device sends nothing.
+    all-reduce `2 (N - 1) / N`. An all-to-all sends the `(N - 1) / N` that are for other devices,
+    and a permutation one operand, however far it goes. A ring of one device sends nothing.
     """
     others = group_size - 1
     operands: dict[Kind, Fraction] = {
@@ -139,25 +140,25 @@ def trace_collectives(
     while_trips: int | None = None,
     stage: int | None = None,
 ) -> tuple[Collective, ...]:
-    """Lists what a traced program sends.
+    """Returns the collectives of a traced program.
 
     Args:
       program: What `jax.jit(f).trace(*args)` or `jax.make_jaxpr(f)(*args)` returns; the arguments
-        may be `jax.ShapeDtypeStruct`s. A `Program`'s is
+        may be `jax.ShapeDtypeStruct`s. For a `Program` it is
         `program.train_step.trace(program.abstract_state, program.abstract_batch)`.
-      while_trips: How many rounds to count of a `while` whose number is not known.
-      stage: The stage of a pipeline whose device sends; `None` for the one that sends the most.
+      while_trips: The number of rounds to count for a `while` whose number is not known.
+      stage: The stage of a pipeline to read; `None` for the stage that sends the most.
 
     Returns:
-      A `Collective` for each one written and each operand, in the order of the program. One in a
-      `scan` is listed once, `times` its length. Of a `cond` that branch is listed that sends the
-      most bytes, the first of equals.
+      A `Collective` for each operand of each collective, in the order of the program. A collective
+      in a `scan` is listed once, with the scan's length as `times`. For a `cond`, the collectives
+      of the branch that sends the most bytes are listed (if equal, of the first).
 
     Raises:
       TypeError: `program` is neither.
-      ValueError: A `while` contains a collective, so nobody knows how often it runs, and no
-        `while_trips` says how many rounds to count; or there is a collective whose bytes are not
-        known here; or one over an axis that no `shard_map` binds; or there is no such stage.
+      ValueError: A `while` contains a collective, and `while_trips` does not give its number of
+        rounds; or the bytes of a collective are not known here; or no `shard_map` binds the axis of
+        one; or there is no such stage.
     """
     jaxpr = program.jaxpr if isinstance(program, jax.stages.Traced) else program
     if not isinstance(jaxpr, ClosedJaxpr):
@@ -170,23 +171,23 @@ def trace_collectives(
 
 
 def count_by_kind(collectives: Iterable[Any]) -> dict[str, int]:
-    """How many collectives of each kind a step runs; kinds that it does not run are left out."""
+    """Counts the collectives of each kind in a step; kinds that do not run are left out."""
     counts = summed((collective.kind, collective.times) for collective in collectives)
     return {kind: count for kind, count in counts.items() if count}
 
 
 def bytes_by_axes(collectives: Iterable[Collective]) -> dict[tuple[str, ...], Fraction]:
-    """The bytes that a device sends in a step over each axis, or tuple of axes as it is written."""
+    """Sums the bytes that a device sends in a step by axis, or by tuple of axes as written."""
     return summed((collective.axes, collective.bytes_sent) for collective in collectives)
 
 
 def total_bytes(collectives: Iterable[Any]) -> Fraction:
-    """The bytes that a device sends in a step."""
+    """Sums the bytes that a device sends in a step."""
     return sum((collective.bytes_sent for collective in collectives), Fraction(0))
 
 
 def summed(amounts: Iterable[tuple[Key, Amount]]) -> dict[Key, Amount]:
-    """The sum of the amounts with each key, in the order in which the keys first appear."""
+    """Sums the amounts of each key, in the order in which the keys first appear."""
     totals: dict[Key, Amount] = {}
     for key, amount in amounts:
         totals[key] = totals[key] + amount if key in totals else amount
@@ -194,7 +195,7 @@ def summed(amounts: Iterable[tuple[Key, Amount]]) -> dict[Key, Amount]:
 
 
 def as_number(value: Fraction) -> int | float:
-    """A number of bytes as JSON has it: an integer if it is whole."""
+    """Converts bytes for JSON: to an integer if they are one, else to a float."""
     return value.numerator if value.denominator == 1 else float(value)
 
 
@@ -217,7 +218,7 @@ class CollectiveReader(EquationReader[Collective]):
         self.names: Any = {"root": root, "data_axes": data_axes}
 
     def find(self, eqn: Any, around: Around) -> tuple[Collective, ...] | None:
-        """A collective for each operand, if the equation is a collective."""
+        """Returns a collective for each operand, if the equation is a collective."""
         name = eqn.primitive.name
         if name in KIND_OF_PRIMITIVE:
             return self._collectives(eqn, around)
@@ -225,18 +226,18 @@ class CollectiveReader(EquationReader[Collective]):
         if axes and name != "shard_map" and name not in SILENT_PRIMITIVES:
             raise ValueError(
                 f"trace_collectives: the program contains {name} over {axes} {around.place}, "
-                f"expected one of {', '.join(KIND_OF_PRIMITIVE)}: what others send is not known "
-                "here. Write it with those, or give it a kind in "
+                f"expected one of {', '.join(KIND_OF_PRIMITIVE)}: the bytes of others are not "
+                "known here. Write it with those, or give it a kind in "
                 "manualpar/inspect/communication.py."
             )
         return None
 
     def cost(self, findings: tuple[Collective, ...]) -> Fraction:
-        """The bytes that they send."""
+        """Returns the bytes that the collectives send."""
         return total_bytes(findings)
 
     def describe(self, findings: tuple[Collective, ...]) -> str:
-        """The kind and axes of the first one."""
+        """Returns the kind and axes of the first collective."""
         return f"{findings[0].kind} over {findings[0].axes}"
 
     def _collectives(self, eqn: Any, around: Around) -> tuple[Collective, ...]:
@@ -268,9 +269,10 @@ class CollectiveReader(EquationReader[Collective]):
 def read_stage(
     caller: str, jaxpr: Jaxpr, around: Around = OUTSIDE, *, stage: int | None, **options: Any
 ) -> tuple[CollectiveReader, tuple[Collective, ...]]:
-    """The collectives of a stage, and the reader with `options` that has read them.
+    """Reads the collectives of a stage; also returns the reader with `options` that has read them.
 
-    A program without a pipeline has one stage. `None` is the first of those that send the most.
+    A program without a pipeline has one stage. `None` means the stage that sends the most (if
+    equal, the first).
     """
 
     def read(stage: int) -> tuple[CollectiveReader, tuple[Collective, ...]]:
@@ -294,7 +296,7 @@ def read_stage(
 
 
 def _named_axes(eqn: Any) -> list[str]:
-    """The mesh axes that an equation names in its parameters for axes; positions are left out."""
+    """Returns the mesh axes in an equation's parameters for axes; positional axes are left out."""
     values = [value for name, value in eqn.params.items() if "axis" in name or "axes" in name]
     values = [sorted(value) if isinstance(value, frozenset) else value for value in values]
     return [axis for axis in jax.tree.leaves(values) if isinstance(axis, str)]

@@ -1,14 +1,15 @@
-"""What a compiled program sends and holds, read from its optimised HLO.
+"""Reads the collectives and the memory of a compiled program from its optimised HLO.
 
-Where XLA decides what is sent, as in a plain `jax.jit` over sharded arrays, no jaxpr contains the
-collectives: they appear when the program is compiled. XLA also changes those that are written out:
-it merges several into one with several operands, moves others out of loops, and drops those whose
-result nobody uses. So this module reads what runs, and `manualpar.inspect.communication` reads what
-was written. Both count bytes in the same way.
+Where XLA writes the collectives, as in a plain `jax.jit` over sharded arrays, no jaxpr contains
+them: they appear when the program is compiled. XLA also changes collectives that are written out:
+it merges several into one with several operands, moves others out of loops, and drops those with an
+unused result. So this module reads the program that runs, and `manualpar.inspect.communication` the
+program that was written. Both count bytes in the same way.
 
 The text is specific to the backend. XLA:CPU turns collectives of bfloat16 into float32, so on the
-CPU read the dtype on the wire from the traced program. A GPU splits a collective into a start and a
-done, which count as one. Kernels that send by themselves, and callbacks on the host, are not seen.
+CPU read the dtype that is sent from the traced program. A GPU splits a collective into a start and
+a done, which count as one. Kernels that send by themselves, and callbacks on the host, are not
+seen.
 """
 
 import dataclasses
@@ -40,10 +41,10 @@ KIND_OF_OPCODE: Mapping[str, Kind] = {
     "collective-permute": "permute",
 }
 
-# The text does not say how much these send, or there is no formula for it here.
+# Opcodes of which the text does not say how much they send, or for which there is no formula here.
 UNKNOWN_OPCODES = frozenset({"collective-broadcast", "ragged-all-to-all", "recv", "send"})
 
-# The beginning of the name of a fusion that is XLA:TPU's reduce-scatter: an all-reduce and a slice.
+# Prefix of the fusions that are XLA:TPU's reduce-scatter: an all-reduce and a slice.
 SCATTER_FUSION = "all-reduce-scatter"
 # The custom calls around a collective that XLA:TPU has fused with compute.
 FUSED_START, FUSED_DONE = "AsyncCollectiveStart", "AsyncCollectiveDone"
@@ -54,12 +55,12 @@ class CompiledCollective:
     """A collective of a compiled program.
 
     Attributes:
-      group_size: The number of devices in its largest group; of a permutation the devices that pass
-        something on to one another.
+      group_size: The number of devices in its largest group; for a permutation, the devices that
+        pass something on to one another.
       shapes: The shape of each operand on one device.
       dtypes: The dtype of each operand, as HLO writes it: `"f32"`, `"bf16"`, `"pred"`.
-      times: How often a step runs it.
-      scope: The name stack of the operation that it was made from, "" where XLA has kept none.
+      times: How many times a step runs it.
+      scope: The name stack of the operation that it was made from, "" where XLA kept none.
     """
 
     kind: Kind
@@ -80,12 +81,12 @@ class CompiledCollective:
         return self.times * ring_bytes(self.kind, self.operand_bytes, self.group_size)
 
     def names(self, root: str) -> list[tuple[str, str]]:
-        """Purpose and module of each operation that it was made from, in a model named `root`."""
+        """Returns purpose and module of each source operation, in a model named `root`."""
         scopes = compiled_scopes(self.scope) if self.scope else ()
         return [(purpose_in(scope, ()), module_of(scope, root)) for scope in scopes]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain numbers and names."""
+        """Returns plain numbers and names."""
         return {
             "kind": self.kind,
             "group_size": self.group_size,
@@ -99,11 +100,11 @@ class CompiledCollective:
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """What XLA has made of a program: what a device sends, and the bytes that it holds.
+    """A program as XLA compiled it: the collectives of a device, and the bytes that it holds.
 
     Attributes:
       aliased: The bytes of the results that reuse the memory of donated arguments.
-      temporaries: The bytes of everything else that it holds at once.
+      temporaries: The most bytes of everything else that it holds at one time.
       peak: Arguments, results that are not aliased, and temporaries together.
       flops: XLA's count of floating point operations, which includes elementwise ones and counts
         the body of a loop once; `None` where the backend does not count.
@@ -118,23 +119,24 @@ class Compiled:
     flops: int | None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain numbers and names."""
+        """Returns plain numbers and names."""
         plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {
             "bytes": as_number(total_bytes(self.collectives)),
             "counts": count_by_kind(self.collectives),
             **plain,
-            "collectives": [one.to_json() for one in self.collectives],
+            "collectives": [collective.to_json() for collective in self.collectives],
         }
 
 
 def read_compiled(compiled: jax.stages.Compiled, *, stage: int | None = None) -> Compiled:
-    """Reads what a device sends and holds in what `jax.jit(f).lower(*args).compile()` returns.
+    """Reads the collectives and the memory of what `jax.jit(f).lower(*args).compile()` returns.
 
     `stage` is as in `compiled_collectives`.
 
     Raises:
-      ValueError: See `compiled_collectives`; or the backend does not say what a program holds.
+      ValueError: See `compiled_collectives`; or the backend does not say how much memory a program
+        holds.
     """
     memory = compiled.memory_analysis()
     if memory is None:
@@ -159,17 +161,17 @@ def read_compiled(compiled: jax.stages.Compiled, *, stage: int | None = None) ->
 def compiled_collectives(
     compiled: jax.stages.Compiled | str, *, stage: int | None = None
 ) -> tuple[CompiledCollective, ...]:
-    """Lists what a compiled program sends.
+    """Returns the collectives of a compiled program.
 
     Args:
       compiled: What `jax.jit(f).lower(*args).compile()` returns, or its `as_text()`.
-      stage: The stage of a pipeline whose device sends; `None` for the one that sends the most.
+      stage: The stage of a pipeline to read; `None` for the stage that sends the most.
 
     Returns:
-      A `CompiledCollective` for each one, in the order of the program. One in a loop is listed
-      once, `times` the loop's trip count. Of the branches of a conditional, only the one that sends
-      the most bytes is listed, the first of equals; in the ticks of a pipeline `times` is how often
-      the stage runs it.
+      The collectives in the order of the program. One in a loop is listed once, with the loop's
+      trip count as `times`. For a conditional, only the collectives of the branch that sends the
+      most bytes are listed (if equal, of the first); in the ticks of a pipeline `times` is the
+      number of runs by the stage.
 
     Raises:
       ValueError: A loop with a collective has no known trip count; a collective's bytes or groups
@@ -180,32 +182,34 @@ def compiled_collectives(
     conditionals = (ticks_of(x) for named in module.computations.values() for x in named.values())
     num_stages = max((len(ticks.runs) for ticks in conditionals if ticks), default=1)
     stages = range(num_stages) if stage is None else [stage]
-    readings = [tuple(Reading(module, module.entry, 1, stage=one).collectives) for one in stages]
+    readings = [tuple(Reading(module, module.entry, 1, stage=s).collectives) for s in stages]
     return max(readings, key=total_bytes)
 
 
 def ticks_of(instruction: Instruction) -> TickRuns | None:
-    """In which ticks of a pipeline a conditional runs, if its scope says so."""
+    """Returns the ticks of a pipeline in which a conditional runs, if its scope says them."""
     if instruction.opcode != "conditional":
         return None
     return ticks_run(instruction.op_name.rpartition("/")[0])
 
 
 class Reading:
-    """Follows a computation that runs `times` times, and lists the collectives in all that it runs.
+    """Follows a computation that runs `times` times, and collects the collectives of its calls too.
 
     A collective is one instruction; or a pair, such as `all-gather-start` and `all-gather-done`; or
     XLA:TPU has *fused* it with compute: a fusion that ends in the custom call
     `AsyncCollectiveStart`, then products that each carry a part of the collective and hold a copy
-    of its instruction, then a fusion with `AsyncCollectiveDone`. All of them name one channel. The
-    planner follows all that with a clock (`manualpar.planner.tpu_timeline`).
+    of its instruction, then a fusion with `AsyncCollectiveDone`. All of them name one channel. A
+    subclass of the planner follows the same instructions with a clock
+    (`manualpar.planner.tpu_timeline`).
 
-    In the ticks of a pipeline a conditional counts as often as `stage` runs it, or as often as any
-    stage does, which is what a clock sees, if that is `None`; `runs` is how often that is.
+    In the ticks of a pipeline a conditional counts as often as `stage` runs it; if `stage` is
+    `None`, once for each tick in which any stage runs it, because a clock follows all stages
+    together. `runs` is that number of ticks for the computation itself.
     """
 
-    reader = "compiled_collectives"  # The function in whose name it refuses a program.
-    passes_over_hosts = True  # What devices and hosts send one another is no collective.
+    reader = "compiled_collectives"  # The caller's name, for error messages.
+    passes_over_hosts = True  # Transfers between devices and hosts are no collectives.
 
     def __init__(
         self,
@@ -219,45 +223,45 @@ class Reading:
         self.module, self.times, self.stage, self.runs = module, times, stage, runs
         self.computation = module.computations[name]
         self.collectives: list[Any] = []
-        self.begun: dict[str, Any] = {}  # By name or channel, until something waits for it.
+        self.begun: dict[str, Any] = {}  # Name or channel -> collective, until it is waited for.
         for instruction in self.computation.values():
             self._follow(instruction)
 
     @property
     def cost(self) -> Any:
-        """Of branches the one that costs the most is listed."""
+        """The bytes sent; a conditional lists the branch that costs most."""
         return total_bytes(self.collectives)
 
     def turn(self, name: str, turns: int | Fraction, runs: int | None = None) -> Self:
-        """One turn of a loop that makes so many, or that is made in some ticks."""
+        """Reads one of `turns` turns of a loop, or a branch that runs in `runs` ticks."""
         times, runs = int(self.times * turns), self.runs if runs is None else runs
         return type(self)(self.module, name, times, stage=self.stage, runs=runs)
 
     def called(self, name: str) -> Self:
-        """A computation that is called now."""
+        """Reads a computation that is called now."""
         return self.turn(name, 1)
 
     def add(self, inner: Self, turns: int | Fraction | None = None) -> None:
-        """Adds one turn of a loop that makes so many, or a computation that was called."""
+        """Adds a loop, given by one of its `turns` turns, or a computation that was called."""
         self.collectives += inner.collectives
 
     def begin(
         self, key: str, by: Instruction, inner: Instruction, found: CompiledCollective
     ) -> None:
-        """Begins a collective, the instruction `inner`, which another one may start."""
+        """Begins a collective, the instruction `inner`, which another instruction may start."""
         self.collectives.append(found)
         self.begun[key] = found
 
     def wait(self, key: str) -> None:
-        """Waits for a collective; in a loop the turn before may have begun it."""
+        """Waits for a collective; in a loop the previous turn may have begun it."""
         self.begun.pop(key, None)
 
     def compute(self, instruction: Instruction) -> None:
-        """Runs what sends nothing."""
+        """Runs an instruction that sends nothing."""
 
     def refuse_loop(self, loop: Instruction) -> None:
-        """Refuses a loop of unknown length, if it sends something."""
-        if inside := [one for name in loop.loop for one in self.turn(name, 1).collectives]:
+        """Refuses a loop of unknown length if it sends something."""
+        if inside := [x for name in loop.loop for x in self.turn(name, 1).collectives]:
             raise ValueError(
                 f"compiled_collectives: a while (scope: {loop.op_name or 'none'}) contains "
                 f"{inside[0].kind}, and XLA has written no trip count to it. Write the loop as a "
@@ -307,7 +311,7 @@ class Reading:
             self.add(max(branches, key=lambda branch: branch.cost), share)
 
     def _inside(self, instruction: Instruction) -> list[tuple[Instructions, Instruction]]:
-        """The collectives in what an instruction calls, and the computation that each is in."""
+        """Returns the collectives in all that an instruction calls, each with its computation."""
         found = []
         for computation in (self.module.computations[name] for name in instruction.called):
             for inner in computation.values():
@@ -335,18 +339,18 @@ class Reading:
         elif is_pair or (FUSED_START not in targets and not is_carried):
             for channel, found in zip(channels, inside, strict=True):
                 self._begin(fusion.name if is_pair else channel, fusion, *found)
-                if not is_pair:  # Nothing but the collective.
+                if not is_pair:  # The fusion is only the collective.
                     self.wait(channel)
 
     def _sends(self, instruction: Instruction) -> bool:
-        """Whether an instruction is a collective; refuses those that send nobody knows how much."""
+        """Returns whether an instruction is a collective; refuses those of unknown size."""
         opcode = instruction.opcode.removesuffix("-start")
         is_to_host = "is_host_transfer=true" in instruction.attributes
         if opcode in UNKNOWN_OPCODES and not (is_to_host and self.passes_over_hosts):
             raise ValueError(
                 f"{self.reader}: the program contains {instruction.opcode} (scope: "
                 f"{instruction.op_name or 'none'}), expected one of {', '.join(KIND_OF_OPCODE)}: "
-                "what others send is not known here. Write the program with those."
+                "the bytes of others are not known here. Write the program with those."
             )
         return opcode in KIND_OF_OPCODE
 

@@ -25,11 +25,11 @@ Finding = TypeVar("Finding")
 
 
 class Around(NamedTuple):
-    """What surrounds an equation: the mesh axes of each `shard_map`, and how often a step runs it.
+    """The surroundings of an equation: mesh axes of each `shard_map`, and how often a step runs it.
 
     The compiler spreads its values over `spread` devices: all of them outside of `shard_map`;
-    inside, where shapes are those of one device, the axes that are left to the compiler. In a
-    pipeline `runs` is in how many ticks the stage that is read runs it, as far as that is said.
+    inside, where shapes are per device, the axes that are left to the compiler. In a pipeline
+    `runs` is the number of ticks in which the stage runs the equation, `None` if no scope says it.
     """
 
     sizes: Mapping[str, int] = {}
@@ -48,15 +48,15 @@ OUTSIDE = Around()
 
 
 class EquationReader(Generic[Finding]):
-    """Collects findings from every equation of a program; subclasses say which.
+    """Collects findings from every equation of a program; subclasses define the findings.
 
-    It refuses programs in the name of the function `caller`, and `notes` says what it has chosen or
-    assumed. Findings in several functions of one primitive, of which nobody knows how often it
-    runs each, are refused or added up with a note. Of a pipeline it reads what `stage` does; after
-    it has read, it knows the number of stages, `num_stages`.
+    Error messages name the function `caller`, and `notes` lists the reader's choices and
+    assumptions. If several functions of one primitive contain findings, the reader does not know
+    how often each of them runs; it refuses the program or adds the findings up with a note. In a
+    pipeline it reads `stage`, and sets `num_stages` to the number of stages.
     """
 
-    verb: str  # What findings do, for notes.
+    verb: str  # For notes: "sends", "computes".
     refuses_several: bool
 
     def __init__(self, caller: str, *, while_trips: int | None = None, stage: int = 0) -> None:
@@ -71,19 +71,19 @@ class EquationReader(Generic[Finding]):
         self.notes: list[str] = []
 
     def find(self, eqn: Any, around: Around) -> tuple[Finding, ...] | None:
-        """The findings of an equation itself; `None` to look at the jaxprs inside it."""
+        """Returns the findings of an equation; `None` to look at the jaxprs inside it."""
         raise NotImplementedError
 
     def cost(self, findings: tuple[Finding, ...]) -> Any:
-        """The cost of a branch; the most expensive one counts."""
+        """Returns the cost of a branch; the most expensive branch counts."""
         raise NotImplementedError
 
     def describe(self, findings: tuple[Finding, ...]) -> str:
-        """The first of some findings, for messages."""
+        """Describes the first finding, for messages."""
         raise NotImplementedError
 
     def read(self, jaxpr: Jaxpr, around: Around = OUTSIDE) -> tuple[Finding, ...]:
-        """The findings in a jaxpr and in all jaxprs inside it, in the order of the program."""
+        """Reads a jaxpr and all jaxprs inside it, in the order of the program."""
         found: list[Finding] = []
         for eqn in jaxpr.eqns:
             scope = f"{around.scope}/{eqn.source_info.name_stack}".strip("/")
@@ -117,8 +117,8 @@ class EquationReader(Generic[Finding]):
         if len(parts) > 1 and self.refuses_several:
             raise ValueError(
                 f"{self.caller}: {name} {around.place} contains {len(parts)} functions with "
-                "collectives, expected one: how often it runs which is not known here. Take the "
-                "collectives out of it."
+                "collectives, expected one, because it is not known how often each of them runs. "
+                "Take the collectives out of it."
             )
         if len(parts) > 1:
             self._note(
@@ -128,14 +128,14 @@ class EquationReader(Generic[Finding]):
         return sum(parts, ())
 
     def _read_ticks(self, cond: Any, ticks: TickRuns, around: Around) -> tuple[Finding, ...]:
-        """What a stage runs in some ticks of a pipeline; of the others nothing is found."""
+        """Reads a `cond` that the stage runs in some ticks of a pipeline only."""
         self.num_stages = len(ticks.runs)
-        # What surrounds it may be counted already in those ticks in which the stage runs that.
-        before = ticks.ticks if around.runs is None else around.runs
+        # `times` may count the ticks of an enclosing `cond` already.
+        ticks_counted = ticks.ticks if around.runs is None else around.runs
         runs = ticks.runs[self.stage]
         if not runs:
             return ()
-        around = around._replace(times=around.times * runs // before, runs=runs)
+        around = around._replace(times=around.times * runs // ticks_counted, runs=runs)
         return max((self.read(jaxpr, around) for _, jaxpr in inner_jaxprs(cond)), key=self.cost)
 
     def _read_while(self, eqn: Any, around: Around) -> tuple[Finding, ...]:
@@ -161,7 +161,7 @@ class EquationReader(Generic[Finding]):
 
 
 def _manual_axes(shard_map: Any) -> frozenset[str]:
-    """The mesh axes along which shapes inside of a `shard_map` are those of one device."""
+    """Returns the mesh axes along which shapes inside a `shard_map` are per device."""
     mesh = shard_map.params["mesh"]
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     already = {axis for axis, kind in kinds if kind == AxisType.Manual}

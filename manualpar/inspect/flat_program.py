@@ -1,15 +1,14 @@
-"""A traced program as a flat list of operations on numbered values, each with its bytes.
+"""Flattens a traced program to a list of operations on numbered values, each with its bytes.
 
 A jaxpr nests jitted functions, `shard_map`s, rematerialised functions and custom derivatives, where
 XLA sees one function. Here they are inlined; only the bodies of `scan`, `while` and `cond`, which
-run several times or perhaps not at all, keep lists of their own. An equation that only gives an
-array another view (a reshape, a transposition, a cast between types of `check_vma`) is not an
-operation: its result is the value of its operand.
+run several times or perhaps never, keep lists of their own. An equation that only gives an array
+another view (a reshape, a transposition, a cast between types of `check_vma`) is not an operation:
+its result is the value of its operand.
 
-Bytes are those of one device. Shapes inside `shard_map` are those of a device; shapes outside are
-global. The number of parts of a global array follows from the arguments, from the outputs of
-`shard_map` and from sharding constraints; other results have as many parts as their largest
-operand.
+Bytes are per device. Shapes inside `shard_map` are per device; shapes outside are global. The
+number of parts of a global array follows from the arguments, from the outputs of `shard_map` and
+from sharding constraints; other results have as many parts as their largest operand.
 """
 
 import dataclasses
@@ -23,20 +22,21 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from manualpar.core.tracing.jaxprs import COMPOSITE, TYPE_CASTS, inner_jaxprs, scan_sizes
 
 AnyJaxpr = ClosedJaxpr | Jaxpr
-# Their result is the operand, as far as memory is concerned. Transpositions belong here because XLA
-# chooses layouts, and dot products take operands in any layout, unless there are several at once.
+# Primitives whose result is the operand, as far as memory is concerned. Transpositions are among
+# them because XLA chooses layouts, and dot products take operands in any layout (but see
+# `_transposed`).
 _VIEW_WORDS = """
 copy copy_p expand_dims mesh_cast name optimization_barrier relayout reshape reshard squeeze
 stop_gradient transpose
 """
 VIEWS = TYPE_CASTS.union(_VIEW_WORDS.split())
-# Each of them has one jaxpr.
+# Primitives with one jaxpr each, which is inlined.
 _INLINED_WORDS = """
 jit pjit closed_call core_call checkpoint remat remat2 custom_jvp_call custom_vjp_call
 custom_vjp_call_jaxpr shard_map xla_metadata_call
 """
 INLINED = frozenset({*_INLINED_WORDS.split(), COMPOSITE})
-# Each of their results may take the place of the operand at the same position.
+# Primitives whose results may take the place of the operands at the same positions.
 _IN_PLACE_WORDS = """
 dynamic_update_slice pmax pmin psum psum_invariant scatter scatter-add scatter-mul scatter-sub
 while
@@ -46,9 +46,9 @@ IN_PLACE = frozenset(_IN_PLACE_WORDS.split())
 
 @dataclasses.dataclass
 class FlatValue:
-    """An array: its bytes and elements on a device, and its label, which says what it is for.
+    """An array: its bytes and elements on a device, and a label for its use, such as `batch`.
 
-    `parts` says how many devices a global array is split over; it is 1 inside of `shard_map`.
+    `parts` is the number of devices that a global array is split over; it is 1 inside `shard_map`.
     """
 
     size: int
@@ -59,7 +59,7 @@ class FlatValue:
 
 @dataclasses.dataclass(frozen=True)
 class Body:
-    """A program, or the function inside of a loop or a branch.
+    """A program, or the function in a loop or a branch.
 
     A result is `None` if it is a constant. `carried` pairs an argument with the result that takes
     its place in the next iteration.
@@ -72,11 +72,11 @@ class Body:
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """An operation that reads some values, without constants, and makes others.
+    """An operation that reads its inputs, constants left out, and makes its outputs.
 
     It has the name of its primitive; `store` writes a part of an array that exists already.
-    `written_over` pairs an input with an output that may take its place. Elementwise operations
-    have none here, because any of their outputs may take the place of any input of the same size.
+    `written_over` pairs an input with an output that may take its place. It is empty for
+    elementwise operations, because any of their outputs may replace any input of the same size.
     """
 
     name: str
@@ -95,7 +95,7 @@ class FlatProgram:
         self._is_local = False
 
     def add_value(self, aval: Any, *, parts: int = 1, label: str = "") -> int:
-        """Numbers a new value."""
+        """Adds a value and returns its number."""
         shape = getattr(aval, "shape", ())
         elements = -(-math.prod(shape) // parts)
         size = elements * getattr(getattr(aval, "dtype", None), "itemsize", 0)
@@ -105,7 +105,7 @@ class FlatProgram:
     def flatten(
         self, jaxpr: AnyJaxpr, inputs: Sequence[int | None], *, scope: str = "", label: str = ""
     ) -> Body:
-        """Flattens a program, whose constants get a label; inputs are `None` for constants."""
+        """Flattens a program, whose constants get `label`; inputs are `None` for constants."""
         operations: list[Operation] = []
         return Body(operations, self._inline(jaxpr, inputs, operations, scope=scope, label=label))
 
@@ -137,7 +137,9 @@ class FlatProgram:
     ) -> list[int | None]:
         """Appends the operations of an equation; returns the values of its results."""
         name = eqn.primitive.name
-        if name in VIEWS or (name in ("broadcast_in_dim", "convert_element_type") and _same(eqn)):
+        if name in VIEWS or (
+            name in ("broadcast_in_dim", "convert_element_type") and _is_view(eqn)
+        ):
             return values[: len(eqn.outvars)]
         if name in INLINED:
             was_local, self._is_local = self._is_local, self._is_local or name == "shard_map"
@@ -151,11 +153,11 @@ class FlatProgram:
             return self._scan(eqn, values, operations, scope)
         if name == "dot_general":
             sides = zip((0, 1), values, strict=True)
-            values = [self._arranged(eqn, side, x, operations, scope) for side, x in sides]
+            values = [self._transposed(eqn, side, x, operations, scope) for side, x in sides]
         made = [self.add_value(v.aval, parts=self._parts(eqn, values)) for v in eqn.outvars]
         bodies: tuple[Body, ...] = ()
         starts = values
-        if name == "while":  # Its condition holds next to nothing.
+        if name == "while":  # Its condition is left out, because it holds next to nothing.
             skipped = eqn.params["cond_nconsts"]
             first = skipped + eqn.params["body_nconsts"]
             inner, starts = eqn.params["body_jaxpr"], values[first:]
@@ -167,13 +169,15 @@ class FlatProgram:
             bodies = tuple(self.flatten(x, values[1:], scope=scope) for x in branches)
             starts = _written_in_place(bodies, values[1:], len(made))
         over = _pairs(starts, made) if name in (*IN_PLACE, "cond") else ()
-        operations.append(Operation(name, scope, _known(values), tuple(made), bodies, over))
+        operations.append(
+            Operation(name, scope, _without_constants(values), tuple(made), bodies, over)
+        )
         return [*made]
 
-    def _arranged(
+    def _transposed(
         self, eqn: Any, side: int, value: int | None, operations: list[Operation], scope: str
     ) -> int | None:
-        """An operand of a product, transposed if it is of several that XLA has to reshape."""
+        """Transposes an operand of a product if XLA has to reshape several of its dims."""
         contracted, batch = (dims[side] for dims in eqn.params["dimension_numbers"])
         shapes = [variable.aval.shape for variable in eqn.invars]
         dims = range(len(shapes[side]))
@@ -192,13 +196,13 @@ class FlatProgram:
     ) -> list[int | None]:
         """Appends a loop; each iteration stores its part of the stacked results."""
         inner: ClosedJaxpr = eqn.params["jaxpr"]
-        if eqn.params["length"] == 1:  # No compiler makes a loop of it.
+        if eqn.params["length"] == 1:  # Compilers do not make a loop of it.
             return self._inline(inner, values, operations, scope=scope)
         first, size = scan_sizes(eqn.params)
         arguments = self._like(inner.jaxpr.invars[first:], values[first:])
         carry, slices = arguments[:size], arguments[size:]
         body = [
-            Operation("dynamic_slice", scope, _known([stacked]), (part,))
+            Operation("dynamic_slice", scope, _without_constants([stacked]), (part,))
             for stacked, part in zip(values[first + size :], slices, strict=True)
         ]
         outputs = self._inline(inner, [*values[:first], *arguments], body, scope=scope)
@@ -206,11 +210,13 @@ class FlatProgram:
         body = _with_stores(body, outputs[size:], made[size:], scope)
         loop = Body(body, outputs, _pairs(carry, outputs[:size]))
         over = _pairs(values[first : first + size], made[:size])
-        operations.append(Operation("scan", scope, _known(values), tuple(made), (loop,), over))
+        operations.append(
+            Operation("scan", scope, _without_constants(values), tuple(made), (loop,), over)
+        )
         return [*made]
 
     def _like(self, variables: Sequence[Any], values: Sequence[int | None]) -> list[int]:
-        """New values for variables, each in as many parts as a value that there is."""
+        """Adds a value for each variable, in as many parts as the value at its position."""
         return [
             self.add_value(
                 variable.aval,
@@ -220,7 +226,7 @@ class FlatProgram:
         ]
 
     def _parts(self, eqn: Any, values: list[int | None]) -> int:
-        """How many parts the results of an equation are in."""
+        """Returns the number of parts that the results of an equation are in."""
         if self._is_local:
             return 1
         shape = eqn.outvars[0].aval.shape
@@ -233,21 +239,21 @@ class FlatProgram:
             if x is not None
         ]
         largest, parts = max(operands, default=(0, 1))
-        # A sum over a split array is whole on every device.
+        # A sum over a split array is replicated.
         return parts if math.prod(shape) * 2 > largest else 1
 
     def _count_parts(self, outputs: Sequence[int | None], variables: Sequence[Any]) -> None:
         """Sets the number of parts of the values that leave a `shard_map`."""
         for value, variable in zip(outputs, variables, strict=True):
             if value is not None:
-                local = max(self.values[value].elements, 1)
-                self.values[value].parts = max(math.prod(variable.aval.shape) // local, 1)
+                on_device = max(self.values[value].elements, 1)
+                self.values[value].parts = max(math.prod(variable.aval.shape) // on_device, 1)
 
 
 def _with_stores(
     body: list[Operation], outputs: Sequence[int | None], made: Sequence[int], scope: str
 ) -> list[Operation]:
-    """The body of a loop, in which each value to be stacked is stored as soon as it is made."""
+    """Adds to the body of a loop a store of each stacked value, as soon as it is made."""
     stores: dict[int, list[Operation]] = {}
     for value, stacked in zip(outputs, made, strict=True):
         if value is not None:
@@ -263,7 +269,7 @@ def _with_stores(
 def _written_in_place(
     branches: Sequence[Body], operands: Sequence[int | None], results: int
 ) -> list[int | None]:
-    """For each result the operand that every branch returns, or writes over; `None` for others."""
+    """Returns, for each result, the operand that every branch returns or writes over, if any."""
 
     def origin(body: Body, value: int | None) -> int | None:
         before = {new: old for op in body.operations for old, new in op.written_over}
@@ -271,22 +277,22 @@ def _written_in_place(
             value = before[value]
         return value
 
-    found = [{origin(body, body.results[i]) for body in branches} for i in range(results)]
-    return [next(iter(one)) if len(one) == 1 and one <= {*operands} else None for one in found]
+    origins = [{origin(body, body.results[i]) for body in branches} for i in range(results)]
+    return [next(iter(x)) if len(x) == 1 and x <= {*operands} else None for x in origins]
 
 
-def _same(eqn: Any) -> bool:
-    """Whether a result has the operand's elements and dtype."""
+def _is_view(eqn: Any) -> bool:
+    """Returns whether a result has the operand's elements and dtype."""
     before, after = eqn.invars[0].aval, eqn.outvars[0].aval
     return bool(before.size == after.size and before.dtype == after.dtype)
 
 
-def _known(values: Sequence[int | None]) -> tuple[int, ...]:
-    """The values that are not constants, each once."""
+def _without_constants(values: Sequence[int | None]) -> tuple[int, ...]:
+    """Drops constants and repeated values."""
     return tuple(dict.fromkeys(value for value in values if value is not None))
 
 
 def _pairs(old: Sequence[int | None], new: Sequence[int | None]) -> tuple[tuple[int, int], ...]:
-    """Pairs of values, without those that are constants."""
+    """Zips values, and drops pairs with a constant."""
     both = zip(old, new, strict=False)
     return tuple((x, y) for x, y in both if x is not None and y is not None)

@@ -1,20 +1,20 @@
-"""What a traced program computes: the floating point operations of its products.
+"""Counts the floating point operations of the products in a traced program.
 
 A multiplication and an addition count as two operations; those with numbers that are known to be
 zero (the padding of a convolution, the holes of a dilation) do not count. `dot_general`,
 `conv_general_dilated` and `ragged_dot_general` are counted exactly, and attention by cuDNN by its
 shapes. A pallas kernel counts as its own estimate, or else as the products of its body in each step
-of its grid; of attention only the blocks that are computed
+of its grid; a kernel of attention counts only the blocks that it computes
 (`manualpar.core.tracing.attention_blocks`). Elementwise operations, reductions, and linear algebra
 such as `cholesky` are left out, so the figures do not describe a program that spends its time
 there; `uncounted` names the linear algebra.
 
-The planner asks for memory traffic too. It counts the operands and results of products and the
-operands of reductions, because elementwise operations read and write those, fused to chains. With
+The planner also needs memory traffic. It counts the operands and results of products and the
+operands of reductions, because elementwise operations, fused to chains, read and write those. With
 `fused_attention` the largest array of a product with a batch dimension, the scores of attention,
 stays on the chip, and the half that a causal mask hides is not computed, as in a flash attention
-kernel (https://arxiv.org/abs/2205.14135). Attention by blocks computes no such half; of what it and
-a kernel compute, the scores that the backward pass computes again are left out.
+kernel (https://arxiv.org/abs/2205.14135). Attention by blocks computes no such half. It and a
+kernel compute the scores again in the backward pass; these operations are left out.
 """
 
 import math
@@ -34,7 +34,7 @@ from manualpar.inspect.communication import summed
 from manualpar.inspect.equations import Around, EquationReader
 from manualpar.inspect.scope_parsing import PHASES, Phase, module_of, phase_of
 
-# These multiply matrices, and their operations cannot be read off.
+# Primitives that multiply matrices, with an unknown number of operations.
 _UNCOUNTED = """
 cholesky custom_linear_solve dot_product_attention_bwd_wrapper dot_product_attention_fwd_wrapper eig
 eigh fft ffi_call geqrf householder_product lu pallas_call qr svd triangular_solve tridiagonal_solve
@@ -51,11 +51,11 @@ REDUCTIONS = frozenset(
 
 
 class CountedProduct(NamedTuple):
-    """A product of a traced program, or a reduction, which has no operations.
+    """A product of a traced program, or a reduction, which counts no operations.
 
-    Its operations of a step are spread evenly over `spread` devices, and `flops` are those of one.
-    `traffic` is the bytes that a device reads and writes for it, `dtype` its widest operand's.
-    `is_fused` says that it is part of a fused kernel of attention.
+    Its operations of a step are spread evenly over `spread` devices, and `flops` are per device.
+    `traffic` is the number of bytes that a device reads and writes for it, `dtype` the dtype of its
+    widest operand. `is_fused` says whether it is part of a fused kernel of attention.
     """
 
     scope: str
@@ -69,7 +69,7 @@ class CountedProduct(NamedTuple):
 class Computation(NamedTuple):
     """The products of a module in one phase of a step.
 
-    `flops` are the operations of a device, rounded up where devices share them unevenly.
+    `flops` are per device, rounded up where devices share them unevenly.
     """
 
     phase: Phase
@@ -78,7 +78,7 @@ class Computation(NamedTuple):
 
 
 def flops_of(eqn: Any, scope: str = "") -> int | None:
-    """The operations of running an equation once; `None` if it is no product, or not known.
+    """Returns the operations of one run of an equation; `None` for no product or an unknown number.
 
     The scope says how many blocks of scores a kernel of attention computes.
     """
@@ -98,10 +98,10 @@ def flops_of(eqn: Any, scope: str = "") -> int | None:
 
 
 def product_dtype(eqn: Any, *, is_fused: bool = False) -> str:
-    """The dtype in which an equation multiplies.
+    """Returns the dtype in which an equation multiplies.
 
-    It is that of its widest floating operand; of a kernel that of its first, and of attention that
-    is taken as fused that of its narrowest, because the kernel keeps wide scores to itself.
+    It is the dtype of the widest floating operand; for a kernel, of the first operand; for fused
+    attention, of the narrowest operand, because the kernel keeps wide scores to itself.
     """
     floats = [x.aval.dtype for x in eqn.invars if jnp.issubdtype(x.aval.dtype, jnp.floating)]
     dtypes = floats or [x.aval.dtype for x in eqn.invars]
@@ -118,7 +118,7 @@ class ProductReader(EquationReader[CountedProduct]):
     refuses_several = False
 
     def find(self, eqn: Any, around: Around) -> tuple[CountedProduct, ...] | None:
-        """The product, if the equation is one; nothing inside of a kernel counts."""
+        """Returns the product, if the equation is one; products inside a kernel do not count."""
         flops = flops_of(eqn, around.scope)
         if flops is not None:
             share = Fraction(around.times * flops, around.spread)
@@ -126,11 +126,11 @@ class ProductReader(EquationReader[CountedProduct]):
         return () if eqn.primitive.name == "pallas_call" else None
 
     def cost(self, findings: tuple[CountedProduct, ...]) -> Fraction:
-        """Their operations."""
+        """Returns the operations of the products."""
         return sum((product.flops for product in findings), Fraction(0))
 
     def describe(self, findings: tuple[CountedProduct, ...]) -> str:
-        """Where the first one is."""
+        """Says where the first product is."""
         return f"products (first in scope {findings[0].scope or 'none'})"
 
 
@@ -140,7 +140,7 @@ class TrafficReader(ProductReader):
     fused_attention = False
 
     def find(self, eqn: Any, around: Around) -> tuple[CountedProduct, ...] | None:
-        """The product or the reduction, if the equation is one."""
+        """Returns the product or the reduction, if the equation is one."""
         flops: int | Fraction | None = flops_of(eqn, around.scope)
         is_product = flops is not None
         if not is_product and eqn.primitive.name not in REDUCTIONS:
@@ -165,14 +165,14 @@ class TrafficReader(ProductReader):
 
 
 def _is_of_scores(eqn: Any, is_product: bool) -> bool:
-    """Whether it makes or takes scores: a product with two batch dims, or what reduces 4D."""
+    """Returns whether it computes or reduces scores: products with two batch dims, 4D operands."""
     if not is_product:
         return len(eqn.invars[0].aval.shape) >= 4
     return eqn.primitive.name == "dot_general" and len(eqn.params["dimension_numbers"][1][0]) > 1
 
 
 def uncounted(eqns: Iterable[Any]) -> Iterator[str]:
-    """The names of those equations that multiply, without a known number of operations."""
+    """Yields the names of equations that multiply, with an unknown number of operations."""
     for eqn in eqns:
         if eqn.primitive.name in UNCOUNTED_PRIMITIVES and flops_of(eqn) is None:
             yield eqn.primitive.name
@@ -181,7 +181,7 @@ def uncounted(eqns: Iterable[Any]) -> Iterator[str]:
 def by_phase_and_module(
     products: Iterable[CountedProduct], root: str = ""
 ) -> tuple[Computation, ...]:
-    """Adds products up by phase, in the order of `PHASES`, and module, in that of the program."""
+    """Adds products up by phase, as in `PHASES`, and by module, in the order of the program."""
     totals = summed(
         ((phase_of(product.scope), module_of(product.scope, root)), product.flops)
         for product in products
@@ -195,17 +195,17 @@ def by_phase_and_module(
 
 
 def _dot(eqn: Any, not_free: set[int]) -> int:
-    """Every element of the left operand is multiplied with each free element of the right one."""
+    """Counts a product: each left element is multiplied with each free element on the right."""
     left, right = (variable.aval.shape for variable in eqn.invars[:2])
     free = math.prod(size for dim, size in enumerate(right) if dim not in not_free)
     return 2 * math.prod(left) * free
 
 
 def _kernel(eqn: Any, scope: str) -> int | None:
-    """A kernel's own estimate, or its body's products in all steps of its grid.
+    """Returns a kernel's own estimate, or the products of its body in all steps of its grid.
 
     Attention takes a step for each block of each head, in an order of its own; its first floating
-    operand are the queries, `[..., S, H]`.
+    operand is the queries, `[..., S, H]`.
     """
     if estimate := eqn.params["cost_estimate"]:
         return int(estimate.flops)
@@ -224,7 +224,7 @@ def _kernel(eqn: Any, scope: str) -> int | None:
 
 
 def _product_of_scores(eqn: Any) -> int:
-    """Of queries with keys; a causal mask hides half of them, a window all but its keys."""
+    """Counts queries times keys; a causal mask hides half of them, a window all but its keys."""
     query, key = (x.aval.shape for x in eqn.invars[:2])
     length, heads = (1, 2) if eqn.params["layout"] == 0 else (2, 1)
     pairs = query[length] * key[length]
@@ -244,9 +244,9 @@ def _convolution(eqn: Any) -> int:
     for index, (low, _) in enumerate(params["padding"]):
         positions = np.arange(out[numbers.out_spec[2 + index]]) * params["window_strides"][index]
         offsets = np.arange(right[numbers.rhs_spec[2 + index]]) * params["rhs_dilation"][index]
-        met = positions[:, None] + offsets[None, :] - low
+        reached = positions[:, None] + offsets[None, :] - low
         hole = params["lhs_dilation"][index]
         last = (left[numbers.lhs_spec[2 + index]] - 1) * hole
-        pairs *= int(((met >= 0) & (met <= last) & (met % hole == 0)).sum())
+        pairs *= int(((reached >= 0) & (reached <= last) & (reached % hole == 0)).sum())
     batch, features = (out[dim] for dim in numbers.out_spec[:2])
     return 2 * batch * features * right[numbers.rhs_spec[1]] * pairs

@@ -19,22 +19,22 @@ import numpy as np
 
 Groups = tuple[tuple[int, ...], ...]
 
-# A tuple's shape contains spaces, but none of them stands before a word and a parenthesis.
+# A tuple's shape contains spaces, but no space in it comes before a word and a parenthesis.
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\(([^)]*)\)(.*)")
 _COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) .*\{$")
-# Pallas writes what a kernel says of itself as JSON with line breaks, in the middle of a line.
+# Pallas writes a kernel's metadata as JSON with line breaks, in the middle of a line.
 _METADATA = re.compile(r"(?<=\bkernel_metadata=\{)\n.*?\n(?=\}(\}|,[^\n]))", re.DOTALL)
-# These pass a counter on unchanged.
+# Opcodes that pass a counter on unchanged.
 _COPIES = frozenset({"bitcast", "convert", "copy", "copy-done", "copy-start", "opt-barrier"})
-MAX_SCOPE_STEPS = 64
-NO_CYCLES = 2**63 - 1  # What XLA:TPU writes where an estimate has run over.
+MAX_SCOPE_STEPS = 64  # Instructions that `scope_of` looks at.
+NO_CYCLES = 2**63 - 1  # XLA:TPU's estimate after an overflow.
 
 
 class Instruction(NamedTuple):
-    """One line of a computation: its result's name and shape as HLO writes them, what makes it.
+    """One line of a computation: its result's name and shape as HLO writes them, and its opcode.
 
-    `operands` are names, those of a constant its value, and `attributes` the rest of the line. The
-    result of the root is the result of the computation.
+    `operands` are names (a constant's operand is its value), and `attributes` the rest of the line.
+    The result of the root is the result of the computation.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Instruction(NamedTuple):
 
     @property
     def op_name(self) -> str:
-        """The scope and primitive that it was made from, "" where XLA has kept none."""
+        """The scope and primitive that it was made from, "" where XLA kept none."""
         return self.found(r'op_name="((?:[^"\\]|\\.)*)"')
 
     @property
@@ -64,7 +64,7 @@ class Instruction(NamedTuple):
 
     @property
     def target(self) -> str:
-        """What a custom call calls, "" for everything else."""
+        """The target of a custom call, "" for every other instruction."""
         return self.attribute("custom_call_target").strip('"').partition('"')[0]
 
     @property
@@ -74,21 +74,22 @@ class Instruction(NamedTuple):
         return int(found) if found and int(found) < NO_CYCLES else None
 
     def attribute(self, name: str) -> str:
-        """The rest of the line after `name=`, "" if it is not there."""
+        """Returns the rest of the line after `name=`, "" if it is not there."""
         return self.found(rf"\b{name}=(.*)")
 
     def found(self, pattern: str) -> str:
-        """The group of a pattern in the attributes, "" if it is not there."""
+        """Returns the group of a pattern in the attributes, "" if it is not there."""
         match = re.search(pattern, self.attributes)
         return match[1] if match else ""
 
 
-Instructions = Mapping[str, Instruction]  # Of one computation, by name, in the order of the text.
+# The instructions of one computation, by name, in the order of the text.
+Instructions = Mapping[str, Instruction]
 
 
 @dataclasses.dataclass(frozen=True)
 class HloModule:
-    """A program: its computations by name, the one that is run, and the number of devices."""
+    """A program: its computations by name, the `entry` among them, and the number of devices."""
 
     computations: Mapping[str, Instructions]
     entry: str
@@ -96,7 +97,7 @@ class HloModule:
 
 
 def parse_module(text: str) -> HloModule:
-    """Reads a module.
+    """Parses the text of a module.
 
     Raises:
       ValueError: The text is not optimised HLO.
@@ -111,8 +112,8 @@ def parse_module(text: str) -> HloModule:
         elif current and (parts := _INSTRUCTION.match(line)):
             root, name, shape, opcode, operands, attributes = parts.groups()
             names = tuple(re.findall(r"[\w.\-]+", re.sub(r"/\*.*?\*/", "", operands)))
-            one = Instruction(name, shape, opcode, names, attributes, bool(root))
-            computations[current][name] = one
+            instruction = Instruction(name, shape, opcode, names, attributes, bool(root))
+            computations[current][name] = instruction
     if len(entries) != 1:
         raise ValueError(
             f"compiled_collectives: the text has {len(entries)} ENTRY computations, expected the "
@@ -124,19 +125,22 @@ def parse_module(text: str) -> HloModule:
 
 
 def arrays(shape: str) -> list[tuple[str, tuple[int, ...]]]:
-    """The dtypes and shapes of the arrays in a shape, `f32[8,16]{1,0}` or a tuple of such."""
+    """Returns dtypes and shapes of the arrays in a shape, `f32[8,16]{1,0}` or a tuple of such."""
     found = re.findall(r"\b([a-z]\w*)\[([\d,<=]*)\]", shape)
     return [(dtype, tuple(map(int, re.findall(r"\d+", dims)))) for dtype, dims in found]
 
 
 def array_bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    """The bytes of an array. HLO's dtypes, except `pred`, have their number of bits in the name."""
+    """Returns the bytes of an array.
+
+    HLO's dtypes, except `pred`, have their number of bits in the name.
+    """
     bits = re.match(r"[a-z]+(\d+)", dtype.replace("pred", "pred8"))
     return -(-math.prod(shape) * int(bits[1]) // 8) if bits else 0
 
 
 def trip_count(module: HloModule, around: Instructions, loop: Instruction) -> int | None:
-    """How often the body of a `while` in the computation `around` runs.
+    """Returns how often the body of a `while` in the computation `around` runs.
 
     `None` if XLA has written no number, and the loop does not count from a constant to a constant
     by a constant.
@@ -160,11 +164,11 @@ def trip_count(module: HloModule, around: Instructions, loop: Instruction) -> in
 
 
 def _root(computation: Instructions) -> Instruction | None:
-    return next((one for one in computation.values() if one.is_root), None)
+    return next((x for x in computation.values() if x.is_root), None)
 
 
 def _origin(computation: Instructions, name: str) -> Instruction | None:
-    """The instruction of that name, or the one that it is a copy of."""
+    """Returns the instruction of that name, or the instruction that it is a copy of."""
     found = computation.get(name)
     while found and found.opcode in _COPIES:
         found = computation.get(found.operands[0])
@@ -172,11 +176,11 @@ def _origin(computation: Instructions, name: str) -> Instruction | None:
 
 
 def _element(
-    computation: Instructions, given: Instruction | None, index: int
+    computation: Instructions, instruction: Instruction | None, index: int
 ) -> Instruction | None:
-    """The element at an index, if `given` is a tuple."""
-    is_tuple = given is not None and given.opcode == "tuple"
-    return _origin(computation, given.operands[index]) if given and is_tuple else None
+    """Returns the element at an index of `instruction`, if that is a tuple."""
+    is_tuple = instruction is not None and instruction.opcode == "tuple"
+    return _origin(computation, instruction.operands[index]) if instruction and is_tuple else None
 
 
 def _index(element: Instruction) -> int:
@@ -190,7 +194,7 @@ def _integer(constant: Instruction | None) -> int | None:
 
 
 def _increment(body: Instructions, step: Instruction | None, index: int) -> int | None:
-    """The constant that each turn adds to the counter, `None` if it does something else."""
+    """Returns the constant that each turn adds to the counter, `None` if it does something else."""
     if step is None or step.opcode != "add":
         return None
     terms = [term for name in step.operands if (term := _origin(body, name)) is not None]
@@ -202,10 +206,10 @@ def _increment(body: Instructions, step: Instruction | None, index: int) -> int 
 
 
 def device_groups(module: HloModule, collective: Instruction) -> Groups:
-    """The groups of devices that a collective joins, by the devices' positions in the program.
+    """Returns the groups of devices that a collective joins, by the devices' places in the program.
 
-    A permutation joins the devices that pass something on to one another, so one without pairs has
-    no groups.
+    A permutation joins the devices that pass something on to one another, so a permutation without
+    pairs has no groups.
 
     Raises:
       ValueError: The groups are missing, or written in a form that is not known here.
@@ -240,7 +244,7 @@ def _rows(ids: np.ndarray, size: int) -> Groups:
 
 
 def _listed(text: str) -> np.ndarray:
-    """Devices in order: `0,2,1,3`, or the same as the transpose of an array, `[2,2]T(1,0)`."""
+    """Parses devices in order: `0,2,1,3`, or as the transpose of an array, `[2,2]T(1,0)`."""
     numbers, *order = (list(map(int, re.findall(r"\d+", part))) for part in text.split("T"))
     if not text.startswith("["):
         return np.array(numbers)
@@ -249,16 +253,19 @@ def _listed(text: str) -> np.ndarray:
 
 
 def _groups_on_mesh(*, sizes: str, device_ids: str | None, axes: str) -> Groups:
-    """The groups along axes, `'a'`, of a mesh, `'a'=4,'b'=2`; `'a':(2)2` is the inner half."""
+    """Returns the groups along axes, `'a'`, of a mesh, `'a'=4,'b'=2`.
+
+    `'a':(2)2` is the inner half of an axis of size 4.
+    """
     wanted = {
-        name: (int(before or 0), int(part or 0))
-        for name, before, part in re.findall(r"'?([^',:]+)'?(?::\((\d+)\)(\d+))?", axes)
+        name: (int(outer_size or 0), int(inner_size or 0))
+        for name, outer_size, inner_size in re.findall(r"'?([^',:]+)'?(?::\((\d+)\)(\d+))?", axes)
     }
     dims: list[int] = []
     joined: list[int] = []
     for name, size in re.findall(r"'?([^',=]+)'?=(\d+)", sizes):
-        before, part = wanted.get(name, (0, 0))
-        outer, inner = (before, part) if part else (1, int(size))
+        outer_size, inner_size = wanted.get(name, (0, 0))
+        outer, inner = (outer_size, inner_size) if inner_size else (1, int(size))
         joined += [len(dims) + 1] if name in wanted else []
         dims += [outer, inner, int(size) // (outer * inner)]
     rest = [dim for dim in range(len(dims)) if dim not in joined]
@@ -268,13 +275,13 @@ def _groups_on_mesh(*, sizes: str, device_ids: str | None, axes: str) -> Groups:
 
 
 def permuted_pairs(permute: Instruction) -> list[tuple[int, int]]:
-    """The devices that send and those that they send to, by their positions in the program."""
+    """Returns pairs of a device that sends and its receiver, by their places in the program."""
     listed = permute.attribute("source_target_pairs").partition(", ")[0]
     return [(int(a), int(b)) for a, b in re.findall(r"(\d+),(\d+)", listed)]
 
 
 def _connected(pairs: list[tuple[int, int]]) -> Groups:
-    """The sets of devices that pairs connect."""
+    """Returns the sets of devices that pairs connect."""
     joined: dict[int, frozenset[int]] = {}
     for source, target in pairs:
         both = joined.get(source, frozenset({source})) | joined.get(target, frozenset({target}))
@@ -283,7 +290,7 @@ def _connected(pairs: list[tuple[int, int]]) -> Groups:
 
 
 def axes_of(groups: Groups, mesh: Mapping[str, int]) -> tuple[str, ...]:
-    """The fewest mesh axes whose devices contain the groups; none if every group is one device."""
+    """Returns the fewest mesh axes whose devices contain the groups; none for single devices."""
     largest = max(groups, key=len, default=())
     if len(largest) < 2:
         return ()
@@ -293,8 +300,8 @@ def axes_of(groups: Groups, mesh: Mapping[str, int]) -> tuple[str, ...]:
     for count in range(1, len(axes) + 1):
         for chosen in itertools.combinations(axes, count):
             where = tuple(
-                slice(None) if axis in chosen else place
-                for axis, place in zip(axes, first, strict=True)
+                slice(None) if axis in chosen else index
+                for axis, index in zip(axes, first, strict=True)
             )
             if set(largest) <= set(ids[where].ravel().tolist()):
                 return chosen
@@ -302,10 +309,10 @@ def axes_of(groups: Groups, mesh: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def scope_of(module: HloModule, computation: Instructions, instruction: Instruction) -> str:
-    """The scope of an instruction, or of what it calls, or of its operands.
+    """Returns the scope of an instruction, or of a computation that it calls, or of its operands.
 
-    What the compiler adds by itself, such as padding, has no scope of its own; it serves what it
-    is made from.
+    Instructions that the compiler adds, such as padding, have no scope of their own; they serve
+    their operands.
     """
     waiting, seen = [instruction], {instruction.name}
     for _ in range(MAX_SCOPE_STEPS):

@@ -1,32 +1,31 @@
-"""What layers that are split over a model, an expert or a context axis send, in closed form.
+"""The collectives of layers split over a model, an expert or a context axis, in closed form.
 
-Here are the collectives of one minibatch, forward and backward. Over `N` devices they are for
+These are the collectives of one minibatch, forward and backward. Over `N` devices they are for
 
     a block, attention and MLP               4 all-reduces
       with sequence parallelism              4 all-gathers and 4 reduce-scatters
       whose forward pass is run again        1 all-reduce; or 2 all-gathers and 1 reduce-scatter
     a lookup in a split vocabulary           1 all-reduce; or 1 reduce-scatter and 1 all-gather
     a head with a split vocabulary           1 all-reduce; or 1 all-gather and 1 reduce-scatter
-    experts among which tokens travel        4 all-to-alls of b B C E D bytes, (N - 1) / N each
+    experts that tokens are sent to          4 all-to-alls of b B C E D bytes, (N - 1) / N each
     attention over a context, in a ring      2 (N - 1) permutes of keys and values, N of gradients
       by heads                               8 all-to-alls: of queries, keys, values and results
       with all keys                          2 all-gathers and 2 reduce-scatters
 
-of the `A = b B S D` bytes of a device's tokens, of which `b` is an element: an all-reduce sends
-`2 A (N - 1) / N`, an all-gather or a reduce-scatter half of it. There are
-also a few bytes for each label of the cross entropy (Megatron-LM,
-https://arxiv.org/abs/1909.08053; Korthikanti et al., https://arxiv.org/abs/2205.05198; GShard,
-https://arxiv.org/abs/2006.16668).
+of the `A = b B S D` bytes of a device's tokens, where `b` is the bytes of an element: an all-reduce
+sends `2 A (N - 1) / N`, an all-gather or a reduce-scatter half of it. There are also a few bytes
+for each label of the cross entropy (Megatron-LM, https://arxiv.org/abs/1909.08053; Korthikanti et
+al., https://arxiv.org/abs/2205.05198; GShard, https://arxiv.org/abs/2006.16668).
 
 A context of `N` devices has `S / N` positions of each sequence on a device. Keys and values are two
-arrays of `[B, S / N, K, H]` in the dtype of activations, and the gradients of both travel in
+arrays of `[B, S / N, K, H]` in the dtype of activations, and the gradients of both are sent in
 float32 (Liu et al., https://arxiv.org/abs/2310.01889). A forward pass that is run again sends
-again, but not that of a ring, whose result is kept.
+again, except that of a ring, whose result is kept.
 
-With sequence parallelism devices apply the scale of a norm to different positions, so that its
-gradient is summed over them: 1 all-reduce of `D` numbers a norm. So is that of a norm of queries or
-keys, because devices have other heads: 1 all-reduce of `H` numbers. Whatever is sent for parameters
-is in `manualpar.inspect.expected_bytes`.
+With sequence parallelism devices apply the scale of a norm to different positions, so its gradient
+is summed over them: 1 all-reduce of `D` numbers a norm. The gradient of a norm of queries or keys
+is summed too, because devices have different heads: 1 all-reduce of `H` numbers. The collectives of
+parameters are in `manualpar.inspect.expected_bytes`.
 
 Symbols: `B` examples of a device, `S` positions, `D` features, `K` heads of keys with `H` features,
 `E` experts, `C` the capacity.
@@ -48,7 +47,7 @@ from manualpar.core.tracing.scopes import (
 )
 from manualpar.inspect.communication import Collective, Kind
 
-FLOAT32 = jnp.dtype("float32")  # Of norms' scales and of losses, whatever the dtype.
+FLOAT32 = jnp.dtype("float32")  # Norms' scales and losses have it in every program.
 INT32 = jnp.dtype("int32")
 
 
@@ -59,8 +58,8 @@ class LayerActivations:
     Attributes:
       shape: `[B, S, D]`, all positions.
       axis: The model axis.
-      devices: The devices along it, `N`.
-      sequence: Whether each of them has a part of the positions between layers.
+      devices: The number of devices along it, `N`.
+      sequence: Whether each device has a part of the positions between layers.
     """
 
     shape: tuple[int, int, int]
@@ -75,14 +74,14 @@ class LayerActivations:
         examples, positions, hidden_size = self.shape
         return examples, positions // self.devices, hidden_size
 
-    def sends(
+    def collective(
         self, purpose: str, kind: Kind, times: int, shape: tuple[int, ...], dtype: Any
     ) -> Collective:
-        """So many collectives over the model axis."""
+        """Returns `times` collectives over the model axis, as one `Collective`."""
         return Collective(kind, (self.axis,), self.devices, shape, dtype, times, scope=purpose)
 
 
-def block_sends(
+def block_collectives(
     x: LayerActivations,
     *,
     passes: int = 1,
@@ -90,45 +89,47 @@ def block_sends(
     post_norms: bool = False,
     head_norms: tuple[int, ...] = (),
 ) -> Iterator[Collective]:
-    """The collectives of a block: attention and MLP, each behind a norm.
+    """Yields the collectives of a block: attention and MLP, each after a norm.
 
-    `passes` is how often the forward pass is run whole. `recomputed` says whether the backward pass
-    runs it again, except for its last sum, which nothing in the block needs but a norm behind it,
-    one of `post_norms`. `head_norms` are the sizes of norms that heads of all devices share.
+    `passes` is the number of complete forward passes. `recomputed` says whether the backward pass
+    runs the forward pass again, except for its last sum, which only a norm after it needs, one of
+    `post_norms`. `head_norms` are the sizes of norms that heads of all devices share.
     """
     yield from _enter(x, 2, forward=2 * (passes + recomputed))
     yield from _leave(x, 2, forward=2 * passes + recomputed * (1 + post_norms))
     yield from _norm_scales(x, 2 + 2 * post_norms)
     for size in head_norms:
-        yield x.sends(CAST_SCOPE, "all_reduce", 1, (1, 1, 1, size), FLOAT32)
+        yield x.collective(CAST_SCOPE, "all_reduce", 1, (1, 1, 1, size), FLOAT32)
 
 
-def lookup_sends(
+def lookup_collectives(
     x: LayerActivations, dtype: Any = FLOAT32, *, recomputed: bool = False
 ) -> Iterator[Collective]:
-    """The collectives of a lookup in an embedding of this dtype whose rows are split."""
+    """Yields the collectives of a lookup in an embedding of this dtype whose rows are split."""
     yield from _leave(dataclasses.replace(x, dtype=jnp.dtype(dtype)), 1, forward=1 + recomputed)
 
 
-def head_sends(x: LayerActivations) -> Iterator[Collective]:
-    """The collectives of the last norm and of a head whose columns are split."""
+def head_collectives(x: LayerActivations) -> Iterator[Collective]:
+    """Yields the collectives of the last norm and of a head whose columns are split."""
     yield from _norm_scales(x, 1)
     yield from _enter(x, 1, forward=1)
 
 
-def cross_entropy_sends(x: LayerActivations, *, smoothed: bool = False) -> Iterator[Collective]:
-    """The collectives of the loss and the accuracy of split logits.
+def cross_entropy_collectives(
+    x: LayerActivations, *, smoothed: bool = False
+) -> Iterator[Collective]:
+    """Yields the collectives of the loss and the accuracy of split logits.
 
-    For each label they are the largest logit, two sums, or four with label smoothing, and each
+    For each label they are the largest logit, two sums (four with label smoothing), and each
     device's largest logit and index.
     """
     labels, sums = x.shape[:2], 4 if smoothed else 2
-    yield x.sends(CROSS_ENTROPY_SCOPE, "all_reduce", 1, labels, FLOAT32)
-    yield x.sends(CROSS_ENTROPY_SCOPE, "all_reduce", 1, (sums, *labels), FLOAT32)
-    yield x.sends(CROSS_ENTROPY_SCOPE, "all_gather", 1, (2, 1, *labels), FLOAT32)
+    yield x.collective(CROSS_ENTROPY_SCOPE, "all_reduce", 1, labels, FLOAT32)
+    yield x.collective(CROSS_ENTROPY_SCOPE, "all_reduce", 1, (sums, *labels), FLOAT32)
+    yield x.collective(CROSS_ENTROPY_SCOPE, "all_gather", 1, (2, 1, *labels), FLOAT32)
 
 
-def expert_sends(
+def expert_collectives(
     x: LayerActivations,
     *,
     num_experts: int,
@@ -136,16 +137,16 @@ def expert_sends(
     passes: int = 1,
     recomputed: bool = False,
 ) -> Iterator[Collective]:
-    """The all-to-alls of a layer of experts over an axis along which devices have other tokens.
+    """Yields the all-to-alls of a layer of experts over an axis whose devices have other tokens.
 
-    `x.axis` is that of the experts.
+    `x.axis` is the axis of the experts.
     """
     examples, _, hidden_size = x.shape
     rows = (examples, capacity, num_experts, hidden_size)
-    yield x.sends(EXPERT_SCOPE, "all_to_all", 2 * (passes + recomputed + 1), rows, x.dtype)
+    yield x.collective(EXPERT_SCOPE, "all_to_all", 2 * (passes + recomputed + 1), rows, x.dtype)
 
 
-def router_sends(
+def router_collectives(
     x: LayerActivations,
     *,
     num_experts: int,
@@ -154,24 +155,24 @@ def router_sends(
     passes: int = 1,
     recomputed: bool = False,
 ) -> Iterator[Collective]:
-    """What experts send over a model axis that splits them, besides what a block's MLP sends.
+    """Yields the collectives that experts split over a model axis run in addition to a block's MLP.
 
-    The gradients of the gates are summed, and that of the weights of shared experts' gate. With
-    sequence parallelism the logits of all positions are gathered, and the router's gradient is
+    The gradients of the gates are summed, and the gradient of the weights of shared experts' gate.
+    With sequence parallelism the logits of all positions are gathered, and the router's gradient is
     summed.
     """
     examples, positions, hidden_size = x.shape
     gates = (examples, positions, top_k)
-    yield x.sends(TENSOR_SCOPE, "all_reduce", 1, gates, FLOAT32)
+    yield x.collective(TENSOR_SCOPE, "all_reduce", 1, gates, FLOAT32)
     if has_shared_gate:
-        yield x.sends(TENSOR_SCOPE, "all_reduce", 1, (hidden_size, 1), FLOAT32)
+        yield x.collective(TENSOR_SCOPE, "all_reduce", 1, (hidden_size, 1), FLOAT32)
     if x.sequence:
         logits = (*x.part[:2], num_experts)
-        yield x.sends(SEQUENCE_SCOPE, "all_gather", passes + recomputed, logits, FLOAT32)
-        yield x.sends(TENSOR_SCOPE, "all_reduce", 1, (hidden_size, num_experts), FLOAT32)
+        yield x.collective(SEQUENCE_SCOPE, "all_gather", passes + recomputed, logits, FLOAT32)
+        yield x.collective(TENSOR_SCOPE, "all_reduce", 1, (hidden_size, num_experts), FLOAT32)
 
 
-def attention_sends(
+def attention_collectives(
     x: LayerActivations,
     how: str,
     *,
@@ -179,26 +180,27 @@ def attention_sends(
     passes: int = 1,
     recomputed: bool = False,
 ) -> Iterator[Collective]:
-    """What attention sends over a context axis, `x.axis`; `heads` are those of queries, `K`, `H`.
+    """Yields the collectives of attention over a context axis, `x.axis`.
 
-    `how` is that of `manualpar.layers.attention.context.Context`.
+    `heads` is the number of query heads, `K` and `H`; `how` is as in
+    `manualpar.layers.attention.context.Context`.
     """
     queries, keys, features = heads
     of_queries, of_keys = ((*x.part[:2], number, features) for number in (queries, keys))
     forward, others = passes + recomputed, x.devices - 1
     if how == "ring":
-        yield x.sends(CONTEXT_SCOPE, "permute", (passes + 1) * others, (2, *of_keys), x.dtype)
-        yield x.sends(CONTEXT_SCOPE, "permute", x.devices, (2, *of_keys), FLOAT32)
+        yield x.collective(CONTEXT_SCOPE, "permute", (passes + 1) * others, (2, *of_keys), x.dtype)
+        yield x.collective(CONTEXT_SCOPE, "permute", x.devices, (2, *of_keys), FLOAT32)
     elif how == "ulysses":
         repeated = (*of_keys[:2], max(keys, x.devices), features)
-        yield x.sends(CONTEXT_SCOPE, "all_to_all", 2 * (forward + 1), of_queries, x.dtype)
-        yield x.sends(CONTEXT_SCOPE, "all_to_all", 2 * (forward + 1), repeated, x.dtype)
+        yield x.collective(CONTEXT_SCOPE, "all_to_all", 2 * (forward + 1), of_queries, x.dtype)
+        yield x.collective(CONTEXT_SCOPE, "all_to_all", 2 * (forward + 1), repeated, x.dtype)
     else:
-        yield x.sends(CONTEXT_SCOPE, "all_gather", 2 * forward, of_keys, x.dtype)
-        yield x.sends(CONTEXT_SCOPE, "reduce_scatter", 2, (x.devices, *of_keys), x.dtype)
+        yield x.collective(CONTEXT_SCOPE, "all_gather", 2 * forward, of_keys, x.dtype)
+        yield x.collective(CONTEXT_SCOPE, "reduce_scatter", 2, (x.devices, *of_keys), x.dtype)
 
 
-def document_sends(
+def document_collectives(
     x: LayerActivations,
     layers: int,
     *,
@@ -208,42 +210,42 @@ def document_sends(
     counted: bool = True,
     recomputed: bool = False,
 ) -> Iterator[Collective]:
-    """What the numbers of documents cost over a context axis: counting them, and for each layer.
+    """Yields the gathers of document numbers over a context axis: to count them, and in each layer.
 
-    They are `counted` unless the batch has them.
+    They are counted, with `counted`, unless the batch has them.
 
-    The body of the loop has `in_loop` layers, and `after` layers are not in it. What layers in a
-    loop gather is the same each time, so that JAX takes it out of the loop; `copies` gathers of it
-    are left, or one and those of the layers that are run again.
+    The body of the loop has `in_loop` layers, and `after` layers are outside of it. Layers in a
+    loop gather the same numbers each time, so JAX takes these gathers out of the loop. `copies` of
+    them are left; with `recomputed`, one, and one for each layer that is run again.
     """
     if counted:
-        yield x.sends(CONTEXT_SCOPE, "all_gather", 1, (2, x.part[0]), INT32)
+        yield x.collective(CONTEXT_SCOPE, "all_gather", 1, (2, x.part[0]), INT32)
     times = (1 if recomputed else copies) * in_loop + after
     times += layers if recomputed else 0
-    yield x.sends(CONTEXT_SCOPE, "all_gather", times, x.part[:2], INT32)
+    yield x.collective(CONTEXT_SCOPE, "all_gather", times, x.part[:2], INT32)
 
 
 def _enter(x: LayerActivations, times: int, *, forward: int) -> Iterator[Collective]:
-    """Where activations enter a split part so often, see `manualpar.layers.boundaries`.
+    """Yields the collectives of `times` calls of `enter`, see `manualpar.layers.boundaries`.
 
-    `forward` is how often they do so in all forward passes.
+    `forward` is the number of these calls in all forward passes.
     """
     if x.sequence:
-        yield x.sends(SEQUENCE_SCOPE, "all_gather", forward, x.part, x.dtype)
-        yield x.sends(SEQUENCE_SCOPE, "reduce_scatter", times, x.shape, x.dtype)
+        yield x.collective(SEQUENCE_SCOPE, "all_gather", forward, x.part, x.dtype)
+        yield x.collective(SEQUENCE_SCOPE, "reduce_scatter", times, x.shape, x.dtype)
     else:
-        yield x.sends(TENSOR_SCOPE, "all_reduce", times, x.shape, x.dtype)
+        yield x.collective(TENSOR_SCOPE, "all_reduce", times, x.shape, x.dtype)
 
 
 def _leave(x: LayerActivations, times: int, *, forward: int) -> Iterator[Collective]:
-    """Where they leave it."""
+    """Yields the collectives of `times` calls of `leave`; `forward` is as in `_enter`."""
     if x.sequence:
-        yield x.sends(SEQUENCE_SCOPE, "reduce_scatter", forward, x.shape, x.dtype)
-        yield x.sends(SEQUENCE_SCOPE, "all_gather", times, x.part, x.dtype)
+        yield x.collective(SEQUENCE_SCOPE, "reduce_scatter", forward, x.shape, x.dtype)
+        yield x.collective(SEQUENCE_SCOPE, "all_gather", times, x.part, x.dtype)
     else:
-        yield x.sends(TENSOR_SCOPE, "all_reduce", forward, x.shape, x.dtype)
+        yield x.collective(TENSOR_SCOPE, "all_reduce", forward, x.shape, x.dtype)
 
 
 def _norm_scales(x: LayerActivations, norms: int) -> Iterator[Collective]:
     if x.sequence:
-        yield x.sends(CAST_SCOPE, "all_reduce", norms, (1, 1, x.shape[2]), FLOAT32)
+        yield x.collective(CAST_SCOPE, "all_reduce", norms, (1, 1, x.shape[2]), FLOAT32)

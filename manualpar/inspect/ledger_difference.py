@@ -1,8 +1,8 @@
-"""The numbers of a ledger, and how those of two ledgers differ.
+"""The numbers of a ledger, and the differences between two ledgers.
 
 Everything here reads `Ledger.to_json`, because one of the two ledgers often comes from a file.
-`totals` are numbers of the whole step; `sent_by` adds up collectives by purpose, module, or
-whatever else they have. A budget (`manualpar.inspect.budgets`) limits the same numbers.
+`totals` are numbers of the whole step; `sent_by` adds up collectives by purpose, module, or any
+other of their fields. A budget (`manualpar.inspect.budgets`) limits the same numbers.
 """
 
 from collections import defaultdict
@@ -14,13 +14,13 @@ Json = Mapping[str, Any]
 
 
 class Sent(NamedTuple):
-    """What some collectives amount to.
+    """The sum over some collectives.
 
     Attributes:
-      times: How many of them a step runs.
+      times: The number of them that a step runs.
       bytes: The bytes that a device sends for them in a step.
-      dtypes: The dtypes on the wire, sorted; empty for compiled collectives, likewise the shapes.
-      shapes: The shapes of the operands on a device, sorted.
+      dtypes: The dtypes that are sent, sorted; empty for compiled collectives.
+      shapes: The shapes of the operands on a device, sorted; empty for compiled collectives.
     """
 
     times: int
@@ -58,7 +58,7 @@ class Difference(NamedTuple):
     Attributes:
       collectives: The collectives that differ, the largest difference in bytes first.
       totals: Every number before and after, by name, whether it differs or not; `None` where the
-        ledger does not know it.
+        ledger lacks it.
     """
 
     collectives: tuple[Changed, ...]
@@ -66,7 +66,7 @@ class Difference(NamedTuple):
 
     @property
     def is_empty(self) -> bool:
-        """Whether the two ledgers say the same."""
+        """Whether the two ledgers agree."""
         return not self.collectives and all(old == new for old, new in self.totals.values())
 
 
@@ -87,28 +87,34 @@ def compare_ledgers(before: Json, after: Json) -> Difference:
 
 
 def sent_by(collectives: Iterable[Json], *names: str) -> dict[tuple[str, ...], Sent]:
-    """Adds up collectives, traced or compiled, that have the same values under some names.
+    """Adds up collectives, traced or compiled, that have the same values in the fields `names`.
 
     Returns:
       The sums by these values, in the order in which the values first appear.
     """
     alike: defaultdict[tuple[str, ...], list[Json]] = defaultdict(list)
-    for found in collectives:
-        alike[tuple(found[name] for name in names)].append(found)
+    for collective in collectives:
+        alike[tuple(collective[name] for name in names)].append(collective)
     return {
         values: Sent(
-            times=sum(found["times"] for found in group),
-            # As fractions, because parts of bytes would add up differently in another order.
-            bytes=float(sum(Fraction(found["bytes"]) for found in group)),
-            dtypes=tuple(sorted({found["dtype"] for found in group if "dtype" in found})),
-            shapes=tuple(sorted({tuple(found["shape"]) for found in group if "shape" in found})),
+            times=sum(collective["times"] for collective in group),
+            # Fractions, because floats would add up differently in another order.
+            bytes=float(sum(Fraction(collective["bytes"]) for collective in group)),
+            dtypes=tuple(
+                sorted({collective["dtype"] for collective in group if "dtype" in collective})
+            ),
+            shapes=tuple(
+                sorted(
+                    {tuple(collective["shape"]) for collective in group if "shape" in collective}
+                )
+            ),
         )
         for values, group in alike.items()
     }
 
 
 def totals(ledger: Json) -> dict[str, float]:
-    """The numbers of the whole step by name, as far as the ledger knows them."""
+    """Returns the numbers of the whole step by name, as far as the ledger has them."""
     numbers: dict[str, float | None] = {
         "bytes sent": ledger["bytes"]["total"],
         "collectives": sum(ledger["counts"].values()),
@@ -127,5 +133,5 @@ def totals(ledger: Json) -> dict[str, float]:
 
 
 def name_module(module: str) -> str:
-    """The path of a module for people."""
+    """Returns the path of a module as people read it."""
     return module or "(no module)"

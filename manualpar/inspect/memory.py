@@ -1,4 +1,4 @@
-"""What a device holds at the fullest moment of a training step, by class.
+"""Estimates the bytes of a device at the fullest moment of a training step, by class.
 
 The bytes held between steps are known exactly from the layout. The temporaries of a step come from
 a model of the compiler, applied to the traced step (`manualpar.inspect.peak_memory`). Nothing is
@@ -9,14 +9,14 @@ Classes, all at the same moment, the fullest:
     parameters   as they are stored between steps: shards
     optimizer    its state, as it is stored
     batch        the examples of a device
-    gathered     parameters while they are used: whole, cast, or a layer's slice of a stack
-    gradients    of parameters, from where they are first whole or partial to the optimizer's update
+    gathered     parameters while they are used: gathered, cast, or a layer's slice of a stack
+    gradients    of parameters, from where they are first complete or partial to the update
     activations  everything else that is computed, whether or not it is kept for the backward pass
     other        the step, the key, the model's other collections, and metrics
 
 In modes `auto` and `explicit` XLA decides what is held. The memory is then that of the same step in
-mode `manual`, in which a parameter is whole only where it is used, and activations are split over
-the data axes as the batch is. That is what XLA is asked for, and it may hold more.
+mode `manual`, in which a parameter is gathered only where it is used, and activations are split
+over the data axes as the batch is. XLA is asked for this, but may hold more.
 
 Compared with XLA's compiler for TPUs (jax 0.10.2, libtpu 0.0.42.1, `v5e:2x4`), for a transformer of
 eight scanned layers of 1,024 features and 1,024 positions, the peak is 0.92 of the compiled one
@@ -50,12 +50,12 @@ from manualpar.inspect.peak_memory import FUSIONS, find_peak
 from manualpar.inspect.state_layout import state_bytes
 from manualpar.strategies.diloco.program import DiLoCoProgram
 
-# Their result is a parameter if their operand is one, as that of an all-gather is.
+# Primitives whose result is a parameter if their operand is one. All-gathers are too.
 _SAME_WEIGHT_WORDS = """
 broadcast_in_dim convert_element_type dynamic_slice pad reduce_precision sharding_constraint slice
 """
 _SAME_WEIGHT = frozenset(_SAME_WEIGHT_WORDS.split())
-# Their operands are gradients if their result is one, as those of reductions over devices are.
+# Primitives whose operands are gradients if their result is one. Reductions over devices are too.
 _SAME_GRADIENT_WORDS = """
 add add_any concatenate cond convert_element_type div dynamic_slice mul neg pad reduce_precision
 scan scatter-add select_n sharding_constraint slice stack store sub while
@@ -65,7 +65,7 @@ _SAME_GRADIENT = frozenset(_SAME_GRADIENT_WORDS.split())
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """The bytes on a device at the fullest moment of a step, by class; the module says which."""
+    """The bytes on a device at the fullest moment of a step, by the classes of the module."""
 
     parameters: int
     gradients: int
@@ -82,28 +82,28 @@ class Memory:
 
     @property
     def temporaries(self) -> int:
-        """The classes that exist only within a step: what XLA calls temporaries."""
+        """The classes that exist only within a step; XLA calls them temporaries."""
         return self.gradients + self.gathered + self.activations
 
     def to_json(self) -> dict[str, int]:
-        """The bytes by name, and `peak`."""
+        """Returns the bytes by name, and `peak`."""
         return {**dataclasses.asdict(self), "peak": self.peak}
 
 
 def step_memory(program: Program, *, platform: str = "tpu") -> Memory:
-    """Estimates what a device holds at the fullest moment of a training step.
+    """Estimates the memory of a device at the fullest moment of a training step.
 
     Args:
-      program: The program; neither compiled nor on devices that exist.
+      program: The program; it need not be compiled, and its devices need not exist.
       platform: The platform of the compiler: `"tpu"` or `"cpu"`, see
         `manualpar.inspect.peak_memory`.
 
     Returns:
       The bytes by class. `parameters`, `optimizer` and `batch` are exact;
-      `benchmarks/planned_memory.py` measures how far the others are from what XLA allocates.
+      `benchmarks/planned_memory.py` measures the error of the others against XLA's allocations.
 
     Raises:
-      ValueError: XLA is free to hold what it likes: the mode is `auto-unconstrained`, or it is
+      ValueError: XLA is free to choose what it holds: the mode is `auto-unconstrained`, or it is
         `auto` or `explicit` on a mesh with axes that do not split the batch.
     """
     if platform not in FUSIONS:
@@ -112,11 +112,11 @@ def step_memory(program: Program, *, platform: str = "tpu") -> Memory:
             f"{', '.join(map(repr, FUSIONS))}: how others fuse has not been measured. Take the one "
             "that is nearer."
         )
-    if isinstance(program, DiLoCoProgram):  # What one replica holds, and what all have in common.
+    if isinstance(program, DiLoCoProgram):  # One replica's memory, and the common parameters.
         state = program.abstract_state
         common, _ = state_bytes((state.params, state.opt_state, state.collections))
-        alone = step_memory(program.inner, platform=platform)
-        return dataclasses.replace(alone, other=alone.other + common)
+        inner = step_memory(program.inner, platform=platform)
+        return dataclasses.replace(inner, other=inner.other + common)
     state, batch = program.abstract_state, program.abstract_batch
     labels = jax.tree.map(lambda _: "other", state).replace(
         params=jax.tree.map(lambda _: "parameters", state.params),
@@ -137,7 +137,7 @@ def step_memory(program: Program, *, platform: str = "tpu") -> Memory:
     for value in metrics:
         values[value].label = "other"
     replaced = zip(arguments[:of_state], step.results[:of_state], strict=True)
-    held = find_peak(
+    held_by_label = find_peak(
         step.operations,
         values,
         kept=metrics,
@@ -145,13 +145,13 @@ def step_memory(program: Program, *, platform: str = "tpu") -> Memory:
         fusion=FUSIONS[platform],
     )
     for argument in arguments:
-        held[values[argument].label] += values[argument].size
-    held["activations"] += held.pop("", 0)
-    return Memory(**{field.name: held[field.name] for field in dataclasses.fields(Memory)})
+        held_by_label[values[argument].label] += values[argument].size
+    held_by_label["activations"] += held_by_label.pop("", 0)
+    return Memory(**{field.name: held_by_label[field.name] for field in dataclasses.fields(Memory)})
 
 
 def _trace(program: Program) -> ClosedJaxpr:
-    """The step in mode `manual`."""
+    """Traces the step in mode `manual`."""
     step = program.train_step
     if program.mode != "manual":
         others = [axis for axis in program.mesh.axis_names if axis not in program.data_axes]
@@ -171,7 +171,7 @@ def _trace(program: Program) -> ClosedJaxpr:
 
 
 def _parts(x: Any) -> int:
-    """How many parts an array is in."""
+    """Returns the number of parts that an array is in."""
     if x.sharding is None or not x.size:
         return 1
     return int(x.size) // math.prod(x.sharding.shard_shape(x.shape))
@@ -184,10 +184,10 @@ def _label_weights(operations: Sequence[Operation], values: Sequence[FlatValue])
             _label_weights(body.operations, values)
         is_gather = KIND_OF_PRIMITIVE.get(op.name) == "all_gather"
         in_update = OPTIMIZER_SCOPE in op.scope.split("/")
-        # Codes of parameters, and what is made of them.
-        is_code = not {GATHER_SCOPE, DECODE_SCOPE}.isdisjoint(scope_names(op.scope))
-        if is_gather or ((op.name in _SAME_WEIGHT or is_code) and not in_update):
-            of = {values[value].label for value in op.inputs[: None if is_code else 1]}
+        # Quantized parameters, and values made of them.
+        is_quantized = not {GATHER_SCOPE, DECODE_SCOPE}.isdisjoint(scope_names(op.scope))
+        if is_gather or ((op.name in _SAME_WEIGHT or is_quantized) and not in_update):
+            of = {values[value].label for value in op.inputs[: None if is_quantized else 1]}
             if of & {"parameters", "gathered"} or (is_gather and in_update):
                 for value in op.outputs:
                     values[value].label = "gathered"
@@ -207,11 +207,11 @@ def _label_gradients(operations: Sequence[Operation], values: Sequence[FlatValue
 
 
 def _trace_back(
-    operations: Sequence[Operation], values: Sequence[FlatValue], found: set[int]
+    operations: Sequence[Operation], values: Sequence[FlatValue], gradients_found: set[int]
 ) -> None:
-    """Labels values as gradients, and those that they were made of as far as they are gradients."""
+    """Labels `gradients_found` as gradients, and also the gradients that they were made of."""
     for op in reversed(operations):
-        gradients = [value for value in op.outputs if value in found]
+        gradients = [value for value in op.outputs if value in gradients_found]
         if not gradients:
             continue
         for value in gradients:
@@ -219,16 +219,18 @@ def _trace_back(
         for body in op.bodies:
             inner = zip(op.outputs, body.results, strict=True)
             _trace_back(
-                body.operations, values, {y for x, y in inner if x in found and y is not None}
+                body.operations,
+                values,
+                {y for x, y in inner if x in gradients_found and y is not None},
             )
-        is_code = not {SCATTER_SCOPE, REDUCE_SCOPE}.isdisjoint(scope_names(op.scope))
+        is_quantized = not {SCATTER_SCOPE, REDUCE_SCOPE}.isdisjoint(scope_names(op.scope))
         if op.bodies:
-            found |= {old for old, new in op.written_over if new in found}
-        elif is_code:  # Codes of gradients, and what they are made of.
-            found |= {value for value in op.inputs if not values[value].label}
+            gradients_found |= {old for old, new in op.written_over if new in gradients_found}
+        elif is_quantized:  # Quantized gradients, and the values they are made of.
+            gradients_found |= {value for value in op.inputs if not values[value].label}
         elif op.name in _SAME_GRADIENT or op.name in KIND_OF_PRIMITIVE:
             size = min(values[value].elements for value in gradients)
-            found |= {
+            gradients_found |= {
                 value
                 for value in op.inputs
                 if values[value].elements >= size and not values[value].label

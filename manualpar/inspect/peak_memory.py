@@ -1,9 +1,9 @@
-"""The arrays that a program holds at its fullest moment.
+"""Finds the arrays that a program holds at its fullest moment.
 
 Operations run in the order in which they are written, except that gathers run where they are first
-read; on CPUs in that of `manualpar.inspect.xla_cpu_schedule`. An array is held from the operation
-that makes it to the last operation that reads it. Not every value is an array in memory, because
-XLA *fuses*. The model of XLA's fusion is:
+read; on CPUs they run in the order of `manualpar.inspect.xla_cpu_schedule`. An array is held from
+the operation that makes it to the last operation that reads it. Not every value is an array in
+memory, because XLA *fuses*. The model of XLA's fusion is:
 
 - An elementwise operation, a broadcast, a cast, a slice or a lookup is computed where it is read,
   if all of its readers end up in one fusion. Its operands are then held until the fusion runs.
@@ -11,17 +11,17 @@ XLA *fuses*. The model of XLA's fusion is:
   exponential, division or root), if it reads at most one array, and if it does not take more memory
   to keep that array than to keep the result. Broadcasts of scalars and counters are always computed
   again.
-- Every other result is an array in memory: one that a collective or a loop reads, a result of the
-  program, and the result of a reduction, a matrix product or any operation not named here.
+- Every other result is an array in memory: a result that a collective or a loop reads, a result of
+  the program, and the result of a reduction, a matrix product or any operation not named here.
 
 Compilers differ: XLA's for TPUs fuses into matrix products, and repeats operations that are not
 cheap (`FUSIONS`). GPUs have not been measured; most of their products are calls of a library, as on
 the CPU.
 
-A fusion may write over an operand of the same size that nobody reads later; so may a scatter, an
-all-reduce, and a loop over its carry. A loop's carry stays in its place; a new carry that is made
-before the last read of the old one takes memory of its own. Of branches the fullest counts. Values
-that are never read are left out.
+A fusion may write over an operand of the same size that no later operation reads; so may a scatter,
+an all-reduce, and a loop over its carry. A loop's carry stays in its place; a new carry that is
+made before the last read of the old one takes memory of its own. Only the fullest branch of a
+conditional counts. Values that are never read are left out.
 
 This is a model: XLA reorders operations, merges equal ones, hoists some out of loops, pads arrays,
 and chooses layouts of its own. `benchmarks/planned_memory.py` measures the error on the CPU.
@@ -35,7 +35,7 @@ from manualpar.inspect.communication import KIND_OF_PRIMITIVE
 from manualpar.inspect.flat_program import FlatValue, Operation
 from manualpar.inspect.xla_cpu_schedule import PRODUCTS, as_compiled, eager_order
 
-# Fused, and cheap enough to be computed several times.
+# Operations that are fused, and cheap enough to be computed several times.
 _CHEAP_WORDS = """
 abs add add_any and bitcast_convert_type broadcast_in_dim clamp complex concatenate conj
 convert_element_type dynamic_slice eq ge gt imag iota is_finite le lt max min mul ne neg not or
@@ -44,13 +44,13 @@ shift_right_logical sharding_constraint sign slice split square stack sub transp
 clz nextafter one_minus_square
 """
 CHEAP = frozenset(_CHEAP_WORDS.split())
-# Fused if a single fusion reads them.
+# Operations that are fused if a single fusion reads them.
 _DEAR_WORDS = """
 acos acosh asin asinh atan atan2 atanh cbrt cos cosh digamma div erf erf_inv erfc exp exp2 expm1
 gather integer_pow lgamma log log1p log2 logistic polynomial pow rem rsqrt sin sinh sqrt tan tanh
 """
 DEAR = frozenset(_DEAR_WORDS.split())
-# They fuse with what they read, and their result is an array.
+# Operations that are fused with their operands, and whose result is an array.
 _REDUCTIONS_WORDS = """
 argmax argmin reduce reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor
 store
@@ -59,11 +59,11 @@ REDUCTIONS = frozenset(_REDUCTIONS_WORDS.split())
 
 
 class Fusion(NamedTuple):
-    """What a compiler fuses."""
+    """Which operations a compiler fuses."""
 
-    into_products: bool  # Whether matrix products compute what they read.
+    into_products: bool  # Whether operands are fused into matrix products.
     repeats_dear: bool  # Whether operations that are not cheap are computed again, too.
-    is_eager: bool  # Whether `cpu_program` says what runs, and when.
+    is_eager: bool  # Whether `xla_cpu_schedule` decides what runs, and when.
 
 
 FUSIONS: Mapping[str, Fusion] = {
@@ -81,15 +81,15 @@ def find_peak(
     fusion: Fusion,
     elsewhere: Collection[int] = (),
 ) -> Counter[str]:
-    """Finds the bytes by label that operations hold at the fullest moment, without their arguments.
+    """Finds the bytes at the fullest moment of operations, by label, without their arguments.
 
     Args:
       operations: The operations, in their order.
       values: Every value, by number; those that a compiler adds are appended.
       kept: The values that are held to the end.
-      replaced: Pairs of an argument and the value that takes its place; that is held to the end,
-        too.
-      fusion: What the compiler fuses.
+      replaced: Pairs of an argument and the value that takes its place; the value is held to the
+        end, too.
+      fusion: The operations that the compiler fuses.
       elsewhere: Values that take the place of arrays that exist already.
     """
     kept = {*kept, *(new for _, new in replaced)}
@@ -109,8 +109,8 @@ def find_peak(
             continue
         read = last_read.get(old, -1)
         if not _takes_place(operations[made_at[new]], read - made_at[new]):
-            dying[read].append(new)  # It is held besides the old value until that is read.
-        # It takes the old value's place, and so does what it was written over.
+            dying[read].append(new)  # It is held in addition until the old value is read.
+        # It takes the old value's place, and so does the value that it was written over.
         while new in made_at and _takes_place(operations[made_at[new]], read - made_at[new]):
             in_place.add(new)
             maker = made_at[new]
@@ -119,7 +119,7 @@ def find_peak(
     for value, index in last_read.items():
         if value in made_at and value not in kept:
             dying[index].append(value)
-    held: Counter[str] = Counter()
+    held_by_label: Counter[str] = Counter()
     peak: Counter[str] = Counter()
     alive: set[int] = set()
     for index, op in enumerate(operations):
@@ -129,12 +129,12 @@ def find_peak(
         reused = _reused_bytes(op, ends, values)
         made = [v for v in op.outputs if v not in in_place and op.name != "store"]
         for value in made:
-            held[values[value].label] += values[value].size
+            held_by_label[values[value].label] += values[value].size
             alive.add(value)
         inside = _inside(op, values, fusion)
-        if held.total() + inside.total() - reused > peak.total():
-            peak = held + inside
-            # The results that lie where operands lay are counted twice.
+        if held_by_label.total() + inside.total() - reused > peak.total():
+            peak = held_by_label + inside
+            # Results that were written over operands are counted twice.
             for value in ends:
                 label = values[value].label
                 taken = min(reused, values[value].size, peak[label])
@@ -142,13 +142,13 @@ def find_peak(
                 reused -= taken
         unread = [v for v in made if v not in last_read and v not in kept]
         for value in {*dying[index], *unread} & alive:
-            held[values[value].label] -= values[value].size
+            held_by_label[values[value].label] -= values[value].size
             alive.discard(value)
     return +peak
 
 
 def _inside(op: Operation, values: list[FlatValue], fusion: Fusion) -> Counter[str]:
-    """What the fullest body of an operation holds besides what is held around it."""
+    """Counts the fullest body of an operation, without the values that are held around it."""
     is_loop = op.name in ("scan", "while")
     fullest: Counter[str] = Counter()
     for body in op.bodies:
@@ -167,17 +167,17 @@ def _inside(op: Operation, values: list[FlatValue], fusion: Fusion) -> Counter[s
 
 
 def _makers(operations: Sequence[Operation]) -> dict[int, int]:
-    """By value the place of the operation that makes it."""
+    """Maps each value to the place of the operation that makes it."""
     return {v: i for i, op in enumerate(operations) for v in op.outputs}
 
 
 def _takes_place(maker: Operation, later: int) -> bool:
-    """Whether a result is written over a value whose last read is so many operations later."""
+    """Returns whether a result is written over a value last read `later` operations after it."""
     return later < 0 or (later == 0 and (bool(maker.written_over) or _is_fusible(maker)))
 
 
 def _reused_bytes(op: Operation, ends: Sequence[int], values: Sequence[FlatValue]) -> int:
-    """The bytes of results that take the place of operands."""
+    """Counts the bytes of results that take the place of operands."""
     if not _is_fusible(op):
         return sum(values[new].size for old, new in op.written_over if old in ends)
     free = {values[v].size for v in ends}
@@ -194,13 +194,13 @@ class _Fusing(NamedTuple):
     made_at: Mapping[int, int]
 
     def find(self) -> frozenset[int]:
-        """The places of the operations that are fused into their readers."""
+        """Returns the places of the operations that are fused into their readers."""
         readers: defaultdict[int, list[int]] = defaultdict(list)
         for index, op in enumerate(self.operations):
             for value in op.inputs:
                 readers[value].append(index)
         fused: set[int] = set()
-        # By operation the fusions that compute it, each by the place of its last operation.
+        # Operation -> the fusions that compute it, each given by the place of its last operation.
         roots: dict[int, frozenset[int]] = {}
         for index in reversed(range(len(self.operations))):
             op = self.operations[index]
@@ -221,7 +221,7 @@ class _Fusing(NamedTuple):
         return _is_fusible(op) or op.name in REDUCTIONS or is_product
 
     def _is_repeated(self, op: Operation, readers: Mapping[int, list[int]]) -> bool:
-        """Whether an operation is computed several times rather than kept."""
+        """Returns whether an operation is computed several times rather than kept."""
         arrays = self._arrays(op)
         if len(arrays) != 1 or not (op.name in CHEAP or self.fusion.repeats_dear):
             return not arrays
@@ -238,13 +238,13 @@ class _Fusing(NamedTuple):
         return True
 
     def _arrays(self, op: Operation) -> list[int]:
-        """The inputs of an operation that are not much smaller than its outputs."""
+        """Returns the inputs of an operation that are not much smaller than its outputs."""
         largest = max((self.values[v].elements for v in op.outputs), default=0)
         return [v for v in op.inputs if self.values[v].elements * 8 > largest]
 
 
 def _last_reads(operations: Sequence[Operation], fused: Collection[int]) -> dict[int, int]:
-    """By value the last operation that reads it, itself or through what is fused into it."""
+    """Maps each value to its last reader; operations fused into a reader read through it."""
     behind: dict[int, frozenset[int]] = {}
     last: dict[int, int] = {}
     for index, op in enumerate(operations):
@@ -261,7 +261,7 @@ def _is_fusible(op: Operation) -> bool:
 
 
 def _needed(operations: Sequence[Operation], kept: Collection[int]) -> list[Operation]:
-    """The operations that lead to the values that are kept."""
+    """Returns the operations that lead to the values that are kept."""
     needed, found = set(kept), []
     for op in reversed(operations):
         if needed & set(op.outputs):
@@ -271,10 +271,10 @@ def _needed(operations: Sequence[Operation], kept: Collection[int]) -> list[Oper
 
 
 def _delayed(operations: Sequence[Operation]) -> list[Operation]:
-    """The operations with each gather, and each cast of a gathered value, where it is first read.
+    """Moves each gather, and each cast of a gathered value, to where it is first read.
 
-    A rematerialised function begins with all of its gathers at once, and no compiler runs them so
-    early.
+    JAX puts all gathers of a rematerialised function first, but compilers run each where it is
+    used.
     """
     gathered: set[int] = set()
     moved = []

@@ -1,21 +1,21 @@
-"""What the stages of a pipeline send, and how often each uses a parameter, in closed form.
+"""The collectives of a pipeline's stages, and the uses of each parameter, in closed form.
 
-`S` stages take `M` microbatches through `v S` chunks of layers in `T` ticks. A device sends
+`S` stages run `M` microbatches through `v S` chunks of layers in `T` ticks. A device sends
 
-    activations         T permutes of what a layer hands on
-    their gradients     T permutes of what of it is differentiated
+    activations         T permutes of a layer's output
+    their gradients     T permutes of the differentiated part of it
     metrics             1 all-reduce of each scalar
     parameters          with v > 1: v permutes of 1 / v of the stage's layers, in shards
     their gradients     with v > 1: v permutes of 1 / v of them, in shards
 
-over the axis of stages. The permutes of a tick are written once for all stages, so a device counts
-as sending in those ticks too in which it sends zeros, or has no neighbour.
+over the axis of stages. The permutes of a tick are written once for all stages, so a device also
+counts as sending in the ticks in which it sends zeros or has no neighbour.
 
-A parameter is used in the prefix (on the first stage), in chunks of layers (on each), or in the
-suffix (on the last). The forward pass of a chunk is not differentiated when it runs. Its backward
-pass gathers parameters again, as what does not depend on activations is not kept in slots; and once
-more, if it runs the whole chunk again and drops gathered parameters in between. The prefix has a
-backward pass if something in it is trained.
+A parameter is used in the prefix (on the first stage), in chunks of layers (on each stage), or in
+the suffix (on the last). The forward pass of a chunk is not differentiated when it runs. Its
+backward pass gathers parameters again, because slots keep only values that depend on activations.
+It gathers them once more if it runs the whole chunk again and drops gathered parameters in between.
+The prefix has a backward pass if something in it is trained.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ class _FoundStages(Exception):  # noqa: N818 (it is no error)
 
 @dataclasses.dataclass(frozen=True)
 class _Seeker:
-    """Stands in for a pipeline in a step that is traced."""
+    """Replaces the pipeline of a step that is traced, and ends the trace with the staged loss."""
 
     run: PipelineRun
 
@@ -50,12 +50,11 @@ class _Seeker:
         raise _FoundStages(self.run.staged(loss, params, collections, minibatches))
 
     def exchange_layers(self, tree: Any) -> Any:
-        """The tree: only shapes are looked at."""
         return tree
 
 
 class Uses(NamedTuple):
-    """How often a step sends a parameter, and how often it differentiates a use of it."""
+    """How often a step sends a parameter, and the number of uses that it differentiates."""
 
     sends: CommCounts
     backward: int
@@ -80,7 +79,7 @@ class PipelineForm:
             self.loss: StagedLoss = found.args[0]
 
     def stages(self, stage: int | None) -> range:
-        """The stage alone, or all of them; refuses one that there is not."""
+        """Returns a range of the one stage, or of all; refuses a stage that does not exist."""
         every = range(self.run.num_stages)
         if stage is None:
             return every
@@ -89,7 +88,7 @@ class PipelineForm:
         return range(stage, stage + 1)
 
     def uses(self, stage: int) -> list[Uses]:
-        """How often a stage uses each parameter."""
+        """Returns how often a stage uses each parameter."""
         return [self._uses(index, stage) for index in range(len(self.program.parameters))]
 
     def _uses(self, index: int, stage: int) -> Uses:
@@ -99,14 +98,14 @@ class PipelineForm:
         backward, sends = 0, CommCounts(0)
 
         def add(times: int, passes: int, *, dropped: bool, differentiated: bool = True) -> None:
-            """Adds differentiated uses, and passes that are not differentiated before them."""
+            """Adds `times` differentiated uses, after `passes` undifferentiated passes."""
             nonlocal backward, sends
             each_pass = [strategy.sends(times, True)] * passes
             if differentiated:
                 backward += times
                 each_pass.append(strategy.sends(times, not dropped))
-            for each in each_pass:
-                sends = CommCounts(*(x + y for x, y in zip(sends, each, strict=True)))
+            for counts in each_pass:
+                sends = CommCounts(*(x + y for x, y in zip(sends, counts, strict=True)))
 
         if index in self.loss.prefix_params and stage == 0:
             places = [self.program.parameters[i][1] for i in self.loss.prefix_params]
@@ -128,7 +127,7 @@ class PipelineForm:
         return Uses(sends._replace(new_gathers=once.new_gathers), backward)
 
     def sends(self) -> Iterator[Collective]:
-        """What a step sends over the axis of stages, but for the sums of gradients."""
+        """Yields a step's collectives over the axis of stages, except sums of gradients."""
         table, types = self.run.table, self.loss.types
         for activation in (*types.inexact, *types.exact):
             yield self._sent("permute", activation.shape, activation.dtype, table.num_ticks)
@@ -141,12 +140,12 @@ class PipelineForm:
                 yield from self._exchanged(index)
 
     def _exchanged(self, index: int) -> Iterator[Collective]:
-        """The exchange of a stacked parameter, and of its gradient."""
+        """Yields the exchange of a stacked parameter, and the exchange of its gradient."""
         info, place = self.program.parameters[index]
         wire, reduced = self.program.wire, _dtype_of_sums(info.dtype)
-        is_whole = self.program.strategy.gather_every == "step" or place.state_names is not None
+        is_scattered = self.program.strategy.gather_every == "step" or place.state_names is not None
         sharded = {axis for name in place.sharded_names for axis in axis_tuple(name)}
-        if is_whole and sharded & set(place.mean_axes):  # Its gradient has been scattered.
+        if is_scattered and sharded & set(place.mean_axes):  # Its gradient has been scattered.
             reduced = jnp.dtype(wire.reduce_dtype or wire.gather_dtype or info.dtype)
         exchanged = [(place.names, place.parameter_padding, info.dtype)]
         if place.trainable:
@@ -163,8 +162,8 @@ class PipelineForm:
         return Collective(kind, (axis,), size, shape, jnp.dtype(dtype), times, PIPELINE_SCOPE)
 
 
-def pipeline_sends(program: Program) -> tuple[Collective, ...]:
-    """Predicts what a step of a pipeline sends besides parameters and what layers send.
+def pipeline_collectives(program: Program) -> tuple[Collective, ...]:
+    """Predicts a pipeline step's collectives that are not for parameters and not of layers.
 
     Returns:
       The collectives over the axis of stages that are not sums of gradients, the same on every

@@ -1,8 +1,8 @@
-"""Compares a program's step with that of plain flax on one device.
+"""Compares a program's step with the step of plain flax on one device.
 
-Types tell whether values differ between devices, but not whether a number is the right one. A loss
-that couples examples, statistics of a device's own examples, or a loss that is no mean come out
-different on many devices, and no type says so. Here the loss, the metrics and the gradient of every
+Types tell whether values differ between devices, but not whether a number is right. A loss that
+couples examples, statistics of the examples of one device, or a loss that is no mean give other
+numbers on many devices, and no type says so. Here the loss, the metrics and the gradient of every
 parameter, as SGD would apply it, are compared with those of the same model and loss function on one
 device that has the whole batch.
 """
@@ -49,25 +49,26 @@ def assert_same_as_one_device(
     """Asserts that a training step's loss, metrics and gradients are those of one device.
 
     The one device has the whole batch at once, in plain flax: the model's `apply` on arrays without
-    boxes, `jax.grad`, and nothing of the strategy. Mesh axes that the model or the loss names have
+    boxes, `jax.grad`, and no code of the strategy. Mesh axes that the model or the loss names have
     one device there. Parameters are those of `program.init(rng)`, cast to `gather_dtype` where they
-    are used if the program says so.
+    are used if the program does that.
 
     Args:
       program: The program, on devices of this process. Its optimizer does not matter.
-      batch: A batch as `train_step` takes it, of float32 or integers `[B, ...]`.
-      rng: The key that the program is initialised with.
-      rtol: How far the loss, each metric's mean and each gradient may be off, relative to one
-        device's; the norm of a difference is compared with the norm. By default 1e-4, or 0.05 if
-        parameters are stored, gathered or reduced in bfloat16. A model that computes in bfloat16
+      batch: A batch for `train_step`, of float32 or integers `[B, ...]`.
+      rng: The key for the program's `init`.
+      rtol: The largest error of the loss, of each metric's mean and of each gradient, relative to
+        one device's; the norm of a difference is compared with the norm. By default 1e-4, or 0.05
+        if parameters are stored, gathered or reduced in bfloat16. A model that computes in bfloat16
         needs more too.
-      atol: How far a metric may be off in addition, and a gradient in parts of the norm of all
-        gradients together: some are zero but for rounding, such as that of a bias before a softmax.
+      atol: An additional error: of a metric as it is, of a gradient as a fraction of the norm of
+        all gradients together. Some gradients are zero but for rounding, such as that of a bias
+        before a softmax.
 
     Raises:
       AssertionError: Something differs. The message names the loss and the metrics that differ, the
-        worst gradients and their ratios to one device's, and what in the model or the loss is known
-        to make such a difference.
+        worst gradients and their ratios to one device's, and the known causes of such a difference
+        that the model or the loss has.
       ValueError: The loss depends on its key, as with dropout, so that there is nothing to compare;
         or the program cannot be run here.
 
@@ -93,40 +94,40 @@ def assert_same_as_one_device(
         run = jax.jit(on_auto_axes(program.step.gradients, mesh=mesh, out_specs=specs))
         carried = state.collections, state.local
         grads, metrics, _ = jax.device_get(run(state.params, carried, keys[1], batch))
-        one, other = map(_on_one_device(program, state, batch), keys)
-    if any(compare(other, one)):
+        one, one_again = map(_on_one_device(program, state, batch), keys)
+    if any(compare(one_again, one)):
         raise ValueError(
             "assert_same_as_one_device: loss_fn depends on its rng: with two keys one device has "
             "two results, so there is nothing to compare. Switch dropout and other randomness off "
             "(a rate of 0, or a model made with deterministic=True)."
         )
-    whole, _ = partition(program.step.placements, program.whole_state.params)
-    grads = jax.tree.map(_unpadded, grads, whole)
-    found = sorted(compare(jax.device_get((grads, _means(metrics))), one), reverse=True)
-    if found:
-        words = "; ".join(list_some(words for _, _, words in found))
+    unpadded_params, _ = partition(program.step.placements, program.whole_state.params)
+    grads = jax.tree.map(_unpadded, grads, unpadded_params)
+    differences = sorted(compare(jax.device_get((grads, _means(metrics))), one), reverse=True)
+    if differences:
+        words = "; ".join(list_some(words for _, _, words in differences))
         raise AssertionError(
             f"{program.strategy.name} on {program.mesh.size} devices is not the same as one "
             f"device (rtol={rtol}, atol={atol}): {words}.{_known_reasons(program)}"
         )
 
 
-# Whether it is a value and no gradient, by how much it exceeds what is allowed, and in words.
+# Whether it is a value and no gradient, its ratio to the allowed error, and a sentence.
 _Difference = tuple[bool, float, str]
 
 
 def _on_one_device(
     program: Program, state: TrainState, batch: Any
 ) -> Callable[[jax.Array], tuple[Any, dict[str, Any]]]:
-    """The function of a key that gives one device's gradients and means of metrics."""
+    """Builds a function from a key to one device's gradients and means of metrics."""
     mesh = program.mesh
     is_manual = program.step.mode.writes_collectives
-    # Layers that are split over an axis are whole where it is not bound.
+    # A layer that is split over an axis computes with its full weights if the axis is not bound.
     split = frozenset[str]().union(*(place.split_axes for _, place in program.parameters))
     unbound = split - set(program.data_axes) if is_manual else frozenset()
     axes = [axis for axis in mesh.axis_names if axis not in unbound]
-    one = Mesh(mesh.devices.flatten()[:1].reshape([1] * len(axes)), axes)
-    mode = dataclasses.replace(program.step.mode, mesh=one)
+    one_device = Mesh(mesh.devices.flatten()[:1].reshape([1] * len(axes)), axes)
+    mode = dataclasses.replace(program.step.mode, mesh=one_device)
     model = dataclasses.replace(program.step.model, mode=mode)
     step = dataclasses.replace(program.step, model=model, mode=mode)
 
@@ -142,34 +143,34 @@ def _on_one_device(
 
         params, frozen = partition(step.placements, params)
         grads, metrics = jax.grad(loss_fn, has_aux=True)(params)
-        # With a dim for the one device, because by their types some may differ between devices.
+        # A leading dim for the one device, because some types say that values may differ.
         return jax.tree.map(lambda x: x[None], (grads, _means(metrics)))
 
     def spec(info: ParameterInfo) -> PartitionSpec:
         names = [[a for a in axis_tuple(name) if a in axes] for name in split_names(info)]
-        return names_to_spec(tuple(tuple(some) or None for some in names))
+        return names_to_spec(tuple(tuple(of_dim) or None for of_dim in names))
 
-    whole, each = PartitionSpec(), PartitionSpec(tuple(axes))
-    params_spec = jax.tree.map(spec, model.parameters) if is_manual else whole
+    replicated, stacked = PartitionSpec(), PartitionSpec(tuple(axes))
+    params_spec = jax.tree.map(spec, model.parameters) if is_manual else replicated
     run = mode.run(
         gradients,
-        in_specs=(params_spec, whole, whole, step.roles.batch_specs(batch)),
-        out_specs=each if is_manual else whole,
+        in_specs=(params_spec, replicated, replicated, step.roles.batch_specs(batch)),
+        out_specs=stacked if is_manual else replicated,
     )
-    put = functools.partial(jax.device_put, device=NamedSharding(one, PartitionSpec()))
+    put = functools.partial(jax.device_put, device=NamedSharding(one_device, PartitionSpec()))
     params = jax.tree.map(_unpadded, put(state.params), program.whole_state.params)
     run = jax.jit(functools.partial(run, params, put(state.collections)))
     return lambda key: jax.tree.map(lambda x: x[0], jax.device_get(run(put(key), put(batch))))
 
 
 def _differences(found: Any, expected: Any, rtol: float, atol: float) -> Iterator[_Difference]:
-    """The gradients and means of metrics that differ by more than they may."""
+    """Yields the gradients and the means of metrics that differ by more than they may."""
     (grads, means), (expected_grads, expected_means) = found, expected
     for name, value in expected_means.items():
         off, allowed = abs(means[name] - value), rtol * abs(value) + atol
         if not off <= allowed:
-            what = "the loss" if name == OBJECTIVE else f"metrics[{name!r}]"
-            words = f"{what} is {means[name]:.7g}, one device's {value:.7g}"
+            name_of_value = "the loss" if name == OBJECTIVE else f"metrics[{name!r}]"
+            words = f"{name_of_value} is {means[name]:.7g}, one device's {value:.7g}"
             yield True, float(off / allowed), words
     paths, leaves = zip(*jax.tree_util.tree_leaves_with_path(expected_grads), strict=True)
     ours, theirs = (
@@ -196,12 +197,12 @@ def _unpadded(x: Any, like: Any) -> Any:
 
 
 def _known_reasons(program: Program) -> str:
-    """The causes of such a difference that a program may have."""
+    """Returns the known causes of such a difference that the program may have."""
     reasons = " A loss that couples examples takes all of them with manualpar.gather_examples."
     if program.num_minibatches > 1:
         reasons += (
-            f" Of num_minibatches={program.num_minibatches} each is a batch of its own to a loss "
-            "that couples examples."
+            f" To a loss that couples examples, each of num_minibatches={program.num_minibatches} "
+            "is a batch of its own."
         )
     if "batch_stats" in program.whole_state.collections:
         reasons += (

@@ -1,13 +1,13 @@
-"""Where an operation comes from, read off its scope: its module, its phase, its purpose.
+"""Reads the origin of an operation off its scope: its module, its phase, its purpose.
 
 A scope lists the names and transformations around an operation, outermost first, separated by
-slashes: names that somebody gave (flax names each module, this package each of its collectives),
-transformations around some of them, `transpose(jvp(Model))`, and names that JAX and XLA add:
-`jit(train)`, `while/body`, `rematted_computation`. The names alone are the path of a module, which
-is the same in the forward pass, in a recomputation, and in the backward pass.
+slashes. It holds the names of modules (from flax) and of collectives (from this package);
+transformations around some of them, `transpose(jvp(Model))`; and names that JAX and XLA add:
+`jit(train)`, `while/body`, `rematted_computation`. The names without the rest are the path of a
+module, which is the same in the forward pass, in a recomputation, and in the backward pass.
 
-A transformed or rematerialised function is traced with the names that stood around its call, so a
-scope may repeat a prefix of the path for each transformation. A path contains it once.
+A transformed or rematerialised function is traced with the names around its call, so a scope may
+repeat a prefix of the path for each transformation. A path contains it once.
 """
 
 import re
@@ -36,7 +36,7 @@ from manualpar.core.tracing.tick_scopes import ticks_run
 Phase = Literal["forward", "backward", "recomputed", "update"]
 PHASES: tuple[Phase, ...] = ("forward", "backward", "recomputed", "update")
 
-# What layers that are split over devices send for their activations.
+# Scopes of the collectives that split layers run for their activations.
 LAYER_SCOPES = (
     TENSOR_SCOPE,
     SEQUENCE_SCOPE,
@@ -45,12 +45,12 @@ LAYER_SCOPES = (
     CONTEXT_SCOPE,
     PIPELINE_SCOPE,
 )
-OTHER = "other"  # The purpose of collectives of which no more is known.
+OTHER = "other"  # The purpose of collectives whose scope and axes do not say more.
 
 _RECOMPUTED = "rematted_computation"
 # Operations on gradients that autodiff does not write; they belong to the backward pass.
 _OF_GRADIENTS = frozenset({SCATTER_SCOPE, REDUCE_SCOPE, CAST_SCOPE, NONFINITE_SCOPE})
-# Names that JAX gives to calls; behind each of them the names of the called function begin.
+# Names that JAX gives to calls; the names of the called function follow.
 _CALL_WORDS = """
 rematted_computation checkpoint closed_call core_call custom_jvp_call custom_vjp_call eval_jaxpr
 remat remat2 shard_map shmap_body
@@ -63,12 +63,13 @@ _MINIBATCH = re.compile(r"minibatch(_\d+)?")
 
 
 def module_of(scope: str, root: str = "") -> str:
-    """The path of the module or parameter that an operation comes from: `"layers/attention/query"`.
+    """Returns the path of the module or parameter of an operation: `"layers/attention/query"`.
 
     Args:
-      scope: Its scope, as in a jaxpr or, without the primitive at its end, in a compiled program.
-      root: The name of the whole model. Paths leave it out, as the paths of parameters do, except
-        for that of an operation of the model itself.
+      scope: The operation's scope, as in a jaxpr or, without the primitive at its end, in a
+        compiled program.
+      root: The name of the whole model. Paths leave it out, as the paths of parameters do; only
+        operations of the model itself keep it.
 
     Returns:
       The path, `""` for operations in no module.
@@ -86,11 +87,11 @@ def module_of(scope: str, root: str = "") -> str:
 
 
 def phase_of(scope: str) -> Phase:
-    """The part of a step that an operation runs in.
+    """Returns the part of a step that an operation runs in.
 
     Transposed operations and operations on gradients are the backward pass; recomputations for it
-    by `jax.checkpoint` are a phase of their own. The update is what this package runs in the scope
-    of the optimizer; programs without that scope have no update.
+    by `jax.checkpoint` are a phase of their own. The update is everything in the optimizer's scope;
+    programs without that scope have no update.
     """
     parts = set(re.split(r"[/()]", scope))
     if OPTIMIZER_SCOPE in parts or NEW_PARAMS_SCOPE in parts:
@@ -101,13 +102,13 @@ def phase_of(scope: str) -> Phase:
 
 
 def purpose_in(scope: str, axes: Collection[str], data_axes: Collection[str] = ()) -> str:
-    """The purpose of a collective, by its scope and its axes; see `scopes.purpose_of`.
+    """Returns the purpose of a collective, by its scope and its axes; see `scopes.purpose_of`.
 
-    For one that this package has not written the axes decide. If it runs over none of the data
-    axes, which split the batch, it is of a parallel layer: `TENSOR_SCOPE`, or `CAST_SCOPE` in the
-    backward pass. There autodiff sums the gradient of a value that is the same on all devices and
-    was used with others that differ. A norm's scale is such a value where the sequence is split.
-    Over data axes, or if those are not known, it is `OTHER`.
+    If this package did not write the collective, its axes decide. Over none of the data axes, which
+    split the batch, it belongs to a parallel layer: `TENSOR_SCOPE`, or `CAST_SCOPE` in the backward
+    pass. There autodiff sums the gradient of a value that is the same on all devices and was
+    combined with values that differ between them. A norm's scale is such a value where the sequence
+    is split. Over data axes, or if those are not known, the purpose is `OTHER`.
     """
     if ours := purpose_of(scope):
         return ours
@@ -117,10 +118,10 @@ def purpose_in(scope: str, axes: Collection[str], data_axes: Collection[str] = (
 
 
 def compiled_scopes(op_name: str) -> tuple[str, ...]:
-    """The scopes of an instruction of a compiled program, without the primitive at their ends.
+    """Splits the `op_name` of a compiled instruction into scopes, without their last primitives.
 
-    There are several if XLA has merged several: `prefix/(a/psum:b/psum)` was made from operations
-    in `prefix/a` and in `prefix/b`.
+    There are several if XLA has merged several operations: `prefix/(a/psum:b/psum)` was made from
+    operations in `prefix/a` and in `prefix/b`.
     """
     prefix, is_merged, rest = op_name.partition("/(")
     if not is_merged or not rest.endswith(")"):
@@ -130,7 +131,7 @@ def compiled_scopes(op_name: str) -> tuple[str, ...]:
 
 
 def _split_outside_parentheses(text: str) -> Iterator[str]:
-    """The parts between colons, except for colons in parentheses."""
+    """Yields the parts between colons, except for colons in parentheses."""
     depth, start = 0, 0
     for index, letter in enumerate(text):
         depth += (letter == "(") - (letter == ")")
@@ -141,7 +142,7 @@ def _split_outside_parentheses(text: str) -> Iterator[str]:
 
 
 def _segments(scope: str) -> Iterator[list[str]]:
-    """The names in a scope: a list for each stretch without a transformation, call or method."""
+    """Yields the names in a scope: a list per stretch without a transformation, call or method."""
     scope = _IN_CONTROL_FLOW.sub("closed_call", scope)
     depth_of_jit: list[bool] = []  # For each open parenthesis, whether it holds a function's name.
     names: list[str] = []
@@ -163,7 +164,7 @@ def _segments(scope: str) -> Iterator[list[str]]:
 
 
 def _joined(path: list[str], names: list[str]) -> list[str]:
-    """A path and the names behind it, without the names that repeat the path."""
+    """Appends names to a path, without the names that repeat the end of the path."""
     for index in range(len(path)):
         rest = path[index:]
         if names[: len(rest)] == rest:

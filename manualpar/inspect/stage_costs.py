@@ -1,4 +1,4 @@
-"""What the parts of a pipeline's ticks compute, in floating point operations."""
+"""Floating point operations of the parts of a pipeline's ticks."""
 
 import jax
 
@@ -16,7 +16,7 @@ def stage_costs(traced: jax.stages.Traced, table: Table) -> Costs:
       table: The schedule of the pipeline.
 
     Returns:
-      The costs. Where there is one stage, all are those of chunks.
+      The costs. With one stage, all operations count as those of chunks.
     """
     costs: dict[str, float] = dict.fromkeys(Costs._fields, 0.0)
     parts = TickParts(table)

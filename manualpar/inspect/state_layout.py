@@ -1,4 +1,4 @@
-"""Where the state of a program lies: its bytes, a table of it, and drawings of its parameters."""
+"""Shows where a program's state is stored: its bytes, a table, and drawings of its parameters."""
 
 import difflib
 import math
@@ -15,11 +15,9 @@ from manualpar.core.parameters.placement import path_name
 from manualpar.core.program.program import Program
 
 ALL = "all"  # The path of all parameters.
-# The width that jax takes the output to have, the height it gives a drawing, and the columns that
-# are as wide as a line is high.
-MAX_WIDTH = 80
-HEIGHT = 10
-COLUMNS_PER_LINE = 2.5
+MAX_WIDTH = 80  # Columns of the output, as jax assumes.
+HEIGHT = 10  # Lines that jax gives a drawing.
+COLUMNS_PER_LINE = 2.5  # Columns that are as wide as a line is high.
 
 
 def state_bytes(tree: Any) -> tuple[int, int]:
@@ -30,7 +28,7 @@ def state_bytes(tree: Any) -> tuple[int, int]:
         `program.abstract_state.params`.
 
     Returns:
-      The bytes on the fullest device, and those of the whole tree.
+      The bytes on the fullest device, and the bytes of all elements.
     """
     leaves = jax.tree.leaves(tree)
     per_device = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
@@ -45,13 +43,13 @@ def layout_table(program: Program) -> Table:
 
     Returns:
       A `rich.table.Table` with a row for each parameter: shape, dtype, partition spec, bytes on a
-      device. Behind the spec stands that of the gradient and the optimizer's state, where it is
-      another; the axes over which the parameter is split, so that the model computes with its
-      shards, and those whose devices share its entries; and why the strategy has sharded it over
-      the data axes along this dimension ("whole tiles", "largest", "only one that divides",
-      "annotated"), or why not at all; and "frozen" if it is. Below are the totals of parameters,
-      optimizer state and other collections, also as a share of the bytes that a single device would
-      hold.
+      device. After the spec come the spec of the gradient and the optimizer's state, where it
+      differs; the axes over which the parameter is split, so that the model computes with its
+      shards; and the axes whose devices share its entries. Then comes the reason why the strategy
+      has sharded it over the data axes along this dimension ("whole tiles", "largest", "only one
+      that divides", "annotated"), or why it has not; and "frozen" for a frozen parameter. Below are
+      the totals of parameters, optimizer state and other collections, also as a share of the bytes
+      that a single device would hold.
     """
     mesh = " x ".join(f"{axis}={size}" for axis, size in program.mesh.shape.items())
     mode = "" if program.mode == "manual" else f", mode {program.mode},"
@@ -89,10 +87,10 @@ def layout_table(program: Program) -> Table:
 
 
 def draw_sharding(params: Any, path: str = ALL) -> None:
-    """Prints which devices hold which part of a parameter, or of all, on standard output.
+    """Prints which devices store which part of a parameter, or of all, on standard output.
 
-    `jax.debug.visualize_sharding` draws arrays of one or two dims. Of an array with more, the
-    sharded dims are drawn, and as many of the last other dims as make up two.
+    `jax.debug.visualize_sharding` draws arrays of one or two dims. For an array with more, the
+    sharded dims are drawn, filled up to two with the last of the other dims.
 
     Args:
       params: A tree of `jax.Array`s, or of `jax.ShapeDtypeStruct`s with shardings such as
@@ -147,13 +145,13 @@ def _draw(name: str, x: Any) -> None:
         print(f"{title}: not drawn, {reason}\n")
         return
     print(title)
-    # In proportion, unless that is wider than the output.
+    # The drawing keeps the proportions, unless it would be wider than the output.
     width = HEIGHT * COLUMNS_PER_LINE * (shape[1] if len(shape) == 2 else 1) / shape[0]
     jax.debug.visualize_sharding(shape, sharding, scale=min(1.0, MAX_WIDTH / math.ceil(width)))
 
 
 def _axes_text(words: str, names: Sequence[AxisName | None]) -> str:
-    """A clause with the axes of some dims, `''` if there are none."""
+    """Returns a clause with the axes of some dims, `''` if there are none."""
     axes = [axis for name in names for axis in axis_tuple(name)]
     return f", {words} {' and '.join(axes)}" if axes else ""
 

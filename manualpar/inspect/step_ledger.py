@@ -1,13 +1,13 @@
-"""The ledger: what a step sends and computes, read off the program before it has run.
+"""The ledger: the collectives and operations of a step, read off the program before it has run.
 
 It has three readings of the same step. The closed form of the strategy says what the step must
-send (`manualpar.inspect.expected_bytes`). The jaxpr says what was written, equation by equation
-(`manualpar.inspect.communication`, `manualpar.inspect.flops`). The compiled program says what
-XLA made of it (`manualpar.inspect.compiled`), and every difference between the last two has a name
-(`manualpar.inspect.xla_changes`).
+send (`manualpar.inspect.expected_bytes`). The jaxpr shows the program as written, equation by
+equation (`manualpar.inspect.communication`, `manualpar.inspect.flops`). The compiled program shows
+it as XLA changed it (`manualpar.inspect.compiled`), and every difference between the last two has a
+name (`manualpar.inspect.xla_changes`).
 
-All numbers are those of one device and one step. Bytes are those that it sends with ring
-algorithms, see `manualpar.inspect.communication.ring_bytes`; operations are those of products.
+All numbers are per device and step. Bytes are those that a device sends with ring algorithms, see
+`manualpar.inspect.communication.ring_bytes`; operations are those of products.
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Ledger:
-    """What a device sends, computes and holds in a step.
+    """The collectives, operations and memory of a device in a step.
 
     Attributes:
       name: The strategy and the mode, or the name of the function.
@@ -62,9 +62,9 @@ class Ledger:
         where there is none.
       memory: The memory of the step at its peak; `None` for a function, or where XLA chooses.
       compiled: The compiled step; `None` if it was not compiled.
-      changes: What XLA changed: the bytes of `collectives` and of all changes are those of
-        `compiled`.
-      notes: What was assumed or chosen to arrive at these numbers.
+      changes: The changes that XLA made: the bytes of `collectives` and of all changes add up to
+        those of `compiled`.
+      notes: Assumptions and choices behind these numbers.
       stage: The stage of a pipeline whose device this is; `None` where there are no stages.
     """
 
@@ -85,19 +85,19 @@ class Ledger:
         return total_bytes(self.collectives)
 
     def bytes_by_axis(self) -> dict[tuple[str, ...], Fraction]:
-        """The bytes over each axis, or tuple of axes as it is written."""
+        """Returns the bytes over each axis, or over each tuple of axes as written."""
         return bytes_by_axes(self.collectives)
 
     def bytes_by_purpose(self) -> dict[str, Fraction]:
-        """The bytes for each purpose."""
+        """Returns the bytes for each purpose."""
         return summed((one.purpose, one.bytes_sent) for one in self.collectives)
 
     def bytes_by_module(self) -> dict[str, Fraction]:
-        """The bytes of each module or parameter, `""` for those that belong to none."""
+        """Returns the bytes of each module or parameter, `""` for collectives of none."""
         return summed((one.module, one.bytes_sent) for one in self.collectives)
 
     def counts(self) -> dict[str, int]:
-        """How many collectives of each kind run."""
+        """Returns the number of collectives of each kind that run."""
         return count_by_kind(self.collectives)
 
     @property
@@ -106,17 +106,17 @@ class Ledger:
         return sum(computation.flops for computation in self.computations)
 
     def flops_by_phase(self) -> dict[str, int]:
-        """The operations of each of the four phases."""
+        """Returns the operations of each of the four phases."""
         none: dict[str, int] = dict.fromkeys(PHASES, 0)
         return none | summed((one.phase, one.flops) for one in self.computations)
 
     def flops_by_module(self) -> dict[str, int]:
-        """The operations of each module, all phases together."""
+        """Returns the operations of each module, all phases together."""
         return summed((one.module, one.flops) for one in self.computations)
 
     def to_json(self) -> dict[str, Any]:
-        """The ledger as JSON: axes joined with commas, and integers where numbers are whole."""
-        predicted = None  # Which is not the same as a prediction of no bytes.
+        """Returns the ledger as JSON: axes joined with commas, and integers where possible."""
+        predicted = None  # No prediction, which differs from a prediction of 0 bytes.
         if self.predicted is not None:
             total = as_number(sum(self.predicted.values(), Fraction(0)))
             predicted = {"total": total, "by_axes": _as_numbers(self.predicted)}
@@ -157,20 +157,21 @@ def ledger(
     Args:
       program: A `Program`, whose `train_step` is read; or any function, jitted or not, ours or not,
         `jax.shard_map`s inside it or none; or what `jax.jit(f).trace(*args)` returns.
-      *abstract_args: A function's arguments: arrays or, as no value is looked at, trees of
+      *abstract_args: A function's arguments: arrays or, because no value is looked at, trees of
         `jax.ShapeDtypeStruct`s, with shardings if those matter. None with a program.
-      while_trips: How many rounds to count of a `while` whose number is not known.
-      stage: The stage of a pipeline whose device is read; `None` for the one that sends the most.
-      compile: Whether to have XLA compile it too and to compare; it takes the devices of the mesh.
+      while_trips: The number of rounds to count for a `while` whose number is not known.
+      stage: The stage of a pipeline to read; `None` for the stage that sends the most.
+      compile: Whether to compile the step with XLA too and to compare; this needs the devices of
+        the mesh.
 
     Returns:
       The ledger.
 
     Raises:
-      TypeError: What is given is no program and no function, or the arguments do not fit it.
-      ValueError: Something in it cannot be counted: a `while` of unknown length, a collective whose
-        bytes are not known here, axes that nothing binds, a stage that there is not; or it cannot
-        be compiled here.
+      TypeError: `program` is no program and no function, or the arguments do not fit it.
+      ValueError: Something in it cannot be counted: a `while` of unknown length, a collective of
+        unknown bytes, axes that nothing binds, a stage that does not exist; or it cannot be
+        compiled here.
     """
     traced = _trace(program, abstract_args)
     jaxpr = traced.jaxpr.jaxpr
@@ -178,7 +179,7 @@ def ledger(
     meshes: list[Any] = [ours.mesh] if ours else list(_meshes(program, traced, abstract_args))
     num_devices = max((math.prod(mesh.shape.values()) for mesh in meshes), default=1)
     around = Around(spread=num_devices)
-    # The name of the model, with which flax begins the scope of all that it does.
+    # Flax begins every scope with the model's name.
     apply_fn: Any = ours and ours.abstract_state.apply_fn
     owner = getattr(apply_fn, "__self__", None)
     inner = None if isinstance(owner, nn.Module) else getattr(owner, "module", None)
@@ -203,11 +204,13 @@ def ledger(
             "compiled program only"
         )
     if ours and (codes := describe_codes(ours.wire)):
-        notes.append(f"what travels: {codes}")
+        notes.append(f"sent quantized: {codes}")
     if isinstance(ours, DiLoCoProgram):
-        sent = outer_step_bytes(ours).items()
-        each = ", ".join(f"{float(n):,.0f} bytes over {','.join(axes)}" for axes, n in sent)
-        notes.append(f"an outer step follows every {ours.every} steps, and sends {each} besides")
+        by_axes = outer_step_bytes(ours).items()
+        sent_by_axes = ", ".join(
+            f"{float(n):,.0f} bytes over {','.join(axes)}" for axes, n in by_axes
+        )
+        notes.append(f"every {ours.every} steps an outer step follows, which sends {sent_by_axes}")
     result = Ledger(
         name=_name(program),
         mesh={axis: size for mesh in meshes for axis, size in mesh.shape.items()},
@@ -234,24 +237,24 @@ def ledger(
 
 
 def trace_outer_steps(program: DiLoCoProgram) -> tuple[Collective, ...]:
-    """What replicas that train alone send in their outer steps, each fragment's once."""
+    """Traces the collectives of DiLoCo's outer steps, each fragment's once."""
     traced = (step.trace(program.abstract_state) for step in program.outer_steps)
     return tuple(itertools.chain.from_iterable(map(trace_collectives, traced)))
 
 
 def describe_codes(wire: CommPolicy) -> str:
-    """What travels as codes, in words; `""` if nothing does."""
+    """Says which values are sent quantized; `""` if none are."""
     axes = f" over {','.join(wire.code_axes)}" if wire.code_axes else ""
     named = ("gathered parameters", wire.gather_code), (f"gradients{axes}", wire.reduce_code)
-    parts = [f"{what} as codes of {code.name}" for what, code in named if code]
+    parts = [f"{values} as codes of {code.name}" for values, code in named if code]
     return ", ".join(parts)
 
 
 def _trace(program: Any, args: tuple[Any, ...]) -> jax.stages.Traced:
-    """A traced program; refuses what cannot be traced."""
+    """Traces a program or a function; refuses one that cannot be traced."""
     if isinstance(program, Program | jax.stages.Traced) and args:
         raise TypeError(
-            f"ledger: {_name(program)} was given {len(args)} arguments, expected none: it knows "
+            f"ledger: {_name(program)} was given {len(args)} arguments, expected none: it has "
             "its own. Leave them out."
         )
     if isinstance(program, jax.stages.Traced):
@@ -305,11 +308,11 @@ def _check_arguments(name: str, function: Callable[..., Any], args: tuple[Any, .
 
 
 def _meshes(program: Any, traced: jax.stages.Traced, args: tuple[Any, ...]) -> Iterator[Any]:
-    """The meshes of a function: those of its arguments, of its shardings, and those inside."""
+    """Yields the meshes of a function's arguments, of its shardings, and of its `shard_map`s."""
     shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves((args, traced.in_avals))]
     jaxpr = traced.jaxpr.jaxpr
     if not isinstance(program, jax.stages.Traced):
-        jaxpr = _called(program, args)  # Of a jitted function it names the shardings.
+        jaxpr = _called(program, args)  # The jaxpr of a jitted function's call names the shardings.
     inside = []
     for eqn in all_equations(jaxpr):
         named = [eqn.params.get(name) for name in ("sharding", "in_shardings", "out_shardings")]
@@ -320,31 +323,33 @@ def _meshes(program: Any, traced: jax.stages.Traced, args: tuple[Any, ...]) -> I
 
 
 def _called(function: Callable[..., Any], args: tuple[Any, ...]) -> Jaxpr:
-    """The jaxpr of a call; arguments that are not arrays may be static and stay as they are."""
+    """Returns the jaxpr of a call; arguments that are not arrays may be static, and stay."""
     leaves, tree = jax.tree.flatten(args)
 
     def call(*arrays: Any) -> Any:
-        given = iter(arrays)
+        traced_arrays = iter(arrays)
         return function(
-            *jax.tree.unflatten(tree, [next(given) if hasattr(x, "shape") else x for x in leaves])
+            *jax.tree.unflatten(
+                tree, [next(traced_arrays) if hasattr(x, "shape") else x for x in leaves]
+            )
         )
 
     return jax.make_jaxpr(call)(*(x for x in leaves if hasattr(x, "shape"))).jaxpr
 
 
 def _unless_refused(
-    predict: Callable[[Program], T], program: Program | None, what: str, notes: list[str]
+    predict: Callable[[Program], T], program: Program | None, quantity: str, notes: list[str]
 ) -> T | None:
-    """A prediction; `None` where there is none, with the reason as a note."""
+    """Returns a prediction; if it is refused, returns `None` and notes the reason."""
     try:
         return predict(program) if program else None
     except ValueError as error:
-        notes.append(f"no {what}: {error}")
+        notes.append(f"no {quantity}: {error}")
         return None
 
 
 def _name(program: Any) -> str:
-    """What a program or a function is called."""
+    """Returns the name of a program or a function."""
     if isinstance(program, Program):
         return f"{program.strategy.name} {program.mode}"
     if isinstance(program, jax.stages.Traced):
@@ -354,7 +359,7 @@ def _name(program: Any) -> str:
 
 
 def _as_numbers(sent: Mapping[Any, Fraction]) -> dict[str, int | float]:
-    """Bytes by name, or by axes, as JSON."""
+    """Converts bytes by name, or by axes, for JSON."""
     return {
         name if isinstance(name, str) else ",".join(name): as_number(value)
         for name, value in sent.items()

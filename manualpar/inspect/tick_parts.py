@@ -1,9 +1,9 @@
-"""The parts of a pipeline's tick, found again in a traced step.
+"""Finds the parts of a pipeline's tick in a traced step.
 
 The named scopes of `manualpar.core.tracing.tick_scopes` say in how many ticks each stage runs a
-part. That tells apart a chunk of layers, which all stages run, and what comes before the layers or
-after them. A part and its backward pass run equally often, but in another phase of the step. A part
-that permutes is run by all stages together, in the ticks in which one has to.
+part. That distinguishes a chunk of layers, which all stages run, from the operations before the
+layers and after them. A part and its backward pass run equally often, but in another phase of the
+step. All stages run a part that permutes together, in the ticks in which at least one has to.
 """
 
 import itertools
@@ -12,7 +12,7 @@ from manualpar.core.tracing.tick_scopes import innermost_ticks, ticks_run, ticks
 from manualpar.inspect.scope_parsing import phase_of
 from manualpar.layers.pipeline.schedule_table import Table
 
-# By the name of a part among `Costs` the row of the table that says who runs it.
+# Name of a part, as in `Costs` -> row of the table that says which stages run it.
 ROWS = {
     "forward": "forward_microbatch",
     "backward": "backward_microbatch",
@@ -23,7 +23,7 @@ ROWS = {
 
 
 class TickParts:
-    """Says of operations which part of a tick they belong to.
+    """Finds the part of a tick that an operation belongs to.
 
     Attributes:
       table: The schedule.
@@ -37,10 +37,10 @@ class TickParts:
             self._by_scope.setdefault(scope, []).append(part)
 
     def of(self, scope: str) -> str:
-        """The part of an operation; "" for one that runs whatever the table says.
+        """Returns the part of an operation; "" for operations that do not depend on the table.
 
-        What comes after the layers is one part, forward and backward. With one stage everything
-        runs as often as a chunk, and is taken as one.
+        The operations after the layers are one part, forward and backward. With one stage all parts
+        run as often as a chunk, so all of them count as chunks.
         """
         parts = self._by_scope.get(innermost_ticks(scope), ())
         is_backward = phase_of(scope) in ("backward", "recomputed")
@@ -48,7 +48,7 @@ class TickParts:
         return next(fitting, "")
 
     def runs(self, scope: str, stage: int) -> int:
-        """In how many ticks a stage runs an operation of a part."""
+        """Returns the number of ticks in which a stage runs an operation of a part."""
         ticks = ticks_run(innermost_ticks(scope))
         assert ticks
         return ticks.runs[stage]

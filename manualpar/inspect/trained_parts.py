@@ -1,4 +1,4 @@
-"""How much of a program is trained, and what that costs: arrays, bytes held, bytes sent."""
+"""How much of a program is trained, and the cost of that: arrays, bytes stored, bytes sent."""
 
 import math
 from collections.abc import Iterable
@@ -17,31 +17,33 @@ GATHERS = (GATHER_SCOPE, REGATHER)
 
 
 def trained_parts(program: Program, collectives: Iterable[Collective]) -> dict[str, Any]:
-    """Counts what is trained and what is frozen; every number but `elements` is of one device.
+    """Counts what is trained and what is frozen; all but `elements` is per device.
 
     Args:
       program: The program.
-      collectives: Those of its traced step, which in other modes than `manual` are none.
+      collectives: The collectives of its traced step; there are none in modes other than `manual`.
 
     Returns:
-      `trained` and `frozen`, each with the number of `arrays`, their `elements` in all and their
+      `trained` and `frozen`, each with the number of `arrays`, all their `elements` and their
       `bytes`; `optimizer`, the bytes of the optimizer's state; `gradients_sent` and `gathers_sent`,
       the bytes that a step sends for gradients and for gathered parameters, `None` where XLA
       chooses them.
     """
-    found: dict[str, Any] = {}
+    counts: dict[str, Any] = {}
     parts = partition(program.step.placements, program.abstract_state.params)
     infos = [info for info, _ in program.parameters]
     for name, part in zip(("trained", "frozen"), parts, strict=True):
-        own = [info for info in infos if info.trainable == (name == "trained")]
-        found[name] = {
+        members = [info for info in infos if info.trainable == (name == "trained")]
+        counts[name] = {
             "arrays": len(jax.tree.leaves(part)),
-            "elements": sum(math.prod(info.shape) for info in own),
+            "elements": sum(math.prod(info.shape) for info in members),
             "bytes": state_bytes(part)[0],
         }
-    found["optimizer"] = state_bytes(program.abstract_state.opt_state)[0]
+    counts["optimizer"] = state_bytes(program.abstract_state.opt_state)[0]
     collectives = list(collectives)
     for name, purposes in (("gradients_sent", GRADIENTS), ("gathers_sent", GATHERS)):
-        sent = total_bytes(one for one in collectives if one.purpose in purposes)
-        found[name] = as_number(sent) if program.mode == "manual" else None
-    return found
+        sent = total_bytes(
+            collective for collective in collectives if collective.purpose in purposes
+        )
+        counts[name] = as_number(sent) if program.mode == "manual" else None
+    return counts

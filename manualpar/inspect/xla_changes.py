@@ -1,10 +1,10 @@
-"""The differences between the collectives that a program writes and those that XLA runs.
+"""Names the differences between the collectives that a program writes and those that XLA runs.
 
 Each operand of a compiled collective is paired with the operand in the jaxpr that it was made from.
-That has the same purpose and module (XLA keeps their names), kind, group and number of elements;
-where there is none, another dtype or another kind will do. XLA has hoisted what is left of the
-jaxpr out of a loop, merged it with an equal collective, or removed it. It has added what is left of
-the compiled program.
+The two have the same purpose and module (XLA keeps their names), kind, group and number of
+elements; where there is no such operand, another dtype or another kind will do. Operands of the
+jaxpr without a partner were hoisted out of a loop, merged with an equal collective, or removed by
+XLA. Operands of the compiled program without a partner were added by XLA.
 
 Invariant: the bytes of the jaxpr, plus the bytes after less the bytes before of every change, are
 the bytes of the compiled program. No part of the difference is left without a name.
@@ -27,22 +27,22 @@ from manualpar.inspect.hlo import array_bytes
 from manualpar.inspect.scope_parsing import OTHER
 
 ChangeKind = Literal["merged", "hoisted", "retyped", "replaced", "removed", "added"]
-UNLIKE = 7  # See `_difference`.
+UNLIKE = 7  # Difference of a pair that does not match, see `_difference`.
 
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """What XLA has done to some collectives of one purpose.
+    """A change that XLA made to some collectives of one purpose.
 
     Attributes:
-      kind: `"merged"`: several are one, because XLA put them together or because they had the same
-        result; `"hoisted"`: one in a loop runs less often; `"retyped"`: another dtype travels;
+      kind: `"merged"`: several became one, because XLA joined them or because they had the same
+        result; `"hoisted"`: one in a loop runs less often; `"retyped"`: another dtype is sent;
         `"replaced"`: another kind has the same result; `"removed"`; `"added"`: it was not written.
       purpose: Their purpose, see `Collective.purpose`.
-      modules: Their modules, as far as they have one.
-      bytes_before: What a device would have sent for them in a step.
-      bytes_after: What it sends.
-      words: A sentence.
+      modules: The modules of those that have one.
+      bytes_before: The bytes that a device would have sent for them in a step.
+      bytes_after: The bytes that it sends.
+      words: The change as a sentence.
     """
 
     kind: ChangeKind
@@ -53,7 +53,7 @@ class Change:
     words: str
 
     def to_json(self) -> dict[str, Any]:
-        """Plain numbers and names."""
+        """Returns plain numbers and names."""
         return {
             "kind": self.kind,
             "purpose": self.purpose,
@@ -67,14 +67,14 @@ class Change:
 def find_changes(
     traced: Iterable[Collective], compiled: Iterable[CompiledCollective], *, root: str = ""
 ) -> tuple[Change, ...]:
-    """Names every difference between the collectives that were written and those that run.
+    """Finds every difference between the collectives that were written and those that run.
 
-    The changes come in the order of the program, those of one kind and purpose together. A
-    collective on a ring of one device sends nothing and is not considered. `root` is the name of
-    the whole model, see `manualpar.inspect.scope_parsing.module_of`.
+    The changes are in the order of the program, grouped by kind and purpose. A
+    collective on a ring of one device sends nothing and is left out. `root` is the name of the
+    whole model, see `manualpar.inspect.scope_parsing.module_of`.
     """
     written = [_Written(one, left=one.times) for one in traced if one.bytes_sent]
-    running = [part for one in compiled for part in _parts(one, root) if part.bytes_each]
+    running = [part for whole in compiled for part in _parts(whole, root) if part.bytes_each]
     ranked = [(w, r, _difference(w, r)) for r in running for w in written]
     pairs = [pair for pair in ranked if pair[2] < UNLIKE]
     notes: list[Change] = []
@@ -84,7 +84,7 @@ def find_changes(
             if found == difference and w.left and r.left and is_preferred(w, r):
                 notes.extend(_pair(w, r))
 
-    # Of several that are the same those come first that run equally often.
+    # Among equals, prefer the ones that run equally often.
     pair_up(0, lambda w, r: w.left == r.left)
     pair_up(0, lambda w, r: not w.found)
     for difference in range(UNLIKE):
@@ -95,145 +95,155 @@ def find_changes(
         for r in running
         if r.left
     ]
-    return (*_put_together(running), *_summed(notes))
+    return (*_joined_operands(running), *_summed(notes))
 
 
 @dataclasses.dataclass
 class _Written:
-    """A collective of the jaxpr: how many of its runs are still to be found, and were found."""
+    """A collective of the jaxpr: how many of its runs are `left` to find, and how many `found`."""
 
-    one: Collective
+    collective: Collective
     left: int
     found: int = 0
 
     def __post_init__(self) -> None:
-        is_key = jnp.issubdtype(self.one.dtype, jax.dtypes.prng_key)
-        words = self.one.dtype.itemsize // 4 if is_key else 1
-        self.dtype = "u32" if is_key else hlo_dtype(self.one.dtype)
-        self.elements = math.prod(self.one.shape) * words
-        self.bytes_each = self.one.bytes_sent / self.one.times
-        self.noun = _noun(self.one.kind, self.dtype)
+        is_key = jnp.issubdtype(self.collective.dtype, jax.dtypes.prng_key)
+        words = self.collective.dtype.itemsize // 4 if is_key else 1
+        self.dtype = "u32" if is_key else hlo_dtype(self.collective.dtype)
+        self.elements = math.prod(self.collective.shape) * words
+        self.bytes_each = self.collective.bytes_sent / self.collective.times
+        self.noun = _noun(self.collective.kind, self.dtype)
         # Collectives that agree in this have the same result.
-        what = (self.one.kind, self.one.axes, self.elements, self.dtype)
-        self.result = (_family(self.one.purpose), self.one.module, *what)
+        operation = (self.collective.kind, self.collective.axes, self.elements, self.dtype)
+        self.result = (_family(self.collective.purpose), self.collective.module, *operation)
 
 
 @dataclasses.dataclass
 class _Running:
-    """An operand of a compiled collective: how many of its runs are not paired, and its sources."""
+    """An operand of a compiled collective, with the number of its unpaired runs and its sources."""
 
-    whole: CompiledCollective
+    collective: CompiledCollective
     elements: int
     dtype: str
     size: int
     root: str
 
     def __post_init__(self) -> None:
-        whole = self.whole
-        self.left, self.sources = whole.times, list[_Written]()
-        self.bytes_each = ring_bytes(whole.kind, self.size, whole.group_size)
-        self.noun = _noun(whole.kind, self.dtype)
-        self.names = whole.names(self.root)
+        compiled = self.collective
+        self.left, self.sources = compiled.times, list[_Written]()
+        self.bytes_each = ring_bytes(compiled.kind, self.size, compiled.group_size)
+        self.noun = _noun(compiled.kind, self.dtype)
+        self.names = compiled.names(self.root)
         self.purpose, self.module = self.names[0] if self.names else (OTHER, "")
 
 
 def _note(
     kind: ChangeKind, purpose: str, module: str, before: Fraction, after: Fraction, detail: str
 ) -> Change:
-    """A change of one collective, to be summed with others like it."""
+    """Returns a change of one collective, to be summed with others like it."""
     return Change(kind, purpose, (module,) if module else (), before, after, detail)
 
 
-def _parts(whole: CompiledCollective, root: str) -> Iterator[_Running]:
-    """A part for each operand of which one was written."""
+def _parts(compiled: CompiledCollective, root: str) -> Iterator[_Running]:
+    """Splits a compiled collective into one part for each operand that was written."""
     sizes = [
         (math.prod(shape), dtype, array_bytes(dtype, shape))
-        for shape, dtype in zip(whole.shapes, whole.dtypes, strict=True)
+        for shape, dtype in zip(compiled.shapes, compiled.dtypes, strict=True)
     ]
-    if whole.kind == "all_to_all" and len(sizes) == whole.group_size and len(set(sizes)) == 1:
+    if compiled.kind == "all_to_all" and len(sizes) == compiled.group_size and len(set(sizes)) == 1:
         [(elements, dtype, size)] = set(sizes)  # One operand, cut into a part for each device.
-        sizes = [(elements * len(whole.shapes), dtype, size * len(whole.shapes))]
+        sizes = [(elements * len(compiled.shapes), dtype, size * len(compiled.shapes))]
     for elements, dtype, size in sizes:
-        yield _Running(whole, elements, dtype, size, root)
+        yield _Running(compiled, elements, dtype, size, root)
 
 
 def _difference(written: _Written, running: _Running) -> int:
-    """How unlike the two are, from 0; `UNLIKE` if one is not made from the other."""
-    one, whole, names = written.one, running.whole, running.names
-    same_group = one.axis_size == whole.group_size
-    is_alike = same_group and one.kind == whole.kind and written.elements == running.elements
-    grown = written.elements * (one.axis_size if one.kind == "all_gather" else 1)
-    is_replaced = same_group and one.kind != whole.kind
+    """Returns how much the two differ, from 0; `UNLIKE` if one is not made from the other."""
+    traced, compiled, names = written.collective, running.collective, running.names
+    same_group = traced.axis_size == compiled.group_size
+    is_alike = same_group and traced.kind == compiled.kind and written.elements == running.elements
+    grown = written.elements * (traced.axis_size if traced.kind == "all_gather" else 1)
+    is_replaced = same_group and traced.kind != compiled.kind
     is_replaced &= running.elements in (written.elements, grown)
     if not is_alike and not is_replaced:
         return UNLIKE
     is_retyped = written.dtype != running.dtype
-    purpose = purpose_of(one.scope) or OTHER  # The axes of the compiled one are not known.
-    if (purpose, one.module) in names and is_alike and not is_retyped:
+    purpose = purpose_of(traced.scope) or OTHER  # The axes of compiled collectives are not known.
+    if (purpose, traced.module) in names and is_alike and not is_retyped:
         return 0
-    if (_family(purpose), one.module) in [(_family(p), module) for p, module in names]:
+    if (_family(purpose), traced.module) in [(_family(p), module) for p, module in names]:
         return 5 if is_replaced else 1 + is_retyped
-    # XLA:TPU merges collectives and keeps the name of one.
-    if set(names) <= {(OTHER, "")} or len(names) < len(whole.shapes):
+    # XLA:TPU merges collectives and keeps the name of one of them.
+    if set(names) <= {(OTHER, "")} or len(names) < len(compiled.shapes):
         return 6 if is_replaced else 3 + is_retyped
     return UNLIKE
 
 
 def _pair(written: _Written, running: _Running) -> Iterator[Change]:
-    """Pairs as many runs as both have left, and notes how they differ."""
+    """Joins as many runs as both have left, and notes how they differ."""
     runs = min(written.left, running.left)
     written.left -= runs
     written.found += runs
     running.left -= runs
     running.sources.append(written)
-    one, before, after = written.one, runs * written.bytes_each, runs * running.bytes_each
-    if one.kind != running.whole.kind:
+    traced, before, after = written.collective, runs * written.bytes_each, runs * running.bytes_each
+    if traced.kind != running.collective.kind:
         detail = f"{written.noun} is {running.noun}"
-        yield _note("replaced", one.purpose, one.module, before, after, detail)
+        yield _note("replaced", traced.purpose, traced.module, before, after, detail)
     elif written.dtype != running.dtype or before != after:
-        detail = f"{written.noun} travels as {running.dtype}"
-        yield _note("retyped", one.purpose, one.module, before, after, detail)
+        detail = f"{written.noun} is sent as {running.dtype}"
+        yield _note("retyped", traced.purpose, traced.module, before, after, detail)
 
 
 def _left_over(written: Sequence[_Written]) -> Iterator[Change]:
-    """Notes what has become of the runs that were not found."""
-    found = {one.result for one in written if one.found}
-    for one in written:
-        if not one.left:
+    """Notes what happened to the runs that were not found."""
+    found = {operand.result for operand in written if operand.found}
+    for operand in written:
+        if not operand.left:
             continue
-        lost, kept = one.left * one.bytes_each, one.found * one.bytes_each
+        lost_bytes, kept_bytes = (
+            operand.left * operand.bytes_each,
+            operand.found * operand.bytes_each,
+        )
         kind: ChangeKind = "removed"
-        detail = "is gone: nobody uses its result, or it is known without sending"
-        if one.found:
+        detail = "is gone: its result is not used, or is known without sending"
+        if operand.found:
             kind = "hoisted"
-            detail = f"has left a loop and runs {one.found} of {one.one.times} times"
-        elif one.result in found:
+            detail = f"has left a loop and runs {operand.found} of {operand.collective.times} times"
+        elif operand.result in found:
             kind, detail = "merged", "has the result of another, which is used again"
-        detail = f"{one.noun} {detail}"
-        yield _note(kind, one.one.purpose, one.one.module, lost + kept, kept, detail)
+        detail = f"{operand.noun} {detail}"
+        yield _note(
+            kind,
+            operand.collective.purpose,
+            operand.collective.module,
+            lost_bytes + kept_bytes,
+            kept_bytes,
+            detail,
+        )
 
 
-def _put_together(running: Sequence[_Running]) -> Iterator[Change]:
-    """Collectives with several operands that were written one by one; the bytes stay the same."""
+def _joined_operands(running: Sequence[_Running]) -> Iterator[Change]:
+    """Yields a change for collectives that became operands of one; the bytes stay the same."""
     by_whole: defaultdict[int, list[_Running]] = defaultdict(list)
-    for one in running:
-        by_whole[id(one.whole)].append(one)
+    for operand in running:
+        by_whole[id(operand.collective)].append(operand)
     for parts in by_whole.values():
-        whole = parts[0].whole
-        written = list({id(w): w.one for part in parts for w in part.sources}.values())
+        compiled = parts[0].collective
+        written = list({id(w): w.collective for part in parts for w in part.sources}.values())
         if len(parts) < 2 or len(written) < 2:
             continue
-        purposes = ", ".join(dict.fromkeys(one.purpose for one in written))
-        modules = tuple(dict.fromkeys(one.module for one in written if one.module))
+        purposes = ", ".join(dict.fromkeys(x.purpose for x in written))
+        modules = tuple(dict.fromkeys(x.module for x in written if x.module))
         words = (
-            f"{len(written)} times {_noun(whole.kind)} ({purposes}) run as one with "
+            f"{len(written)} times {_noun(compiled.kind)} ({purposes}) run as one with "
             f"{len(parts)} operands."
         )
-        yield Change("merged", purposes, modules, whole.bytes_sent, whole.bytes_sent, words)
+        yield Change("merged", purposes, modules, compiled.bytes_sent, compiled.bytes_sent, words)
 
 
 def _summed(notes: Iterable[Change]) -> Iterator[Change]:
-    """Notes that say the same, as one change."""
+    """Sums notes with the same words into one change."""
     alike: defaultdict[tuple[ChangeKind, str, str], list[Change]] = defaultdict(list)
     for note in notes:
         alike[note.kind, note.purpose, note.words].append(note)
@@ -241,14 +251,14 @@ def _summed(notes: Iterable[Change]) -> Iterator[Change]:
         before = sum((note.bytes_before for note in several), Fraction(0))
         after = sum((note.bytes_after for note in several), Fraction(0))
         modules = tuple(dict.fromkeys(module for note in several for module in note.modules))
-        whose = " that nobody has written" if kind == "added" else ""
-        often = f" ({len(several)} of them)" if len(several) > 1 else ""
-        words = f"{detail}{whose}{often}: {_bytes(before)} become {_bytes(after)}."
+        origin = " that the program does not write" if kind == "added" else ""
+        count = f" ({len(several)} of them)" if len(several) > 1 else ""
+        words = f"{detail}{origin}{count}: {_bytes(before)} become {_bytes(after)}."
         yield Change(kind, purpose, modules, before, after, words)
 
 
 def hlo_dtype(dtype: Any) -> str:
-    """A dtype's name in HLO: `"f32"` for float32, `"pred"` for bool."""
+    """Returns a dtype's name in HLO: `"f32"` for float32, `"pred"` for bool."""
     name = jnp.dtype(dtype).name
     if name == "bool":
         return "pred"
@@ -259,7 +269,7 @@ def hlo_dtype(dtype: Any) -> str:
 
 
 def _family(purpose: str) -> str:
-    """The purpose as far as XLA keeps it: of equal gathers it may keep the name of any one."""
+    """Returns the purpose as far as XLA keeps it: of equal gathers it may keep any one's name."""
     return GATHER_SCOPE if purpose == REGATHER else purpose
 
 

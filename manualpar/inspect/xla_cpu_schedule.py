@@ -1,17 +1,18 @@
-"""What XLA makes of a program for CPUs, whose arrays `manualpar.inspect.peak_memory` then counts.
+"""Models XLA's schedule of a program for CPUs, whose arrays `manualpar.inspect.peak_memory` counts.
 
-It was read off the schedules and live ranges of compiled steps (jax 0.10.2, `--xla_dump_to`):
+The rules were read off the schedules and live ranges of compiled steps (jax 0.10.2,
+`--xla_dump_to`):
 
 - Operations run breadth first, each as soon as its operands are there, so that many threads have
-  work. What needs nothing but arguments is made at the beginning and held until it is read: all
-  gathers outside of loops, scores that a backward pass computes again, and the arrays into which
-  loops stack their results.
-- A gather that was there before is not repeated, and neither is a cast. A loop does not know what
-  was gathered outside of it.
+  work. An operation that needs only arguments runs at the beginning, and its result is held until
+  it is read: all gathers outside of loops, scores that a backward pass computes again, and the
+  arrays into which loops stack their results.
+- A gather that has run before is not repeated, and neither is a cast. A loop does not reuse gathers
+  from outside of it.
 - Reductions over devices that do not wait for each other become one, which does not write over its
   operands.
-- A product whose result has 16 bits is computed in float32, from operands that are cast. A stack of
-  16 bits is cast whole before a loop takes slices of it.
+- A product with a result of 16 bits is computed in float32, from operands that are cast. A stack of
+  16 bits is cast as a whole before a loop takes slices of it.
 """
 
 import dataclasses
@@ -28,7 +29,7 @@ _CAST = "convert_element_type"
 def as_compiled(
     operations: Sequence[Operation], values: list[FlatValue], kept: Collection[int]
 ) -> list[Operation]:
-    """The operations that the compiler makes of these; `values` gets what is new.
+    """Returns the operations that the compiler makes of these; appends new values to `values`.
 
     Args:
       operations: The operations, in their order.
@@ -40,9 +41,9 @@ def as_compiled(
 
 
 def eager_order(operations: Sequence[Operation], fused: Collection[int]) -> list[int]:
-    """The places of operations, breadth first; a fused one comes before the first that it is in."""
+    """Orders operations breadth first; a fused one comes before the first operation it is in."""
     made_at = {v: i for i, op in enumerate(operations) for v in op.outputs}
-    inside: dict[int, set[int]] = {}  # By place what is computed there.
+    inside: dict[int, set[int]] = {}  # Place -> operations that are computed there.
     awaited: dict[int, set[int]] = {}
     readers: defaultdict[int, list[int]] = defaultdict(list)
     for index, op in enumerate(operations):
@@ -85,7 +86,7 @@ def _without_repeats(
 
 
 def _with_joint_reductions(operations: Sequence[Operation]) -> list[Operation]:
-    after: dict[int, int] = {}  # By value how many reductions it waits for, one after the other.
+    after: dict[int, int] = {}  # Value -> number of reductions before it, one after the other.
     others: defaultdict[int, list[Operation]] = defaultdict(list)
     reductions: defaultdict[int, list[Operation]] = defaultdict(list)
     for op in operations:
@@ -104,7 +105,7 @@ def _with_joint_reductions(operations: Sequence[Operation]) -> list[Operation]:
 
 
 def _with_stacks(operations: Sequence[Operation], values: list[FlatValue]) -> list[Operation]:
-    """With the arrays that loops stack their results in, which nothing has to wait for."""
+    """Adds the allocation of each array into which a loop stacks its results."""
     found: list[Operation] = []
     for op in operations:
         written = {new for _, new in op.written_over}
@@ -142,7 +143,7 @@ def _widened(operations: Sequence[Operation], values: list[FlatValue]) -> list[O
 
 
 def _with_wide_slices(loop: Operation, cast: Callable[[int], int]) -> Operation:
-    """A loop that slices what was cast before."""
+    """Makes a loop slice stacks that were cast before it."""
     [body] = loop.bodies
     stacks = {x.inputs[0] for x in body.operations if x.name == "dynamic_slice"} & {*loop.inputs}
     wide = {stack: cast(stack) for stack in loop.inputs if stack in stacks}

@@ -14,14 +14,14 @@ from manualpar.core.tracing.scopes import CONTEXT_SCOPE
 from manualpar.inspect.communication import Collective
 from manualpar.inspect.layer_formulas import (
     LayerActivations,
-    attention_sends,
-    block_sends,
-    cross_entropy_sends,
-    document_sends,
-    expert_sends,
-    head_sends,
-    lookup_sends,
-    router_sends,
+    attention_collectives,
+    block_collectives,
+    cross_entropy_collectives,
+    document_collectives,
+    expert_collectives,
+    head_collectives,
+    lookup_collectives,
+    router_collectives,
 )
 from manualpar.inspect.pipeline_formulas import PipelineForm
 from manualpar.layers.moe.moe import MoE, capacity_of
@@ -113,23 +113,27 @@ class _OfMinibatch:
             # Rows are summed in the dtype in which parameters are used.
             [stored] = {info.dtype for info, _ in program.parameters if info.path == "embedding"}
             dtype = program.wire.gather_dtype or stored
-            self.before += lookup_sends(x, dtype, recomputed=program.step.pipeline is not None)
+            self.before += lookup_collectives(
+                x, dtype, recomputed=program.step.pipeline is not None
+            )
             head_norms = (size_of_head(model),) * 2 * model.query_key_norm
             norms: Any = {"post_norms": model.post_norms, "head_norms": head_norms}
-            self.layer += block_sends(x, **norms, **runs)
+            self.layer += block_collectives(x, **norms, **runs)
             self.dense_layer += self.layer
             if model.num_experts:
                 counts: Any = {"num_experts": model.num_experts, "top_k": model.experts_per_token}
                 counts["has_shared_gate"] = model.shared_gate
-                self.layer += router_sends(x, **counts, **runs)
+                self.layer += router_collectives(x, **counts, **runs)
             smoothed = model.label_smoothing > 0
-            self.after += [*head_sends(x), *cross_entropy_sends(x, smoothed=smoothed)]
+            self.after += [*head_collectives(x), *cross_entropy_collectives(x, smoothed=smoothed)]
         if model.num_experts and (x := _activations(program, model, model.expert_axis)):
             moe = MoE(
                 model.num_experts, model.mlp_size, model.experts_per_token, model.capacity_factor
             )
             capacity = capacity_of(moe, x.shape[1])
-            self.layer += expert_sends(x, num_experts=model.num_experts, capacity=capacity, **runs)
+            self.layer += expert_collectives(
+                x, num_experts=model.num_experts, capacity=capacity, **runs
+            )
         if x := self.context:
             split = program.mesh.shape.get(model.split_axis, 1)
             # Heads that are fewer than devices are shared.
@@ -137,7 +141,7 @@ class _OfMinibatch:
             queries, keys = (max(number // split, 1) for number in numbers)
             heads = queries, keys, size_of_head(model)
             how = model.context_attention
-            of_attention = list(attention_sends(x, how, heads=heads, **runs))
+            of_attention = list(attention_collectives(x, how, heads=heads, **runs))
             self.layer += of_attention
             self.dense_layer += of_attention
             if _has_documents(program, model):
@@ -145,7 +149,7 @@ class _OfMinibatch:
                 looped = len(scanned_layers(model))
                 in_loop = max(model.global_every, 1) if looped else 0
                 outside = model.num_layers - looped
-                self.before += document_sends(
+                self.before += document_collectives(
                     x,
                     model.num_layers,
                     in_loop=in_loop,

@@ -1,7 +1,7 @@
-"""The plan of a step that XLA has compiled for TPUs.
+"""Estimates a step that XLA has compiled for TPUs.
 
 The schedule, its collectives and the memory on a chip are facts. The time is an estimate: the
-compiler's cycles for compute, and the wire's bandwidth for what is sent.
+compiler's cycles for compute, and the links' bandwidth for collectives.
 """
 
 import dataclasses
@@ -32,9 +32,10 @@ NUM_NOTED = 5
 class CompiledStep:
     """A training step as XLA has compiled it for a topology.
 
-    The worker says its `facts`: name, mesh, sizes, and versions; and either its `memory`, bytes on
-    a chip by `arguments`, `outputs`, `aliased` (outputs in the place of arguments), `temporaries`,
-    `code` and `peak`, or the compiler's message, `out_of_memory`. Then `text` is "".
+    The worker returns its `facts`: name, mesh, sizes, and versions; and either its `memory`, bytes
+    on a chip by `arguments`, `outputs`, `aliased` (outputs in the place of arguments),
+    `temporaries`, `code` and `peak`; or the compiler's message, `out_of_memory`. In the second case
+    `text` is "".
     """
 
     topology: Topology
@@ -44,7 +45,7 @@ class CompiledStep:
 
 
 def plan_of(step: CompiledStep) -> StepEstimate:
-    """What a compiled step needs and takes, in the form that all plans have.
+    """Returns the memory and time of a compiled step, in the form that all plans have.
 
     Raises:
       ValueError: The program cannot be followed, see `read_timeline`.
@@ -59,9 +60,9 @@ def plan_of(step: CompiledStep) -> StepEstimate:
         "source": f"XLA's TPU compiler, libtpu {facts['libtpu']}",
     }
     if "out_of_memory" in facts:
-        too_much = read_out_of_memory(facts["out_of_memory"])
-        hbm = too_much.available or chip.hbm_bytes
-        needed = too_much.needed or hbm
+        message = read_out_of_memory(facts["out_of_memory"])
+        hbm = message.available or chip.hbm_bytes
+        needed = message.needed or hbm
         temporaries = max(0, needed - sum(facts["state"].values()))
         return StepEstimate(
             **common,
@@ -69,23 +70,23 @@ def plan_of(step: CompiledStep) -> StepEstimate:
             memory={**facts["state"], "temporaries": temporaries},
             peak_bytes=needed,
             fits=False,
-            notes=too_much.sentences,
+            notes=message.sentences,
         )
-    schedule = schedule_of(step)
+    timeline = schedule_of(step)
     plan = StepEstimate(
         **common,
         hbm_bytes=chip.hbm_bytes,
         memory=_memory(facts["memory"], facts["state"]),
         peak_bytes=facts["memory"]["peak"],
         fits=True,
-        collectives=merge_alike(_planned(one, chip) for one in schedule.collectives),
-        compute_seconds=schedule.compute_seconds,
-        exposed_seconds=schedule.exposed_seconds,
-        overlapped_seconds=schedule.hidden_seconds,
-        step_seconds=schedule.step_seconds,
+        collectives=merge_alike(_planned(x, chip) for x in timeline.collectives),
+        compute_seconds=timeline.compute_seconds,
+        exposed_seconds=timeline.exposed_seconds,
+        overlapped_seconds=timeline.hidden_seconds,
+        step_seconds=timeline.step_seconds,
         step_seconds_by_links=schedule_of(step, by_links=True).step_seconds,
-        assumptions=(*_assumptions(step), *_of_kernels(schedule, chip)),
-        notes=tuple(_notes(schedule)),
+        assumptions=(*_assumptions(step), *_of_kernels(timeline, chip)),
+        notes=tuple(_notes(timeline)),
     )
     return plan.with_rates(
         Throughput(
@@ -104,7 +105,7 @@ def schedule_of(step: CompiledStep, *, by_links: bool = False) -> Timeline:
     Args:
       step: The step.
       by_links: Whether every link is a resource of its own, see `manualpar.planner.link_timeline`,
-        or one collective at a time has all.
+        or each collective uses all links.
     """
     topology, mesh, facts = step.topology, step.facts["mesh"], step.facts
     ordered = in_order(mesh, facts["order"])
@@ -123,14 +124,15 @@ def schedule_of(step: CompiledStep, *, by_links: bool = False) -> Timeline:
         wire=wire_by_links(topology, facts["places"], wire_seconds)
         if by_links
         else on_all_links(wire_seconds),
-        kernel_seconds=kernel_clock((Kernel(*one) for one in facts["kernels"]), topology.chip),
+        kernel_seconds=kernel_clock((Kernel(*x) for x in facts["kernels"]), topology.chip),
     )
 
 
 def _memory(memory: Mapping[str, int], state: Mapping[str, int]) -> dict[str, int]:
-    """The bytes on a chip at the peak by class: the state by the layout, else the compiler's.
+    """Returns the bytes on a chip at the peak, by class.
 
-    The compiler pads arguments to whole tiles.
+    The bytes of the state follow from the layout, the other classes are the compiler's, which pads
+    arguments to complete tiles.
     """
     outputs = memory["outputs"] - memory["aliased"]
     return {
@@ -142,21 +144,21 @@ def _memory(memory: Mapping[str, int], state: Mapping[str, int]) -> dict[str, in
 
 
 def purpose_and_module(collective: ScheduledCollective) -> tuple[str, str]:
-    """A collective's purpose and its module, as far as its scope says."""
+    """Returns a collective's purpose and its module, as far as its scope says them."""
     return next(iter(collective.names(root="Transformer")), (OTHER, ""))
 
 
-def _planned(one: ScheduledCollective, chip: Chip) -> PlannedCollective:
+def _planned(collective: ScheduledCollective, chip: Chip) -> PlannedCollective:
     return PlannedCollective(
-        kind=one.kind,
-        axes=one.axes,
-        purpose=purpose_and_module(one)[0],
-        phase=phase_of(one.scope),
-        times=one.times,
-        bytes_sent=float(one.bytes_sent),
-        seconds=one.wire_seconds,
-        hidden_seconds=one.hidden_seconds,
-        is_async=one.is_async,
+        kind=collective.kind,
+        axes=collective.axes,
+        purpose=purpose_and_module(collective)[0],
+        phase=phase_of(collective.scope),
+        times=collective.times,
+        bytes_sent=float(collective.bytes_sent),
+        seconds=collective.wire_seconds,
+        hidden_seconds=collective.hidden_seconds,
+        is_async=collective.is_async,
         network=chip.network.names[0],
     )
 
@@ -185,8 +187,8 @@ def _assumptions(step: CompiledStep) -> tuple[str, ...]:
 def _of_kernels(schedule: Timeline, chip: Chip) -> Iterator[str]:
     if schedule.kernels:
         listed = ", ".join(
-            f"{one.times} x {one.name} {one.seconds / one.times * 1e3:.3g} ms"
-            for one in schedule.kernels
+            f"{kernel.times} x {kernel.name} {kernel.seconds / kernel.times * 1e3:.3g} ms"
+            for kernel in schedule.kernels
         )
         yield (
             "Kernels, of which the compiler estimates no cycles, reach "
@@ -197,10 +199,10 @@ def _of_kernels(schedule: Timeline, chip: Chip) -> Iterator[str]:
 
 
 def _notes(schedule: Timeline) -> Iterator[str]:
-    """What the step waits for most, and what has no estimate."""
+    """Yields sentences about the longest waits of the step, and about missing estimates."""
     exposed = summed(
-        ((one.kind, *purpose_and_module(one)), one.wire_seconds - one.hidden_seconds)
-        for one in schedule.collectives
+        ((x.kind, *purpose_and_module(x)), x.wire_seconds - x.hidden_seconds)
+        for x in schedule.collectives
     )
     longest = sorted(exposed.items(), key=lambda item: -item[1])[:NUM_NOTED]
     for (kind, purpose, module), seconds in longest:

@@ -1,4 +1,4 @@
-"""How often a planned run should save, and what its failures cost, as a table and as plain values.
+"""Plans how often a run should save and what its failures cost, as a table and as plain values.
 
 A process has the devices of a node, or four chips of a TPU.
 """
@@ -30,9 +30,9 @@ INTERVALS = {"Young": young_interval, "Daly": daly_interval, "exact": best_inter
 
 
 class PlannedGoodput(NamedTuple):
-    """The time between failures of a run, what saves cost it, and the intervals between them.
+    """The time between failures of a run, the costs of saving, and the goodput by interval.
 
-    `intervals` has Young's, Daly's and the exact one.
+    `intervals` has Young's, Daly's and the exact interval.
     """
 
     device_mtbf: float
@@ -41,7 +41,7 @@ class PlannedGoodput(NamedTuple):
     intervals: dict[str, Goodput]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; times are seconds."""
+        """Returns plain values; times are seconds."""
         return {
             "device_mtbf": self.device_mtbf,
             "mtbf": self.mtbf,
@@ -65,15 +65,15 @@ def plan_goodput(
       topology: The devices.
       device_mtbf: Seconds between two failures of a device.
       restart_seconds: Seconds from a failure until restoring begins.
-      storage_bandwidth: Bytes a second that the file system takes or gives, in all.
+      storage_bandwidth: Bytes per second of the file system, for all processes together.
     """
     chip, devices = topology.chip, topology.num_devices
     host = chip.network.node_size or CHIPS_OF_A_HOST * chip.devices_per_chip
     state = program.abstract_state
-    held, whole = state_bytes((state.params, state.opt_state))
+    device_bytes, total_bytes = state_bytes((state.params, state.opt_state))
     costs = scaled_costs(
-        state_bytes=whole,
-        held_bytes=held * min(host, devices),
+        state_bytes=total_bytes,
+        held_bytes=device_bytes * min(host, devices),
         num_processes=max(devices // host, 1),
         restart_seconds=restart_seconds,
         storage_bandwidth=storage_bandwidth,
@@ -81,21 +81,21 @@ def plan_goodput(
     mtbf = mean_time_between_failures(device_mtbf, devices)
     intervals = {}
     for name, find in INTERVALS.items():
-        # A save waits for the one before.
+        # A save waits for the previous save.
         interval = max(find(costs.blocked, mtbf), costs.background)
         intervals[name] = goodput(interval, costs, mtbf)
     return PlannedGoodput(device_mtbf, mtbf, costs, intervals)
 
 
 def print_goodput(console: rich.console.Console, planned: PlannedGoodput) -> None:
-    """Prints where the time of a run goes for each of the intervals."""
-    shown, costs = list(planned.intervals.values()), planned.costs
+    """Prints how a run spends its time with each of the intervals."""
+    goodputs, costs = list(planned.intervals.values()), planned.costs
     lines = {
-        "a save every": [describe_time(each.interval) for each in shown],
-        "trains": [describe_share(each.training) for each in shown],
-        "waits for saves": [describe_share(each.saving) for each in shown],
-        "computes again": [describe_share(each.repeating) for each in shown],
-        "restarts and restores": [describe_share(each.recovering) for each in shown],
+        "a save every": [describe_time(each.interval) for each in goodputs],
+        "trains": [describe_share(each.training) for each in goodputs],
+        "waits for saves": [describe_share(each.saving) for each in goodputs],
+        "computes again": [describe_share(each.repeating) for each in goodputs],
+        "restarts and restores": [describe_share(each.recovering) for each in goodputs],
     }
     rows = [[name, *values] for name, values in lines.items()]
     title = (
@@ -114,7 +114,7 @@ def print_goodput(console: rich.console.Console, planned: PlannedGoodput) -> Non
 
 
 def describe_time(seconds: float) -> str:
-    """A time in the unit that suits it, such as `3.09 h`."""
+    """Formats a time in the unit that suits it, such as `3.09 h`."""
     for unit, size in (("d", 24 * HOUR), ("h", HOUR), ("min", 60.0)):
         if seconds >= 2 * size:
             return f"{seconds / size:.3g} {unit}"

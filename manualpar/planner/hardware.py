@@ -1,24 +1,22 @@
 """Chips and the networks between them, with the source of each number.
 
 Peaks are not repeated here: they come from `manualpar.training.monitoring.throughput.PEAKS`. Every
-number is that of one `jax.Device`, so of a chip that is two devices (TPU7x) it is a half.
-Bandwidths are bytes a second in one direction; vendors mostly print both directions together, or
-bits.
+number is per `jax.Device`, so for a chip that is two devices (TPU7x) it is a half. Bandwidths are
+bytes per second in one direction; vendors mostly print both directions together, or bits.
 
 There are two kinds of networks. In a *torus* (TPU) every chip has two links for each dimension, to
 its neighbours; slices, each a torus, are joined by the data center's network. In *nodes* (GPU) all
 devices of a node reach one another at full speed, and each has its own card to the other nodes.
 
-`Chip.source` marks as "assumed" what vendors do not print: latencies, and the shares of a bandwidth
-that large transfers reach. Those are round numbers, chosen before anything was compared with a
+`Chip.source` marks numbers that vendors do not print as "assumed": latencies, and the shares of a
+bandwidth that large transfers reach. Those are round numbers, chosen before any comparison with a
 measurement, and the same for all chips of a kind.
 
-Two kinds of numbers are fitted to speeds that others have published (`python -m
-benchmarks.calibration`): the share of the peak that products reach, by chip (`FITTED_PRODUCTS`),
-and the share that kernels of attention reach, by kind of network (`FITTED_ATTENTION`). Half of the
-published rows were left out of the fit, and `docs/scale.md` says how far estimates of these are
-off. A chip without a published row keeps a round number for its products, and says so in its
-`calibration`.
+Two kinds of numbers are fitted to published speeds (`python -m benchmarks.calibration`): the share
+of the peak that products reach, by chip (`FITTED_PRODUCTS`), and the share that kernels of
+attention reach, by kind of network (`FITTED_ATTENTION`). Half of the published rows were left out
+of the fit, and `docs/scale.md` gives the errors of the estimates for these rows. A chip without a
+published row keeps a round number for its products, and says so in its `calibration`.
 """
 
 import dataclasses
@@ -44,7 +42,7 @@ FITTED_PRODUCTS = {
     "h100-500w": 0.434,
 }
 FITTED_ATTENTION = {"torus": 0.432, "nodes": 0.429}
-# Chips with the products of another: their dies are the same.
+# Chip -> chip with the same die, and so the same speed of products.
 SAME_PRODUCTS = {"h200": "h100"}
 ASSUMED_PRODUCTS = 0.7
 
@@ -54,11 +52,11 @@ class Network:
     """How devices of a kind reach one another.
 
     Attributes:
-      bandwidth: Bytes a second in one direction: of one link of a torus, or of a device to all
-        others of its node together.
+      bandwidth: Bytes per second in one direction: of one link of a torus, or of a device to all
+        other devices of its node together.
       latency: Seconds from a device to the next.
-      launch: Seconds to start a collective, whatever its size.
-      slow_bandwidth: Bytes a second in one direction from each device to other slices or nodes.
+      launch: Seconds to start a collective of any size.
+      slow_bandwidth: Bytes per second in one direction from each device to other slices or nodes.
       slow_latency: Seconds from one slice or node to the next.
       efficiency: The share of a bandwidth that a large transfer reaches.
       dims: Dimensions of the torus, 0 for nodes.
@@ -87,16 +85,16 @@ class Chip:
       device_kind: Its `jax.Device.device_kind`, which `PEAKS` matches by a regular expression.
       flops: Peak FLOP/s by dtype.
       hbm_bytes: The bytes of a device's memory that a program can use.
-      hbm_bandwidth: Bytes a second between a device and its memory.
+      hbm_bandwidth: Bytes per second between a device and its memory.
       flops_efficiency: The share of the peak that large products reach.
-      attention_efficiency: The share of the peak that a fused kernel of attention reaches, in
+      attention_efficiency: The share of the peak that a fused kernel of attention reaches, counting
         operations that a causal mask leaves, two products forward and four backward.
       hbm_efficiency: The share of the memory's bandwidth that long reads and writes reach.
-      clock: Cycles a second; 0 where nobody asks for them.
+      clock: Cycles per second; 0 where it is not used.
       source: The source of the numbers, and which of them are assumed.
-      calibration: What estimates for it were calibrated on; "" if on nothing.
-      devices_per_chip: How many `jax.Device`s a chip is.
-      max_devices: The most devices that one slice, or a cluster, has.
+      calibration: The data that estimates for it were calibrated on; "" if there are none.
+      devices_per_chip: The number of `jax.Device`s of a chip.
+      max_devices: The most devices of one slice, or of a cluster.
     """
 
     name: str
@@ -120,7 +118,7 @@ class Chip:
         return self.network.kind == "torus"
 
     def peak(self, dtype: str) -> float:
-        """Peak FLOP/s with operands of a dtype, or a `ValueError` where none is known."""
+        """Returns peak FLOP/s with operands of a dtype; a `ValueError` if none is known."""
         if dtype not in self.flops:
             raise ValueError(
                 f"chip {self.name}: no peak is known for dtype {dtype!r}, expected one of "
@@ -129,9 +127,9 @@ class Chip:
         return self.flops[dtype]
 
 
-# ICI is what the documents call a chip's bidirectional bandwidth: of all its links, both ways. DCN
-# is a chip's share of its host's network cards. XLA's TPU compiler says how much memory is usable
-# when a program does not fit (libtpu 0.0.42): "exceeds available HBM (95.74G)". Clocks are assumed.
+# ICI is a chip's bidirectional bandwidth in the documents: of all its links, both ways. DCN is a
+# chip's share of its host's network cards. XLA's TPU compiler says how much memory is usable if a
+# program does not fit (libtpu 0.0.42): "exceeds available HBM (95.74G)". Clocks are assumed.
 # name: kind, usable GiB, HBM GB/s, ICI GB/s, dims, DCN Gbit/s, GHz, devices a chip, largest slice
 TPUS = {
     "v4": ("TPU v4", 31.25, 1228, 600, 3, 50, 1.05, 1, 4096),
@@ -140,7 +138,7 @@ TPUS = {
     "v6e": ("TPU v6 lite", 31.25, 1600, 800, 2, 100, 1.75, 1, 256),
     "tpu7x": ("TPU7x", 94.75, 7380, 1200, 3, 100, 2.2, 2, 2 * 9216),
 }
-# NVLink is what NVIDIA prints, both directions together. A network card serves each GPU of a node.
+# NVLink is NVIDIA's number, both directions together. Each GPU of a node has a network card.
 # name: kind, GiB, HBM GB/s, NVLink GB/s, network card Gbit/s
 GPUS = {
     "a100": ("NVIDIA A100-SXM4-80GB", 80, 2039, 600, 200),
@@ -223,7 +221,7 @@ def _gpu(name: str) -> Chip:
 
 
 def _shares(name: str, kind: str) -> dict[str, Any]:
-    """The shares of its peaks that a chip reaches, and what they were calibrated on."""
+    """Returns the shares of its peaks that a chip reaches, and the data they were calibrated on."""
     twin = SAME_PRODUCTS.get(name, name)
     found = "attention on published speeds of chips of its kind"
     if twin in FITTED_PRODUCTS:
@@ -248,7 +246,7 @@ CHIPS = (*map(_tpu, TPUS), *map(_gpu, GPUS))
 
 
 def chip_named(name: str) -> Chip:
-    """The chip of a name such as `v5p` or `h100`, or a `ValueError` that lists those there are."""
+    """Returns the chip of a name such as `v5p` or `h100`; a `ValueError` names the known chips."""
     chips = {chip.name: chip for chip in CHIPS}
     if name not in chips:
         near = difflib.get_close_matches(name, chips, n=1)

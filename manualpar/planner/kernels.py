@@ -1,8 +1,8 @@
-"""How long Mosaic kernels take, of which XLA's compiler for TPUs estimates no cycles.
+"""Times Mosaic kernels, for which XLA's compiler for TPUs estimates no cycles.
 
-The traced program says how many operations a kernel computes (`manualpar.inspect.flops`), and
-the compiled one how often it runs. Name, operands and blocks of scores tell which is which. A
-kernel reaches a share of the chip's peak, unless its bytes take longer from and to the memory.
+The traced program says how many operations a kernel computes (`manualpar.inspect.flops`), and the
+compiled program how often it runs. Name, operands and blocks of scores match the two. A kernel
+reaches a share of the chip's peak, unless its bytes take longer from and to the memory.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,9 +28,9 @@ class Kernel(NamedTuple):
 
     Attributes:
       shapes: The shapes of its operands on one device.
-      blocks: How many blocks of scores its scope says that it computes, if it says so.
+      blocks: The number of blocks of scores that it computes, if its scope says so.
       flops: Its operations in one run.
-      dtype: The dtype of what it multiplies.
+      dtype: The dtype in which it multiplies.
     """
 
     name: str
@@ -41,12 +41,12 @@ class Kernel(NamedTuple):
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What it has in common with its instruction."""
+        """The properties that it shares with its instruction."""
         return self.name, tuple(map(tuple, self.shapes)), self.blocks
 
 
 def kernels_in(jaxpr: Jaxpr, scope: str = "") -> Iterator[Kernel]:
-    """The kernels of a traced program whose operations are known."""
+    """Yields the kernels of a traced program whose operations are known."""
     for eqn in jaxpr.eqns:
         inside = f"{scope}/{eqn.source_info.name_stack}"
         if eqn.primitive.name != "pallas_call":
@@ -60,29 +60,29 @@ def kernels_in(jaxpr: Jaxpr, scope: str = "") -> Iterator[Kernel]:
 
 
 def kernel_name(instruction: Instruction) -> str:
-    """The name of the kernel that an instruction runs."""
+    """Returns the name of the kernel that an instruction runs."""
     return instruction.op_name.removesuffix("/pallas_call").rpartition("/")[2]
 
 
 def kernel_efficiency(chip: Chip) -> float:
-    """The share of the peak that a kernel reaches with the operations that it computes."""
+    """Returns the share of the peak that a kernel reaches with the operations that it computes."""
     return min(1.0, chip.attention_efficiency * PRODUCTS_COMPUTED / PRODUCTS_COUNTED)
 
 
 def kernel_clock(
     kernels: Iterable[Kernel], chip: Chip
 ) -> Callable[[Instruction, Instructions], float | None]:
-    """Says how long an instruction of a computation takes if it runs one of some kernels."""
-    known = {kernel.key: kernel for kernel in kernels}
+    """Builds a function that returns the seconds of an instruction if it runs one of `kernels`."""
+    kernels_by_key = {kernel.key: kernel for kernel in kernels}
 
     def seconds(instruction: Instruction, computation: Instructions) -> float | None:
         if instruction.target != TARGET:
             return None
-        given = (computation[name].shape for name in instruction.operands)
-        operands = [array for shape in given for array in arrays(shape)]
+        shapes_of_operands = (computation[name].shape for name in instruction.operands)
+        operands = [array for shape in shapes_of_operands for array in arrays(shape)]
         shapes = tuple(shape for _, shape in operands)
         blocks = blocks_computed(instruction.op_name)
-        kernel = known.get((kernel_name(instruction), shapes, blocks))
+        kernel = kernels_by_key.get((kernel_name(instruction), shapes, blocks))
         if kernel is None:
             return None
         in_memory = sum(array_bytes(*x) for x in (*operands, *arrays(instruction.shape)))

@@ -1,11 +1,11 @@
-"""Every directed link of a torus as a resource of its own.
+"""Models every directed link of a torus as a resource of its own.
 
 A permutation loads the links on its way, first along x, then y, then z, the shorter way around
 where a dimension is closed. It takes as long as its most loaded link, and starts when all of its
-links are free: permutations in opposite directions run at once, and one between devices that are no
-neighbours loads several links. Other collectives take as long as in the timeline in which each has
-all links, but occupy only the links along the dimensions in which their devices lie. What crosses
-slices occupies all links.
+links are free: permutations in opposite directions run at once, and a permutation between devices
+that are no neighbours loads several links. Other collectives take as long as in the timeline where
+each uses all links, but occupy only the links along the dimensions that their devices span. A
+collective that crosses slices occupies all links.
 """
 
 from collections import Counter
@@ -22,12 +22,12 @@ Link = tuple[TorusPlace, int, int]  # From a place along a dimension, in a direc
 def wire_by_links(
     topology: Topology, places: Sequence[Sequence[int]], wire_seconds: WireSeconds
 ) -> SendModel:
-    """Which links a collective occupies, and for how long.
+    """Builds a model of the links that a collective occupies, and for how long.
 
     Args:
       topology: A torus.
       places: The slice and the coordinates of each device, in the order of the program.
-      wire_seconds: How long a collective takes that has all links.
+      wire_seconds: The time of a collective that uses all links.
     """
     network, devices = topology.chip.network, [tuple(place) for place in places]
     bandwidth = network.bandwidth * network.efficiency * topology.chip.devices_per_chip
@@ -42,7 +42,7 @@ def wire_by_links(
         if is_crossing:
             return OnWire(links_along(set(range(1, len(sizes)))), wire_seconds(collective))
         if collective.kind != "permute":
-            return OnWire(links_along(_moved(devices, groups)), wire_seconds(collective))
+            return OnWire(links_along(_dims_spanned(devices, groups)), wire_seconds(collective))
         ways = [
             list(_way(devices[source], devices[target], sizes, closed))
             for source, target in permuted_pairs(instruction)
@@ -55,8 +55,8 @@ def wire_by_links(
     return wire
 
 
-def _moved(devices: Sequence[TorusPlace], groups: Groups) -> set[int]:
-    """The dimensions in which the devices of some group differ."""
+def _dims_spanned(devices: Sequence[TorusPlace], groups: Groups) -> set[int]:
+    """Returns the dimensions in which the devices of some group differ."""
     along = [zip(*(devices[i] for i in group), strict=True) for group in groups]
     return {dim for places in along for dim, at in enumerate(places) if len(set(at)) > 1}
 
@@ -64,7 +64,7 @@ def _moved(devices: Sequence[TorusPlace], groups: Groups) -> set[int]:
 def _way(
     source: TorusPlace, target: TorusPlace, sizes: Sequence[int], closed: Sequence[bool]
 ) -> Iterator[Link]:
-    """The links from a device to another of its slice, one dimension after the other."""
+    """Yields the links from a device to another one of its slice, one dimension after the other."""
     at = list(source)
     for dim in range(1, len(sizes)):
         ahead = (target[dim] - at[dim]) % sizes[dim]

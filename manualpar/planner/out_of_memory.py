@@ -1,8 +1,8 @@
-"""Reads what XLA's TPU compiler says about a program that does not fit into HBM.
+"""Reads the TPU compiler's message about a program that does not fit into HBM.
 
-Its message has one of two forms. If it has placed all buffers and some are too much, it lists the
-largest of them with their origins. If it sees before that nothing will do, it says only how much
-would be needed and how much there is.
+The message has one of two forms. If the compiler has placed all buffers and they exceed HBM, it
+lists the largest of them with their origins. If it sees before that no placement will fit, it says
+only how much is needed and how much there is.
 """
 
 import re
@@ -11,7 +11,7 @@ from typing import NamedTuple
 from manualpar.inspect.scope_parsing import compiled_scopes, module_of, phase_of
 
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40, "P": 2**50}
-NUM_NAMED = 5
+NUM_NAMED = 5  # Buffers that the sentences name.
 _SIZE = r"([\d.]+)([KMGTP]?)B?"
 _PLACED = re.compile(rf"Used {_SIZE} of {_SIZE} hbm. Exceeded hbm capacity by {_SIZE}\.")
 _SEEN_BEFORE = re.compile(
@@ -22,9 +22,9 @@ _BUFFER = re.compile(rf"^\s*\d+\. Size: {_SIZE}[ \t]*$((?:\n(?!.*=====).*)*)", r
 
 
 class OutOfMemory(NamedTuple):
-    """The bytes that a program needs and has on a chip, 0 if not known, and sentences for people.
+    """The bytes that a program needs on a chip and that are available, 0 if not known.
 
-    The sentences say how much is too much, and name the largest buffers.
+    The sentences say how much is missing, and name the largest buffers.
     """
 
     needed: int
@@ -33,7 +33,7 @@ class OutOfMemory(NamedTuple):
 
 
 def read_out_of_memory(message: str) -> OutOfMemory:
-    """Reads the message of the compiler's `RESOURCE_EXHAUSTED`."""
+    """Parses the message of the compiler's `RESOURCE_EXHAUSTED`."""
     needed = available = over = 0
     if placed := _PLACED.search(message):
         needed, available, over = (_bytes(*placed.group(i, i + 1)) for i in (1, 3, 5))
@@ -41,8 +41,8 @@ def read_out_of_memory(message: str) -> OutOfMemory:
         needed, available = (_bytes(*seen.group(i, i + 1)) for i in (1, 3))
         over = max(0, needed - available)
     if not needed:
-        said = " ".join(message.split())[:200]
-        return OutOfMemory(needed, available, (f"Does not fit, says the compiler: {said}",))
+        words = " ".join(message.split())[:200]
+        return OutOfMemory(needed, available, (f"Does not fit, says the compiler: {words}",))
     is_small = over < 10 * UNITS["M"]
     too_much = f"{over / UNITS['K']:.0f} KiB" if is_small else _gib(over)
     first = (
@@ -52,8 +52,8 @@ def read_out_of_memory(message: str) -> OutOfMemory:
     buffers = [(_bytes(*found.group(1, 2)), found[3]) for found in _BUFFER.finditer(message)]
     buffers.sort(key=lambda buffer: -buffer[0])
     named = [_describe(size, fields) for size, fields in buffers[:NUM_NAMED]]
-    unnamed = "The compiler gave up before it placed buffers, so it names none of them."
-    return OutOfMemory(needed, available, (first, *(named or [unnamed])))
+    no_buffers = "The compiler gave up before it placed buffers, so it names none of them."
+    return OutOfMemory(needed, available, (first, *(named or [no_buffers])))
 
 
 def _describe(size: int, paragraph: str) -> str:
@@ -61,13 +61,13 @@ def _describe(size: int, paragraph: str) -> str:
     lines = (line.strip().partition(": ") for line in paragraph.splitlines())
     fields = {name: value for name, _, value in lines}
     label = fields.get("XLA label", "")
-    shown = f"{_gib(size)} are {fields.get('Shape', '').partition('{')[0] or label}"
+    described = f"{_gib(size)} are {fields.get('Shape', '').partition('{')[0] or label}"
     op_name = re.search(r'op_name="([^"]+)"', fields.get("Operator", ""))
     if not op_name:
-        return f"{shown} ({label.partition(' = ')[0]})."
+        return f"{described} ({label.partition(' = ')[0]})."
     scope, primitive = compiled_scopes(op_name[1])[0], op_name[1].rpartition("/")[2]
     module = module_of(scope, root="Transformer") or "no module"
-    return f"{shown} of {module} ({phase_of(scope)}: {primitive})."
+    return f"{described} of {module} ({phase_of(scope)}: {primitive})."
 
 
 def _bytes(number: str, unit: str) -> int:

@@ -1,9 +1,9 @@
-"""A plan: what a step needs and takes on devices that nobody here has.
+"""The estimate of a step on devices that are not here: its collectives, memory and time.
 
-Two planners make plans of one form. XLA's compiler compiles the step for the topology, and
+Two planners make estimates of one form. XLA's compiler compiles the step for the topology, and
 `manualpar.planner.compiled_plan` reads its program; `manualpar.planner.roofline` calculates with a
-traced program. Both estimate time, and state their assumptions. Seconds are those of a step, bytes
-those of a device.
+traced program. Both estimate time, and state their assumptions. Seconds are per step, bytes per
+device.
 """
 
 import dataclasses
@@ -16,16 +16,16 @@ from manualpar.training.monitoring.throughput import Throughput
 
 @dataclasses.dataclass(frozen=True)
 class PlannedCollective:
-    """Collectives of a step that are alike.
+    """Collectives of a step that differ only in numbers.
 
     Attributes:
-      axes: The mesh axes; empty where a compiled program does not say.
-      times: How many a step runs.
+      axes: The mesh axes; empty where a compiled program does not say them.
+      times: The number of them that a step runs.
       bytes_sent: Bytes that a device sends for all of them.
-      slow_bytes: Bytes of these that cross the network between slices or nodes, of a device on
-        average; 0 where a model of the network is not asked.
-      seconds: How long all of them take by themselves; `None` if not estimated.
-      hidden_seconds: How much of that lies behind compute; `None` if not estimated.
+      slow_bytes: Bytes of these that cross the network between slices or nodes, as a mean over
+        devices; 0 if no model of the network was used.
+      seconds: The time of all of them by themselves; `None` if not estimated.
+      hidden_seconds: The part of that time hidden behind compute; `None` if not estimated.
       is_async: Whether compute can run meanwhile; `None` where a model assumes it.
     """
 
@@ -43,24 +43,24 @@ class PlannedCollective:
 
 
 def merge_alike(collectives: Iterable[PlannedCollective]) -> tuple[PlannedCollective, ...]:
-    """Adds up collectives that differ only in numbers; those that take longest come first."""
+    """Adds up collectives that differ only in numbers, and sorts them, the longest first."""
     groups: dict[PlannedCollective, list[PlannedCollective]] = {}
-    for each in collectives:
+    for x in collectives:
         nothing: Any = {"times": 0, "bytes_sent": 0.0, "slow_bytes": 0.0}
-        key = dataclasses.replace(each, seconds=None, hidden_seconds=None, **nothing)
-        groups.setdefault(key, []).append(each)
+        key = dataclasses.replace(x, seconds=None, hidden_seconds=None, **nothing)
+        groups.setdefault(key, []).append(x)
     merged = [
         dataclasses.replace(
             key,
-            times=sum(each.times for each in alike),
-            bytes_sent=sum(each.bytes_sent for each in alike),
-            slow_bytes=sum(each.slow_bytes for each in alike),
-            seconds=sum(each.seconds or 0.0 for each in alike),
-            hidden_seconds=sum(each.hidden_seconds or 0.0 for each in alike),
+            times=sum(x.times for x in alike),
+            bytes_sent=sum(x.bytes_sent for x in alike),
+            slow_bytes=sum(x.slow_bytes for x in alike),
+            seconds=sum(x.seconds or 0.0 for x in alike),
+            hidden_seconds=sum(x.hidden_seconds or 0.0 for x in alike),
         )
         for key, alike in groups.items()
     ]
-    return tuple(sorted(merged, key=lambda each: -(each.seconds or 0.0)))
+    return tuple(sorted(merged, key=lambda x: -(x.seconds or 0.0)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,29 +69,29 @@ class StepEstimate:
 
     Attributes:
       name: The strategy and the mode, such as `fsdp manual`.
-      is_model: Whether it is calculated, and not read off a program compiled for the topology.
+      is_model: Whether it is calculated, rather than read off a program compiled for the topology.
       source: Its source, such as `roofline` or `XLA's TPU compiler, libtpu 0.0.42`.
       hbm_bytes: The bytes of a device's memory that a program can use.
       memory: Bytes at the peak by class: parameters, gradients, optimizer, gathered, activations,
-        batch, other; a compiler that knows no classes gives arguments, temporaries, outputs.
-      peak_bytes: The bytes of all classes; of a program that does not fit what it needs, as far as
-        it is known.
-      fits: Whether that is no more than `hbm_bytes`.
-      compute_seconds: The time of products and memory, with nothing sent.
-      hbm_seconds: The part of that which waits for memory and not for products; `None` if not
+        batch, other; a compiled program, without classes, gives arguments, temporaries, outputs.
+      peak_bytes: The bytes of all classes; if the program does not fit, the bytes that it needs, as
+        far as they are known.
+      fits: Whether `peak_bytes` are at most `hbm_bytes`.
+      compute_seconds: The time of products and memory without collectives.
+      hbm_seconds: The part of that time that waits for memory and not for products; `None` if not
         known.
       exposed_seconds: The time of collectives while nothing is computed.
       overlapped_seconds: The time of collectives behind compute.
-      bubble_seconds: The time in which a stage of a pipeline waits for others, on average;
+      bubble_seconds: The time in which a stage of a pipeline waits for other stages, on average;
         `None` where there are no stages, or if it is not known.
       step_seconds: The estimated step time; `None` if there is none.
       step_seconds_by_links: The same with every link of a torus as a resource of its own; `None`
-        where nobody has a program to follow.
-      tokens_per_second: Of all devices; `None` for what has no tokens.
+        without a compiled program to follow.
+      tokens_per_second: Of all devices; `None` if examples have no tokens.
       examples_per_second: Of all devices.
-      mfu: Model FLOPs of a step by what the devices could do in it; `None` if not known.
-      assumptions: What the estimate rests on, in sentences.
-      notes: What to notice, in sentences.
+      mfu: Model FLOPs of a step divided by the peak FLOPs of the devices; `None` if not known.
+      assumptions: The assumptions behind the estimate, in sentences.
+      notes: Warnings and hints, in sentences.
     """
 
     name: str
@@ -120,7 +120,7 @@ class StepEstimate:
 
     @property
     def spare_bytes(self) -> int:
-        """What is left of a device's memory; below 0 what is missing."""
+        """The bytes left of a device's memory; negative if bytes are missing."""
         return self.hbm_bytes - self.peak_bytes
 
     @property
@@ -130,7 +130,7 @@ class StepEstimate:
 
     @property
     def slow_bytes(self) -> float:
-        """The bytes of them that cross the network between slices or nodes, on average."""
+        """The bytes sent that cross the network between slices or nodes, as a mean over devices."""
         return sum(collective.slow_bytes for collective in self.collectives)
 
     @property
@@ -139,7 +139,7 @@ class StepEstimate:
         return sum(each.seconds or 0.0 for each in self.collectives if each.slow_bytes)
 
     def with_rates(self, throughput: Throughput) -> "StepEstimate":
-        """The plan with the rates that follow from its step time, if it has one."""
+        """Adds the rates that follow from the step time, if there is one."""
         rates = throughput.rates(1, self.step_seconds or 0.0)
         return dataclasses.replace(
             self,
@@ -149,7 +149,7 @@ class StepEstimate:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """The plan as plain values: lists in place of tuples."""
+        """Returns the estimate as plain values: lists in place of tuples."""
         names = ("spare_bytes", "bytes_sent", "slow_bytes", "slow_seconds")
         derived = {name: getattr(self, name) for name in names}
         plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self) | derived))

@@ -1,4 +1,4 @@
-"""Plans and sweeps as pictures: what takes a step's time and memory, and how a step scales."""
+"""Draws plans and sweeps: how a step spends time and memory, and how it scales."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -37,7 +37,7 @@ def draw_sweep(
     title: str,
     per_device: str,
 ) -> None:
-    """Draws a sweep into a PNG file: the fastest, and step time against the number of devices.
+    """Draws a sweep into a PNG file: the fastest candidates, and step time against devices.
 
     `outcomes` are in the order of `sweep`, `curves` come from `scaling_curves`, and `per_device` is
     the load of each device, such as `4 examples`.
@@ -61,7 +61,7 @@ def draw_sweep(
 def _draw_times(
     axes: Any, plans: Sequence[StepEstimate], labels: Sequence[str], *, title: str
 ) -> None:
-    """Draws what steps compute and wait for; hidden collectives are thin bars below."""
+    """Draws the compute and the waits of steps; hidden collectives are thin bars below."""
     bars = []
     for place, (plan, label) in enumerate(zip(plans, labels, strict=True)):
         mfu = "" if plan.mfu is None else f", MFU {describe_share(plan.mfu)}"
@@ -80,7 +80,7 @@ def _draw_times(
 
 
 def _draw_memory(axes: Any, plans: Sequence[StepEstimate]) -> None:
-    """Draws what a device holds, and a line at what it has."""
+    """Draws the bytes that a device holds, and a line at the size of its memory."""
     bound, largest = max(p.hbm_bytes for p in plans), max(p.peak_bytes for p in plans)
     bars: list[Bar] = []
     seen: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Plans and sweeps as tables and as plain values."""
+"""Prints plans and sweeps as tables, and converts sweeps to plain values."""
 
 import dataclasses
 from collections import defaultdict
@@ -24,7 +24,7 @@ from manualpar.system.reports.tables import (
 SHOWN = 12  # Rows of each part of a sweep.
 CURVE_FIELDS = ("topology", "step_seconds", "compute_seconds", "exposed_seconds", "fits", "mfu")
 BY_LINKS = "  with each link by itself"
-# The lines of the table of plans behind the classes of memory.
+# The lines of the table of plans after the classes of memory.
 LINES: Sequence[tuple[str, Callable[[StepEstimate], str]]] = (
     ("  all, at the peak", lambda plan: describe_bytes(plan.peak_bytes)),
     ("  of", lambda plan: describe_bytes(plan.hbm_bytes)),
@@ -46,7 +46,7 @@ LINES: Sequence[tuple[str, Callable[[StepEstimate], str]]] = (
 
 
 def print_plans(console: rich.console.Console, plans: Sequence[StepEstimate]) -> None:
-    """Prints plans of one step side by side, and below them what each rests on."""
+    """Prints plans of one step side by side, and the assumptions of each below them."""
     first = plans[0]
     mesh = " x ".join(f"{axis}={size}" for axis, size in first.mesh.items())
     title = f"{first.name} on {first.topology} ({first.num_devices:,} devices, {mesh})"
@@ -74,12 +74,12 @@ def print_plans(console: rich.console.Console, plans: Sequence[StepEstimate]) ->
 
 
 def print_assumptions(console: rich.console.Console, plan: StepEstimate) -> None:
-    """Prints what a plan rests on."""
+    """Prints the assumptions behind a plan."""
     print_wrapped(console, *(f"- {assumption}" for assumption in plan.assumptions))
 
 
 def print_sources(console: rich.console.Console, chip: Chip) -> None:
-    """Prints the source of a chip's numbers, and what they were calibrated on."""
+    """Prints the source of a chip's numbers, and the data that they were calibrated on."""
     calibration = f"; calibrated: {chip.calibration}" if chip.calibration else "; not calibrated"
     print_wrapped(console, f"{chip.name}: {chip.source}{calibration}")
 
@@ -90,20 +90,20 @@ def _describe_fit(plan: StepEstimate) -> str:
 
 
 def _print_collectives(console: rich.console.Console, plan: StepEstimate) -> None:
-    """Prints what a plan sends, the longest first."""
+    """Prints the collectives of a plan, the longest first."""
     rows = [
         (
-            each.kind,
-            each.purpose,
-            each.phase,
-            ",".join(each.axes),
-            each.network,
-            f"{each.times:,}",
-            describe_bytes(each.bytes_sent),
-            describe_seconds(each.seconds),
-            describe_share(each.hidden_seconds or 0, each.seconds or 0),
+            x.kind,
+            x.purpose,
+            x.phase,
+            ",".join(x.axes),
+            x.network,
+            f"{x.times:,}",
+            describe_bytes(x.bytes_sent),
+            describe_seconds(x.seconds),
+            describe_share(x.hidden_seconds or 0, x.seconds or 0),
         )
-        for each in plan.collectives
+        for x in plan.collectives
     ]
     headers = ("collective", "for", "in", "over", "by", "times", "bytes", "takes", "hidden")
     title = f"{plan.source}: collectives of a step"
@@ -111,8 +111,8 @@ def _print_collectives(console: rich.console.Console, plan: StepEstimate) -> Non
 
 
 def print_sweep(console: rich.console.Console, outcomes: Sequence[Outcome]) -> None:
-    """Prints a sweep, in its order: the first of those that fit, and why others don't."""
-    fitting = [(each, each.plan) for each in outcomes if not each.reason and each.plan]
+    """Prints a sweep in its order: the first candidates that fit, and why others do not."""
+    fitting = [(x, x.plan) for x in outcomes if not x.reason and x.plan]
     rows = [
         (
             outcome.candidate.name,
@@ -132,18 +132,18 @@ def print_sweep(console: rich.console.Console, outcomes: Sequence[Outcome]) -> N
     print_table(console, (*headers, "MFU", "memory"), rows, title=title, words=4, most=SHOWN)
     if not all(outcome.is_traced for outcome, _ in fitting[:SHOWN]):
         print_line(console, "~: scaled from another candidate's, not traced.\n")
-    if refused := [each for each in outcomes if each.reason]:
+    if refused := [x for x in outcomes if x.reason]:
         _print_refused(console, refused)
 
 
 def _print_refused(console: rich.console.Console, refused: Sequence[Outcome]) -> None:
-    """Prints why candidates are not ranked, those of one strategy and mesh together."""
+    """Prints why candidates are not ranked, grouped by strategy and mesh."""
     groups: defaultdict[str, list[Outcome]] = defaultdict(list)
     for outcome in refused:
         groups[outcome.candidate.name].append(outcome)
     rows = []
     for name, members in groups.items():
-        nearest = min(members, key=lambda each: each.plan.peak_bytes if each.plan else 0)
+        nearest = min(members, key=lambda x: x.plan.peak_bytes if x.plan else 0)
         which = f"{nearest.candidate.num_minibatches} minibatches"
         which += f", remat {nearest.candidate.remat}" if nearest.candidate.remat else ""
         rows.append((name, str(len(members)), f"{which}: {nearest.reason}"))
@@ -154,17 +154,17 @@ def _print_refused(console: rich.console.Console, refused: Sequence[Outcome]) ->
 def sweep_json(
     outcomes: Sequence[Outcome], curves: Mapping[str, Sequence[tuple[int, StepEstimate]]]
 ) -> dict[str, Any]:
-    """A sweep as plain values."""
+    """Returns a sweep as plain values."""
     return {
         "candidates": [
             {
-                **dataclasses.asdict(each.candidate),
-                "fits": not each.reason,
-                "reason": each.reason,
-                "is_traced": each.is_traced,
-                "plan": each.plan.to_json() if each.plan else None,
+                **dataclasses.asdict(x.candidate),
+                "fits": not x.reason,
+                "reason": x.reason,
+                "is_traced": x.is_traced,
+                "plan": x.plan.to_json() if x.plan else None,
             }
-            for each in outcomes
+            for x in outcomes
         ],
         "weak_scaling": {
             name: [

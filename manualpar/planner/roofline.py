@@ -1,8 +1,8 @@
-"""How long a step would take, by arithmetic: a model, which states its assumptions.
+"""Estimates the time of a step by arithmetic: a model, which states its assumptions.
 
 A step is the computation of its devices, `C`, and its collectives, `S`. Each product takes the
-longer of its operations at the peak and of its bytes at the memory's bandwidth, both times the
-share that is reached, which is another one in a fused kernel of attention
+longer of two times: its operations at the chip's peak, and its bytes at the memory's bandwidth. A
+product reaches only a share of both, and a fused kernel of attention another share
 (`manualpar.planner.hardware`). Elementwise operations between products take one more pass over the
 bytes that the products read and write. Each collective takes its bytes on a ring over its mesh
 axes, laid onto the topology (`manualpar.planner.topology`), and waits for each hop.
@@ -12,12 +12,12 @@ run while a neighbouring layer computes: in the forward pass and in the backward
 `max(S - C, S of one layer)` is exposed, because the first layer's have nothing to hide behind.
 Collectives of activations, which tensor, sequence and expert parallelism send, are exposed, because
 the next product waits for them; the steps of a ring of permutations hide like gathers. Collectives
-outside, which reduce whole gradients, gather ZeRO's new parameters, or sum metrics, are exposed.
+outside, which reduce complete gradients, gather ZeRO's new parameters, or sum metrics, are exposed.
 
 The stages of a pipeline take its ticks together, so a tick lasts as long as its slowest stage
 (`manualpar.layers.pipeline.schedule_table.Table.tick_times`). In each part of a tick, such as a
-chunk of layers forward, collectives hide as in a pass. What is computed and sent is that of a stage
-on average, and the rest of the ticks' time is the *bubble*. The hop of a tick is exposed.
+chunk of layers forward, collectives hide as in a pass. Compute and collectives are means over the
+stages, and the rest of the ticks' time is the *bubble*. The hop of a tick is exposed.
 
 (Williams et al., "Roofline", https://doi.org/10.1145/1498765.1498785; Austin et al., "How to scale
 your model", https://jax-ml.github.io/scaling-book.)
@@ -41,7 +41,7 @@ from manualpar.planner.plan import PlannedCollective, StepEstimate, merge_alike
 from manualpar.planner.step_work import MINIBATCH, Load, PipelineWork, StepWork
 from manualpar.planner.topology import Ring, Topology, describe_axes, ring_over
 
-# In each pass collectives hide behind the compute of these phases.
+# The phases of each pass; its collectives hide behind their compute.
 PASSES = (("forward",), ("backward", "recomputed"))
 MENDS = {
     "parameters": "Shard them (fsdp), store them in bfloat16, or use more devices.",
@@ -54,7 +54,7 @@ MENDS = {
 
 @dataclasses.dataclass
 class _Timed:
-    """A collective, and the seconds that all its runs take and hide behind compute."""
+    """A collective, with the seconds of all its runs, and the seconds hidden behind compute."""
 
     collective: Collective
     network: str
@@ -62,11 +62,11 @@ class _Timed:
     is_doubled: bool
     slow_bytes: float
     hidden_seconds: float = 0.0
-    share: float = 1.0  # Of what is sent that falls to a step.
+    share: float = 1.0  # The share of it that one step is charged with.
 
     @property
     def is_awaited(self) -> bool:
-        """Whether it is of activations, which the layer needs to go on."""
+        """Whether it sends activations, which the layer needs to go on."""
         return self.collective.purpose in LAYER_SCOPES and self.collective.kind != "permute"
 
     @property
@@ -92,30 +92,30 @@ def estimate(work: StepWork, topology: Topology) -> StepEstimate:
     """Estimates a step on a topology of as many devices as the work's mesh has.
 
     Raises:
-      ValueError: The mesh does not lie in the topology, or no peak is known for the dtype.
+      ValueError: The mesh does not fit into the topology, or no peak is known for the dtype.
     """
     chip = topology.chip
     timed = _time_collectives(work, work.collectives, topology)
     outside, parts = _outside_ticks(work), work.pipeline.parts if work.pipeline else None
-    around = [one for one in timed if not (parts and parts.of(one.collective.scope))]
+    not_in_ticks = [x for x in timed if not (parts and parts.of(x.collective.scope))]
     in_passes = 0.0
     for phases in PASSES:
         compute = compute_seconds(outside, chip, phases)
-        _hide([one for one in around if one.is_inside and one.collective.phase in phases], compute)
+        _hide([x for x in not_in_ticks if x.is_inside and x.collective.phase in phases], compute)
         in_passes += compute
-    flops_alone = _flops_seconds(outside, chip)
+    flops_seconds = _flops_seconds(outside, chip)
     update = work.update_traffic / (chip.hbm_bandwidth * chip.hbm_efficiency)
     update += compute_seconds(work, chip, ("update",))
-    meetings = _meetings(work, topology)
-    timed += meetings
-    sent = sum(each.seconds for each in (*around, *meetings))
-    overlapped = sum(each.hidden_seconds for each in around)
+    outer_steps = _time_outer_steps(work, topology)
+    timed += outer_steps
+    sent = sum(x.seconds for x in (*not_in_ticks, *outer_steps))
+    overlapped = sum(x.hidden_seconds for x in not_in_ticks)
     bubble = None
     if work.pipeline:
         ticks = _in_ticks(work, work.pipeline, timed, topology)
         in_passes, bubble = in_passes + ticks.computing, ticks.bubble
         sent, overlapped = sent + ticks.sent, overlapped + ticks.overlapped
-        flops_alone += ticks.flops_alone
+        flops_seconds += ticks.flops_seconds
     computing = in_passes + update
     memory, peak_bytes = dataclasses.asdict(work.memory), work.memory.peak
     plan = StepEstimate(
@@ -131,7 +131,7 @@ def estimate(work: StepWork, topology: Topology) -> StepEstimate:
         fits=peak_bytes <= chip.hbm_bytes,
         collectives=merge_alike(map(_planned, timed)),
         compute_seconds=computing,
-        hbm_seconds=computing - flops_alone,
+        hbm_seconds=computing - flops_seconds,
         exposed_seconds=sent - overlapped,
         overlapped_seconds=overlapped,
         bubble_seconds=bubble,
@@ -146,26 +146,26 @@ def estimate(work: StepWork, topology: Topology) -> StepEstimate:
 
 
 def _outside_ticks(work: StepWork) -> StepWork:
-    """What all stages of a pipeline do alike; everything if there is none."""
+    """Returns the work outside the ticks of a pipeline, which all stages do."""
     return dataclasses.replace(work, loads=tuple(load for load in work.loads if not load.part))
 
 
-def _meetings(work: StepWork, topology: Topology) -> list[_Timed]:
-    """What replicas send in outer steps, as much of it as falls to a step; nothing hides it."""
+def _time_outer_steps(work: StepWork, topology: Topology) -> list[_Timed]:
+    """Times the collectives of outer steps, charged to each step by its share."""
     share = 1 / work.every
     return [
         dataclasses.replace(
-            one, seconds=one.seconds * share, slow_bytes=one.slow_bytes * share, share=share
+            x, seconds=x.seconds * share, slow_bytes=x.slow_bytes * share, share=share
         )
-        for one in _time_collectives(work, work.meetings, topology)
+        for x in _time_collectives(work, work.outer_collectives, topology)
     ]
 
 
 class _InTicks(NamedTuple):
-    """The seconds of a stage in all ticks, on average over the stages."""
+    """The seconds of a stage in all ticks, as a mean over the stages."""
 
     computing: float
-    flops_alone: float
+    flops_seconds: float
     sent: float
     overlapped: float
     bubble: float
@@ -174,37 +174,39 @@ class _InTicks(NamedTuple):
 def _in_ticks(
     work: StepWork, pipeline: PipelineWork, timed: Sequence[_Timed], topology: Topology
 ) -> _InTicks:
-    """What stages do in ticks, and how long they wait; hides what `timed` has in them."""
+    """Times the ticks and waits of stages; hides the collectives of `timed` that are in ticks."""
     parts, table, chip = pipeline.parts, pipeline.parts.table, topology.chip
     costs: dict[str, float] = {}
     seconds = np.zeros(4)
     for part, of_part in pipeline.works.items():
-        done = dataclasses.replace(work, loads=of_part.loads)
-        compute = compute_seconds(done, chip, (*PASSES[0], *PASSES[1]))
-        sends = _time_collectives(work, of_part.collectives, topology)
-        share = _hide([one for one in sends if one.is_inside], compute, runs=of_part.runs)
-        for one in timed:
-            if one.is_inside and parts.of(one.collective.scope) == part:
-                one.hidden_seconds = share * one.seconds
-        sent = sum(one.seconds for one in sends)
-        hidden = sum(one.hidden_seconds for one in sends)
+        work_of_part = dataclasses.replace(work, loads=of_part.loads)
+        compute = compute_seconds(work_of_part, chip, (*PASSES[0], *PASSES[1]))
+        collectives = _time_collectives(work, of_part.collectives, topology)
+        share = _hide([x for x in collectives if x.is_inside], compute, runs=of_part.runs)
+        for x in timed:
+            if x.is_inside and parts.of(x.collective.scope) == part:
+                x.hidden_seconds = share * x.seconds
+        sent = sum(x.seconds for x in collectives)
+        hidden = sum(x.hidden_seconds for x in collectives)
         costs[part] = (compute + sent - hidden) / of_part.runs
-        often = table.is_run(ROWS[part]).sum() / table.num_stages / of_part.runs
-        seconds += often * np.array([compute, _flops_seconds(done, chip), sent, hidden])
-    # What is not in a part is not idle time either: it is alike on all stages.
-    each: Any = {"forward": 0.0, "backward": 0.0} | costs
-    of_ticks = table.tick_times(Costs(**each)).sum()
-    idle = of_ticks - table.busy(Costs(**each)).sum() / table.num_stages
+        runs_per_stage = table.is_run(ROWS[part]).sum() / table.num_stages / of_part.runs
+        seconds += runs_per_stage * np.array(
+            [compute, _flops_seconds(work_of_part, chip), sent, hidden]
+        )
+    # Work outside of all parts is no idle time: all stages do the same.
+    all_costs: Any = {"forward": 0.0, "backward": 0.0} | costs
+    of_ticks = table.tick_times(Costs(**all_costs)).sum()
+    idle = of_ticks - table.busy(Costs(**all_costs)).sum() / table.num_stages
     return _InTicks(*map(float, (*seconds, idle)))
 
 
 def _flops_seconds(work: StepWork, chip: Chip) -> float:
-    """How long products would take that never waited for memory."""
+    """Returns the time of the products if they were compute-bound."""
     return sum(load.flops / _flops_rate(chip, load) for load in work.loads)
 
 
 def compute_seconds(work: StepWork, chip: Chip, phases: Iterable[str]) -> float:
-    """How long the compute of some phases takes, each operation by what bounds it."""
+    """Returns the compute time of some phases, where its slower bound limits each operation."""
     phases, hbm = set(phases), chip.hbm_bandwidth * chip.hbm_efficiency
     total = 0.0
     for load in work.loads:
@@ -216,7 +218,7 @@ def compute_seconds(work: StepWork, chip: Chip, phases: Iterable[str]) -> float:
 
 
 def _flops_rate(chip: Chip, load: Load) -> float:
-    """FLOP/s that products reach; those of other than floating point numbers are negligible."""
+    """Returns the FLOP/s that products reach; products of other than floats are negligible."""
     known = load.dtype if load.dtype in chip.flops or "float" in load.dtype else "float32"
     return chip.peak(known) * (
         chip.attention_efficiency if load.is_fused else chip.flops_efficiency
@@ -245,7 +247,7 @@ def _time_collectives(
 
 
 def is_made_an_all_reduce(topology: Topology, ring: Ring) -> bool:
-    """Whether XLA for TPU turns a reduce-scatter on this ring into an all-reduce.
+    """Returns whether XLA for TPU turns a reduce-scatter on this ring into an all-reduce.
 
     It does (libtpu 0.0.42) for one flat axis that fills a torus: seen on 4x4, 8x8 and 16x16 chips,
     not on 8, 4x8 or 8x16, and on 4x4x8; for other shapes in three dimensions it is assumed. Options
@@ -264,25 +266,25 @@ def _keeps_scatters(topology: Topology, ring: Ring, overlap: Overlap) -> bool:
 
 
 def _hide(inside: Sequence[_Timed], compute: float, *, runs: int = 1) -> float:
-    """Hides the collectives of a pass, or of several, behind its compute; returns their share."""
-    total = sum(each.seconds for each in inside)
-    layers = summed((each.layer, each.seconds / each.collective.times) for each in inside)
+    """Hides the collectives of one or several passes behind compute; returns the hidden share."""
+    total = sum(x.seconds for x in inside)
+    layers = summed((x.layer, x.seconds / x.collective.times) for x in inside)
     exposed = max(total - compute, runs * max(layers.values(), default=0.0))
     share = max(total - exposed, 0.0) / total if total else 0.0
-    for each in inside:
-        each.hidden_seconds = share * each.seconds
+    for x in inside:
+        x.hidden_seconds = share * x.seconds
     return share
 
 
 def _planned(timed: _Timed) -> PlannedCollective:
-    one = timed.collective
+    collective = timed.collective
     return PlannedCollective(
-        kind=one.kind,
-        axes=one.axes,
-        purpose=one.purpose,
-        phase=one.phase,
-        times=one.times,
-        bytes_sent=float(one.bytes_sent) * timed.share,
+        kind=collective.kind,
+        axes=collective.axes,
+        purpose=collective.purpose,
+        phase=collective.phase,
+        times=collective.times,
+        bytes_sent=float(collective.bytes_sent) * timed.share,
         slow_bytes=timed.slow_bytes,
         seconds=timed.seconds,
         hidden_seconds=timed.hidden_seconds,
@@ -293,8 +295,8 @@ def _planned(timed: _Timed) -> PlannedCollective:
 def _assumptions(work: StepWork, topology: Topology, unhidden: float) -> tuple[str, ...]:
     chip, network = topology.chip, topology.chip.network
     fast, slow = network.names
-    permutes = (each for each in work.collectives if each.kind == "permute")
-    has_ring = any(each.purpose != PIPELINE_SCOPE for each in permutes)
+    permutes = (x for x in work.collectives if x.kind == "permute")
+    has_ring = any(x.purpose != PIPELINE_SCOPE for x in permutes)
     ring = ", and permutations," if has_ring else ""
     return (
         f"Products reach {chip.flops_efficiency:.0%} of {chip.peak(work.dtype) / 1e12:,.1f} "
@@ -311,7 +313,7 @@ def _assumptions(work: StepWork, topology: Topology, unhidden: float) -> tuple[s
         "layer, everything else is exposed; if nothing overlapped a step would take "
         f"{unhidden:.4g} s.",
         *_of_pipeline(work),
-        *_of_meetings(work),
+        *_of_outer_steps(work),
         f"Mesh axes, those on the slowest links first: {describe_axes(topology, work.mesh)}.",
         f"{chip.hbm_bytes / 2**30:.2f} GiB of a device's memory can be used.",
     )
@@ -335,11 +337,11 @@ def _of_pipeline(work: StepWork) -> Iterator[str]:
         )
 
 
-def _of_meetings(work: StepWork) -> Iterator[str]:
-    if work.meetings:
+def _of_outer_steps(work: StepWork) -> Iterator[str]:
+    if work.outer_collectives:
         yield (
-            f"Replicas meet once in {work.every} steps; each step has its share of what they send "
-            "then, which nothing hides."
+            f"An outer step follows every {work.every} steps; each step is charged with its share "
+            "of the outer collectives, which nothing hides."
         )
 
 
@@ -353,7 +355,7 @@ def _notes(
             f"Does not fit: {-plan.spare_bytes / 2**30:.2f} GiB a device too much; most of it is "
             f"{largest}, {plan.memory[largest] / 2**30:.2f} GiB. {mend}"
         )
-    inside = sum(each.seconds for each in timed if each.is_inside)
+    inside = sum(x.seconds for x in timed if x.is_inside)
     if computing and inside > computing:
         tokens = work.throughput.tokens_per_example
         per_device = work.throughput.examples_per_step * (tokens or 1) // plan.num_devices
@@ -364,13 +366,13 @@ def _notes(
             "larger batch, fewer minibatches, a narrower gather_dtype, hsdp, or fewer devices "
             "would help."
         )
-    awaited = sum(each.seconds for each in timed if each.is_awaited)
+    awaited = sum(x.seconds for x in timed if x.is_awaited)
     if awaited > 0.2 * (plan.step_seconds or 1):
         yield (
             f"Split layers wait {_ms(awaited)} of a step for activations. Fewer devices along "
             "their axis, on faster links, or a ring of permutations would help."
         )
-    hops = sum(each.seconds for each in timed if each.is_hop)
+    hops = sum(x.seconds for x in timed if x.is_hop)
     bubble = plan.bubble_seconds
     if bubble is not None and bubble + hops > 0.2 * (plan.step_seconds or 1):
         yield (
@@ -378,14 +380,14 @@ def _notes(
             f"{_ms(hops)} for what they send. More minibatches, fewer stages, or more chunks of "
             "layers on a stage would help."
         )
-    reductions = (one for one in timed if not (one.is_inside or one.is_awaited or one.is_hop))
-    outside = sum(each.seconds for each in reductions)
+    reductions = (x for x in timed if not (x.is_inside or x.is_awaited or x.is_hop))
+    outside = sum(x.seconds for x in reductions)
     if outside > 0.2 * (plan.step_seconds or 1) and outside > 0.5 * (plan.exposed_seconds or 0.0):
         yield (
             "Reductions after the backward pass, which nothing hides, take "
             f"{_ms(outside)} of a step."
         )
-    if any(each.is_doubled for each in timed):
+    if any(x.is_doubled for x in timed):
         yield (
             "Reduce-scatters over an axis that fills a torus count twice: XLA for TPU makes "
             "all-reduces of them. A mesh of two axes, data and data_minor, avoids it with "

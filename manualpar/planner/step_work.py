@@ -1,16 +1,16 @@
-"""What a device does in a step: the collectives, products and memory that the roofline adds up.
+"""The work of a device in a step: the collectives, products and memory that the roofline adds up.
 
-`read_work` reads them off the traced program, in the walk that the ledger takes too. A sweep also
-needs the work of steps that nobody has traced, and gets it from one that was:
+`read_work` reads it off the traced program, with the ledger's readers. A sweep also needs the work
+of steps that were not traced, and derives it from one that was:
 
-- `with_minibatches`: in `m` minibatches a device computes the same in `m` parts. It sends `m` times
-  what it sends for parameters in each minibatch, and activations in `m` parts.
-- `with_gather_dtype`: with another dtype on the wire shapes stay and bytes change.
+- `with_minibatches`: in `m` minibatches a device computes the same in `m` parts. It sends the
+  collectives of parameters in each minibatch, `m` times, and activations in `m` parts.
+- `with_gather_dtype`: with another dtype to send shapes stay and bytes change.
 
-Both are exact in what is computed and sent (but the rows of a split embedding are summed in the
-other dtype too, which is left out). Memory is estimated: an `m`-th of the activations, and
-gathered parameters by the ratio of the dtypes; that weights are read again in each minibatch is not
-counted. So a sweep traces those programs that it ranks first.
+Both are exact in compute and collectives (except that the rows of a split embedding are summed in
+the other dtype too, which is left out). Memory is estimated: an `m`-th of the activations, and
+gathered parameters by the ratio of the dtypes. That weights are read again in each minibatch is not
+counted. So a sweep traces the programs that it ranks first.
 """
 
 import dataclasses
@@ -42,11 +42,11 @@ MINIBATCH = re.compile(r"\bminibatch(_\d+)?\b")
 
 
 class Load(NamedTuple):
-    """What a step takes of a device for a product, or for a reduction, which has no FLOPs.
+    """The work of a device for a product, or for a reduction, which has no FLOPs.
 
-    `dtype` is the wider one of its operands, `traffic` the bytes that it reads and writes, and
-    `part` that of a pipeline's tick, see `PipelineWork`. `is_fused` says that it is part of a fused
-    kernel of attention.
+    `dtype` is the wider one of its operands' dtypes, `traffic` the bytes that it reads and writes,
+    and `part` its part of a pipeline's tick, see `PipelineWork`. `is_fused` says whether it is part
+    of a fused kernel of attention.
     """
 
     phase: str
@@ -58,7 +58,7 @@ class Load(NamedTuple):
 
 
 class PartWork(NamedTuple):
-    """What a stage of a pipeline does in all its runs of a part of a tick."""
+    """The work of a pipeline's stage in all its runs of a part of a tick."""
 
     runs: int
     collectives: tuple[Collective, ...]
@@ -66,11 +66,11 @@ class PartWork(NamedTuple):
 
 
 class PipelineWork(NamedTuple):
-    """What the stages of a pipeline do in its ticks.
+    """The work of a pipeline's stages in its ticks.
 
     Attributes:
       parts: The parts of its ticks.
-      works: What a stage does that runs a part, by the name of that among `Costs`.
+      works: Name of a part, as in `Costs` -> work of a stage that runs it.
     """
 
     parts: TickParts
@@ -78,7 +78,7 @@ class PipelineWork(NamedTuple):
 
 
 class _Read(NamedTuple):
-    """What a stage sends and computes, and how often it runs each part of a tick in which it is."""
+    """The collectives and products of a stage, and how often it runs each part of a tick."""
 
     collectives: tuple[Collective, ...]
     loads: tuple[Load, ...]
@@ -88,20 +88,20 @@ class _Read(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class StepWork:
-    """What a step does on a device.
+    """The work of a step on a device.
 
     Attributes:
       name: The strategy and the mode.
       mesh: The sizes of the mesh axes, the axis on the slowest links first.
       throughput: Turns the time of a step into rates; without devices and their peak.
       update_traffic: Bytes that the update reads and writes.
-      overlap: Which compiler options it is planned with, see
-      `manualpar.core.mesh.compiler_options`.
-      pipeline: What the stages do if the step has a pipeline. `collectives` and `loads` are then
-        those of the stage that sends the most.
-      meetings: What replicas that train alone send in all their outer steps, each once.
-      every: In how many steps they do.
-      notes: What was chosen or assumed in reading it.
+      overlap: The compiler options that it is planned with, see
+        `manualpar.core.mesh.compiler_options`.
+      pipeline: The work of the stages if the step has a pipeline. `collectives` and `loads` are
+        then those of the stage that sends the most.
+      outer_collectives: The collectives of DiLoCo's outer steps, each fragment's once.
+      every: The number of steps in which all of them run once.
+      notes: Choices and assumptions of the readers.
     """
 
     name: str
@@ -115,7 +115,7 @@ class StepWork:
     notes: tuple[str, ...] = ()
     overlap: Overlap = "auto"
     pipeline: PipelineWork | None = None
-    meetings: tuple[Collective, ...] = ()
+    outer_collectives: tuple[Collective, ...] = ()
     every: int = 1
 
     @property
@@ -125,7 +125,7 @@ class StepWork:
 
     @property
     def dtype(self) -> str:
-        """The dtype in which most is computed."""
+        """The dtype with the most FLOPs."""
         totals = summed((load.dtype, load.flops) for load in self.loads)
         return max(totals, key=lambda dtype: totals[dtype], default="float32")
 
@@ -138,18 +138,18 @@ def read_work(
     fused_attention: bool = False,
     overlap: Overlap = "auto",
 ) -> StepWork:
-    """Reads what a program's step does.
+    """Reads the work of a program's step.
 
     Args:
-      program: The program, on any mesh, an abstract one too.
+      program: The program, on any mesh, even an abstract one.
       throughput: The examples of a step, their tokens and their FLOPs.
-      order: The axes of the mesh, the one on the slowest links first; see `make_mesh`.
-      fused_attention: Whether attention, a causal one, is taken as one kernel, see `has_kernel`
-        and `manualpar.inspect.flops`. Memory is the program's own all the same, scores included.
-      overlap: That of the config, `parallel.overlap`.
+      order: The axes of the mesh, the axis on the slowest links first; see `make_mesh`.
+      fused_attention: Whether causal attention is timed as one kernel, see `has_kernel` and
+        `manualpar.inspect.flops`. Memory is the program's own in any case, scores included.
+      overlap: The config's `parallel.overlap`.
 
     Raises:
-      ValueError: The mode is not `manual`: the compiler decides what is sent.
+      ValueError: The mode is not `manual`, so the compiler writes the collectives.
     """
     if program.mode != "manual":
         raise ValueError(
@@ -167,23 +167,23 @@ def read_work(
         sending, sent = read_stage("roofline", jaxpr, around, stage=stage, data_axes=data_axes)
         computing = TrafficReader("roofline", stage=sending.stage)
         computing.fused_attention = fused_attention
-        found = computing.read(jaxpr, around)
-        # An unrolled model has many loads that are the same.
-        alike = Counter(_load(one, parts.of(one.scope) if parts else "") for one in found)
+        products = computing.read(jaxpr, around)
+        # An unrolled model has many equal loads.
+        alike = Counter(_load(x, parts.of(x.scope) if parts else "") for x in products)
         loads = (
             load._replace(flops=n * load.flops, traffic=n * load.traffic)
             for load, n in alike.items()
         )
         runs = {}
-        for scope in {*(one.scope for one in found), *(one.scope for one in sent)}:
+        for scope in {*(x.scope for x in products), *(x.scope for x in sent)}:
             if parts and (part := parts.of(scope)):
                 runs[part] = parts.runs(scope, sending.stage)
         return _Read(sent, tuple(loads), runs, [*sending.notes, *computing.notes])
 
     collectives, loads, _, notes = read(None)
-    # Of replicas that train alone, what one of them has.
-    one = program.inner if isinstance(program, DiLoCoProgram) else program
-    state = one.abstract_state
+    # With DiLoCo, the state of one replica.
+    inner = program.inner if isinstance(program, DiLoCoProgram) else program
+    state = inner.abstract_state
     trained, _ = partition(program.step.placements, state.params)
     parameters, optimizer = (state_bytes(x)[0] for x in (trained, state.opt_state))
     return StepWork(
@@ -199,21 +199,21 @@ def read_work(
         notes=tuple(dict.fromkeys(notes)),
         overlap=overlap,
         pipeline=PipelineWork(parts, _works(parts, read)) if parts else None,
-        **_meetings(program),
+        **_outer_steps(program),
     )
 
 
-def _meetings(program: Program) -> dict[str, Any]:
+def _outer_steps(program: Program) -> dict[str, Any]:
     if not isinstance(program, DiLoCoProgram):
         return {}
-    return {"meetings": trace_outer_steps(program), "every": program.every}
+    return {"outer_collectives": trace_outer_steps(program), "every": program.every}
 
 
 def has_kernel(config: ml_collections.ConfigDict) -> bool:
-    """Whether a config has its chips compute attention by a kernel of theirs.
+    """Returns whether a config makes its chips compute attention by a kernel of theirs.
 
-    If it leaves them the choice, it is traced without them as attention in blocks. The ring of
-    split sequences, which has a kernel on TPUs only, is taken as it is traced.
+    If the config leaves the choice to the chips, it is traced without them as attention in blocks.
+    The ring of split sequences, which has a kernel only on TPUs, is taken as it is traced.
     """
     is_kernel = config.model.get("attention") in ("", "splash", "cudnn")
     return is_kernel and CONTEXT_AXIS not in config.parallel.mesh
@@ -225,21 +225,21 @@ def _load(product: CountedProduct, part: str) -> Load:
 
 
 def _works(parts: TickParts, read: Callable[[int], _Read]) -> dict[str, PartWork]:
-    """The work in each part, as the first stage or the last one does it: together they do all."""
+    """Returns the work in each part; the first and the last stage together run all parts."""
     works: dict[str, PartWork] = {}
     for stage in dict.fromkeys((0, parts.table.num_stages - 1)):
-        found = read(stage)
-        for part, runs in found.runs.items():
-            sent = tuple(one for one in found.collectives if parts.of(one.scope) == part)
-            computed = tuple(load for load in found.loads if load.part == part)
+        stage_work = read(stage)
+        for part, runs in stage_work.runs.items():
+            sent = tuple(x for x in stage_work.collectives if parts.of(x.scope) == part)
+            computed = tuple(load for load in stage_work.loads if load.part == part)
             works[part] = PartWork(runs, sent, computed)
     return works
 
 
 def with_minibatches(work: StepWork, num_minibatches: int) -> StepWork:
-    """The work of a step in one minibatch, in another number of them; its memory is an estimate."""
+    """Derives the work in several minibatches from that in one minibatch; memory is estimated."""
     assert work.num_minibatches == 1
-    assert work.pipeline is None  # Microbatches are in a schedule, which has to be traced.
+    assert work.pipeline is None  # A pipeline's schedule of microbatches has to be traced.
     if num_minibatches == 1:
         return work
     activations = work.memory.activations // num_minibatches
@@ -247,33 +247,34 @@ def with_minibatches(work: StepWork, num_minibatches: int) -> StepWork:
         work,
         num_minibatches=num_minibatches,
         collectives=tuple(
-            _in_minibatches(each, num_minibatches) if MINIBATCH.search(each.scope) else each
-            for each in work.collectives
+            _in_minibatches(x, num_minibatches) if MINIBATCH.search(x.scope) else x
+            for x in work.collectives
         ),
         memory=dataclasses.replace(work.memory, activations=activations),
     )
 
 
-def _in_minibatches(one: Collective, num_minibatches: int) -> Collective:
-    """A collective of the only minibatch as it is in each of several."""
-    shape, divides = one.shape, [size % num_minibatches == 0 for size in one.shape]
-    if one.purpose in LAYER_SCOPES and any(divides):  # Of tokens, of which there are fewer.
+def _in_minibatches(collective: Collective, num_minibatches: int) -> Collective:
+    """Turns the only minibatch's collective into one that runs in each of several minibatches."""
+    shape, divides = collective.shape, [size % num_minibatches == 0 for size in collective.shape]
+    if collective.purpose in LAYER_SCOPES and any(divides):  # A minibatch has fewer tokens.
         dim = divides.index(True)
         shape = (*shape[:dim], shape[dim] // num_minibatches, *shape[dim + 1 :])
-    return dataclasses.replace(one, shape=shape, times=one.times * num_minibatches)
+    return dataclasses.replace(collective, shape=shape, times=collective.times * num_minibatches)
 
 
 def with_gather_dtype(work: StepWork, gather_dtype: str, *, reduce_dtype: str = "") -> StepWork:
-    """The work with parameters gathered in another dtype; its memory is an estimate.
+    """Derives the work with parameters gathered in another dtype; its memory is an estimate.
 
     Args:
-      work: That of a step that gathers them as they are stored. Codes, which are bytes, stay.
-      gather_dtype: A dtype's name; `""` leaves the work as it is.
-      reduce_dtype: The dtype in which gradients are summed; `""`: the same.
+      work: The work of a step that gathers them as they are stored. Quantized numbers, which are
+        bytes, stay.
+      gather_dtype: A dtype's name; `""` leaves the work unchanged.
+      reduce_dtype: The dtype in which gradients are summed; `""` for `gather_dtype`.
     """
     if not gather_dtype:
         return work
-    on_the_wire = {
+    dtype_of_purpose = {
         GATHER_SCOPE: jnp.dtype(gather_dtype),
         REGATHER: jnp.dtype(gather_dtype),
         SCATTER_SCOPE: jnp.dtype(reduce_dtype or gather_dtype),
@@ -282,10 +283,10 @@ def with_gather_dtype(work: StepWork, gather_dtype: str, *, reduce_dtype: str = 
 
     def retyped(collectives: Iterable[Collective]) -> tuple[Collective, ...]:
         return tuple(
-            each
-            if each.dtype == jnp.uint8
-            else dataclasses.replace(each, dtype=on_the_wire.get(each.purpose, each.dtype))
-            for each in collectives
+            x
+            if x.dtype == jnp.uint8
+            else dataclasses.replace(x, dtype=dtype_of_purpose.get(x.purpose, x.dtype))
+            for x in collectives
         )
 
     pipeline = work.pipeline and work.pipeline._replace(
@@ -294,10 +295,10 @@ def with_gather_dtype(work: StepWork, gather_dtype: str, *, reduce_dtype: str = 
             for part, of_part in work.pipeline.works.items()
         }
     )
-    gathers = [each for each in work.collectives if each.purpose in (GATHER_SCOPE, REGATHER)]
+    gathers = [x for x in work.collectives if x.purpose in (GATHER_SCOPE, REGATHER)]
     memory = work.memory
-    if any(each.dtype != jnp.uint8 for each in gathers):
-        stored = max(each.dtype.itemsize for each in gathers)
+    if any(x.dtype != jnp.uint8 for x in gathers):
+        stored = max(x.dtype.itemsize for x in gathers)
         gathered = memory.gathered * jnp.dtype(gather_dtype).itemsize // stored
         memory = dataclasses.replace(memory, gathered=gathered)
     collectives = retyped(work.collectives)

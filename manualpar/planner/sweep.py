@@ -1,13 +1,14 @@
-"""Which strategy, mesh, number of minibatches, remat and wire dtype would be the fastest.
+"""Compares strategies, meshes, numbers of minibatches, remat and gather dtypes by step time.
 
 For each strategy, mesh and remat a program is traced on an abstract mesh, in one minibatch; the
-others follow by closed forms (`manualpar.planner.step_work`), exact in time but not in memory. The
-candidates that come first, and those that nearly fit or nearly do not, are then traced themselves.
+other candidates follow by closed forms (`manualpar.planner.step_work`), exact in time but not in
+memory. The candidates that rank first, and those near the limit of memory, are then traced
+themselves.
 
-The layers of a model that knows how are also split over a model axis, the last of the mesh, whose
+If a model supports it, its layers are also split over a model axis, the last of the mesh, whose
 devices are neighbours; or its experts are divided over an axis of their own. (Both at once are not
-tried.) A size that the model or the data does not divide by is refused by the builder, in a
-sentence that the sweep passes on.
+tried.) The builder refuses a size that the model or the data does not divide by; the sweep passes
+its message on.
 """
 
 import dataclasses
@@ -40,7 +41,7 @@ MINIBATCHES = (1, 2, 4, 8)
 GATHER_DTYPES = ("", "bfloat16")
 # A second axis to shard over, after the first, as suits a torus.
 MINOR_AXIS = "data_minor"
-# A plan whose memory is an estimate is traced if it exceeds a device's by no more than this share.
+# A plan with estimated memory is traced if it exceeds a device's by no more than this share.
 NEARLY = 0.3
 # The most devices that layers are split over.
 MOST_SPLIT = 16
@@ -49,11 +50,11 @@ CHIP_COUNTS = tuple(2**k for k in range(3, 13))
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """One of the things that a sweep compares.
+    """A strategy, a mesh and options that a sweep compares.
 
     Attributes:
-      remat: What is computed again; "" where the model has no such choice.
-      gather_dtype: The dtype in which parameters are gathered; "" as they are stored.
+      remat: The model's `remat`; "" where the model has no such option.
+      gather_dtype: The dtype in which parameters are gathered; "" for the stored dtype.
     """
 
     strategy: str
@@ -70,12 +71,12 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What became of a candidate.
+    """The result for a candidate.
 
     Attributes:
       plan: Its plan; `None` if no program could be built.
       reason: Why it is not ranked, in words; "" if it is.
-      is_traced: Whether the candidate's own program was traced, or another's scaled.
+      is_traced: Whether the candidate's own program was traced, rather than another's scaled.
     """
 
     candidate: Candidate
@@ -85,15 +86,15 @@ class Outcome:
 
     @property
     def seconds(self) -> float:
-        """The estimated step time, infinite for what does not run."""
+        """The estimated step time, infinite if the candidate does not run."""
         fits = self.plan is not None and not self.reason
         return (self.plan.step_seconds or math.inf) if fits and self.plan else math.inf
 
 
 class Builder(NamedTuple):
-    """Builds and reads programs for candidates, which have a config and a task in common.
+    """Builds and reads programs for candidates, which share a config and a task.
 
-    A candidate's model may differ in what is computed again.
+    Only the remat of the model may differ.
     """
 
     config: ml_collections.ConfigDict
@@ -101,7 +102,7 @@ class Builder(NamedTuple):
 
     @property
     def remats(self) -> tuple[str, ...]:
-        """The choices of what the model computes again; "" if it has none."""
+        """The choices of remat for the model; "" if it has none."""
         return REMATS if "remat" in self.config.model else ("",)
 
     @property
@@ -116,7 +117,7 @@ class Builder(NamedTuple):
         return (SPLIT_AXIS,) * self.can_split + (EXPERT_AXIS,) * bool(has_experts)
 
     def read(self, candidate: Candidate, num_devices: int, *, batch_size: int = 0) -> StepWork:
-        """Traces a candidate's program, which a `ValueError` may refuse, and reads what it does."""
+        """Traces a candidate's program and reads its work; the builder may raise a `ValueError`."""
         config = ml_collections.ConfigDict(self.config.to_dict())
         config.parallel.strategy = candidate.strategy
         config.parallel.mesh = ml_collections.ConfigDict(dict(candidate.mesh))
@@ -142,7 +143,7 @@ class Builder(NamedTuple):
         return read_work(program, throughput, fused_attention=fused, overlap=overlap)
 
     def outcome(self, candidate: Candidate, topology: Topology) -> Outcome:
-        """The outcome of a candidate by its own program."""
+        """Returns the outcome of a candidate by its own program."""
         try:
             work = self.read(candidate, topology.num_devices)
         except ValueError as error:
@@ -151,7 +152,7 @@ class Builder(NamedTuple):
 
 
 def throughput_of(config: ml_collections.ConfigDict, task: Task) -> Throughput:
-    """Turns the step time of a config into rates; without devices and their peak."""
+    """Returns a converter of a config's step time into rates, without devices and their peak."""
     return Throughput(
         examples_per_step=config.data.batch_size,
         tokens_per_example=task.tokens_per_example or None,
@@ -169,16 +170,17 @@ def sweep(
     """Ranks candidates by estimated step time.
 
     Args:
-      builder: Of a config in mode `manual`, which keeps what is not compared.
+      builder: Builder for a config in mode `manual`; fields that are not swept stay unchanged.
       topology: The devices.
-      traced: How many of the first are traced themselves.
-      report: Is told the progress.
+      traced: How many of the first candidates are traced themselves.
+      report: Called with a line of progress.
 
     Returns:
-      All candidates, those that fit first, the fastest first of all.
+      All candidates: those that fit, the fastest first, then the other ones.
 
     Raises:
-      ValueError: The config has an order of its mesh, and candidates have other meshes.
+      ValueError: The config has an order of its mesh axes, which does not suit the candidates'
+        meshes.
     """
     if order := builder.config.parallel.mesh_order:
         raise ValueError(
@@ -190,10 +192,10 @@ def sweep(
     for number, base in enumerate(bases, 1):
         report(f"{number}/{len(bases)} {base.name}{', remat ' * bool(base.remat)}{base.remat}")
         outcomes += _family(builder, base, topology)
-    for _ in range(2 * traced):  # A traced one may fall behind another, which is then traced.
+    for _ in range(2 * traced):  # A traced candidate may fall back; then the next is traced.
         ranked = sorted(outcomes, key=lambda outcome: outcome.seconds)
-        todo = [each for each in ranked[:traced] if not each.is_traced and each.plan]
-        todo += [each for each in outcomes if _nearly_fits(each, fastest=ranked[0].seconds)]
+        todo = [x for x in ranked[:traced] if not x.is_traced and x.plan]
+        todo += [x for x in outcomes if _nearly_fits(x, fastest=ranked[0].seconds)]
         if not todo:
             break
         report(f"tracing {todo[0].candidate.name}")
@@ -211,30 +213,32 @@ def scaling_curves(
     """Plans candidates on 8 to 4,096 devices of the topology's chip (weak scaling).
 
     Each device has `config.data.batch_size / topology.num_devices` examples of the builder's
-    config, and each number of devices a mesh of its own. The curves, pairs of a number of devices
-    and a plan, have the names of the candidates.
+    config, and each number of devices has its own mesh. Returns a curve for each name in
+    `candidates`: pairs of a number of devices and a plan.
     """
     per_device = max(builder.config.data.batch_size // topology.num_devices, 1)
     curves: dict[str, list[tuple[int, StepEstimate]]] = {name: [] for name in candidates}
     sizes = [(count, topology_of_size(topology.chip, count)) for count in CHIP_COUNTS]
-    for (name, candidate), (count, place) in itertools.product(candidates.items(), sizes):
-        mesh = mesh_like(candidate, place) if place else None
-        if place is None or mesh is None:
+    for (name, candidate), (count, topology_of_count) in itertools.product(
+        candidates.items(), sizes
+    ):
+        mesh = mesh_like(candidate, topology_of_count) if topology_of_count else None
+        if topology_of_count is None or mesh is None:
             continue
-        report(f"{name} on {place.name}")
-        each = dataclasses.replace(candidate, mesh=mesh)
+        report(f"{name} on {topology_of_count.name}")
+        resized = dataclasses.replace(candidate, mesh=mesh)
         try:
-            work = builder.read(each, count, batch_size=per_device * count)
+            work = builder.read(resized, count, batch_size=per_device * count)
         except ValueError:
             continue  # A dimension or a minibatch does not divide: the curve has a gap.
-        curves[name].append((count, estimate(work, place)))
+        curves[name].append((count, estimate(work, topology_of_count)))
     return curves
 
 
 def mesh_like(candidate: Candidate, topology: Topology) -> dict[str, int] | None:
-    """The mesh of a candidate's strategy on another topology; `None` if there is none.
+    """Returns the mesh of a candidate's strategy on another topology; `None` if there is none.
 
-    Layers are split over as many devices.
+    Layers are split over the same number of devices.
     """
     count, groups = topology.num_devices, group_sizes(topology)
     data_axes = [axis for axis in candidate.mesh if axis not in (SPLIT_AXIS, EXPERT_AXIS)]
@@ -247,24 +251,24 @@ def mesh_like(candidate: Candidate, topology: Topology) -> dict[str, int] | None
     for axis in (EXPERT_AXIS, SPLIT_AXIS):
         if mesh and axis in candidate.mesh:
             mesh = with_axis(mesh, axis, candidate.mesh[axis])
-    return mesh if mesh and _lies_in(topology, mesh) else None
+    return mesh if mesh and _fits_into(topology, mesh) else None
 
 
 def with_axis(mesh: Mapping[str, int], axis: str, size: int) -> dict[str, int] | None:
-    """A mesh whose axis `data` gives some of its devices to another; `None` if it cannot."""
+    """Moves devices of a mesh's axis `data` to another axis; `None` if `size` does not divide."""
     if mesh["data"] % size:
         return None
     return {**mesh, "data": mesh["data"] // size, axis: size}
 
 
 def split_sizes(topology: Topology) -> list[int]:
-    """The numbers of devices that layers may be split over: those in a node or a slice."""
+    """Returns the numbers of devices that layers may be split over, within a node or a slice."""
     inside = topology.num_devices // levels_of(topology)[0]
     return [size for size in range(2, min(inside, MOST_SPLIT) + 1) if inside % size == 0]
 
 
 def group_sizes(topology: Topology) -> list[int]:
-    """Sizes of groups to shard within: the first is the largest within a node or a slice.
+    """Returns sizes of groups to shard within: the first is the largest within a node or a slice.
 
     In a single slice the first leaves one dimension of the torus to the replicas.
     """
@@ -279,7 +283,7 @@ def group_sizes(topology: Topology) -> list[int]:
 
 
 def _bases(topology: Topology, builder: Builder) -> Iterator[Candidate]:
-    """The candidates that are traced in any case: one minibatch, nothing retyped."""
+    """Yields the candidates that are always traced: one minibatch, gathers in the stored dtype."""
     for strategy, kind in strategy_kinds().items():
         meshes = list(_meshes(kind, topology)) if kind.is_exact else []
         if meshes and kind.has_curve:
@@ -291,7 +295,7 @@ def _bases(topology: Topology, builder: Builder) -> Iterator[Candidate]:
 
 
 def _meshes(kind: StrategyKind, topology: Topology) -> Iterator[dict[str, int]]:
-    """The meshes of data axes alone."""
+    """Yields the meshes that have only data axes."""
     count, groups = topology.num_devices, group_sizes(topology)
     if kind.replicates:
         yield from ({"replica": count // size, "data": size} for size in groups)
@@ -302,17 +306,17 @@ def _meshes(kind: StrategyKind, topology: Topology) -> Iterator[dict[str, int]]:
 
 
 def _meshes_with(axis: str, kind: StrategyKind, topology: Topology) -> Iterator[dict[str, int]]:
-    """The first of a strategy's meshes, with an axis of each size for layers."""
+    """Yields the first of a strategy's meshes, with an axis of each size for layers."""
     for data_mesh, size in itertools.product(
         itertools.islice(_meshes(kind, topology), 1), split_sizes(topology)
     ):
         mesh = with_axis(data_mesh, axis, size)
-        # A strategy that replicates over all data axes is another one.
-        if mesh and not (kind.replicates and mesh["data"] == 1) and _lies_in(topology, mesh):
+        # With data=1 a strategy that replicates would be another strategy.
+        if mesh and not (kind.replicates and mesh["data"] == 1) and _fits_into(topology, mesh):
             yield mesh
 
 
-def _lies_in(topology: Topology, mesh: Mapping[str, int]) -> bool:
+def _fits_into(topology: Topology, mesh: Mapping[str, int]) -> bool:
     try:
         place_axes(topology, mesh)
     except ValueError:
@@ -321,9 +325,9 @@ def _lies_in(topology: Topology, mesh: Mapping[str, int]) -> bool:
 
 
 def _family(builder: Builder, base: Candidate, topology: Topology) -> Iterator[Outcome]:
-    """A traced candidate and those that follow from it."""
+    """Yields a traced candidate and the candidates derived from it."""
     config, count = builder.config, topology.num_devices
-    rows = count // base.mesh.get(SPLIT_AXIS, 1)  # Devices with examples of their own.
+    rows = count // base.mesh.get(SPLIT_AXIS, 1)  # Devices with different examples.
     try:
         work = builder.read(base, count)
     except ValueError as error:
@@ -332,10 +336,10 @@ def _family(builder: Builder, base: Candidate, topology: Topology) -> Iterator[O
     fewest = strategy_kinds()[base.strategy].fewest_minibatches
     for minibatches, dtype in itertools.product(MINIBATCHES, GATHER_DTYPES):
         if minibatches >= fewest and config.data.batch_size % (rows * minibatches) == 0:
-            each = dataclasses.replace(base, num_minibatches=minibatches, gather_dtype=dtype)
+            candidate = dataclasses.replace(base, num_minibatches=minibatches, gather_dtype=dtype)
             scaled = with_minibatches(work, minibatches)
             scaled = with_gather_dtype(scaled, dtype, reduce_dtype=config.parallel.reduce_dtype)
-            yield _planned(each, scaled, topology, is_traced=each == base)
+            yield _planned(candidate, scaled, topology, is_traced=candidate == base)
 
 
 def _planned(
@@ -351,7 +355,7 @@ def _planned(
 
 
 def _nearly_fits(outcome: Outcome, *, fastest: float) -> bool:
-    """Whether one that was not traced would be the fastest and might fit after all."""
+    """Returns whether an untraced candidate would be the fastest and might fit if it is traced."""
     plan = outcome.plan
     return (
         plan is not None

@@ -1,15 +1,15 @@
-"""Devices that nobody here has: `v5p:8x8x4`, `2xv5e:16x16`, `h100:128`; and where mesh axes lie.
+"""Topologies of devices, such as `v5p:8x8x4`, `2xv5e:16x16`, `h100:128`, and mesh axes on them.
 
 A topology is a chip and a shape: for TPUs the shape of a slice in chips, with a factor for several
 slices; for GPUs their number, in nodes of eight. Mesh axes are laid onto it in the order in which
 they are given (`manualpar.core.mesh.mesh_order.in_order`), the last one onto the fastest part.
 
-`ring_over` says how fast a ring over mesh axes is. In a torus a mesh axis takes whole dimensions
-where the sizes allow it: `k` dimensions carry `k` rings at once. A dimension that is closed to a
-ring carries data both ways; one that is open, or of size two, counts one link. Axes that share a
-dimension take its inner and its outer part: neighbours on the outer part are apart, and their rings
-share links. What does not fit into a slice or a node crosses the slow network, which all devices of
-the slice or node that are on the axis use together.
+`ring_over` computes the speed of a ring over mesh axes. In a torus a mesh axis takes complete
+dimensions where the sizes allow it: `k` dimensions carry `k` rings at once. A dimension that is
+closed to a ring carries data both ways; a dimension that is open, or of size two, counts one link.
+Axes that share a dimension take its inner and its outer part: neighbours on the outer part are
+apart, and their rings share links. A part that does not fit into a slice or a node crosses the slow
+network, which all devices of the slice or node on the axis share.
 """
 
 import dataclasses
@@ -29,8 +29,8 @@ _PATTERN = re.compile(r"(?:(\d+)x)?([a-zA-Z][\w-]*):(\d+(?:x\d+)*)")
 class Topology:
     """Devices of one kind and how they are joined.
 
-    `shape` is for TPUs the dimensions of a slice, in chips, and for GPUs their number, which are
-    one slice.
+    For TPUs `shape` has the dimensions of a slice, in chips. For GPUs it has their number, and all
+    of them are one slice.
     """
 
     chip: Chip
@@ -39,7 +39,7 @@ class Topology:
 
     @property
     def num_chips(self) -> int:
-        """Of all slices."""
+        """The number of chips of all slices."""
         return self.num_slices * math.prod(self.shape)
 
     @property
@@ -60,14 +60,14 @@ class Topology:
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """A ring over mesh axes, and how fast it is.
+    """A ring over mesh axes, and its speed.
 
     Attributes:
-      fast: Bytes a second that a device sends within a slice or a node.
+      fast: Bytes per second that a device sends within a slice or a node.
       inside: Devices of the ring in a slice or a node.
       outside: Slices or nodes that the ring goes through.
-      steps: How many times the fast latency a collective waits.
-      torus_dims: Dimensions of the torus that the ring fills, each whole.
+      steps: The number of fast latencies that a collective waits.
+      torus_dims: Dimensions of the torus that the ring fills completely.
     """
 
     network: Network
@@ -83,9 +83,9 @@ class Ring:
         return self.outside > 1
 
     def seconds(self, sent: float, times: int = 1) -> float:
-        """How long collectives take that run so many times and send so many bytes together.
+        """Returns the time of collectives that run `times` times and send `sent` bytes together.
 
-        Slow links are those of all devices of a group together, see `crossing_bytes`.
+        All devices of a group use its slow links together, see `crossing_bytes`.
         """
         network = self.network
         if self.inside * self.outside == 1:
@@ -96,11 +96,11 @@ class Ring:
         return max(fast, slow) + times * (network.launch + waits)
 
     def crossing_bytes(self, sent: float) -> float:
-        """What enters a group of a device's share, where each device sends so many bytes.
+        """Returns the bytes per device that enter a group, if each device sends `sent` bytes.
 
         A ring over `n` groups of `s` devices on which each device sends `b` bytes (`ring_bytes`)
         moves `b S / (S - 1)` bytes (`S = n s`) around. Of those `(n - 1) / n` enter a group through
-        its `s` slow links, while the rest goes on inside.
+        its `s` slow links, and the rest stays inside.
         """
         size = self.inside * self.outside
         if self.outside == 1:
@@ -109,7 +109,7 @@ class Ring:
 
 
 def parse_topology(name: str) -> Topology:
-    """Reads the name of a topology, `[<slices>x]<chip>:<shape>`; a `ValueError` names mistakes."""
+    """Parses the name of a topology, `[<slices>x]<chip>:<shape>`; a `ValueError` names mistakes."""
     found = _PATTERN.fullmatch(name)
     if not found:
         raise ValueError(
@@ -126,7 +126,7 @@ def parse_topology(name: str) -> Topology:
 
 
 def _problem(topology: Topology) -> str:
-    """Why the chip's network has no such shape, "" if it has."""
+    """Says why the chip's network has no such shape, "" if it has."""
     chip, shape, network = topology.chip, topology.shape, topology.chip.network
     if topology.num_devices == 0:
         return f"has a size of 0, expected positive ones, {EXAMPLES}."
@@ -159,7 +159,7 @@ def _fills_nodes(network: Network, num_devices: int) -> bool:
 
 
 def topology_of_size(chip: Chip, num_devices: int) -> Topology | None:
-    """A topology of a power of two of devices, as nearly a cube as can be; `None` if there is none.
+    """Returns a topology of a power of two of devices, as cubic as possible; `None` if none exists.
 
     GPUs fill nodes. TPUs fill a slice whose dimensions are powers of two, the last the largest, or
     several slices of the largest size.
@@ -179,7 +179,7 @@ def topology_of_size(chip: Chip, num_devices: int) -> Topology | None:
 
 
 def levels_of(topology: Topology) -> tuple[int, ...]:
-    """The sizes of the levels of a topology, the slowest first.
+    """Returns the sizes of the levels of a topology, the slowest first.
 
     Level 0 joins slices or nodes. Then come the dimensions of the torus, or the node, and last the
     devices of a TPU chip.
@@ -192,13 +192,13 @@ def levels_of(topology: Topology) -> tuple[int, ...]:
 
 
 def place_axes(topology: Topology, mesh: Mapping[str, int]) -> dict[str, list[tuple[int, int]]]:
-    """Lays mesh axes, the one on the slowest links first, onto a topology.
+    """Lays mesh axes, the axis on the slowest links first, onto a topology.
 
-    The first go across slices or nodes, as far as the sizes allow, as `make_mesh` has them.
+    The first axes go across slices or nodes, as far as the sizes allow, as in `make_mesh`.
 
     Returns:
       For each axis the parts of levels that it takes: pairs of a level, see `levels_of`, and a
-      size.
+        size.
 
     Raises:
       ValueError: The sizes do not fit.
@@ -215,14 +215,14 @@ def place_axes(topology: Topology, mesh: Mapping[str, int]) -> dict[str, list[tu
     for axis in reversed(list(mesh)):
         needed = mesh[axis] // across[axis]
         parts = [(0, across[axis])] if across[axis] > 1 else []
-        for level in _whole_levels(left, needed) or range(len(left) - 1, -1, -1):
+        for level in _complete_levels(left, needed) or range(len(left) - 1, -1, -1):
             part = math.gcd(needed, left[level])
             if part > 1:
                 parts.append((level, part))
                 needed, left[level] = needed // part, left[level] // part
         if needed > 1:
             raise ValueError(
-                f"mesh {dict(mesh)}: axis {axis!r} of size {mesh[axis]} does not lie in "
+                f"mesh {dict(mesh)}: axis {axis!r} of size {mesh[axis]} does not fit into "
                 f"{topology.name}, expected a product of parts of its dimensions."
             )
         placed[axis] = parts
@@ -245,8 +245,8 @@ def describe_axes(topology: Topology, mesh: Mapping[str, int]) -> str:
     return ", ".join(described)
 
 
-def _whole_levels(left: list[int], needed: int) -> list[int]:
-    """The fastest levels that make an axis when each is taken whole; none if there are none."""
+def _complete_levels(left: list[int], needed: int) -> list[int]:
+    """Returns the fastest complete levels whose sizes make an axis; none if there are none."""
     for bits in range(1, 2 ** len(left)):
         levels = [i for i in range(len(left)) if bits >> (len(left) - 1 - i) & 1 and left[i] > 1]
         if levels and math.prod(left[i] for i in levels) == needed:
@@ -255,7 +255,7 @@ def _whole_levels(left: list[int], needed: int) -> list[int]:
 
 
 def ring_over(topology: Topology, mesh: Mapping[str, int], axes: tuple[str, ...]) -> Ring:
-    """The ring over some axes of a mesh together; a `ValueError` if the mesh does not fit."""
+    """Returns the ring over some axes of a mesh together; refuses a mesh that does not fit."""
     placed, chip = place_axes(topology, mesh), topology.chip
     network, sizes = chip.network, levels_of(topology)
     taken: dict[int, int] = {}
@@ -269,23 +269,23 @@ def ring_over(topology: Topology, mesh: Mapping[str, int], axes: tuple[str, ...]
         return Ring(network, network.bandwidth, inside, outside, steps)
     order = list(mesh)
     faster = order[max((order.index(axis) for axis in axes), default=0) + 1 :]
-    bandwidth, steps, whole = 0.0, 0, []
+    bandwidth, steps, filled_dims = 0.0, 0, []
     for level, part in sorted(taken.items()):
         if level == len(sizes) - 1 and chip.devices_per_chip > 1:
             continue  # The link between the devices of a chip is not the bottleneck.
         size = sizes[level]
-        whole += [size] if part == size else []
+        filled_dims += [size] if part == size else []
         is_ring = part == size and is_closed(topology, size)
-        # Faster axes take the inside of a dimension, so neighbours on these are so far apart.
+        # Faster axes take the inside of a dimension, so neighbours on `axes` are `stride` apart.
         stride = math.prod(part for axis in faster for at, part in placed[axis] if at == level)
         bandwidth += network.bandwidth * (2 if is_ring else 1) / stride
         steps += (part // 2 if is_ring else part - 1) * stride
     fast = bandwidth or network.bandwidth * 2 * network.dims
-    return Ring(network, fast, inside, outside, steps, tuple(whole))
+    return Ring(network, fast, inside, outside, steps, tuple(filled_dims))
 
 
 def is_closed(topology: Topology, size: int) -> bool:
-    """Whether a dimension of so many chips is a ring; in a 3D torus all are, or none."""
+    """Returns whether a dimension of `size` chips is a ring; in a 3D torus all are, or none."""
     is_flat = topology.chip.network.dims == 2
     sides = (size,) if is_flat else topology.shape
     return size > 2 and closed_sides(sides, is_flat=is_flat)[0]

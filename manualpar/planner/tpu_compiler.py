@@ -1,8 +1,8 @@
-"""Compiles a config's step for TPUs that nobody here has, with XLA's own compiler for them.
+"""Compiles a config's step for TPUs that are not here, with XLA's own compiler for them.
 
 libtpu has the compiler and a description of every topology, and needs no TPU for either. It runs in
 a process of its own, `manualpar.planner.tpu_worker`, which leaves the program's text and some facts
-in a folder; `manualpar.planner.compiled_plan` makes a plan of them.
+in a folder; `manualpar.planner.compiled_plan` makes a `StepEstimate` of them.
 """
 
 import inspect
@@ -25,7 +25,7 @@ from manualpar.planner.plan import StepEstimate
 from manualpar.planner.topology import Topology, parse_topology
 from manualpar.strategies import strategy_kinds
 
-# Nobody is to be asked for a TPU, and several of these processes may run at once.
+# libtpu must not look for a TPU, and several of these processes may run at the same time.
 ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
     "JAX_PLATFORMS": "cpu",
@@ -34,11 +34,11 @@ ENVIRONMENT = {
     "TPU_MIN_LOG_LEVEL": "3",
 }
 INSTALL = 'pip install "manualpar[tpu-compiler]"'
-TIMEOUT = 1800.0
+TIMEOUT = 1800.0  # Seconds for one compilation.
 
 
 class TpuCompilerError(ValueError):
-    """The compiler cannot be asked, or does not answer."""
+    """The compiler cannot be run, or gives no result."""
 
 
 def compile_for_tpu(
@@ -48,14 +48,14 @@ def compile_for_tpu(
     options: Mapping[str, str] | None = None,
     vocab_size: int = 0,
 ) -> StepEstimate:
-    """Compiles a config's training step for a topology and plans it.
+    """Compiles a config's training step for a topology and estimates it.
 
     Args:
       config: A training config.
       topology: The topology, or its name, such as `"v5e:4x4"` or `"2xv5p:4x4x4"`.
-      options: Compiler options besides those that `config.parallel.overlap` chooses, over which
-        they win; see `manualpar.core.mesh.compiler_options`.
-      vocab_size: How many tokens a language model knows; 0 for those of its data.
+      options: Additional compiler options, which override those that `config.parallel.overlap`
+        chooses; see `manualpar.core.mesh.compiler_options`.
+      vocab_size: The tokens of a language model's vocabulary; 0 for the vocabulary of its data.
 
     Raises:
       ValueError: The config does not fit itself or the topology.
@@ -99,7 +99,7 @@ def compile_step(
 
 
 def _run_worker(folder: Path, topology: Topology) -> dict[str, Any]:
-    """Runs the worker and reads its result; raises if it has failed."""
+    """Runs the worker and reads its result; raises its error if it failed."""
     package = str(Path(__file__).parents[2])
     paths = filter(None, [package, os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(paths)}
@@ -120,33 +120,33 @@ def _run_worker(folder: Path, topology: Topology) -> dict[str, Any]:
                 "model.scan_layers compiles one."
             ) from error
         stderr.seek(0)
-        said = stderr.read()
+        messages = stderr.read()
     result = folder / worker.RESULT
-    found = json.loads(result.read_text(encoding="utf-8")) if result.exists() else {}
-    if "error" in found:
-        is_mistake = found["stage"] == worker.PREPARE and found["type"] in (
+    facts = json.loads(result.read_text(encoding="utf-8")) if result.exists() else {}
+    if "error" in facts:
+        is_mistake = facts["stage"] == worker.PREPARE and facts["type"] in (
             "ValueError",
             "TypeError",
         )
         if is_mistake:
-            raise ValueError(found["error"])
-        raise TpuCompilerError(_failure(found, topology))
-    if done.returncode or not ("memory" in found or "out_of_memory" in found):
-        raise TpuCompilerError(_crash(done.returncode, said, topology))
-    if found["num_devices"] != topology.num_devices:
+            raise ValueError(facts["error"])
+        raise TpuCompilerError(_failure(facts, topology))
+    if done.returncode or not ("memory" in facts or "out_of_memory" in facts):
+        raise TpuCompilerError(_crash(done.returncode, messages, topology))
+    if facts["num_devices"] != topology.num_devices:
         raise TpuCompilerError(
-            f"libtpu {found['libtpu']} takes {topology.name} for {found['num_devices']} devices, "
+            f"libtpu {facts['libtpu']} takes {topology.name} for {facts['num_devices']} devices, "
             f"expected {topology.num_devices}: it means other chips by that name."
         )
-    return dict(found)
+    return dict(facts)
 
 
-def _failure(found: Mapping[str, str], topology: Topology) -> str:
-    """A sentence about an exception in the worker."""
-    stage, error, chip = found["stage"], " ".join(found["error"].split()), topology.chip
+def _failure(facts: Mapping[str, str], topology: Topology) -> str:
+    """Turns an exception in the worker into a sentence."""
+    stage, error, chip = facts["stage"], " ".join(facts["error"].split()), topology.chip
     if stage == worker.LIBRARY:
         return (
-            f"libtpu, which has the TPU compiler, cannot be used here ({found['type']}: {error}); "
+            f"libtpu, which has the TPU compiler, cannot be used here ({facts['type']}: {error}); "
             f"install it with: {INSTALL}"
         )
     if stage == worker.TOPOLOGY:
@@ -162,19 +162,19 @@ def _failure(found: Mapping[str, str], topology: Topology) -> str:
         )
     if stage == worker.COMPILE and "RESOURCE_EXHAUSTED" in error:
         return (
-            f"the TPU compiler needs more of the chip's own memory than there is for what it has "
-            f"scheduled for {topology.name} ({error[:300]}); leave out compiler options that fuse, "
-            "or plan a smaller batch."
+            f"the TPU compiler's schedule for {topology.name} needs more of the chip's own memory "
+            f"than there is ({error[:300]}); leave out compiler options that fuse, or plan a "
+            "smaller batch."
         )
     return f"the TPU compiler failed for {topology.name}: {error[:500]}"
 
 
-def _crash(returncode: int, said: str, topology: Topology) -> str:
-    """A sentence about a worker that ended without a result."""
-    how = f"exit code {returncode}"
+def _crash(returncode: int, messages: str, topology: Topology) -> str:
+    """Turns the end of a worker without a result into a sentence."""
+    ending = f"exit code {returncode}"
     if returncode < 0:
-        how = f"signal {signal.Signals(-returncode).name}"
-    lines = [line for line in said.splitlines() if line.strip()] or ["nothing was said"]
+        ending = f"signal {signal.Signals(-returncode).name}"
+    lines = [line for line in messages.splitlines() if line.strip()] or ["nothing was said"]
     errors = [line for line in lines if re.match(r"[FE]\d{4}|\w*Error", line)]
     last = (errors or lines)[-1]
-    return f"the TPU compiler ended with {how} for {topology.name}; its last words: {last[:300]}"
+    return f"the TPU compiler ended with {ending} for {topology.name}; its last words: {last[:300]}"

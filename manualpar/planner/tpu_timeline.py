@@ -1,18 +1,18 @@
-"""The schedule of a program that XLA has compiled for a TPU, followed with a clock.
+"""Follows the schedule of a program that XLA has compiled for a TPU, with a clock.
 
-A chip computes one thing at a time, and a link carries one collective at a time, in the order in
-which they start; the two run at once. A collective has all links, unless the caller knows which
+A chip runs one computation at a time, and a link carries one collective at a time, in the order in
+which they start; the two run at once. A collective uses all links, unless the caller knows which
 (`manualpar.planner.link_timeline`). An instruction computes for as many cycles as the compiler
-estimates. A collective is on the wire as soon as it has started and the links are free. Whoever
-waits for one stands still until it has ended: that part of it is *exposed*, the rest is hidden. An
-*asynchronous* collective has other instructions between its start and the wait, which can hide it.
-A turn of a loop begins with free links, because it has waited for everything that it sends; so one
-turn is followed and counts as often as the loop turns.
+estimates. A collective is sent as soon as it has started and its links are free. An instruction
+that waits for it stalls the chip until it has ended: that part of it is *exposed*, the rest is
+hidden. An *asynchronous* collective has other instructions between its start and the wait, which
+can hide it. A turn of a loop begins with free links, because the turn before has waited for all of
+its collectives; so one turn is followed, and counts as often as the loop turns.
 
 The compiler estimates no cycles for a collective, and its estimate of a product that carries a part
-of one is that of the product alone (`tests/planner/tpu_timeline_test.py` shows both). So cycles are
-compute, and the caller says how long a collective is on the wire, on which links, and how long a
-kernel computes.
+of a collective leaves that part out (`tests/planner/tpu_timeline_test.py` shows both). So
+cycles are compute, and the caller says how long a collective is sent, on which links, and how long
+a kernel computes.
 """
 
 import dataclasses
@@ -37,25 +37,25 @@ from manualpar.inspect.hlo import (
 )
 from manualpar.planner.kernels import kernel_name
 
-# These take no time by themselves, or copy ahead of use between HBM and the chip's own memory.
+# Opcodes that take no time, or copy ahead of use between HBM and the chip's own memory.
 _FREE_WORDS = """
 after-all bitcast constant get-tuple-element iota opt-barrier parameter partition-id replica-id
 tuple copy-start copy-done slice-start slice-done
 """
 FREE_OPCODES = frozenset(_FREE_WORDS.split())
-MIN_NOTED_BYTES = 2**20
+MIN_NOTED_BYTES = 2**20  # Smaller instructions without an estimate are not noted.
 ALL_LINKS = "all links"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScheduledCollective(CompiledCollective):
-    """A collective of a scheduled program, by the name of the instruction that starts it.
+    """A collective of a scheduled program, with the `name` of the instruction that starts it.
 
     Attributes:
-      axes: The mesh axes it goes over; none where its groups of devices lie along no axes.
-      cycles_between: The cycles of compute between its start and the wait for it, each time.
-      wire_seconds: The time of all its runs on the wire.
-      exposed_seconds: The time that the step waits for all its runs.
+      axes: The mesh axes it runs over; none where its groups of devices follow no axes.
+      cycles_between: The cycles of compute between its start and the wait for it, in each run.
+      wire_seconds: The time to send it in all its runs.
+      exposed_seconds: The time that the step waits for it in all its runs.
     """
 
     name: str
@@ -71,13 +71,13 @@ class ScheduledCollective(CompiledCollective):
 
     @property
     def hidden_seconds(self) -> float:
-        """The time on the wire for which nobody waits; a rounding error does not count."""
+        """The time to send it for which the step does not wait; 0 if only a rounding error."""
         is_exposed = self.exposed_seconds > self.wire_seconds * (1 - 1e-9)
         return 0.0 if is_exposed else self.wire_seconds - self.exposed_seconds
 
 
 class KernelRuns(NamedTuple):
-    """How often a step runs a kernel, for which the compiler estimates no cycles, and how long."""
+    """The runs of a kernel in a step, and their time; the compiler estimates no cycles for it."""
 
     name: str
     times: int
@@ -89,14 +89,14 @@ class Timeline:
     """A scheduled program.
 
     Attributes:
-      collectives: What it sends, in the order of the program.
-      compute_cycles: The cycles of all compute in a step, with those of kernels.
-      compute_seconds: Those in seconds.
+      collectives: Its collectives, in the order of the program.
+      compute_cycles: The cycles of all compute in a step, kernels included.
+      compute_seconds: The same in seconds.
       kernels: The kernels among that, each once.
       unestimated: How often a step runs instructions that work on a MiB or more and have no
-        estimate of their cycles, by opcode. They count as nothing.
-      num_carried: How many collectives start in one turn of a loop and are waited for in the next.
-        They are taken to end with the turn in which they start.
+        estimate of their cycles, by opcode. They count as 0 cycles.
+      num_carried: The number of collectives that start in one turn of a loop and are waited for in
+        the next. They are assumed to end with the turn in which they start.
     """
 
     collectives: tuple[ScheduledCollective, ...]
@@ -109,12 +109,12 @@ class Timeline:
     @property
     def exposed_seconds(self) -> float:
         """The time that the step waits for collectives."""
-        return sum(one.exposed_seconds for one in self.collectives)
+        return sum(collective.exposed_seconds for collective in self.collectives)
 
     @property
     def hidden_seconds(self) -> float:
         """The time of collectives while something computes."""
-        return sum(one.hidden_seconds for one in self.collectives)
+        return sum(collective.hidden_seconds for collective in self.collectives)
 
     @property
     def step_seconds(self) -> float:
@@ -123,21 +123,21 @@ class Timeline:
 
 
 class OnWire(NamedTuple):
-    """The links that a collective takes for some seconds."""
+    """The links that a collective occupies, and for how many seconds."""
 
     links: Iterable[Hashable]
     seconds: float
 
 
 WireSeconds = Callable[[ScheduledCollective], float]
-# Of a collective, the instruction that says which devices it joins, and their groups.
+# Arguments: a collective, the instruction that says which devices it joins, and their groups.
 SendModel = Callable[[ScheduledCollective, Instruction, Groups], OnWire]
-# Of an instruction without cycles in its computation; `None` if it is no kernel that is known.
+# Arguments: an instruction without cycles, and its computation; `None` if it is no known kernel.
 KernelSeconds = Callable[[Instruction, Instructions], float | None]
 
 
 def on_all_links(wire_seconds: WireSeconds) -> SendModel:
-    """Collectives that are on all links, one after the other."""
+    """Returns a model in which collectives use all links, one after the other."""
     return lambda collective, *_: OnWire((ALL_LINKS,), wire_seconds(collective))
 
 
@@ -154,13 +154,13 @@ def read_timeline(
     Args:
       text: The `as_text()` of the compiled program.
       mesh: The sizes of the mesh axes, the major one first.
-      clock: Cycles a second.
-      wire: How long one run of a collective is on the wire, by itself, and on which links.
-      kernel_seconds: How long a kernel computes, of which the compiler estimates no cycles.
+      clock: Cycles per second.
+      wire: The seconds and links that one run of a collective takes by itself.
+      kernel_seconds: The seconds of a kernel, for which the compiler estimates no cycles.
 
     Returns:
-      Its schedule, with only that branch of a conditional that computes the most; of equals the one
-      that sends the most.
+      Its schedule. For a conditional it takes the branch that computes most (if equal, the one that
+      sends most).
 
     Raises:
       ValueError: The text is no scheduled module; a loop has no known number of turns; or a
@@ -169,7 +169,7 @@ def read_timeline(
     header = text.partition("\n")[0]
     if not header.startswith("HloModule") or "is_scheduled=true" not in header:
         raise ValueError(
-            f"read_schedule: the text begins with {header[:60]!r}, expected an HloModule that is "
+            f"read_timeline: the text begins with {header[:60]!r}, expected an HloModule that is "
             "scheduled: jax.jit(f).lower(*args).compile().as_text() with the devices of a TPU."
         )
 
@@ -192,7 +192,7 @@ def read_timeline(
 
 
 def _merged(kernels: Sequence[KernelRuns]) -> Iterator[KernelRuns]:
-    """Those of one name together."""
+    """Merges the runs of each kernel, by its name."""
     times = summed((kernel.name, kernel.times) for kernel in kernels)
     seconds = summed((kernel.name, kernel.seconds) for kernel in kernels)
     return (KernelRuns(name, times[name], seconds[name]) for name in times)
@@ -207,7 +207,7 @@ class _TimedModule(HloModule):
 
 
 class _Begun(NamedTuple):
-    """A collective that is on the wire: its position, its end, and the cycles at its start."""
+    """A collective that is being sent: its position, its end, and the cycles at its start."""
 
     position: int
     ends: float
@@ -215,10 +215,10 @@ class _Begun(NamedTuple):
 
 
 class _Block(Reading):
-    """Follows a computation from a time on, with links that are taken until other times."""
+    """Follows a computation from the time `now` on; `links_free` says when each link is free."""
 
     module: _TimedModule
-    reader = "read_schedule"
+    reader = "read_timeline"
     passes_over_hosts = False
 
     def __init__(
@@ -248,7 +248,7 @@ class _Block(Reading):
 
     def add(self, inner: "_Block", turns: int | Fraction | None = None) -> None:
         super().add(inner)
-        # A call ends when all that it has sent has arrived.
+        # A call ends when all of its collectives have ended.
         self.now = inner.now if turns is None else self.now + float(turns) * inner.now
         self.cycles += inner.cycles if turns is None else round(turns * inner.cycles)
         self.kernels += inner.kernels
@@ -257,8 +257,8 @@ class _Block(Reading):
 
     def refuse_loop(self, loop: Instruction) -> None:
         raise ValueError(
-            f"read_schedule: the loop {loop.name} (scope: {loop.op_name or 'none'}) does not "
-            "count in equal steps from a constant to a constant, so nobody knows how often it "
+            f"read_timeline: the loop {loop.name} (scope: {loop.op_name or 'none'}) does not "
+            "count in equal steps from a constant to a constant, so it is not known how often it "
             "runs. Write it as a jax.lax.scan, or a fori_loop with fixed bounds."
         )
 
@@ -288,7 +288,7 @@ class _Block(Reading):
             )
 
     def compute(self, instruction: Instruction) -> None:
-        """Passes the time of an instruction, or notes that the compiler does not estimate it."""
+        """Advances the clock by an instruction, or notes that the compiler does not estimate it."""
         if instruction.cycles is not None:
             self.pass_cycles(instruction.cycles)
         elif (seconds := self.module.kernel_seconds(instruction, self.computation)) is not None:
@@ -302,6 +302,6 @@ class _Block(Reading):
                 self.unestimated[f"{instruction.opcode} {instruction.target}".strip()] += self.times
 
     def pass_cycles(self, cycles: int) -> None:
-        """Computes for so long."""
+        """Advances the clock by some cycles of compute."""
         self.cycles += cycles
         self.now += cycles / self.module.clock

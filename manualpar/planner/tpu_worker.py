@@ -4,8 +4,8 @@
 
 It reads `request.json` in the folder, and writes the program's text to `program.txt` and everything
 else, errors too, to `result.json`. `manualpar.planner.tpu_compiler` starts it, with the environment
-that libtpu needs where there is no TPU. That environment would keep a training process from looking
-for one, and a crash in libtpu ends the process: hence a process of its own.
+that libtpu needs where there is no TPU. It is a process of its own because that environment would
+keep a training process from looking for a TPU, and because a crash in libtpu ends the process.
 """
 
 import importlib.metadata
@@ -27,7 +27,7 @@ from manualpar.strategies import strategy_kinds
 from manualpar.training.experiment import Experiment
 
 REQUEST, RESULT, PROGRAM = "request.json", "result.json", "program.txt"
-# The stage in which something went wrong; each needs another sentence.
+# The stage in which an error occurred; the parent has another sentence for each.
 LIBRARY, TOPOLOGY, PREPARE, COMPILE = "library", "topology", "prepare", "compile"
 LIBTPU = "libtpu"
 MEMORY = {
@@ -41,20 +41,20 @@ MEMORY = {
 
 
 def main(folder: Path) -> int:
-    """Does what a folder's request asks for."""
+    """Compiles the step that a folder's request describes."""
     request = json.loads((folder / REQUEST).read_text(encoding="utf-8"))
     stage = [LIBRARY]
     result: dict[str, Any]
     try:
         result = _compile(request, folder, stage)
-    except Exception as error:  # Whatever it is: the parent turns it into a sentence.
+    except Exception as error:  # The parent turns any error into a sentence.
         result = {"stage": stage[0], "type": type(error).__name__, "error": str(error)}
     (folder / RESULT).write_text(json.dumps(result), encoding="utf-8")
     return 0
 
 
 def _compile(request: dict[str, Any], folder: Path, stage: list[str]) -> dict[str, Any]:
-    """Builds, lowers and compiles the step; `stage` says how far it has come."""
+    """Builds, lowers and compiles the step; `stage[0]` names the current stage."""
     version = importlib.metadata.version(LIBTPU)
     stage[0] = TOPOLOGY
     options = {"num_slices": request["num_slices"]} if request["num_slices"] > 1 else {}
@@ -74,7 +74,7 @@ def _compile(request: dict[str, Any], folder: Path, stage: list[str]) -> dict[st
     facts = {
         "libtpu": version,
         "num_devices": len(devices),
-        "kernels": list({one.key: one for one in kernels_in(traced.jaxpr.jaxpr)}.values()),
+        "kernels": list({kernel.key: kernel for kernel in kernels_in(traced.jaxpr.jaxpr)}.values()),
         **_facts(experiment),
     }
     try:
@@ -89,12 +89,12 @@ def _compile(request: dict[str, Any], folder: Path, stage: list[str]) -> dict[st
 
 
 def is_out_of_hbm(message: str) -> bool:
-    """Whether the compiler says that HBM does not suffice: it can lack other memory as well."""
+    """Returns whether the compiler says that HBM does not suffice: it can lack other memory too."""
     return "RESOURCE_EXHAUSTED" in message and "hbm" in message.lower().partition("vmem")[0]
 
 
 def _facts(experiment: Experiment) -> dict[str, Any]:
-    """What the parent cannot find out by itself, because it has no devices to build a program."""
+    """Returns the facts that need a built program, for which the parent has no devices."""
     program = experiment.program
     state = program.abstract_state
     batch = state_bytes(program.abstract_batch)[0]
@@ -119,7 +119,7 @@ def _facts(experiment: Experiment) -> dict[str, Any]:
 
 
 def _tuples(value: Any) -> Any:
-    """A config's values from JSON, where tuples are lists."""
+    """Converts lists in a config's values to tuples, because JSON has only lists."""
     if isinstance(value, dict):
         return {name: _tuples(inner) for name, inner in value.items()}
     return tuple(map(_tuples, value)) if isinstance(value, list) else value

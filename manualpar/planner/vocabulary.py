@@ -1,8 +1,8 @@
-"""The program of a config, with a vocabulary that its data need not have.
+"""Builds the program of a config with a vocabulary that its data need not have.
 
-The number of tokens that a language model knows follows from the tokenizer of its data. A model of
-32,000 tokens can be planned without that tokenizer's file, because a program is built from the
-shapes of the data alone.
+The vocabulary size of a language model follows from the tokenizer of its data. A model of 32,000
+tokens can be planned without that tokenizer's file, because a program is built from the shapes of
+the data only.
 """
 
 import dataclasses
@@ -24,10 +24,10 @@ def prepare_planned(
     devices: Sequence[jax.Device] | int | None = None,
     vocab_size: int = 0,
 ) -> Experiment:
-    """Checks a config and builds what it describes, as `manualpar.training.experiment.prepare`.
+    """Checks a config and builds its experiment, as `manualpar.training.experiment.prepare`.
 
-    An experiment whose language model knows `vocab_size` tokens, and not those of its data, is one
-    to plan and not to run.
+    With `vocab_size`, in place of the vocabulary of the data, the experiment can be planned but not
+    run.
 
     Raises:
       ValueError: The config does not fit itself or the devices, or its model has no vocabulary.
@@ -37,10 +37,10 @@ def prepare_planned(
 
 
 def planned_task(config: ml_collections.ConfigDict, vocab_size: int = 0) -> Task:
-    """Checks a config and makes its task, whose model knows so many tokens; 0: those of its data.
+    """Checks a config and makes its task, with `vocab_size` tokens; 0 takes the data's vocabulary.
 
     Raises:
-      ValueError: As for `prepare_planned`, but for what concerns devices.
+      ValueError: As for `prepare_planned`, except for errors about devices.
     """
     check_config(config)
     task = make_task(config)

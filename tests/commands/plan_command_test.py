@@ -15,7 +15,7 @@ from manualpar.commands import plan_command as planner_command
 from manualpar.commands.command_line import flags_parser, parse_command_line
 from manualpar.commands.plan_command import PLANNING, plan_command
 from manualpar.errors import UsageError
-from manualpar.planner.closed_form.layout import PodLayout
+from manualpar.planner.closed_form.layout import Layout
 from manualpar.planner.closed_form.layout_config import config_of_layout, layout_flags
 from manualpar.planner.goodput import RESTORE
 from manualpar.planner.plan import StepEstimate
@@ -147,10 +147,10 @@ def test_layouts_are_ranked_with_the_codes_of_the_config(capsys, monkeypatch):
 @pytest.mark.parametrize(
     "layout",
     [
-        PodLayout(data=16),
-        PodLayout(data=16, gather_code="int8", reduce_code="int4"),
-        PodLayout(replica=2, stage=4, data=2, model=2, num_minibatches=8, chunks=3, keep="inputs"),
-        PodLayout(data=4, context=4, remat="none", communicate="step"),
+        Layout(data=16),
+        Layout(data=16, gather_code="int8", reduce_code="int4"),
+        Layout(replica=2, stage=4, data=2, model=2, num_minibatches=8, chunks=3, keep="inputs"),
+        Layout(data=4, context=4, remat="none", communicate="step"),
     ],
     ids=lambda layout: layout.name,
 )

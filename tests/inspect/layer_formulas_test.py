@@ -9,11 +9,11 @@ from manualpar.core.tracing.scopes import CAST_SCOPE, EXPERT_SCOPE, SEQUENCE_SCO
 from manualpar.inspect import count_by_kind, total_bytes
 from manualpar.inspect.layer_formulas import (
     LayerActivations,
-    block_sends,
-    cross_entropy_sends,
-    expert_sends,
-    head_sends,
-    lookup_sends,
+    block_collectives,
+    cross_entropy_collectives,
+    expert_collectives,
+    head_collectives,
+    lookup_collectives,
 )
 
 SHAPE, N = (3, 8, 5), 4
@@ -34,11 +34,11 @@ def of(purpose, sends):
     ("recomputed", "reduces", "gathers", "scatters"), [(False, 4, 4, 4), (True, 5, 6, 5)]
 )
 def test_a_block(recomputed, reduces, gathers, scatters):
-    plain = list(block_sends(activations(), recomputed=recomputed))
+    plain = list(block_collectives(activations(), recomputed=recomputed))
     assert plain == of(TENSOR_SCOPE, plain)
     assert count_by_kind(plain) == {"all_reduce": reduces}
     assert total_bytes(plain) == reduces * 2 * A * SHARE
-    split = list(block_sends(activations(sequence=True), recomputed=recomputed))
+    split = list(block_collectives(activations(sequence=True), recomputed=recomputed))
     found = of(SEQUENCE_SCOPE, split)
     assert count_by_kind(found) == {"all_gather": gathers, "reduce_scatter": scatters}
     assert total_bytes(found) == (gathers + scatters) * A * SHARE
@@ -51,15 +51,15 @@ def test_a_block(recomputed, reduces, gathers, scatters):
 def test_the_vocabulary(sequence):
     x = activations(sequence=sequence)
     # An embedding is float32, twice as wide.
-    assert total_bytes(lookup_sends(x)) == 2 * 2 * A * SHARE
+    assert total_bytes(lookup_collectives(x)) == 2 * 2 * A * SHARE
     scale = sequence * 2 * 5 * 4 * SHARE
-    assert total_bytes(head_sends(x)) == 2 * A * SHARE + scale
+    assert total_bytes(head_collectives(x)) == 2 * A * SHARE + scale
     labels = 3 * 8 * 4
-    assert total_bytes(cross_entropy_sends(x)) == labels * (3 * 2 * SHARE + 2 * (N - 1))
+    assert total_bytes(cross_entropy_collectives(x)) == labels * (3 * 2 * SHARE + 2 * (N - 1))
 
 
 @pytest.mark.parametrize(("recomputed", "times"), [(False, 4), (True, 6)])
 def test_experts(recomputed, times):
-    [sent] = expert_sends(activations(), num_experts=8, capacity=6, recomputed=recomputed)
+    [sent] = expert_collectives(activations(), num_experts=8, capacity=6, recomputed=recomputed)
     assert (sent.kind, sent.purpose, sent.times) == ("all_to_all", EXPERT_SCOPE, times)
     assert sent.bytes_sent == times * 3 * 6 * 8 * 5 * 2 * SHARE

@@ -16,7 +16,7 @@ from manualpar.inspect import (
     total_step_bytes,
 )
 from manualpar.inspect.communication import summed
-from manualpar.inspect.pipeline_formulas import pipeline_sends
+from manualpar.inspect.pipeline_formulas import pipeline_collectives
 from tests.inspect.counted_pipeline import build
 
 
@@ -30,7 +30,7 @@ def check(program: Program, stage: int) -> Any:
     def amounts(collectives: Any) -> Any:
         return summed(((x.kind, x.axes, x.shape, str(x.dtype)), x.times) for x in collectives)
 
-    assert amounts(between) == amounts(pipeline_sends(program))
+    assert amounts(between) == amounts(pipeline_collectives(program))
     return found
 
 
@@ -89,7 +89,7 @@ def test_a_microbatch_more_is_a_tick_and_uses_more(devices8):
     for stage in (0, 1):
         # Activations are half as large, and metrics are summed once.
         hops = [
-            total_bytes(one for one in pipeline_sends(each) if one.kind == "permute")
+            total_bytes(one for one in pipeline_collectives(each) if one.kind == "permute")
             for each in (few, many)
         ]
         assert hops[1] / hops[0] == Fraction(8 + 2, 2 * (4 + 2))

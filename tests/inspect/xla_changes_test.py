@@ -112,7 +112,7 @@ def test_in_another_dtype(mesh42):
     [change] = found.changes
     assert (change.kind, change.purpose) == ("retyped", "other")
     assert (change.bytes_before, change.bytes_after) == (384, 768)
-    assert "an all-reduce of bf16 travels as f32" in change.words
+    assert "an all-reduce of bf16 is sent as f32" in change.words
 
 
 def test_gone(mesh42):
@@ -139,7 +139,7 @@ def test_added_outside(mesh42):
     assert_nothing_is_left(found)
     [change] = found.changes
     assert (change.kind, change.purpose, change.bytes_after) == ("added", "optimizer", 6)
-    assert "that nobody has written" in change.words
+    assert "that the program does not write" in change.words
 
 
 @pytest.mark.parametrize(

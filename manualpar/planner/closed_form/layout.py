@@ -1,9 +1,9 @@
-"""How a transformer lies on many devices, and what one device then has of it.
+"""Layouts of a transformer on many devices, and the sizes that one device then computes with.
 
-A `PodLayout` gives every axis a size: `replica` and `data` split examples, `context` splits
+A `Layout` gives every axis a size: `replica` and `data` split examples, `context` splits
 positions, `model` splits layers (with sequence parallelism), `expert` divides experts and splits
 examples too, and `stage` divides the layers. FSDP shards parameters over `data`, `context` and
-`expert`, those of experts over `data` and `context`.
+`expert`, and parameters of experts over `data` and `context`.
 
 Symbols: `B` examples of a device in a minibatch, `S` its positions, `T = B S`, `D` hidden features,
 `N` and `K` heads and key and value heads of a device, `H` features of a head, `F` features inside
@@ -25,27 +25,27 @@ from manualpar.models.transformer_fields import layers_by_window, size_of_head, 
 
 Communicate = Literal["minibatch", "gather-step", "step"]
 PipelineSaves = Literal["residuals", "inputs"]
-AnyCode = Quantization | Literal[""]  # "" for none.
+AnyCode = Quantization | Literal[""]  # "" for no quantization.
 AXES = ("replica", "stage", "data", "context", "expert", "model")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PodLayout:
+class Layout:
     """Sizes of mesh axes, and how a step runs on them.
 
-    `remats` says by `remat` which share of each part of a layer the backward pass runs again, and
-    `keeps_logits` whether the logits of a wide vocabulary are kept for it. Programs of others
-    differ in both.
+    `remats` maps a choice of `remat` to the share of each part of a layer that the backward pass
+    runs again. `keeps_logits` says whether the logits of a wide vocabulary are kept for it. Other
+    people's programs differ in both.
 
     Attributes:
       num_minibatches: Minibatches of a step; with stages they are the microbatches.
       chunks: Chunks of layers that each stage has; more make the bubble smaller.
-      remat: What is computed again for the backward pass, one of `remats`.
+      remat: What the backward pass computes again, a key of `remats`.
       communicate: How often FSDP gathers parameters and scatters gradients.
-      keep: What a stage keeps of a chunk for its backward pass: what remat keeps of its layers, or
-        its input, from which it is computed again.
-      gather_code: The code in which parameters are gathered; `""` for bfloat16.
-      reduce_code: The code in which gradients are reduced, between replicas only if there are some;
+      keep: What a stage keeps of a chunk for its backward pass: what remat keeps of its layers
+        (`"residuals"`), or its input, from which it is computed again (`"inputs"`).
+      gather_code: Quantization of gathered parameters; `""` for bfloat16.
+      reduce_code: Quantization of reduced gradients, only between replicas if there are several;
         `""` for float32.
     """
 
@@ -62,7 +62,7 @@ class PodLayout:
     keep: PipelineSaves = "residuals"
     gather_code: AnyCode = ""
     reduce_code: AnyCode = ""
-    # What attention returns is kept, so that no scores are computed again.
+    # The output of attention is always kept, so no scores are computed again.
     remats: ClassVar[Mapping[str, Mapping[str, float]]] = {
         "none": {},
         "dots": {"norms": 1.0, "experts": 1.0},
@@ -88,7 +88,7 @@ class PodLayout:
 
     @property
     def num_devices(self) -> int:
-        """Of all axes."""
+        """The number of devices of all axes."""
         return math.prod(self.mesh.values())
 
     @property
@@ -109,12 +109,12 @@ class PodLayout:
 
 @dataclasses.dataclass(frozen=True)
 class DeviceSizes:
-    """What a device computes with in a minibatch; the symbols are those of the module.
+    """Sizes of a device's arrays in a minibatch; see the module for the symbols.
 
     Attributes:
-      positions: Positions of a whole sequence, which a query may see.
+      positions: Positions of a complete sequence, which a query may see.
       router: Experts that a token chooses among; 0 without experts.
-      own_experts: Those of this device.
+      experts_per_device: Experts that this device stores.
       tied: Whether the embedding is also the head.
       seen: Positions that a query sees, two times the mean over queries and layers.
       norms: Norms of a layer that are as large as `D`.
@@ -133,7 +133,7 @@ class DeviceSizes:
     L: int
     R: int
     router: int
-    own_experts: int
+    experts_per_device: int
     tied: bool
     seen: float
     norms: int
@@ -156,8 +156,8 @@ class DeviceSizes:
 
     @functools.cached_property
     def mlp_weights(self) -> int:
-        """Weights of a layer's MLP, or of its experts and no router."""
-        return 3 * self.D * self.F * max(self.own_experts, 1)
+        """Weights of a layer's MLP, or of its experts without the router."""
+        return 3 * self.D * self.F * max(self.experts_per_device, 1)
 
     @property
     def router_weights(self) -> int:
@@ -168,13 +168,13 @@ class DeviceSizes:
     def dense_weights(self) -> int:
         """Weights of a layer that all data axes shard."""
         return self.attention_weights + (
-            self.router_weights if self.own_experts else self.mlp_weights
+            self.router_weights if self.experts_per_device else self.mlp_weights
         )
 
     @property
     def expert_weights(self) -> int:
-        """Weights of a layer that only axes besides `expert` shard."""
-        return self.mlp_weights if self.own_experts else 0
+        """Weights of a layer that all data axes except `expert` shard."""
+        return self.mlp_weights if self.experts_per_device else 0
 
     @property
     def outer_weights(self) -> int:
@@ -183,27 +183,27 @@ class DeviceSizes:
 
 
 def check_closed_form(model: Transformer) -> None:
-    """Refuses, with a ValueError, a model whose layers these closed forms do not describe."""
+    """Refuses a model whose layers these closed forms do not describe, with a ValueError."""
     for field in ("shared_experts_size", "dense_layers"):
         if value := getattr(model, field):
             raise ValueError(
                 f"plan: config.model.{field} is {value}, expected 0 in an estimate in closed form, "
-                "which knows of one kind of layer and of experts that are chosen; use --sweep, "
+                "which covers one kind of layer and experts that are chosen; use --sweep, "
                 "which traces the step."
             )
 
 
 def find_obstacle(
-    model: Transformer, layout: PodLayout, *, examples: int, positions: int, even: bool = True
+    model: Transformer, layout: Layout, *, examples: int, positions: int, even: bool = True
 ) -> str:
-    """Why a model and its batch do not divide as a layout says; "" if they do.
+    """Says why a model and its batch do not divide by a layout; "" if they do.
 
     Args:
       model: The model, on one device.
       layout: The layout.
       examples: Examples of a step on all devices.
-      positions: Positions of each.
-      even: Whether all stages must have as many layers.
+      positions: Positions of each example.
+      even: Whether all stages must have equally many layers.
     """
     rows = layout.replica * layout.data * layout.expert * layout.num_minibatches
     vocabulary, parts = size_of_vocabulary(model), layout.stage * layout.chunks
@@ -222,39 +222,39 @@ def find_obstacle(
         (experts, layout.expert, "experts", "expert"),
         (model.num_layers if even else groups, groups, "layers", "stage x chunks" + of_groups),
     )
-    for size, divisor, what, by in needed:
+    for size, divisor, units, by in needed:
         if size % divisor:
-            return f"{size:,} {what} do not divide by {by} = {divisor:,}"
+            return f"{size:,} {units} do not divide by {by} = {divisor:,}"
     if layout.chunks > 1 and layout.stage == 1:
         return "chunks without stages"
     return ""
 
 
 def sizes_on_device(
-    model: Transformer, layout: PodLayout, *, examples: int, positions: int
+    model: Transformer, layout: Layout, *, examples: int, positions: int
 ) -> DeviceSizes:
-    """What a device has; of stages that differ the one with the most layers."""
+    """Computes the sizes on a device; if stages differ, on the stage with the most layers."""
     rows = layout.replica * layout.data * layout.expert * layout.num_minibatches
-    part = model.num_experts // layout.expert
-    own_positions = positions // layout.context
+    experts_per_device = model.num_experts // layout.expert
+    positions_per_device = positions // layout.context
     expert_rows = 0
     if model.num_experts:
         factor = model.capacity_factor or None
         moe = MoE(model.num_experts, model.mlp_size, model.experts_per_token, factor)
-        # As many rows come from others as go to them.
-        expert_rows = examples // rows * model.num_experts * capacity_of(moe, own_positions)
+        # A device receives as many rows from other devices as it sends to them.
+        expert_rows = examples // rows * model.num_experts * capacity_of(moe, positions_per_device)
     kv_heads = model.num_kv_heads or model.num_heads
     chunk = -(-model.num_layers // (layout.stage * layout.chunks))
     queries, keys = model.num_heads // layout.model, max(kv_heads // layout.model, 1)
     size, norms = size_of_head(model), 4 if model.post_norms else 2
     vectors = (model.hidden_size,) * norms + (size, size) * model.query_key_norm
     vectors += (queries * size, keys * size, keys * size) * model.qkv_bias
-    # Of a window `w` the first `w` queries see less.
+    # With a window `w`, the first `w` queries see fewer positions.
     kinds = [(min(w or positions, positions), layers) for w, layers in layers_by_window(model)]
     seen = sum(layers * w * (2 - w / positions) for w, layers in kinds)
     return DeviceSizes(
         B=examples // rows,
-        S=own_positions,
+        S=positions_per_device,
         positions=positions,
         D=model.hidden_size,
         N=queries,
@@ -265,7 +265,7 @@ def sizes_on_device(
         L=chunk * layout.chunks,
         R=expert_rows,
         router=model.num_experts,
-        own_experts=part,
+        experts_per_device=experts_per_device,
         tied=model.tied_head,
         seen=seen / model.num_layers,
         norms=norms,

@@ -1,11 +1,11 @@
-"""A layout as a config, and the estimate of the program that the config describes."""
+"""Turns a layout into a config, and estimates the program of that config."""
 
 from collections.abc import Mapping
 from typing import Any
 
 import ml_collections
 
-from manualpar.planner.closed_form.layout import PodLayout
+from manualpar.planner.closed_form.layout import Layout
 from manualpar.planner.plan import StepEstimate
 from manualpar.planner.roofline import estimate
 from manualpar.planner.step_work import read_work
@@ -16,17 +16,17 @@ from manualpar.strategies import BUILT_IN
 from manualpar.training.config import flatten_config
 
 
-def layout_fields(layout: PodLayout) -> Mapping[str, Any]:
-    """The fields of a transformer's config that make it run as a layout says, with their values."""
-    # Those that shard parameters, by whether they replicate them over an axis.
-    sharded = {
+def layout_fields(layout: Layout) -> Mapping[str, Any]:
+    """Returns the config fields that make a transformer run on a layout, with their values."""
+    # Strategies that shard parameters, by whether they replicate them over an axis.
+    strategies = {
         kind.replicates: kind.name
         for kind in BUILT_IN
         if kind.is_exact and "communicate_every" in kind.fields
     }
     return {
         "parallel.mesh": layout.mesh,
-        "parallel.strategy": sharded[layout.replica > 1],
+        "parallel.strategy": strategies[layout.replica > 1],
         "parallel.sequence": layout.model > 1,
         "parallel.communicate_every": layout.communicate,
         "parallel.pipeline_chunks": layout.chunks,
@@ -42,9 +42,9 @@ def layout_fields(layout: PodLayout) -> Mapping[str, Any]:
 
 
 def config_of_layout(
-    config: ml_collections.ConfigDict, layout: PodLayout
+    config: ml_collections.ConfigDict, layout: Layout
 ) -> ml_collections.ConfigDict:
-    """A copy of a transformer's config that runs as a layout says."""
+    """Copies a transformer's config and sets the fields of a layout."""
     copy = ml_collections.ConfigDict(config.to_dict())
     for name, value in layout_fields(layout).items():
         group, field = name.split(".")
@@ -53,8 +53,8 @@ def config_of_layout(
     return copy
 
 
-def layout_flags(config: ml_collections.ConfigDict, layout: PodLayout) -> list[str]:
-    """The flags that make a config run as a layout says, as a command takes them."""
+def layout_flags(config: ml_collections.ConfigDict, layout: Layout) -> list[str]:
+    """Returns the command-line flags that make a config run on a layout."""
     values = flatten_config(config)
     flags = []
     for name, value in layout_fields(layout).items():
@@ -65,11 +65,11 @@ def layout_flags(config: ml_collections.ConfigDict, layout: PodLayout) -> list[s
 
 
 def trace_layout(
-    config: ml_collections.ConfigDict, layout: PodLayout, topology: Topology, *, vocab_size: int = 0
+    config: ml_collections.ConfigDict, layout: Layout, topology: Topology, *, vocab_size: int = 0
 ) -> StepEstimate:
-    """The roofline's plan of the traced program; a `ValueError` of the builder may refuse it.
+    """Estimates the traced program by the roofline; the builder may refuse it with a `ValueError`.
 
-    In time attention is one fused kernel. In memory it is that of the program.
+    For the time, attention is one fused kernel. For the memory, it is the program's own attention.
     """
     config = config_of_layout(config, layout)
     experiment = prepare_planned(config, devices=layout.num_devices, vocab_size=vocab_size)

@@ -1,15 +1,18 @@
-"""How long a step takes on a layout that nobody has traced: the roofline's model, in closed form.
+"""Estimates a step on a layout that has not been traced: the roofline's model, in closed form.
 
-Products, memory, rings and what hides behind what are those of `manualpar.planner.roofline`; a
-layout that can be traced gets nearly the same figure there. What is added:
+Products, memory, rings and the overlap of communication with compute are modelled as in
+`manualpar.planner.roofline`; a layout that can be traced gets nearly the same figure there. The
+closed form adds:
 
 - With `S` stages of `v` chunks and `M` microbatches the layers of a device wait for
   `(S - 1) / (v M)` of the time that they take. All stages have ticks of one length, so the loss,
-  which the last one computes, takes the time of all. Activations and gradients hop after each tick,
-  and nothing hides that.
-- Along `context` keys with values travel in a ring: `C - 1` steps forward and as many backward, and
-  their gradients `C` steps. They hide behind attention. Remat keeps what attention returns.
-- Codes have the bytes of long rows. Making and reading them takes no time, and no memory is saved.
+  which the last stage computes, takes the time of all. Activations and gradients hop after each
+  tick, and nothing hides that.
+- Along `context` keys with values are sent around a ring: `C - 1` steps forward and the same
+  backward, and their gradients in `C` steps. They hide behind attention. Remat keeps the output of
+  attention.
+- Quantized numbers have the bytes of long rows. Quantizing and dequantizing take no time, and no
+  memory is saved.
 """
 
 import dataclasses
@@ -24,7 +27,7 @@ from manualpar.models.transformer_fields import flops_per_token
 from manualpar.planner.closed_form.layout import (
     AnyCode,
     DeviceSizes,
-    PodLayout,
+    Layout,
     check_closed_form,
     find_obstacle,
     sizes_on_device,
@@ -45,19 +48,19 @@ from manualpar.planner.topology import Ring, Topology, ring_over
 
 
 @dataclasses.dataclass(frozen=True)
-class PodPlan:
-    """A step on a layout, in seconds and bytes of a device.
+class LayoutEstimate:
+    """A step on a layout, in seconds and bytes per device.
 
     Attributes:
-      computing: The time of products and memory, update and what is recomputed included.
-      parameters: The exposed time of parameters and gradients.
-      activations: The exposed time of what layers send.
+      computing: The time of products and memory, with the update and recomputations.
+      parameters: The exposed time to send parameters and gradients.
+      activations: The exposed time to send activations of layers.
       hops: The time of hops between stages.
-      bubble: The time in which a stage waits for others.
-      mfu: Model FLOPs by what the devices could do.
+      bubble: The time in which a stage waits for other stages.
+      mfu: Model FLOPs divided by the peak FLOPs of the devices.
     """
 
-    layout: PodLayout
+    layout: Layout
     topology: str
     memory: Memory
     hbm_bytes: int
@@ -82,54 +85,54 @@ class PodPlan:
 
 def estimate_layout(
     model: Transformer,
-    layout: PodLayout,
+    layout: Layout,
     topology: Topology,
     *,
     examples: int,
     positions: int,
     even: bool = True,
     rings: dict[tuple[str, ...], Ring] | None = None,
-) -> PodPlan:
+) -> LayoutEstimate:
     """Estimates a step.
 
     Args:
       model: The model on one device, computed in bfloat16 and stored in float32.
-      layout: The layout, of as many devices as the topology has.
+      layout: The layout, with as many devices as the topology.
       topology: The devices.
       examples: Examples of a step on all devices.
-      positions: Positions of each.
-      even: Whether all stages must have as many layers; otherwise the fullest one counts.
-      rings: Rings over axes of the layout's mesh that are known; those found are added.
+      positions: Positions of each example.
+      even: Whether all stages must have equally many layers; otherwise the fullest stage counts.
+      rings: Known rings over axes of the layout's mesh; new ones are added.
 
     Raises:
-      ValueError: Model or batch do not divide, or the mesh does not lie in the topology.
+      ValueError: Model or batch do not divide, or the mesh does not fit into the topology.
     """
     check_closed_form(model)
     if problem := find_obstacle(model, layout, examples=examples, positions=positions, even=even):
         raise ValueError(f"{layout.name}: {problem}.")
     x = sizes_on_device(model, layout, examples=examples, positions=positions)
     step = _Step(model, layout, topology, x, {} if rings is None else rings)
-    return step.plan(examples * positions)
+    return step.estimate(examples * positions)
 
 
 @functools.cache
 def _operands(kind: Kind, devices: int) -> float:
-    """How many of its operands a device sends, see `ring_bytes`."""
+    """Returns the number of its operands that a device sends, see `ring_bytes`."""
     return float(ring_bytes(kind, 1, devices))
 
 
 def _number_bytes(code: AnyCode, exact: int) -> float:
-    """The bytes in which a number travels, in a long row; `exact` are those without a code."""
+    """Returns the bytes of a number that is sent in a long row; `exact` if it is not quantized."""
     return quantized_bytes(ROW_BLOCK, code) / ROW_BLOCK if code else exact
 
 
 class _Step:
-    """The parts of a step on a device."""
+    """Times the parts of a step on a device, in seconds."""
 
     def __init__(
         self,
         model: Transformer,
-        layout: PodLayout,
+        layout: Layout,
         topology: Topology,
         x: DeviceSizes,
         rings: dict[tuple[str, ...], Ring],
@@ -145,13 +148,15 @@ class _Step:
         self.sharded = tuple(a for a in ("data", "context", "expert") if a in layout.mesh)
         self.rings = rings
 
-    def plan(self, tokens: int) -> PodPlan:
+    def estimate(self, tokens: int) -> LayoutEstimate:
         layout, x, chip = self.layout, self.x, self.chip
         m, layers = layout.num_minibatches, layout.num_minibatches * x.L
         products = tuple(layer_products(x, layout))
-        again = layout.recomputed
+        shares_again = layout.recomputed
         forward = layers * self.products(products)
-        recomputed = layers * sum(again.get(p.part, 0.0) * self.products([p]) for p in products)
+        recomputed = layers * sum(
+            shares_again.get(p.part, 0.0) * self.products([p]) for p in products
+        )
         recomputed += forward * layout.runs_chunks_again
         backward = 2 * forward
         head_forward, head_backward = (m * self.products(p) for p in head_products(x, layout))
@@ -159,23 +164,23 @@ class _Step:
         # Parameters and averages are read and written, and a gradient is read.
         update = SINGLE * (3 + 2 * STATE) * stored / self.hbm
 
-        times = bool(again) + layout.runs_chunks_again
-        awaited = layers * self.awaited_by_layer(times)
+        passes_again = bool(shares_again) + layout.runs_chunks_again
+        awaited = layers * self.awaited_by_layer(passes_again)
         ring_forward, ring_backward = (layers * s for s in self.ring_of_layer())
         awaited += m * self.awaited_outside()
-        # Gathers and scatters hide behind a neighbouring layer, the ring behind the same one.
-        sent = self.inside(forward=True) + ring_forward
-        parameters = max(sent - forward - head_forward, self.first_layer(forward=True))
-        sent = self.inside(forward=False) + ring_backward
-        behind = backward + recomputed + head_backward
-        parameters += max(sent - behind, self.first_layer(forward=False))
-        inner = parameters
+        # Gathers and scatters hide behind a neighbouring layer, the ring behind the same layer.
+        to_hide = self.inside(forward=True) + ring_forward
+        parameters = max(to_hide - forward - head_forward, self.first_layer(forward=True))
+        to_hide = self.inside(forward=False) + ring_backward
+        compute = backward + recomputed + head_backward
+        parameters += max(to_hide - compute, self.first_layer(forward=False))
+        exposed_inside = parameters
         parameters += self.outside(stored)
 
-        busy = forward + recomputed + backward + awaited + inner
+        busy = forward + recomputed + backward + awaited + exposed_inside
         bubble = busy * (layout.stage - 1) / (layout.chunks * m)
         computing = forward + recomputed + backward + head_forward + head_backward + update
-        plan = PodPlan(
+        estimated = LayoutEstimate(
             layout=layout,
             topology=self.topology.name,
             memory=step_memory_of(x, layout),
@@ -190,11 +195,11 @@ class _Step:
         )
         flops = flops_per_token(self.model, x.positions) * tokens
         peak = chip.peak("bfloat16") * self.topology.num_devices
-        mfu, speed = flops / (plan.seconds * peak), tokens / plan.seconds
-        return dataclasses.replace(plan, mfu=mfu, tokens_per_second=speed)
+        mfu, speed = flops / (estimated.seconds * peak), tokens / estimated.seconds
+        return dataclasses.replace(estimated, mfu=mfu, tokens_per_second=speed)
 
     def products(self, products: Iterable[Product]) -> float:
-        """The time of products, with elementwise operations around them, and of reductions."""
+        """Returns the time of products, with elementwise operations around them, and reductions."""
         seconds = 0.0
         for p in products:
             rate = self.attention_rate if p.part == "scores" else self.rate
@@ -203,9 +208,9 @@ class _Step:
         return seconds
 
     def send(self, kind: Kind, axes: tuple[str, ...], size: float, times: int = 1) -> float:
-        """The time of so many collectives whose whole operands have `size` bytes together.
+        """Returns the time of `times` collectives whose complete operands have `size` bytes in all.
 
-        The whole operand of an all-gather is its result.
+        The complete operand of an all-gather is its result.
         """
         axes = tuple(axis for axis in axes if self.layout.mesh.get(axis, 1) > 1)
         if not axes or not times:
@@ -221,19 +226,19 @@ class _Step:
         return ring.seconds(sent, times)
 
     def awaited_by_layer(self, again: int) -> float:
-        """Of one layer, forward, backward, and forward again so many times."""
+        """Returns the seconds that a layer waits for activations; `again` counts recomputations."""
         x = self.x
         tokens = HALF * x.tokens * x.D
         gathers, scatters = 4 + 2 * again, 4 + again
-        both = self.send("all_gather", ("model",), tokens * gathers, gathers)
-        both += self.send("reduce_scatter", ("model",), tokens * scatters, scatters)
-        if x.own_experts:
+        seconds = self.send("all_gather", ("model",), tokens * gathers, gathers)
+        seconds += self.send("reduce_scatter", ("model",), tokens * scatters, scatters)
+        if x.experts_per_device:
             times = 4 + 2 * again
-            both += self.send("all_to_all", ("expert",), times * HALF * x.R * x.D, times)
-        return both
+            seconds += self.send("all_to_all", ("expert",), times * HALF * x.R * x.D, times)
+        return seconds
 
     def awaited_outside(self) -> float:
-        """Of lookup, head and loss in a minibatch."""
+        """Returns the seconds that lookup, head and loss wait in a minibatch."""
         x = self.x
         tokens, labels = HALF * x.tokens * x.D, SINGLE * x.tokens
         seconds = self.send("all_gather", ("model",), 2 * tokens, 2)
@@ -241,7 +246,7 @@ class _Step:
         return seconds + self.send("all_reduce", ("model",), 3 * labels, 2)
 
     def ring_of_layer(self) -> tuple[float, float]:
-        """Keys with values of one layer that travel along `context`, forward and backward."""
+        """Returns the seconds of a layer's ring of keys and values: (forward, backward)."""
         x, size = self.x, self.layout.context
         elements = 2 * x.tokens * x.K * x.H
         values = (size - 1) * self.send("permute", ("context",), HALF * elements)
@@ -249,41 +254,45 @@ class _Step:
         return values, (1 + self.layout.runs_chunks_again) * values + gradients
 
     def gathered(self, times: int, *, stacked: bool) -> tuple[float, float]:
-        """All gathers, and all scatters, of parameters so many times; `stacked` layers at once."""
+        """Returns the seconds of all gathers, and of all scatters, of parameters, `times` times.
+
+        `stacked` sends all layers at once.
+        """
         x = self.x
         dense = times * (x.L * x.dense_weights + x.outer_weights)
         experts = times * x.L * x.expert_weights
         loops = times * (1 if stacked else x.L)
         of_experts = 3 * loops if experts else 0
         count = x.tensors * loops + 3 * times - of_experts
-        few = tuple(axis for axis in self.sharded if axis != "expert")
+        axes_of_experts = tuple(axis for axis in self.sharded if axis != "expert")
         size = self.gathered_bytes
         gathers = self.send("all_gather", self.sharded, size * dense, count)
-        gathers += self.send("all_gather", few, size * experts, of_experts)
-        # Sums cannot be taken of codes: devices exchange them. With replicas these sums are exact.
+        gathers += self.send("all_gather", axes_of_experts, size * experts, of_experts)
+        # Quantized numbers cannot be summed, so devices exchange them. With replicas these sums
+        # are exact.
         kind: Kind = "reduce_scatter"
         size = SINGLE
         if self.layout.reduce_code and self.layout.replica == 1:
             kind, size = "all_to_all", self.reduced_bytes
         scatters = self.send(kind, self.sharded, size * dense, count)
-        scatters += self.send(kind, few, size * experts, of_experts)
+        scatters += self.send(kind, axes_of_experts, size * experts, of_experts)
         return gathers, scatters
 
     def inside(self, *, forward: bool) -> float:
-        """Gathers and scatters inside of the passes."""
+        """Returns the seconds of gathers and scatters inside the passes."""
         if self.layout.communicate != "minibatch":
             return 0.0
         gathers, scatters = self.gathered(self.layout.num_minibatches, stacked=False)
         return gathers if forward else (1 + self.layout.runs_chunks_again) * gathers + scatters
 
     def first_layer(self, *, forward: bool) -> float:
-        """What one layer sends, which has nothing to hide behind."""
+        """Returns the seconds of one layer's collectives, which have nothing to hide behind."""
         m = self.layout.num_minibatches
-        whole = self.inside(forward=forward) / (m * self.x.L)
-        return whole + self.ring_of_layer()[0 if forward else 1]
+        gathers_of_layer = self.inside(forward=forward) / (m * self.x.L)
+        return gathers_of_layer + self.ring_of_layer()[0 if forward else 1]
 
     def outside(self, stored: float) -> float:
-        """What is sent before and after the passes, which nothing hides."""
+        """Returns the seconds of collectives before and after the passes, which nothing hides."""
         layout, x = self.layout, self.x
         size, count = self.reduced_bytes * stored, x.tensors + 3
         if layout.reduce_code:
@@ -294,17 +303,17 @@ class _Step:
         if layout.communicate != "minibatch":
             times = layout.num_minibatches if layout.communicate == "gather-step" else 1
             seconds += self.gathered(1, stacked=True)[0] + self.gathered(times, stacked=True)[1]
-        # Embedding, head and last norm belong to all stages.
+        # Embedding, head and last norm are on all stages.
         shards = layout.data * layout.context * layout.expert
         seconds += self.send("all_reduce", ("stage",), SINGLE * x.outer_weights / shards, 3)
-        if layout.chunks > 1:  # Layers lie in runs, and chunks in turn: shards go and come back.
+        if layout.chunks > 1:  # Stages exchange shards of layers for their chunks, and back.
             moved = 2 * SINGLE * (stored - x.outer_weights / shards)
             times = 2 * layout.chunks * x.tensors
             seconds += self.send("permute", ("stage",), moved, times)
         return seconds
 
     def hops(self) -> float:
-        """Activations and gradients that move from stage to stage."""
+        """Returns the seconds of activations and gradients that move from stage to stage."""
         layout, x = self.layout, self.x
         if layout.stage == 1:
             return 0.0

@@ -1,4 +1,4 @@
-"""The layouts of a transformer on many devices as a table and as plain values."""
+"""Shows the layouts of a transformer on many devices, as a table and as plain values."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ import rich.console
 from manualpar.core.parameters.collectives import CommPolicy
 from manualpar.core.parameters.quantized_collectives import BlockQuantizer
 from manualpar.inspect.step_ledger import describe_codes
-from manualpar.planner.closed_form.layout_estimate import PodPlan
+from manualpar.planner.closed_form.layout_estimate import LayoutEstimate
 from manualpar.planner.plan import StepEstimate
 from manualpar.system.reports.tables import (
     describe_bytes,
@@ -19,11 +19,11 @@ from manualpar.system.reports.tables import (
     print_wrapped,
 )
 
-SHOWN = 12
+SHOWN = 12  # Rows of the table.
 
 
-def print_layouts(console: rich.console.Console, plans: Sequence[PodPlan]) -> None:
-    """Prints the fastest plan of each mesh, the fastest mesh first, and what they rest on."""
+def print_layouts(console: rich.console.Console, plans: Sequence[LayoutEstimate]) -> None:
+    """Prints the fastest plan of each mesh, the fastest mesh first, and the assumptions."""
     fastest = fastest_of_each_mesh(plans)
     rows = [
         (
@@ -58,42 +58,45 @@ def print_layouts(console: rich.console.Console, plans: Sequence[PodPlan]) -> No
     if codes:
         print_wrapped(
             console,
-            f"- What travels: {codes}; gradients between replicas alone, if there are any. Making "
-            "and reading codes is left out.",
+            f"- Sent quantized: {codes}; gradients only between replicas, if there are several. "
+            "The time to quantize and dequantize is left out.",
         )
 
 
 def print_traced(
-    console: rich.console.Console, plan: PodPlan, traced: StepEstimate | str, flags: Sequence[str]
+    console: rich.console.Console,
+    plan: LayoutEstimate,
+    traced: StepEstimate | str,
+    flags: Sequence[str],
 ) -> None:
-    """Prints what the traced program of a layout says, or why there is none, and its flags."""
+    """Prints the estimate of a layout's traced program, or why there is none, and its flags."""
     if isinstance(traced, str):
-        found = f"no program: {traced}"
+        outcome = f"no program: {traced}"
     else:
-        found = (
+        outcome = (
             f"{describe_seconds(traced.step_seconds)} by its traced program, MFU "
             f"{describe_share(traced.mfu)}"
         )
     closed = describe_seconds(plan.seconds)
-    print_wrapped(console, f"{plan.layout.name}: {closed} by the closed form, {found}")
+    print_wrapped(console, f"{plan.layout.name}: {closed} by the closed form, {outcome}")
     print_wrapped(console, f"  {' '.join(_quoted(flag) for flag in flags)}")
 
 
 def _quoted(flag: str) -> str:
-    """A flag as a shell takes it: values have single quotes, and no double ones."""
+    """Quotes a flag for a shell; values have single quotes, and no double ones."""
     name, _, value = flag.partition("=")
     return f'{name}="{value}"' if " " in value else flag
 
 
-def fastest_of_each_mesh(plans: Sequence[PodPlan]) -> list[PodPlan]:
-    """The first of the plans with each mesh, in their order."""
-    fastest: dict[str, PodPlan] = {}
+def fastest_of_each_mesh(plans: Sequence[LayoutEstimate]) -> list[LayoutEstimate]:
+    """Returns the first of the plans with each mesh, in their order."""
+    fastest: dict[str, LayoutEstimate] = {}
     for plan in plans:
         fastest.setdefault(plan.layout.name, plan)
     return list(fastest.values())
 
 
-def layout_values(plan: PodPlan) -> dict[str, Any]:
-    """A plan as plain values."""
+def layout_values(plan: LayoutEstimate) -> dict[str, Any]:
+    """Returns a plan as plain values."""
     more = {"seconds": plan.seconds, "fits": plan.fits, "peak_bytes": plan.memory.peak}
     return dataclasses.asdict(plan) | more | {"mesh": plan.layout.mesh}

@@ -1,4 +1,4 @@
-"""Which layout of a transformer on many devices would be the fastest, among all that divide.
+"""Finds the fastest layouts of a transformer on many devices, among all that divide.
 
 Every product of axis sizes that makes the number of devices is estimated in closed form, with every
 number of minibatches and way to communicate, and with as little remat as fits into memory. Without
@@ -6,7 +6,7 @@ stages, once nothing is computed again more minibatches are not tried. `manualpa
 traces programs, and tries fewer. So 16,384 devices take a minute and not hours.
 
 Layers are split only over devices of a node, or of one slice. Replicas are slices, nodes, or groups
-of nodes: what lies between them is slow.
+of nodes, because the network between them is slow.
 """
 
 import dataclasses
@@ -19,19 +19,19 @@ from manualpar.models import Transformer
 from manualpar.planner.closed_form.layout import (
     AnyCode,
     Communicate,
+    Layout,
     PipelineSaves,
-    PodLayout,
     check_closed_form,
     find_obstacle,
     sizes_on_device,
 )
-from manualpar.planner.closed_form.layout_estimate import PodPlan, estimate_layout
+from manualpar.planner.closed_form.layout_estimate import LayoutEstimate, estimate_layout
 from manualpar.planner.closed_form.layout_work import step_memory_of
 from manualpar.planner.sweep import MOST_SPLIT
 from manualpar.planner.topology import Ring, Topology, levels_of
 
 MOST_CONTEXT, MOST_STAGES, MOST_CHUNKS = 16, 32, 8
-# Of one factorisation so many minibatches are tried, powers of two.
+# The most minibatches that are tried.
 MOST_MINIBATCHES = 256
 
 
@@ -44,38 +44,38 @@ def rank_layouts(
     axes: Iterable[str] = ("replica", "stage", "context", "expert", "model"),
     gather_code: AnyCode = "",
     reduce_code: AnyCode = "",
-) -> list[PodPlan]:
+) -> list[LayoutEstimate]:
     """Estimates the layouts that divide and fit, each with the least remat, the fastest first.
 
     Args:
       model: The model on one device.
       topology: The devices.
       examples: Examples of a step on all devices.
-      positions: Positions of each.
-      axes: The axes that may have several devices, besides `data`.
-      gather_code: That of every layout, see `PodLayout`.
-      reduce_code: The same.
+      positions: Positions of each example.
+      axes: The axes that may have several devices, in addition to `data`.
+      gather_code: The `gather_code` of every layout.
+      reduce_code: The `reduce_code` of every layout.
     """
     check_closed_form(model)
-    plans = []
+    estimates = []
     sizes: dict[str, Any] = {"examples": examples, "positions": positions}
     for factors in factorisations(model, topology, axes=axes, **sizes):
         rings: dict[tuple[str, ...], Ring] = {}
-        enough: set[Communicate] = set()
-        coded = dataclasses.replace(factors, gather_code=gather_code, reduce_code=reduce_code)
-        for run in _runs(model, coded, **sizes):
-            if run.communicate in enough:
+        fully_kept: set[Communicate] = set()
+        quantized = dataclasses.replace(factors, gather_code=gather_code, reduce_code=reduce_code)
+        for run in _runs(model, quantized, **sizes):
+            if run.communicate in fully_kept:
                 continue
             layout = _with_remat(model, run, topology.chip.hbm_bytes, **sizes)
             if layout is None:
                 continue
             if layout.stage == 1 and layout.remat == "none":
-                enough.add(layout.communicate)  # More minibatches only send more.
+                fully_kept.add(layout.communicate)  # More minibatches only send more.
             try:
-                plans.append(estimate_layout(model, layout, topology, rings=rings, **sizes))
+                estimates.append(estimate_layout(model, layout, topology, rings=rings, **sizes))
             except ValueError:
-                break  # The mesh does not lie in the topology.
-    return sorted(plans, key=lambda plan: plan.seconds)
+                break  # The mesh does not fit into the topology.
+    return sorted(estimates, key=lambda plan: plan.seconds)
 
 
 def factorisations(
@@ -85,8 +85,8 @@ def factorisations(
     examples: int,
     positions: int,
     axes: Iterable[str],
-) -> Iterator[PodLayout]:
-    """The layouts of all devices, in one minibatch, that model and batch divide by."""
+) -> Iterator[Layout]:
+    """Yields the layouts of all devices, in one minibatch, that model and batch divide by."""
     count, inside = topology.num_devices, topology.num_devices // levels_of(topology)[0]
     axes = tuple(axes)
     choices = {
@@ -96,21 +96,19 @@ def factorisations(
         "expert": _divisors(model.num_experts or 1),
         "model": [n for n in _divisors(inside) if n <= MOST_SPLIT],
     }
-    named = [choices[axis] if axis in axes else [1] for axis in choices]
-    for sizes in itertools.product(*named):
+    axis_sizes = [choices[axis] if axis in axes else [1] for axis in choices]
+    for sizes in itertools.product(*axis_sizes):
         rest, remainder = divmod(count, math.prod(sizes))
         if remainder or not rest:
             continue
         named_sizes: dict[str, Any] = dict(zip(choices, sizes, strict=True))
-        layout = PodLayout(data=rest, **named_sizes)
+        layout = Layout(data=rest, **named_sizes)
         if not find_obstacle(model, layout, examples=examples, positions=positions):
             yield layout
 
 
-def _runs(
-    model: Transformer, layout: PodLayout, *, examples: int, positions: int
-) -> Iterator[PodLayout]:
-    """The ways to run on a mesh: minibatches, chunks, what is kept, and what is sent how often."""
+def _runs(model: Transformer, layout: Layout, *, examples: int, positions: int) -> Iterator[Layout]:
+    """Yields the ways to run on a mesh: minibatches, chunks, `keep` and `communicate`."""
     most = examples // (layout.replica * layout.data * layout.expert)
     minibatches = [n for n in _divisors(most) if n <= MOST_MINIBATCHES]
     groups = model.num_layers // layout.stage // max(model.global_every, 1)
@@ -131,10 +129,10 @@ def _runs(
 
 
 def _with_remat(
-    model: Transformer, layout: PodLayout, hbm_bytes: int, *, examples: int, positions: int
-) -> PodLayout | None:
-    """The layout with as little remat as fits, which is the fastest; `None` if nothing does."""
-    for remat in PodLayout.remats:
+    model: Transformer, layout: Layout, hbm_bytes: int, *, examples: int, positions: int
+) -> Layout | None:
+    """Returns the layout with the least remat that fits, the fastest one; `None` if none fits."""
+    for remat in Layout.remats:
         layout = dataclasses.replace(layout, remat=remat)
         x = sizes_on_device(model, layout, examples=examples, positions=positions)
         if step_memory_of(x, layout).peak <= hbm_bytes:

@@ -11,7 +11,7 @@ import pytest
 from manualpar.inspect.communication import summed
 from manualpar.layers.pipeline.schedules import make_table
 from manualpar.models import Transformer
-from manualpar.planner.closed_form.layout import PodLayout, find_obstacle, sizes_on_device
+from manualpar.planner.closed_form.layout import Layout, find_obstacle, sizes_on_device
 from manualpar.planner.closed_form.layout_config import config_of_layout
 from manualpar.planner.closed_form.layout_estimate import estimate_layout
 from manualpar.planner.closed_form.layout_search import factorisations, rank_layouts
@@ -33,15 +33,14 @@ from tests.models.transformer_families import GEMMA, QWEN
 from tests.paths import ROOT
 
 CONFIGS = ROOT / "configs" / "plan"
-P = PodLayout
+P = Layout
 
 
-class XlaLayout(PodLayout):
+class XlaLayout(Layout):
     """Of attention that is taken as a kernel whose result remat computes again."""
 
     remats: ClassVar = {
-        name: again | {"scores": 1.0} if again else again
-        for name, again in PodLayout.remats.items()
+        name: again | {"scores": 1.0} if again else again for name, again in Layout.remats.items()
     }
 
 

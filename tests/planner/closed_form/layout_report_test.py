@@ -7,17 +7,17 @@ import shlex
 import rich.console
 
 from manualpar.inspect.memory import Memory
-from manualpar.planner.closed_form.layout import PodLayout
+from manualpar.planner.closed_form.layout import Layout
 from manualpar.planner.closed_form.layout_config import layout_fields
-from manualpar.planner.closed_form.layout_estimate import PodPlan
+from manualpar.planner.closed_form.layout_estimate import LayoutEstimate
 from manualpar.planner.closed_form.layout_report import (
     fastest_of_each_mesh,
     print_layouts,
     print_traced,
 )
 
-PLAN = PodPlan(
-    layout=PodLayout(stage=2, data=4, num_minibatches=8, chunks=3, communicate="step"),
+PLAN = LayoutEstimate(
+    layout=Layout(stage=2, data=4, num_minibatches=8, chunks=3, communicate="step"),
     topology="h100:8",
     memory=Memory(1, 2, 3, 4, 5, 6, 7),
     hbm_bytes=100,
@@ -29,7 +29,7 @@ PLAN = PodPlan(
     mfu=0.5,
     tokens_per_second=1000.0,
 )
-OTHER = dataclasses.replace(PLAN, layout=PodLayout(data=8), computing=9.0)
+OTHER = dataclasses.replace(PLAN, layout=Layout(data=8), computing=9.0)
 
 
 def _shown(print_it, *args) -> str:
@@ -55,5 +55,5 @@ def test_flags_are_as_a_shell_takes_them():
 
 
 def test_a_layout_is_a_strategy_whose_steps_are_those_of_one_device():
-    assert layout_fields(PodLayout(data=8))["parallel.strategy"] == "fsdp"
-    assert layout_fields(PodLayout(replica=2, data=4))["parallel.strategy"] == "hsdp"
+    assert layout_fields(Layout(data=8))["parallel.strategy"] == "fsdp"
+    assert layout_fields(Layout(replica=2, data=4))["parallel.strategy"] == "hsdp"
