@@ -38,7 +38,7 @@ LEFT_ALONE: Mapping[str, str] = {
     "core.collectives:is_vma_checked:axis_index": "its type is read and its value is not",
     "modes.global_arrays:GlobalParameter.unbox:gather_data_axes": "a constraint; XLA gathers",
     "user_model.probe:*": "traced for what the model does with its variables; it never runs",
-    "core.step:Step.loss_alone.*": "traced for what the loss differentiates; it never runs",
+    "core.step:Step.loss_only.*": "traced for what the loss differentiates; it never runs",
     "user_model.initialise:*": "traced for what the model does with its variables; it never runs",
     "guards.replicas:ReplicaSentinel.fingerprints:process_allgather": "several processes only",
     "cluster.agreement:*": "several processes only: slow tests in cluster_agreement_test",

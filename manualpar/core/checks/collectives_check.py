@@ -35,7 +35,7 @@ def check_traced_steps(
 ) -> None:
     """Refuses the traced steps of a program, in which the batch is split over `data_axes`.
 
-    `loss` is that of training alone, see `Step.loss_alone`.
+    `loss` is that of training alone, see `Step.loss_only`.
 
     Raises:
       ValueError: Devices would miss each other, or wait for others for ever; or a gather has lost
