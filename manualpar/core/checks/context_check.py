@@ -165,8 +165,8 @@ def _check_results(complaint: str, loss: Any, metrics: Any) -> None:
         if len(powers) > 1 or None in powers:
             raise ValueError(
                 f"{complaint} metrics[{name!r}] is the pair of {total.description} and "
-                f"{count.description}; expected sums over this device's positions, which are added up over the devices, "
-                "or two numbers that are the same on all of them."
+                f"{count.description}; expected sums over this device's positions, which are "
+                "added up over the devices, or two numbers that are the same on all of them."
             )
 
 
@@ -182,8 +182,8 @@ def _check_collections(complaint: str, model: TracedModel, axis: str, collection
         if not is_equal_mean or rule != "mean":
             raise ValueError(
                 f"{complaint} the variable {jax.tree_util.keystr(path)} becomes "
-                f"{value.description}; expected what is the same on all devices along the axis, or a mean over "
-                "positions that sync_collections averages."
+                f"{value.description}; expected what is the same on all devices along the axis, "
+                "or a mean over positions that sync_collections averages."
             )
 
     before = {name: tree for name, tree in model.variables.items() if name != "params"}
