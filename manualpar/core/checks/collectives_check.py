@@ -71,13 +71,13 @@ def _check_condition(name: str, eqn: Any) -> None:
                 over = sorted(_communication_axes(inner))
                 raise ValueError(
                     f"{found}over {over}, {differs}a permutation waits for all devices of the "
-                    "program, whatever its axis, so some would wait for the others for ever. "
+                    "program, whatever its axis, so some devices would wait for ever. "
                     "Compute it outside of the branch or loop (a ring of attention or of products "
                     "too) and choose with jnp.where, or make the condition the same on all devices "
                     "(jax.lax.pmax)."
                 )
             raise ValueError(
-                f"{found}{differs}some would wait there for the others for ever. A sharded "
+                f"{found}{differs}some devices would wait there for ever. A sharded "
                 "parameter is gathered where it is used: call the module outside of the branch or "
                 "loop and choose with jnp.where, make the condition the same on all devices "
                 "(jax.lax.pmax), or use data_parallel."
@@ -94,7 +94,7 @@ def _check_constraint(name: str, eqn: Any) -> None:
         raise ValueError(
             f"{name}: the model or the loss constrains an array to {sharding.spec} with "
             "mode='manual', maybe by jax.vmap(..., spmd_axis_name=...); expected no constraint,"
-            " because every device runs the model on its own part of the batch alone. Use "
+            " because every device runs the model only on its part of the batch. Use "
             "mode='auto', or take it out."
         )
 

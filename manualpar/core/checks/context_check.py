@@ -32,13 +32,13 @@ from manualpar.core.tracing.scopes import CONTEXT_SCOPE
 
 _POSITIONS = (
     "A device has some positions of a sequence, and not neighbouring ones: take their numbers from "
-    "manualpar.layers.Context(axis).positions(length), and make labels and whatever is shifted a "
-    "leaf of the batch"
+    "manualpar.layers.Context(axis).positions(length), and pass labels and other shifted arrays in "
+    "the batch"
 )
 _ATTENTION = (
-    "Other positions are on other devices: mix positions by nothing but the attention of "
-    "manualpar.layers.Context(axis), with ids of documents in the place of a mask, or build the "
-    "program without a context axis"
+    "Other positions are on other devices: mix positions only by the attention of "
+    "manualpar.layers.Context(axis), with document ids instead of a mask, or build the program "
+    "without a context axis"
 )
 _SUM = (
     "A sum or a mean over positions may go into the loss and the metrics, which are added up over "
@@ -48,8 +48,8 @@ _SUM = (
     "nn.BatchNorm with all of program.data_axes as its axis_name"
 )
 _MENDS: Mapping[Reason, str] = {
-    "examples": "Each device has some positions of its examples: name the axes that split examples "
-    "alone, gather_examples(x, axis_name=...) without the context axis",
+    "examples": "Each device has some positions of its examples: name only the axes that split "
+    "examples: gather_examples(x, axis_name=...) without the context axis",
     "axis": "Give Context the axis that context_axis names, and layers another one",
     "constant": _POSITIONS,
     "convolution": _ATTENTION,
@@ -58,8 +58,8 @@ _MENDS: Mapping[Reason, str] = {
     "pad": _POSITIONS,
     "parts": _POSITIONS,
     "product": _ATTENTION,
-    "program": f"The code depends on the length of a sequence. {_POSITIONS}. What knows of the "
-    f"axis by itself stands in jax.named_scope({CONTEXT_SCOPE!r})",
+    "program": f"The code depends on the length of a sequence. {_POSITIONS}. Put code "
+    f"that handles the axis itself in jax.named_scope({CONTEXT_SCOPE!r})",
     "random": "Draw them for each position, with the key that the model or the loss is given",
     "reduction": _ATTENTION,
     "reshape": "Keep positions whole and in one order, and group no neighbours, because they may "
@@ -156,9 +156,9 @@ def _check_results(complaint: str, loss: Any, metrics: Any) -> None:
     count, number = metrics["loss"][1]
     if loss is not None and not is_mean(loss[0], count, number):
         raise ValueError(
-            f"{complaint} the loss is {loss[0].description}, and no mean over the count of "
-            "metrics['loss']; expected sum / count, with that very count and with sums over "
-            "this device's positions, or what is the same on all devices along the axis."
+            f"{complaint} the loss is {loss[0].description}, which is no mean over the count "
+            "of metrics['loss']; expected sum / count, with the same count and with sums over "
+            "this device's positions, or a value that is the same on all devices along the axis."
         )
     for name, ((total, _), (count, _)) in metrics.items():
         powers = {power_of_sum(value) for value in (total, count) if value.kind != "zero"}
@@ -182,7 +182,7 @@ def _check_collections(complaint: str, model: TracedModel, axis: str, collection
         if not is_equal_mean or rule != "mean":
             raise ValueError(
                 f"{complaint} the variable {jax.tree_util.keystr(path)} becomes "
-                f"{value.description}; expected what is the same on all devices along the axis, "
+                f"{value.description}; expected the same value on all devices along the axis, "
                 "or a mean over positions that sync_collections averages."
             )
 

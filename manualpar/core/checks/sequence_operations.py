@@ -120,7 +120,7 @@ class SequenceOperations:
             return [guarded]
         ins = [self._split_dim(name, *x) for x in zip(part.invars, whole.invars, strict=True)]
         if len(part.outvars) != len(whole.outvars):
-            refuse(f"makes {len(part.outvars)} arrays of what is split by {name}", "size")
+            refuse(f"makes {len(part.outvars)} arrays of a split array by {name}", "size")
         outs = [self._split_dim(name, *y) for y in zip(part.outvars, whole.outvars, strict=True)]
         if name in ("random_bits", "random_split"):
             return [_random(name, values[0], is_split=outs[0] is not None)]
@@ -165,7 +165,7 @@ class SequenceOperations:
         results = []
         for variable, dim in zip(eqn.outvars, outs, strict=True):
             if dim is None and was_split:
-                refuse(f"makes {list(variable.aval.shape)} of what is split by {name}", "size")
+                refuse(f"makes {list(variable.aval.shape)} of a split array by {name}", "size")
             if dim is None or result.kind not in ("same", "split"):
                 results.append(result)
             else:

@@ -68,20 +68,20 @@ class SplitValue:
         if self.count is not None:
             return "a mean over a device's valid positions"
         if self.kind == "sum":
-            whole = "a mean over" if self.power == 1 else "a part of a sum over"
-            return f"{whole} positions, before the devices' parts are put together"
+            prefix = "a mean over" if self.power == 1 else "a part of a sum over"
+            return f"{prefix} positions, before the devices' parts are combined"
         if self.power:
-            return "a number that is made of how many positions a device has"
+            return "a number that depends on how many positions a device has"
         words = {
-            "unpaired": "what is not there on one device",
+            "unpaired": "an array that does not exist on one device",
             "device": "a device's own index or key",
-            "split": "what is split",
+            "split": "a split array",
         }
-        return words.get(self.kind, "what is whole")
+        return words.get(self.kind, "a value that all devices share")
 
     @property
     def reason(self) -> Reason:
-        """The reason for an operation that does not take it."""
+        """The reason to refuse an operation on it."""
         is_number = self.kind in ("unpaired", "device", "same") and self.count is None
         return "constant" if is_number else "sum"
 

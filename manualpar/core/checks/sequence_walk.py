@@ -88,7 +88,7 @@ class SequenceWalk:
         self, part: Any, whole: Any, inputs: Sequence[Numbered] | None, path: str
     ) -> list[Numbered]:
         """Finds the values of a program's results from its inputs' values."""
-        part, whole = (self._without_constants(program) for program in (part, whole))
+        part, whole = (self._record_constants(program) for program in (part, whole))
         if inputs is not None:
             for variable, numbered in zip(part.invars, inputs, strict=True):
                 self._set(variable, numbered)
@@ -100,7 +100,7 @@ class SequenceWalk:
                 self._visit(*pair, where)
         return [self._read(*pair) for pair in zip(part.outvars, whole.outvars, strict=True)]
 
-    def _without_constants(self, program: Any) -> Jaxpr:
+    def _record_constants(self, program: Any) -> Jaxpr:
         if not isinstance(program, ClosedJaxpr):
             return program
         self._constants.update(zip(program.jaxpr.constvars, program.consts, strict=True))
@@ -281,7 +281,7 @@ class SequenceWalk:
             for power in (-1, 1, -2, 2):
                 if np.allclose(part, whole * float(self._devices) ** power, rtol=1e-5, atol=0):
                     return SplitValue("same", power, is_integral=is_integral)
-        return refuse("takes a constant that is made of the size of what is split", "constant")
+        return refuse("takes a constant that depends on the size of a split dim", "constant")
 
     def _constant(self, variable: Any) -> Any:
         value = variable.val if isinstance(variable, Literal) else self._constants.get(variable)

@@ -52,7 +52,7 @@ _PLAIN = frozenset(
     squeeze stack transpose
     """.split()  # noqa: SIM905
 )
-# These are wrong along the dims that this parameter of theirs names.
+# Operations that are wrong along some dims, and the parameter that has these dims.
 _ALONG = {
     "argmax": "axes",
     "argmin": "axes",
@@ -115,17 +115,17 @@ def check_operation(shards: Any, whole: Any, *, axis: str, devices: int) -> None
     )
     if name in _CALLS:
         if name == "scan" and shards.params["length"] != whole.params["length"]:
-            refuse("loops over what is split", "loop")
+            refuse("loops over a split dim", "loop")
     elif name == "random_bits":
         varies = axis in shards.outvars[0].aval.mat.varying
         if varies != (outs[0] is not None):
-            refuse("draws random numbers for what is split", "random")
+            refuse("draws random numbers for a split array", "random")
     elif not any(dim is not None for dim in (*ins, *outs)):
         if _plain_params(shards) != _plain_params(whole):
-            refuse(f"applies {name} to what is whole by the size of a shard", "size")
+            refuse(f"applies {name} to an unsplit array by the size of a shard", "size")
     elif name in _ELEMENTWISE:
         if outs[0] is None:
-            refuse(f"applies {name} to a shard and a whole array", "mixed")
+            refuse(f"applies {name} to a shard and an unsplit array", "mixed")
     elif name in _ALONG:
         dims = shards.params[_ALONG[name]]
         dims = dims if isinstance(dims, tuple) else (dims,)
@@ -139,7 +139,7 @@ def check_operation(shards: Any, whole: Any, *, axis: str, devices: int) -> None
     elif name.startswith("reduce_window"):
         _refuse_dim(name, ins[0], whole.invars[0], "convolution")
     elif name not in _PLAIN:
-        refuse(f"applies {name} to what is split", "unknown")
+        refuse(f"applies {name} to a split array", "unknown")
 
 
 def _shapes(shards: Any, whole: Any, kind: str) -> list[tuple[Shape, Shape]]:
@@ -161,7 +161,7 @@ def split_dim(name: str, shard: Shape, whole: Shape, devices: int) -> int | None
         return None
     if len(dims) > 1:
         refuse(
-            f"applies {name} to an array {list(whole)} of which dims {dims} are both split",
+            f"applies {name} to an array {list(whole)} whose dims {dims} are both split",
             "two dims",
         )
     if shard[dims[0]] * devices != whole[dims[0]]:
@@ -274,5 +274,5 @@ def _refuse_dim(
 
 
 def refuse(mistake: str, reason: Reason) -> NoReturn:
-    """Raises the error for a mistake, such as `applies sort to what is split`."""
+    """Raises the error for a mistake, such as `applies sort to a split array`."""
     raise WrongOnShardsError(mistake, reason)

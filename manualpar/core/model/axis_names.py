@@ -47,8 +47,8 @@ class AxisAliases:
         if set(self.split) - set(axes) or groups is not None:
             raise ValueError(
                 f"model: {type(module).__name__} has axis_name={names!r}, which stands for {axes}"
-                f"{'' if groups is None else ', in groups'}, but in this mode the batch is that of "
-                f"all devices along {self.split}. Let the alias stand for all of these, or use "
+                f"{'' if groups is None else ', in groups'}, but in this mode the batch is global "
+                f"along {self.split}. Let the alias stand for all of these, or use "
                 "mode='manual'."
             )
         return {"axis_name": None}

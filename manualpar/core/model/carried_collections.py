@@ -123,5 +123,5 @@ def _collection_names(mutable: Any) -> tuple[str, ...]:
         return ()
     raise TypeError(
         f"apply_fn: mutable={mutable!r}, expected the names of collections such as ['losses']: the "
-        "program keeps those of the training state itself."
+        "program itself keeps the collections of the training state."
     )

@@ -9,7 +9,7 @@ is the weight of this share in the mean over all devices and minibatches. `apply
 
 - A share may have no valid example. The gradient of 0 / 0 would be NaN on that device and then
   everywhere, so a masked loss divides by `jnp.maximum(count, 1)` or
-  `jnp.where(count > 0, count, 1)`. The first is another loss if a share's weights add up to less
+  `jnp.where(count > 0, count, 1)`. The first changes the loss if a share's weights add up to less
   than 1. The same holds over a context axis, see `context_check`.
 - A loss may use collectives and so be the same on all devices (`jax.lax.pmean(loss, axes)`, a ratio
   of `psum`s). Then its gradient is the gradient of one device's loss. The program sums metrics over

@@ -60,9 +60,9 @@ def gather_examples(x: Any, axis_name: AxisName | None = None) -> Any:
         axes = tuple(axis for axis in mesh.axis_names if axis in varying)
         if not axes:
             raise ValueError(
-                "gather_examples: x is the same on all devices by its type, expected what is "
+                "gather_examples: x is the same on all devices by its type, expected a value "
                 "computed from the batch. Name the axes (axis_name=program.data_axes), or gather "
-                "it in one tree with what varies."
+                "it in one tree with a value that varies."
             )
     else:
         axes = axis_tuple(axis_name)

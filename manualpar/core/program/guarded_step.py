@@ -129,8 +129,8 @@ def check_state(function: str, abstract: TrainState, state: Any) -> None:
     """
     if not isinstance(state, TrainState):
         raise TypeError(
-            f"{function}: state is a {type(state).__name__}, expected one of this program: what "
-            "program.init or the step before returned."
+            f"{function}: state is a {type(state).__name__}, expected one of this program: the "
+            "result of program.init or of the last step."
         )
     wanted = {path_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(abstract)}
     found = {path_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(state)}

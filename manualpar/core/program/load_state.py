@@ -176,8 +176,8 @@ def check_has_devices(function: str, mesh: Any) -> None:
     """Refuses an abstract mesh, in an error that names the calling function."""
     if isinstance(mesh, AbstractMesh):
         raise ValueError(
-            f"{function}: the program is on an abstract mesh, of devices that nobody has; expected "
-            "one of devices. Build the program on a mesh of make_mesh; this one can be traced."
+            f"{function}: the program is on an abstract mesh, which has no devices; expected a "
+            "mesh of devices. Build the program on a mesh of make_mesh; this one can be traced."
         )
 
 

@@ -149,9 +149,9 @@ def _check_state(before: Any, after: Any) -> None:
     if old != new:
         changed = sorted(set(old.items()) ^ set(new.items()))
         raise ValueError(
-            f"tx: its update changes what its state consists of: {changed}, expected the same "
+            f"tx: its update changes the structure of its state: {changed}, expected the same "
             "arrays before and after, of the same shapes and dtypes: a step must be repeatable. "
-            "Leave out what makes the difference."
+            "Leave out the part that changes it."
         )
 
 

@@ -106,7 +106,7 @@ def ema_params(state: TrainState) -> TrainState:
 
 
 def _as_parameters(averages: tuple[jax.Array, ...], types: Any) -> tuple[jax.Array, ...]:
-    """Casts averages to their parameters' dtypes, and removes padding that those do not have."""
+    """Casts averages to the dtypes of parameters, and removes padding that these do not have."""
     return tuple(
         jax.lax.slice(x, [0] * x.ndim, shape).astype(dtype)
         for x, (shape, dtype) in zip(averages, types, strict=True)

@@ -25,7 +25,7 @@ class SplitDropout(nnx.Dropout):
 
 
 def split_dropout(module: nnx.Module) -> None:
-    """Changes a module, made for one call, so that it drops split activations independently."""
+    """Makes a module, for one call, drop split activations independently."""
     if type(module) is nnx.Dropout:
         object.__setattr__(module, "__class__", SplitDropout)
     if isinstance(module, nnx.MultiHeadAttention):

@@ -161,7 +161,7 @@ class NNXModel(ModelInterface):
         return out, {name: updates[name] for name in names if name in updates}
 
     def _adjust_to_mesh(self, module: nnx.Module, inputs: Any) -> None:
-        """Changes a module, made for one call: its axis names, cells' carries, and dropout."""
+        """Adapts a module to the mesh for one call: its axis names, cells' carries, and dropout."""
         vary = vary_like(inputs)
 
         def varying(initialize: Any) -> Any:
@@ -264,9 +264,9 @@ def _make_again(module: nnx.Module) -> Callable[[jax.Array], nnx.Module]:
     leaves, structure = jax.tree.flatten(state)
     if not all(isinstance(x, jax.Array | np.ndarray) for x in leaves):
         raise TypeError(
-            f"model: the {type(module).__name__} has no values, or such as are no arrays; expected "
-            "one that has been made. Give the class, or a function of rngs, and the program makes "
-            "it sharded."
+            f"model: the {type(module).__name__} has no values, or values that are no arrays; "
+            "expected an instance with arrays. Give the class, or a function of rngs, and the "
+            "program makes it sharded."
         )
     # On the host, because the values may be on other devices than the program's.
     values = [x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else np.asarray(x) for x in leaves]
@@ -306,8 +306,8 @@ def _check_takes_rngs_alone(name: str, parameters: Mapping[str, inspect.Paramete
     missing = [key for key in required(parameters) if key != "rngs"]
     if missing:
         raise TypeError(
-            f"model: {name} takes {', '.join(missing)} besides rngs, expected what can be made "
-            f"from rngs alone. Write lambda rngs: {name}({missing[0]}=..., rngs=rngs)."
+            f"model: {name} needs {', '.join(missing)} in addition to rngs, expected no "
+            f"other argument. Write lambda rngs: {name}({missing[0]}=..., rngs=rngs)."
         )
 
 
