@@ -151,8 +151,8 @@ def accumulate_gradients(
 
     Args:
       state: An object with `params` (boxes allowed) and `apply_fn`, such as a `TrainState`.
-      batch: A tree whose leaves are `[B, ...]`, this device's examples. Every minibatch gets all
-        scalars.
+      batch: A tree whose leaves are `[B, ...]`, this device's examples. Every minibatch gets
+        scalars unchanged.
       rng: A key, from which a key for each minibatch is split. Apply `fold_rng_over_axis` to it if
         devices should differ.
       num_minibatches: The number of equal parts that the batch is split into. It must divide `B`.

@@ -116,7 +116,7 @@ class StartsFromArrays:
 
         Returns:
           The state with this program's shardings and padding: the same bits, step and key included.
-          The residuals of error feedback start at zero if the numbers of devices differ.
+          The residuals of error feedback start at zero if their shapes differ.
 
         Raises:
           ValueError: The state is of another model or optimizer, or has been donated; each

@@ -283,9 +283,8 @@ def _design(
     )
     check_context(name, traced_model, batch, roles)
     check_trainable(name, traced_model)
-    if (
-        traced_model.keeps_types
-    ):  # The model computes with shards of parameters that its initialisers shard.
+    # The model computes with shards of the parameters that its initialisers shard.
+    if traced_model.keeps_types:
         roles = dataclasses.replace(roles, others=dict.fromkeys(mesh.axis_names, "model"))
     placements = jax.tree.map(place_completely, traced_model.parameters)
     num_minibatches = options.get("num_minibatches", 1)

@@ -110,7 +110,7 @@ class _Use:
     """Makes the parameter that a module reads from a stored array."""
 
     box: Any  # Without its value.
-    shape: tuple[int, ...]  # The stored array's before any loop.
+    shape: tuple[int, ...]  # The shape of the stored array before any loop.
     path: str
     loop_dims: frozenset[int] | None
     split_dims: frozenset[int]
