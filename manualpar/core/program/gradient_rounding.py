@@ -1,9 +1,9 @@
 """Corrects the rounding of quantized gradients: by error feedback or by stochastic rounding.
 
-Error feedback: a device's *residual* of a parameter is its gradient minus the quantized gradient
-that it sent. It is added to the gradient of the next step before quantization, so that no error is
-lost for good (1-bit SGD: Seide et al., https://doi.org/10.21437/Interspeech.2014-274; Karimireddy
-et al., https://arxiv.org/abs/1901.09847). The devices' residuals are one global array with a
+Error feedback: a device's *residual* of a parameter is the part of its gradient that quantization
+left out. It is added to the gradient of the next step before quantization, so that nothing is lost
+for good (1-bit SGD: Seide et al., https://doi.org/10.21437/Interspeech.2014-274; Karimireddy et
+al., https://arxiv.org/abs/1901.09847). The devices' residuals are one global array with a
 leading dimension, which is sharded over the axes of the quantized reduction:
 `state.local["residuals"]`, a tree like the parameters'.
 
