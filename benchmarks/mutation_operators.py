@@ -41,7 +41,7 @@ LEFT_ALONE: Mapping[str, str] = {
     "core.parameters.collectives:is_vma_checked:axis_index": "only its type is read",
     "core.modes.global_arrays:GlobalParameter.unbox:gather_data_axes": "a constraint; XLA gathers",
     "core.model.probe:*": _TRACED,
-    "core.program.step:Step.loss_alone.*": "traced for what the loss differentiates; it never runs",
+    "core.program.step:Step.loss_only.*": "traced for what the loss differentiates; it never runs",
     "core.model.initialise:*": _TRACED,
     "training.replicas:ReplicaSentinel.fingerprints:process_allgather": "several processes only",
     "system.cluster.agreement:*": _PROCESSES,

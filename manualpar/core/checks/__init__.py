@@ -1,1 +1,1 @@
-"""Checks of a traced loss or step that refuse what would be wrong in silence."""
+"""Checks of a traced loss or step, which refuse mistakes that would not raise an error."""

@@ -1,16 +1,16 @@
-"""Refuses traced programs that are wrong in ways that the types of `check_vma=True` do not see.
+"""Refuses traced programs with mistakes that the types of `check_vma=True` do not catch.
 
-A collective waits for all devices along its axes. Inside a `cond` or a `while` whose condition
-varies over such an axis some devices would take part and others not: the program then hangs, or
-matches one device's collective with another's of the same size and computes nonsense. The types do
-not forbid it, but they say where it can happen. A permutation waits for more: in XLA it is one
-operation of all devices of the program, whatever the axis, so that a condition over any axis makes
-it hang. (A pipeline's stages branch on their index, and gather over the data axes inside.)
+A collective waits for all devices along its axes. If it is inside a `cond` or a `while` whose
+condition varies over such an axis, some devices may not call it. Then the program hangs, or matches
+one device's collective with another collective of the same size and computes nonsense. The types
+allow it, but they show where it can happen. A permutation waits for more devices: in XLA it is one
+operation of all devices of the program, so a condition that varies over any axis makes it hang. (A
+pipeline's stages branch on their index, and gather over the data axes inside.)
 
 The gradient of a gather is written by hand, for the derivative that a step takes. A model or a loss
-that differentiates a gathered parameter by itself gets the sum over the devices instead of the
-mean. It shows where nothing else is differentiated: in evaluation, and in the loss of training
-alone.
+that differentiates a gathered parameter itself would get the sum over the devices instead of the
+mean. This is visible in programs that a step does not differentiate: evaluation, and the loss of
+training without its gradient.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from manualpar.core.tracing.jaxprs import TYPE_CASTS, all_equations, inner_jaxprs
 from manualpar.core.tracing.scopes import EXAMPLES_SCOPE, GATHER_SCOPE, REGATHER, purpose_of
 
-# Primitives that name mesh axes and send nothing.
+# Primitives that name mesh axes but send nothing.
 SILENT_PRIMITIVES = TYPE_CASTS | {"axis_index", "shard_map"}
 
 
@@ -33,13 +33,19 @@ def check_traced_steps(
     *,
     data_axes: tuple[str, ...],
 ) -> None:
-    """Refuses the traced steps of a program, in which the batch is split over `data_axes`.
+    """Refuses traced steps in which collectives or derivatives of gathers would be wrong.
 
-    `loss` is that of training alone, see `Step.loss_alone`.
+    Args:
+      name: The strategy's name, for messages.
+      train: The training step.
+      evaluate: The evaluation step.
+      loss: The training loss without its gradient, see `Step.loss_only`.
+      data_axes: The mesh axes that split the batch.
 
     Raises:
-      ValueError: Devices would miss each other, or wait for others for ever; or a gather has lost
-        its gradient. The message says where.
+      ValueError: Some devices would wait in a collective for ever, examples are gathered in another
+        order than the batch's, or the model differentiates a gathered parameter. The message says
+        where.
     """
     for closed in (train, evaluate):
         for eqn in all_equations(closed.jaxpr):
@@ -59,19 +65,19 @@ def _check_condition(name: str, eqn: Any) -> None:
         missed = sorted(varying if is_permutation else varying & _communication_axes(inner))
         if missed:
             where = f"{eqn.source_info.name_stack}/{inner.source_info.name_stack}".strip("/")
-            what = f"{name}: a {eqn.primitive.name} contains a {inner.primitive.name} ({where}), "
+            found = f"{name}: a {eqn.primitive.name} contains a {inner.primitive.name} ({where}), "
             differs = f"and its condition differs between the devices along {missed}: "
             if is_permutation:
                 over = sorted(_communication_axes(inner))
                 raise ValueError(
-                    f"{what}over {over}, {differs}a permutation waits for all devices of the "
-                    "program, whatever its axis, so some would wait for the others for ever. "
+                    f"{found}over {over}, {differs}a permutation waits for all devices of the "
+                    "program, whatever its axis, so some devices would wait for ever. "
                     "Compute it outside of the branch or loop (a ring of attention or of products "
                     "too) and choose with jnp.where, or make the condition the same on all devices "
                     "(jax.lax.pmax)."
                 )
             raise ValueError(
-                f"{what}{differs}some would wait there for the others for ever. A sharded "
+                f"{found}{differs}some devices would wait there for ever. A sharded "
                 "parameter is gathered where it is used: call the module outside of the branch or "
                 "loop and choose with jnp.where, make the condition the same on all devices "
                 "(jax.lax.pmax), or use data_parallel."
@@ -88,13 +94,13 @@ def _check_constraint(name: str, eqn: Any) -> None:
         raise ValueError(
             f"{name}: the model or the loss constrains an array to {sharding.spec} with "
             "mode='manual', maybe by jax.vmap(..., spmd_axis_name=...); expected no constraint,"
-            " because every device runs the model on its own part of the batch alone. Use "
+            " because every device runs the model only on its part of the batch. Use "
             "mode='auto', or take it out."
         )
 
 
 def _check_gathered_order(name: str, eqn: Any, data_axes: tuple[str, ...]) -> None:
-    """Refuses examples that are gathered over other axes, or in another order, than they lie."""
+    """Refuses a gather of examples over other axes, or in another order, than split the batch."""
     axes = tuple(jax.tree.leaves(eqn.params.get("axis_name")))
     if not axes or purpose_of(str(eqn.source_info.name_stack)) != EXAMPLES_SCOPE:
         return
@@ -106,7 +112,7 @@ def _check_gathered_order(name: str, eqn: Any, data_axes: tuple[str, ...]) -> No
 
 
 def _check_derivatives(name: str, jaxpr: Jaxpr) -> None:
-    """Refuses gathers without their gradient where a step differentiates nothing."""
+    """Refuses gathers that have lost their `custom_vjp`, because the model differentiated them."""
     for eqn in jaxpr.eqns:
         scope = str(eqn.source_info.name_stack)
         if eqn.primitive.name == "all_gather" and purpose_of(scope) in (GATHER_SCOPE, REGATHER):
@@ -122,7 +128,7 @@ def _check_derivatives(name: str, jaxpr: Jaxpr) -> None:
 
 
 def _varying_condition(eqn: Any) -> frozenset[str]:
-    """The mesh axes that the condition of a branch or a loop varies over."""
+    """Returns the mesh axes over which the condition of a branch or a loop varies."""
     if eqn.primitive.name == "cond":
         condition = eqn.invars[0]
     elif eqn.primitive.name == "while":
@@ -133,7 +139,7 @@ def _varying_condition(eqn: Any) -> frozenset[str]:
 
 
 def _communication_axes(eqn: Any) -> frozenset[str]:
-    """The mesh axes that an equation sends something along."""
+    """Returns the mesh axes over which an equation communicates."""
     if eqn.primitive.name in SILENT_PRIMITIVES:
         return frozenset()
     names = [eqn.params.get("axis_name"), *(eqn.params.get("axes") or ())]

@@ -1,14 +1,14 @@
-"""Finds what a model or a loss computes wrongly where each device has some positions of a sequence.
+"""Refuses models and losses that are wrong if a device has only some positions of a sequence.
 
-With a context axis a device runs the model on a part of each sequence, and not on neighbouring
-positions. What treats every position by itself is right. Whatever else a model does with positions
-has to know of the axis, see `manualpar.layers.Context`: attention, convolutions, sums, shifts,
-numbers of positions. Nothing in the shapes or the types gives away that it does not, so the loss is
-traced twice, on a device's positions and on all of them, and both traces are walked side by side.
+With a context axis a device runs the model on a part of each sequence, and its positions are not
+all neighbours. Code that treats every position separately is right. Other code has to handle the
+axis, see `manualpar.layers.Context`: attention, convolutions, sums, shifts, position numbers.
+Shapes and types do not show code that ignores the axis. So the loss is traced twice, on a device's
+positions and on all positions, and both traces are walked side by side.
 
-Sums over positions are right where they only go into the mean loss and the metrics, which a step
-adds up over the devices. The loss may be `sum / count`, with the count of its metric, which may be
-kept from being 0 as over data axes: a part without a valid position has the weight 0.
+Sums over positions are right if they only contribute to the mean loss and the metrics, which a step
+sums over the devices. The loss may be `sum / count`, with the count of its metric. The count may be
+kept from being 0 as over data axes, because a device without a valid position has the weight 0.
 """
 
 import dataclasses
@@ -32,13 +32,13 @@ from manualpar.core.tracing.scopes import CONTEXT_SCOPE
 
 _POSITIONS = (
     "A device has some positions of a sequence, and not neighbouring ones: take their numbers from "
-    "manualpar.layers.Context(axis).positions(length), and make labels and whatever is shifted a "
-    "leaf of the batch"
+    "manualpar.layers.Context(axis).positions(length), and pass labels and other shifted arrays in "
+    "the batch"
 )
 _ATTENTION = (
-    "Other positions are on other devices: mix positions by nothing but the attention of "
-    "manualpar.layers.Context(axis), with ids of documents in the place of a mask, or build the "
-    "program without a context axis"
+    "Other positions are on other devices: mix positions only by the attention of "
+    "manualpar.layers.Context(axis), with document ids instead of a mask, or build the program "
+    "without a context axis"
 )
 _SUM = (
     "A sum or a mean over positions may go into the loss and the metrics, which are added up over "
@@ -48,8 +48,8 @@ _SUM = (
     "nn.BatchNorm with all of program.data_axes as its axis_name"
 )
 _MENDS: Mapping[Reason, str] = {
-    "examples": "Each device has some positions of its examples: name the axes that split examples "
-    "alone, gather_examples(x, axis_name=...) without the context axis",
+    "examples": "Each device has some positions of its examples: name only the axes that split "
+    "examples: gather_examples(x, axis_name=...) without the context axis",
     "axis": "Give Context the axis that context_axis names, and layers another one",
     "constant": _POSITIONS,
     "convolution": _ATTENTION,
@@ -58,8 +58,8 @@ _MENDS: Mapping[Reason, str] = {
     "pad": _POSITIONS,
     "parts": _POSITIONS,
     "product": _ATTENTION,
-    "program": f"The code depends on the length of a sequence. {_POSITIONS}. What knows of the "
-    f"axis by itself stands in jax.named_scope({CONTEXT_SCOPE!r})",
+    "program": f"The code depends on the length of a sequence. {_POSITIONS}. Put code "
+    f"that handles the axis itself in jax.named_scope({CONTEXT_SCOPE!r})",
     "random": "Draw them for each position, with the key that the model or the loss is given",
     "reduction": _ATTENTION,
     "reshape": "Keep positions whole and in one order, and group no neighbours, because they may "
@@ -75,13 +75,13 @@ _MENDS: Mapping[Reason, str] = {
 def check_context(strategy: str, model: TracedModel, batch: Any, roles: AxisRoles) -> None:
     """Refuses a model or a loss that is wrong on some of a sequence's positions.
 
-    Nothing is compiled. Code in the scope of context parallelism is taken for right.
+    Nothing is compiled. Code in the scope of context parallelism is trusted.
 
     Args:
       strategy: The strategy's name, for messages.
       model: The model and its loss, in a mode that writes its collectives.
       batch: The abstract global batch.
-      roles: The roles of all axes; without one that splits dim 1 of the batch all is right.
+      roles: The roles of all axes. Nothing is checked if no axis splits dim 1 of the batch.
 
     Raises:
       ValueError: An operation mixes positions, or is not known not to; its module is named.
@@ -96,21 +96,21 @@ def check_context(strategy: str, model: TracedModel, batch: Any, roles: AxisRole
     complaint = f"{strategy}: with context_axis={axis!r}"
     for training in (True, False):
         (part_jaxpr, results), (whole_jaxpr, _) = (
-            _traced(each, batch, roles, training=training) for each in (model, whole)
+            _trace_loss(each, batch, roles, training=training) for each in (model, whole)
         )
         walk = SequenceWalk(axis, devices, _MENDS, complaint)
         outputs = walk.outputs(part_jaxpr, whole_jaxpr)
         loss, metrics, collections = jax.tree.unflatten(results, outputs)
-        _check_measured(complaint, loss, metrics)
+        _check_results(complaint, loss, metrics)
         if collections is not None:
             _check_collections(complaint, model, axis, collections)
 
 
-def _traced(
+def _trace_loss(
     model: TracedModel, batch: Any, roles: AxisRoles, *, training: bool
 ) -> tuple[ClosedJaxpr, Any]:
-    """The program of a device's loss, and the structure of (loss, metrics, collections)."""
-    mode, found = model.mode, list[tuple[ClosedJaxpr, Any]]()
+    """Returns the program of a device's loss, and the structure of (loss, metrics, collections)."""
+    mode, traces = model.mode, list[tuple[ClosedJaxpr, Any]]()
     variables = dict(model.variables)
     params = variables.pop("params")
 
@@ -121,69 +121,69 @@ def _traced(
         return None, metrics, None
 
     def on_device(params: Any, collections: Any, rng: jax.Array, batch: Any) -> None:
-        def take_part(info: Any, x: Any) -> Any:
+        def model_shard(info: Any, x: Any) -> Any:
             return take_shared(x, info.shared_names)
 
-        params = jax.tree.map(take_part, model.parameters, params)
+        params = jax.tree.map(model_shard, model.parameters, params)
         params = cast_to_varying(params, mode.varying_axes)
-        jaxpr, shapes = jax.make_jaxpr(_with_own_key(mode, measure), return_shape=True)(
+        jaxpr, shapes = jax.make_jaxpr(_with_folded_key(mode, measure), return_shape=True)(
             params, collections, rng, batch
         )
-        found.append((jaxpr, jax.tree.structure(shapes)))
+        traces.append((jaxpr, jax.tree.structure(shapes)))
 
-    def of_all_layers(info: Any) -> Any:
-        """The loss is written for all layers, of which a stage has some."""
+    def with_all_layers(info: Any) -> Any:
+        """Removes stage axes, because the loss is written for all layers."""
         names = tuple(None if name in roles.stage_axes else name for name in info.names)
         return dataclasses.replace(info, names=names)
 
-    whole, infos = PartitionSpec(), jax.tree.map(of_all_layers, model.parameters)
-    in_specs = (computed_specs(infos), whole, whole, roles.batch_specs(batch))
+    replicated, infos = PartitionSpec(), jax.tree.map(with_all_layers, model.parameters)
+    in_specs = (computed_specs(infos), replicated, replicated, roles.batch_specs(batch))
     key = jax.eval_shape(lambda: jax.random.key(0))
-    run = mode.run(on_device, in_specs=in_specs, out_specs=whole)
+    run = mode.run(on_device, in_specs=in_specs, out_specs=replicated)
     jax.eval_shape(run, params, variables, key, batch)
-    return found[-1]
+    return traces[-1]
 
 
-def _with_own_key(mode: Any, measure: Callable[..., Any]) -> Callable[..., Any]:
+def _with_folded_key(mode: Any, measure: Callable[..., Any]) -> Callable[..., Any]:
     def call(params: Any, collections: Any, rng: jax.Array, batch: Any) -> Any:
         return measure(params, collections, mode.fold(rng), batch)
 
     return call
 
 
-def _check_measured(complaint: str, loss: Any, metrics: Any) -> None:
-    """Refuses a loss and metrics that a step would put together wrongly."""
+def _check_results(complaint: str, loss: Any, metrics: Any) -> None:
+    """Refuses a loss and metrics that a step would combine wrongly over the devices."""
     count, number = metrics["loss"][1]
     if loss is not None and not is_mean(loss[0], count, number):
         raise ValueError(
-            f"{complaint} the loss is {loss[0].what}, and no mean over the count of "
-            "metrics['loss']; expected sum / count, with that very count and with sums over "
-            "this device's positions, or what is the same on all devices along the axis."
+            f"{complaint} the loss is {loss[0].description}, which is no mean over the count "
+            "of metrics['loss']; expected sum / count, with the same count and with sums over "
+            "this device's positions, or a value that is the same on all devices along the axis."
         )
     for name, ((total, _), (count, _)) in metrics.items():
         powers = {power_of_sum(value) for value in (total, count) if value.kind != "zero"}
         if len(powers) > 1 or None in powers:
             raise ValueError(
-                f"{complaint} metrics[{name!r}] is the pair of {total.what} and {count.what}; "
-                "expected sums over this device's positions, which are added up over the devices, "
-                "or two numbers that are the same on all of them."
+                f"{complaint} metrics[{name!r}] is the pair of {total.description} and "
+                f"{count.description}; expected sums over this device's positions, which are "
+                "added up over the devices, or two numbers that are the same on all of them."
             )
 
 
 def _check_collections(complaint: str, model: TracedModel, axis: str, collections: Any) -> None:
-    """Refuses variables that differ between devices and become something else than their mean."""
+    """Refuses variables that differ between devices and are not averaged."""
 
     def check(path: Any, before: Any, result: Any) -> None:
         value, _ = result
-        if value.is_plain and value.kind in ("same", "zero", "own"):
+        if value.is_plain and value.kind in ("same", "zero", "device"):
             return
         is_equal_mean = value.kind == "sum" and value.power == 1 and value.count is None
         rule = choose_sync(path, before, model.sync_collections, (axis,))
         if not is_equal_mean or rule != "mean":
             raise ValueError(
-                f"{complaint} the variable {jax.tree_util.keystr(path)} becomes {value.what}; "
-                "expected what is the same on all devices along the axis, or a mean over "
-                "positions that sync_collections averages."
+                f"{complaint} the variable {jax.tree_util.keystr(path)} becomes "
+                f"{value.description}; expected the same value on all devices along the axis, "
+                "or a mean over positions that sync_collections averages."
             )
 
     before = {name: tree for name, tree in model.variables.items() if name != "params"}

@@ -1,6 +1,6 @@
-"""Two traces of the same code, on shards and on whole arrays, walked side by side.
+"""Pairs the operations of two traces of the same code: on shards and on unsharded arrays.
 
-Both consist of the same operations as long as the code does not look at sizes of what is split.
+Both traces have the same operations unless the code depends on the sizes of split dims.
 """
 
 import sys
@@ -18,44 +18,44 @@ CASTS = frozenset({"pvary", "pcast"})
 
 
 def paired(shards: Iterator[Any], whole: Iterator[Any]) -> Iterator[tuple[Any, Any]]:
-    """The operations that correspond to each other; `None` for one that is missing."""
-    for one in shards:
-        other = next(whole, None)
-        # A device's one head needs no broadcasting, as all heads do.
-        while other is not None and _is_broadcast(other) and not _is_like(other, one):
-            other = next(whole, None)
-        yield one, other
-    yield from ((None, other) for other in whole if not _is_broadcast(other))
+    """Yields pairs of corresponding operations, with `None` for a missing operation."""
+    for eqn in shards:
+        whole_eqn = next(whole, None)
+        # All heads may need a broadcast that one head on a device does not need.
+        while whole_eqn is not None and _is_broadcast(whole_eqn) and not _is_like(whole_eqn, eqn):
+            whole_eqn = next(whole, None)
+        yield eqn, whole_eqn
+    yield from ((None, whole_eqn) for whole_eqn in whole if not _is_broadcast(whole_eqn))
 
 
-def check_same_operation(one: Any, other: Any) -> None:
-    """Refuses a pair of `paired` that is not twice the same operation."""
-    if one is None or other is None or one.primitive is not other.primitive:
-        names = [eqn.primitive.name if eqn else "nothing" for eqn in (one, other)]
+def check_same_operation(eqn: Any, whole_eqn: Any) -> None:
+    """Refuses a pair of `paired` that is not the same operation twice."""
+    if eqn is None or whole_eqn is None or eqn.primitive is not whole_eqn.primitive:
+        names = [x.primitive.name if x else "nothing" for x in (eqn, whole_eqn)]
         refuse(f"applies {names[0]} to shards and {names[1]} to whole arrays", "program")
 
 
 def inner_programs(eqn: Any) -> list[Any]:
-    """The programs that are parameters of an equation, with their constants if they have some."""
+    """Returns the programs in an equation's parameters, with their constants if they have any."""
     if eqn.primitive.name == COMPOSITE:
         return [expanded(eqn)]
-    values = [v if isinstance(v, tuple | list) else (v,) for v in eqn.params.values()]
-    return [v for some in values for v in some if isinstance(v, ClosedJaxpr | Jaxpr)]
+    params = [v if isinstance(v, tuple | list) else (v,) for v in eqn.params.values()]
+    return [v for values in params for v in values if isinstance(v, ClosedJaxpr | Jaxpr)]
 
 
 def stands_in(eqn: Any, scopes: frozenset[str]) -> bool:
-    """Whether an equation stands in one of some named scopes."""
+    """Returns whether an equation is inside one of `scopes`."""
     return not scopes.isdisjoint(str(eqn.source_info.name_stack).split("/"))
 
 
 def module_of_equation(eqn: Any, but: frozenset[str] = frozenset()) -> str:
-    """The path of the module that an equation stands in, without some named scopes."""
+    """Returns the path of the module that an equation belongs to, without the scopes `but`."""
     parts = str(eqn.source_info.name_stack).split("/")
     return "/".join(part for part in parts if part.isidentifier() and part not in but)
 
 
 def place_of(eqn: Any) -> str:
-    """The line of the user's code that an equation comes from."""
+    """Returns the line of the user's code that an equation comes from, as words of a message."""
     folders = [Path(str(sys.modules[name].__file__)).parent for name in LIBRARIES & {*sys.modules}]
     traceback = eqn.source_info.traceback
     for frame in traceback.frames if traceback else ():

@@ -1,7 +1,7 @@
-"""What operations make of the values of a sequence that is divided over devices.
+"""The results of operations on values of a sequence that is divided over devices.
 
-See `sequence_values` for what a value may be, and `shard_operations` for what may be done along a
-dim that is split. Here are the operations whose result depends on more than shapes: sums over
+`sequence_values` defines the kinds of values, and `shard_operations` the operations that are right
+along a split dim. This file has the operations whose result depends on more than shapes: sums over
 positions, comparisons that keep a count from being 0, reshapes, collectives and random numbers.
 """
 
@@ -26,7 +26,7 @@ from manualpar.core.checks.shard_operations import Reason, check_operation, refu
 from manualpar.core.checks.value_numbers import ValueNumbers
 from manualpar.core.tracing.scopes import EXAMPLES_SCOPE, purpose_of
 
-# These give of a sum's parts the parts of the result's sum. Other operands are indices.
+# These are linear in their first operand; further operands are indices.
 _LINEAR = frozenset(
     """
     broadcast_in_dim convert_element_type copy dynamic_slice gather name neg reduce_precision
@@ -36,13 +36,13 @@ _LINEAR = frozenset(
 _OF_ONE_NUMBER = frozenset(
     "broadcast_in_dim convert_element_type copy reshape squeeze stop_gradient".split()  # noqa: SIM905
 )
-# Of whole numbers they give whole numbers.
+# The results of these are integral if all operands are.
 _INTEGRAL = _LINEAR | {"add", "concatenate", "dot_general", "max", "min", "mul", "select_n", "sub"}
-# Whether they are true where a count is not 0, its right side.
+# Comparisons of a count with 0 on the right side: whether they are true if the count is not 0.
 _TESTS = {"gt": True, "ne": True, "eq": False, "le": False}
-# How large a constant may be that keeps a count from being 0: `max` with 1 changes no number of
-# tokens, and a sum changes it by a hundred-thousandth at most.
-_LEAST_COUNTS = {"max": 1.0, "add": 1e-5}
+# The largest constant that may keep a count from being 0. `max` with 1 changes no count that is not
+# 0, and adding 1e-5 changes it by at most a hundred-thousandth.
+_LARGEST_GUARDS = {"max": 1.0, "add": 1e-5}
 SUMS = frozenset({"psum", "psum_invariant"})
 _COLLECTIVES = SUMS | frozenset(
     """
@@ -53,87 +53,87 @@ _COLLECTIVES = SUMS | frozenset(
 
 
 class SequenceOperations:
-    """The rules of operations that have no program in them.
+    """The rules of operations that contain no program.
 
     Args:
       axis: The mesh axis that positions are divided over.
-      devices: The devices along it.
-      numbers: The numbers of the values.
+      devices: The number of devices along it.
+      numbers: The value numbers.
     """
 
     def __init__(self, axis: str, devices: int, numbers: ValueNumbers) -> None:
         self._axis, self._devices, self._numbers = axis, devices, numbers
 
     def results(
-        self, one: Any, other: Any, values: list[SplitValue], numbers: list[int]
+        self, part: Any, whole: Any, values: list[SplitValue], numbers: list[int]
     ) -> list[SplitValue]:
-        """What the results of an operation are; gives them their numbers.
+        """Finds the values of an operation's results, and numbers them.
 
         Args:
-          one: The operation on a device's positions.
-          other: The same on whole sequences.
-          values: What its operands are.
-          numbers: Their numbers.
+          part: The operation on a device's positions.
+          whole: The same operation on whole sequences.
+          values: The values of its operands.
+          numbers: The operands' value numbers.
 
         Raises:
-          WrongOnShardsError: It is wrong, or not known to be right.
+          WrongOnShardsError: The operation is wrong, or not known to be right.
         """
-        name = one.primitive.name
-        results = self._results(one, other, values, numbers)
+        name = part.primitive.name
+        results = self._results(part, whole, values, numbers)
         is_integral = name in _INTEGRAL and all(value.is_integral for value in values)
         keeps_number = len(numbers) == 1 and (
             (name in _OF_ONE_NUMBER and self._numbers.is_scalar(numbers[0]))
-            or (name == "convert_element_type" and _keeps_value(one, values[0]))
+            or (name == "convert_element_type" and _keeps_value(part, values[0]))
         )
-        for index, variable in enumerate(one.outvars):
+        for index, variable in enumerate(part.outvars):
             if keeps_number:
                 self._numbers.set(variable, numbers[0])
             else:
-                self._numbers.set_result(variable, one, index, numbers)
+                self._numbers.set_result(variable, part, index, numbers)
         return [
             dataclasses.replace(value, is_integral=is_integral or not _is_inexact(variable))
-            for variable, value in zip(one.outvars, results, strict=True)
+            for variable, value in zip(part.outvars, results, strict=True)
         ]
 
     def summed(self, value: SplitValue) -> SplitValue:
-        """The sum of a value over the devices along the axis."""
+        """Sums a value over the devices along the axis."""
         if value.kind == "zero":
             return value
         if value.count is None and value.kind in ("same", "sum"):
             return SplitValue("same", value.power + (value.kind == "same"))
-        return refuse(f"sums {value.what} over {self._axis!r}", "sum")
+        return refuse(f"sums {value.description} over {self._axis!r}", "sum")
 
     def _results(
-        self, one: Any, other: Any, values: list[SplitValue], numbers: list[int]
+        self, part: Any, whole: Any, values: list[SplitValue], numbers: list[int]
     ) -> list[SplitValue]:
-        name = one.primitive.name
-        axes = named_axes(one)
+        name = part.primitive.name
+        axes = named_axes(part)
         if name == "axis_index":
-            return [SplitValue("own" if self._axis in axes else "same")]
+            return [SplitValue("device" if self._axis in axes else "same")]
         if name in _COLLECTIVES and self._axis in axes:
             if name not in SUMS:
-                is_of_examples = purpose_of(str(one.source_info.name_stack)) == EXAMPLES_SCOPE
+                is_of_examples = purpose_of(str(part.source_info.name_stack)) == EXAMPLES_SCOPE
                 reason: Reason = "examples" if is_of_examples else "unknown"
                 refuse(f"sends by {name} over {self._axis!r}", reason)
             return [self.summed(value) for value in values]
-        if (guarding := self._guarding(one, values, numbers)) is not None:
-            return [guarding]
-        ins = [self._split_dim(name, *x) for x in zip(one.invars, other.invars, strict=True)]
-        if len(one.outvars) != len(other.outvars):
-            refuse(f"makes {len(one.outvars)} arrays of what is split by {name}", "size")
-        outs = [self._split_dim(name, *y) for y in zip(one.outvars, other.outvars, strict=True)]
+        if (guarded := self._guard(part, values, numbers)) is not None:
+            return [guarded]
+        ins = [self._split_dim(name, *x) for x in zip(part.invars, whole.invars, strict=True)]
+        if len(part.outvars) != len(whole.outvars):
+            refuse(f"makes {len(part.outvars)} arrays of a split array by {name}", "size")
+        outs = [self._split_dim(name, *y) for y in zip(part.outvars, whole.outvars, strict=True)]
         if name in ("random_bits", "random_split"):
-            return [_drawn(name, values[0], is_split=outs[0] is not None)]
-        if (total := _sum_over_positions(one, values, numbers, ins)) is not None:
+            return [_random(name, values[0], is_split=outs[0] is not None)]
+        if (total := _sum_over_positions(part, values, numbers, ins)) is not None:
             return [total]
         if name in _COLLECTIVES or name == "optimization_barrier":  # Over other axes.
             if name in _COLLECTIVES - SUMS:
                 _check_plain(name, values)
-            triples = zip(values, one.outvars, outs, strict=True)
+            triples = zip(values, part.outvars, outs, strict=True)
             return [x if dim is None else _resized(x, y.aval.shape[dim]) for x, y, dim in triples]
         if name != "reshape":  # See `_reshaped`.
-            check_operation(one, other, axis=self._axis, devices=self._devices)
-        return self._arithmetic(one, values, numbers, ins, outs)
+            check_operation(part, whole, axis=self._axis, devices=self._devices)
+        return self._arithmetic(part, values, numbers, ins, outs)
 
     def _arithmetic(
         self, eqn: Any, values: list[SplitValue], numbers: list[int], ins: Any, outs: Any
@@ -158,14 +158,14 @@ class SequenceOperations:
         else:
             _check_plain(name, values)
             kinds = {value.kind for value in values}
-            result = SplitValue("own" if "own" in kinds and "split" not in kinds else "same")
-        if any(value.kind == "own" for value in values) and result.kind != "own":
+            result = SplitValue("device" if "device" in kinds and "split" not in kinds else "same")
+        if any(value.kind == "device" for value in values) and result.kind != "device":
             refuse(f"applies {name} to a device's own index or key", "constant")
         was_split = result.kind == "split" and any(dim is not None for dim in ins)
         results = []
         for variable, dim in zip(eqn.outvars, outs, strict=True):
             if dim is None and was_split:
-                refuse(f"makes {list(variable.aval.shape)} of what is split by {name}", "size")
+                refuse(f"makes {list(variable.aval.shape)} of a split array by {name}", "size")
             if dim is None or result.kind not in ("same", "split"):
                 results.append(result)
             else:
@@ -175,10 +175,12 @@ class SequenceOperations:
                 results.append(SplitValue("split", result.power, layout, result.count))
         return results
 
-    def _guarding(
-        self, eqn: Any, values: list[SplitValue], numbers: list[int]
-    ) -> SplitValue | None:
-        """What keeps a count from being 0 where it divides; `None` for any other operation."""
+    def _guard(self, eqn: Any, values: list[SplitValue], numbers: list[int]) -> SplitValue | None:
+        """Finds the result of an operation that keeps a count from being 0; `None` for others.
+
+        These are `count > 0` and the like, `max(count, 1)`, `count + 1e-8`, `count + (count == 0)`,
+        `where(count > 0, count, 1)`, `where(count > 0, total / count, 0)`, and casts of them.
+        """
         name = eqn.primitive.name
         if not any(value.kind in ("sum", "guarded", "test") for value in values):
             return None
@@ -189,32 +191,33 @@ class SequenceOperations:
         if name in ("max", "add") and len(values) == 2:
             for index, count in enumerate(values):
                 if count.kind == "sum" and count.count is None:
-                    other = self._numbers.constant(numbers[1 - index]) or 0.0
-                    of_zero = values[1 - index]
-                    is_one_if_zero = of_zero.kind == "test" and not of_zero.is_nonzero
-                    is_one_if_zero &= of_zero.count == numbers[index] and name == "add"
-                    if is_one_if_zero or 0 < other <= _LEAST_COUNTS[name]:
+                    constant = self._numbers.constant(numbers[1 - index]) or 0.0
+                    other = values[1 - index]
+                    is_one_if_zero = other.kind == "test" and not other.is_nonzero
+                    is_one_if_zero &= other.count == numbers[index] and name == "add"
+                    if is_one_if_zero or 0 < constant <= _LARGEST_GUARDS[name]:
                         return SplitValue("guarded", count.power, None, numbers[index])
         if name == "select_n" and first.kind == "test" and len(values) == 3:
             index = 2 if first.is_nonzero else 1
-            chosen, empty = values[index], values[3 - index]
-            is_count = chosen.kind == "sum" and numbers[index] == first.count
-            if is_count and empty.kind == "same" and not empty.power:
-                return SplitValue("guarded", chosen.power, None, first.count)
-            if chosen.kind == "sum" and chosen.count == first.count and empty.kind == "zero":
-                return chosen
-        is_whole = first.is_integral or _is_inexact(eqn.outvars[0])
-        is_rounded = name == "convert_element_type" and not is_whole
+            if_nonzero, if_zero = values[index], values[3 - index]
+            is_count = if_nonzero.kind == "sum" and numbers[index] == first.count
+            if is_count and if_zero.kind == "same" and not if_zero.power:
+                return SplitValue("guarded", if_nonzero.power, None, first.count)
+            is_mean = if_nonzero.kind == "sum" and if_nonzero.count == first.count
+            if is_mean and if_zero.kind == "zero":
+                return if_nonzero
+        is_exact = first.is_integral or _is_inexact(eqn.outvars[0])
+        is_rounded = name == "convert_element_type" and not is_exact
         is_one_number = name in _OF_ONE_NUMBER and self._numbers.is_scalar(numbers[0])
         is_kept = first.kind == "test" or (first.kind == "guarded" and not is_rounded)
         return first if is_one_number and is_kept else None
 
-    def _split_dim(self, name: str, one: Any, other: Any) -> int | None:
-        return split_dim(name, tuple(one.aval.shape), tuple(other.aval.shape), self._devices)
+    def _split_dim(self, name: str, part: Any, whole: Any) -> int | None:
+        return split_dim(name, tuple(part.aval.shape), tuple(whole.aval.shape), self._devices)
 
 
 def named_axes(eqn: Any) -> list[str]:
-    """The mesh axes that an equation names."""
+    """Returns the mesh axes that an equation names."""
     named = jax.tree.leaves([eqn.params.get("axis_name"), *(eqn.params.get("axes") or ())])
     return [axis for axis in named if isinstance(axis, str)]
 
@@ -222,7 +225,7 @@ def named_axes(eqn: Any) -> list[str]:
 def _sum_over_positions(
     eqn: Any, values: list[SplitValue], numbers: list[int], ins: Sequence[int | None]
 ) -> SplitValue | None:
-    """The sum over the split dim; `None` for any other operation."""
+    """Finds the result of a sum over the split dim; `None` for other operations."""
     name, product = eqn.primitive.name, values[0] if values else SplitValue()
     if name == "dot_general":
         contracted = zip(ins, eqn.params["dimension_numbers"][0], strict=True)
@@ -236,22 +239,22 @@ def _sum_over_positions(
     return product if product.kind == "zero" else None
 
 
-def _drawn(name: str, key: SplitValue, *, is_split: bool) -> SplitValue:
-    """Random bits, or keys, of a key; each device has its own where positions differ."""
-    is_own = key.kind in ("own", "split")
-    if is_split and not is_own:
+def _random(name: str, key: SplitValue, *, is_split: bool) -> SplitValue:
+    """Finds the value of random bits or of new keys; refuses a key that does not fit them."""
+    differs = key.kind in ("device", "split")
+    if is_split and not differs:
         refuse("draws the same random numbers on each device", "random")
-    if is_own and not is_split and name == "random_bits":
+    if differs and not is_split and name == "random_bits":
         refuse("draws random numbers that positions share", "random")
     return SplitValue("split") if is_split else key
 
 
 def _reshaped(eqn: Any, layout: Layout, before: int, dim: int) -> Layout:
-    """Where the positions are after a reshape of dim `before` that puts them in `dim`."""
+    """Finds the layout of `dim` after a reshape that moves the positions there from `before`."""
     (x,), (y,) = eqn.invars[:1], eqn.outvars
     size = y.aval.shape[dim]
     if layout is None and size < x.aval.shape[before]:
-        return None  # All entries are the same along it.
+        return None  # All entries along it are equal.
     outer, length, _ = layout or (1, x.aval.shape[before], 1)
     outer *= math.prod(x.aval.shape[:before])
     outside = math.prod(y.aval.shape[:dim])
@@ -263,7 +266,7 @@ def _reshaped(eqn: Any, layout: Layout, before: int, dim: int) -> Layout:
 
 
 def _resized(value: SplitValue, size: int) -> SplitValue:
-    """A value after a collective over another axis, which may have changed the split dim's size."""
+    """Updates the layout after a collective over another axis, which may resize the split dim."""
     if value.kind != "split" or value.layout is None or math.prod(value.layout) == size:
         return value
     return dataclasses.replace(value, layout=(1, size, 1))
@@ -272,11 +275,11 @@ def _resized(value: SplitValue, size: int) -> SplitValue:
 def _check_plain(name: str, values: Sequence[SplitValue]) -> None:
     for value in values:
         if not value.is_plain:
-            refuse(f"applies {name} to {value.what}", value.reason)
+            refuse(f"applies {name} to {value.description}", value.reason)
 
 
 def _keeps_value(eqn: Any, value: SplitValue) -> bool:
-    """Whether a cast changes nothing: that of a mask or of whole numbers to numbers."""
+    """Returns whether a cast changes no value, such as a mask's or an integer's to float32."""
     new = np.dtype(eqn.params["new_dtype"])
     return value.is_integral and new != np.bool_ and new.itemsize >= 4
 

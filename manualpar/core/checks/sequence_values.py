@@ -1,21 +1,23 @@
-"""What a value on one device is to the value of the whole sequence, and how arithmetic changes it.
+"""Relates a value on one device to the value of the whole sequence, through arithmetic.
 
-The positions of a sequence are divided over `C` devices. A value of the program is one of these:
+The positions of a sequence are divided over `C` devices. A value of the program has one of these
+kinds:
 
-- *same*: on every device that of the whole sequence,
-- *split*: a device has the entries of its positions,
-- *sum*: the devices' values add up to that of the whole sequence,
-- *own*: something of the device, such as its key; it says nothing about the sequence,
+- *same*: every device has the value of the whole sequence.
+- *split*: a device has the entries of its positions.
+- *sum*: the devices' values add up to the value of the whole sequence.
+- *device*: a property of the device, such as its key, that does not depend on the sequence.
 - *zero*: a constant that is all of these.
 
-Values may be scaled: with a *power* `p` they are `C**p` times as large. So the number of a device's
-positions is the same everywhere, with power -1. And a mean of equally many positions on each device
-is a sum with power 1. Something may also be divided by a *count*, a sum that differs between
-devices: the mean of the valid positions. Multiplied by the count it is linear again. A sum that is
-kept from being 0 before it divides is *guarded*, and the comparison for that is a *test*. What only
-one of the traces has stands *alone*; it may be used in the scope of context parallelism.
+Values may be scaled: with a *power* `p` they are `C**p` times as large. For example, the number of
+a device's positions is *same* with power -1, and a mean over the same number of positions on each
+device is a *sum* with power 1. A value may also be divided by a *count*, a sum that differs between
+devices, as in the mean of the valid positions. The product with that count is linear again. A
+*guarded* value is a count that is kept from being 0 before it divides, and a *test* is the
+comparison for that. An *unpaired* value exists in only one of the traces; it may only be used in
+the scope of context parallelism.
 
-Invariant: no operation gives one of these without being known to do so on every device.
+Invariant: the result of an operation has a kind only if it is known to be right on every device.
 """
 
 import dataclasses
@@ -24,23 +26,24 @@ from typing import Literal
 
 from manualpar.core.checks.shard_operations import Reason, refuse
 
-ValueKind = Literal["same", "split", "sum", "own", "zero", "guarded", "test", "alone"]
-# The split dim of an array, which may be merged of several: entries before, positions of a device,
-# entries behind. `None` where all layouts fit, because a constant was broadcast.
+ValueKind = Literal["same", "split", "sum", "device", "zero", "guarded", "test", "unpaired"]
+# The split dim of an array, which a reshape may have merged from several: (entries before,
+# positions of a device, entries behind). `None` if all layouts fit, as for a broadcast constant.
 Layout = tuple[int, int, int] | None
 
 
 @dataclasses.dataclass(frozen=True)
 class SplitValue:
-    """What a device's value is to the whole one.
+    """The relation of a device's value to the value of the whole sequence.
 
     Attributes:
       kind: See above.
-      power: How often it is `C` times as large.
-      layout: Where the positions of a split value are in their dim.
-      count: The number of the value that it is divided by, or that is guarded or tested.
-      is_integral: Whether it is made of whole numbers.
-      is_nonzero: Of a test, whether it asks if the count is not 0.
+      power: The power of `C` by which the value is scaled.
+      layout: The place of the positions of a split value in their dim.
+      count: The value number (see `value_numbers`) of the count that the value is divided by, or
+        that is guarded or tested.
+      is_integral: Whether all entries are integers.
+      is_nonzero: For a test, whether it is true if the count is not 0.
     """
 
     kind: ValueKind = "same"
@@ -52,37 +55,39 @@ class SplitValue:
 
     @property
     def is_plain(self) -> bool:
-        """Whether a function may be applied to it that is not linear."""
-        return self.kind in ("same", "split", "own", "zero") and not self.power and not self.count
+        """Whether a nonlinear function may be applied to it."""
+        return (
+            self.kind in ("same", "split", "device", "zero") and not self.power and not self.count
+        )
 
     @property
-    def what(self) -> str:
-        """The value in words."""
+    def description(self) -> str:
+        """The value in words, for error messages."""
         if self.kind == "guarded" or self.kind == "test":
             return "a count of a device's positions"
         if self.count is not None:
             return "a mean over a device's valid positions"
         if self.kind == "sum":
-            whole = "a mean over" if self.power == 1 else "a part of a sum over"
-            return f"{whole} positions, before the devices' parts are put together"
+            prefix = "a mean over" if self.power == 1 else "a part of a sum over"
+            return f"{prefix} positions, before the devices' parts are combined"
         if self.power:
-            return "a number that is made of how many positions a device has"
+            return "a number that depends on how many positions a device has"
         words = {
-            "alone": "what is not there on one device",
-            "own": "a device's own index or key",
-            "split": "what is split",
+            "unpaired": "an array that does not exist on one device",
+            "device": "a device's own index or key",
+            "split": "a split array",
         }
-        return words.get(self.kind, "what is whole")
+        return words.get(self.kind, "a value that all devices share")
 
     @property
     def reason(self) -> Reason:
-        """Why an operation that does not take it is wrong."""
-        is_number = self.kind in ("alone", "own", "same") and self.count is None
+        """The reason to refuse an operation on it."""
+        is_number = self.kind in ("unpaired", "device", "same") and self.count is None
         return "constant" if is_number else "sum"
 
 
 def merged_layout(name: str, values: Sequence[SplitValue]) -> Layout:
-    """The layout that all split values have."""
+    """Returns the layout that all split values share; refuses different layouts."""
     found = {value.layout for value in values if value.kind == "split"} - {None}
     if len(found) > 1:
         refuse(f"applies {name} to positions in different orders", "reshape")
@@ -92,7 +97,7 @@ def merged_layout(name: str, values: Sequence[SplitValue]) -> Layout:
 def multiplied(
     name: str, values: tuple[SplitValue, SplitValue], numbers: tuple[int, int]
 ) -> SplitValue:
-    """The product of two values, or their contraction over what is not split."""
+    """Multiplies two values, or contracts them over a dim that is not split."""
     x, y = values
     for mean, other, number in ((x, y, numbers[1]), (y, x, numbers[0])):
         is_count = other.kind == "sum" and other.count is None and mean.count == number
@@ -103,14 +108,14 @@ def multiplied(
     if "zero" in (x.kind, y.kind):
         return SplitValue("zero")
     kinds = {x.kind, y.kind}
-    if "own" in kinds and kinds <= {"own", "same"}:
-        return SplitValue("own")
-    if "alone" in kinds:
-        refuse(f"applies {name} to {SplitValue('alone').what}", "constant")
+    if "device" in kinds and kinds <= {"device", "same"}:
+        return SplitValue("device")
+    if "unpaired" in kinds:
+        refuse(f"applies {name} to {SplitValue('unpaired').description}", "constant")
     is_quadratic = x.kind == y.kind == "sum" or kinds == {"sum", "split"}
     if is_quadratic or None not in (x.count, y.count):
-        refuse(f"applies {name} to {(x if x.kind == 'sum' else y).what}", "sum")
-    kind = next(kind for kind in ("split", "sum", "own", "same") if kind in kinds)
+        refuse(f"applies {name} to {(x if x.kind == 'sum' else y).description}", "sum")
+    kind = next(kind for kind in ("split", "sum", "device", "same") if kind in kinds)
     count = y.count if x.count is None else x.count
     return SplitValue(kind, x.power + y.power, merged_layout(name, (x, y)), count)
 
@@ -118,21 +123,21 @@ def multiplied(
 def divided(
     name: str, x: SplitValue, y: SplitValue, number_of_y: int, *, is_scalar: bool
 ) -> SplitValue:
-    """The quotient of two values; `is_scalar` says that `y` is one number."""
+    """Divides `x` by `y`, whose value number is `number_of_y`; `is_scalar`: `y` is one number."""
     if y.kind in ("sum", "guarded"):
         is_mean = y.kind == "sum" and y.count is not None
-        if is_mean or not is_scalar or x.count is not None or x.kind == "own":
-            refuse(f"divides by {y.what}", "sum")
+        if is_mean or not is_scalar or x.count is not None or x.kind == "device":
+            refuse(f"divides by {y.description}", "sum")
         number = y.count if y.kind == "guarded" else number_of_y
         return dataclasses.replace(x, power=x.power - y.power, count=number, is_integral=False)
     if y.count is not None or y.kind == "test":
-        refuse(f"divides by {y.what}", "sum")
+        refuse(f"divides by {y.description}", "sum")
     inverse = dataclasses.replace(y, power=-y.power)
     return multiplied(name, (x, inverse), (0, 0))
 
 
 def added(name: str, values: Sequence[SplitValue]) -> SplitValue:
-    """The sum of values, what is chosen among them, or their concatenation."""
+    """Adds values; the same rules hold for a selection among them and for their concatenation."""
     values = [value for value in values if value.kind != "zero"] or list(values[:1])
     result = values[0]
     for value in values[1:]:
@@ -142,8 +147,8 @@ def added(name: str, values: Sequence[SplitValue]) -> SplitValue:
 
 def _added(name: str, x: SplitValue, y: SplitValue) -> SplitValue:
     kinds = {x.kind, y.kind}
-    if "own" in kinds and kinds <= {"own", "same"}:
-        return SplitValue("own")
+    if "device" in kinds and kinds <= {"device", "same"}:
+        return SplitValue("device")
     if kinds <= {"same", "split"} and (x.power, x.count) == (y.power, y.count):
         kind: ValueKind = "split" if "split" in kinds else "same"
         return SplitValue(kind, x.power, merged_layout(name, (x, y)), x.count)
@@ -151,28 +156,28 @@ def _added(name: str, x: SplitValue, y: SplitValue) -> SplitValue:
         total, other = (x, y) if x.kind == "sum" else (y, x)
         if other.kind == "sum" and (x.power, x.count) == (y.power, y.count):
             return x
-        # What is the same everywhere is also the mean of the devices' values.
+        # A value that is the same everywhere is also the mean of the devices' values.
         shift = 1 if total.count is None else 0
         if other.kind == "same" and other.count is None and other.power + shift == total.power:
             return total
-    worst, other = (x, y) if not x.is_plain or x.kind == "own" else (y, x)
-    return refuse(f"applies {name} to {worst.what} and to {other.what}", worst.reason)
+    worst, other = (x, y) if not x.is_plain or x.kind == "device" else (y, x)
+    return refuse(f"applies {name} to {worst.description} and to {other.description}", worst.reason)
 
 
 def is_mean(value: SplitValue, count: SplitValue, number: int) -> bool:
-    """Whether the mean of the devices' values, weighted by their counts, is that of the sequence.
+    """Returns whether the devices' mean, weighted by their counts, is the sequence's value.
 
-    `number` is that of the count.
+    `number` is the value number of the count.
     """
     if value.count is not None:
         return value.kind == "sum" and value.count == number and not value.power
-    if value.kind == "sum":  # Equally many positions on each device.
+    if value.kind == "sum":  # The same number of positions on each device.
         return value.power == 1 and count.kind in ("same", "zero")
     return value.kind == "zero" or (value.kind == "same" and not value.power)
 
 
 def power_of_sum(value: SplitValue) -> int | None:
-    """The power of a value as a sum over the devices; `None` if it is no such sum."""
+    """Returns the power of a value as a sum over the devices; `None` if it is no such sum."""
     if value.count is not None or value.kind not in ("same", "sum"):
         return None
     return value.power + (value.kind == "same")

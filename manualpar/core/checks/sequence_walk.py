@@ -1,9 +1,10 @@
-"""Walks two traces, of a device's positions and of the whole sequence, and says what each value is.
+"""Walks two traces, of a device's positions and of the whole sequence, and finds each value's kind.
 
-Invariants: an operation that is not known to be right is refused. What stands in the scope of
-context parallelism is right, because its author knows of the axis: its results are split where the
-shapes of both traces differ, and the same elsewhere. So is what sequence parallelism does to a
-device's positions over another axis. A sum over the context axis counts as one there too.
+Invariants: an operation that is not known to be right is refused. Code inside
+`named_scope("context_parallel")` is trusted, because its author handles the axis: a result is
+*split* if its shapes in both traces differ, and *same* otherwise. The collectives of sequence
+parallelism over another axis are trusted too. A sum over the context axis in trusted code makes a
+*sum* the *same*, as elsewhere.
 """
 
 import contextlib
@@ -54,9 +55,9 @@ class SequenceWalk:
 
     Args:
       axis: The mesh axis that positions are divided over.
-      devices: The devices along it.
-      mends: The sentence that mends each kind of mistake.
-      complaint: What begins an error message.
+      devices: The number of devices along it.
+      mends: The sentence of an error message that tells how to mend each kind of mistake.
+      complaint: The beginning of an error message.
     """
 
     def __init__(
@@ -71,11 +72,11 @@ class SequenceWalk:
         self._aliases: dict[Any, Any] = {}
 
     def outputs(self, part: ClosedJaxpr, whole: ClosedJaxpr) -> list[Numbered]:
-        """What the results of a program are.
+        """Finds the values of a program's results.
 
         Args:
-          part: The trace on a device's positions. An argument is split where its shape differs from
-            that in `whole`, and the same everywhere elsewhere.
+          part: The trace on a device's positions. An argument is *split* if its shape differs from
+            its shape in `whole`, and the *same* otherwise.
           whole: The trace on all positions.
 
         Raises:
@@ -86,20 +87,20 @@ class SequenceWalk:
     def _walk(
         self, part: Any, whole: Any, inputs: Sequence[Numbered] | None, path: str
     ) -> list[Numbered]:
-        """What the results of a program are, given what its inputs are."""
-        one, other = (self._opened(program) for program in (part, whole))
+        """Finds the values of a program's results from its inputs' values."""
+        part, whole = (self._record_constants(program) for program in (part, whole))
         if inputs is not None:
-            for variable, numbered in zip(one.invars, inputs, strict=True):
+            for variable, numbered in zip(part.invars, inputs, strict=True):
                 self._set(variable, numbered)
-        equations = self._equations(one, path), self._equations(other, None)
+        equations = self._equations(part, path), self._equations(whole, None)
         for pair in paired(*equations):
             eqn = pair[0] or pair[1]
             with self._naming(eqn, path) as where:
                 check_same_operation(*pair)
                 self._visit(*pair, where)
-        return [self._read(*pair) for pair in zip(one.outvars, other.outvars, strict=True)]
+        return [self._read(*pair) for pair in zip(part.outvars, whole.outvars, strict=True)]
 
-    def _opened(self, program: Any) -> Jaxpr:
+    def _record_constants(self, program: Any) -> Jaxpr:
         if not isinstance(program, ClosedJaxpr):
             return program
         self._constants.update(zip(program.jaxpr.constvars, program.consts, strict=True))
@@ -107,7 +108,7 @@ class SequenceWalk:
 
     @contextlib.contextmanager
     def _naming(self, eqn: Any, path: str) -> Iterator[str]:
-        """Yields the path of an equation, and makes an error name it."""
+        """Yields the path of an equation, and names it in an error."""
         where = "/".join(filter(None, (path, module_of_equation(eqn, _SCOPES))))
         try:
             yield where
@@ -117,9 +118,10 @@ class SequenceWalk:
             raise ValueError(message) from None
 
     def _equations(self, jaxpr: Jaxpr, path: str | None) -> Iterator[Any]:
-        """The equations whose results somebody uses, without casts and what is in our scopes.
+        """Yields the equations whose results are used, without casts and trusted code.
 
-        Those in our scopes are looked at if this is the trace of a part, which has a path.
+        Trusted code has no counterpart on one device. It is checked (`_trust`) in the trace of a
+        part, which has a path.
         """
         used = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
         live = []
@@ -137,11 +139,11 @@ class SequenceWalk:
                     self._trust(eqn)
 
     def _trust(self, eqn: Any) -> None:
-        """Looks at an equation in our scopes, to which nothing corresponds on one device."""
+        """Checks the axes and the inputs of an equation in trusted code."""
         inputs = [self._known(x) for x in eqn.invars]
-        named = {axis for one in _with_inner(eqn) for axis in named_axes(one)}
+        named = {axis for inner in _with_inner(eqn) for axis in named_axes(inner)}
         purpose = purpose_of(str(eqn.source_info.name_stack))
-        # Experts know of the axis, and may be divided over it too.
+        # Experts are inside of the context scope, so they may be split over the axis.
         if self._axis in named and not stands_in(eqn, frozenset({CONTEXT_SCOPE})):
             refuse(f"splits layers over {self._axis!r}", "axis")
         if purpose == CONTEXT_SCOPE and named:
@@ -155,108 +157,112 @@ class SequenceWalk:
                         self._values[y] = self._operations.summed(value)
                 return
         for value in inputs:
-            if value is not None and value.kind != "alone" and not value.is_plain:
-                refuse(f"gives {value.what} to {eqn.primitive.name}", value.reason)
+            if value is not None and value.kind != "unpaired" and not value.is_plain:
+                refuse(f"gives {value.description} to {eqn.primitive.name}", value.reason)
 
-    def _visit(self, one: Any, other: Any, where: str) -> None:
-        name = one.primitive.name
-        inputs = self._inputs(one, other)
-        programs = inner_programs(one), inner_programs(other)
+    def _visit(self, part: Any, whole: Any, where: str) -> None:
+        name = part.primitive.name
+        inputs = self._inputs(part, whole)
+        programs = inner_programs(part), inner_programs(whole)
         if name in _INLINE and len(programs[0]) == 1:
             results = self._walk(programs[0][0], programs[1][0], inputs, where)
         elif name in ("scan", "while", "cond"):
-            check_operation(one, other, axis=self._axis, devices=self._devices)
-            values = getattr(self, f"_{name}")(one.params, other.params, inputs, where)
+            check_operation(part, whole, axis=self._axis, devices=self._devices)
+            values = getattr(self, f"_{name}")(part.params, whole.params, inputs, where)
             results = [(value, self._numbers.fresh()) for value in values]
         else:
             values, numbers = [x for x, _ in inputs], [number for _, number in inputs]
-            values = self._operations.results(one, other, values, numbers)
-            results = [(x, self._numbers.of(y)) for x, y in zip(values, one.outvars, strict=True)]
-        for variable, numbered in zip(one.outvars, results, strict=True):
+            values = self._operations.results(part, whole, values, numbers)
+            results = [(x, self._numbers.of(y)) for x, y in zip(values, part.outvars, strict=True)]
+        for variable, numbered in zip(part.outvars, results, strict=True):
             self._set(variable, numbered)
 
-    def _inputs(self, one: Any, other: Any) -> list[Numbered]:
-        """What an operation is applied to.
+    def _inputs(self, part: Any, whole: Any) -> list[Numbered]:
+        """Finds the values of an operation's operands.
 
-        A loop may take constants that only our scopes use, on a part alone.
+        A loop may have additional constants in the trace of a part, which only trusted code uses.
+        They are *unpaired*.
         """
-        if len(one.invars) == len(other.invars):
-            return [self._read(*pair) for pair in zip(one.invars, other.invars, strict=True)]
-        rest = iter([x for x in other.invars if self._constant(self._origin(x)) is None])
+        if len(part.invars) == len(whole.invars):
+            return [self._read(*pair) for pair in zip(part.invars, whole.invars, strict=True)]
+        rest = iter([x for x in whole.invars if self._constant(self._origin(x)) is None])
         inputs = []
-        for x in one.invars:
+        for x in part.invars:
             value = self._known(x)
             is_constant = self._constant(self._origin(x)) is not None
-            if value.kind == "alone" if value is not None else is_constant:
-                inputs.append((SplitValue("alone"), self._numbers.fresh()))
+            if value.kind == "unpaired" if value is not None else is_constant:
+                inputs.append((SplitValue("unpaired"), self._numbers.fresh()))
             elif (y := next(rest, None)) is None:
-                refuse(f"applies {one.primitive.name} to other arrays than one device", "program")
+                refuse(f"applies {part.primitive.name} to other arrays than one device", "program")
             else:
                 inputs.append(self._read(x, y))
         return inputs
 
-    def _scan(self, one: Any, other: Any, inputs: Any, where: str) -> list[SplitValue]:
-        fixed, carried = scan_sizes(one)
-        return self._loop("scan", (one["jaxpr"], other["jaxpr"]), inputs, fixed, carried, where)
+    def _scan(self, part: Any, whole: Any, inputs: Any, where: str) -> list[SplitValue]:
+        consts, carry = scan_sizes(part)
+        return self._loop("scan", (part["jaxpr"], whole["jaxpr"]), inputs, consts, carry, where)
 
-    def _while(self, one: Any, other: Any, inputs: Any, where: str) -> list[SplitValue]:
-        of_condition, of_body = one["cond_nconsts"], one["body_nconsts"]
-        fixed, rest = inputs[:of_condition], inputs[of_condition:]
-        bodies = one["body_jaxpr"], other["body_jaxpr"]
-        results = self._loop("while", bodies, rest, of_body, len(rest) - of_body, where)
-        carried = [(value, self._numbers.fresh()) for value in results]
-        inputs = [*fixed, *carried]
-        condition = self._walk(one["cond_jaxpr"], other["cond_jaxpr"], inputs, where)[0][0]
+    def _while(self, part: Any, whole: Any, inputs: Any, where: str) -> list[SplitValue]:
+        cond_consts, body_consts = part["cond_nconsts"], part["body_nconsts"]
+        fixed, rest = inputs[:cond_consts], inputs[cond_consts:]
+        bodies = part["body_jaxpr"], whole["body_jaxpr"]
+        results = self._loop("while", bodies, rest, body_consts, len(rest) - body_consts, where)
+        carry = [(value, self._numbers.fresh()) for value in results]
+        inputs = [*fixed, *carry]
+        condition = self._walk(part["cond_jaxpr"], whole["cond_jaxpr"], inputs, where)[0][0]
         _check_condition("while", condition)
         return results
 
-    def _cond(self, one: Any, other: Any, inputs: Any, where: str) -> list[SplitValue]:
+    def _cond(self, part: Any, whole: Any, inputs: Any, where: str) -> list[SplitValue]:
         _check_condition("cond", inputs[0][0])
-        branches = zip(one["branches"], other["branches"], strict=True)
-        results = [self._walk(part, whole, inputs[1:], where) for part, whole in branches]
-        return [_joined("cond", [x for x, _ in some]) for some in zip(*results, strict=True)]
+        branches = zip(part["branches"], whole["branches"], strict=True)
+        results = [self._walk(*pair, inputs[1:], where) for pair in branches]
+        return [_joined("cond", [x for x, _ in of_all]) for of_all in zip(*results, strict=True)]
 
     def _loop(
-        self, name: str, bodies: Any, inputs: Any, fixed: int, carried: int, where: str
+        self, name: str, bodies: Any, inputs: Any, consts: int, carry: int, where: str
     ) -> list[SplitValue]:
-        """What a loop's body returns, once that is what it takes."""
+        """Finds the values of a loop's results: walks its body until the carry does not change.
+
+        `consts` and `carry` are the numbers of the body's constants and carried values.
+        """
         values = [value for value, _ in inputs]
         while True:
-            own = [(value, self._numbers.fresh()) for value in values[fixed:]]
-            found = self._walk(bodies[0], bodies[1], [*inputs[:fixed], *own], where)
-            results = [value for value, _ in found]
-            before = values[fixed : fixed + carried]
-            pairs = zip(before, results[:carried], strict=True)
+            renumbered = [(value, self._numbers.fresh()) for value in values[consts:]]
+            outputs = self._walk(bodies[0], bodies[1], [*inputs[:consts], *renumbered], where)
+            results = [value for value, _ in outputs]
+            before = values[consts : consts + carry]
+            pairs = zip(before, results[:carry], strict=True)
             after = [_joined(name, pair) for pair in pairs]
             if after == before:
-                return [*after, *results[carried:]]
-            values[fixed : fixed + carried] = after
+                return [*after, *results[carry:]]
+            values[consts : consts + carry] = after
 
     def _set(self, variable: Any, numbered: Numbered) -> None:
         self._values[variable] = numbered[0]
         self._numbers.set(variable, numbered[1])
 
-    def _read(self, one: Any, other: Any) -> Numbered:
-        """What a variable or a constant is, in both programs."""
-        one, other = self._origin(one), self._origin(other)
-        return self._value(one, other), self._numbers.of(one)
+    def _read(self, part: Any, whole: Any) -> Numbered:
+        """Finds the value of a variable or a constant, from both programs."""
+        part, whole = self._origin(part), self._origin(whole)
+        return self._value(part, whole), self._numbers.of(part)
 
-    def _value(self, one: Any, other: Any) -> SplitValue:
-        if (known := self._known(one)) is not None:
+    def _value(self, part: Any, whole: Any) -> SplitValue:
+        if (known := self._known(part)) is not None:
             return known
-        constants = [self._constant(x) for x in (one, other)]
-        is_key = jnp.issubdtype(one.aval.dtype, jax.dtypes.extended)
+        constants = [self._constant(x) for x in (part, whole)]
+        is_key = jnp.issubdtype(part.aval.dtype, jax.dtypes.extended)
         if not is_key and not any(x is None for x in constants):
             return self._of_constants(*map(np.asarray, constants))
-        shape, whole_shape = tuple(one.aval.shape), tuple(other.aval.shape)
+        shape, whole_shape = tuple(part.aval.shape), tuple(whole.aval.shape)
         dim = split_dim("something", shape, whole_shape, self._devices)
-        is_integral = not jnp.issubdtype(one.aval.dtype, jnp.inexact)
+        is_integral = not jnp.issubdtype(part.aval.dtype, jnp.inexact)
         if dim is None:
             return SplitValue(is_integral=is_integral)
         return SplitValue("split", layout=(1, shape[dim], 1), is_integral=is_integral)
 
     def _known(self, variable: Any) -> SplitValue | None:
-        """What a variable is, if it came from an operation that was visited."""
+        """Returns the value of a variable if a visited operation made it; `None` otherwise."""
         variable = self._origin(variable)
         return None if isinstance(variable, Literal) else self._values.get(variable)
 
@@ -275,7 +281,7 @@ class SequenceWalk:
             for power in (-1, 1, -2, 2):
                 if np.allclose(part, whole * float(self._devices) ** power, rtol=1e-5, atol=0):
                     return SplitValue("same", power, is_integral=is_integral)
-        return refuse("takes a constant that is made of the size of what is split", "constant")
+        return refuse("takes a constant that depends on the size of a split dim", "constant")
 
     def _constant(self, variable: Any) -> Any:
         value = variable.val if isinstance(variable, Literal) else self._constants.get(variable)
@@ -292,7 +298,7 @@ def _with_inner(eqn: Any) -> Iterator[Any]:
 
 
 def _joined(name: str, values: Sequence[SplitValue]) -> SplitValue:
-    """What a value is that is one of some."""
+    """Finds the value of a result that is one of `values`."""
     return dataclasses.replace(
         added(name, values), is_integral=all(value.is_integral for value in values)
     )
@@ -300,4 +306,4 @@ def _joined(name: str, values: Sequence[SplitValue]) -> SplitValue:
 
 def _check_condition(name: str, value: SplitValue) -> None:
     if not value.is_plain or value.kind not in ("same", "zero"):
-        refuse(f"decides by {value.what} in a {name}", "sum")
+        refuse(f"decides by {value.description} in a {name}", "sum")

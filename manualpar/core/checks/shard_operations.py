@@ -1,11 +1,11 @@
-"""Which operations give the shard of a result from shards of what they are applied to.
+"""Checks that an operation on shards gives the shard of its result on unsharded arrays.
 
-An operation is given twice, on shards and on whole arrays. The dimension in which two arrays differ
-is the split one. An operation on it is right if it is elementwise, a product that does not contract
-it, a reduction over others, or a reshape that keeps it in front of the dims that it is merged with.
+The operation is given twice, on shards and on unsharded (*whole*) arrays. The dim in which the
+shapes differ is the split dim. An operation is right along it if it is elementwise, a product that
+does not contract it, a reduction over other dims, or a reshape that keeps it in front of the dims
+that it is merged with.
 
-What mends it depends on why arrays are split, so that each check has its own sentence for each
-`Reason`.
+Why arrays are split decides how to mend a mistake, so each check has a sentence for each `Reason`.
 
 Invariant: an operation that is not known to be right is refused.
 """
@@ -45,14 +45,14 @@ _ELEMENTWISE = frozenset(
     sign sin sinh sqrt square stop_gradient sub tan tanh xor
     """.split()  # noqa: SIM905
 )
-# Right whatever their dims: each array's result is that of its shard.
+# These are right along every dim.
 _PLAIN = frozenset(
     """
     bitcast_convert_type broadcast_in_dim optimization_barrier pmax pmin psum psum_invariant
     squeeze stack transpose
     """.split()  # noqa: SIM905
 )
-# For each the parameter that names the dims that it must have whole.
+# Operations that are wrong along some dims, and the parameter that has these dims.
 _ALONG = {
     "argmax": "axes",
     "argmin": "axes",
@@ -75,7 +75,7 @@ _ALONG = {
     "top_k": "axis",
     "unstack": "axis",
 }
-# These contain programs, which are compared by themselves.
+# These contain programs, which are checked separately.
 _CALLS = frozenset(
     """
     call_hi_primitive checkpoint closed_call cond core_call custom_jvp_call custom_vjp_call jit
@@ -85,14 +85,14 @@ _CALLS = frozenset(
 
 
 class WrongOnShardsError(Exception):
-    """An operation does not give the shard of its result; the message says what it does."""
+    """An operation does not give the shard of its result; the message begins with its verb."""
 
-    def __init__(self, what: str, reason: Reason) -> None:
-        super().__init__(what)
+    def __init__(self, mistake: str, reason: Reason) -> None:
+        super().__init__(mistake)
         self._reason: Reason = reason
 
     def mended(self, mends: Mapping[Reason, str]) -> str:
-        """What it does, and the sentence that mends it."""
+        """Returns the message with the sentence of `mends` for its reason."""
         return f"{self}. {mends[self._reason]}."
 
 
@@ -115,17 +115,17 @@ def check_operation(shards: Any, whole: Any, *, axis: str, devices: int) -> None
     )
     if name in _CALLS:
         if name == "scan" and shards.params["length"] != whole.params["length"]:
-            refuse("loops over what is split", "loop")
+            refuse("loops over a split dim", "loop")
     elif name == "random_bits":
-        is_drawn_apart = axis in shards.outvars[0].aval.mat.varying
-        if is_drawn_apart != (outs[0] is not None):
-            refuse("draws random numbers for what is split", "random")
+        varies = axis in shards.outvars[0].aval.mat.varying
+        if varies != (outs[0] is not None):
+            refuse("draws random numbers for a split array", "random")
     elif not any(dim is not None for dim in (*ins, *outs)):
         if _plain_params(shards) != _plain_params(whole):
-            refuse(f"applies {name} to what is whole by the size of a shard", "size")
+            refuse(f"applies {name} to an unsplit array by the size of a shard", "size")
     elif name in _ELEMENTWISE:
         if outs[0] is None:
-            refuse(f"applies {name} to a shard and a whole array", "mixed")
+            refuse(f"applies {name} to a shard and an unsplit array", "mixed")
     elif name in _ALONG:
         dims = shards.params[_ALONG[name]]
         dims = dims if isinstance(dims, tuple) else (dims,)
@@ -139,13 +139,13 @@ def check_operation(shards: Any, whole: Any, *, axis: str, devices: int) -> None
     elif name.startswith("reduce_window"):
         _refuse_dim(name, ins[0], whole.invars[0], "convolution")
     elif name not in _PLAIN:
-        refuse(f"applies {name} to what is split", "unknown")
+        refuse(f"applies {name} to a split array", "unknown")
 
 
 def _shapes(shards: Any, whole: Any, kind: str) -> list[tuple[Shape, Shape]]:
-    """The shapes of each variable, on shards and whole."""
+    """Zips the shapes of each variable on shards and on whole arrays."""
     both = [[tuple(x.aval.shape) for x in getattr(eqn, kind)] for eqn in (shards, whole)]
-    if shards.primitive.name in _CALLS:  # They may close over other things.
+    if shards.primitive.name in _CALLS:  # They may close over different variables.
         return []
     if len(both[0]) != len(both[1]):
         refuse(f"applies {shards.primitive.name} to fewer arrays than on one device", "size")
@@ -153,7 +153,7 @@ def _shapes(shards: Any, whole: Any, kind: str) -> list[tuple[Shape, Shape]]:
 
 
 def split_dim(name: str, shard: Shape, whole: Shape, devices: int) -> int | None:
-    """The dim in which a shard differs from the whole array."""
+    """Returns the dim in which a shard differs from the whole array; `None` if there is none."""
     if len(shard) != len(whole):
         refuse(f"applies {name} to shapes {shard} and not {whole}", "size")
     dims = [dim for dim, sizes in enumerate(zip(shard, whole, strict=True)) if len(set(sizes)) > 1]
@@ -161,7 +161,7 @@ def split_dim(name: str, shard: Shape, whole: Shape, devices: int) -> int | None
         return None
     if len(dims) > 1:
         refuse(
-            f"applies {name} to an array {list(whole)} of which dims {dims} are both split",
+            f"applies {name} to an array {list(whole)} whose dims {dims} are both split",
             "two dims",
         )
     if shard[dims[0]] * devices != whole[dims[0]]:
@@ -234,11 +234,11 @@ def _check_convolution(shards: Any, whole: Any, ins: Any, outs: Any) -> None:
         getattr(shards.params["dimension_numbers"], name) for name in ("lhs_spec", "rhs_spec")
     )
     is_right = ins[1] is None and ins[0] == batch_dim
-    if ins[1] is None and ins[0] in spatial:  # A kernel of one entry looks at no neighbour.
+    if ins[1] is None and ins[0] in spatial:  # A kernel of size 1 reads no neighbours.
         index = spatial.index(ins[0])
         strides, paddings = (shards.params[name] for name in ("window_strides", "padding"))
-        is_alone = whole.invars[1].aval.shape[kernel[2 + index]] == 1
-        is_right = is_alone and strides[index] == 1 and not any(paddings[index])
+        has_size_1 = whole.invars[1].aval.shape[kernel[2 + index]] == 1
+        is_right = has_size_1 and strides[index] == 1 and not any(paddings[index])
     if not is_right:
         _refuse_dim("conv_general_dilated", ins[0] or 0, whole.invars[0], "convolution")
 
@@ -273,6 +273,6 @@ def _refuse_dim(
     refuse(f"applies {name} along dim {dim} of an array {shape}, which is split{result}", reason)
 
 
-def refuse(what: str, reason: Reason) -> NoReturn:
-    """Raises the error of an operation that does `what`."""
-    raise WrongOnShardsError(what, reason)
+def refuse(mistake: str, reason: Reason) -> NoReturn:
+    """Raises the error for a mistake, such as `applies sort to a split array`."""
+    raise WrongOnShardsError(mistake, reason)

@@ -1,4 +1,4 @@
-"""Refuses a choice of what is trained that chooses nothing, or what cannot be trained."""
+"""Checks the option `trainable`: every glob matches, and trained parameters have gradients."""
 
 import difflib
 
@@ -10,15 +10,15 @@ from manualpar.core.parameters.trainable import is_trained
 
 
 def check_trainable(strategy: str, model: TracedModel) -> None:
-    """Refuses globs that fit no parameter, and a trained parameter that has no gradient.
+    """Refuses globs that match no parameter, and trained parameters that have no gradient.
 
     Args:
       strategy: The strategy's name, for messages.
-      model: The model, with what is known of its parameters.
+      model: The model and its parameters.
 
     Raises:
-      ValueError: A glob fits no parameter's path; something that is trained is neither floating nor
-        complex; or parameters that nothing has frozen are to be stored in `frozen_dtype`.
+      ValueError: A glob matches no parameter's path; a trained parameter is neither floating nor
+        complex; or `frozen_dtype` is given and no parameter is frozen.
     """
     infos = jax.tree.leaves(model.parameters)
     paths = [info.path for info in infos]
@@ -33,12 +33,12 @@ def check_trainable(strategy: str, model: TracedModel) -> None:
         if info.trainable and not jnp.issubdtype(info.dtype, jnp.inexact):
             raise ValueError(
                 f"{strategy}: parameter {info.path!r} is {info.dtype}, expected a floating or "
-                "complex dtype, because it is trained. Name in trainable= what is to be trained, "
-                "without it."
+                "complex dtype, because it is trained. Name the parameters to train in "
+                "trainable=, without it."
             )
     frozen_dtype, dtype = model.stored_dtypes
     if frozen_dtype != dtype and all(info.trainable for info in infos):
         raise ValueError(
             f"{strategy}: frozen_dtype={frozen_dtype!r}, expected None, because all parameters are "
-            "trained. Name in trainable= what is to be trained, or take param_dtype=."
+            "trained. Name the parameters to train in trainable=, or take param_dtype=."
         )

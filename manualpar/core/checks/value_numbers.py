@@ -1,9 +1,9 @@
-"""Numbers of the values in a program: what is computed in the same way has the same number.
+"""Value numbering: values that a program computes in the same way get the same number.
 
-A count is computed again and again, `mask.sum()`, because a trace leaves nothing out. So variables
-do not tell whether a loss is divided by the count that it is returned with, and numbers do
-(https://en.wikipedia.org/wiki/Value_numbering). The sum of all of an array is the same in whatever
-order, `mask.sum(-1).sum()`.
+A trace repeats a computation that the code repeats, such as the count `mask.sum()`. So two
+variables may be the same count. Value numbers tell whether a loss is divided by the count that it
+returns (https://en.wikipedia.org/wiki/Value_numbering). The sum of all entries of an array has the
+same number in any order of summation, such as `mask.sum(-1).sum()`.
 """
 
 import itertools
@@ -14,27 +14,28 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Literal
 
-_OF_SAME_TERMS = frozenset({"reduce_sum", "reshape", "squeeze", "transpose"})
+# The results of these have the same sum of all entries as their operand.
+_SUM_PRESERVING = frozenset({"reduce_sum", "reshape", "squeeze", "transpose"})
 
 
 class ValueNumbers:
-    """The numbers of the values that a walk through a program has come across."""
+    """The numbers of the values that a walk through a program has visited."""
 
     def __init__(self) -> None:
         self._numbers: dict[Any, int] = {}
         self._expressions: dict[Any, int] = {}
-        # For what only arranges or adds up the numbers of an array, the number of that array.
-        self._terms: dict[int, int] = {}
+        # For the results of `_SUM_PRESERVING` operations, the number of the array they began with.
+        self._sum_of: dict[int, int] = {}
         self._scalars: set[int] = set()
         self._constants: dict[int, float] = {}
         self._fresh = itertools.count(1)
 
     def fresh(self) -> int:
-        """A number that nothing has."""
+        """Returns a number that no value has."""
         return next(self._fresh)
 
     def of(self, variable: Any) -> int:
-        """The number of a variable or a constant."""
+        """Returns the number of a variable or a constant."""
         if not isinstance(variable, Literal):
             return self._numbers.setdefault(variable, self.fresh())
         number = self._of_expression(("literal", str(variable.aval), str(variable.val)))
@@ -45,29 +46,29 @@ class ValueNumbers:
         return number
 
     def set(self, variable: Any, number: int) -> None:
-        """Gives a variable the number of another value that it has."""
+        """Gives a variable the number of another value, to which it is equal."""
         self._numbers[variable] = number
 
     def set_result(self, variable: Any, eqn: Any, index: int, numbers: Sequence[int]) -> None:
-        """Gives the `index`-th result of an operation its number; `numbers` are the operands'."""
+        """Sets the number of the `index`-th result of an operation; `numbers` are the operands'."""
         name = eqn.primitive.name
         expression: Any = (name, str(eqn.params), index, *numbers)
-        terms = self._terms.get(numbers[0], numbers[0]) if name in _OF_SAME_TERMS else None
+        terms = self._sum_of.get(numbers[0], numbers[0]) if name in _SUM_PRESERVING else None
         if name == "reduce_sum" and not variable.aval.shape:
             expression = ("sum of all", terms)
         number = self._of_expression(expression)
         if terms is not None:
-            self._terms[number] = terms
+            self._sum_of[number] = terms
         if math.prod(variable.aval.shape) == 1:
             self._scalars.add(number)
         self._numbers[variable] = number
 
     def is_scalar(self, number: int) -> bool:
-        """Whether a value is a single number, maybe broadcast."""
+        """Returns whether a value is a scalar, maybe broadcast."""
         return number in self._scalars
 
     def constant(self, number: int) -> float | None:
-        """The constant that a value is; `None` if it is none."""
+        """Returns the value of a scalar constant; `None` for other values."""
         return self._constants.get(number)
 
     def _of_expression(self, expression: Any) -> int:

@@ -1,12 +1,12 @@
-"""Axis names that a model was written with, and the mesh axes that they stand for.
+"""Replaces the axis names in a model's modules by the mesh axes that they stand for.
 
-`nn.BatchNorm(axis_name="batch")` takes its statistics over the devices along an axis called
-`batch`, whatever the mesh calls it. An alias says which mesh axes are meant. While the model runs,
-the field `axis_name` of its modules (in NNX the attribute) holds those axes if they are bound, that
-is, inside `shard_map`. On global arrays the batch is whole, so the field is `None` and nothing is
-reduced; the result is the same if the alias stands for all axes that the batch is split over.
+`nn.BatchNorm(axis_name="batch")` computes its statistics over the devices along an axis called
+`batch`. The mesh may have other names, so an alias gives the mesh axes. While the model runs, the
+field `axis_name` of its modules (in NNX the attribute) is set to these axes if they are bound, as
+they are inside `shard_map`. In the other modes arrays are global, so the field is `None` and
+nothing is reduced. The result is the same if the alias stands for all axes that split the batch.
 
-Only such fields are renamed, never the argument of a collective that somebody calls.
+Only such fields are replaced, never the argument of a collective that a model calls itself.
 """
 
 import dataclasses
@@ -31,24 +31,24 @@ class AxisAliases:
     split: tuple[str, ...]
 
     def resolve(self, module: Any) -> dict[str, AxisName | None]:
-        """The value for the field `axis_name` of a module, by that name; `{}` without an alias.
+        """Returns `{"axis_name": value}` for a module; `{}` if no alias applies to it.
 
         Raises:
-          ValueError: On global arrays there is no such group of devices.
+          ValueError: Arrays are global, and the alias stands for only some of the devices.
         """
         names = getattr(module, "axis_name", None)
-        given = names if isinstance(names, tuple | list) else (names,)
-        if not any(name in self.axes for name in given if isinstance(name, str)):
+        all_names = names if isinstance(names, tuple | list) else (names,)
+        if not any(name in self.axes for name in all_names if isinstance(name, str)):
             return {}
-        axes = tuple(axis for name in given for axis in self.axes.get(name, (name,)))
+        axes = tuple(axis for name in all_names for axis in self.axes.get(name, (name,)))
         if all(map(is_axis_bound, axes)):
             return {"axis_name": axes if len(axes) > 1 else axes[0]}
         groups = getattr(module, "axis_index_groups", None)
         if set(self.split) - set(axes) or groups is not None:
             raise ValueError(
                 f"model: {type(module).__name__} has axis_name={names!r}, which stands for {axes}"
-                f"{'' if groups is None else ', in groups'}, but in this mode the batch is that of "
-                f"all devices along {self.split}. Let the alias stand for all of these, or use "
+                f"{'' if groups is None else ', in groups'}, but in this mode the batch is global "
+                f"along {self.split}. Let the alias stand for all of these, or use "
                 "mode='manual'."
             )
         return {"axis_name": None}
@@ -65,13 +65,13 @@ def check_axis_aliases(
     data_axes: tuple[str, ...],
     on_global_arrays: bool,
 ) -> AxisAliases:
-    """Checks a user's aliases: a mesh axis, or a tuple of axes, by the model's name for it.
+    """Checks a user's aliases: a mesh axis, or a tuple of axes, by the name that the model uses.
 
     On global arrays, where no axis is bound, `data_axes` are renamed too.
 
     Raises:
       TypeError: The aliases are not names of axes.
-      ValueError: An alias is an axis of the mesh, or stands for one that the mesh lacks.
+      ValueError: An alias is an axis of the mesh, or stands for an axis that the mesh lacks.
     """
     example = "axis_aliases={'batch': 'data'}"
     is_mapping = isinstance(aliases, Mapping) and all(isinstance(name, str) for name in aliases)

@@ -1,7 +1,8 @@
-"""The collections besides `params` that a training state carries from step to step.
+"""The collections other than `params` that a training state keeps from step to step.
 
-A loss calls `apply_fn({"params": params}, inputs, train=True, rngs=...)`. Its `apply_fn` hands in
-the other collections and keeps their updates. In evaluation, it overrules switches such as `train`.
+A loss calls `apply_fn({"params": params}, inputs, train=True, rngs=...)`. Its `apply_fn` adds the
+other collections to the variables and keeps their updates. In evaluation, it overrules switches
+such as `train`.
 """
 
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from manualpar.core.model.interface import InitArgs, ModelInterface
 from manualpar.core.model.varying_loops import varying_loops
 from manualpar.core.state.state_arrays import leaf_types
 
-# Collections that flax and its users sow values into, to be read where the model is applied.
+# Collections of sown values, which the caller of the model reads and a state does not keep.
 SOWN_COLLECTIONS = frozenset({"intermediates", "losses", "perturbations"})
 
 
@@ -25,10 +26,10 @@ def find_carried_collections(
     trace: Callable[[Callable[..., None], Any], None],
     init_args: InitArgs | None,
 ) -> dict[str, Any]:
-    """Picks, from a model's abstract variables, the collections that a training state carries.
+    """Selects the collections that a training state keeps from a model's abstract variables.
 
-    Those are all but `params` and the sown ones: `SOWN_COLLECTIONS`, and collections that grow
-    whenever the model is applied. `trace` traces a function of variables, a key and a batch.
+    They are all except `params`, `SOWN_COLLECTIONS`, and collections whose leaves change when the
+    model is applied. `trace` traces a function of variables, a key and a batch.
     """
     others = {name: tree for name, tree in variables.items() if name != "params"}
     paths = {name: leaf_types(tree).keys() for name, tree in others.items()}
@@ -51,26 +52,26 @@ def find_carried_collections(
 
 
 class CarryingApply:
-    """A model's `apply` that hands in its other collections and keeps their updates.
+    """A model's `apply` that adds its other collections and keeps their updates.
 
-    One is made for each trace of a loss function, and lives no longer than that.
+    Each trace of a loss function makes a new one.
 
     Attributes:
       module: The model's module.
-      collections: The collections after the latest call.
+      collections: The collections after the last call.
     """
 
     def __init__(
         self,
         model: ModelInterface,
         collections: dict[str, Any],
-        own_part: Callable[[Any], Any] = lambda params: params,
+        model_part: Callable[[Any], Any] = lambda params: params,
     ) -> None:
-        """Wraps `model.apply`, with the collections to begin with.
+        """Wraps `model.apply`; `collections` are the initial ones.
 
-        `own_part` makes what the model computes with of the parameters that the loss has.
+        `model_part` turns the parameters that a loss has into those that the model computes with.
         """
-        self._model, self.module, self._own_part = model, model.module, own_part
+        self._model, self.module, self._model_part = model, model.module, model_part
         self.collections = collections
 
     def __call__(
@@ -81,19 +82,19 @@ class CarryingApply:
         mutable: Any = False,
         **kwargs: Any,
     ) -> Any:
-        """As `model.apply`; collections that the caller names in `mutable` are returned too."""
+        """Calls `model.apply`; also returns the collections that the caller names in `mutable`."""
         if switches := SWITCHES[self._model.phase]:
             signature = signature_of(self._model.module, method)
             args, kwargs = overrule(signature, args, kwargs, switches)
         if "params" in variables:
-            variables = {**variables, "params": self._own_part(variables["params"])}
-        asked = _collection_names(mutable)
+            variables = {**variables, "params": self._model_part(variables["params"])}
+        requested = _collection_names(mutable)
         kept = [name for name in self.collections if name not in variables]
         out, updates = self._model.apply(
             {**self.collections, **variables},
             *args,
             method=method,
-            mutable=[*kept, *asked],
+            mutable=[*kept, *requested],
             **kwargs,
         )
         new = {name: updates[name] for name in kept if name in updates}
@@ -102,7 +103,7 @@ class CarryingApply:
         self.collections = {**self.collections, **new}
         if mutable is False:
             return out
-        return out, {name: updates[name] for name in asked if name in updates}
+        return out, {name: updates[name] for name in requested if name in updates}
 
 
 def _check_update(name: str, old: Any, new: Any) -> None:
@@ -132,5 +133,5 @@ def _collection_names(mutable: Any) -> tuple[str, ...]:
         return ()
     raise TypeError(
         f"apply_fn: mutable={mutable!r}, expected the names of collections such as ['losses']: the "
-        "program keeps those of the training state itself."
+        "program itself keeps the collections of the training state."
     )

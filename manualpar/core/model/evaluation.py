@@ -1,12 +1,12 @@
 """The arguments and fields that tell Linen's modules to train, and their values in evaluation.
 
 A module is told by an argument (`model(x, train=True)`) or by a field (`MyModel(train=True)`,
-`nn.Dropout(0.1, deterministic=False)` inside another module). A loss function says what it says in
-training. In evaluation, the arguments of every module's call, and its fields while it runs, say the
-opposite.
+`nn.Dropout(0.1, deterministic=False)` inside another module). A loss function passes the values of
+training. In evaluation these switches are replaced: in the arguments of every module's call, and in
+its fields while it runs.
 
-Invariant: nothing in a Linen model draws from the stream `dropout` in evaluation. Dropout that
-cannot be switched off, because it is written by hand, is refused with its module's path.
+Invariant: no module of a Linen model draws from the stream `dropout` in evaluation. Handwritten
+dropout that has no switch is refused with its module's path.
 """
 
 import inspect
@@ -24,13 +24,13 @@ SWITCHES: Mapping[RunPhase, Mapping[str, bool]] = {
     "eval": {**EVAL_SWITCHES, **_STATISTICS},
     "eval_dropout": _STATISTICS,
 }
-# The class attribute with the values that a module's fields have in evaluation, with dropout on
-# too: where `train` stays on, it says more than that dropout does.
+# The class attribute with values of a module's fields in evaluation. They hold with `eval_dropout`
+# too, where `train` stays on and would turn on more than dropout.
 EVALUATION_FIELDS = "evaluation_fields"
 
 
 def signature_of(module: Any, method: Any) -> inspect.Signature:
-    """The signature of a module's method without the module; that of `__call__` for `None`."""
+    """Returns the signature of a module's method, `__call__` if `None`, without the module."""
     is_name = method is None or isinstance(method, str)
     function = getattr(module, method or "__call__", None) if is_name else method
     if not callable(function):
@@ -45,7 +45,7 @@ def signature_of(module: Any, method: Any) -> inspect.Signature:
 
 
 def required(parameters: Mapping[str, inspect.Parameter]) -> dict[str, inspect.Parameter]:
-    """Those parameters that have no default."""
+    """Selects the parameters that have no default."""
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return {
         name: parameter
@@ -60,10 +60,10 @@ def overrule(
     kwargs: Mapping[str, Any],
     switches: Mapping[str, bool],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Sets those arguments of a call that are switches.
+    """Sets the arguments of a call that are switches.
 
-    A switch that is not passed is not added. One that is `None` stays `None`, which leaves it to a
-    field of the module. The signature is that of the called method, without the module.
+    A switch that is not passed is not added. A switch that is `None` stays `None`, so that a field
+    of the module decides. `signature` is the called method's, without the module.
     """
 
     def switch(name: str, value: Any) -> Any:

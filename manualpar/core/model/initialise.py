@@ -1,11 +1,11 @@
-"""How a model is initialised and traced, on the mesh that the model asks for.
+"""Initialises and traces a model, on a mesh if the model needs one.
 
-Most models are made and initialised with no mesh around them. A model that states shardings itself,
-in its call (`with_sharding_constraint`) or in its initialisers (`out_sharding=`), may need one: if
-it fails without, it gets that of the mode. The values do not depend on it.
+Most models are made and initialised without a mesh. A model that constrains shardings itself, in
+its call (`with_sharding_constraint`) or in its initialisers (`out_sharding=`), may need a mesh: if
+it fails without one, it is called on the mode's. The values do not depend on it.
 
-An initialiser's type counts as an annotation: the parameter is sharded over these axes, like one of
-`nn.with_partitioning`.
+A sharded type of an initialiser's result counts as an annotation: the parameter is sharded over
+these axes, as with `nn.with_partitioning`.
 """
 
 from collections.abc import Callable
@@ -26,15 +26,15 @@ Init = Callable[[jax.Array], dict[str, Any]]
 
 
 class TypedParameter(nn.Partitioned):
-    """A parameter that its initialiser has typed; the names are those of its type."""
+    """A parameter that its initialiser typed as sharded; `names` are the axes of the type."""
 
 
 def init_variables(
     model: ModelInterface, rng: jax.Array, batch: Any, init_args: InitArgs | None = None
 ) -> dict[str, Any]:
-    """The variables by collection, as `model.init({"params": rng}, *args, **kwargs)` makes them.
+    """Makes the variables by collection: `model.init({"params": rng}, *args, **kwargs)`.
 
-    The arguments are those of `ModelInterface.initial_call`, with zeros for the batch's values.
+    `ModelInterface.initial_call` makes the arguments from a batch of zeros.
     """
     args, kwargs = model.initial_call(jax.tree.map(jnp.zeros_like, batch), init_args)
     return model.init({"params": rng}, *args, **kwargs)
@@ -52,8 +52,8 @@ def initialisation(
     """Makes a model's initialisation a function of a key.
 
     Returns:
-      A function from a key to the variables by collection, with annotated and typed parameters in
-      boxes, and what `cast` makes of parameters; and the abstract variables.
+      A function from a key to the variables by collection, and the abstract variables. `cast` has
+      been applied to the parameters, and annotated and typed parameters are in boxes.
     """
 
     def init(rng: jax.Array, batch: Any = batch) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def initialisation(
 
 
 def typed_specs(params: Any) -> Any:
-    """The tree of parameters with the spec that its initialiser has typed each with."""
+    """Returns the tree of parameters with the spec of the type that an initialiser gave each."""
     return jax.tree.map(
         lambda x: PartitionSpec(*x.names) if isinstance(x, TypedParameter) else PartitionSpec(),
         params,
@@ -85,7 +85,7 @@ def typed_specs(params: Any) -> Any:
 
 
 def _box_typed(x: Any) -> Any:
-    """A parameter, in a box if its type shards it."""
+    """Boxes a parameter if its type shards it."""
     names = () if is_box(x) else tuple(jax.typeof(x).sharding.spec)
     return TypedParameter(x, names=names) if any(map(axis_tuple, names)) else x
 
@@ -93,10 +93,10 @@ def _box_typed(x: Any) -> Any:
 def with_mesh_if_needed(
     mode: Manual, call: Callable[[], Any], call_on_mesh: Callable[[], Any]
 ) -> Any:
-    """Calls the first function; the second if that fails and the mode has a mesh for models."""
+    """Calls the first function, or the second if that fails and the mode has a mesh for models."""
     try:
         return call()
-    except Exception:  # Whatever it is: if it was not the mesh, it is raised again.
+    except Exception:  # Any error: if the mesh was not the cause, the second call raises it again.
         if mode.model_mesh is None:
             raise
     return call_on_mesh()
@@ -105,7 +105,7 @@ def with_mesh_if_needed(
 def trace(mode: Manual, function: Callable[..., Any], in_specs: Any, *args: Any) -> None:
     """Traces a function of abstract global arguments as a step would run it.
 
-    Its first argument is a tree of variables, which is made to vary over devices.
+    The function's first argument is a tree of variables, which is cast to vary over devices.
     """
 
     def on_device(variables: Any, *args: Any) -> None:

@@ -1,8 +1,8 @@
 """The functions of a model that a program calls, whichever library the model was written with.
 
-A library's adapter is a subclass of `ModelInterface` that is registered when its module is
-imported: Linen's is in `manualpar.core.model.linen.linen_model`, NNX's in
-`manualpar.core.model.nnx`. The modules that call models import neither.
+Each library has a subclass of `ModelInterface`, which is registered when its module is imported.
+Linen's is in `manualpar.core.model.linen.linen_model`, NNX's in
+`manualpar.core.model.nnx.nnx_model`. Modules that call models import only this one.
 """
 
 import abc
@@ -16,30 +16,30 @@ from manualpar.core.model.axis_names import NO_ALIASES, AxisAliases
 
 
 class Applicable(Protocol):
-    """What holds a Linen module and is applied as one, such as a module with a plan."""
+    """An object that wraps a Linen module and is applied like it, such as a module with a plan."""
 
     def apply(self, variables: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Calls the module."""
 
 
-# A Linen module, or what another adapter wraps: NNX modules, and functions that make one.
+# A Linen module, or a model that another interface wraps: NNX modules, and functions that make one.
 Model = nn.Module | Callable[..., Any] | Applicable
 # Makes the arguments of a model's call from a batch.
 InitArgs = Callable[[Any], tuple[Sequence[Any], Mapping[str, Any]]]
-# In "eval" training is turned off, and in "eval_dropout" all of it but dropout.
+# "eval" turns training off, and "eval_dropout" turns all of it off except dropout.
 RunPhase = Literal["train", "eval", "eval_dropout"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class ModelInterface(abc.ABC):
-    """A model, and what a program adds to each of its calls.
+    """A model, and the settings of a program that change its calls.
 
     Attributes:
       module: The module.
       phase: Whether calls train or evaluate.
       axis_aliases: The mesh axes that the axis names in the module stand for.
-      loop_dims: The dimensions of each parameter that loops run over, by the parameter's path;
-        `None` while they are unknown.
+      loop_dims: The dims of each parameter that loops run over, by the parameter's path; `None`
+        before they are known.
       makes_variables_in_calls: Whether a call may add to collections, as `sow` does.
     """
 
@@ -52,33 +52,34 @@ class ModelInterface(abc.ABC):
     @classmethod
     @abc.abstractmethod
     def wrap(cls, model: Any) -> Self | None:
-        """The adapter of a model of this library; `None` for anything else."""
+        """Returns the interface of a model of this library; `None` for anything else."""
 
     @classmethod
     def collections_of(cls, variables: Any) -> Mapping[str, Any] | None:
-        """The arrays of this library's own containers by collection; `None` for anything else."""
+        """Returns the arrays of this library's containers by collection; `None` for other types."""
         del variables
         return None
 
     @property
     def apply_fn(self) -> Callable[..., Any]:
-        """The function that a training state holds for its user."""
+        """The function that a training state has as `apply_fn`."""
         return self.apply
 
     @property
     def trainable(self) -> tuple[str, ...]:
-        """Globs over the paths of the parameters that are trained, unless a builder is told."""
+        """Globs over the paths of trained parameters, used if the option `trainable` is not set."""
         return ("*",)
 
     @property
     def decodes_weights(self) -> bool:
-        """Whether calls make weights of parameters, in the scope `DECODE_SCOPE`."""
+        """Whether calls compute weights from parameters, in the scope `DECODE_SCOPE`."""
         return False
 
     def encodings(self, leaves: Sequence[Any]) -> dict[str, Any]:
-        """How arrays that `leaves` do not have become some of them, by their names.
+        """Returns the encodings of arrays that a program stores quantized, by the array's name.
 
-        A value has a `plain` leaf for the array, and `encode(array)`, which gives leaves by name.
+        `leaves` are the program's. An encoding has a leaf `plain` for the array that a source has,
+        and `encode(array)`, which returns the program's arrays by name.
         """
         del leaves
         return {}
@@ -86,39 +87,39 @@ class ModelInterface(abc.ABC):
     def initial_call(
         self, batch: Any, init_args: InitArgs | None
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The `(args, kwargs)` that `init` takes to make the variables for a batch."""
+        """Returns the `(args, kwargs)` with which `init` makes the variables for a batch."""
         del batch, init_args
         return (), {}
 
     def check(self, trace: Callable[["ModelInterface"], None]) -> None:
-        """Refuses a model that would be wrong on the mesh; `trace` traces the loss with another."""
+        """Refuses a model that would be wrong on the mesh; `trace` traces the loss with a model."""
         del trace
 
     @abc.abstractmethod
     def init(self, rngs: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Makes the variables by collection, of a key or of `{"params": key}`."""
+        """Makes the variables by collection, from a key or from `{"params": key}`."""
 
     @abc.abstractmethod
     def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
         """Calls the model as `flax.linen.Module.apply` does; parameters may be in boxes."""
 
 
-_ADAPTERS: list[type[ModelInterface]] = []
+_INTERFACES: list[type[ModelInterface]] = []
 
 
-def register_interface(adapter: type[ModelInterface]) -> type[ModelInterface]:
-    """Has `interface_of` try an adapter too; a decorator of its class."""
-    _ADAPTERS.append(adapter)
-    return adapter
+def register_interface(interface: type[ModelInterface]) -> type[ModelInterface]:
+    """Registers a class for `interface_of`; a decorator."""
+    _INTERFACES.append(interface)
+    return interface
 
 
 def interface_of(model: Any) -> Any:
-    """The adapter of a model; anything that no library's adapter takes is returned as it is."""
-    wrapped = (adapter.wrap(model) for adapter in _ADAPTERS)
+    """Returns the interface of a model; returns `model` itself if no class wraps it."""
+    wrapped = (interface.wrap(model) for interface in _INTERFACES)
     return next((found for found in wrapped if found is not None), model)
 
 
 def collections_of(variables: Any) -> Mapping[str, Any] | None:
-    """Variables in a library's own container by collection; `None` for anything else."""
-    found = (adapter.collections_of(variables) for adapter in _ADAPTERS)
+    """Splits a library's container of variables by collection; `None` for other types."""
+    found = (interface.collections_of(variables) for interface in _INTERFACES)
     return next((tree for tree in found if tree is not None), None)

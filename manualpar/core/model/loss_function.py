@@ -2,21 +2,21 @@
 
     loss_fn(params, apply_fn, batch, rng) -> (loss, metrics)
 
-`loss` is the mean over the valid examples of the given batch, which is one device's share of a
-minibatch. `metrics` are pairs of scalars `(sum, count)` by name. `metrics["loss"]` is among them;
-its count is the weight of this part in the mean over all devices and minibatches. `apply_fn` is
-called like `model.apply`, and `rng` is a key of this device, minibatch and step alone.
+`batch` is one device's share of a minibatch, and `loss` is the mean over its valid examples.
+`metrics` are pairs of scalars `(sum, count)` by name, with `metrics["loss"]` among them. Its count
+is the weight of this share in the mean over all devices and minibatches. `apply_fn` is called like
+`model.apply`. `rng` is a key that differs between devices, minibatches and steps.
 
-- A part may have no valid example at all, and the gradient of 0 / 0 is NaN on that device and then
-  everywhere: a masked loss divides by `jnp.maximum(count, 1)` or `jnp.where(count > 0, count, 1)`.
-  The first is another loss for a part whose weights add up to less than 1. Over a context axis the
-  same holds, see `context_check`.
-- A loss may be made of collectives and so be the same on all devices (`jax.lax.pmean(loss, axes)`,
-  a ratio of `psum`s): its gradient is that of one device. Metrics are summed over the devices here.
-  If a loss has summed them already, their means stay right and their counts do not.
-- `params` are boxed where they are sharded. `apply_fn` takes them so; a penalty on parameters reads
+- A share may have no valid example. The gradient of 0 / 0 would be NaN on that device and then
+  everywhere, so a masked loss divides by `jnp.maximum(count, 1)` or
+  `jnp.where(count > 0, count, 1)`. The first changes the loss if a share's weights add up to less
+  than 1. The same holds over a context axis, see `context_check`.
+- A loss may use collectives and so be the same on all devices (`jax.lax.pmean(loss, axes)`, a ratio
+  of `psum`s). Then its gradient is the gradient of one device's loss. The program sums metrics over
+  the devices. If a loss has already summed them, their means are right and their counts are not.
+- Sharded `params` are boxes, which `apply_fn` takes. A penalty on parameters reads
   `flax.linen.unbox(params)`, which gathers them, experts and split layers too.
-- Constants may meet data in a loop or a conditional, see `varying_loops`.
+- A loop or a conditional may combine constants with data, see `varying_loops`.
 """
 
 import difflib
@@ -42,7 +42,7 @@ def call_loss(loss_fn: LossFn, *args: Any) -> tuple[jax.Array, Metrics]:
     Raises:
       ValueError: The loss is not a scalar, metrics are not pairs of scalars with `"loss"` among
         them, or a collective is over an axis that is not bound.
-      TypeError: It does not return a pair of a loss and a mapping, or in it or in the model a loop
+      TypeError: It does not return a pair of a loss and a mapping, a loop in it or in the model
         starts from a constant, or a constant is a cotangent.
     """
     try:
@@ -80,7 +80,7 @@ def call_loss(loss_fn: LossFn, *args: Any) -> tuple[jax.Array, Metrics]:
 
 
 def _explain_constant(error: Exception) -> str | None:
-    """Our words for an error of JAX about a constant among varying arrays; `None` for others."""
+    """Explains JAX's error about a constant among varying arrays; `None` for other errors."""
     said = str(error)
     if "argument to VJP function" in said and "{V:" in said:
         return (
@@ -103,7 +103,7 @@ def _explain_constant(error: Exception) -> str | None:
 
 
 def _place(error: Exception) -> str:
-    """The line from which JAX was called when it raised an error."""
+    """Returns the user's line that called JAX when it raised an error, as words of a message."""
     place = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         if frame.f_globals.get("__name__", "").partition(".")[0] not in (
@@ -135,7 +135,7 @@ def _check_metric(name: str, value: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def _is_scalar(x: Any) -> bool:
-    """Whether `x` is a real number or a real array without dimensions."""
+    """Returns whether `x` is a real number or a real array without dimensions."""
     return isinstance(x, int | float | bool) or (
         hasattr(x, "dtype") and jnp.ndim(x) == 0 and not jnp.iscomplexobj(x)
     )

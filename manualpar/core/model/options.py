@@ -34,107 +34,109 @@ class ProgramOptions(TypedDict, total=False):
 
     Attributes:
       mesh: The devices, see `make_mesh`. On an abstract mesh, see `abstract_mesh`, a program can be
-        traced and not run. Required.
+        traced but not run. Required.
       batch: An example batch, or a tree of `jax.ShapeDtypeStruct`, with global shapes `[B, ...]`.
         Only shapes and dtypes are read. It has `.inputs`, as `manualpar.Batch` has, unless
         `init_args` is given or the model is an NNX one. Required.
-      init_args: How a Linen model is called to initialise it: a function of the batch that returns
+      init_args: The arguments that initialise a Linen model: a function of the batch that returns
         `(args, kwargs)`, such as `lambda batch: ((batch["source"], batch["target"]), {})`. The
-        parameters are those of `model.init({"params": init_rng}, *args, **kwargs)`; other streams
-        of random numbers that the model asks for use that key too. All values in this batch are
-        zero. If not given, the model is called with `batch.inputs`. NNX models are not called.
+        parameters are those of `model.init({"params": init_rng}, *args, **kwargs)`; other random
+        streams of the model use that key too. All values in this batch are zero. If not given, the
+        model is called with `batch.inputs`. NNX models are not called.
       axis_name: The mesh axis, or tuple of axes, that the batch is split over and that a strategy
         shards over; `"data"` if not given.
       axis_aliases: For each axis name in the fields `axis_name` of the model's modules that the
         mesh does not have, the mesh axis, or tuple of axes, that it stands for:
-        `{"batch": "data"}` for `nn.BatchNorm(axis_name="batch")`. None if not given. In other modes
-        than `"manual"` the batch is global, and names of the mesh's own data axes need no alias.
+        `{"batch": "data"}` for `nn.BatchNorm(axis_name="batch")`. `{}` if not given. In modes other
+        than `"manual"` the batch is global, and names of the mesh's data axes need no alias.
       context_axis: The mesh axis, if any, that sequences are split over: dim 1 of all leaves of the
-        batch but scalars. It is one more axis of the batch, so parameters are sharded over it too.
-        Each device has two half blocks of each sequence (`sharding.zigzag`). A model or a loss that
-        mixes positions otherwise than by `manualpar.layers.Context` is refused.
+        batch except scalars. It also splits the batch, so parameters are sharded over it too. Each
+        device has two half blocks of each sequence (`mesh.zigzag`). A model or a loss that mixes
+        positions in any other way than by `manualpar.layers.Context` is refused.
       pipeline: A `manualpar.Pipeline`, if any, which spreads the model's scanned layers over an
         axis of the mesh. The minibatches are its microbatches. For mode `"manual"`.
-      num_minibatches: In how many parts a device takes its share of the batch, so that it holds the
-        activations of one part; 1 if not given.
-      use_scan: Whether the parts run in a `jax.lax.scan`, which compiles one of them, or unrolled
-        (the default).
+      num_minibatches: The number of minibatches that a device splits its share of the batch into,
+        so that it holds the activations of only one; 1 if not given.
+      use_scan: Whether the minibatches run in a `jax.lax.scan`, which compiles one of them, or
+        unrolled (the default).
       mode: Who writes the collectives. `"manual"` (the default): this package, inside `shard_map`.
         `"auto"`: XLA, from sharding constraints where a parameter is used. `"explicit"`: XLA, where
-        the types require them. `"auto-unconstrained"`: XLA, from the layout of the state alone.
-        What builders say about communication holds for `"manual"`.
-      rules: What logical names in `nn.with_logical_partitioning` mean: pairs of a name and a mesh
-        axis, a tuple of axes, or `None`.
+        the types require them. `"auto-unconstrained"`: XLA, from only the layout of the state.
+        Statements of builders about communication hold for `"manual"`.
+      rules: The mesh axes of logical names in `nn.with_logical_partitioning`: pairs of a name and a
+        mesh axis, a tuple of axes, or `None`.
       trainable: Globs over the paths of parameters, such as `("*/attention/*", "head/*")`; `*`
-        stands for `/` too. Other parameters are *frozen*: they stay as they are, bit for bit, have
-        no gradient and no optimizer state, and may be of any dtype. They are sharded and gathered
-        as others are. If not given, what the model says, which is all for most.
+        matches `/` too. All other parameters are *frozen*: they stay the same, bit for bit, have no
+        gradient and no optimizer state, and may be of any dtype. They are sharded and gathered like
+        trained ones. If not given, the model decides; most train all parameters.
       param_dtype: The floating-point dtype, by name, in which parameters are stored and updated. If
-        not given, that of the model.
+        not given, the model's.
       frozen_dtype: The same for frozen parameters. If not given, `param_dtype`.
-      gather_dtype: The dtype in which parameters are gathered and computed with. If not given, that
-        in which they are stored. A frozen parameter that is stored as narrow is left as it is.
+      gather_dtype: The dtype in which parameters are gathered and computed with. If not given, the
+        dtype in which they are stored. A frozen parameter whose stored dtype is as narrow or
+        narrower is not cast.
       reduce_dtype: The dtype in which gradients are summed over devices. If not given,
         `gather_dtype`, and without that the dtype in which parameters are stored.
-      gather_code: `"int8"`: what is gathered over the axes of the batch travels in 8 bits a number
-        and 2 bytes for each 256, rounded to the nearest (ZeRO++'s qwZ). The model computes with
-        what the codes say, and the optimizer updates exact parameters. ZeRO's new parameters travel
-        as they are. If not given, nothing is encoded. For mode `"manual"`, as the next three.
-      reduce_code: `"int8"` or `"int4"`: gradients that are reduced over the axes of the batch
-        travel in so many bits (qgZ), and are added up in float32. `hsdp` encodes only what crosses
-        `replica_axis`. With `axis_by_axis` each axis encodes.
-      error_feedback: Whether what `reduce_code` leaves out of a device's gradient is added to its
-        next one, see `manualpar.core.program.gradient_rounding`: for gradients that are reduced
-        once a step.
+      gather_code: `"int8"`: parameters that are gathered over the axes of the batch are quantized
+        to 8 bits a number and 2 bytes for each 256, rounded to the nearest (ZeRO++'s qwZ). The
+        model computes with the quantized parameters, and the optimizer updates exact ones. ZeRO's
+        new parameters are sent unquantized. If not given, nothing is quantized. For mode
+        `"manual"`, like the next three options.
+      reduce_code: `"int8"` or `"int4"`: gradients that are reduced over the axes of the batch are
+        quantized (qgZ), and summed in float32. `hsdp` quantizes only the reduction over
+        `replica_axis`. With `axis_by_axis` the reduction over each axis quantizes.
+      error_feedback: Whether the error of quantizing a device's gradient is added to its gradient
+        in the next step, see `manualpar.core.program.gradient_rounding`. For gradients that are
+        reduced once a step.
       stochastic_rounding: Whether `reduce_code` rounds at random, to be right on average.
       axis_by_axis: Whether a dimension that is sharded over a tuple of axes is gathered and
         scattered over one axis after the other, and not over their product at once. Gathers begin
         with the last axis. The bytes are the same, and there are more collectives. Use it on TPUs:
         over an axis, or a product of axes, that fills a square torus, XLA turns reduce-scatters
-        into all-reduces, on large tori all-gathers too, which doubles the bytes. It does not do so
-        over one side of the torus after the other (`axis_name=("x", "y")` on a mesh of (16, 16)).
-        Where some links are slow, name their axis last. All-reduces always run over all axes at
-        once. For mode `"manual"`.
+        into all-reduces, and on large tori also all-gathers, which doubles the bytes. It does not
+        do so over one side of the torus after the other (`axis_name=("x", "y")` on a mesh of
+        (16, 16)). Where some links are slow, name their axis last. All-reduces always run over all
+        axes at once. For mode `"manual"`.
       norm_metrics: Whether training reports `gradient_norm`, `update_norm` and `parameter_norm`,
         the global norms of the gradient, of the optimizer's update and of the new parameters.
-      nonfinite: What a training step does about a loss or a gradient that is not finite, on any
-        device and in any minibatch. What the optimizer makes of finite ones is not checked.
+      nonfinite: The reaction of a training step to a loss or a gradient that is not finite, on any
+        device and in any minibatch. An optimizer's update of finite gradients is not checked.
         `"ignore"` (the default): nothing, at no cost.
         `"report"`: the metrics contain `nonfinite`, a pair whose sum is 1 in such a step and 0 in
-        others, and whose count is 1. If it is 0, `metrics["loss"]` is finite.
-        `"skip"`: the same, and such a step leaves the parameters, the optimizer's state with its
-        counters and schedules, and the model's other collections as they were, bit for bit.
+        other steps, and whose count is 1. If it is 0, `metrics["loss"]` is finite.
+        `"skip"`: the same, and such a step does not change the parameters, the optimizer's state
+        with its counters and schedules, nor the model's other collections, bit for bit.
         `state.step` and `state.rng` advance, because they count steps and not updates. Norms are
-        those of the gradient and of the update that were computed, and of the parameters that were
-        kept. The device decides, so the host does not wait.
+        those of the computed gradient, the computed update, and the parameters that were kept. The
+        device decides, so the host does not wait.
         In mode `"manual"` this adds no collective, but 8 bytes to the all-reduce of the metrics,
         which then waits for the gradients and is not merged with theirs. Where parameters are
         sharded over other axes than the batch's, it adds one all-reduce of 4 bytes. In the other
-        modes XLA combines what it finds in each gradient. `"skip"` needs every gradient before the
+        modes XLA combines the results of all gradients. `"skip"` needs every gradient before the
         first parameter changes: where XLA does not fuse the optimizer into one loop, as on CPUs,
         that takes memory for up to two more shards of the parameters.
-      sync_collections: What becomes of variables outside `params` whose values differ between
-        devices after a step, by collection or by path; the longest path that fits counts:
+      sync_collections: How to synchronise variables outside `params` whose values differ between
+        devices after a step, by collection or by path; the longest matching path wins:
         `{"stats": "sum", "stats/amax": "max"}`.
         `"mean"`, the mean over the devices, is right for running averages of means, such as those
         of `nn.BatchNorm`. `"sum"` is right for counters and other totals, integers too: the value
-        before the step and what all devices have added to it since, in all minibatches. `"max"` and
+        before the step plus all that the devices added to it, in all minibatches. `"max"` and
         `"min"` are right for running maxima and minima. None of them is right for a running average
         of *sums*, as in vector quantisers (`decay * old + (1 - decay) * total`): take
         `jax.lax.psum(total, axis)` in the model.
-        `batch_stats` is averaged if nothing else is said. Other variables that differ by their type
-        are refused if nothing is said about them. Those that do not differ by their type stay as
-        they are; a count that is taken from a shape (`seen += x.shape[0]`) is one, so it has to be
-        named. In other modes than `"manual"` a model sees the global batch, and nothing differs.
+        `batch_stats` is averaged by default. Other variables that differ by their type are refused
+        if this option does not name them. Variables that do not differ by their type stay as they
+        are. A count taken from a shape (`seen += x.shape[0]`) does not, so it has to be named. In
+        modes other than `"manual"` a model sees the global batch, and nothing differs.
       eval_dropout: Whether `eval_step` leaves dropout on, as Monte Carlo dropout needs it. Batch
         statistics come from the state in any case, and a `Transformer` smooths no labels and adds
-        no z-loss. What else your model does where it is told to train, it does then too. If not
-        (the default), training is turned off wherever a module is told to train: by an argument or
-        a field `train`, `training` or `is_training`, by `deterministic`, by `use_running_average`,
-        and in NNX by `eval()`. A module that draws from `rngs["dropout"]` and cannot be told is
+        no z-loss. Everything else that your model does in training stays on too. If `False` (the
+        default), training is turned off wherever a module is told to train: by an argument or a
+        field `train`, `training` or `is_training`, by `deterministic`, by `use_running_average`,
+        and in NNX by `eval()`. A module that draws from `rngs["dropout"]` and has no such switch is
         refused by its path. With dropout on, masks depend on the device, in a pipeline on the
-        microbatch, and on `state.rng`, which changes in each step. For several samples of one state
-        give it other keys: `state.replace(rng=key)`.
+        microbatch, and on `state.rng`, which changes in each step. To draw several samples of one
+        state, give it other keys: `state.replace(rng=key)`.
       compiler_options: XLA's options for the training and the evaluation step, by name, see
         `manualpar.core.mesh.compiler_options`; none if not given.
     """
@@ -210,12 +212,12 @@ def check_options(builder: str, options: Mapping[str, Any]) -> None:
         )
 
 
-# The dtypes in which floating-point parameters are stored: of frozen ones, and of those trained.
+# The dtypes in which floating-point parameters are stored: (frozen parameters, trained parameters).
 StoredDtypes = tuple[str | None, str | None]
 
 
 def check_wire(strategy: str, options: Mapping[str, Any]) -> tuple[StoredDtypes, CommPolicy]:
-    """The dtypes in which parameters are stored, and how they travel, from the options."""
+    """Reads the stored dtypes of parameters and their communication policy from the options."""
     mode = options.get("mode", "manual")
     names: dict[str, str | None] = {}
     for field in ("param_dtype", "frozen_dtype", "gather_dtype", "reduce_dtype"):
@@ -223,18 +225,18 @@ def check_wire(strategy: str, options: Mapping[str, Any]) -> tuple[StoredDtypes,
         try:
             names[field] = None if value is None else str(jnp.dtype(value))
         except TypeError:
-            names[field] = repr(value)  # What jax does not know is not allowed either.
+            names[field] = repr(value)  # JAX does not know it, so it is refused below.
         if value is not None and names[field] not in WIRE_DTYPES:
             raise ValueError(
                 f"{strategy}: {field}={value!r}, expected one of {WIRE_DTYPES} or None. (float16 "
                 "would overflow: gradients are summed before they are divided.)"
             )
-    if not options.get("reduce_code") and (asked := [f for f in ROUNDING if options.get(f)]):
-        raise ValueError(f"{strategy}: {asked[0]}=True with no reduce_code, expected a code.")
+    if not options.get("reduce_code") and (rounding := [f for f in ROUNDING if options.get(f)]):
+        raise ValueError(f"{strategy}: {rounding[0]}=True with no reduce_code, expected a code.")
     codes: Any = {f: BlockQuantizer(options[f]) for f in CODES if options.get(f)}
     dtypes = names["gather_dtype"], names["reduce_dtype"]
     wire = CommPolicy(*dtypes, options.get("axis_by_axis", False), **codes)
-    for field, got, expected, chosen in (
+    for field, got, expected, choice in (
         ("reduce_dtype", wire.reduce_dtype, None, "where it sums"),
         *((name, options.get(name), None, "what it sends") for name in CODES),
         ("axis_by_axis", wire.axis_by_axis, False, "how it sends"),
@@ -242,18 +244,18 @@ def check_wire(strategy: str, options: Mapping[str, Any]) -> tuple[StoredDtypes,
         if got and mode != "manual":
             raise ValueError(
                 f"{strategy}: {field}={got!r} with mode={mode!r}, expected {expected}: XLA chooses "
-                f"{chosen}. Use mode='manual'."
+                f"{choice}. Use mode='manual'."
             )
     return (names["frozen_dtype"] or names["param_dtype"], names["param_dtype"]), wire
 
 
 @contextlib.contextmanager
 def explain_dtypes(strategy: str, options: Mapping[str, Any]) -> Iterator[None]:
-    """Names the options that give parameters a dtype where JAX refuses it beside another one.
+    """Explains JAX's error about two floating-point dtypes if an option gives one of them.
 
     Raises:
-      TypeError: An operation of the model or the loss has operands of two floating-point dtypes, of
-        which one is an option's; other errors pass.
+      TypeError: An operation of the model or the loss combines a dtype that an option gives with
+        another. Other errors pass.
     """
     try:
         yield
@@ -262,12 +264,12 @@ def explain_dtypes(strategy: str, options: Mapping[str, Any]) -> Iterator[None]:
         dtypes = set(_FLOATING.findall(said))
         if len(dtypes) < 2 or said.startswith(f"{strategy}:"):
             raise
-        given = {name: options.get(name) for name in STORED_OR_GATHERED}
-        named = [f"{name}={x!r}" for name, x in given.items() if x and str(jnp.dtype(x)) in dtypes]
-        if not named:
+        values = {name: options.get(name) for name in STORED_OR_GATHERED}
+        causes = [f"{key}={x!r}" for key, x in values.items() if x and str(jnp.dtype(x)) in dtypes]
+        if not causes:
             raise
         raise TypeError(
-            f"{strategy}: with {' and '.join(named)} the model or the loss combines arrays of the "
+            f"{strategy}: with {' and '.join(causes)} the model or the loss combines arrays of the "
             f"dtypes {' and '.join(sorted(dtypes))}, expected one. Layers that have no dtype "
             "compute in that of their parameters: give the model a dtype, or cast what it adds of "
             f"its own to the dtype of its activations. (JAX says: {' '.join(said.split())})"

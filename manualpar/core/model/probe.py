@@ -1,11 +1,12 @@
 """Finds out how a loss uses parameters, before any of them is sharded.
 
-The loss is traced once, abstractly, with each parameter in a box that takes notes. The box notes
-the dimensions that `nn.scan` and `nn.vmap` run over, because those must stay whole. It holds an
-array of keys in the parameter's place, with which nothing can be computed: code that reads the
-box's content without asking the box, and would take a shard for the parameter, fails here. Zeros
-beside the keys notice code that differentiates the parameter: the gather's hand-written gradient is
-that of a loss, and a gradient within a loss would count every device.
+The loss is traced once, abstractly, with each parameter in a box that records its uses. The box
+records the dims that `nn.scan` and `nn.vmap` run over, because these dims must not be sharded.
+
+The box contains an array of random keys instead of the parameter. Arithmetic on keys fails, so code
+that reads the content without `unbox()`, and would compute with a shard, fails here. The box also
+contains zeros, which detect code that differentiates the parameter: a gather's handwritten gradient
+is the gradient of a mean over devices, so it would be wrong within a loss.
 """
 
 import linecache
@@ -23,54 +24,58 @@ from manualpar.core.parameters.array_box import ArrayBox
 from manualpar.core.parameters.collectives import cast_to_varying, varying_axes
 from manualpar.core.parameters.placement import is_inside, path_name
 
-# Packages whose lines are not the user's.
+# Packages that are not the user's code.
 LIBRARIES = frozenset({"flax", "jax", "jaxlib", "manualpar", "numpy", "optax"})
-# Traces the loss as a step calls it, with abstract parameters to which a function is applied first.
+# Applies a function to abstract parameters, and traces the loss with its result as a step does.
 TraceLoss = Callable[[Any, Callable[[Any], Any]], None]
 
 
 def find_loop_dims(
     strategy: str, trace_loss: TraceLoss, params: Any, boxed: Any, *, gathers_in_loss: bool
 ) -> dict[str, frozenset[int]]:
-    """Finds the dimensions of parameters that `nn.scan` and `nn.vmap` run over, by path.
+    """Finds the dims of parameters that `nn.scan` and `nn.vmap` run over, by path.
 
-    It looks at the parameters for which `boxed` has a true leaf. With `gathers_in_loss` this
-    package gathers parameters where the loss reads them, so that none may be differentiated there.
+    Args:
+      strategy: The strategy's name, for messages.
+      trace_loss: Traces the loss.
+      params: The tree of abstract parameters.
+      boxed: The same tree with a true leaf for each parameter to look at.
+      gathers_in_loss: Whether this package gathers parameters where the loss reads them. If so,
+        none may be differentiated there.
 
     Raises:
-      ValueError: A parameter is read other than by a module that asks for it, or differentiated.
+      ValueError: A parameter is differentiated, or read without its module's `self.param`.
     """
     key_dtype = jax.eval_shape(lambda: jax.random.key(0)).dtype
-    notes: dict[str, set[int]] = {}
+    loop_dims: dict[str, set[int]] = {}
 
     def failure(boxed: Any) -> Exception | None:
-        """The error, if any, that the loss raises with these parameters in boxes."""
+        """Returns the error, if any, that the loss raises with these parameters in boxes."""
 
         def box(path: Any, is_boxed: bool, x: Any, value: Any) -> Any:
             if not is_boxed:
                 return value
-            dims = _Notes(notes.setdefault(path_name(path), set()))
+            record = _LoopDims(loop_dims.setdefault(path_name(path), set()))
             names = tuple(map(str, range(x.ndim)))
-            witness = jnp.zeros(value.shape) if gathers_in_loss else None
-            own = {"notes": dims, "part_shape": value.shape, "whole_shape": x.shape}
-            own["witness"] = witness
-            return _Probe(value, names, dtype=x.dtype, **own)
+            zeros = jnp.zeros(value.shape) if gathers_in_loss else None
+            fields = {"loop_dims": record, "part_shape": value.shape, "global_shape": x.shape}
+            return _Probe(value, names, dtype=x.dtype, zeros=zeros, **fields)
 
         def box_all(values: Any) -> Any:
             return jax.tree_util.tree_map_with_path(box, boxed, params, values)
 
-        def stored(is_boxed: bool, x: Any) -> Any:
+        def with_keys(is_boxed: bool, x: Any) -> Any:
             return jax.ShapeDtypeStruct(x.shape, key_dtype) if is_boxed else x
 
         try:
-            trace_loss(jax.tree.map(stored, boxed, params), box_all)
+            trace_loss(jax.tree.map(with_keys, boxed, params), box_all)
         except Exception as error:
             return error
         return None
 
     error = failure(boxed)
     if error is not None:
-        trace_loss(params, lambda params: params)  # Raises what the boxes are not to blame for.
+        trace_loss(params, lambda params: params)  # Raises an error that is not due to the boxes.
         read = _find_read(boxed, failure)
         raise ValueError(
             f"{strategy}: parameters that are to be sharded, of {', '.join(map(repr, read))}, are "
@@ -82,11 +87,11 @@ def find_loop_dims(
             f"replicate={read!r} with fsdp, hsdp or zero. All is whole with data_parallel, if no "
             "annotation shards it and pipeline= spreads no layers."
         ) from error
-    return {path: frozenset(dims) for path, dims in notes.items()}
+    return {path: frozenset(dims) for path, dims in loop_dims.items()}
 
 
 def _place(error: Exception) -> str:
-    """Where in the user's code an error arose, and why if it is in words of this package."""
+    """Returns the user's line that raised an error, and the error's text if it is ours."""
     foreign = sys.stdlib_module_names | LIBRARIES
     place = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
@@ -99,20 +104,20 @@ def _place(error: Exception) -> str:
 
 
 def _find_read(boxed: Any, failure: Callable[[Any], Exception | None]) -> tuple[str, ...]:
-    """The first modules, three at most, whose boxed parameters make a trace fail."""
+    """Finds the first modules, at most three, whose boxed parameters make a trace fail."""
     paths = [path_name(path) for path, is_boxed in jax.tree.leaves_with_path(boxed) if is_boxed]
 
-    def fails(some: list[str]) -> bool:
-        chosen = jax.tree.map_with_path(lambda path, _: path_name(path) in some, boxed)
-        return failure(chosen) is not None
+    def fails(candidates: list[str]) -> bool:
+        selected = jax.tree.map_with_path(lambda path, _: path_name(path) in candidates, boxed)
+        return failure(selected) is not None
 
     found: list[str] = []
     while len(found) < 3 and paths and (not found or fails(paths)):
-        some = paths
-        while len(some) > 1:
-            half = len(some) // 2
-            some = some[:half] if fails(some[:half]) else some[half:]
-        found.append(some[0].rpartition("/")[0] or some[0])
+        candidates = paths
+        while len(candidates) > 1:  # Bisects.
+            half = len(candidates) // 2
+            candidates = candidates[:half] if fails(candidates[:half]) else candidates[half:]
+        found.append(candidates[0].rpartition("/")[0] or candidates[0])
         paths = [path for path in paths if not is_inside(path, found[-1])]
     return tuple(found)
 
@@ -135,62 +140,63 @@ def _refuse(x: jax.Array) -> Any:
 _refuse_derivative.defvjp(_refuse, lambda _, g: (g,))
 
 
-class _Notes:
-    """The dimensions of a parameter that loops run over; one object in all copies of a box."""
+class _LoopDims:
+    """The dims of a parameter that loops run over; all copies of a box share one object."""
 
     def __init__(self, dims: set[int]) -> None:
         self.dims = dims
 
 
 class _Probe(ArrayBox, eq=False):
-    """A box of keys that stands for a parameter and notes how it is used.
+    """A box of keys that replaces a parameter and records how it is used.
 
-    Its `names` are the numbers of the parameter's dims, `None` for one that a loop has added.
+    Its `names` are the numbers of the parameter's dims, `None` for a dim that a loop has added.
     """
 
     dtype: Any = flax.struct.field(default=None, pytree_node=False)
-    notes: Any = flax.struct.field(default=None, pytree_node=False)
+    loop_dims: Any = flax.struct.field(default=None, pytree_node=False)
     part_shape: tuple[int, ...] = flax.struct.field(default=(), pytree_node=False)
-    whole_shape: tuple[int, ...] = flax.struct.field(default=(), pytree_node=False)
-    # Zeros that go where the keys go, and unlike them can be differentiated.
-    witness: Any = None
+    global_shape: tuple[int, ...] = flax.struct.field(default=(), pytree_node=False)
+    # Loops and transformations slice these as they slice the keys. Zeros can be differentiated.
+    zeros: Any = None
 
     def unbox(self, apply_constraint: bool = True) -> Any:
-        """A parameter of the expected shape, typed as a gathered one is.
+        """Returns zeros of the expected shape, typed as a gathered parameter is.
 
-        It refuses content that was changed without asking the box, or is differentiated.
+        Raises:
+          ValueError: The content was changed without the box, or is differentiated.
         """
-        if self.witness is not None:
-            _refuse_derivative(self.witness)
-        own = [None if name is None else self.part_shape[int(name)] for name in self.names]
+        if self.zeros is not None:
+            _refuse_derivative(self.zeros)
+        expected = [None if name is None else self.part_shape[int(name)] for name in self.names]
         shape = self.value.shape
-        if len(own) != len(shape) or any(
-            a not in (None, b) for a, b in zip(own, shape, strict=True)
+        if len(expected) != len(shape) or any(
+            a not in (None, b) for a, b in zip(expected, shape, strict=True)
         ):
-            raise ValueError(f"model: an array of shape {shape} is taken for a shard of {own}")
+            raise ValueError(f"model: an array of shape {shape} is taken for a shard of {expected}")
         spec = jax.typeof(self.value).sharding.spec
         sharding = {"out_sharding": spec} if any(spec) else {}
         if self.is_whole:
             dims = zip(self.names, shape, strict=True)
-            shape = tuple(n if name is None else self.whole_shape[int(name)] for name, n in dims)
+            shape = tuple(n if name is None else self.global_shape[int(name)] for name, n in dims)
         zeros = jnp.zeros(shape, self.dtype, **sharding)
         return cast_to_varying(zeros, varying_axes(self.value))
 
     def of_one_array(self) -> "_Probe":
-        """The box with the keys alone, which nobody can differentiate."""
+        """Returns the box with only the keys, which cannot be differentiated."""
         self.unbox()
-        return self.replace(witness=None)
+        return self.replace(zeros=None)
 
     def add_axis(self, index: int, params: dict[Any, Any]) -> "_Probe":
-        """A dimension that is not the parameter's own."""
+        """Adds a dim that the parameter does not have."""
         names = list(self.names)
         names.insert(index % (len(names) + 1), None)
         return self.replace(names=tuple(names))
 
     def remove_axis(self, index: int, params: dict[Any, Any]) -> "_Probe":
-        """Notes the dimension."""
+        """Records the dim as one that a loop runs over."""
         names = list(self.names)
         dim = names.pop(index % len(names))
         if dim is not None:
-            self.notes.dims.add(int(dim))
+            self.loop_dims.dims.add(int(dim))
         return self.replace(names=tuple(names))

@@ -1,11 +1,11 @@
 """Initial carries of recurrent cells, made to vary over devices as the inputs do.
 
-A scan demands a carry of one type from beginning to end. A cell's `initialize_carry` makes a
-constant, which is the same on all devices, but the first step makes it vary. The carry is therefore
-cast while a model is called, in `nn.RNN` and in a user's own scan.
+A scan needs a carry of the same type in all iterations. A cell's `initialize_carry` makes a
+constant, which is the same on all devices, but the first iteration makes it vary. Therefore the
+carry is cast while a model is called, in `nn.RNN` and in a user's own scan.
 
 Linen's cells are made where they are used, and flax's interceptors do not see this method. So their
-classes are changed, for the time of the call and for the calling thread alone.
+classes are patched during the call, in the calling thread only.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ METHOD = "initialize_carry"
 
 
 def varying_linen_carries(inputs: Any) -> contextlib.AbstractContextManager[None]:
-    """Has Linen's cells make carries of the type that a scan over the inputs needs.
+    """Casts the carries that Linen's cells make to the type that a scan over the inputs needs.
 
     Args:
       inputs: The arguments of the model's call, see `vary_like`.
@@ -41,12 +41,11 @@ def varying_linen_carries(inputs: Any) -> contextlib.AbstractContextManager[None
 
 
 def vary_like(inputs: Any) -> Callable[[jax.Array], jax.Array]:
-    """A function that gives a carry of leading dimension batch the type of the inputs.
+    """Returns a function that casts a carry `[B, ...]` to vary as the inputs do.
 
     Args:
-      inputs: Arrays of leading dimension batch, among other things. The carry varies over the
-        devices that these vary over. Where shardings are types, it is sharded as these are along
-        their leading dimension.
+      inputs: A tree with arrays `[B, ...]`. The carry varies over the axes over which these vary.
+        Where shardings are types, its dim 0 is sharded as theirs.
     """
     arrays = [x for x in jax.tree.leaves(inputs) if isinstance(x, jax.Array)]
     axes = varying_axes(arrays)
@@ -63,5 +62,5 @@ def vary_like(inputs: Any) -> Callable[[jax.Array], jax.Array]:
 
 
 def with_subclasses(base: Any) -> set[Any]:
-    """A class and all below it."""
+    """Returns a class and all its subclasses."""
     return {base}.union(*map(with_subclasses, base.__subclasses__()))

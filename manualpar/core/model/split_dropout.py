@@ -1,13 +1,13 @@
-"""Keys of dropout for activations that are split over a model axis.
+"""Dropout keys for activations that are split over a model axis.
 
-The key that a loss gets differs over the axes that split the batch, and is the same along a model
-axis. So is the mask of what is the same on all devices along that axis, as it has to be. Where the
-activations are split the devices would all drop the same of their own parts. Their key is
-therefore folded with the device's place. The type of the activations says which of the two it is.
+The key of a loss differs over the axes that split the batch, and is the same along a model axis.
+This is right for activations that are replicated along the model axis, because they need the same
+mask on all its devices. But split activations would be dropped at the same positions of every
+shard. Therefore their key is folded with the device's index. The type of the activations decides.
 
-Invariants: where no activation varies over more axes than the key, and along axes of one device,
-keys stay as they are. So does a key that is the same on all devices, because a program makes none:
-somebody wants it to be.
+Invariants: a key does not change if the activations vary over no more axes than the key, nor along
+axes of one device. Neither does a key that is the same on all devices: programs make no such key,
+so the user wants it to be the same.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from manualpar.core.tracing.scopes import TENSOR_SCOPE
 
 
 def key_like(key: jax.Array, x: jax.Array) -> jax.Array:
-    """A key that differs along the axes that `x` varies over.
+    """Makes a key differ along the axes that `x` varies over.
 
     Communication:
       None.
@@ -35,21 +35,21 @@ def key_like(key: jax.Array, x: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class SplitAttention:
-    """The `attention_fn` of flax's attention with a key as its queries need it.
+    """Wraps the `attention_fn` of flax's attention, and gives it a dropout key like its queries.
 
-    Attention draws its key itself, before anything says whether its heads are split. With
-    `broadcast_dropout` all heads have one mask, on whichever device they are.
+    Attention draws its key itself, before it is known whether its heads are split. With
+    `broadcast_dropout` all heads share one mask on all devices.
     """
 
     attention_fn: Callable[..., Any]
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        """The function whose signature says what flax passes."""
+        """The function whose signature flax reads."""
         return self.attention_fn
 
     def __call__(self, query: jax.Array, *args: Any, **kwargs: Any) -> Any:
-        """As `attention_fn`; flax passes what concerns dropout by name."""
+        """Calls `attention_fn`; flax passes the arguments of dropout by name."""
         key = kwargs.get("dropout_rng")
         if key is not None and not kwargs.get("broadcast_dropout", False):
             kwargs["dropout_rng"] = key_like(key, query)

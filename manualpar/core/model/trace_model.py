@@ -1,8 +1,8 @@
-"""All that a program knows about the model and the loss that it was given, found out once.
+"""Traces a model and its loss once, for all that a program needs to know about them.
 
-`trace_model` makes, initialises and traces the model abstractly and returns one value, a
-`TracedModel`. Nothing else asks whether the model is of Linen or of NNX, how it is called, what it
-carries from step to step, what its annotations say, or which dimensions its loops run over.
+`trace_model` makes, initialises and traces the model abstractly, and returns a `TracedModel`. No
+other module has to find out whether it is a Linen or an NNX model, how it is called, which
+collections it updates, how it is annotated, or which dims its loops run over.
 """
 
 import dataclasses
@@ -51,13 +51,13 @@ class TracedModel:
     Attributes:
       apply_fn: The model's `apply`, for the training state.
       parameters: The tree of parameters with a `ParameterInfo` at each leaf.
-      trainable: Globs over the paths of those that are trained.
-      stored_dtypes: The dtypes, if given, in which frozen ones and others are stored.
+      trainable: Globs over the paths of the trained parameters.
+      stored_dtypes: The dtypes, if given, in which frozen and trained parameters are stored.
       keeps_types: Whether the model's initialisers type its parameters as sharded.
       sync_collections: How collections that differ between devices are synchronised.
       variables: The abstract variables that `create_variables` makes.
       mode: Who writes the collectives.
-      adapter: The model.
+      adapter: The interface of the model.
     """
 
     apply_fn: Callable[..., Any]
@@ -74,9 +74,9 @@ class TracedModel:
     _loss_fn: LossFn
 
     def create_variables(self, key: jax.Array) -> dict[str, Any]:
-        """The initial variables by collection: `params`, and those that a training state carries.
+        """Creates the initial variables by collection: `params`, and collections of the state.
 
-        They are whole and in no boxes; parameters are in the dtypes that they are stored in.
+        They are unsharded and in no boxes. Parameters have the dtypes in which they are stored.
         """
         variables = strip_boxes(self._init(key))
         return {name: variables[name] for name in self.variables}
@@ -96,10 +96,10 @@ class TracedModel:
         return loss, metrics, apply_fn.collections
 
     def eval_metrics(self, params: Any, collections: Any, batch: Any, rng: jax.Array) -> Metrics:
-        """The metrics of the same loss with training turned off; arguments as `train_loss`."""
-        model = dataclasses.replace(self.adapter, phase=self._eval_phase)
-        evaluated = dataclasses.replace(self, adapter=model)
-        return evaluated.train_loss(params, collections, batch, rng)[1]
+        """Calls `train_loss` with training turned off, and returns its metrics."""
+        interface = dataclasses.replace(self.adapter, phase=self._eval_phase)
+        in_evaluation = dataclasses.replace(self, adapter=interface)
+        return in_evaluation.train_loss(params, collections, batch, rng)[1]
 
 
 def trace_model(
@@ -115,7 +115,7 @@ def trace_model(
     is_gathered: Callable[[ParameterInfo], bool],
     gathers_in_loss: bool,
 ) -> TracedModel:
-    """Finds out all about a model and its loss; computes nothing and touches no device.
+    """Traces a model and its loss; computes nothing and touches no device.
 
     Args:
       strategy: The strategy's name, for messages.
@@ -125,9 +125,9 @@ def trace_model(
       batch_specs: The tree of the batch with a `PartitionSpec` at each leaf.
       mode: Who writes the collectives.
       stored_dtypes: The dtypes that floating-point parameters are cast to.
-      options: The `ProgramOptions`; only those about the model are read.
-      is_gathered: Whether a parameter would be sharded, or cast where it is used, if no loop ran
-        over it and it had no annotation.
+      options: The `ProgramOptions`; only options of the model are read.
+      is_gathered: Returns whether a parameter would be sharded, or cast where it is used, if no
+        loop ran over it and it had no annotation.
       gathers_in_loss: Whether parameters are gathered where the loss reads them.
     """
     mesh, data_axes = mode.mesh, mode.data_axes
@@ -138,9 +138,9 @@ def trace_model(
         data_axes=data_axes,
         on_global_arrays=not mode.writes_collectives,
     )
-    adapted = dataclasses.replace(_adapt(strategy, model, mode), axis_aliases=aliases)
+    interface = dataclasses.replace(_interface_of(strategy, model, mode), axis_aliases=aliases)
     init_args = options.get("init_args")
-    trainable = tuple(options.get("trainable") or adapted.trainable)
+    trainable = tuple(options.get("trainable") or interface.trainable)
 
     def cast(params: Any) -> Any:
         def cast_one(path: Any, x: Any) -> Any:
@@ -150,18 +150,18 @@ def trace_model(
         return jax.tree_util.tree_map_with_path(cast_one, params, is_leaf=is_box)
 
     init, variables = initialisation(
-        adapted, batch, batch_specs, mode, init_args=init_args, cast=cast
+        interface, batch, batch_specs, mode, init_args=init_args, cast=cast
     )
     boxed_params = variables["params"]
     if not jax.tree.leaves(boxed_params):
         expected = "expected some to train; in NNX those that an nnx.Param holds"
-        raise ValueError(f"{strategy}: model {adapted!r} has no parameters, {expected}.")
-    variables, whole = strip_boxes(variables), PartitionSpec()
+        raise ValueError(f"{strategy}: model {interface!r} has no parameters, {expected}.")
+    variables, replicated = strip_boxes(variables), PartitionSpec()
     key = jax.eval_shape(lambda: jax.random.key(0))
     describe = functools.partial(
         describe_parameters, mesh=mesh, rules=mode.rules, data_axes=data_axes
     )
-    # Loops are unknown yet, and annotations may name the dimensions that they run over.
+    # Loops are not known yet, and annotations may name the dims that they run over.
     infos = describe(
         jax.tree.map(
             lambda x: x if isinstance(x, SplitParameter) else strip_boxes(x),
@@ -173,32 +173,36 @@ def trace_model(
     typed = typed_specs(boxed_params)
     specs = computed_specs(infos) if mode.writes_collectives else typed
 
-    def own_part(params: Any) -> Any:
-        """What the model computes with, of parameters that lie as `specs` says."""
+    def model_shards(params: Any) -> Any:
+        """Takes the shards with which the model computes, from parameters sharded as `specs`."""
         if not mode.writes_collectives:
             return params
         return jax.tree.map(lambda info, x: take_shared(x, info.shared_names), infos, params)
 
     def trace_call(call: Callable[..., None], variables: Any) -> None:
-        def on_own_part(variables: Any, *args: Any) -> None:
-            call({**variables, "params": own_part(variables["params"])}, *args)
+        def with_shards(variables: Any, *args: Any) -> None:
+            call({**variables, "params": model_shards(variables["params"])}, *args)
 
-        in_specs = (dict.fromkeys(variables, whole) | {"params": specs}, whole, batch_specs)
-        trace(mode, on_own_part, in_specs, variables, key, batch)
+        variable_specs = dict.fromkeys(variables, replicated) | {"params": specs}
+        in_specs = (variable_specs, replicated, batch_specs)
+        trace(mode, with_shards, in_specs, variables, key, batch)
 
-    collections = find_carried_collections(adapted, variables, trace_call, init_args)
+    collections = find_carried_collections(interface, variables, trace_call, init_args)
+    loss_specs = (specs, replicated, replicated, batch_specs)
 
-    def trace_loss(params: Any, box: Callable[[Any], Any], model: ModelInterface = adapted) -> None:
+    def trace_loss(
+        params: Any, box: Callable[[Any], Any], model: ModelInterface = interface
+    ) -> None:
         def call(params: Any, collections: Any, rng: jax.Array, batch: Any) -> None:
-            rng, params = mode.fold(rng), box(own_part(params))
+            rng, params = mode.fold(rng), box(model_shards(params))
             if mode.writes_collectives:
                 params = as_whole(boxed_parts(infos, params))
             apply_fn = CarryingApply(model, collections, PartOfDevice(infos))
             call_loss(loss_fn, params, apply_fn, batch, rng)
 
-        trace(mode, call, (specs, whole, whole, batch_specs), params, collections, key, batch)
+        trace(mode, call, loss_specs, params, collections, key, batch)
 
-    adapted.check(lambda model: trace_loss(variables["params"], lambda params: params, model))
+    interface.check(lambda model: trace_loss(variables["params"], lambda params: params, model))
     params, loop_dims = variables["params"], dict[str, frozenset[int]]()
     stacked = frozenset[str]()
     if pipeline := options.get("pipeline"):
@@ -207,16 +211,14 @@ def trace_model(
 
         def find_stacked(params: Any, collections: Any, rng: jax.Array, batch: Any) -> None:
             def loss(params: Any) -> Any:
-                return call_loss(loss_fn, params, CarryingApply(adapted, collections), batch, rng)
+                return call_loss(loss_fn, params, CarryingApply(interface, collections), batch, rng)
 
-            closed = jax.make_jaxpr(loss)(own_part(params))
+            closed = jax.make_jaxpr(loss)(model_shards(params))
             found.append(pipeline.stacked(closed, paths, mesh.shape[pipeline.axis]))
 
-        trace(
-            mode, find_stacked, (specs, whole, whole, batch_specs), params, collections, key, batch
-        )
+        trace(mode, find_stacked, loss_specs, params, collections, key, batch)
         stacked = found[0]
-    # A stage has its layers of a stack in a box, whether they are gathered or not.
+    # Stacked layers of a pipeline are in boxes, whether they are gathered or not.
     boxed = jax.tree.map(
         lambda x, info: is_box(x) or is_gathered(info) or info.path in stacked,
         boxed_params,
@@ -240,14 +242,14 @@ def trace_model(
     all_dims = {info.path: info.loop_dims for info in jax.tree.leaves(infos)}
     sync = options.get("sync_collections", {})
     return TracedModel(
-        apply_fn=adapted.apply_fn,
+        apply_fn=interface.apply_fn,
         parameters=infos,
         trainable=trainable,
         stored_dtypes=stored_dtypes,
         keeps_types=any(jax.tree.leaves(typed)),
         sync_collections=check_sync_collections(strategy, sync, collections),
         variables={"params": params, **collections},
-        adapter=dataclasses.replace(adapted, loop_dims=all_dims),
+        adapter=dataclasses.replace(interface, loop_dims=all_dims),
         _eval_phase="eval_dropout" if options.get("eval_dropout", False) else "eval",
         _init=init,
         _loss_fn=loss_fn,
@@ -258,7 +260,7 @@ def trace_model(
 def _check_same_along_model_axes(loss: Any, metrics: Metrics, data_axes: frozenset[str]) -> None:
     """Refuses a loss or a metric that differs along axes along which the batch is the same.
 
-    Its gradient would be that of the sum over these devices.
+    Its gradient would be the gradient of the sum over these devices.
     """
     named = {f"metrics[{name!r}]": metric for name, metric in metrics.items()}
     for name, value in {"the loss": loss, **named}.items():
@@ -271,17 +273,17 @@ def _check_same_along_model_axes(loss: Any, metrics: Metrics, data_axes: frozens
             )
 
 
-def _adapt(strategy: str, model: Any, mode: Manual) -> ModelInterface:
-    """The model's adapter; a function that makes a model finds the mesh if it needs it."""
+def _interface_of(strategy: str, model: Any, mode: Manual) -> ModelInterface:
+    """Makes the model's interface; a function that makes the model finds a mesh if it needs one."""
 
-    def adapt_on_mesh() -> Any:
+    def make_on_mesh() -> Any:
         assert mode.model_mesh is not None
         with jax.sharding.use_abstract_mesh(mode.model_mesh):
             return interface_of(model)
 
-    adapted = with_mesh_if_needed(mode, lambda: interface_of(model), adapt_on_mesh)
-    if isinstance(adapted, ModelInterface):
-        return adapted
+    interface = with_mesh_if_needed(mode, lambda: interface_of(model), make_on_mesh)
+    if isinstance(interface, ModelInterface):
+        return interface
     hint = " Pass its .module." if isinstance(getattr(model, "module", None), nn.Module) else ""
     raise TypeError(
         f"{strategy}: model is {model!r}, expected an instance of a flax.linen.Module, or an "

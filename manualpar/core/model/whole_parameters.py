@@ -1,11 +1,12 @@
-"""What a loss reads of parameters that the model computes with in parts (`split_parameter`).
+"""Parameters as a loss reads them, where the model computes with parts (`split_parameter`).
 
-A penalty on experts is one on all of them, as on one device. So a loss gets boxes that gather over
-all axes, experts too. `apply_fn` takes them back to what the model asks for: boxes that leave split
-dimensions as they are and, of an array that the loss has gathered, this device's part.
+A penalty on experts covers all of them, as on one device. So a loss gets boxes that gather over all
+axes, including those of experts. `apply_fn` turns them back into the parameters that the model asks
+for: boxes that leave split dims as they are, and this device's part of an array that the loss has
+gathered.
 
-The gather is typed as the same on all devices. Where devices then add it to losses of their own,
-the cast sums their gradients, which is what the gradient of experts is in any case.
+The gather's result is typed as the same on all devices. Where a device adds it to its own loss, the
+cast sums the gradients over the devices, as the gradient of experts is summed in any case.
 """
 
 import dataclasses
@@ -22,14 +23,14 @@ from manualpar.core.parameters.split_parameter import take_shared
 
 
 def as_whole(params: Any) -> Any:
-    """Makes boxes that a loss may read."""
+    """Makes boxes gather over all axes, for a loss that reads them."""
     return jax.tree.map(
         lambda x: x.replace(is_whole=True) if isinstance(x, ArrayBox) else x, params, is_leaf=is_box
     )
 
 
 def boxed_parts(infos: Any, params: Any) -> Any:
-    """Puts the parts of split parameters into boxes, if they are in none."""
+    """Boxes the parts of split parameters that are in no box."""
 
     def box(info: Any, x: Any) -> Any:
         names = split_names(info)
@@ -40,7 +41,7 @@ def boxed_parts(infos: Any, params: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class PartOfDevice:
-    """Makes what the model computes with of the parameters that a loss has.
+    """Turns the parameters that a loss has into those that the model computes with.
 
     Attributes:
       infos: The tree of parameters with a `ParameterInfo` at each leaf.
@@ -49,7 +50,7 @@ class PartOfDevice:
     infos: Any
 
     def __call__(self, params: Any) -> Any:
-        """The same tree of boxes and arrays.
+        """Returns the tree with boxes of parts, and with parts of gathered arrays.
 
         Communication:
           None. Backward, of an array that the loss has gathered, an all-reduce of its gradient.

@@ -1,4 +1,4 @@
-"""What a loss that couples examples needs: those of all devices."""
+"""Gathers the examples of all devices, for losses that couple examples."""
 
 from typing import Any
 
@@ -12,36 +12,37 @@ from manualpar.core.tracing.scopes import EXAMPLES_SCOPE
 
 
 def gather_examples(x: Any, axis_name: AxisName | None = None) -> Any:
-    """Gathers what the devices have computed of their examples, for a loss that couples examples.
+    """Gathers arrays with one entry for each example, for a loss that couples examples.
 
-    Such a loss (in-batch negatives, a statistic of the whole batch) is written once: with this, it
-    is the same on one device and on many, in every mode.
+    Such a loss (in-batch negatives, a statistic of the whole batch) is written once: with this
+    function its value is the same on one device and on many, in every mode.
 
     Args:
-      x: A tree of arrays `[b, ...]` of any dtype, along whose first dim the device's examples are.
+      x: A tree of arrays `[b, ...]` of any dtype, whose first dim is the device's examples.
       axis_name: The mesh axis, or tuple of axes, over which the batch is split, in the order of
-        `program.data_axes`. If not given, those over which a leaf of `x` varies, in the order of
+        `program.data_axes`. If not given, the axes over which a leaf of `x` varies, in the order of
         the mesh.
 
     Returns:
       The tree with leaves `[B, ...]`: the examples of all devices, in the order of the batch. With
-      `num_minibatches` those are the examples of one minibatch: the `m`-th part of every device's
-      share. Where no mesh axis is manual (on one device, in the modes in which XLA writes the
-      collectives) `x` has all examples already and is returned as it is; only where shardings are
-      types it is made whole, so that it can meet what is sharded.
+      `num_minibatches` it has the examples of one minibatch: the `m`-th part of every device's
+      share. Where no mesh axis is manual (on one device, and in the modes in which XLA writes the
+      collectives) `x` has all examples already and is returned unchanged. In mode `"explicit"`,
+      where shardings are types, it is replicated, so that it can be combined with sharded arrays.
 
     Raises:
-      ValueError: A leaf has no dims, an axis is not bound, or the types do not say which axes are
-        meant. A program that is built with the axes in another order than the batch's is refused.
+      ValueError: A leaf has no dims, an axis is not bound, or `x` varies over no axis by its type.
+        Building a program fails if the axes are in another order than the batch's.
 
     Communication:
       One all-gather for each leaf: a device sends `(N - 1) / N` of the gathered bytes. Backward one
       reduce-scatter of the same size for each leaf that has a gradient.
 
     Gradient:
-      That of JAX's all-gather: each device's examples get the sum of the gradients of all devices'
-      losses. With the mean over the devices that a program takes, it is exact both if every device
-      computes the whole loss and if each computes the loss of its own examples against all.
+      The gradient of JAX's all-gather: each device's examples get the sum of the gradients of all
+      devices' losses. A program averages over the devices, so the gradient is exact both if every
+      device computes the loss of all examples and if each computes the loss of its own examples
+      against all.
     """
     for path, leaf in jax.tree_util.tree_leaves_with_path(x):
         if not jnp.ndim(leaf):
@@ -59,9 +60,9 @@ def gather_examples(x: Any, axis_name: AxisName | None = None) -> Any:
         axes = tuple(axis for axis in mesh.axis_names if axis in varying)
         if not axes:
             raise ValueError(
-                "gather_examples: x is the same on all devices by its type, expected what is "
+                "gather_examples: x is the same on all devices by its type, expected a value "
                 "computed from the batch. Name the axes (axis_name=program.data_axes), or gather "
-                "it in one tree with what varies."
+                "it in one tree with a value that varies."
             )
     else:
         axes = axis_tuple(axis_name)
@@ -75,5 +76,5 @@ def gather_examples(x: Any, axis_name: AxisName | None = None) -> Any:
 
 
 def _unshard_examples(x: jax.Array) -> jax.Array:
-    """All examples on every device, where shardings are types."""
+    """Replicates all examples, where shardings are types."""
     return jax.sharding.reshard(x, PartitionSpec(None, *jax.typeof(x).sharding.spec[1:]))

@@ -1,17 +1,17 @@
-"""What codes leave out of gradients is sent with the next step's, or right on average by itself.
+"""Corrects the rounding of quantized gradients: by error feedback or by stochastic rounding.
 
-A device's *residual* of a parameter is what the code of its own gradient left out. It is added to
-the gradient of the next step before that is encoded, so that nothing is left out for good (1-bit
-SGD: Seide et al., https://doi.org/10.21437/Interspeech.2014-274; error feedback: Karimireddy et
-al., https://arxiv.org/abs/1901.09847). Of all devices together it is an array with a leading
-dimension, sharded over the axes over which codes are exchanged: `state.local["residuals"]`, a tree
-like the parameters'.
+Error feedback: a device's *residual* of a parameter is the part of its gradient that quantization
+left out. It is added to the gradient of the next step before quantization, so that nothing is lost
+for good (1-bit SGD: Seide et al., https://doi.org/10.21437/Interspeech.2014-274; Karimireddy et
+al., https://arxiv.org/abs/1901.09847). The devices' residuals are one global array with a
+leading dimension, which is sharded over the axes of the quantized reduction:
+`state.local["residuals"]`, a tree like the parameters'.
 
-Residuals are for gradients that are encoded once a step, after all minibatches. What the backward
-pass encodes, or each minibatch, has none to begin with and none to return.
+Residuals exist only for gradients that are quantized once a step, after all minibatches. The
+backward pass and single minibatches cannot read or return a residual.
 
-Rounding at random (`StochasticQuantizer`) is for all gradients. It takes a key that every step
-makes anew for each parameter. A key made of the gradient alone would round equal gradients equally.
+Stochastic rounding (`StochasticQuantizer`) works for all gradients. Every step draws a new key for
+each parameter. A key that depends only on the gradient would round equal gradients equally.
 """
 
 import dataclasses
@@ -35,25 +35,25 @@ from manualpar.core.parameters.sharded_parameter import comm_policy, is_box
 
 
 def check_feedback(strategy: Strategy, options: Mapping[str, Any]) -> None:
-    """Refuses residuals where gradients are not encoded once, after all minibatches.
+    """Refuses error feedback where gradients are not quantized once, after all minibatches.
 
     Raises:
       ValueError: `error_feedback=True` does not go with another option, which is named.
     """
-    # What crosses axes of replicas is encoded once a step, over all of them at once.
-    is_within = not strategy.replica_axes
+    # With replica axes only the reduction over them is quantized, once a step and over all at once.
+    quantizes_all = not strategy.replica_axes
     axes = axis_tuple(options.get("axis_name", "data"))
     axes += axis_tuple(options.get("context_axis"))  # Parameters are sharded over it too.
     for does_not_fit, got, expected in (
         (
-            is_within and strategy.reduce_every == "minibatch",
+            quantizes_all and strategy.reduce_every == "minibatch",
             "gradients that are reduced in each minibatch",
             "reductions once a step: of data_parallel, of zero with stage=1, of hsdp, or with "
             "communicate_every='step'",
         ),
         (options.get("pipeline"), "a pipeline", "pipeline=None"),
         (
-            is_within and options.get("axis_by_axis") and len(axes) > 1,
+            quantizes_all and options.get("axis_by_axis") and len(axes) > 1,
             f"axis_by_axis=True over {axes}",
             "one reduction over all axes: axis_by_axis=False",
         ),
@@ -66,7 +66,7 @@ def check_feedback(strategy: Strategy, options: Mapping[str, Any]) -> None:
 
 
 class Residual(NamedTuple):
-    """The residual of a parameter, in float32: its global shape, and how it lies."""
+    """The global shape and the spec of a parameter's residual, which is in float32."""
 
     shape: tuple[int, ...]
     spec: PartitionSpec
@@ -75,57 +75,57 @@ class Residual(NamedTuple):
 def residual_of(
     info: ParameterInfo, place: Placement, wire: CommPolicy, mesh: Any
 ) -> Residual | None:
-    """The residual of a parameter whose gradient is encoded once a step; `None` if it is not.
+    """Returns the residual of a parameter; `None` if its gradient is not quantized once a step.
 
-    Its gradient is scattered, if that takes codes, or else averaged over the axes that do.
+    The quantized reduction is the reduce-scatter, or else the all-reduce over the other axes.
     """
     names, wire = place.sharded_names, wire.for_parameter(info.dtype)
     padded = tuple(map(sum, zip(info.shape, place.padding or (0,) * len(names), strict=True)))
     scattered = [axes for axes in map(axis_tuple, names) if {*axes} & {*place.mean_axes}]
-    done = {axis for axes in scattered for axis in axes}
-    others = tuple(axis for axis in place.mean_axes if axis not in done)
+    scatter_axes = {axis for axes in scattered for axis in axes}
+    others = tuple(axis for axis in place.mean_axes if axis not in scatter_axes)
     dtype = jnp.dtype(wire.reduce_dtype or wire.gather_dtype or info.dtype)
     for axes in (*scattered, *wire.reductions(others)[-1:]):
         size = axes_size(mesh, axes)
         rest = tuple(None if axis_tuple(name) == axes else name for name in names)
-        has = 1  # What a device has of the gradient before it is encoded.
+        numbers = 1  # The numbers of the gradient on a device before the reduction.
         for dim, name in zip(padded, rest, strict=True):
-            has *= dim // axes_size(mesh, axis_tuple(name))
-        if place.trainable and size > 1 and wire.reduce_quantizer(has / size, dtype, axes):
+            numbers *= dim // axes_size(mesh, axis_tuple(name))
+        if place.trainable and size > 1 and wire.reduce_quantizer(numbers / size, dtype, axes):
             return Residual((size, *padded), PartitionSpec(axes, *rest))
     return None
 
 
 @dataclasses.dataclass(eq=False)
-class _Reducer:
-    """The code of a parameter's reductions in a step: a `Coding` that gathers nothing.
+class _ReductionQuantizer:
+    """A `Quantizer` for the reductions of one parameter's gradient in a step; it gathers nothing.
 
     Attributes:
-      coding: The code.
+      quantizer: The quantizer that it wraps.
     """
 
-    coding: Any
+    quantizer: Any
 
     @property
     def name(self) -> str:
-        """The name of its codes."""
-        return str(self.coding.name)
+        """The name of the quantizer."""
+        return str(self.quantizer.name)
 
     def row_bytes(self, n: int) -> int:
-        """The bytes in which a row of `n` numbers travels."""
-        return int(self.coding.row_bytes(n))
+        """Returns the bytes that are sent for a row of `n` numbers."""
+        return int(self.quantizer.row_bytes(n))
 
 
 # A pytree, so that a backward pass gets its key as a value.
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["key"], meta_fields=["coding"])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["key"], meta_fields=["quantizer"])
 @dataclasses.dataclass(eq=False)
-class StochasticQuantizer(_Reducer):
-    """A code that rounds up or down at random.
+class StochasticQuantizer(_ReductionQuantizer):
+    """A quantizer that rounds up or down at random.
 
     Attributes:
-      key: A key, the same on all devices, into which the device's place is folded. The layers of a
-        scan and the minibatches share it. They round otherwise as far as their scales differ, see
-        `block_quantization.quantize`.
+      key: A key, the same on all devices; each device folds its index into it. The layers of a
+        scan and the minibatches share the key. Their roundings differ as far as their scales
+        differ, see `block_quantization.quantize`.
     """
 
     key: jax.Array
@@ -133,26 +133,27 @@ class StochasticQuantizer(_Reducer):
     def scatter_sum(
         self, x: jax.Array, dim: int, axes: tuple[str, ...]
     ) -> tuple[jax.Array, jax.Array]:
-        """As a `Coding` does."""
-        return self.coding.scatter_sum(x, dim, axes, key=self._key(x, axes))
+        """Reduce-scatters with stochastic rounding, see `Quantizer`."""
+        return self.quantizer.scatter_sum(x, dim, axes, key=self._key(x, axes))
 
     def mean(self, x: jax.Array, axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
-        """As a `Coding` does."""
-        return self.coding.mean(x, axes, key=self._key(x, axes))
+        """Averages with stochastic rounding, see `Quantizer`."""
+        return self.quantizer.mean(x, axes, key=self._key(x, axes))
 
     def _key(self, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-        # Each further reduction of a gradient has fewer numbers. With the key of the one before,
-        # whose result it rounds, it would not be right on average.
+        # The next reduction of a gradient rounds the result of the last one, which has more
+        # numbers. With the same key it would not be right on average.
         return fold_rng_over_axis(jax.random.fold_in(self.key, x.size), axes)
 
 
 @dataclasses.dataclass(eq=False)
-class ErrorFeedback(_Reducer):
-    """A code that takes what it left out in the step before with it, for one reduction.
+class ErrorFeedback(_ReductionQuantizer):
+    """A quantizer of one gradient plus the residual of the last step, for one reduction.
 
     Attributes:
-      residual: What is added before it is encoded.
-      lost: After the reduction, what this device's codes have left out.
+      residual: The residual of the last step.
+      lost: The new residual: the part of the sum that quantization left out. `None` before the
+        reduction.
     """
 
     residual: jax.Array
@@ -161,13 +162,13 @@ class ErrorFeedback(_Reducer):
     def scatter_sum(
         self, x: jax.Array, dim: int, axes: tuple[str, ...]
     ) -> tuple[jax.Array, jax.Array]:
-        """As a `Coding` does."""
-        total, self.lost = self.coding.scatter_sum(self._with(x), dim, axes)
+        """Reduce-scatters `x` plus the residual, and sets `lost`, see `Quantizer`."""
+        total, self.lost = self.quantizer.scatter_sum(self._with(x), dim, axes)
         return total, self.lost
 
     def mean(self, x: jax.Array, axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
-        """As a `Coding` does."""
-        mean, self.lost = self.coding.mean(self._with(x), axes)
+        """Averages `x` plus the residual, and sets `lost`, see `Quantizer`."""
+        mean, self.lost = self.quantizer.mean(self._with(x), axes)
         return mean, self.lost
 
     def _with(self, x: jax.Array) -> jax.Array:
@@ -176,12 +177,12 @@ class ErrorFeedback(_Reducer):
 
 @dataclasses.dataclass(frozen=True)
 class GradientRounding:
-    """What a step does about what its codes leave out.
+    """The error feedback and the stochastic rounding of a step.
 
     Attributes:
       infos: The tree of trained parameters with a `ParameterInfo` at each leaf.
       residuals: The residual of each parameter that has one, by its path.
-      rounds_at_random: Whether it rounds at random, and not to the nearest.
+      rounds_at_random: Whether gradients are rounded stochastically, not to the nearest.
     """
 
     infos: Any
@@ -189,15 +190,15 @@ class GradientRounding:
     rounds_at_random: bool
 
     def specs(self) -> dict[str, Any]:
-        """How what devices have of their own lies."""
-        return self._local(lambda residual: residual.spec)
+        """Returns the specs of `TrainState.local`."""
+        return self._per_device(lambda residual: residual.spec)
 
     def zeros(self) -> dict[str, Any]:
-        """What they begin with."""
-        return self._local(lambda residual: jnp.zeros(residual.shape, jnp.float32))
+        """Returns the first `TrainState.local`: residuals of zeros."""
+        return self._per_device(lambda residual: jnp.zeros(residual.shape, jnp.float32))
 
     def round_at_random(self, rng: jax.Array, *trees: Any) -> Any:
-        """Trees of boxes that round at random, if that is asked for."""
+        """Makes the boxes in trees round stochastically, if `rounds_at_random`."""
         if not self.rounds_at_random:
             return trees
         infos, structure = jax.tree.flatten(self.infos)
@@ -205,29 +206,41 @@ class GradientRounding:
         keys = jax.tree.unflatten(structure, [*keys])
 
         def at_random(key: jax.Array, x: Any) -> Any:
-            return _with_code(x, StochasticQuantizer(comm_policy(x).reduce_code, key))
+            return _with_quantizer(x, StochasticQuantizer(comm_policy(x).reduce_code, key))
 
         return [jax.tree.map(at_random, keys, tree) for tree in trees]
 
-    def attach(self, local: Any, grads: Any, shards: Any) -> tuple[dict[str, ErrorFeedback], Any]:
-        """The sender of each parameter that has a residual, and both trees with them in boxes."""
-        boxes = jax.tree.leaves(shards, is_leaf=is_box)
-        pairs = zip(jax.tree.leaves(self.infos), boxes, strict=True)
-        codes = {info.path: comm_policy(box).reduce_code for info, box in pairs}
-        residuals = flatten_dict(local.get("residuals", {}), sep="/")
-        senders = {path: ErrorFeedback(codes[path], each[0]) for path, each in residuals.items()}
+    def attach(
+        self, per_device: Any, grads: Any, boxes: Any
+    ) -> tuple[dict[str, ErrorFeedback], Any]:
+        """Makes a quantizer of each residual, and puts it into the boxes of its parameter.
 
-        def with_sender(info: ParameterInfo, x: Any) -> Any:
-            return _with_code(x, senders[info.path]) if info.path in senders else x
+        Args:
+          per_device: The state that differs between devices, `TrainState.local`.
+          grads: The tree of gradients, in boxes where they have been scattered.
+          boxes: The tree of parameters, in boxes that are sharded as their gradients are.
 
-        return senders, [jax.tree.map(with_sender, self.infos, tree) for tree in (grads, shards)]
+        Returns:
+          The quantizers by path, and both trees with these quantizers in their boxes.
+        """
+        leaves = jax.tree.leaves(boxes, is_leaf=is_box)
+        pairs = zip(jax.tree.leaves(self.infos), leaves, strict=True)
+        plain = {info.path: comm_policy(box).reduce_code for info, box in pairs}
+        residuals = flatten_dict(per_device.get("residuals", {}), sep="/")
+        quantizers = {path: ErrorFeedback(plain[path], x[0]) for path, x in residuals.items()}
 
-    def left_out(self, senders: Mapping[str, ErrorFeedback]) -> dict[str, Any]:
-        """The residuals after the reductions."""
-        lost = {path: cast(jax.Array, sender.lost)[None] for path, sender in senders.items()}
+        def with_residual(info: ParameterInfo, x: Any) -> Any:
+            return _with_quantizer(x, quantizers[info.path]) if info.path in quantizers else x
+
+        trees = [jax.tree.map(with_residual, self.infos, tree) for tree in (grads, boxes)]
+        return quantizers, trees
+
+    def new_residuals(self, quantizers: Mapping[str, ErrorFeedback]) -> dict[str, Any]:
+        """Returns the new `TrainState.local` after the reductions."""
+        lost = {path: cast(jax.Array, each.lost)[None] for path, each in quantizers.items()}
         return {"residuals": unflatten_dict(lost, sep="/")} if lost else {}
 
-    def _local(self, function: Any) -> dict[str, Any]:
+    def _per_device(self, function: Any) -> dict[str, Any]:
         residuals = {path: function(each) for path, each in self.residuals.items()}
         return {"residuals": unflatten_dict(residuals, sep="/")} if residuals else {}
 
@@ -240,18 +253,23 @@ def gradient_rounding(
     mode: Manual,
     options: Mapping[str, Any],
 ) -> GradientRounding | None:
-    """What the options of a program ask for; `None` if it is neither residuals nor randomness.
+    """Makes the `GradientRounding` of a program; `None` for rounding to the nearest.
 
-    `infos` and `placements` are trees of trained parameters.
+    Args:
+      strategy: The strategy.
+      infos: The tree of trained parameters with a `ParameterInfo` at each leaf.
+      placements: The same tree with a `Placement` at each leaf.
+      mode: The mode.
+      options: The options of the program, see `ProgramOptions`.
 
     Raises:
       ValueError: See `check_feedback`.
     """
-    keeps, rounds_at_random = (options.get(name, False) for name in ROUNDING)
-    if not keeps and not rounds_at_random:
+    error_feedback, rounds_at_random = (options.get(name, False) for name in ROUNDING)
+    if not error_feedback and not rounds_at_random:
         return None
     residuals: dict[str, Residual] = {}
-    if keeps:
+    if error_feedback:
         check_feedback(strategy, options)
         for info, place in zip(*map(jax.tree.leaves, (infos, placements)), strict=True):
             if residual := residual_of(info, place, mode.wire, mode.mesh):
@@ -259,7 +277,7 @@ def gradient_rounding(
     return GradientRounding(infos, residuals, rounds_at_random)
 
 
-def _with_code(x: Any, code: Any) -> Any:
-    """A box that reduces by another code; what is reduced as it is stays so."""
+def _with_quantizer(x: Any, quantizer: Any) -> Any:
+    """Replaces the quantizer of a box's gradient; does nothing if it has none."""
     wire = comm_policy(x)
-    return x if wire.reduce_code is None else x.replace(wire=wire._replace(reduce_code=code))
+    return x if wire.reduce_code is None else x.replace(wire=wire._replace(reduce_code=quantizer))

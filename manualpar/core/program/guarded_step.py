@@ -1,13 +1,13 @@
-"""Steps as they are called: unusable arrays are refused, and simulated devices keep together.
+"""Guards around the jitted steps: unusable arrays are refused, and CPU devices stay close together.
 
-A train step donates its state: the state that it returns takes over the memory. Whoever uses the
-old state again, by running a notebook's cell twice for instance, hands deleted arrays to JAX. On
-several simulated devices that ends the process without a Python error.
+A train step donates its state: the state that it returns takes over the memory. A user who passes
+the old state again, for example by running a notebook's cell twice, passes deleted arrays to JAX.
+On several simulated devices that ends the process without a Python error.
 
-XLA's CPU client runs at most 32 computations at a time. Simulated devices that get further ahead of
-each other than that wait in a collective for one whose turn never comes, and after 40 seconds the
-process is aborted; so does plain `jax.jit` with any collective in a loop that fetches nothing.
-Accelerators and a single device have no such limit, and on them no step waits for another.
+XLA's CPU client runs at most 32 computations at a time. If simulated devices get further apart than
+that, they wait in a collective for a device that cannot start, and XLA aborts the process after 40
+seconds. Plain `jax.jit` does the same with a collective in a loop that fetches no result.
+Accelerators and a single device have no such limit, so their steps do not wait for each other.
 """
 
 import collections
@@ -35,12 +35,12 @@ _MENDS = {
 
 
 class GuardedStep:
-    """A jitted step that refuses what was donated, and waits for earlier steps where it has to.
+    """A jitted step that refuses donated arrays, and waits for earlier steps on simulated devices.
 
-    It is used like the step. Its outputs contain `metrics`, alone or as the last of a tuple.
+    It is called like the step. The step returns `metrics`, or a tuple `(state, metrics)`.
 
-    Looking at every array of a state takes 0.4 us for each. So that a loop does not pay for it, the
-    state that the latest call took or returned is known to be alive if its step counter is.
+    Checking a state takes 0.4 us for each array. A training loop does not pay for it: of the state
+    that the last call took or returned, only the step counter is checked.
 
     Attributes:
       jitted: The step itself, which waits for nothing and checks nothing.
@@ -54,15 +54,22 @@ class GuardedStep:
         mesh: Mesh,
         check_state: Callable[[Any], None] = lambda state: None,
     ) -> None:
-        """Takes the step's name, for messages, and what raises for a state that does not fit."""
+        """Takes a step.
+
+        Args:
+          name: The step's name, for error messages.
+          step: The jitted step.
+          mesh: The mesh on which it runs.
+          check_state: Raises an error for a state that does not fit the program.
+        """
         self.jitted = step
         self.is_limited = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
         self._name, self._check_state = name, check_state
         self._in_flight: collections.deque[jax.Array] = collections.deque()
-        self._known: Any = lambda: None  # A weak reference: a state's memory is its owner's.
+        self._known: Any = lambda: None  # A weak reference, because it must not keep memory alive.
 
     def __call__(self, state: Any, batch: Any) -> Any:
-        """Calls the step with a state and a batch that can be used."""
+        """Calls the step, after it has checked the state and the batch."""
         is_state = isinstance(state, TrainState)
         if not is_state or state is not self._known() or is_deleted(state.step):
             check_alive(self._name, state=state)
@@ -71,7 +78,7 @@ class GuardedStep:
         try:
             out = self.jitted(state, batch)
         except TypeError:
-            shapes_of_batch(f"{self._name}: batch", batch)  # Raises if something is no array.
+            shapes_of_batch(f"{self._name}: batch", batch)  # Raises if a leaf is no array.
             raise
         new, metrics = out if isinstance(out, tuple) else (state, out)
         if is_state:
@@ -81,12 +88,12 @@ class GuardedStep:
         return out
 
     def _wait_for_earlier(self, metric: Any) -> None:
-        if isinstance(metric, jax.core.Tracer):  # Nothing runs while somebody traces the step.
+        if isinstance(metric, jax.core.Tracer):  # Nothing runs while the step is being traced.
             return
         self._in_flight.append(metric)
         if len(self._in_flight) > MAX_STEPS_AHEAD:
             oldest = self._in_flight.popleft()
-            if not oldest.is_deleted():  # Its owner may have donated it.
+            if not oldest.is_deleted():  # The caller may have donated it.
                 oldest.block_until_ready()
 
     def __getattr__(self, name: str) -> Any:
@@ -94,9 +101,9 @@ class GuardedStep:
 
 
 def check_alive(function: str, **trees: Any) -> None:
-    """Refuses trees, by the name of the argument, with arrays that have been donated or deleted.
+    """Refuses arguments, given by name, with arrays that have been donated or deleted.
 
-    Leaves that are no arrays of JAX's, or that are being traced, pass.
+    Leaves that are no JAX arrays and leaves that are being traced pass.
     """
     for name, tree in trees.items():
         if not any(map(is_deleted, jax.tree.leaves(tree))):
@@ -110,19 +117,20 @@ def check_alive(function: str, **trees: Any) -> None:
 
 
 def is_deleted(x: Any) -> bool:
-    """Whether a leaf is an array whose memory is gone; false while it is being traced."""
+    """Returns whether a leaf is a deleted array; `False` while it is being traced."""
     return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_deleted()
 
 
 def check_state(function: str, abstract: TrainState, state: Any) -> None:
-    """Refuses a state that is not as a program holds it, before JAX sees it.
+    """Refuses a state whose arrays or shardings are not the program's, before JAX sees it.
 
-    What is being traced passes, and so do arrays that are committed to no device: JAX places them.
+    Arrays that are being traced pass. So do arrays that are committed to no device, because JAX
+    places them.
     """
     if not isinstance(state, TrainState):
         raise TypeError(
-            f"{function}: state is a {type(state).__name__}, expected one of this program: what "
-            "program.init or the step before returned."
+            f"{function}: state is a {type(state).__name__}, expected one of this program: the "
+            "result of program.init or of the last step."
         )
     wanted = {path_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(abstract)}
     found = {path_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(state)}
@@ -132,28 +140,28 @@ def check_state(function: str, abstract: TrainState, state: Any) -> None:
             lines.append(f"{name} is not in this program's states")
         elif np.shape(x) != wanted[name].shape:
             lines.append(f"{name} has shape {np.shape(x)}, expected {wanted[name].shape}")
-        elif not _lies_as(x, wanted[name].sharding):
-            lies, expected = map(_show_sharding, (x.sharding, wanted[name].sharding))
-            lines.append(f"{name} lies {lies}, expected {expected}")
+        elif not _has_sharding(x, wanted[name].sharding):
+            got, expected = map(_show_sharding, (x.sharding, wanted[name].sharding))
+            lines.append(f"{name} has sharding {got}, expected {expected}")
     structure: Any = jax.tree.structure(abstract)
     if not lines and structure != jax.tree.structure(state):
         lines = ["it belongs to another model or optimizer"]
     if lines:
         raise ValueError(
-            f"{function}: the state is another program's, or lies elsewhere: "
+            f"{function}: the state is another program's, or has other shardings: "
             f"{'; '.join(list_some(lines))}. program.adopt(state) takes another program's state, "
             "and program.init_from(params) parameters from anywhere."
         )
 
 
 def _show_sharding(sharding: Any) -> str:
-    """Where an array lies: `P('data',) over 8 devices`."""
+    """Formats a sharding for an error message: `P('data',) over 8 devices`."""
     count = len(sharding.device_set)
-    return f"{getattr(sharding, 'spec', 'whole')} over {count} device{'s' * (count > 1)}"
+    return f"{getattr(sharding, 'spec', 'replicated')} over {count} device{'s' * (count > 1)}"
 
 
-def _lies_as(x: Any, sharding: Any) -> bool:
-    """Whether an array lies on the devices in a way, or can still be placed."""
+def _has_sharding(x: Any, sharding: Any) -> bool:
+    """Returns whether an array has a sharding, or can still get it."""
     if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer) or not x.committed:
         return True
     if x.sharding.device_set != sharding.device_set:

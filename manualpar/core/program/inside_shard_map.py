@@ -1,4 +1,4 @@
-"""Sharding and accumulating by hand, for a `shard_map` of one's own, with no program around it."""
+"""Functions for a user's own `shard_map`: shard and gather parameters, accumulate gradients."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,22 +21,22 @@ from manualpar.core.parameters.sharded_parameter import (
 
 
 def shard_params(params: Any, axis_name: AxisName, min_weight_size: int = 2**18) -> Any:
-    """Keeps this device's shard of every parameter that is worth sharding.
+    """Replaces every large parameter by this device's shard.
 
     Args:
-      params: A tree of whole parameters, the same on all devices along `axis_name`. Leaves may be
-        boxed already (`nn.Partitioned`); a box that names one of the axes in any dimension, alone
-        or in a tuple, is left as it is.
+      params: A tree of replicated parameters, the same on all devices along `axis_name`. Leaves may
+        be boxed already (`nn.Partitioned`). A box that names one of the axes in any dimension, as a
+        name or in a tuple, is left unchanged.
       axis_name: The mesh axis to shard over, or a tuple of axes: then one dimension is sharded over
         their product.
-      min_weight_size: The fewest elements of a parameter that is sharded; a smaller one stays
-        whole.
+      min_weight_size: The fewest elements of a parameter that is sharded; smaller parameters stay
+        replicated.
 
     Returns:
       The same tree. A sharded parameter is a `ShardedParameter` holding `[..., D/axis_name, ...]`
-      along a free dimension that divides by the size of the axis. Dimensions whose shards are whole
-      tiles of a TPU's memory come first, then the largest. Others are returned unchanged, and
-      absl's log says why at level info.
+      along a free dimension that is divisible by the size of the axis. Dimensions whose shards are
+      whole tiles of a TPU's memory come first, then the largest. Other parameters are returned
+      unchanged, and absl's log says why at level info.
 
     Raises:
       ValueError: An axis is not bound by a `shard_map`.
@@ -58,10 +58,11 @@ def shard_params(params: Any, axis_name: AxisName, min_weight_size: int = 2**18)
             logging.info("shard_params: %s with names %s stays whole: %s", value.shape, names, note)
             return x
         size = value.shape[dim] // axis_size
-        local = jax.lax.dynamic_slice_in_dim(value, jax.lax.axis_index(axes) * size, size, axis=dim)
+        start = jax.lax.axis_index(axes) * size
+        x_shard = jax.lax.dynamic_slice_in_dim(value, start, size, axis=dim)
         gather_axes = x.gather_axes if isinstance(x, ShardedParameter) else ()
         return ShardedParameter(
-            local, (*names[:dim], name, *names[dim + 1 :]), gather_axes=(*gather_axes, *axes)
+            x_shard, (*names[:dim], name, *names[dim + 1 :]), gather_axes=(*gather_axes, *axes)
         )
 
     return jax.tree.map(shard, params, is_leaf=is_box)
@@ -75,10 +76,10 @@ def gather_params(params: Any, axis_name: AxisName) -> Any:
       axis_name: The mesh axis, or tuple of axes, to gather over.
 
     Returns:
-      The same tree with plain arrays where nothing is sharded any more. A dimension whose name is a
-      tuple with one of the axes in it is gathered over the whole tuple, because its shards are not
-      contiguous along one axis of it. A parameter that is sharded over other axes too keeps a box
-      that names those.
+      The same tree with plain arrays for parameters that are now replicated. A dimension whose name
+      is a tuple with one of the axes in it is gathered over the whole tuple, because its shards are
+      not contiguous along one axis of it. A parameter that is also sharded over other axes keeps a
+      box that names them.
 
     Raises:
       ValueError: An axis is not bound by a `shard_map`.
@@ -110,8 +111,8 @@ def shard_module_params(
 ) -> Any:
     """Wraps a module so that its parameters are sharded, and gathered together in a call.
 
-    The module-level form of `ShardedParameter`: the module is the unit that is gathered, once a
-    call, however often it uses a parameter.
+    This is the module-level form of `ShardedParameter`: all parameters of the module are gathered
+    once for each call, however often it uses a parameter.
 
     Args:
       target: A Linen module class, or a function with a module as its first argument.
@@ -149,12 +150,12 @@ def accumulate_gradients(
     """Computes a device's share of a step's gradient, one minibatch after another.
 
     Args:
-      state: Anything with `params` (boxes allowed) and `apply_fn`, such as a `TrainState`.
-      batch: A tree whose leaves are `[B, ...]`, this device's examples. Scalars go to every
-        minibatch as they are.
-      rng: A key, from which every minibatch gets its own. Apply `fold_rng_over_axis` to it where
+      state: An object with `params` (boxes allowed) and `apply_fn`, such as a `TrainState`.
+      batch: A tree whose leaves are `[B, ...]`, this device's examples. Every minibatch gets
+        scalars unchanged.
+      rng: A key, from which a key for each minibatch is split. Apply `fold_rng_over_axis` to it if
         devices should differ.
-      num_minibatches: How many equal parts the batch is taken in. It must divide `B`.
+      num_minibatches: The number of equal parts that the batch is split into. It must divide `B`.
       loss_fn: `loss_fn(params, apply_fn, minibatch, rng) -> (loss, metrics)`. `loss` is the mean
         over the minibatch's valid examples; `metrics["loss"]` is the pair (its sum, their count),
         and other metrics are such pairs of scalars too.
@@ -162,21 +163,21 @@ def accumulate_gradients(
 
     Returns:
       The gradients, of the parameters' structure and dtypes, and the metrics summed over the
-      minibatches. The gradients are local to the device. `sync_gradients` makes them the gradient
-      of the global mean.
+      minibatches. The gradients differ between devices. `sync_gradients` makes them the gradient of
+      the global mean.
 
     Raises:
       ValueError: `num_minibatches` does not divide the batch, the loss is not a scalar, `metrics`
         has no `"loss"` pair.
-      TypeError: `loss_fn` returns something else than a pair of a loss and a mapping.
+      TypeError: `loss_fn` does not return a pair of a loss and a mapping.
 
     Communication:
       One `pmean` of a scalar if the count may differ between devices, as with masked losses. In the
       backward pass one `psum` of a scalar for each minibatch if the loss is the same on all devices
-      already. Boxed parameters add their own gathers.
+      already. Boxed parameters add their gathers.
 
     Gradient:
-      Of the float32 product `loss * count`; minibatches are accumulated in float32.
+      The gradient of the float32 product `loss * count`. Minibatches are accumulated in float32.
     """
 
     def stateless(
@@ -191,6 +192,6 @@ def accumulate_gradients(
 
 
 def _full_names(x: Any, ndim: int) -> Names:
-    """The names of a leaf, one for each dimension."""
+    """Returns the names of a leaf, one for each dimension."""
     names = tuple(x.names) if is_box(x) else ()
     return names + (None,) * (ndim - len(names))

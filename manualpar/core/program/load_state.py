@@ -1,12 +1,12 @@
-"""States made from existing arrays, and variables given back whole.
+"""Loads existing arrays into a program's state, and returns its variables without sharding.
 
-`init_from` makes a state from given parameters, `adopt` takes another program's state, and `whole`
-gives the variables to flax. All three move one array at a time through the host: a device receives
-its own shards and nothing else, and a source on devices is copied shard by shard.
+`init_from` makes a state from parameters, `adopt` takes another program's state, and `whole`
+returns the variables for flax on one device. All three move one array at a time through the host:
+a device receives only its own shards, and an array on devices is read shard by shard.
 
-Invariants: nothing is placed before all arrays have been compared with those of the program. The
-optimizer's state is made from the given parameters, because some optimizers keep parameters in it.
-A source is neither donated nor changed.
+Invariants: no array is placed before all have been compared with the program's. The optimizer's
+state is made from the loaded parameters, because some optimizers store parameters in it. A source
+is neither donated nor changed.
 """
 
 import warnings
@@ -43,12 +43,12 @@ RESIDUALS = "local/residuals/"  # See `manualpar.core.program.gradient_rounding`
 
 
 class StartsFromArrays:
-    """The part of a `Program` that takes arrays from elsewhere and gives its own away."""
+    """The methods of a `Program` that load existing arrays and return its variables."""
 
     def init_from(
         self, params_or_variables: Any, rng: jax.Array | None = None, *, missing: Missing = "error"
     ) -> TrainState:
-        """Makes a state from given parameters, at step 0.
+        """Makes a state at step 0 from existing parameters.
 
         ```python
         state = program.init_from(model.init(key, x))            # from plain flax
@@ -57,18 +57,19 @@ class StartsFromArrays:
         ```
 
         Args:
-          params_or_variables: A tree of whole arrays, either parameters or variables by collection
-            (`{"params": ..., "batch_stats": ...}`), under the model's own names: NumPy arrays,
-            arrays on any devices, another program's parameters, flax's boxes; of an NNX model also
-            an `nnx.State` or the module, without its random streams. Floats are cast to the dtype
-            that the program stores, with a warning where that loses precision. With several
-            processes, each passes the same tree.
-          rng: The key, used as by `init`: for missing arrays, and to train with. By default
+          params_or_variables: A tree of global arrays, either parameters or variables by collection
+            (`{"params": ..., "batch_stats": ...}`), under the model's names: NumPy arrays, arrays
+            on any devices, another program's parameters, flax's boxes. For an NNX model also an
+            `nnx.State` or the module, without its random streams. Floats are cast to the dtype that
+            the program stores, with a warning where that loses precision. With several processes,
+            each passes the same tree.
+          rng: The key, which makes missing arrays and the state's key as in `init`. By default
             `jax.random.key(0)`.
           missing: Whether a missing array is an `"error"`, or made as by `init(rng)`, bit for bit.
 
         Returns:
-          The state, on the program's devices. The optimizer's state is that of these parameters.
+          The state, on the program's devices. The optimizer's state is initialised from these
+          parameters.
 
         Raises:
           ValueError: Arrays are missing, unknown to the program, of another shape or kind, or
@@ -76,7 +77,7 @@ class StartsFromArrays:
           TypeError: An argument is of the wrong kind.
 
         Communication:
-          None, except for arrays that are spread over several processes: see
+          None, except for arrays that are sharded over several processes, see
           `state_arrays.to_host`. Each device receives its own shards from the host.
         """
         program: Any = self
@@ -89,17 +90,17 @@ class StartsFromArrays:
         leaves = variable_leaves(program)
         found = dict(_by_name(params_or_variables, program.abstract_state))
         check_alive("init_from", variables=found)
-        given, encodings = plain_leaves(program, leaves, only=found)
+        plain, encodings = plain_leaves(program, leaves, only=found)
         _check_all(
             "init_from",
-            [leaf for leaf in given if missing == "error" or leaf.name in found],
+            [leaf for leaf in plain if missing == "error" or leaf.name in found],
             found,
             _fits_as_variable,
             "Pass what model.init makes; missing='init' with rng makes the rest.",
         )
-        _warn_of_casts(given, found)
+        _warn_of_casts(plain, found)
         placed: dict[str, jax.Array] = {}
-        for leaf in given:
+        for leaf in plain:
             if leaf.name in found:
                 x = place_leaf("init_from", leaf, found[leaf.name])
                 encoding = encodings.get(leaf.name)
@@ -114,8 +115,8 @@ class StartsFromArrays:
             is not donated.
 
         Returns:
-          The state as this program holds it: the same bits, step and key included. What error
-          feedback keeps begins with zeros if it is of other devices.
+          The state with this program's shardings and padding: the same bits, step and key included.
+          The residuals of error feedback start at zero if their shapes differ.
 
         Raises:
           ValueError: The state is of another model or optimizer, or has been donated; each
@@ -133,7 +134,7 @@ class StartsFromArrays:
         return jax.tree.unflatten(jax.tree.structure(program.abstract_state), placed)
 
     def whole(self, state: TrainState) -> dict[str, Any]:
-        """Gives the variables of a state whole and without padding, for flax on one device.
+        """Returns the variables of a state without sharding and padding, for flax on one device.
 
         ```python
         logits = model.apply(program.whole(state), inputs)
@@ -167,30 +168,37 @@ class StartsFromArrays:
 
 
 def variables_of(state: TrainState) -> dict[str, Any]:
-    """The variables in a state by collection, as the program holds them."""
+    """Returns the variables of a state by collection, padded."""
     return {"params": state.params, **state.collections}
 
 
 def check_has_devices(function: str, mesh: Any) -> None:
-    """Refuses a mesh of devices that nobody has, in the name of a function."""
+    """Refuses an abstract mesh, in an error that names the calling function."""
     if isinstance(mesh, AbstractMesh):
         raise ValueError(
-            f"{function}: the program is on an abstract mesh, of devices that nobody has; expected "
-            "one of devices. Build the program on a mesh of make_mesh; this one can be traced."
+            f"{function}: the program is on an abstract mesh, which has no devices; expected a "
+            "mesh of devices. Build the program on a mesh of make_mesh; this one can be traced."
         )
 
 
 def variable_leaves(program: Any) -> list[Leaf]:
-    """The parameters and the other collections, under names such as `params/dense/kernel`."""
+    """Returns all variables of a program, under names such as `params/dense/kernel`."""
     return leaves_of(variables_of(program.abstract_state), variables_of(program.whole_state))
 
 
 def plain_leaves(
     program: Any, leaves: list[Leaf], only: Container[str] | None = None
 ) -> tuple[list[Leaf], dict[str, Any]]:
-    """The leaves that arrays from elsewhere have, and how some become leaves of the program.
+    """Replaces leaves that the model quantizes by the plain leaves that a source has.
 
-    They are the program's own but for what its model encodes; with `only`, for those names alone.
+    Args:
+      program: The program.
+      leaves: The program's leaves, as `variable_leaves` returns them.
+      only: If given, only plain leaves with these names replace the program's.
+
+    Returns:
+      The leaves that a source has, and the encodings that make the program's leaves from them, by
+      the name of the plain leaf.
     """
     encodings = program.step.model.adapter.encodings(leaves)
     plain: dict[str, Leaf | None] = {}
@@ -204,7 +212,7 @@ def plain_leaves(
 def state_with(
     program: Any, leaves: list[Leaf], placed: dict[str, jax.Array], rng: jax.Array
 ) -> TrainState:
-    """A state with placed variables, which are donated; all else is as `init` makes it."""
+    """Makes a state with placed variables, which are donated; `init` makes the rest."""
 
     def replace_variables(placed: dict[str, jax.Array], state: TrainState) -> TrainState:
         made, structure = jax.tree.flatten(variables_of(state))
@@ -220,7 +228,7 @@ def state_with(
 
     on_auto = on_auto_axes(replace_variables, mesh=program.mesh, out_specs=program.layout)
     shardings = jax.tree.map(lambda x: x.sharding, program.abstract_state)
-    with no_mesh():  # Only what is missing is computed.
+    with no_mesh():  # XLA removes the initialisation of placed variables, because nothing uses it.
         make = jax.jit(
             lambda placed, rng: on_auto(placed, program.init(rng)),
             out_shardings=shardings,
@@ -230,7 +238,7 @@ def state_with(
 
 
 def _checked_state(function: str, leaves: list[Leaf], state: Any) -> dict[str, Any]:
-    """The arrays of a state by name, if they are those of the program but for padding."""
+    """Checks that a state fits the program except for padding; returns its arrays by name."""
     if not isinstance(state, TrainState):
         raise TypeError(
             f"{function}: state is a {type(state).__name__}, expected a TrainState. Parameters and "
@@ -238,18 +246,18 @@ def _checked_state(function: str, leaves: list[Leaf], state: Any) -> dict[str, A
         )
     check_alive(function, state=state)
     found = {path_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(state)}
-    own = {leaf.name: leaf.shape for leaf in leaves if leaf.name.startswith(RESIDUALS)}
-    given = {name: x.shape for name, x in found.items() if name.startswith(RESIDUALS)}
-    if own != given:  # Those of other devices mean nothing here, where they begin with zeros.
-        zeros = {name: np.zeros(shape, np.float32) for name, shape in own.items()}
-        found = {name: x for name, x in found.items() if name not in given} | zeros
+    expected = {leaf.name: leaf.shape for leaf in leaves if leaf.name.startswith(RESIDUALS)}
+    got = {name: x.shape for name, x in found.items() if name.startswith(RESIDUALS)}
+    if expected != got:  # Residuals of other devices are useless here, so they start at zero.
+        zeros = {name: np.zeros(shape, np.float32) for name, shape in expected.items()}
+        found = {name: x for name, x in found.items() if name not in got} | zeros
     mend = "Pass a state of the same model, optimizer and param_dtype."
     _check_all(function, leaves, found, _fits_in_state, mend)
     return found
 
 
 def _by_name(variables: Any, abstract: TrainState) -> Iterator[tuple[str, Any]]:
-    """The arrays of parameters or of variables, by names such as `params/dense/kernel`."""
+    """Yields arrays of parameters or variables with names such as `params/dense/kernel`."""
     by_collection = collections_of(variables)
     if by_collection is not None:
         variables = by_collection
@@ -263,17 +271,17 @@ def _by_name(variables: Any, abstract: TrainState) -> Iterator[tuple[str, Any]]:
     has_collections = by_collection is not None or (
         isinstance(inner, Mapping) and ("params" not in abstract.params or "params" in inner)
     )
-    not_kept = SOWN_COLLECTIONS - abstract.collections.keys()  # What `model.init` has sown.
+    ignored = SOWN_COLLECTIONS - abstract.collections.keys()  # `model.init` may have sown them.
     if not has_collections:
         variables = {"params": variables}
     for path, x in jax.tree_util.tree_leaves_with_path(variables, is_leaf=_holds_array):
         name = path_name(path)
-        if name.partition("/")[0] not in not_kept:
+        if name.partition("/")[0] not in ignored:
             yield name, _array_of(x)
 
 
 def _holds_array(x: Any) -> bool:
-    """Whether `x` is a box, or a variable that holds its array."""
+    """Returns whether `x` is a box or an NNX variable."""
     return isinstance(x, nn.meta.AxisMetadata) or hasattr(x, "get_raw_value")
 
 
@@ -319,7 +327,7 @@ def _check_all(
 
 
 def _fits_as_variable(leaf: Leaf, x: Any) -> bool:
-    """Whether a variable has the program's shape and can be cast: floats to floats, and so on."""
+    """Returns whether a variable has the program's shape and kind of dtype, such as floating."""
     if is_key(x) or leaf.is_key or _dtype(x).kind == "O":
         return _dtype(x) == leaf.abstract.dtype and np.shape(x) == leaf.abstract.shape
     kinds = (jnp.floating, jnp.complexfloating, jnp.signedinteger, jnp.unsignedinteger, jnp.bool_)
@@ -330,7 +338,7 @@ def _fits_as_variable(leaf: Leaf, x: Any) -> bool:
 
 
 def _fits_in_state(leaf: Leaf, x: Any) -> bool:
-    """Whether a part of a state is of the program's dtype and, but for padding, of its shape."""
+    """Returns whether an array has the program's dtype and, except for padding, its shape."""
     if _dtype(x) != leaf.abstract.dtype:
         return False
     if leaf.is_key:
@@ -338,12 +346,12 @@ def _fits_in_state(leaf: Leaf, x: Any) -> bool:
     shape = np.shape(x)
     if isinstance(x, jax.Array) or len(shape) != len(leaf.shape):
         return shape in (leaf.shape, _padded_shape(leaf, x))
-    # An array from a file lies on no devices. `read_unpadded` checks that its padding is zeros.
-    return all(size >= own for size, own in zip(shape, leaf.shape, strict=True))
+    # An array from a file has no sharding. `read_unpadded` checks that its padding is zeros.
+    return all(size >= unpadded for size, unpadded in zip(shape, leaf.shape, strict=True))
 
 
 def _padded_shape(leaf: Leaf, x: Any) -> tuple[int, ...]:
-    """The shape with the padding that an array needs to divide over the devices it lies on."""
+    """Returns the leaf's shape with the padding that the sharding of `x` needs."""
     if not isinstance(x, jax.Array) or x.ndim != len(leaf.shape):
         return leaf.shape
     parts = x.sharding.shard_shape(x.shape)

@@ -1,13 +1,13 @@
-"""What the optimizer does in a step, on global arrays.
+"""The optimizer's update in a step, on global arrays.
 
-An optimizer sees parameters, gradients and its state as one device would: whole arrays of the
-parameters' own shapes, so that a norm is the norm, a mean the mean, and a matrix a matrix. How they
-lie on the devices is the compiler's business: elementwise optimizers find all three sharded alike
-and send nothing.
+An optimizer sees parameters, gradients and its state as one device would: global arrays of the
+parameters' shapes without padding, so norms, means and matrices are the same as on one device. The
+compiler handles the shardings: an elementwise optimizer finds all three sharded alike, so it sends
+nothing.
 
-Parameters that are whole between steps while the optimizer's state is not (ZeRO-1 and -2) are
-sliced before the update, which sends nothing, and gathered after it. Padding is taken off before
-and put back after.
+Parameters that are replicated between steps while the optimizer's state is sharded (ZeRO-1 and -2)
+are sliced before the update, which sends nothing, and gathered after it. Padding is removed before
+the update and added again after it.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ class Update:
       mode: Who writes the collectives.
       placements: The tree of parameters with a `Placement` at each leaf.
       opt_padding: The padding of each leaf of the optimizer's state.
-      norm_metrics: Whether to compute norms.
+      norm_metrics: Whether to compute norms of the gradient, the update and the parameters.
     """
 
     mode: Manual
@@ -68,14 +68,14 @@ class Update:
         """Updates the parameters.
 
         Args:
-          tx: The optimizer. It is also offered what optax's optimizers may ask for besides
-            gradients: `value`, `grad`, and `value_fn`, a function of parameters that can be
-            differentiated and evaluates the same batch.
+          tx: The optimizer. It is also offered the extra arguments of optax's optimizers: `value`,
+            `grad`, and `value_fn`, a differentiable function of parameters that evaluates the same
+            batch.
           params: The parameters as they are stored.
           grads: The global gradients, in the specs of the optimizer's state.
           opt_state: The optimizer's state as it is stored.
           value: The global loss, `[]`.
-          value_and_grad: The loss and the gradients, as above, at other stored parameters.
+          value_and_grad: Computes the loss and the gradients, as above, at other stored parameters.
           is_applied: `bool[]`, the same on all devices: where it is false, parameters and state
             stay as they are, bit for bit. If not given, they are always updated.
 
@@ -83,8 +83,8 @@ class Update:
           The parameters and the state as they are stored, and the norms by name.
 
         Communication:
-          Of ours, one all-gather for each parameter that is whole while its state is sharded; of
-          the compiler's, what the optimizer needs to know of more than an element.
+          One all-gather for each parameter that is replicated while its state is sharded. The
+          compiler adds collectives where the optimizer is not elementwise.
         """
         with jax.named_scope(OPTIMIZER_SCOPE):
             params = self._map(self._shard, params)
@@ -102,7 +102,7 @@ class Update:
             with explain_optimizer("adding its updates to the parameters"):
                 new_params = optax.apply_updates(params, updates)
             if is_applied is not None:
-                # On what an optimizer sees, so that of whole parameters only a shard is selected.
+                # Selecting before parameters are gathered touches only a shard of each.
                 select = functools.partial(jax.lax.select, is_applied)
                 new_params = jax.tree.map(select, new_params, params)
                 opt_state = jax.tree.map(select, opt_state, before)
@@ -115,13 +115,13 @@ class Update:
             return self._store(new_params), opt_state, norms
 
     def _shard(self, place: Placement, x: jax.Array) -> jax.Array:
-        """A parameter as the optimizer takes it; nothing is sent."""
+        """Slices a replicated parameter as its state is sharded, and removes padding."""
         if place.state_names is not None:
             x = self._constrain(pad_leaf(x, place.padding), place.state_spec)
         return unpad_leaf(x, place.padding)
 
     def _store(self, params: Any) -> Any:
-        """Parameters as they are stored."""
+        """Pads updated parameters, and gathers those that are stored replicated."""
         params = self._map(lambda place, x: pad_leaf(x, place.padding), params)
         specs = state_specs(self.placements)
         if specs == param_specs(self.placements):
@@ -138,30 +138,30 @@ class Update:
 
 
 def global_norm(tree: Any) -> jax.Array:
-    """The Euclidean norm of a tree of global arrays, `float32[]`."""
+    """Returns the Euclidean norm of a tree of global arrays, `float32[]`."""
     squares = [jnp.square(jnp.abs(x).astype(jnp.float32)).sum() for x in jax.tree.leaves(tree)]
     return jnp.sqrt(jnp.stack(squares).sum())
 
 
 def _check_state(before: Any, after: Any) -> None:
-    """Refuses an optimizer whose state does not stay what it is."""
+    """Refuses an optimizer whose update changes the structure, shapes or dtypes of its state."""
     old, new = leaf_types(before), leaf_types(after)
     if old != new:
         changed = sorted(set(old.items()) ^ set(new.items()))
         raise ValueError(
-            f"tx: its update changes what its state consists of: {changed}, expected the same "
+            f"tx: its update changes the structure of its state: {changed}, expected the same "
             "arrays before and after, of the same shapes and dtypes: a step must be repeatable. "
-            "Leave out what makes the difference."
+            "Leave out the part that changes it."
         )
 
 
 def _updates(
     tx: optax.GradientTransformation, grads: Any, state: Any, params: Any, offered: dict[str, Any]
 ) -> tuple[Any, Any]:
-    """Calls the optimizer with those of the extra arguments that all of its parts take.
+    """Calls the optimizer with the extra arguments that all of its parts take.
 
-    A chain hands on all that it is given, and a part of it may refuse some: `optax.contrib.sam`
-    does. Only the call tells.
+    A chain passes all its arguments to each part. A part such as `optax.contrib.sam` may refuse
+    some, which shows only in the call. So a refused argument is removed, and the call repeated.
     """
     parameters = inspect.signature(tx.update).parameters
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
@@ -184,10 +184,16 @@ def _updates(
 def explain_optimizer(
     step: str, offered: Iterable[str] = (), *, lost: Collection[str] = ()
 ) -> Iterator[None]:
-    """Says in our words that an optimizer cannot be used.
+    """Explains an error of an optimizer: it needs more than a program gives it.
 
-    `step` is what raises. `offered` are the extra arguments that it may take, and `lost` those of
-    them that a part of it refuses.
+    Args:
+      step: The call that raises, for the message.
+      offered: The extra arguments that the optimizer may take.
+      lost: The extra arguments that a part of it refuses.
+
+    Raises:
+      ValueError: The optimizer raised an AttributeError or a ValueError.
+      TypeError: The optimizer raised a TypeError.
     """
     try:
         yield
@@ -204,7 +210,7 @@ def explain_optimizer(
 
 
 def _with_gradient(value_and_grad: Callable[[Any], tuple[Any, Any]]) -> Any:
-    """A function of which autodiff takes the gradient that is given."""
+    """Returns the value as a function whose gradient, for autodiff, is the computed one."""
     function = jax.custom_vjp(lambda params: value_and_grad(params)[0])
     function.defvjp(value_and_grad, lambda grads, g: (jax.tree.map(lambda x: x * g, grads),))
     return function

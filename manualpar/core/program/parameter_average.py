@@ -1,13 +1,13 @@
 """A moving average of the parameters, kept in the optimizer's state.
 
 After each update the average becomes `decay * average + (1 - decay) * parameters`. It begins with
-the initial parameters, so it can be used from the first step on. Models that are averaged so are
-often better than the last one (Polyak and Juditsky, 1992; Izmailov et al.,
+the initial parameters, so it can be used from the first step on. The averaged model is often
+better than the last one (Polyak and Juditsky, 1992; Izmailov et al.,
 https://arxiv.org/abs/1803.05407).
 
-An average is a part of an optimizer, so it is sharded, saved, restored and skipped as its moments
-are, and counted with them. It is in float32 or wider, because in bfloat16 a decay of 0.999 would
-round to no change. Frozen parameters have none.
+An average is a part of the optimizer's state, so it is sharded, saved, restored, skipped and
+counted as moments are. It is in float32 or wider, because in bfloat16 a decay of 0.999 would round
+to no change. Frozen parameters have no average.
 """
 
 from typing import Any, NamedTuple
@@ -31,14 +31,14 @@ class ParameterAverage(NamedTuple):
 
 
 def params_ema(decay: float) -> optax.GradientTransformation:
-    """Makes a part of an optimizer that averages parameters; updates pass through unchanged.
+    """Makes an optimizer that averages parameters and passes updates through unchanged.
 
     ```python
     tx = optax.chain(optax.adamw(1e-4), params_ema(0.999))  # Last, because it sees the updates.
     ```
 
     Args:
-      decay: How much of the average stays in an update, from 0 to less than 1.
+      decay: The weight of the old average in an update, from 0 to less than 1.
 
     Returns:
       The transformation. Its state is a `ParameterAverage`, as large as the parameters in float32.
@@ -47,7 +47,7 @@ def params_ema(decay: float) -> optax.GradientTransformation:
       ValueError: The decay is out of its range.
 
     Communication:
-      None: the average lies as the gradient does.
+      None: the average is sharded as the gradient is.
     """
     if not 0 <= decay < 1:
         raise ValueError(f"params_ema: decay={decay!r}, expected at least 0 and less than 1.")
@@ -66,7 +66,7 @@ def params_ema(decay: float) -> optax.GradientTransformation:
 
 
 def ema_params(state: TrainState) -> TrainState:
-    """The state with the average of its parameters in their place, to evaluate, export or serve.
+    """Replaces a state's parameters by their average, to evaluate, export or serve.
 
     ```python
     metrics = program.eval_step(ema_params(state), batch)
@@ -77,15 +77,15 @@ def ema_params(state: TrainState) -> TrainState:
       state: A state whose optimizer has a `params_ema`. It is neither donated nor changed.
 
     Returns:
-      The state with parameters of the same dtypes, on the same devices. Frozen ones stay as they
-      are. All else is that of `state`.
+      The state with parameters of the same dtypes and shardings. Frozen parameters and all other
+      fields are the same arrays as in `state`.
 
     Raises:
       ValueError: The optimizer's state has no average, or several.
 
     Communication:
-      None where parameters lie as their optimizer state does. Where parameters are whole and their
-      state is sharded, one all-gather of the average.
+      None where parameters are sharded as their optimizer state is. One all-gather of the average
+      where parameters are replicated and their state is sharded.
     """
     leaves = jax.tree.leaves(state.opt_state, is_leaf=_is_average)
     found = [leaf for leaf in leaves if _is_average(leaf)]
@@ -97,7 +97,7 @@ def ema_params(state: TrainState) -> TrainState:
     is_frozen = [is_masked(x) for x in jax.tree.leaves(found[0].ema, is_leaf=is_masked)]
     params, structure = jax.tree.flatten(state.params)
     trained = [p for p, frozen in zip(params, is_frozen, strict=True) if not frozen]
-    averages = jax.jit(  # Of one function, so that it is compiled once.
+    averages = jax.jit(  # A function of the module, so that it is compiled once.
         _as_parameters, static_argnums=1, out_shardings=tuple(p.sharding for p in trained)
     )(tuple(jax.tree.leaves(found[0].ema)), tuple((p.shape, p.dtype) for p in trained))
     rest = iter(averages)
@@ -106,7 +106,7 @@ def ema_params(state: TrainState) -> TrainState:
 
 
 def _as_parameters(averages: tuple[jax.Array, ...], types: Any) -> tuple[jax.Array, ...]:
-    """Averages in the shapes and the dtypes of their parameters, which may have no padding."""
+    """Casts averages to the dtypes of parameters, and removes padding that these do not have."""
     return tuple(
         jax.lax.slice(x, [0] * x.ndim, shape).astype(dtype)
         for x, (shape, dtype) in zip(averages, types, strict=True)
@@ -118,5 +118,5 @@ def _is_average(x: Any) -> bool:
 
 
 def _dtype_of(x: Any) -> Any:
-    """The dtype of a parameter's average."""
+    """Returns the dtype of a parameter's average."""
     return jnp.promote_types(x.dtype, jnp.float32)

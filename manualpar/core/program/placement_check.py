@@ -1,4 +1,4 @@
-"""What a strategy says, checked where it says it: an error names the strategy and the parameter."""
+"""Checks a strategy and its placements; errors name the strategy and the parameter."""
 
 from jax.sharding import Mesh
 
@@ -9,11 +9,11 @@ from manualpar.core.parameters.placement import ParameterInfo, Placement, split_
 
 
 def check_strategy(strategy: Strategy, num_minibatches: int) -> None:
-    """Refuses a strategy that cannot be read.
+    """Refuses a strategy with fields of the wrong kind.
 
     Raises:
-      ValueError: `gather_every` or `reduce_every` is none of the words that it may be.
-      TypeError: `replica_axes` is no tuple, or `sends` returns something else than `CommCounts`.
+      ValueError: `gather_every` or `reduce_every` is not one of its choices.
+      TypeError: `replica_axes` is no tuple, or `sends` does not return a `CommCounts`.
     """
     name = strategy.name
     check_choice(name, "gather_every", strategy.gather_every, ("minibatch", "step"))
@@ -30,50 +30,50 @@ def check_strategy(strategy: Strategy, num_minibatches: int) -> None:
         )
         raise
     if not isinstance(sends, CommCounts):
-        raise TypeError(f"{name}: sends returned {sends!r}, expected a Sends.")
+        raise TypeError(f"{name}: sends returned {sends!r}, expected a CommCounts.")
 
 
 def place_parameter(
     strategy: Strategy, info: ParameterInfo, axes: tuple[str, ...], mesh: Mesh
 ) -> Placement:
-    """Where a strategy places a parameter.
+    """Asks a strategy for the placement of a parameter, and checks it.
 
     Raises:
       ValueError: The placement does not fit the parameter or the mesh.
-      TypeError: It is no `Placement`.
+      TypeError: The strategy returned no `Placement`.
     """
-    what = f"{strategy.name}: place of parameter {info.path!r} of shape {info.shape}"
+    prefix = f"{strategy.name}: place of parameter {info.path!r} of shape {info.shape}"
     shared = {axis for name in info.shared_names for axis in axis_tuple(name)}
     axes = tuple(axis for axis in axes if axis not in info.split_axes | shared)
-    if not axes:  # Along all that there are, devices compute with different parts of it.
+    if not axes:  # The model computes with shards over all of the axes.
         return Placement(info.names)
     try:
         placement = strategy.place(info, axes, axes_size(mesh, axes))
     except Exception as error:
-        error.add_note(f"raised by {what}")
+        error.add_note(f"raised by {prefix}")
         raise
     if not isinstance(placement, Placement):
-        raise TypeError(f"{what} returned {placement!r}, expected a Placement.")
+        raise TypeError(f"{prefix} returned {placement!r}, expected a Placement.")
     for field, names, padding in (
         ("names", placement.names, placement.parameter_padding),
         ("state_names", placement.sharded_names, placement.padding),
     ):
         if len(names) != len(info.shape):
-            raise ValueError(f"{what} has {field}={names}, expected one for each dimension.")
+            raise ValueError(f"{prefix} has {field}={names}, expected one for each dimension.")
         if any(names[d] != n for d, n in enumerate(split_names(info)) if n):
             raise ValueError(
-                f"{what} has {field}={names}, expected {split_names(info)} to stay: the model "
+                f"{prefix} has {field}={names}, expected {split_names(info)} to stay: the model "
                 "computes with the shards of these dims. Shard another."
             )
         if any(names[dim] for dim in info.unsharded_dims):
             raise ValueError(
-                f"{what} has {field}={names}, expected dims {sorted(info.unsharded_dims)} to stay "
-                "whole, because a loop runs over them or devices share their entries."
+                f"{prefix} has {field}={names}, expected dims {sorted(info.unsharded_dims)} to "
+                "stay whole, because a loop runs over them or devices share their entries."
             )
         used = [axis for name in names for axis in axis_tuple(name)]
         if len(set(used)) < len(used) or not set(used) <= set(mesh.shape):
             raise ValueError(
-                f"{what} has {field}={names}, expected each mesh axis once at most, of "
+                f"{prefix} has {field}={names}, expected each mesh axis once at most, of "
                 f"{list(mesh.shape)}."
             )
         widths = padding or (0,) * len(names)
@@ -81,7 +81,7 @@ def place_parameter(
             shards = axes_size(mesh, axis_tuple(name))
             if (size + width) % shards:
                 raise ValueError(
-                    f"{what} has {field}={names}, and {size + width} elements along dim {dim} do "
+                    f"{prefix} has {field}={names}, and {size + width} elements along dim {dim} do "
                     f"not divide over {shards} devices; expected a dim that divides, or a padding."
                 )
     return placement

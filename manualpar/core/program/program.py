@@ -1,11 +1,11 @@
-"""A layout, a model, a loss and an optimizer made into `init`, `train_step`, `eval_step`.
+"""Builds a program, `init`, `train_step` and `eval_step`, from a model, a loss and an optimizer.
 
 The state is a plain tree of global arrays. It is initialised in one jitted call whose outputs have
-the layout's shardings, so that no device ever holds more than its part. A step is one jitted call
-too, see `manualpar.core.program.step`.
+the layout's shardings, so that no device ever holds more than its shards. A step is one jitted
+call too, see `manualpar.core.program.step`.
 
-`build_program` decides what a step does and how the state lies (`_design`), and jits it
-(`_assemble`). Building touches no device, so the mesh may be one of devices that nobody has.
+`build_program` decides how the state is sharded and what a step does (`_design`), and jits the
+functions (`_assemble`). Building touches no device, so the mesh may be an abstract one.
 """
 
 import dataclasses
@@ -65,40 +65,39 @@ from manualpar.core.state.train_state import TrainState
 class Program(StartsFromArrays):
     """A model's training under one strategy.
 
-    Beside `init` there are `init_from`, `adopt` and `whole`, see
-    `manualpar.core.program.load_state`.
+    The methods `init_from`, `adopt` and `whole` are in `manualpar.core.program.load_state`.
 
     Attributes:
       strategy: The strategy.
       mode: Who writes the collectives.
       mesh: The mesh it runs on. On an abstract mesh it can be traced but not run.
       data_axes: The mesh axes that examples are split over.
-      num_minibatches: The number of parts that a device takes its share of a batch in.
-      wire: The dtypes that travel, and the order of the axes.
+      num_minibatches: The number of minibatches that a device splits its share of a batch into.
+      wire: The communication dtypes and quantizers, and the order of the axes.
       layout: A `TrainState` with a `PartitionSpec` at each leaf.
       parameters: A `(ParameterInfo, Placement)` for each parameter, in the order of the tree. The
-        placement's note says why a parameter stays whole.
+        placement's note says why a parameter is replicated.
       abstract_state: A `TrainState` of `jax.ShapeDtypeStruct`s with shardings.
-      whole_state: The same as one device would hold it: no padding, no shardings.
+      whole_state: The same without padding and shardings, as one device would hold it.
       abstract_batch: The batch that the program was built for, as `jax.ShapeDtypeStruct`s with
         shardings.
-      batch_sharding: How a batch's leaves lie on the mesh: the leading dimension is split over the
-        data axes. `jax.device_put(batch, program.batch_sharding)` puts a batch there; one that lies
-        elsewhere is moved in every step. A batch with scalars in it takes the shardings of
+      batch_sharding: The sharding of a batch's leaves: the leading dimension is split over the
+        data axes. `jax.device_put(batch, program.batch_sharding)` shards a batch; a batch with
+        another sharding is moved in every step. A batch with scalars in it takes the shardings of
         `abstract_batch`.
-      create: What `init` jits: a state made of a key, which lies nowhere.
+      create: The function that `init` jits. It makes a state from a key, without shardings.
       init: `init(rng) -> TrainState`. It takes `init_rng, rng = jax.random.split(rng)`. On every
         mesh the parameters are, bit for bit, those of a jitted `model.init({"params": init_rng},
         batch.inputs, train=False)`, or of a call with the arguments that the option `init_args`
-        returns. (What is not jitted may round the last bit otherwise.) No device ever holds more
-        than its own shard.
+        returns. (A call that is not jitted may round the last bit otherwise.) No device ever holds
+        more than its own shards.
       train_step: `train_step(state, batch) -> (state, metrics)`, jitted. The state is donated, so
         use the returned one. Metrics are `(sum, count)` pairs over the global batch, the same on
         all devices. With the option `nonfinite="skip"` a step may change nothing of the state but
         its step and key, see `ProgramOptions`.
-      eval_step: `eval_step(state, batch) -> metrics`, jitted. It is the same loss function with
+      eval_step: `eval_step(state, batch) -> metrics`, jitted. It calls the same loss function with
         training turned off.
-      step: The functions that are jitted, with the model, the loss and the placements.
+      step: The functions before they are jitted, with the model, the loss and the placements.
     """
 
     strategy: Strategy
@@ -120,7 +119,10 @@ class Program(StartsFromArrays):
     step: Step = dataclasses.field(repr=False)
 
     def step_at(self, number: int) -> Callable[[TrainState, Any], tuple[TrainState, Metrics]]:
-        """What to call as step `number`, from 1: `train_step`, unless a strategy adds to some."""
+        """Returns the function to call as step `number`, from 1.
+
+        It is `train_step`, unless the strategy adds something to some steps.
+        """
         del number
         return self.train_step
 
@@ -139,17 +141,17 @@ def build_program(
       model: The model, written for one device, see `manualpar.core.model.interface`.
       tx: Any optax optimizer.
       loss_fn: `loss_fn(params, apply_fn, batch, rng) -> (loss, metrics)`. It returns the mean over
-        the examples that it is given, and pairs `{"loss": (sum, count), ...}`, see
-        `accumulate_gradients`. `rng` differs between devices, minibatches and steps.
-      **options: `mesh`, `batch` and others, see `ProgramOptions`.
+        its examples, and pairs `{"loss": (sum, count), ...}`, see `accumulate_gradients`. `rng`
+        differs between devices, minibatches and steps.
+      **options: `mesh`, `batch` and more, see `ProgramOptions`.
 
     Returns:
       The program, traced but not compiled. No device has been touched.
-      `inspect.layout_table(program)` shows which parameter is sharded how, and why others are not.
+      `inspect.layout_table(program)` shows how each parameter is sharded, or why it is not.
 
     Raises:
-      ValueError: A field does not fit, for example because the mesh lacks an axis, the batch does
-        not divide or the loss is not a scalar. Nothing has been compiled.
+      ValueError: A field does not fit, for example because the mesh lacks an axis, the batch size
+        is not divisible or the loss is not a scalar. Nothing has been compiled.
       TypeError: A field is of the wrong kind.
     """
     check_options(strategy.name, options)
@@ -160,7 +162,7 @@ def build_program(
     ):
         batch, step, states = _design(strategy, model, tx, loss_fn, options)
         program = _assemble(batch, step, states, options)
-        loss = on_auto_axes(step.loss_alone, mesh=program.mesh, out_specs=PartitionSpec())
+        loss = on_auto_axes(step.loss_only, mesh=program.mesh, out_specs=PartitionSpec())
         check_traced_steps(
             strategy.name,
             *(
@@ -173,11 +175,11 @@ def build_program(
 
 
 class _States:
-    """The training state: how it is made, and how it lies on the devices.
+    """The training state: how it is made, padded and sharded.
 
     Attributes:
-      whole: The abstract state as one device would hold it.
-      held: The abstract state as the program holds it: padded.
+      unpadded: The abstract state as one device would hold it.
+      padded: The abstract state as the program holds it.
       layout: The state with a `PartitionSpec` at each leaf.
       opt_padding: The padding of each leaf of the optimizer's state.
     """
@@ -185,13 +187,13 @@ class _States:
     def __init__(self, model: TracedModel, tx: Any, placements: Any, feedback: Any) -> None:
         self._model, self._tx, self._placements, self._feedback = model, tx, placements, feedback
         key = jax.eval_shape(lambda: jax.random.key(0))
-        self.whole = jax.eval_shape(self._state, model.variables, key)
+        self.unpadded = jax.eval_shape(self._state, model.variables, key)
         opt_placements = like_params(
-            self.whole.opt_state, self.whole.params, placements, Placement(())
+            self.unpadded.opt_state, self.unpadded.params, placements, Placement(())
         )
         self.opt_padding = tuple(place.padding for place in jax.tree.leaves(opt_placements))
-        self.held = jax.eval_shape(self._pad, self.whole)
-        layout = jax.tree.map(lambda _: PartitionSpec(), self.held)
+        self.padded = jax.eval_shape(self._pad, self.unpadded)
+        layout = jax.tree.map(lambda _: PartitionSpec(), self.padded)
         self.layout = layout.replace(
             params=param_specs(placements),
             opt_state=state_specs(opt_placements),
@@ -199,7 +201,7 @@ class _States:
         )
 
     def create(self, rng: jax.Array) -> TrainState:
-        """The initial state as the program holds it."""
+        """Creates the initial state, padded."""
         init_rng, rng = jax.random.split(rng)
         return self._pad(self._state(self._model.create_variables(init_rng), rng))
 
@@ -233,7 +235,11 @@ def _design(
     loss_fn: LossFn,
     options: ProgramOptions,
 ) -> tuple[Any, Step, _States]:
-    """The abstract batch, what a step does, and how the state lies."""
+    """Decides how the state is sharded and what a step does.
+
+    Returns:
+      The abstract batch, the functions of a step, and the training state.
+    """
     name = strategy.name
     check_strategy(strategy, options.get("num_minibatches", 1))
     shard_axes = axis_tuple(options.get("axis_name", "data"))
@@ -248,7 +254,7 @@ def _design(
     batch = shapes_of_batch(f"{name}: batch", options["batch"])
     check_batch(f"{name}: batch", batch, mesh, roles)
     stored_dtypes, wire = check_wire(name, options)
-    if wire.reduce_code and strategy.replica_axes:  # Sums within a group of devices are exact.
+    if wire.reduce_code and strategy.replica_axes:  # Reductions over other axes are exact.
         wire = wire._replace(code_axes=strategy.replica_axes)
     rules = check_rules(name, options.get("rules", ()), mesh)
     mode = mode_named(options.get("mode", "manual"))(mesh, roles.data_axes, wire, rules)
@@ -263,7 +269,7 @@ def _design(
         placement = place(info)
         return len(placement.spec) > 0 or (wire.changes_values and not placement.keep)
 
-    user_model = trace_model(
+    traced_model = trace_model(
         name,
         model,
         loss_fn,
@@ -275,20 +281,21 @@ def _design(
         is_gathered=is_gathered,
         gathers_in_loss=strategy.gather_every == "minibatch",
     )
-    check_context(name, user_model, batch, roles)
-    check_trainable(name, user_model)
-    if user_model.keeps_types:  # What the model's initialisers shard stays so where it is used.
+    check_context(name, traced_model, batch, roles)
+    check_trainable(name, traced_model)
+    # The model computes with shards of the parameters that its initialisers shard.
+    if traced_model.keeps_types:
         roles = dataclasses.replace(roles, others=dict.fromkeys(mesh.axis_names, "model"))
-    placements = jax.tree.map(place_completely, user_model.parameters)
+    placements = jax.tree.map(place_completely, traced_model.parameters)
     num_minibatches = options.get("num_minibatches", 1)
     feedback = None
     if wire.reduce_code:
-        leaves = trained(user_model.parameters), trained(placements)
+        leaves = trained(traced_model.parameters), trained(placements)
         feedback = gradient_rounding(strategy, *leaves, mode=mode, options=options)
-    states = _States(user_model, tx, placements, feedback)
+    states = _States(traced_model, tx, placements, feedback)
     step = Step(
         strategy=strategy,
-        model=user_model,
+        model=traced_model,
         mode=mode,
         roles=roles,
         placements=placements,
@@ -307,24 +314,24 @@ def _design(
 
 
 def _assemble(batch: Any, step: Step, states: _States, options: ProgramOptions) -> Program:
-    """The program of a step: jitted, on the mesh that was given."""
-    # States and batches lie on the mesh that was given, all of whose axes are explicit if any is. A
-    # step runs on the same mesh with automatic axes.
-    mesh, given = step.mode.mesh, step.mode.mesh
+    """Jits the functions of a step, and makes them a program."""
+    # A step runs on a mesh with automatic axes. States and batches are sharded over the same mesh,
+    # with explicit axes if any axis of the user's mesh is explicit.
+    mesh, user_mesh = step.mode.mesh, step.mode.mesh
     if AxisType.Explicit in options["mesh"].axis_types:
-        given = cast(Mesh, with_axis_types(mesh, AxisType.Explicit))
+        user_mesh = cast(Mesh, with_axis_types(mesh, AxisType.Explicit))
     has_devices = not isinstance(mesh, AbstractMesh)
 
     def shard(specs: Any) -> Any:
-        return jax.tree.map(lambda spec: NamedSharding(given, spec), specs)
+        return jax.tree.map(lambda spec: NamedSharding(user_mesh, spec), specs)
 
     def jit(function: Callable[..., Any], out_specs: Any, **kwargs: Any) -> Any:
         return OutsideMeshes(
-            jax.jit(on_auto_axes(function, mesh=given, out_specs=out_specs), **kwargs)
+            jax.jit(on_auto_axes(function, mesh=user_mesh, out_specs=out_specs), **kwargs)
         )
 
     shardings = shard(states.layout)
-    abstract = with_shardings(states.held, shardings)
+    abstract = with_shardings(states.padded, shardings)
     steps_options: Any = {
         "in_shardings": (shardings, None),
         "compiler_options": dict(options.get("compiler_options", {})) or None,
@@ -350,16 +357,16 @@ def _assemble(batch: Any, step: Step, states: _States, options: ProgramOptions) 
     return Program(
         strategy=step.strategy,
         mode=step.mode.name,
-        mesh=given,
+        mesh=user_mesh,
         data_axes=step.roles.data_axes,
         num_minibatches=step.num_minibatches,
         wire=step.mode.wire,
         layout=states.layout,
         parameters=tuple(zip(infos, placements, strict=True)),
         abstract_state=abstract,
-        whole_state=states.whole,
+        whole_state=states.unpadded,
         abstract_batch=with_shardings(batch, shard(step.roles.batch_specs(batch))),
-        batch_sharding=NamedSharding(given, step.roles.batch_spec),
+        batch_sharding=NamedSharding(user_mesh, step.roles.batch_spec),
         create=states.create,
         init=functools.partial(init, jit(states.create, states.layout, out_shardings=shardings)),
         train_step=guard("train_step", train_step),
@@ -371,7 +378,7 @@ def _assemble(batch: Any, step: Step, states: _States, options: ProgramOptions) 
 def _check_arguments(
     strategy: str, tx: Any, loss_fn: Any, mesh: Any, axes: tuple[str, ...]
 ) -> None:
-    """Refuses arguments of the wrong kind."""
+    """Refuses arguments of the wrong kind, and a mesh that lacks one of `axes`."""
     loss_form = "a function (params, apply_fn, batch, rng) -> (loss, metrics)"
     is_optimizer = hasattr(tx, "init") and hasattr(tx, "update")
     for name, value, expected, fits in (

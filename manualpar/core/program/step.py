@@ -1,16 +1,17 @@
-"""What happens in a step: on every device inside `shard_map`, and on global arrays outside.
+"""One step: gradients on each device inside `shard_map`, the optimizer's update outside of it.
 
-Inside run the forward and the backward pass and the reductions of gradients and metrics. Read
+The forward pass, the backward pass and the reductions of gradients and metrics run inside. Read
 `Step._gradients_on_device` first. It is one straight line: *box* the parameters, so that they
 gather themselves; run the *loss*; *accumulate* gradients over minibatches; *reduce* them over the
 devices. Every collective in it is written in this package.
 
-Outside runs the optimizer's *update*. There the norm of a gradient is that of the whole gradient,
-whichever devices hold it, and an elementwise update needs no collective. A gradient arrives in the
-spec of the optimizer's state. Parameters that are whole while their state is sharded (ZeRO-1 and
--2) are sliced for the update, which sends nothing, and gathered after it.
+The optimizer's *update* runs outside, on global arrays. There the norm of a gradient is the norm
+of the whole gradient, and an elementwise update needs no collective. A gradient arrives in the
+spec of the optimizer's state. ZeRO-1 and -2 replicate parameters and shard their optimizer state:
+their parameters are sliced for the update, which sends nothing, and gathered after it.
 
-The mode decides what box, reduce and the others do. The default is `manualpar.core.modes.manual`.
+The mode implements box, scatter, reduce and the rest. The default is
+`manualpar.core.modes.manual`.
 """
 
 import dataclasses
@@ -46,25 +47,26 @@ from manualpar.core.parameters.trainable import combine, partition, trained
 from manualpar.core.program.optimizer_update import Update
 from manualpar.core.state.train_state import TrainState
 
-OBJECTIVE = "objective of the optimizer"  # A metric that no loss function returns by accident.
+OBJECTIVE = "objective of the optimizer"  # A reserved metric name.
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A step of training and one of evaluation, to be jitted.
+    """The functions of a training step and of an evaluation step, to be jitted.
 
     Attributes:
       strategy: When parameters are gathered and gradients scattered.
       model: The model with its loss.
       mode: Who writes the collectives.
-      roles: What each mesh axis is for.
+      roles: The role of each mesh axis.
       placements: The tree of parameters with a `Placement` at each leaf.
-      update: What the optimizer does with the gradients.
-      num_minibatches: The number of parts that a device takes its share of a batch in.
-      schedule: How these parts run.
-      pipeline: The schedule instead if the layers are spread over stages.
-      nonfinite: What is done about a loss or a gradient that is not finite.
-      feedback: What devices keep of gradients that travel as codes, see `error_feedback`.
+      update: Applies the optimizer to the gradients.
+      num_minibatches: The number of minibatches that a device splits its share of a batch into.
+      schedule: Runs the minibatches one after another, see `modes.gradients`.
+      pipeline: Replaces `schedule` if the layers are spread over stages.
+      nonfinite: The reaction to a loss or a gradient that is not finite, see `ProgramOptions`.
+      feedback: The error feedback and stochastic rounding of quantized gradients, see
+        `gradient_rounding`; `None` for rounding to the nearest.
     """
 
     strategy: Strategy
@@ -83,9 +85,9 @@ class Step:
         """Takes one step of the optimizer; returns the new state and the metrics of the batch."""
         check_batch("batch", batch, self.mode.mesh, self.roles)
         rng, key = jax.random.split(state.rng)
-        carried = state.collections, state.local  # The latter is each device's own.
-        grads, metrics, updated = self.gradients(state.params, carried, key, batch)
-        is_applied, (collections, local) = self._check_finite(metrics, updated, carried)
+        aux = state.collections, state.local
+        grads, metrics, new_aux = self.gradients(state.params, aux, key, batch)
+        is_applied, (collections, per_device) = self._check_finite(metrics, new_aux, aux)
         objective = metrics.pop(OBJECTIVE)
         params, frozen = partition(self.placements, state.params)
         params, opt_state, norms = self.update(
@@ -94,7 +96,7 @@ class Step:
             grads,
             opt_state=state.opt_state,
             value=mean(objective),
-            value_and_grad=functools.partial(self._value_and_grad, frozen, carried, key, batch),
+            value_and_grad=functools.partial(self._value_and_grad, frozen, aux, key, batch),
             is_applied=is_applied,
         )
         metrics |= {name: (norm, jnp.ones(())) for name, norm in norms.items()}
@@ -104,7 +106,7 @@ class Step:
             opt_state=opt_state,
             rng=rng,
             collections=collections,
-            local=local,
+            local=per_device,
         )
         return state, metrics
 
@@ -113,98 +115,111 @@ class Step:
         check_batch("batch", batch, self.mode.mesh, self.roles)
         return self._metrics(self.model.eval_metrics, state, batch)
 
-    def loss_alone(self, state: TrainState, batch: Any) -> Metrics:
-        """Calls the loss as `train` does, with no derivative; it is traced and checked, not run."""
+    def loss_only(self, state: TrainState, batch: Any) -> Metrics:
+        """Calls the loss as `train` does, without a derivative; only checks trace it."""
 
         def first_minibatch(boxes: Any, collections: Any, batch: Any, rng: jax.Array) -> Metrics:
             boxes = cast_to_varying(boxes, self.mode.varying_axes)
             if self.pipeline is None:
-                parts = self.mode.split(batch, self.num_minibatches, self.roles)
-                batch = jax.tree.map(lambda x: x[0], parts)
+                minibatches = self.mode.split(batch, self.num_minibatches, self.roles)
+                batch = jax.tree.map(lambda x: x[0], minibatches)
             return self.loss(boxes, collections, batch, rng)[1]
 
         return self._metrics(first_minibatch, state, batch)
 
     def gradients(
-        self, params: Any, carried: Any, rng: jax.Array, batch: Any
+        self, params: Any, aux: Any, rng: jax.Array, batch: Any
     ) -> tuple[Any, Metrics, Any]:
-        """The global gradients, as the optimizer's state lies, metrics, and what is carried."""
-        specs = PartitionSpec(), self.feedback.specs() if self.feedback else {}
-        out_specs = (state_specs(trained(self.placements)), PartitionSpec(), specs)
-        on_mesh = self._on_mesh(self._gradients_on_device, batch, out_specs, specs)
-        grads, metrics, carried = on_mesh(params, carried, rng, batch)
-        return grads, dict(metrics), carried
+        """Computes the global gradients of a batch.
+
+        Args:
+          params: The parameters as they are stored.
+          aux: The model's collections, and the state that differs between devices
+            (`TrainState.local`).
+          rng: The key of the step.
+          batch: The global batch.
+
+        Returns:
+          The gradients in the specs of the optimizer's state, the metrics, and the new `aux`.
+        """
+        aux_specs = PartitionSpec(), self.feedback.specs() if self.feedback else {}
+        out_specs = (state_specs(trained(self.placements)), PartitionSpec(), aux_specs)
+        on_mesh = self._on_mesh(self._gradients_on_device, batch, out_specs, aux_specs)
+        grads, metrics, aux = on_mesh(params, aux, rng, batch)
+        return grads, dict(metrics), aux
 
     def _gradients_on_device(
-        self, params: Any, carried: Any, rng: jax.Array, batch: Any
+        self, params: Any, aux: Any, rng: jax.Array, batch: Any
     ) -> tuple[Any, Metrics, Any]:
-        """A training step up to the gradients, on a device's part of everything."""
-        mode, strategy, (collections, local) = self.mode, self.strategy, carried
-        # Box: as parameters are stored, and as their gradients are to lie.
+        """Computes `gradients` on one device, from its shards and its examples."""
+        mode, strategy, (collections, per_device) = self.mode, self.strategy, aux
+        # Box the parameters twice: sharded as they are stored, and sharded as their gradients are.
         boxes = self._boxes(params)
         params, _ = partition(self.placements, params)
-        shards = self._map_trained(functools.partial(mode.box, as_state=True), params)
+        grad_boxes = self._map_trained(functools.partial(mode.box, as_state=True), params)
         if strategy.gather_every == "step":
             boxes = self._map(lambda _, x: x.gather_data_axes() if is_box(x) else x, boxes)
         boxes, frozen = partition(self.placements, boxes)
         if self.feedback is not None:
-            boxes, shards = self.feedback.round_at_random(rng, boxes, shards)
-        # Loss.
+            boxes, grad_boxes = self.feedback.round_at_random(rng, boxes, grad_boxes)
+        # Loss, with the gathers of the backward pass.
         loss = self.loss
         regathers = strategy.reshard_after_forward
-        decodes = self.model.adapter.decodes_weights or mode.wire.gather_code
-        if self.pipeline is None and (regathers or decodes):
+        dequantizes = self.model.adapter.decodes_weights or mode.wire.gather_code
+        if self.pipeline is None and (regathers or dequantizes):
             loss = regather_for_backward(
                 loss, keep_gathered=not regathers, axes=strategy.regather_axes
             )
-        # Accumulate.
-        scatter = functools.partial(self._map_trained, mode.scatter, shards)
-        scatters_each = strategy.reduce_every == "minibatch"
-        grads, metrics, updated = accumulate(
+        # Accumulate over minibatches.
+        scatter = functools.partial(self._map_trained, mode.scatter, grad_boxes)
+        per_minibatch = strategy.reduce_every == "minibatch"
+        grads, metrics, new_collections = accumulate(
             lambda params, *args: loss(self._map(_unbox_kept, params), *args),
             boxes,
             collections,
             mode.split(mode.to_zigzag(batch, self.roles), self.num_minibatches, self.roles),
             mode.fold(rng),
             schedule=self.pipeline or self.schedule,
-            reduce=scatter if scatters_each else lambda grads: grads,
+            reduce=scatter if per_minibatch else lambda grads: grads,
             frozen=frozen,
             outer_axes=mode.outer_axes,
         )
-        # Reduce.
+        # Reduce over devices.
         if self.feedback is not None:
-            kept, (grads, shards) = self.feedback.attach(local, grads, shards)
-        grads = grads if scatters_each else self._map_trained(mode.scatter, shards, grads)
+            quantizers, (grads, grad_boxes) = self.feedback.attach(per_device, grads, grad_boxes)
+        grads = grads if per_minibatch else self._map_trained(mode.scatter, grad_boxes, grads)
         if self.pipeline is not None:
             grads = self.pipeline.exchange_layers(grads, back=True)
-        grads = strip_boxes(self._map_trained(mode.sync, shards, grads))
+        grads = strip_boxes(self._map_trained(mode.sync, grad_boxes, grads))
         if self.feedback is not None:
-            local = self.feedback.left_out(kept)
+            per_device = self.feedback.new_residuals(quantizers)
         grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
         if self.nonfinite != "ignore":
             metrics = count_nonfinite(metrics, grads, mode.data_axes + mode.outer_axes)
-        updated = mode.sync_collections(updated, collections, self.model.sync_collections)
-        return grads, mode.sync_metrics(metrics), (updated, local)
+        collections = mode.sync_collections(
+            new_collections, collections, self.model.sync_collections
+        )
+        return grads, mode.sync_metrics(metrics), (collections, per_device)
 
     def loss(
         self, params: Any, collections: Any, minibatch: Any, rng: jax.Array
     ) -> tuple[jax.Array, Metrics, Any]:
-        """The user's loss, with its value among the metrics."""
+        """Calls the user's loss, and adds its value to the metrics as `OBJECTIVE`."""
         loss, metrics, collections = self.model.train_loss(params, collections, minibatch, rng)
-        # Otherwise their derivatives are computed in the backward pass, of a remat too, and
-        # multiplied by zeros: where such a derivative is infinite the gradient would be NaN.
+        # Without this the backward pass would compute the derivatives of metrics and collections
+        # and multiply them by zeros. An infinite derivative would make the gradient NaN.
         metrics, collections = jax.lax.stop_gradient((metrics, collections))
         count = metrics["loss"][1].astype(jnp.float32)
         objective = jax.lax.stop_gradient(loss).astype(jnp.float32) * count
         return loss, {**metrics, OBJECTIVE: (objective, count)}, collections
 
     def _boxes(self, params: Any) -> Any:
-        """The parameters of the layers that run here, in boxes."""
+        """Boxes the parameters of the layers that run on this device."""
         boxes = self._map(self.mode.box, params)
         return boxes if self.pipeline is None else self.pipeline.exchange_layers(boxes)
 
     def _metrics(self, measure: Callable[..., Metrics], state: TrainState, batch: Any) -> Metrics:
-        """What `measure(boxes, collections, batch, rng)` says of all devices' parts of a batch."""
+        """Runs `measure(boxes, collections, batch, rng)` on each device; sums its metrics."""
 
         def on_device(params: Any, collections: Any, rng: jax.Array, batch: Any) -> Metrics:
             boxes = self._map(_unbox_kept, self._boxes(params))
@@ -218,32 +233,40 @@ class Step:
         return metrics
 
     def _check_finite(
-        self, metrics: Metrics, updated: Any, before: Any
+        self, metrics: Metrics, new_aux: Any, aux: Any
     ) -> tuple[jax.Array | None, Any]:
-        """Whether the step is applied, if that is a question, and the collections after it."""
+        """Decides whether the step is applied, and adds the metric `nonfinite`.
+
+        Returns:
+          `bool[]`, whether the step is applied (`None` if it always is), and `new_aux`, or `aux`
+          if the step is not applied.
+        """
         if self.nonfinite == "ignore":
-            return None, updated
+            return None, new_aux
         finite = is_finite(self.strategy.name, self.nonfinite, metrics, OBJECTIVE)
         metrics["nonfinite"] = (1 - finite.astype(jnp.float32), jnp.ones(()))
         if self.nonfinite == "report":
-            return None, updated
+            return None, new_aux
         select = functools.partial(jax.lax.select, finite)
-        return finite, jax.tree.map(select, updated, before)
+        return finite, jax.tree.map(select, new_aux, aux)
 
     def _value_and_grad(
-        self, frozen: Any, carried: Any, rng: jax.Array, batch: Any, params: Any
+        self, frozen: Any, aux: Any, rng: jax.Array, batch: Any, params: Any
     ) -> tuple[jax.Array, Any]:
-        """The loss and its gradient at stored parameters, for optimizers that try several."""
-        grads, metrics, _ = self.gradients(combine((params, frozen)), carried, rng, batch)
+        """Computes the loss and its gradient at `params`, for line searches and the like."""
+        grads, metrics, _ = self.gradients(combine((params, frozen)), aux, rng, batch)
         return mean(metrics[OBJECTIVE]), grads
 
     def _on_mesh(
-        self, function: Callable[..., Any], batch: Any, out_specs: Any, carried: Any = None
+        self, function: Callable[..., Any], batch: Any, out_specs: Any, aux_specs: Any = None
     ) -> Callable[..., Any]:
-        """Runs a function of (params, collections or what is carried, rng, batch) on the mesh."""
+        """Makes a function of `(params, aux, rng, batch)` on each device one of global arrays.
+
+        Without `aux_specs` the second argument is replicated.
+        """
         in_specs = (
             param_specs(self.placements),
-            carried or PartitionSpec(),
+            aux_specs or PartitionSpec(),
             PartitionSpec(),
             self.roles.batch_specs(batch),
         )
@@ -257,17 +280,17 @@ class Step:
 
 
 def mean(metric: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """The mean of a metric; 0 if nothing was counted."""
+    """Returns the mean of a metric; 0 if its count is 0."""
     total, count = metric
     return total / jnp.where(count == 0, 1, count)
 
 
 def _unbox_kept(place: Placement, x: Any) -> Any:
-    """Gathers a parameter that the model is to get whole."""
+    """Gathers a parameter that is gathered once for each minibatch (`Placement.keep`)."""
     if not place.keep or not is_box(x):
         return x
     split = tuple(n if place.split_axes.issuperset(axis_tuple(n)) else None for n in x.names)
-    whole = x.unbox()
-    # What the model computes with in parts stays in a box, from which a loss can gather it.
+    gathered = x.unbox()
+    # A part of a split parameter stays in a box, from which a loss can gather the whole parameter.
     is_part = any(split) and type(x) is ShardedParameter
-    return ShardedParameter(whole, split) if is_part else whole
+    return ShardedParameter(gathered, split) if is_part else gathered

@@ -129,7 +129,7 @@ MORE_BLIND = {
         lambda x: nn.MultiHeadDotProductAttention(4)(x, mask=nn.make_causal_mask(x[..., 0])),
         "iota",
     ),
-    "recurrence": (nn.RNN(nn.LSTMCell(16)), "'Net/between' .*loops over what is split"),
+    "recurrence": (nn.RNN(nn.LSTMCell(16)), "'Net/between' .*loops over a split dim"),
     "causal convolution": (nn.Conv(16, (3,), padding="CAUSAL"), "'Net/between' .*pad"),
     "convolution": (nn.Conv(16, (3,)), "conv_general_dilated along dim 1"),
     "norm of groups": (nn.GroupNorm(4), "'Net/between' .*square to a mean over positions"),
@@ -294,9 +294,12 @@ def coupled(logits: jax.Array, batch: Batch) -> Any:
 
 
 WRONG_LOSSES = {
-    "shifts labels": (shifted, r"the loss at .*slice to an array.*labels.*leaf of the batch"),
+    "shifts labels": (shifted, r"the loss at .*slice to an array.*labels.*in the batch"),
     "a sum": (summed, "the loss is a part of a sum .* expected sum / count"),
-    "another count": (other_count, "the loss is a mean .* expected sum / count, with that very"),
+    "another count": (
+        other_count,
+        "the loss is a mean .* expected sum / count, with the same count",
+    ),
     "sequences": (counted_sequences, r"metrics\['right'\] is the pair of a part of a sum"),
     "coupled": (coupled, r"sends by all_gather over 'context'.* gather_examples\(x, axis_name="),
 }

@@ -18,7 +18,7 @@ def test_what_is_the_same_everywhere_is_its_own_mean(count: SplitValue) -> None:
     assert is_mean(SplitValue("zero"), count, 7)
     assert not is_mean(SIZE, count, 7)
     assert not is_mean(TOTAL, count, 7)
-    assert not is_mean(SplitValue("own"), count, 7)
+    assert not is_mean(SplitValue("device"), count, 7)
 
 
 def test_a_mean_over_equally_many_positions_needs_equal_counts() -> None:
@@ -38,4 +38,4 @@ def test_a_metric_and_its_count_are_added_up_alike() -> None:
     assert power_of_sum(TOTAL) == power_of_sum(VALID) == power_of_sum(SIZE) == 0
     assert power_of_sum(EQUAL_MEAN) == power_of_sum(EXAMPLES) == 1
     assert power_of_sum(VALID_MEAN) is None
-    assert power_of_sum(SplitValue("own")) is None
+    assert power_of_sum(SplitValue("device")) is None

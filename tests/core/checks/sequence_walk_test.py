@@ -123,11 +123,11 @@ WRONG = {
         lambda x, m, k: jax.lax.scan(lambda h, y: (h + y, h), jnp.ones((2, 2)), x.swapaxes(0, 1))[
             1
         ],
-        "loops over what is split",
+        "loops over a split dim",
     ),
     "a number for each position": (
         lambda x, m, k: jax.lax.fori_loop(0, x.shape[1], lambda i, x: x * 0.9, x),
-        "loops over what is split",
+        "loops over a split dim",
     ),
     "mean": (
         lambda x, m, k: x - x.mean(1, keepdims=True),
@@ -144,12 +144,12 @@ WRONG = {
     ),
     "constants of numpy": (
         lambda x, m, k: x + TABLE[: x.shape[1]][None],
-        "a constant that is made of the size",
+        "a constant that depends on the size",
     ),
     "first rows": (lambda x, m, k: x + jnp.asarray(TABLE)[: x.shape[1]][None], "slice along dim 0"),
     "a matrix of positions": (lambda x, m, k: jnp.tril(jnp.ones((x.shape[1],) * 2)), "both split"),
-    "scaled": (lambda x, m, k: x * x.shape[1] ** -0.5, "constant that is made of the size"),
-    "share": (lambda x, m, k: jnp.exp(x / x.shape[1]), "exp to a number that is made of how many"),
+    "scaled": (lambda x, m, k: x * x.shape[1] ** -0.5, "constant that depends on the size"),
+    "share": (lambda x, m, k: jnp.exp(x / x.shape[1]), "exp to a number that depends on how many"),
     "rolled": (lambda x, m, k: jnp.roll(x, 1, 1), "slice along dim 1"),
     "turned": (lambda x, m, k: x[:, ::-1], "rev along dim 1"),
     "shifted": (
@@ -160,13 +160,13 @@ WRONG = {
     "one more": (lambda x, m, k: jnp.concatenate([x[:, :1] * 0, x], 1), "slice along dim 1"),
     "sorted": (lambda x, m, k: jnp.sort(x, 1), "sort along dim 1"),
     "first": (lambda x, m, k: x + x[:, :1], "slice along dim 1"),
-    "picked": (lambda x, m, k: x[:, jnp.array([2, 3])], "made of how many positions"),
+    "picked": (lambda x, m, k: x[:, jnp.array([2, 3])], "depends on how many positions"),
     "set": (
         lambda x, m, k: x.at[:, 0].set(0),
-        r"scatter to what is split.*named_scope\('context_parallel'\)",
+        r"scatter to a split array.*named_scope\('context_parallel'\)",
     ),
     "unstacked": (lambda x, m, k: sum(jnp.unstack(x, axis=1)), "unstack"),
-    "fft": (lambda x, m, k: jnp.fft.fft(x, axis=1).real, "fft to what is split. It is not known"),
+    "fft": (lambda x, m, k: jnp.fft.fft(x, axis=1).real, "fft to a split array. It is not known"),
     "pairs": (lambda x, m, k: x.reshape(2, -1, 2, 2).sum(2), "by reshape. Keep positions whole"),
     "one order and another": (
         lambda x, m, k: flat(x) + flat(x.swapaxes(0, 1)),
@@ -182,7 +182,7 @@ WRONG = {
     ),
     "index": (
         lambda x, m, k: x + jax.lax.axis_index("context"),
-        "add to a device's own index or key and to what is split",
+        "add to a device's own index or key and to a split array",
     ),
     "by index": (
         lambda x, m, k: jnp.where(jax.lax.axis_index("context") > 0, 1.0, 2.0),
@@ -209,9 +209,9 @@ WRONG = {
     ),
     "sum of means": (
         lambda x, m, k: jnp.tanh(jax.lax.psum(x.mean(), "context")),
-        "made of how many",
+        "depends on how many",
     ),
-    "sum of positions": (lambda x, m, k: jax.lax.psum(x, "context"), "sums what is split over"),
+    "sum of positions": (lambda x, m, k: jax.lax.psum(x, "context"), "sums a split array over"),
     "a branch": (
         lambda x, m, k: jax.lax.cond(x.sum() > 0, jnp.sin, jnp.cos, x),
         "decides by .* in a cond",

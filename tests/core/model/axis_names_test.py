@@ -166,7 +166,7 @@ def test_aliases_that_mean_nothing_are_refused(devices8):
 def test_an_alias_for_some_of_the_devices_needs_mode_manual(devices8):
     axes = {"replica": 2, "data": 4}
     build(hsdp, axes=axes)
-    with pytest.raises(ValueError, match=re.escape("but in this mode the batch is that of all")):
+    with pytest.raises(ValueError, match=re.escape("but in this mode the batch is global")):
         build(hsdp, axes=axes, mode="auto")
 
 

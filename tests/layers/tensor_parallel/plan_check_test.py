@@ -115,8 +115,8 @@ WRONG = {
     "constant": (lambda x: x * np.ones((1, 1, x.shape[-1]), x.dtype), "mul with a constant"),
     "size": (lambda x: x / np.float32(x.shape[-1]), "div with a constant that is made of the size"),
     "picked": (lambda x: x + x[..., jnp.zeros(1, int)], "add with a constant"),
-    "noise": (Noise(), "draws random numbers for what is split.* nn.Dropout"),
-    "unknown": (lambda x: jnp.fft.fft(x).real, "fft to what is split. It is not known"),
+    "noise": (Noise(), "draws random numbers for a split array.* nn.Dropout"),
+    "unknown": (lambda x: jnp.fft.fft(x).real, "fft to a split array. It is not known"),
 }
 
 

@@ -1,1 +1,1 @@
-"""Linen models: importing `linen_model` registers their adapter."""
+"""Linen models; importing `linen_model` registers their interface."""

@@ -1,8 +1,8 @@
-"""The arguments that a model is initialised with, made from a batch.
+"""Makes the arguments for a model's initialisation from a batch.
 
 The model is called with `batch.inputs`, or with the arguments that the user's `init_args` returns;
-switches such as `train` are added. A call that does not fit the method is refused with the
-`init_args` to write.
+switches such as `train` are added. A call that does not fit the method is refused, and the error
+shows the `init_args` to write.
 """
 
 import inspect
@@ -16,11 +16,11 @@ from manualpar.core.model.interface import InitArgs
 def initial_call(
     module: Any, batch: Any, init_args: InitArgs | None = None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The `args` and `kwargs` that a module is called with to initialise it.
+    """Returns the `args` and `kwargs` with which a module is initialised.
 
     The `kwargs` of `init_args` may name another `method` than `__call__`. If the method has an
-    argument `train` that is not given, it is `False`, and likewise each other one of
-    `EVAL_SWITCHES` that has no default.
+    argument `train` that is not given, it is `False`. Other `EVAL_SWITCHES` are added if they have
+    no default.
 
     Raises:
       TypeError: The method cannot be called like this.
@@ -33,24 +33,24 @@ def initial_call(
     args, kwargs = _checked_pair(init_args(batch)) if init_args else ((batch.inputs,), {})
     method = kwargs.get("method")
     signature = signature_of(module, method)
-    given = {name: value for name, value in kwargs.items() if name != "method"}
+    passed = {name: value for name, value in kwargs.items() if name != "method"}
     switches: dict[str, Any] = {}
     names: Mapping[str, Any] = signature.parameters
     try:
-        names = signature.bind_partial(*args, **given).arguments
+        names = signature.bind_partial(*args, **passed).arguments
         switches = {
             name: value
             for name, value in EVAL_SWITCHES.items()
             if name in signature.parameters.keys() - names.keys()
             and (name == "train" or signature.parameters[name].default is inspect.Parameter.empty)
         }
-        signature.bind(*args, **given, **switches)
+        signature.bind(*args, **passed, **switches)
     except TypeError as error:
         missing = [repr(name) for name in _required(signature) if name not in names]
-        what = "what init_args returns" if init_args else "batch.inputs alone"
+        source = "what init_args returns" if init_args else "batch.inputs alone"
         called = method if isinstance(method, str) else getattr(method, "__name__", "__call__")
         raise TypeError(
-            f"model: {type(module).__name__}.{called} cannot be called with {what} to "
+            f"model: {type(module).__name__}.{called} cannot be called with {source} to "
             f"initialise the model: {'it also needs ' + ', '.join(missing) if missing else error}. "
             f"It takes {signature}. Say what it is called with, from the batch: "
             f"{_example(signature)}."
@@ -59,13 +59,13 @@ def initial_call(
 
 
 def _required(signature: inspect.Signature) -> dict[str, inspect.Parameter]:
-    """The arguments without a default that only the caller can give."""
+    """Selects the arguments without a default, except switches."""
     found = required(signature.parameters)
     return {name: parameter for name, parameter in found.items() if name not in EVAL_SWITCHES}
 
 
 def _example(signature: inspect.Signature) -> str:
-    """The `init_args` that a method may need, as a user would write it."""
+    """Formats the `init_args` that a method may need, as a user would write it."""
     args, kwargs = "", []
     for name, parameter in _required(signature).items():
         if parameter.kind is parameter.KEYWORD_ONLY:

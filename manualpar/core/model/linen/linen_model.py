@@ -1,17 +1,17 @@
-"""Linen models: how they are called on a mesh.
+"""Calls Linen models on a mesh.
 
-A module's fields say how one device would run it. While one of its methods runs in a program, some
-of them are replaced:
+A module's fields are written for one device. While a method of the module runs in a program, some
+fields are replaced:
 
-- `axis_name` by the mesh axes that it is an alias of, see `axis_names`.
+- `axis_name`, by the mesh axes that it is an alias of, see `axis_names`.
 - In evaluation, the switches that tell the module to train, see `evaluation`.
-- The method of `nn.Dropout` that draws its key, and the function by which attention attends, so
-  that split activations are dropped independently, see `split_dropout`.
-- Initializers by ones without annotations. When a model is applied, flax calls them once more, for
-  the shapes. An annotated one (`nn.with_partitioning`) then returns a box. `nn.DenseGeneral`, and
-  so attention, calls it with the flattened shape of its kernel, unboxes the result and reshapes it.
-  On a mesh, the unboxing would constrain the sharding of the flattened array by the names of the
-  kernel's dims. All annotations have been read by then, so they are left out.
+- The method of `nn.Dropout` that draws its key, and the `attention_fn` of attention, so that split
+  activations are dropped independently, see `split_dropout`.
+- Initializers, by initializers without annotations. When a model is applied, flax calls them once
+  more, for the shapes. An annotated initializer (`nn.with_partitioning`) then returns a box.
+  `nn.DenseGeneral`, which attention uses, calls it with the flattened shape of its kernel, unboxes
+  the result and reshapes it. On a mesh, the unboxing would constrain the sharding of the flattened
+  array by the names of the kernel's dims. All annotations have been read before, so they can go.
 """
 
 import contextlib
@@ -42,8 +42,8 @@ class LinenModel(ModelInterface):
     """A Linen model.
 
     Attributes:
-      interceptors: What calls the modules' methods, next to the methods themselves, see
-        `nn.intercept_methods`; in `init` too.
+      interceptors: Functions for `nn.intercept_methods`, in calls and in `init`. The last one is
+        nearest to the modules' methods.
     """
 
     interceptors: tuple[Callable[..., Any], ...] = ()
@@ -54,12 +54,12 @@ class LinenModel(ModelInterface):
 
     @classmethod
     def wrap(cls, model: Any) -> Self | None:
-        """The adapter of a Linen module."""
+        """Returns the interface of a Linen module; `None` for anything else."""
         return cls(model) if isinstance(model, nn.Module) else None
 
     @property
     def apply_fn(self) -> Callable[..., Any]:
-        """The module's own `apply` if there are no aliases, so that equal modules share it."""
+        """The module's `apply` if nothing in it is changed, so that equal modules share it."""
         changed = self.axis_aliases.axes or self.interceptors
         apply: Callable[..., Any] = self.apply if changed else self.module.apply
         return apply
@@ -67,25 +67,25 @@ class LinenModel(ModelInterface):
     def initial_call(
         self, batch: Any, init_args: InitArgs | None
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """See `call_arguments.initial_call`."""
+        """Returns `call_arguments.initial_call` of the module."""
         return initial_call(self.module, batch, init_args)
 
     def init(self, rngs: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """`module.init`."""
+        """Calls `module.init`."""
         with self._intercepted():
             return dict(self.module.init(rngs, *args, **kwargs))
 
     def intercepted(self, interceptor: Callable[..., Any]) -> Self:
-        """The same model with one more interceptor, which is nearest to the methods."""
+        """Returns the same model with one more interceptor, which is nearest to the methods."""
         return dataclasses.replace(self, interceptors=(*self.interceptors, interceptor))
 
     def annotated(self, path: str, kernel: Any) -> Any:
-        """The kernel of the module at a path in the box that `init` puts it in, if any."""
+        """Puts the kernel of the module at `path` into the box that `init` makes, if any."""
         del path
         return kernel
 
     def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
-        """`module.apply` with fields replaced in every module.
+        """Calls `module.apply` with fields replaced in every module.
 
         Raises:
           ValueError: In evaluation, a module draws from the stream of dropout.
@@ -128,7 +128,7 @@ class LinenModel(ModelInterface):
             yield
 
     def _fields_on_mesh(self, module: nn.Module, args: tuple[Any, ...]) -> dict[str, Any]:
-        """The fields of a module that differ on the mesh in a call, by name."""
+        """Returns the fields of a module to replace in a call on the mesh, by name."""
         fields: dict[str, Any] = self.axis_aliases.resolve(module)
         if self.phase != "train":
             fields |= getattr(module, EVALUATION_FIELDS, {})
@@ -149,7 +149,7 @@ class LinenModel(ModelInterface):
 
 @contextlib.contextmanager
 def replace_fields(module: nn.Module, values: Mapping[str, Any]) -> Iterator[None]:
-    """Gives fields of a module, which is frozen, other values for a while."""
+    """Sets fields of a frozen module to other values while the context is open."""
     before = {name: getattr(module, name) for name in values}
     try:
         for name, value in values.items():
@@ -162,7 +162,7 @@ def replace_fields(module: nn.Module, values: Mapping[str, Any]) -> Iterator[Non
 
 @dataclasses.dataclass(frozen=True)
 class _Unannotated:
-    """An initializer without its annotation; equal ones compare equal, as `nn.jit` needs."""
+    """An initializer without its annotation. Equal wrappers compare equal, as `nn.jit` needs."""
 
     initializer: Callable[..., Any]
 

@@ -1,1 +1,1 @@
-"""NNX models: importing `nnx_model` registers their adapter."""
+"""NNX models; importing `nnx_model` registers their interface."""

@@ -1,4 +1,4 @@
-"""NNX's dropout where its input may be split over a model axis, see `user_model.split_dropout`."""
+"""NNX's dropout for inputs that may be split over a model axis, see `core.model.split_dropout`."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ class SplitDropout(nnx.Dropout):
     def __call__(
         self, inputs: jax.Array, *, deterministic: bool | None = None, rngs: Any = None
     ) -> jax.Array:
-        """As `nnx.Dropout`."""
+        """Calls `nnx.Dropout` with a key that differs where `inputs` does."""
         rngs = self.rngs if rngs is None else rngs
         is_off = self.deterministic if deterministic is None else deterministic
         if rngs is not None and not is_off and self.rate not in (0, 1):
@@ -25,7 +25,7 @@ class SplitDropout(nnx.Dropout):
 
 
 def split_dropout(module: nnx.Module) -> None:
-    """Has a module that lives for one call drop split activations independently."""
+    """Makes a module, for one call, drop split activations independently."""
     if type(module) is nnx.Dropout:
         object.__setattr__(module, "__class__", SplitDropout)
     if isinstance(module, nnx.MultiHeadAttention):

@@ -1,14 +1,14 @@
-"""NNX models, called as Linen models are: with `init` and `apply`.
+"""Calls NNX models as Linen models are called: with `init` and `apply`.
 
-An `nnx.Module` holds its variables. Here it is split into its graph, which is static, and its
-variables, which go by collection and are named as in Linen: `nnx.Param` and its subclasses are
+An `nnx.Module` holds its variables. Here it is split into its static graph and its variables. The
+variables are grouped into collections with Linen's names: `nnx.Param` and its subclasses are
 `params`, `nnx.BatchStat` is `batch_stats`, and so on. A path consists of the attributes' names.
-Applying the model merges graph and variables into a module that lives for one call.
+Applying the model merges the graph and the variables into a module for one call.
 
-Keys and counts of random streams are no variables in this sense: see
+Keys and counts of random streams do not belong to a collection: see
 `manualpar.core.model.nnx.streams`.
 
-Invariants: nothing is materialised before `init`; parameters depend on the key alone, not on the
+Invariants: nothing is materialised before `init`; parameters depend only on the key, not on the
 mesh; a variable that several modules share is listed once, at the first of its paths.
 """
 
@@ -39,7 +39,7 @@ from manualpar.core.model.nnx.variables import Path, annotate, gathering_variabl
 from manualpar.core.model.recurrence import METHOD, vary_like, with_subclasses
 from manualpar.core.parameters.array_box import ArrayBox
 
-# The collection of arrays that are attributes of a module without a variable around them.
+# The collection of bare arrays: attributes of a module that are in no variable.
 CONSTANTS = "constants"
 _NOT_GIVEN: Any = object()
 
@@ -51,7 +51,7 @@ class NNXModel(ModelInterface):
 
     Attributes:
       module: The module with abstract values.
-      make: Makes it from a key.
+      make: Makes the module from a key.
     """
 
     make: Callable[[jax.Array], nnx.Module] = dataclasses.field(kw_only=True)
@@ -61,17 +61,16 @@ class NNXModel(ModelInterface):
 
     @classmethod
     def wrap(cls, model: Any) -> Self | None:
-        """The adapter of an NNX model; `None` for anything else.
+        """Returns the interface of an NNX model; `None` for anything else.
 
         Args:
-          model: An `nnx.Module`, whose values are the initial ones whatever the key; or, so that
-            nothing is materialised before it is sharded, its class or a function: anything that
-            takes `rngs` and makes one. With a key, its parameters are those of
-            `model(rngs=nnx.Rngs(key))`.
+          model: An `nnx.Module`, whose values are the initial values for every key. Or its class,
+            or a function that takes `rngs` and makes it, so that nothing is materialised before it
+            is sharded. Then the parameters for a key are those of `model(rngs=nnx.Rngs(key))`.
 
         Raises:
-          TypeError: A class cannot be constructed with `rngs` alone, a function makes something
-            else, or an instance has no values.
+          TypeError: A class needs more arguments than `rngs`, a function does not make a module, or
+            an instance has no values.
         """
         if isinstance(model, nnx.Module):
             make = _make_again(model)
@@ -89,7 +88,7 @@ class NNXModel(ModelInterface):
 
     @classmethod
     def collections_of(cls, variables: Any) -> Mapping[str, Any] | None:
-        """The arrays of a module or an `nnx.State`, without the state of random streams."""
+        """Returns the arrays of a module or an `nnx.State`, without the random streams."""
         if isinstance(variables, nnx.Module):
             variables = nnx.state(variables)
         if not isinstance(variables, nnx.State):
@@ -97,9 +96,9 @@ class NNXModel(ModelInterface):
         return _by_collection(nnx.to_flat_state(variables))
 
     def init(self, rngs: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Makes the variables by collection from a key; an annotated parameter is in a box.
+        """Makes the variables by collection from a key; annotated parameters are in boxes.
 
-        The arguments that a Linen model would be called with are ignored.
+        The arguments of a Linen model's call are ignored.
         """
         del args, kwargs
         module = self.make(rngs["params"] if isinstance(rngs, Mapping) else rngs)
@@ -114,19 +113,18 @@ class NNXModel(ModelInterface):
         method: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """Calls the module as `flax.linen.Module.apply` does; `rngs` are those of `stream_keys`.
+        """Calls the module as `flax.linen.Module.apply` does; `stream_keys` describes `rngs`.
 
-        A call that has an argument `rngs` gets them too, as `nnx.Rngs`. So does one that takes any
-        argument, if the module has no random streams that the keys could be for. An argument
-        `train` that the call does not take turns NNX's own switch: `module.train()` or
-        `module.eval()`.
+        If the call has an argument `rngs`, it gets the keys as `nnx.Rngs`. So does a call with
+        `**kwargs`, if the module has no random streams for the keys. If the call has no argument
+        `train`, a value that is passed for it calls `module.train()` or `module.eval()`.
 
         Raises:
-          ValueError: A variable is missing, or the call makes one that `mutable` does not name,
-            sets a parameter that is sharded, or uses random numbers without a key.
+          ValueError: A variable is missing, or the call makes a variable that `mutable` does not
+            name, sets a sharded parameter, or draws random numbers without a key.
         """
-        given = {} if rngs is _NOT_GIVEN or rngs is None else keys_by_stream(rngs)
-        module = self._merge(variables, given)
+        keys = {} if rngs is _NOT_GIVEN or rngs is None else keys_by_stream(rngs)
+        module = self._merge(variables, keys)
         self._adjust_to_mesh(module, (args, kwargs))
         call = getattr(module, method or "__call__") if not callable(method) else method
         parameters = _parameters_of_call(call)
@@ -134,15 +132,15 @@ class NNXModel(ModelInterface):
         known = {collection_of(leaf) for _, leaf in _leaves(self.module)}
         has_streams = None in known
         if rngs is not _NOT_GIVEN and ("rngs" in parameters or (takes_any and not has_streams)):
-            kwargs["rngs"] = None if rngs is None else call_rngs(given)
+            kwargs["rngs"] = None if rngs is None else call_rngs(keys)
         if "train" in kwargs and "train" not in parameters and not takes_any:
             module.train() if kwargs.pop("train") else module.eval()
         if self.phase == "eval_dropout":
             module.set_attributes(use_running_average=True, raise_if_not_found=False)
         elif self.phase == "eval":
             module.eval()
-        asked = [mutable] if isinstance(mutable, str) else [] if mutable is True else mutable or []
-        sown = [name for name in asked if name not in known]
+        names = [mutable] if isinstance(mutable, str) else [] if mutable is True else mutable or []
+        sown = [name for name in names if name not in known]
         types = [type_ for name in sown for type_ in _types_named(name)]
         bound = functools.partial(call, module) if callable(method) else call
 
@@ -159,11 +157,11 @@ class NNXModel(ModelInterface):
         updates: dict[str, Any] = {name: {} for name in sown} | kept
         if mutable is False:
             return out
-        asked = updates if mutable is True else asked
-        return out, {name: updates[name] for name in asked if name in updates}
+        names = updates if mutable is True else names
+        return out, {name: updates[name] for name in names if name in updates}
 
     def _adjust_to_mesh(self, module: nnx.Module, inputs: Any) -> None:
-        """Changes a module that lives for one call: its axis names, cells' carries, and dropout."""
+        """Adapts a module to the mesh for one call: its axis names, cells' carries, and dropout."""
         vary = vary_like(inputs)
 
         def varying(initialize: Any) -> Any:
@@ -178,7 +176,7 @@ class NNXModel(ModelInterface):
             split_dropout(part)
 
     def _merge(self, variables: Mapping[str, Any], rngs: Mapping[str, Any]) -> nnx.Module:
-        """A module of its own with some variables, its random streams at their beginning."""
+        """Makes a new module from variables, with its random streams restarted."""
         streams = stream_keys(self.module, rngs)
         known = {"params"}
         leaves = []
@@ -201,7 +199,7 @@ class NNXModel(ModelInterface):
         return module
 
     def _variable(self, path: Path, leaf: Any, value: Any) -> Any:
-        """The leaf at a path with a value."""
+        """Replaces the value of a leaf; a boxed value gives a variable that gathers."""
         if not isinstance(leaf, nnx.Variable):
             return value
         if isinstance(value, nn.Partitioned):
@@ -212,9 +210,9 @@ class NNXModel(ModelInterface):
         return type(leaf).from_metadata(value, leaf.get_metadata())
 
     def _kept(self, module: nnx.Module, made: frozenset[str] | None) -> list[tuple[Path, Any]]:
-        """The variables of a module after a call that may have changed, and those that it has made.
+        """Collects the variables of a module after a call, except parameters.
 
-        `made` are the collections of those that it may make; `None` for any.
+        `made` are the collections in which the call may make variables; `None` for all.
         """
         before = {path for path, _ in _leaves(self.module)}
         kept = []
@@ -234,7 +232,7 @@ class NNXModel(ModelInterface):
 
 
 def collection_of(leaf: Any) -> str | None:
-    """The collection that a leaf of a module belongs to; `None` for the state of random streams."""
+    """Returns the collection of a module's leaf; `None` for the state of random streams."""
     if not isinstance(leaf, nnx.Variable):
         return CONSTANTS
     if isinstance(leaf, nnx.RngState):
@@ -247,30 +245,30 @@ def _collection_of_type(type_: type[nnx.Variable[Any]]) -> str:
         return "params"
     try:
         return nnx.variable_name_from_type(type_)
-    except ValueError:  # A type that flax has no name of Linen's for.
+    except ValueError:  # Flax has no Linen name for this type.
         return type_.__name__
 
 
 def _types_named(collection: str) -> list[type[nnx.Variable[Any]]]:
-    """The types whose variables belong to a collection; a new one if there is none."""
+    """Finds the variable types of a collection; registers a new type if there is none."""
     found = [x for x in with_subclasses(nnx.Variable) if _collection_of_type(x) == collection]
     return found or [nnx.variable_type_from_name(collection, allow_register=True)]
 
 
-# What makes a module from a key.
+# Making a module from a key.
 
 
 def _make_again(module: nnx.Module) -> Callable[[jax.Array], nnx.Module]:
-    """A function that makes a module of the values of one, whatever the key."""
+    """Returns a function that makes a copy of a module from any key."""
     graphdef, state = nnx.split(module)
     leaves, structure = jax.tree.flatten(state)
     if not all(isinstance(x, jax.Array | np.ndarray) for x in leaves):
         raise TypeError(
-            f"model: the {type(module).__name__} has no values, or such as are no arrays; expected "
-            "one that has been made. Give the class, or a function of rngs, and the program makes "
-            "it sharded."
+            f"model: the {type(module).__name__} has no values, or values that are no arrays; "
+            "expected an instance with arrays. Give the class, or a function of rngs, and the "
+            "program makes it sharded."
         )
-    # On the host: the values may lie on other devices than the program's.
+    # On the host, because the values may be on other devices than the program's.
     values = [x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else np.asarray(x) for x in leaves]
 
     def make(key: jax.Array) -> nnx.Module:
@@ -282,7 +280,7 @@ def _make_again(module: nnx.Module) -> Callable[[jax.Array], nnx.Module]:
 
 
 def _construct(make: Callable[..., Any], name: str, key: jax.Array) -> nnx.Module:
-    """Makes a module from a key; the program decides where it lies, not its annotations."""
+    """Makes a module from a key; its annotations do not shard it, because the program does."""
     with nnx.use_eager_sharding(False):
         module = make(rngs=nnx.Rngs(key))
     if not isinstance(module, nnx.Module):
@@ -308,13 +306,13 @@ def _check_takes_rngs_alone(name: str, parameters: Mapping[str, inspect.Paramete
     missing = [key for key in required(parameters) if key != "rngs"]
     if missing:
         raise TypeError(
-            f"model: {name} takes {', '.join(missing)} besides rngs, expected what can be made "
-            f"from rngs alone. Write lambda rngs: {name}({missing[0]}=..., rngs=rngs)."
+            f"model: {name} needs {', '.join(missing)} in addition to rngs, expected no "
+            f"other argument. Write lambda rngs: {name}({missing[0]}=..., rngs=rngs)."
         )
 
 
 def _check_params(module: nnx.Module) -> None:
-    """Refuses parameters that are not arrays, or that somebody else changes."""
+    """Refuses parameters that are not arrays, and references."""
     for path, leaf in _leaves(module):
         if not isinstance(leaf, nnx.Param):
             continue
@@ -335,7 +333,7 @@ def _check_params(module: nnx.Module) -> None:
 
 
 def _leaves(module: nnx.Module) -> Iterable[tuple[Path, Any]]:
-    """The variables and bare arrays of a module with their paths."""
+    """Flattens a module into its variables and bare arrays with their paths."""
     leaves: Iterable[tuple[Path, Any]] = nnx.to_flat_state(nnx.state(module))
     return leaves
 
@@ -343,7 +341,7 @@ def _leaves(module: nnx.Module) -> Iterable[tuple[Path, Any]]:
 def _by_collection(
     leaves: Iterable[tuple[Path, Any]], box: Callable[[Any, str], Any] | None = None
 ) -> dict[str, Any]:
-    """The values of variables in nested dicts by collection; `box` is applied to parameters."""
+    """Nests the values of variables in dicts by collection; applies `box` to parameters."""
     values = {}
     for path, leaf in leaves:
         name = collection_of(leaf)
@@ -356,7 +354,7 @@ def _by_collection(
 
 
 def _find(variables: Mapping[str, Any], collection: str, path: Path) -> Any:
-    """The value at a path of a collection."""
+    """Looks up the value at a path of a collection."""
     tree: Any = variables.get(collection, {})
     for name in map(str, path):
         if not isinstance(tree, Mapping) or name not in tree:
@@ -369,12 +367,12 @@ def _find(variables: Mapping[str, Any], collection: str, path: Path) -> Any:
 
 
 def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
-    """The parameters of a function or a class; none of anything else."""
+    """Returns the parameters of a function or a class; `{}` for anything else."""
     if not callable(function):
         return {}
     partial = function if isinstance(function, functools.partial) else functools.partial(function)
     called = partial.func
-    if isinstance(called, type):  # NNX's classes take anything, and hand it to __init__.
+    if isinstance(called, type):  # NNX's metaclass takes any arguments and passes them on.
         constructor: Any = called
         called = functools.partial(constructor.__init__, None)
     called = functools.partial(called, *partial.args, **partial.keywords)
@@ -382,7 +380,7 @@ def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
 
 
 def _parameters_of_call(call: Any) -> Mapping[str, inspect.Parameter]:
-    """The parameters of a module's call; an `nnx.Sequential` hands all on to its first layer."""
+    """Returns the parameters of a module's call, which for `nnx.Sequential` its first layer has."""
     module = getattr(call, "__self__", None)
     if not (isinstance(module, nnx.Sequential) and call == module.__call__ and module.layers):
         return _parameters(call)

@@ -1,12 +1,12 @@
-"""Random streams of an NNX module, begun anew for each call from the keys that it is given.
+"""Random streams of an NNX module, restarted in each call from the keys that a loss passes.
 
-A stream is a key and a count of the numbers drawn. Between the calls of a training they are not
-kept: as in Linen a loss gives keys, `rngs={"dropout": key}`, and the stream of each module starts
-from a key of its own, folded with the module's path from the one of that name.
+A stream is a key and a count of the numbers drawn. A program does not keep them between calls: as
+in Linen, a loss passes keys, `rngs={"dropout": key}`. The stream of each module starts from the key
+of its name, folded with the module's path.
 
-Invariants: no two streams share a key; a stack's streams have as many keys as it has layers; a
-stream without a key is an error only where its key is used. `nnx.RNN` draws a key for a carry of
-zeros, which does not use it.
+Invariants: no two streams share a key; the streams of a stack have as many keys as it has layers; a
+stream without a key is an error only where its key is used. (`nnx.RNN` draws a key for a carry of
+zeros, which does not use it.)
 """
 
 import zlib
@@ -27,20 +27,23 @@ def keys_by_stream(rngs: Any) -> dict[str, Any]:
     return dict(rngs) if isinstance(rngs, Mapping) else {"default": rngs}
 
 
-def call_rngs(given: Mapping[str, Any]) -> nnx.Rngs:
+def call_rngs(keys: Mapping[str, Any]) -> nnx.Rngs:
     """Makes the streams for a call that takes `rngs`; other names fall back as in `stream_keys`."""
-    if len(given) == 1 and "default" not in given:
-        (only,) = given.values()
-        given = {**given, "default": jax.random.fold_in(only, zlib.crc32(b"default"))}
-    return nnx.Rngs(given)
+    if len(keys) == 1 and "default" not in keys:
+        (only,) = keys.values()
+        keys = {**keys, "default": jax.random.fold_in(only, zlib.crc32(b"default"))}
+    return nnx.Rngs(keys)
 
 
-def stream_keys(module: nnx.Module, given: Mapping[str, Any]) -> dict[Path, Any]:
-    """Finds for each random stream of a module, by path, a key or why it has none, in a sentence.
+def stream_keys(module: nnx.Module, rngs: Mapping[str, Any]) -> dict[Path, Any]:
+    """Finds the key of each random stream of a module.
 
-    `given` are keys by the names of streams. A stream takes the key of its name. One without a name
-    of its own (`default`) takes that of its module's `rng_collection`. If there is no such key, it
-    takes the one called `default`, or the only one.
+    `rngs` are keys by the names of streams. A stream takes the key of its name. A stream without a
+    name (`default`) takes the key of its module's `rng_collection`. If there is no such key, it
+    takes the key called `default`, or the only key.
+
+    Returns:
+      A key by the path of each stream, or, if it has no key, a sentence for the error.
     """
     nodes = list(nnx.iter_graph(module))
     modules = {path: node for path, node in nodes if isinstance(node, nnx.Module)}
@@ -51,21 +54,21 @@ def stream_keys(module: nnx.Module, given: Mapping[str, Any]) -> dict[Path, Any]
         name = node.tag
         if name == "default":
             name = getattr(modules.get(path[:-1]), "rng_collection", name)
-        only = given if len(given) == 1 else ()
-        found = [given[key] for key in (name, "default", *only) if key in given]
+        only = rngs if len(rngs) == 1 else ()
+        found = [rngs[key] for key in (name, "default", *only) if key in rngs]
         if found:
             keys[path] = jax.random.fold_in(found[0], zlib.crc32(path_text(path).encode()))
         else:
             keys[path] = (
                 f"model: its random stream {path_text(path)!r} is asked for numbers and has no "
                 f"key, expected one in rngs={{{name!r}: key}}; the call was given "
-                f"{sorted(given) or 'none'}."
+                f"{sorted(rngs) or 'none'}."
             )
     return keys
 
 
 def stream_variable(variable: nnx.Variable[Any], key: Any) -> nnx.Variable[Any]:
-    """The variable of a stream's key or count at its beginning, by its entry of `stream_keys`."""
+    """Makes the initial variable of a stream's key or count; `key` is as in `stream_keys`."""
     abstract, metadata = variable.get_raw_value(), variable.get_metadata()
     if not isinstance(variable, nnx.RngKey):
         count = jnp.zeros(abstract.shape, abstract.dtype)
@@ -78,27 +81,27 @@ def stream_variable(variable: nnx.Variable[Any], key: Any) -> nnx.Variable[Any]:
 
 
 def mark_keyless(module: nnx.Module) -> None:
-    """Lets the streams of a module that were given no key return what must not be used as one."""
+    """Makes the streams of a module that have no key return an object that refuses every use."""
     for _, node in nnx.iter_graph(module):
         if isinstance(node, nnx.RngStream) and isinstance(node.key, _NoKey):
             object.__setattr__(node, "__class__", _KeylessStream)
 
 
 class _KeylessStream(nnx.RngStream):
-    """A stream that was given no key."""
+    """A stream without a key."""
 
     def __call__(self) -> Any:
         """Returns an object that refuses every use."""
         return _MissingKey(self.key.get_metadata("reason"))
 
     def fork(self, **kwargs: Any) -> Any:
-        """Returns the stream itself, which has no numbers to begin another with."""
+        """Returns the stream itself, because it has no key for another."""
         del kwargs
         return self
 
 
 class _MissingKey:
-    """What a stream without a key returns; whoever looks at it gets the reason as an error."""
+    """The result of a stream without a key; any use of it raises an error with the reason."""
 
     def __init__(self, reason: str) -> None:
         self._reason = reason
@@ -108,9 +111,9 @@ class _MissingKey:
 
 
 class _NoKey(nnx.RngKey):
-    """The key of a stream that was given none."""
+    """The key variable of a stream without a key."""
 
     def get_value(self, **kwargs: Any) -> Any:
-        """Says what is missing."""
+        """Raises the error about the missing key."""
         del kwargs
         raise ValueError(self.get_metadata("reason"))

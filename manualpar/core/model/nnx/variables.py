@@ -1,15 +1,16 @@
 """Variables of an NNX module that gather themselves where they are read.
 
 NNX modules read a parameter through its `nnx.Variable`: `param[...]`, `param.get_value()`, or an
-operator. A parameter's shard is therefore put into a variable of a subclass of its own type whose
-`get_value` gathers it, as `unbox()` does for Linen. The variable holds the bare array, so that
-NNX's transformations carry it about like any other; the rest of the box is metadata.
+operator. Therefore a parameter's shard is put into a variable whose type is a subclass of the
+parameter's type, and whose `get_value` gathers the shard, as `unbox()` does for Linen. The variable
+holds the bare array, so that NNX's transformations treat it as any other; the rest of the box is
+metadata.
 
-A loop (`nnx.scan`, `nnx.vmap`, `jax.lax.scan` over a module) takes dimensions away without saying
-which. They are inferred from the shapes, among those that the probe has found loops to run over.
+A loop (`nnx.scan`, `nnx.vmap`, `jax.lax.scan` over a module) removes dims without telling the
+variable which. They are inferred from the shapes, among the dims that the probe has found.
 
-Invariants: a value that leaves such a variable is whole; a module reads what the parameter's own
-type makes of the whole value; a parameter that is not read is not gathered.
+Invariants: a value that leaves such a variable is gathered; the parameter's type then applies its
+`get_value`; a parameter that is not read is not gathered.
 """
 
 import contextlib
@@ -28,32 +29,32 @@ from manualpar.core.parameters.array_box import OF_SHAPE
 from manualpar.core.parameters.split_parameter import SplitParameter
 
 Path = tuple[Any, ...]
-# The key in a variable's metadata under which its box is, without a value.
+# The key of a variable's box, without its value, in the variable's metadata.
 BOX = "manualpar_box"
 
 
 def path_text(path: Path) -> str:
-    """A path in a module as people write it: `encoder/kernel`, `layers/0/kernel`."""
+    """Formats a path in a module: `encoder/kernel`, `layers/0/kernel`."""
     return "/".join(map(str, path))
 
 
 def annotate(variable: nnx.Variable[Any], path: str) -> Any:
-    """The value of a parameter, in a box if the parameter is annotated.
+    """Returns the value of a parameter, in a box if the parameter is annotated.
 
     `nnx.with_partitioning` and `nnx.Param(..., out_sharding=...)` annotate it. The box has the
-    variable's own rules (`sharding_rules`) and then those of `nnx.logical_axis_rules` around the
-    call. With `split=True` beside the names it is a `SplitParameter`.
+    variable's rules (`sharding_rules`), followed by the rules of `nnx.logical_axis_rules` around
+    the call. If the annotation also has `split=True`, the box is a `SplitParameter`.
 
     Raises:
-      TypeError: The annotation is of another kind than names; `path` is for the message.
-      ValueError: A split parameter has not one name for each dimension, or rules for its names.
+      TypeError: The annotation is no names; `path` is for the message.
+      ValueError: A split parameter does not have one name for each dim, or has rules for them.
     """
     value = variable.get_raw_value()
     names = variable.get_metadata("out_sharding", None)
-    own = variable.get_metadata("sharding_rules", None) or ()
+    rules = variable.get_metadata("sharding_rules", None) or ()
     is_split, shared = (variable.get_metadata(key, False) for key in ("split", "shared"))
     if is_split or (names and shared):
-        _check_split(path, value.shape, names, is_split=is_split, has_rules=bool(own))
+        _check_split(path, value.shape, names, is_split=is_split, has_rules=bool(rules))
         return SplitParameter(value, tuple(names), shared=shared)
     if not names:
         return value
@@ -64,7 +65,7 @@ def annotate(variable: nnx.Variable[Any], path: str) -> Any:
             "a tuple, a PartitionSpec or a NamedSharding."
         )
     context = flax.core.spmd.get_logical_axis_rules() or ()
-    return AxesOrLogicalNames(value, names=tuple(names), rules=(*own, *context))
+    return AxesOrLogicalNames(value, names=tuple(names), rules=(*rules, *context))
 
 
 def _check_split(
@@ -93,9 +94,9 @@ def _check_split(
 def gathering_variable(
     variable: nnx.Variable[Any], box: Any, *, path: str, loop_dims: frozenset[int] | None
 ) -> nnx.Variable[Any]:
-    """Puts a boxed parameter into a variable, like its own, that unboxes it where it is read.
+    """Makes a variable, otherwise like `variable`, that unboxes a parameter where it is read.
 
-    `loop_dims` are the dimensions that loops run over; `None` while they are unknown.
+    `loop_dims` are the dims that loops run over; `None` before they are known.
     """
     names = variable.get_metadata("out_sharding", None) if variable.get_metadata("split", 0) else ()
     split_dims = frozenset(dim for dim, name in enumerate(names) if name)
@@ -106,32 +107,32 @@ def gathering_variable(
 
 @dataclasses.dataclass(frozen=True, eq=False)  # Boxes compare as arrays do.
 class _Use:
-    """How a stored array becomes the parameter that a module reads."""
+    """Makes the parameter that a module reads from a stored array."""
 
     box: Any  # Without its value.
-    shape: tuple[int, ...]  # That of the stored array before any loop.
+    shape: tuple[int, ...]  # The shape of the stored array before any loop.
     path: str
     loop_dims: frozenset[int] | None
     split_dims: frozenset[int]
 
     def gather(self, stored: Any) -> Any:
-        """The parameter, or the slice of it that the loops around see."""
+        """Returns the parameter, or its slice in the surrounding loops."""
         box = self.box.replace(value=stored)
         if stored.shape != self.shape:
-            # Where several dims are of one size the loops may run over any: a probe notes all.
-            box, *_ = [self._without(box, dims) for dims in self._taken_away(stored.shape)]
+            # If several dims have the same size, the loops may run over any. A probe records all.
+            box, *_ = [self._without(box, dims) for dims in self._removed_dims(stored.shape)]
         module = self.path.rpartition("/")[0]
         with jax.named_scope(module) if module else contextlib.nullcontext():
             return box.unbox()
 
-    def _taken_away(self, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """The sets of dimensions without which the stored array has a shape."""
+    def _removed_dims(self, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """Finds the sets of dims whose removal gives the stored array a shape."""
         dims = range(len(self.shape)) if self.loop_dims is None else sorted(self.loop_dims)
         number = max(len(self.shape) - len(shape), 0)
         found = [
-            taken
-            for taken in itertools.combinations(dims, number)
-            if tuple(x for dim, x in enumerate(self.shape) if dim not in taken) == shape
+            removed
+            for removed in itertools.combinations(dims, number)
+            if tuple(x for dim, x in enumerate(self.shape) if dim not in removed) == shape
         ]
         if not found:
             raise ValueError(
@@ -139,8 +140,8 @@ class _Use:
                 f"an array of shape {shape}, which no loop over its dimensions makes of it; read "
                 "it, with param[...], before it is reshaped or transposed."
             )
-        # A device's part of a split dimension may be as large as the dimension that a loop takes.
-        return [taken for taken in found if self.split_dims.isdisjoint(taken)] or found
+        # A shard of a split dim may have the same size as the dim that a loop removes.
+        return [removed for removed in found if self.split_dims.isdisjoint(removed)] or found
 
     @staticmethod
     def _without(box: Any, dims: tuple[int, ...]) -> Any:
@@ -150,16 +151,16 @@ class _Use:
 
 
 class _Gathering:
-    """The methods of a variable's type that gathers."""
+    """The methods of variable types that gather."""
 
     __slots__ = ()
 
     def get_value(self: Any, **kwargs: Any) -> Any:
-        """The value that the parameter's own type makes of the whole array."""
-        return self._whole().get_value(**kwargs)
+        """Gathers the array, and returns `get_value` of the parameter's type."""
+        return self._gathered().get_value(**kwargs)
 
     def set_value(self: Any, value: Any, **kwargs: Any) -> None:
-        """Refuses: the value would be lost when the call has ended."""
+        """Refuses, because the value would be lost at the end of the call."""
         del value, kwargs
         raise ValueError(
             f"model: parameter {self.get_metadata(BOX).path!r} is set when the model is called, "
@@ -169,40 +170,38 @@ class _Gathering:
 
     @property
     def shape(self: Any) -> tuple[int, ...]:
-        """The shape of the whole value."""
+        """The shape of the gathered value."""
         shape: tuple[int, ...] = self._abstract().shape
         return shape
 
     def __len__(self: Any) -> int:
-        """Known without gathering; NNX's layers ask for it by `if self.bias`."""
+        """Returns the length without a gather; NNX's layers ask for it by `if self.bias`."""
         return self.shape[0]
 
     def __getattr__(self: Any, name: str) -> Any:
         metadata = object.__getattribute__(self, "_var_metadata")
         if name in metadata:
             return metadata[name]
-        if name.startswith("__"):  # What jax and numpy ask every object for.
+        if name.startswith("__"):  # jax and numpy ask every object for such attributes.
             raise AttributeError(name)
         return getattr(self._abstract() if name in OF_SHAPE else self.get_value(), name)
 
-    def _whole(self: Any) -> nnx.Variable[Any]:
-        """A variable of the parameter's own type with the whole value."""
+    def _gathered(self: Any) -> nnx.Variable[Any]:
+        """Makes a variable of the parameter's type with the gathered value."""
         metadata = self.get_metadata()
         use: _Use = metadata.pop(BOX)
-        own_type: Any = type(self).__bases__[1]
-        variable: nnx.Variable[Any] = own_type.from_metadata(
-            use.gather(self.get_raw_value()), metadata
-        )
+        base: Any = type(self).__bases__[1]
+        variable: nnx.Variable[Any] = base.from_metadata(use.gather(self.get_raw_value()), metadata)
         return variable
 
     def _abstract(self: Any) -> Any:
-        """The shape and dtype of the whole value."""
+        """Returns the shape and dtype of the gathered value."""
         return jax.eval_shape(self.get_value)
 
 
 @functools.cache
 def _gathering_type(base: type[nnx.Variable[Any]]) -> type[nnx.Variable[Any]]:
-    """The subclass of a type of variables that gathers; only one, because NNX compares types."""
+    """Makes the gathering subclass of a variable type; cached, because NNX compares types."""
     metaclass: Any = type(base)
     made: type[nnx.Variable[Any]] = metaclass(
         base.__name__, (_Gathering, base), {"__module__": __name__}

@@ -230,7 +230,7 @@ def plain_loss(params, apply_fn, batch, rng):
 @pytest.mark.parametrize(
     ("model", "error", "message"),
     [
-        (nnx.Linear, TypeError, r"Linear takes in_features, out_features besides rngs"),
+        (nnx.Linear, TypeError, r"Linear needs in_features, out_features in addition to rngs"),
         (NoRngs, TypeError, r"the class NoRngs takes no argument rngs"),
         (Nested, TypeError, r"parameter 'scales' holds a dict, expected an array"),
         (Bare, TypeError, r"'inner/scale' is an array of shape \(12,\) that no variable holds, .*"),
