@@ -33,17 +33,20 @@ KINDS = (
     "next-dim",
 )
 
+_TRACED = "traced for what the model does with its variables; it never runs"
+_PROCESSES = "several processes only: slow tests in cluster_agreement_test"
+
 # Sites without mutants, and why: `module:function:callee`; names may hold wildcards.
 LEFT_ALONE: Mapping[str, str] = {
-    "core.collectives:is_vma_checked:axis_index": "its type is read and its value is not",
-    "modes.global_arrays:GlobalParameter.unbox:gather_data_axes": "a constraint; XLA gathers",
-    "user_model.probe:*": "traced for what the model does with its variables; it never runs",
-    "core.step:Step.loss_only.*": "traced for what the loss differentiates; it never runs",
-    "user_model.initialise:*": "traced for what the model does with its variables; it never runs",
-    "guards.replicas:ReplicaSentinel.fingerprints:process_allgather": "several processes only",
-    "cluster.agreement:*": "several processes only: slow tests in cluster_agreement_test",
-    "layers.expert_exchange:_exchange_ragged:*": "not on CPUs: slow tests in layers_experts_test",
-    "state_arrays:to_host:*": "several processes only: slow tests in cluster_agreement_test",
+    "core.parameters.collectives:is_vma_checked:axis_index": "only its type is read",
+    "core.modes.global_arrays:GlobalParameter.unbox:gather_data_axes": "a constraint; XLA gathers",
+    "core.model.probe:*": _TRACED,
+    "core.program.step:Step.loss_only.*": "traced for what the loss differentiates; it never runs",
+    "core.model.initialise:*": _TRACED,
+    "training.replicas:ReplicaSentinel.fingerprints:process_allgather": "several processes only",
+    "system.cluster.agreement:*": _PROCESSES,
+    "layers.moe.expert_exchange:_exchange_ragged:*": "not on CPUs: slow tests",
+    "core.state.state_arrays:to_host:*": _PROCESSES,
 }
 
 _ONE_AXIS = "there is always one axis, by its type"
@@ -60,11 +63,11 @@ EQUIVALENT: Mapping[str, str] = {
     **{
         f"{module}:*:{kind}": _ONE_AXIS
         for module in (
-            "layers.context",
-            "layers.ring_attention",
-            "layers.sequence_attention",
-            "pipeline.*",
-            "sharding.zigzag",
+            "layers.attention.context",
+            "layers.attention.ring_attention",
+            "layers.attention.chunked_attention",
+            "layers.pipeline.*",
+            "core.mesh.zigzag",
         )
         for kind in ("drop-last-axis", "reverse-axes")
     },
@@ -74,29 +77,29 @@ EQUIVALENT: Mapping[str, str] = {
     "*:sync_*:reverse-axes": _SAME_SET,
     "*:reduce_gradient:reverse-axes": _SAME_SET,
     "*:ppermute:reverse-axes": "jax takes the axes of a permute in the order of the mesh",
-    "guards.nonfinite:find_nonfinite:psum:times-2": _ONLY_ZERO,
-    "layers.routing:auxiliary_loss:psum:times-2": _ONLY_ZERO,
-    "layers.routing:auxiliary_loss:psum:over-size": _ONLY_ZERO,
-    "layers.routing:load_balance_loss:total:times-2": "the choices are divided by their sum",
-    "core.collectives:gather_invariant:cast_to_varying:delete": (
+    "core.modes.nonfinite:find_nonfinite:psum:times-2": _ONLY_ZERO,
+    "layers.moe.routing:auxiliary_loss:psum:times-2": _ONLY_ZERO,
+    "layers.moe.routing:auxiliary_loss:psum:over-size": _ONLY_ZERO,
+    "layers.moe.routing:load_balance_loss:total:times-2": "the choices are divided by their sum",
+    "core.parameters.collectives:gather_invariant:cast_to_varying:delete": (
         "jax.lax.all_gather makes the same cast itself; the jaxpr is the same"
     ),
-    "layers.routing:moved_bias:psum:times-2": _ONLY_SIGN,
-    "layers.routing:moved_bias:psum:over-size": _ONLY_SIGN,
+    "layers.moe.routing:moved_bias:psum:times-2": _ONLY_SIGN,
+    "layers.moe.routing:moved_bias:psum:over-size": _ONLY_SIGN,
     "models.transformer:*:cumsum:times-2": _SAME_ORDER,
-    "pipeline.stage_work:_summed.cast:cast_to_varying:delete": _CAST_LATER,
-    "rng:fold_rng_over_axis:axis_index:times-2": _OTHER_KEY,
-    "rng:fold_rng_over_axis:axis_index:reverse-axes": _OTHER_KEY,
-    "user_model.split_dropout:*:fold_rng_over_axis:duplicate": _OTHER_KEY,
-    "user_model.split_dropout:*:fold_rng_over_axis:reverse-axes": _OTHER_KEY,
-    "modes.manual:*:fold_rng_over_axis:duplicate": _OTHER_KEY,
-    "modes.manual:*:fold_rng_over_axis:reverse-axes": _OTHER_KEY,
-    "modes.manual:*:sync_collections:duplicate": _NOTHING_LEFT,
+    "layers.pipeline.stage_work:_summed.cast:cast_to_varying:delete": _CAST_LATER,
+    "core.mesh.rng:fold_rng_over_axis:axis_index:times-2": _OTHER_KEY,
+    "core.mesh.rng:fold_rng_over_axis:axis_index:reverse-axes": _OTHER_KEY,
+    "core.model.split_dropout:*:fold_rng_over_axis:duplicate": _OTHER_KEY,
+    "core.model.split_dropout:*:fold_rng_over_axis:reverse-axes": _OTHER_KEY,
+    "core.modes.manual:*:fold_rng_over_axis:duplicate": _OTHER_KEY,
+    "core.modes.manual:*:fold_rng_over_axis:reverse-axes": _OTHER_KEY,
+    "core.modes.manual:*:sync_collections:duplicate": _NOTHING_LEFT,
     "*:gather_data_axes:duplicate": _NOTHING_LEFT,
-    "modes.manual:*:replicate_shards:duplicate": _NOTHING_LEFT,
-    "by_hand:*:gather_params:duplicate": _NOTHING_LEFT,
-    "by_hand:*:gather_params:drop-last-axis": "all axes of a dim's tuple count",
-    "by_hand:*:gather_params:reverse-axes": "a dim's own tuple counts, in order",
+    "core.modes.manual:*:replicate_shards:duplicate": _NOTHING_LEFT,
+    "core.program.inside_shard_map:*:gather_params:duplicate": _NOTHING_LEFT,
+    "core.program.inside_shard_map:*:gather_params:drop-last-axis": "all axes of a tuple count",
+    "core.program.inside_shard_map:*:gather_params:reverse-axes": "a tuple counts in order",
 }
 
 

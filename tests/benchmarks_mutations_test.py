@@ -167,7 +167,8 @@ def test_the_report_counts():
     outcomes[chosen[3].name] = Outcome("", "", 1.0, "")
     text = report(SITES, outcomes, len(chosen), "the command")
     assert "**Killed 3 of 4 mutants: 75.0%.** Not run: 4 more." in text
-    row = "| `core.collectives:scatter_mean:psum_scatter` | K | K | K | **S** | ? | ? | ? | ? |"
+    site = "`core.parameters.collectives:scatter_mean:psum_scatter`"
+    row = f"| {site} | K | K | K | **S** | ? | ? | ? | ? |"
     assert row in text.splitlines()
     assert f"- `{chosen[3].name}`" in text.splitlines()
     assert "- tests/a_test.py: 3" in text.splitlines()
