@@ -205,7 +205,7 @@ def asked(monkeypatch, tmp_path):
         return [json.loads(line) for line in output.read_text().splitlines()]
 
     for module in (generating, evaluating):
-        monkeypatch.setattr(module, "run_command", fake_run)
+        monkeypatch.setattr(module, "run_with_model", fake_run)
     scores = [Score(-1.0, True, 1)]
     monkeypatch.setattr(evaluating, "score_completions", lambda *args, **options: scores)
     return run

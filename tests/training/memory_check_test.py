@@ -28,7 +28,7 @@ def _experiment(module=fsdp, **fields):
     ("fields", "message"),
     [
         ({"model.hidden_size": 99999999999}, r"model\.hidden_size is 99999999999.*\(state .* TiB"),
-        ({"data.batch_size": 4294967296}, r"batch_size is 4294967296.* the batches that are read"),
+        ({"data.batch_size": 2**31 - 8}, r"batch_size is 2147483640.* the batches that are read"),
         (
             {"data.batch_size": 8000000, "data.prefetch": 1000},
             r"prefetch is 1000, .* the batches",

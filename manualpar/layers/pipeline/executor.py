@@ -43,7 +43,7 @@ from manualpar.layers.pipeline.staged_loss import StagedLoss
 
 @dataclasses.dataclass(frozen=True)
 class PipelineRun:
-    """A `Schedule` of gradients whose minibatches pass through stages.
+    """A `Accumulation` whose minibatches pass through stages.
 
     Attributes:
       axis: The mesh axis of stages.
