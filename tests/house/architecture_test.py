@@ -17,6 +17,7 @@ from tests.house.source_rules import (
     find_misshapen_files,
     find_private_jax,
     find_stray_collectives,
+    find_summaries_without_verb,
     find_unchecked_shard_maps,
     find_undocumented,
     find_upward_imports,
@@ -39,6 +40,7 @@ SCOPES: list[tuple[Check, tuple[str, ...]]] = [
     (find_import_effects, PROGRAM),
     (find_stray_collectives, PROGRAM),
     (find_undocumented, ("manualpar",)),
+    (find_summaries_without_verb, ("manualpar",)),
     (find_misshapen_files, PROGRAM),
     (find_imports_of_tests, ("tests",)),
 ]
@@ -199,6 +201,18 @@ BROKEN = [
         "class A:\n    '''A.'''\n    def m(self, x: int):\n        '''M.'''",
         "A.m leaves the result unannotated",
     ),
+    (
+        find_summaries_without_verb,
+        "manualpar.core.mesh.rng",
+        "def _f():\n    'The key of a device.'",
+        "_f begins with 'The', not a verb",
+    ),
+    (
+        find_summaries_without_verb,
+        "manualpar.core.mesh.rng",
+        "class A:\n    def f(self):\n        'Bytes of all arrays.'",
+        "f begins with 'Bytes', not a verb",
+    ),
     (find_misshapen_files, "manualpar.core.mesh.mesh", "\n" * 401, "401 lines"),
     (find_misshapen_files, "manualpar.training.utils", "", "says nothing"),
     (find_misshapen_files, "manualpar.mesh_helpers", "", "says nothing"),
@@ -248,7 +262,8 @@ SOUND = [
     (
         "manualpar.core.mesh.rng",
         "class A:\n    '''A.'''\n    def __init__(self, x: int):\n        self._f = lambda y: y\n"
-        "    def _f(self, x): ...\n    @classmethod\n    def g(cls) -> int:\n        '''G.'''",
+        "    def _f(self, x): ...\n    @classmethod\n    def g(cls) -> int:\n        'Gets G.'\n"
+        "    @property\n    def h(self) -> int:\n        'The H.'",
     ),
 ]
 

@@ -8,6 +8,7 @@ A new folder of the package, or of its core, gets its place in `WINGS` or `CORE`
 import ast
 import functools
 import io
+import re
 import tokenize
 from collections.abc import Callable, Iterator
 
@@ -66,6 +67,18 @@ MAY_COMMUNICATE = frozenset(
 )
 # The one module that runs what types cannot be checked of.
 UNCHECKED = "manualpar.layers.attention.unchecked"
+# Words that end like a verb of the third person and are none.
+NO_VERBS = re.compile(
+    r"""
+    Across | Adapters | Always | Arrays | As | Axes | Batches | Blocks | Bytes | Contexts |
+    Devices | Dims | Examples | Facts | Fields | Files | Gradients | Groups | Indices | Its
+    | Keys | Kernels | Layers | Less | Lines | Logits | Losses | Metrics | Minibatches |
+    Numbers | Options | Pairs | Parameters | Parts | Permutations | Pieces | Positions |
+    Process | Queries | Rows | Seconds | Shapes | Sizes | Sometimes | Stages | Steps |
+    Tensors | Texts | This | Tokens | Types | Unless | Values | Weights | Words | Zeros
+    """,
+    re.VERBOSE,
+)
 EMPTY_NAMES = frozenset({"common", "helper", "helpers", "manager", "misc", "util", "utils"})
 CHANGES_ENVIRONMENT = (
     "os.environ",
@@ -298,6 +311,25 @@ def find_undocumented(module: str, source: str) -> list[str]:
         bare += [] if node.returns is not None or name.endswith("__init__") else ["the result"]
         if bare:
             findings.append(f"{module}:{node.lineno}: {name} leaves {', '.join(bare)} unannotated")
+    return findings
+
+
+def find_summaries_without_verb(module: str, source: str) -> list[str]:
+    """The summary of a function begins with a verb: "Returns", "Refuses", "Pads".
+
+    That of a property is a noun phrase, because its users see an attribute.
+    """
+    findings = []
+    for node in ast.walk(_tree(source)):
+        if not isinstance(node, FunctionNode) or not (text := ast.get_docstring(node)):
+            continue
+        if any("property" in ast.unparse(decorator) for decorator in node.decorator_list):
+            continue
+        first = text.split()[0].rstrip(".,:;")
+        if not re.fullmatch("[A-Z][a-z-]*s", first) or NO_VERBS.fullmatch(first):
+            findings.append(
+                f"{module}:{node.lineno}: {node.name} begins with {first!r}, not a verb"
+            )
     return findings
 
 
