@@ -38,7 +38,7 @@ LOCAL = (
 
 
 def run_facts(command: CommandLine) -> Facts:
-    """The facts of a run before there are devices: its config, its folder, and the versions."""
+    """Collects a run's facts before there are devices: its config, folder and versions."""
     facts = {
         f"config.{name}": _show(value)
         for name, value in flatten_config(command.config).items()
@@ -51,7 +51,7 @@ def run_facts(command: CommandLine) -> Facts:
 
 
 def experiment_facts(experiment: Experiment) -> Facts:
-    """The facts of a run whose data is open and whose program is traced."""
+    """Collects the facts of a run whose data is open and whose program is traced."""
     config, program = experiment.config, experiment.program
     dataset = experiment.task.dataset
     count = min(config.data.batch_size, FIRST_EXAMPLES)

@@ -312,7 +312,7 @@ def _explained(kind_of: Callable[[str], tuple[type, str] | None]) -> Iterator[No
 
 
 def _help_text(description: str, default_config: Path, flags: Mapping[str, Flag]) -> str:
-    """What `--help` prints: the flags, and the fields of the default config."""
+    """Writes the text of `--help`: the flags, and the fields of the default config."""
     helps = {"config": CONFIG_HELP} | {name: flag.help for name, flag in flags.items()}
     fields = flatten_config(load_config(default_config))
     return "\n".join(
@@ -354,7 +354,7 @@ def quiet_absl() -> None:
 
 @contextlib.contextmanager
 def users_mistakes(where: str = "") -> Iterator[None]:
-    """Within, a `ValueError` is about what the user asked for; the sentence begins with `where`."""
+    """Turns a `ValueError` into a `UsageError`, whose sentence begins with `where`."""
     try:
         yield
     except ValueError as error:

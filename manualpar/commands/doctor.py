@@ -80,7 +80,7 @@ def software_facts() -> Iterator[Fact]:
 
 
 def device_facts() -> Iterator[Fact]:
-    """The devices, how they are connected, and whether a step over them is right."""
+    """Yields the devices, how they are connected, and whether a step over them is right."""
     devices = jax.devices()
     kinds = ", ".join(dict.fromkeys(device.device_kind for device in devices))
     yield Fact("devices", f"{len(devices)} of {kinds} ({devices[0].platform})")
@@ -94,7 +94,7 @@ def device_facts() -> Iterator[Fact]:
 
 
 def config_facts(config: Any) -> Iterator[Fact]:
-    """Whether a config would run, as far as one can tell before anything is compiled."""
+    """Checks whether a config would run, as far as is known before compilation."""
     # These need the extra.
     from manualpar.system.reports.tables import describe_bytes
     from manualpar.training.devices import describe_mesh
@@ -140,7 +140,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _prepare_devices(argv: Sequence[str]) -> Any:
-    """The config that a command line names, with the devices that a run of it would simulate."""
+    """Loads the config of a command line, and simulates the devices that its run would simulate."""
     if not argv[1:]:
         return None
     if not any(re.match(r"--?config(=|$)", argument) for argument in argv[1:]):

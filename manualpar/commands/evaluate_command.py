@@ -57,7 +57,7 @@ def evaluate_command(argv: Sequence[str], description: str) -> int:
 
 
 def summary(scores: Sequence[Score], num_bytes: int) -> dict[str, Any]:
-    """The measures of texts that have so many bytes together; 0 if nobody knows."""
+    """Computes the measures of texts of `num_bytes` bytes together; 0 if that is not known."""
     nats = -sum(score.log_likelihood for score in scores)
     tokens = sum(score.num_tokens for score in scores)
     found: dict[str, Any] = {"tokens": tokens, "loss": nats / tokens}
@@ -90,7 +90,7 @@ def _text(trained: Trained, generator: Generator, path: AnyPath, length: int) ->
 
 
 def _test_split(trained: Trained, generator: Generator) -> dict[str, Any]:
-    """The test split as the run measures it: packed sequences, each by itself."""
+    """Measures the test split as the run does: packed sequences, each by itself."""
     if trained.dataset is None:
         raise UsageError("--hf has no test split, expected --text or --completions.")
     split = trained.dataset.test

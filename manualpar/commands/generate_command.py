@@ -73,7 +73,7 @@ def _answer_all(
 def _prompts(
     trained: Trained, flags: argparse.Namespace, lines: Sequence[dict[str, Any]]
 ) -> list[Prompt]:
-    """The prompts of lines; those of chats are tokens, because their template may write others."""
+    """Makes the prompts of lines; a chat becomes the tokens that its template writes."""
     prompts: list[Prompt] = []
     chats = None
     for number, line in enumerate(lines, 1):

@@ -172,7 +172,7 @@ def export_command(argv: Sequence[str]) -> int:
 
 
 def peak_memory() -> int:
-    """The most bytes of memory that this process has had."""
+    """Returns the largest memory that this process has used, in bytes."""
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024
 
@@ -194,7 +194,7 @@ def _answer(start: Callable[[], Cluster], work: Callable[[Callable[[str], None]]
 
 
 def _code(error: Exception) -> int:
-    """The exit code for an error that is told in a sentence."""
+    """Returns the exit code for an error that is shown as one sentence."""
     code = exit_code(error)
     return USAGE_EXIT_CODE if code == FAILED_EXIT_CODE else code
 

@@ -99,7 +99,7 @@ INSPECT_FLAGS: Mapping[str, Flag] = {
 
 
 def inspect_syntax(chip_memory: Callable[[str], int]) -> Syntax:
-    """The flags, refined so that `compile` is never `None`, and `memory` is a `Bound` if given.
+    """Returns the flags, where `compile` is never `None` and `memory` is a `Bound` if given.
 
     `chip_memory` returns the bytes of a chip of a name, or raises `ValueError`.
     """
@@ -120,7 +120,7 @@ def inspect_syntax(chip_memory: Callable[[str], int]) -> Syntax:
 
 
 def _read_memory(text: str, chip_memory: Callable[[str], int]) -> Bound:
-    """The memory of a device: a size, or that of a chip."""
+    """Parses the memory of a device: a size, or a chip's name."""
     if size := parse_size(text):
         return Bound("device", size)
     with users_mistakes(f"--memory={text}: expected a size such as 16GiB, or a chip: "):
@@ -280,7 +280,7 @@ def _write_budgets(path: Path, ledgers: Mapping[str, Json]) -> None:
 
 
 def _read_earlier(against: Path, name: str) -> tuple[Path, Json]:
-    """The ledger to compare with, and its file."""
+    """Reads the ledger to compare with; returns its file too."""
     path = against / f"{name}.json" if against.is_dir() else against
     try:
         found = read_object(path, follow_links=True)

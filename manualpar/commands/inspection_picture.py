@@ -98,7 +98,7 @@ def draw_ledgers(
 
 
 def _sent(ledger: Json) -> _Panel:
-    """What a step sends by purpose, the most bytes first."""
+    """Makes the panel of bytes that a step sends by purpose, the most bytes first."""
     sums = sent_by(read_collectives(ledger), "purpose")
     parts = [
         (f"{purpose}  {sent.times:,} ×", sent.bytes, PURPOSE_COLORS.get(purpose, pictures.GREY))
@@ -113,7 +113,7 @@ def _sent(ledger: Json) -> _Panel:
 
 
 def _held(ledger: Json, bounds: Sequence[Bound]) -> _Panel:
-    """What a step holds at its peak by class."""
+    """Makes the panel of a step's peak memory by class."""
     if not (memory := ledger["memory"]):
         return _Panel([Bar("memory: not known", [], "")], [])
     colors = {**pictures.MEMORY_COLORS, "other": pictures.GREY}
@@ -152,7 +152,7 @@ def _draw_panel(axes: Any, panel: _Panel, end: float) -> None:
 
 
 def _ends(longest: Sequence[float]) -> list[float]:
-    """The ends of the scales: the same for all steps, unless some could not be seen then."""
+    """Chooses the ends of the scales: the same for all steps, unless some bars became invisible."""
     shown = [length for length in longest if length] or [1.0]
     if max(shown) <= ONE_SCALE * min(shown):
         return [pictures.ROOM * max(shown)] * len(longest)

@@ -128,7 +128,7 @@ def print_verdict(console: rich.console.Console, name: str, verdict: Verdict) ->
 
 
 def read_collectives(ledger: Json) -> list[Json]:
-    """The collectives to show: the traced ones or, where the compiler inserts them, the compiled.
+    """Returns the traced collectives, or the compiled ones if the compiler inserts them.
 
     The axes of a compiled collective are not known, only their number of devices.
     """
@@ -139,7 +139,7 @@ def read_collectives(ledger: Json) -> list[Json]:
 
 
 def describe_fit(peak: int, name: str, size: int) -> str:
-    """Whether a step with this peak of memory fits into some memory, and how well."""
+    """Describes whether a step with this peak fits into some memory, and with how much room."""
     there = f"the {name}'s {describe_bytes(size)}"
     if peak > size:
         return f"does not fit {there}, by {describe_bytes(peak - size)}"
@@ -148,7 +148,7 @@ def describe_fit(peak: int, name: str, size: int) -> str:
 
 
 def explain_closed_form(ledger: Json) -> str:
-    """Why the closed form and the traced step differ; `""` if there is nothing to compare."""
+    """Explains why closed form and traced step differ; `""` if there is nothing to compare."""
     predicted = ledger["predicted_bytes"]
     if predicted is None or not ledger["collectives"]:
         return ""
@@ -294,7 +294,7 @@ def _print_readings(console: rich.console.Console, ledger: Json) -> None:
 
 
 def _closed_form(ledger: Json, axes: str = "") -> str:
-    """The bytes of the closed form, in all or over some axes."""
+    """Formats the bytes of the closed form, in all or over some axes."""
     if not (predicted := ledger["predicted_bytes"]):
         return UNKNOWN
     both = [predicted, ledger.get("predicted_layers") or {"total": 0, "by_axes": {}}]
@@ -305,7 +305,7 @@ def _closed_form(ledger: Json, axes: str = "") -> str:
 
 
 def _describe(total: str, number: float | None) -> str:
-    """The total of a ledger that has this name."""
+    """Formats a total of a ledger by its name."""
     if total.startswith("FLOPs"):
         return describe_flops(number)
     return (describe_count if total.endswith("collectives") else describe_bytes)(number)
@@ -319,7 +319,7 @@ def _describe_more(total: str, before: float | None, after: float | None) -> str
 
 
 def _describe_sent(sent: Sent | None, other: Sent | None) -> str:
-    """What some collectives carry, with as much of it as tells them from the others."""
+    """Describes some collectives: count, dtypes, and shapes if those of `other` differ."""
     if sent is None:
         return UNKNOWN
     text = f"{sent.times:,} x {', '.join(sent.dtypes)}"

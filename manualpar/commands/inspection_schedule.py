@@ -17,7 +17,7 @@ MOST_TICKS = 100  # That are drawn as text.
 
 
 def read_schedule(program: Program) -> Json | None:
-    """The schedule of a step, what parts of it compute, and its bubble; `None` if it has none.
+    """Reads the schedule of a step, its parts' FLOPs, and its bubble; `None` if it has none.
 
     `bubble` is a device's share of idle time if it computes chunks alone. `idle_share` counts the
     rest of the model too, of which only the first and the last stage have a part.
@@ -43,7 +43,7 @@ def read_schedule(program: Program) -> Json | None:
 
 
 def table_and_costs(schedule: Json) -> tuple[Table, Costs]:
-    """What `read_schedule` has put into a ledger."""
+    """Reads back the table and the costs that `read_schedule` has put into a ledger."""
     sizes = (schedule[name] for name in ("num_stages", "num_microbatches", "chunks"))
     return make_table(schedule["schedule"], *sizes), Costs(**schedule["flops"])
 

@@ -110,7 +110,7 @@ def _run(command: CommandLine, cluster: Cluster, *, changes: list[str], started:
 
 
 def _prepare(command: CommandLine, cluster: Cluster) -> tuple[Experiment, AnyPath]:
-    """The experiment, checked in all processes, and its folder."""
+    """Prepares the experiment, checks it in all processes, and chooses its folder."""
     try:
         cluster.enter("preparing")
         experiment = prepare(command.config)

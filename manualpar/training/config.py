@@ -227,7 +227,7 @@ def load_config(path: Path) -> ml_collections.ConfigDict:
 
 
 def complete_config(config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
-    """A locked copy of a config that has the fields with a default too."""
+    """Returns a locked copy of a config, with the default of every field that it leaves out."""
     config = config.copy_and_resolve_references().unlock()
     for name, default in field_defaults(config).items():
         group, field = name.split(".")
@@ -240,13 +240,13 @@ def complete_config(config: ml_collections.ConfigDict) -> ml_collections.ConfigD
 
 
 def field_defaults(config: Mapping[str, Any] | ml_collections.ConfigDict) -> dict[str, Any]:
-    """The defaults of the fields that this config may leave out, by dotted name."""
+    """Returns the defaults of the fields that this config may leave out, by dotted name."""
     fields = fields_of(config).items()
     return {name: field.default for name, field in fields if field.default is not None}
 
 
 def fields_of(config: Mapping[str, Any] | ml_collections.ConfigDict) -> dict[str, Field]:
-    """The fields of every config, and those of its `model.name` and `parallel.strategy`."""
+    """Returns the fields of every config, and of its `model.name` and `parallel.strategy`."""
     values, kinds = flatten_config(config), strategy_kinds()
     kind = kinds.get(str(values.get("parallel.strategy")))
     return {
@@ -258,12 +258,12 @@ def fields_of(config: Mapping[str, Any] | ml_collections.ConfigDict) -> dict[str
 
 
 def one_line(value: object) -> str:
-    """The text of a value without line breaks."""
+    """Returns the text of a value without line breaks."""
     return re.sub(r"\s*\n\s*", " ", str(value))
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The known name that is most like `name`; of dotted names the last parts are compared too."""
+    """Finds the known name most like `name`; compares the last parts of dotted names too."""
 
     def likeness(candidate: str) -> float:
         pairs = [(name, candidate), (name.split(".")[-1], candidate.split(".")[-1])]
@@ -273,7 +273,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def flatten_config(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Every value by its dotted name, in order; a dict that is itself a field counts as a value."""
+    """Returns every value by its dotted name, in order; a field that is a dict is one value."""
     flat: dict[str, Any] = {}
     for key, value in config.items():
         name = f"{prefix}{key}"

@@ -54,7 +54,7 @@ def _choose(count: int, *, accepts_accelerators: bool) -> None:
 
 
 def describe_mesh(mesh: jax.sharding.Mesh) -> str:
-    """A mesh in a line, such as `data=8 on 8 simulated cpu devices`."""
+    """Describes a mesh in a line, such as `data=8 on 8 simulated cpu devices`."""
     axes = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
     device = mesh.devices.flat[0]
     simulated = "simulated " if device.platform == "cpu" and mesh.size > 1 else ""

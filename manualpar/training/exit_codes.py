@@ -47,7 +47,7 @@ AGREED_ERRORS = (UsageError, StoppedError, NonFiniteError, ReplicaError)
 def ending_all(
     cluster: Cluster, *, agreed: tuple[type[Exception], ...] = AGREED_ERRORS
 ) -> Iterator[None]:
-    """Within, an error that the other processes may not raise ends all of them.
+    """Ends all processes if an error is raised here that the other processes may not raise.
 
     It belongs inside of everything whose closing waits for the other processes. Errors of `agreed`
     are raised in all of them.
@@ -85,6 +85,6 @@ def end_all(cluster: Cluster, error: Exception) -> None:
 
 
 def exit_code(error: Exception) -> int:
-    """The exit code for an error that ends a run."""
+    """Returns the exit code for an error that ends a run."""
     codes = [code for kind, code in EXIT_CODES.items() if isinstance(error, kind)]
     return codes[0] if codes else FAILED_EXIT_CODE

@@ -154,7 +154,7 @@ def _build(
     schedule: optax.Schedule,
     devices: Sequence[jax.Device] | int | None,
 ) -> tuple[Program, ChosenOptions]:
-    """The program, and the compiler options that were chosen for it."""
+    """Builds the program, and returns the compiler options that were chosen for it."""
     optimizer, parallel = config.optimizer, config.parallel
     axes = _mesh_axes(parallel, is_split=isinstance(task.model, Transformer))
     if isinstance(devices, int):
@@ -251,7 +251,7 @@ def _build(
 def _choose_options(
     parallel: ml_collections.ConfigDict, mesh: Mesh | AbstractMesh, axes: Sequence[str]
 ) -> ChosenOptions:
-    """The compiler options for gradients that are scattered over some axes of a mesh."""
+    """Chooses the compiler options for gradients that are scattered over some axes of a mesh."""
     if isinstance(mesh, AbstractMesh):
         return ChosenOptions()
     sizes = [mesh.shape[axis] for axis in axes]
@@ -339,7 +339,7 @@ def _check_stages_and_context(
 
 
 def _mesh_axes(parallel: ml_collections.ConfigDict, *, is_split: bool) -> dict[str, int]:
-    """The axes of the mesh, those of `DATA_AXES` first, because a config keeps no order.
+    """Returns the axes of the mesh, `DATA_AXES` first, because a config keeps no order.
 
     So axes whose names `manualpar.core.mesh.mesh_order` does not know lie on the fastest links.
     """

@@ -14,7 +14,7 @@ FINE_TUNING_FIELDS = ("lora", "lora_alpha", "int8")
 
 
 def fine_tuned(model: nn.Module, config: ml_collections.ConfigDict) -> Any:
-    """A model as `config.model` has it tuned; the model itself if the config says nothing of it.
+    """Adapts a model as `config.model` says; returns the model itself if it says nothing.
 
     Raises:
       ValueError: What `lora` or `int8` holds is no pair of a glob and a number, or names a glob
@@ -43,7 +43,7 @@ def fine_tuned(model: nn.Module, config: ml_collections.ConfigDict) -> Any:
 
 
 def _numbers_by_glob(field: str, targets: Iterable[str], expected: str) -> dict[str, int]:
-    """What a field holds as `glob:number`."""
+    """Parses a field's entries `glob:number`."""
     found: dict[str, int] = {}
     for target in targets:
         glob, _, number = target.rpartition(":")

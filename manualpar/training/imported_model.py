@@ -24,7 +24,7 @@ from manualpar.system.reports.tables import describe_bytes
 def fill_from_hf(
     config: ml_collections.ConfigDict, *, given: Iterable[str] = ()
 ) -> ml_collections.ConfigDict:
-    """A locked copy of a config with what `config.model.from_hf` says; the same config if it is ''.
+    """Fills in a config from `config.model.from_hf`, as a locked copy; if '', the same config.
 
     Args:
       config: The config; it is not checked yet.
@@ -64,7 +64,7 @@ def fill_from_hf(
 def initial_state(
     config: ml_collections.ConfigDict, program: Program, *, report: Callable[[str], None]
 ) -> TrainState:
-    """The state that a run begins with: from files if the config says so, or as `init` makes it.
+    """Reads a run's first state from files if the config says so, or else makes it by `init`.
 
     Raises:
       UsageError: The files are not those of the model; see `load_hf`.

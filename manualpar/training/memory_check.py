@@ -57,7 +57,7 @@ def check_fits(experiment: Experiment) -> None:
 
 
 def least_bytes(program: Program) -> dict[str, int]:
-    """The least bytes that the parts of a step take on a device; nothing is compiled.
+    """Estimates a lower bound of a step's bytes on a device, by class; compiles nothing.
 
     `activations` are the part of the estimate of `step_memory` that is beyond doubt.
     """
@@ -72,7 +72,7 @@ def least_bytes(program: Program) -> dict[str, int]:
 
 
 def host_memory() -> int:
-    """The bytes of memory of this machine, or of its container if that has less."""
+    """Returns the bytes of memory of this machine, or of its container if that has less."""
     sizes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for path in CONTROL_GROUPS:
         with contextlib.suppress(OSError, ValueError):  # There is none, or it says `max`.
@@ -81,7 +81,7 @@ def host_memory() -> int:
 
 
 def _sizes(experiment: Experiment) -> str:
-    """The fields that the size of a step depends on, and the vocabulary, as far as there are."""
+    """Describes the config fields that a step's size depends on, and the vocabulary."""
     values = flatten_config(experiment.config)
     found = [f"config.{name} is {values[name]}" for name in SIZES if name in values]
     if tokens := getattr(experiment.task.model, "vocab_size", None):

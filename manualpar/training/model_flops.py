@@ -28,7 +28,7 @@ TRAINED, BATCH = 0, 1
 
 
 def flops_of_example(task: Task, model: Any, program: Program) -> float:
-    """The FLOPs of a training step for an example, forward and backward, with nothing recomputed.
+    """Counts a training step's FLOPs for an example, forward and backward; no recomputation.
 
     Args:
       task: What is trained.
@@ -51,7 +51,7 @@ def _products(
     *,
     argnums: tuple[int, ...] = (TRAINED,),
 ) -> Fraction:
-    """The operations of one device that computes the gradients of some parameters."""
+    """Counts the operations of one device that computes the gradients of some parameters."""
     adapter, batch = interface_of(model), program.abstract_batch
     key = jax.eval_shape(lambda: jax.random.key(0))
     params = jax.eval_shape(

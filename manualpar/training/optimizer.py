@@ -15,7 +15,7 @@ import optax
 def warmup_cosine_schedule(
     learning_rate: float, *, warmup_steps: int, num_steps: int
 ) -> optax.Schedule:
-    """The learning rate as a function of the number of updates made before.
+    """Returns the learning rate as a function of the number of earlier updates.
 
     `learning_rate` is the peak. The first update's is positive, so that no batch is wasted. A run
     that is shorter than its warm-up ends within it.
@@ -29,7 +29,7 @@ def warmup_cosine_schedule(
 
 
 def weight_decay_mask(params: Any) -> Any:
-    """Whether to decay each parameter: not biases, scales, and arrays of less than two dims.
+    """Returns whether to decay each parameter: not biases, scales, or arrays of less than two dims.
 
     Biases and scales are found by their names, because those of a scanned layer have two dims.
     """
@@ -49,7 +49,7 @@ def adamw(
     b2: float = 0.999,
     clip_norm: float = 0.0,
 ) -> optax.GradientTransformation:
-    """AdamW that decays what `weight_decay_mask` selects.
+    """Makes AdamW that decays the parameters of `weight_decay_mask`.
 
     Args:
       schedule: The learning rate of each update.

@@ -109,11 +109,11 @@ class Recorder:
             self._fetched_at += time.perf_counter() - started
 
     def latest(self, split: str) -> dict[str, float]:
-        """The latest report of `split`; empty if there was none."""
+        """Returns the latest report of `split`; empty if there was none."""
         return self._latest.get(split, {})
 
     def state(self) -> dict[str, Any]:
-        """What a run needs to go on from here, as JSON; the queue must be empty."""
+        """Returns what a run needs to go on from here, as JSON; the queue must be empty."""
         assert not self._queue, "drained before"
         totals = {split: dict(metrics) for split, metrics in self._totals.items()}
         return {"totals": totals, "latest": self._latest, "skipped": self._skipped}

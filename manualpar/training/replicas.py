@@ -127,7 +127,7 @@ class ReplicaSentinel:
             )
 
     def fingerprints(self, state: Any) -> np.ndarray:
-        """The fingerprint of what each device holds of each leaf; see `check`.
+        """Computes the fingerprint of each device's part of each leaf; see `check`.
 
         Returns:
           `uint32[devices, leaves, 2]`, devices in the order of `mesh.devices.flat` and leaves in
@@ -154,7 +154,7 @@ def _named_leaves(tree: Any) -> tuple[tuple[str, ...], tuple[Any, ...]]:
 
 
 def _devices_by_part(mesh: Mesh, spec: PartitionSpec) -> np.ndarray:
-    """Positions in the mesh, `[parts, copies]`: in a row are the devices with the same part."""
+    """Returns positions in the mesh, `[parts, copies]`: the devices of a row hold one part."""
     sharded = {axis for entry in spec for axis in axis_tuple(entry)}
     dims = sorted(range(mesh.devices.ndim), key=lambda dim: mesh.axis_names[dim] not in sharded)
     positions = np.arange(mesh.size).reshape(mesh.devices.shape).transpose(dims)
@@ -163,7 +163,7 @@ def _devices_by_part(mesh: Mesh, spec: PartitionSpec) -> np.ndarray:
 
 
 def _who_differs(mesh: Mesh, devices: np.ndarray, copies: np.ndarray) -> str:
-    """Which devices, given by their positions, hold something else than most of them."""
+    """Describes the devices, given by their positions, whose copies differ from most copies."""
     values = [tuple(copy) for copy in copies.tolist()]
     (common, votes), (_, next_votes), *_ = Counter(values).most_common()
 
@@ -198,7 +198,7 @@ def _check_leaf(name: str, leaf: Any, sharding: NamedSharding) -> None:
 
 
 def _fingerprint(x: jax.Array) -> jax.Array:
-    """The fingerprint `uint32[2]` of the array that a device holds."""
+    """Computes the fingerprint `uint32[2]` of the array that a device holds."""
     words = _words(x)
     index = jnp.zeros(words.shape, jnp.uint32)
     for dim, size in enumerate(words.shape):
@@ -218,7 +218,7 @@ def _fingerprint(x: jax.Array) -> jax.Array:
 
 
 def _words(x: jax.Array) -> jax.Array:
-    """The bits of an array as `uint32`, with a last dimension where elements have several words."""
+    """Returns an array's bits as `uint32`; elements of several words get a last dim."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     if jnp.iscomplexobj(x):
@@ -230,7 +230,7 @@ def _words(x: jax.Array) -> jax.Array:
 
 
 def _mix(x: jax.Array) -> jax.Array:
-    """The finaliser of MurmurHash3: every bit of the result depends on every bit of the word."""
+    """Applies MurmurHash3's finaliser: every bit of the result depends on every bit of the word."""
     x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
     x = (x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE35)
     return x ^ (x >> np.uint32(16))

@@ -184,7 +184,7 @@ def _run(
 
 
 def _no_lock() -> None:
-    """What checks the lock in processes that have none."""
+    """Checks nothing, in processes that have no lock."""
 
 
 def _describe(experiment: Experiment, *, cluster: Cluster, console: rich.console.Console) -> None:
@@ -214,7 +214,7 @@ def _describe_mesh(mesh: jax.sharding.Mesh) -> str:
 
 
 def _without_padding(program: Program, state: TrainState) -> TrainState:
-    """The state with parameters of the shapes that the model gives them."""
+    """Returns the state with parameters of the model's shapes."""
 
     def take_off(x: jax.Array, whole: jax.ShapeDtypeStruct) -> jax.Array:
         padding = tuple(a - b for a, b in zip(x.shape, whole.shape, strict=True))
@@ -251,7 +251,7 @@ def _write_report(
 
 
 def _rates(experiment: Experiment) -> Callable[[int, float], dict[str, float]]:
-    """A function of a number of steps and seconds that returns the rates to report."""
+    """Returns a function of a number of steps and seconds that computes the rates to report."""
     task, devices = experiment.task, experiment.program.mesh.devices
     throughput = Throughput(
         examples_per_step=experiment.config.data.batch_size,

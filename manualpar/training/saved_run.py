@@ -41,7 +41,7 @@ SPLITS: dict[str, Any] = {
 
 
 def saved_config(workdir: AnyPath) -> ml_collections.ConfigDict:
-    """The config of the newest checkpoint of a language model, complete and locked.
+    """Reads the config of the newest checkpoint of a language model, complete and locked.
 
     Raises:
       UsageError: There is no checkpoint, none with a config, or one of another model.
@@ -69,7 +69,7 @@ def saved_config(workdir: AnyPath) -> ml_collections.ConfigDict:
 def prepare_saved(
     config: ml_collections.ConfigDict, mesh: Mapping[str, int] | None = None
 ) -> Experiment:
-    """The experiment of a saved config on all devices of now.
+    """Prepares the experiment of a saved config on all devices of this process group.
 
     Args:
       config: What `saved_config` returns.
@@ -101,7 +101,7 @@ def prepare_saved(
 def restore_saved(
     experiment: Experiment, workdir: AnyPath, *, report: Callable[[str], None] = print
 ) -> Restored:
-    """The newest checkpoint of a workdir, as an experiment of `prepare_saved` holds it.
+    """Restores the newest checkpoint of a workdir, for an experiment of `prepare_saved`.
 
     Raises:
       CheckpointError: It is damaged.
@@ -114,7 +114,7 @@ def restore_saved(
 
 
 def _with_tuples(value: Any) -> Any:
-    """What JSON says, with tuples in place of lists, which configs do not have."""
+    """Converts the lists of a JSON value to tuples, because configs have no lists."""
     if isinstance(value, dict):
         return {key: _with_tuples(inner) for key, inner in value.items()}
     return tuple(map(_with_tuples, value)) if isinstance(value, list) else value

@@ -162,7 +162,7 @@ def _language_modelling(config: ml_collections.ConfigDict) -> Task:
 
 
 def splits_layers(config: ml_collections.ConfigDict) -> bool:
-    """Whether the config's mesh splits the layers of a transformer.
+    """Returns whether the config's mesh splits the layers of a transformer.
 
     Rules give the axis another meaning: what it shards is gathered where it is used.
     """

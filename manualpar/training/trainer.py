@@ -109,7 +109,7 @@ class Trainer:
             self._hooks.append(_Scheduled(hook, steps, at_start, at_end))
 
     def run(self, state: TrainState, position: Position) -> TrainState:
-        """The loop itself; the recorder may still wait for the last metrics when it ends."""
+        """Runs the loop; the recorder may still wait for the last metrics when it ends."""
         config = self.experiment.config
         num_steps, log_every = config.training.num_steps, config.training.log_every_steps
         if not position.step:
@@ -138,7 +138,7 @@ class Trainer:
         return state
 
     def read_from(self, examples: int) -> Any:
-        """Batches for training, without end, after so many examples; to be closed."""
+        """Reads batches for training, without end, after `examples` examples; to be closed."""
         config = self.experiment.config
         return train_batches(
             self.experiment.task.dataset.train,
@@ -191,7 +191,7 @@ class Trainer:
         return restored.state, position_of(restored)
 
     def _replica_check(self) -> Hook:
-        """A hook that checks that copies of the state are the same, bit for bit; it waits."""
+        """Makes a hook that waits, and checks that copies of the state are equal bit for bit."""
         program = self.experiment.program
         sentinel = ReplicaSentinel(program.mesh, program.layout)
 

@@ -50,7 +50,7 @@ START = Position()
 
 
 def choose_workdir(workdir: AnyPath | None, *, name: str) -> AnyPath:
-    """The folder that was asked for, or a new numbered one, the same for all processes."""
+    """Returns the folder asked for, or makes a new numbered one, the same for all processes."""
     if workdir is not None:
         return workdir
     path, failure = "", ""
@@ -142,7 +142,7 @@ def _read_config(path: AnyPath) -> dict[str, Any]:
 
 
 def _saved_config(workdir: AnyPath) -> dict[str, Any] | None:
-    """The config in the newest checkpoint, flat; `None` if there is no readable one."""
+    """Reads the config in the newest checkpoint, flat; `None` if there is no readable one."""
     steps = open_folder(workdir / FOLDER).steps()
     try:
         config = read_extra(workdir / FOLDER / str(steps[-1])).get("config") if steps else None
@@ -154,7 +154,7 @@ def _saved_config(workdir: AnyPath) -> dict[str, Any] | None:
 def _compare(
     saved: Mapping[str, Any], config: ml_collections.ConfigDict, *, workdir: AnyPath, note: str = ""
 ) -> list[str]:
-    """The differences that are allowed; a `ValueError` where there are others."""
+    """Returns the allowed differences; raises a `ValueError` for other differences."""
     asked_for = json.loads(json.dumps(config.to_dict()))
     try:
         return check_resumable(saved, flatten_config(asked_for), defaults=field_defaults(config))
@@ -166,12 +166,12 @@ def _compare(
 
 
 def _longest_save(stall_seconds: float) -> float:
-    """How long a save may take: so long that a stall is reported first; a week without reports."""
+    """Returns the seconds a save may take: a stall is reported before; a week without reports."""
     return max(2 * stall_seconds, 600.0) if stall_seconds else 7 * 24 * 3600.0
 
 
 def open_checkpoints(config: ml_collections.ConfigDict, workdir: AnyPath) -> Checkpoints:
-    """The checkpoints of a workdir, kept as the config says."""
+    """Opens the checkpoints of a workdir, to be kept as the config says."""
     checkpoint = config.checkpoint
     return Checkpoints(
         workdir / FOLDER,
@@ -241,5 +241,5 @@ def _check_extra(restored: Restored) -> None:
 
 
 def position_of(restored: Restored) -> Position:
-    """How far the run was that saved a checkpoint."""
+    """Returns the position of the run at a checkpoint."""
     return Position(restored.step, restored.extra["position"])

@@ -20,7 +20,7 @@ JSON = Any
 
 
 def gather(value: JSON) -> list[JSON]:
-    """The values of all processes, in the order of the processes, as JSON gives them back.
+    """Gathers a JSON value of each process, in the order of the processes.
 
     Communication:
       Two small all-gathers over all devices; none with one process.
@@ -42,13 +42,13 @@ def from_first(value: JSON) -> JSON:
 
 
 def first_failure(failure: str) -> str:
-    """The first failure of any process, `''` if all are well; communicates as `gather`."""
+    """Returns the first failure of any process, `''` if there is none; communicates as `gather`."""
     return next(filter(None, gather(failure)), "")
 
 
 @contextlib.contextmanager
 def failing_together() -> Iterator[None]:
-    """Within, an error of one process becomes one of all, so that none waits for another.
+    """Raises an error of one process in all of them, so that no process waits for another.
 
     Communication:
       That of `gather`, at the end.

@@ -85,13 +85,13 @@ class Channel:
             self._loop.call_soon_threadsafe(send, self._writer, message)
 
     def agree(self, facts: Facts) -> None:
-        """See `Cluster.agree`."""
+        """Compares the facts of all processes, as `Cluster.agree`."""
         self.send({"kind": "facts", "value": dict(facts)})
         if differences := self._differences.get():
             raise DisagreementError(differences)
 
     def steps(self) -> dict[int, tuple[int, float]]:
-        """The last known step of each process, and the seconds since it came to that."""
+        """Returns the last known step of each process, and the seconds since that step."""
         since = time.monotonic() - self._heard_at
         steps = enumerate(self._others)
         return {process: (step[0], step[1] + since) for process, step in steps if step}

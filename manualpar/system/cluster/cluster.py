@@ -94,7 +94,7 @@ class Cluster(contextlib.AbstractContextManager["Cluster", None]):
 
     @contextlib.contextmanager
     def stop_on_sigterm(self) -> Iterator[None]:
-        """Within, the first SIGTERM asks all processes to stop; the second ends this one at once.
+        """Stops all processes on the first SIGTERM, and ends this one at once on the second.
 
         Call it in the main thread. The second ends the process with `TERMINATED_EXIT_CODE`. After
         `nothing_to_lose`, SIGTERM changes nothing. One of several processes can only end then, so
@@ -151,7 +151,7 @@ class Cluster(contextlib.AbstractContextManager["Cluster", None]):
             self._channel.agree(facts)
 
     def steps(self) -> dict[int, tuple[int, float]]:
-        """The last step of each process, and the seconds since it came to that.
+        """Returns the last step of each process, and the seconds since that step.
 
         Processes that have not made a step are missing. What is known of the others is as old as
         their last beat, a second at most.
@@ -163,7 +163,7 @@ class Cluster(contextlib.AbstractContextManager["Cluster", None]):
         return steps
 
     def explain_failure(self, error: BaseException) -> str | None:
-        """A sentence that names a lost process, if an error only shows that it is gone.
+        """Returns a sentence that names the lost process, if the error follows from the loss.
 
         When a process is gone the others' collectives fail, often before it is known who is gone.
         So an error of the runtime waits `NEWS_SECONDS` for the news. Usually this does not return

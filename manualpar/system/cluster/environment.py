@@ -92,7 +92,7 @@ def find_assignment(
 
 
 def _check(given: Mapping[str, str | int | None], sees_all: bool) -> Assignment:
-    """The assignment from the address, the count and the id, given in this order by their names."""
+    """Makes an assignment of address, count and id, given in this order by their names."""
     missing = [name for name, value in given.items() if value in (None, "")]
     present = [name for name in given if name not in missing]
     if missing:
@@ -122,7 +122,7 @@ def _check(given: Mapping[str, str | int | None], sees_all: bool) -> Assignment:
 
 
 def _evidence(environment: Mapping[str, str]) -> str:
-    """The variable that says that this is one of several processes that JAX can find, or ''."""
+    """Returns the variable that shows that JAX can find several processes, or ''."""
     slurm = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_PROCID", "SLURM_LOCALID")
     in_slurm = all(name in environment for name in slurm)
     in_open_mpi = "OMPI_MCA_orte_hnp_uri" in environment
@@ -141,13 +141,13 @@ def _evidence(environment: Mapping[str, str]) -> str:
 
 
 def _is_alone_on_host(environment: Mapping[str, str]) -> bool:
-    """Whether Slurm or Open MPI started one process a host, which is to have all its devices."""
+    """Returns whether Slurm or Open MPI started one process per host, for all its devices."""
     tasks = _number(environment, "SLURM_NTASKS")
     nodes = _number(environment, "SLURM_STEP_NUM_NODES")
     return (tasks == nodes > 0) or _number(environment, "OMPI_COMM_WORLD_LOCAL_SIZE") == 1
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:
-    """The number that a variable holds, or 0."""
+    """Returns the number in a variable, or 0."""
     value = environment.get(name, "")
     return int(value) if value.isdigit() else 0

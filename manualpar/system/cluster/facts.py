@@ -47,7 +47,7 @@ def announce(sentence: str) -> None:
 
 
 def name_processes(processes: list[int]) -> str:
-    """Processes by their numbers: `process 1`, `processes 1, 3`."""
+    """Formats the numbers of processes: `process 1`, `processes 1, 3`."""
     return f"process{'es' if len(processes) > 1 else ''} {', '.join(map(str, processes))}"
 
 

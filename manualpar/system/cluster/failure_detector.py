@@ -128,7 +128,7 @@ class Pace:
         self._stuck = (count, seconds + awake if count == before else 0.0)
 
     def progress(self) -> ProcessProgress:
-        """How far this process is now."""
+        """Returns the current progress of this process."""
         step, since = self._step or (None, self._get_time())
         # The count may be newer than the seconds, which then belong to an earlier phase.
         progress, (count, seconds) = self._progress, self._stuck

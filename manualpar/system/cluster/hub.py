@@ -245,7 +245,7 @@ class Hub:
             self._tell({"kind": "waiting", "text": told})
 
     def _steps(self) -> list[tuple[int, float] | None]:
-        """How far each process is, and for how long."""
+        """Returns the step of each process, and the seconds since it began."""
         return [
             None
             if (done := one.progress).step is None
@@ -264,6 +264,6 @@ class Hub:
         self._end_all({"kind": "lost", **dataclasses.asdict(loss)}, lost=process)
 
     def _end_all(self, message: Message, *, lost: int | None = None) -> None:
-        """Has `_run` tell all processes how this ends; the first to be told counts."""
+        """Lets `_run` tell all processes how the cluster ends; only the first call counts."""
         if not self._end.done():
             self._end.set_result((message, lost))

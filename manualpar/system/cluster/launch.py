@@ -165,7 +165,7 @@ def _watch(
 
 
 def _first_failure(started: Sequence[subprocess.Popen[bytes]]) -> int | None:
-    """The exit code of a process that failed, by preference of one that a signal ended."""
+    """Returns the exit code of a process that failed, preferably of one that a signal ended."""
     codes = [one.returncode for one in started if one.returncode]
     # The others' codes only say that they noticed.
     signalled = [128 - code for code in codes if code < 0]

@@ -85,7 +85,7 @@ def check_said(message: Message) -> None:
 
 
 async def beats(end: asyncio.Future[Any], timeout_seconds: float) -> AsyncIterator[float]:
-    """Until `end` is done, yields the seconds since the beat before.
+    """Yields the seconds since the last beat, until `end` is done.
 
     There are so many beats that several must go missing before the timeout. Seconds in which this
     process itself was stopped are left out: its own sleep is nobody else's silence.
@@ -118,18 +118,18 @@ class Hello:
     pid: int
 
     def prove(self, *, token: str, challenge: str) -> str:
-        """The proof that who says this has the token."""
+        """Computes the proof that the sender has the token."""
         text = json.dumps([challenge, *dataclasses.astuple(self)])
         return hmac.new(token.encode(), text.encode(), hashlib.sha256).hexdigest()
 
 
 def make_hello(hello: Hello, *, token: str, challenge: str) -> Message:
-    """The message with which a process answers a challenge."""
+    """Makes the message with which a process answers a challenge."""
     return {**dataclasses.asdict(hello), "proof": hello.prove(token=token, challenge=challenge)}
 
 
 def read_hello(message: Message, *, token: str, challenge: str) -> Hello | None:
-    """The answer to a challenge; `None` if it is not a hello, or its proof is wrong."""
+    """Reads the answer to a challenge; `None` if it is not a hello, or its proof is wrong."""
     values: list[Any] = [message.get(field.name) for field in dataclasses.fields(Hello)]
     if [type(value) for value in values] != [int, int, str, int]:
         return None

@@ -141,7 +141,7 @@ def _start_jax(
     timeout_seconds: float,
     start_timeout_seconds: float,
 ) -> None:
-    """Has JAX introduce the processes to each other, and show each other their devices.
+    """Starts JAX's distributed runtime, in which the processes learn of each other's devices.
 
     Raises:
       ValueError: JAX does not find the processes by itself.
@@ -207,7 +207,7 @@ def _not_met(own: Assignment, seconds: float, error: Exception) -> ConnectionErr
 
 
 def _meet_before_jax(cluster: Cluster, terms: Terms, address: str, listen_at: str) -> str | None:
-    """Has the processes meet at the coordinator's address.
+    """Connects the processes at the coordinator's address.
 
     Returns where JAX's service is to listen, in process 0: at the hub's address, by then free.
     """
@@ -229,7 +229,7 @@ def _meet_before_jax(cluster: Cluster, terms: Terms, address: str, listen_at: st
 
 
 def _meet_after_jax(cluster: Cluster, terms: Terms) -> None:
-    """Has the processes meet at an address that process 0 tells the others by a collective."""
+    """Connects the processes at an address that process 0 sends them by a collective."""
     own_name, port, hub = socket.gethostname(), 0, None
     if cluster.is_main:
         terms = dataclasses.replace(terms, token=terms.token or secrets.token_hex(16))
@@ -241,7 +241,7 @@ def _meet_after_jax(cluster: Cluster, terms: Terms) -> None:
 
 
 def _own_hosts() -> list[str]:
-    """Names and addresses at which the others may reach this host, the likeliest first."""
+    """Returns names and addresses of this host for the other processes, the likeliest first."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # Sends nothing; the kernel chooses the interface.
@@ -280,6 +280,6 @@ def listen(address: str) -> socket.socket:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """The host, without brackets, and the port of `host:port`."""
+    """Splits `host:port` into the host, without brackets, and the port."""
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)

@@ -40,7 +40,7 @@ class StopGate:
             self._changed.notify_all()
 
     def should_stop(self) -> bool:
-        """A call: whether to stop here. Waits while the processes agree."""
+        """Counts a call and returns whether to stop here. Waits while the processes agree."""
         with self._changed:
             self._changed.wait_for(lambda: not self._is_held)
             self._calls += 1
@@ -55,7 +55,7 @@ def on_sigterm(
     is_over: Callable[[], bool] = lambda: False,
     stays_over: bool = False,
 ) -> Iterator[None]:
-    """Within, a thread calls `first` for the first SIGTERM and `second` for every later one.
+    """Calls `first` for the first SIGTERM and `second` for every later one, in a thread.
 
     Once `is_over`, SIGTERM does nothing any more; with `stays_over` not even afterwards.
 

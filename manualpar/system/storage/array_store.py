@@ -22,7 +22,7 @@ CONTEXT = {
 
 
 def key_value_store(folder: BucketPath) -> dict[str, Any]:
-    """The key-value store of everything below a folder, for tensorstore."""
+    """Returns tensorstore's spec of a key-value store of everything below a folder."""
     place = {"bucket": folder.bucket, "path": f"{folder.key}/" if folder.key else ""}
     if folder.scheme == "gs":
         if _first("STORAGE_EMULATOR_HOST") and not _first("TENSORSTORE_GCS_HTTP_URL"):

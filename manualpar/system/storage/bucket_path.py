@@ -80,7 +80,7 @@ class BucketPath:
         return dataclasses.replace(self, key=self.key.rpartition("/")[0])
 
     def relative_to(self, folder: "BucketPath") -> PurePosixPath:
-        """The path from a folder above it."""
+        """Returns the path relative to a folder above it."""
         if (folder.scheme, folder.bucket) != (self.scheme, self.bucket):
             raise ValueError(f"{self} is not below {folder}.")
         return PurePosixPath(self.key).relative_to(folder.key)
@@ -127,7 +127,7 @@ class BucketPath:
         return True
 
     def size(self) -> int:
-        """The size of the object in bytes."""
+        """Returns the size of the object in bytes."""
         return self.version().size
 
     def version(self) -> Version:
@@ -138,7 +138,7 @@ class BucketPath:
         return version_of(found)
 
     def is_file(self) -> bool:
-        """Whether there is an object of that name."""
+        """Returns whether there is an object of that name."""
         try:
             self.size()
         except FileNotFoundError:
@@ -146,21 +146,21 @@ class BucketPath:
         return True
 
     def is_dir(self) -> bool:
-        """Whether there are objects below."""
+        """Returns whether there are objects below."""
         return bool(self.names())
 
     def exists(self) -> bool:
-        """Whether it is a file or a folder."""
+        """Returns whether it is a file or a folder."""
         return self.is_file() or self.is_dir()
 
     def names(self) -> list[str]:
-        """The names of files and folders in a folder; none if it is not there."""
+        """Returns the names of files and folders in a folder; none if it does not exist."""
         sizes, folders = self._list(self._prefix, delimiter="/")
         found = (key.removeprefix(self._prefix).rstrip("/") for key in (*sizes, *folders))
         return sorted(filter(None, found))  # An object of the folder's own name lists itself.
 
     def files(self) -> dict[str, int]:
-        """The sizes of all objects below a folder, by their paths from it."""
+        """Returns the sizes of all objects below a folder, by their paths relative to it."""
         sizes, _ = self._list(self._prefix)
         return {
             key.removeprefix(self._prefix): size
@@ -169,7 +169,7 @@ class BucketPath:
         }
 
     def glob(self) -> dict["BucketPath", int]:
-        """The sizes of objects whose paths match this one as a pattern of `*`, `?`, `[]`, `**`."""
+        """Finds the sizes of objects whose paths match this pattern of `*`, `?`, `[]` and `**`."""
         file_system(self.scheme)  # Says which package is missing.
         from fsspec.utils import glob_translate
 
@@ -252,7 +252,7 @@ class BucketPath:
         return part.data
 
     def _list(self, prefix: str, *, delimiter: str = "") -> tuple[dict[str, int], list[str]]:
-        """The sizes of objects by key, and with a delimiter the folders, that begin with a prefix.
+        """Returns the sizes of the objects with a prefix by key; with a delimiter the folders too.
 
         Raises:
           BucketError: The list cannot be read, or does not end.
@@ -286,7 +286,7 @@ GivenPath = str | os.PathLike[str] | BucketPath  # As callers name one.
 
 
 def as_path(text: GivenPath) -> AnyPath:
-    """The local path, or the path in a bucket, that a text names.
+    """Parses a text into a local path or a path in a bucket.
 
     Raises:
       ValueError: It is of another scheme than `s3` or `gs`, names no bucket, or holds a password;
@@ -327,11 +327,11 @@ class BucketFile(io.RawIOBase):
         self._path, self._version, self._position = path, version or path.version(), 0
 
     def readable(self) -> bool:
-        """It is."""
+        """Returns True."""
         return True
 
     def seekable(self) -> bool:
-        """It is."""
+        """Returns True."""
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:

@@ -26,13 +26,13 @@ NAME_BYTES = 255  # The most that file systems take.
 
 
 def user_path(text: GivenPath) -> AnyPath:
-    """The path that a user names, where `~` is the user's folder; see `as_path`."""
+    """Parses a user's path as `as_path`, and expands `~` to the user's folder."""
     path = as_path(text)
     return path if isinstance(path, BucketPath) else path.expanduser()
 
 
 def path_flag(text: str) -> AnyPath:
-    """The type of a flag of `argparse` that is a path, see `user_path`."""
+    """Parses a path in a flag of `argparse` (its `type`), see `user_path`."""
     try:
         return user_path(text)
     except ValueError as error:  # argparse would repeat the path, which may hold a password.
@@ -40,7 +40,7 @@ def path_flag(text: str) -> AnyPath:
 
 
 def local_path(text: GivenPath, name: str) -> Path:
-    """A path on a disk; for others a `ValueError` that calls it `name`."""
+    """Returns a path on a disk; refuses other paths with a `ValueError` that calls it `name`."""
     path = user_path(text)
     if isinstance(path, BucketPath):
         raise ValueError(
@@ -75,7 +75,7 @@ def copied_files(path: BucketPath, names: tuple[str, ...]) -> Path:
 
 
 def user_cache() -> Path:
-    """The user's folder for what can be made again."""
+    """Returns the user's folder for files that can be made again."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "manualpar"
 
 
@@ -133,7 +133,7 @@ def _copy(file: BucketPath, version: Version, copy: Path) -> None:
 
 
 def _versions(files: Iterable[BucketPath]) -> dict[BucketPath, Version]:
-    """The versions of those files that are there."""
+    """Returns the versions of the files that exist."""
     found = {}
     for file in files:
         with contextlib.suppress(FileNotFoundError):
@@ -151,6 +151,6 @@ def _check_same(before: dict[BucketPath, Version], now: dict[BucketPath, Version
 
 
 def _address(path: BucketPath) -> Path:
-    """The address as a relative path of folders, `s3:/bucket/key`."""
+    """Returns the address as a relative path of folders, `s3:/bucket/key`."""
     parts = (f"{path.scheme}:", path.bucket, *path.parts)
     return Path(*(os.fsdecode(part.encode()[:NAME_BYTES]) for part in parts))

@@ -84,12 +84,12 @@ def draft_of(target: Path, *, number: str = "") -> Iterator[Path]:
 
 
 def new_number() -> str:
-    """A number that no other draft has."""
+    """Draws a number that no other draft has."""
     return secrets.token_hex(8)
 
 
 def path_of_draft(target: Path, number: str) -> Path:
-    """The path of a draft of `target`."""
+    """Returns the path of a draft of `target`."""
     return target.parent / f".{target.name}.{number}.partial"
 
 

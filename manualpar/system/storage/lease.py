@@ -137,7 +137,7 @@ def _wait_for_end(lock: BucketPath) -> None:
 
 
 def _numbers(folder: BucketPath) -> list[int]:
-    """The numbers of the locks that there are, and 0."""
+    """Returns the numbers of the existing locks, and 0."""
     names = (name.removeprefix(PREFIX) for name in folder.names() if name.startswith(PREFIX))
     return [0, *(int(name) for name in names if name.isdecimal())]
 
@@ -164,7 +164,7 @@ def _show(owner: dict[str, Any]) -> str:
 
 
 def _is_dead(owner: dict[str, Any]) -> bool:
-    """Whether it is a process that this machine has had and has no more."""
+    """Returns whether the owner was a process of this machine and has ended."""
     pid, machine = owner.get("pid"), owner.get("machine")
     if not machine or machine != _machine() or not isinstance(pid, int):
         return False
@@ -172,7 +172,7 @@ def _is_dead(owner: dict[str, Any]) -> bool:
 
 
 def _machine() -> str:
-    """What tells processes of the same kernel, since it was started, and their numbers apart."""
+    """Identifies the machine's boot and its namespace of process ids; '' if neither can be read."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"

@@ -75,7 +75,7 @@ def mirrored(
     check: Callable[[], None],
     is_main: bool = True,
 ) -> Iterator[tuple[Path, Callable[[], None]]]:
-    """A local folder to write results of `folder` into, and `publish`.
+    """Yields a local folder to write results of `folder` into, and `publish`.
 
     Of a local folder it is itself, and `publish` is `check`.
 

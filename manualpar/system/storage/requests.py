@@ -107,7 +107,7 @@ def request(path: Any, action: Callable[[], T]) -> T:
 
 
 def is_passing(error: BaseException) -> bool:
-    """Whether a request that failed so may succeed later."""
+    """Returns whether a request with this error may succeed later."""
     # Whatever wraps the server's answer says less than its status.
     for status in filter(None, map(_status, _causes(error))):
         return status >= 500 or status in PASSING
@@ -121,12 +121,12 @@ def is_passing(error: BaseException) -> bool:
 
 
 def has_status(error: BaseException, status: int) -> bool:
-    """Whether the server has answered with a status of HTTP, such as 412."""
+    """Returns whether the server answered with an HTTP status, such as 412."""
     return any(_status(cause) == status for cause in _causes(error))
 
 
 def describe_answer(error: BaseException) -> str:
-    """What the server answered, in a few words: its code, or the kind of the error."""
+    """Describes the server's answer in a few words: its code, or the kind of the error."""
     for cause in _causes(error):
         if code := _code(cause):
             return f"the server answered {code}"
@@ -166,7 +166,7 @@ def _named(codes: set[str]) -> str:
 
 
 def _code(error: BaseException) -> str:
-    """The name that the server gives to an error, or else its status; '' if it gave no answer."""
+    """Returns the server's name of an error, or else its status; '' without an answer."""
     response = getattr(error, "response", None)
     found = response.get("Error", {}).get("Code") if isinstance(response, dict) else None
     if in_text := TENSORSTORE_CODE.match(str(error)):
@@ -176,7 +176,7 @@ def _code(error: BaseException) -> str:
 
 
 def _status(error: BaseException) -> int:
-    """The status of HTTP that an error of one of the libraries holds; 0 if none."""
+    """Returns the HTTP status in an error of one of the libraries; 0 if it has none."""
     if in_text := TENSORSTORE_STATUS.search(str(error)):
         return int(in_text[1])
     response = getattr(error, "response", None)
@@ -187,7 +187,7 @@ def _status(error: BaseException) -> int:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """An error and those behind it."""
+    """Yields an error and the errors that caused it."""
     seen: BaseException | None = error
     while seen is not None:
         yield seen

@@ -63,7 +63,7 @@ class Page:
 
 
 def file_system(scheme: str) -> Any:
-    """The file system of fsspec, which keeps one object for each set of options."""
+    """Returns the file system of fsspec, which keeps one object for each set of options."""
     require(f"{scheme}://", MODULES[scheme])
     import fsspec
 
@@ -84,7 +84,7 @@ def file_system(scheme: str) -> Any:
 
 
 def version_of(info: dict[str, Any]) -> Version:
-    """The version of an object, of what `info` of fsspec says about it."""
+    """Reads the version of an object from the `info` of fsspec."""
     tag = str(info.get("ETag") or info.get("etag") or "")
     return Version(int(info["size"]), tag, str(info.get("generation") or ""))
 

@@ -35,7 +35,7 @@ class NotAFileError(OSError):
 
 
 def kind_of(mode: int) -> str:
-    """What has a mode that `os.stat` or `os.lstat` returned, such as `a FIFO` or `a file`."""
+    """Returns the kind of file for a mode of `os.stat` or `os.lstat`: `a FIFO`, `a file`."""
     return KINDS.get(stat.S_IFMT(mode), "a file")
 
 

@@ -147,7 +147,7 @@ def delete_parts(path: BucketPath, *, processes: int) -> None:
 
 
 def hash_files(path: BucketPath, names: list[str]) -> Files:
-    """The size and the SHA-256 of objects as they are in the bucket; -1 and '' without one."""
+    """Reads the size and the SHA-256 of objects in the bucket; -1 and '' for a missing one."""
 
     def hash_one(name: str) -> tuple[int, str]:
         try:
@@ -165,7 +165,7 @@ def _part_name(process: int) -> str:
 
 
 def _copy(x: jax.Array | np.ndarray) -> Stored:
-    """What this process writes of an array, copied; every element is written by one process."""
+    """Copies the parts of an array that this process writes; one process writes each element."""
     if not isinstance(x, jax.Array):  # Whole, in the memory of process 0.
         whole = tuple(slice(0, size) for size in x.shape)
         parts: list[ArrayPart] = [(whole, x)] if jax.process_index() == 0 else []
@@ -177,7 +177,7 @@ def _copy(x: jax.Array | np.ndarray) -> Stored:
 
 
 def chunk_shape(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """The shape of chunks of at most `CHUNK_BYTES` that a shard divides into, if one does.
+    """Chooses the shape of chunks of at most `CHUNK_BYTES` that divide a shard, if there is one.
 
     No two devices, and so no two processes, write into one chunk.
     """
@@ -270,7 +270,7 @@ def _array_spec(folder: BucketPath, names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _read_leaf(path: BucketPath, leaf: Leaf, stored: Any) -> jax.Array:
-    """An array on the devices of this process, each with its own part, and padding as zeros."""
+    """Reads an array onto this process's devices, on each its shard, and pads it with zeros."""
     sharding, shape = leaf.abstract.sharding, leaf.held_shape
     places = sharding.addressable_devices_indices_map(shape)
     wanted = {}
@@ -301,7 +301,7 @@ def _read_leaf(path: BucketPath, leaf: Leaf, stored: Any) -> jax.Array:
 
 
 def _tree_metadata(copies: dict[tuple[str, ...], Stored]) -> dict[str, Any]:
-    """What Orbax wants to know of a nested dict of arrays."""
+    """Returns Orbax's metadata of a nested dict of arrays."""
     tree = {
         str(names): {
             "key_metadata": [{"key": name, "key_type": 2} for name in names],  # Keys of dicts.

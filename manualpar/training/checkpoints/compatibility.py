@@ -56,7 +56,7 @@ ABSENT = "(absent)"
 
 
 def renamed_value(field: str, value: Any) -> str | None:
-    """What a value of a field is called now; `None` if it was not renamed."""
+    """Returns today's name of a value of a field; `None` if it was not renamed."""
     return RENAMED.get(field, {}).get(value) if isinstance(value, str) else None
 
 
@@ -103,7 +103,7 @@ def check_resumable(
 
 
 def _as_json(value: Any) -> Any:
-    """The value as JSON holds it: a tuple is a list, and True is not 1."""
+    """Converts a value as JSON would: a tuple becomes a list, and True differs from 1."""
     if isinstance(value, list | tuple):
         return [_as_json(item) for item in value]
     if isinstance(value, Mapping):

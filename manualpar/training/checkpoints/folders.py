@@ -39,19 +39,19 @@ class Folder(Protocol):
     seconds: float  # How long the writing of a checkpoint may take before it is an error.
 
     def arrays(self) -> OrbaxFiles | BucketArrays:
-        """What writes and reads the arrays of a checkpoint."""
+        """Returns the object that writes and reads the arrays of a checkpoint."""
 
     def mark(self) -> str:
         """Makes something to look for and returns its name; '' if all see the same anyway."""
 
     def has_mark(self, name: str) -> bool:
-        """Whether this process finds what process 0 has made."""
+        """Returns whether this process sees the file that process 0 has made."""
 
     def unmark(self, name: str) -> None:
         """Deletes what `mark` has made."""
 
     def steps(self) -> list[int]:
-        """The steps of the complete checkpoints, ascending."""
+        """Finds the steps of the complete checkpoints, ascending."""
 
     def check(self) -> None:
         """Raises a `ValueError` if something is in the way of a checkpoint."""
@@ -60,7 +60,7 @@ class Folder(Protocol):
         """Deletes what killed processes have left, before a checkpoint is written."""
 
     def unfinished(self, step: int) -> AnyPath:
-        """Where a checkpoint is written, on all processes."""
+        """Returns the path that all processes write a checkpoint to."""
 
     def complete(self, step: int, *, after: int, metrics: Mapping[str, float]) -> None:
         """Makes a checkpoint whose arrays have been written count.
@@ -69,20 +69,20 @@ class Folder(Protocol):
         """
 
     def metrics(self) -> dict[int, Mapping[str, float]]:
-        """The metrics of complete checkpoints whose manifests can be read."""
+        """Reads the metrics of complete checkpoints whose manifests can be read."""
 
     def delete(self, step: int) -> None:
         """Deletes a complete checkpoint, so that no part of it ever counts as one."""
 
     def read_manifest(self, step: int) -> Manifest:
-        """The manifest of a checkpoint; a `DamagedError` if it is not as it was written."""
+        """Reads the manifest of a checkpoint; raises `DamagedError` if it is damaged."""
 
     def verify(self, step: int, found: Manifest, *, part: int, parts: int) -> None:
         """Checks one part of a checkpoint's files; a `DamagedError` for the first that differs."""
 
 
 def open_folder(path: AnyPath, seconds: float = 600.0) -> Folder:
-    """The folder of checkpoints at a path; nothing is created.
+    """Opens the folder of checkpoints at a path; creates nothing.
 
     The writing of a checkpoint may take `seconds`, in a bucket an hour at least.
     """
@@ -170,10 +170,10 @@ class _BucketFolder:
         return sorted(step for step in self._numbers() if self._is_complete(str(step)))
 
     def check(self) -> None:
-        """Nothing can be in the way."""
+        """Does nothing, because nothing can be in the way."""
 
     def make_room(self, step: int, *, after: int) -> None:
-        """Also sets later checkpoints aside, because the new one is written under its own name."""
+        """Moves later checkpoints aside too, because a save writes under the final name."""
         for name in self._path.names():
             begins, _, ends = name.partition(".")
             is_ours = begins.isdecimal() and (not ends or f".{ends}".startswith(SUPERSEDED))

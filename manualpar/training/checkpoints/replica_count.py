@@ -14,7 +14,7 @@ from manualpar.strategies.diloco.program import DiLoCoProgram
 
 
 def as_stored(program: Program, stored: Mapping[str, Any]) -> Program:
-    """The program whose states are of as many replicas as those stored, which is what is read.
+    """Returns the program with as many replicas as the stored state, so that it can be read.
 
     `stored` is a nested dict with a shape at each leaf.
     """
@@ -27,7 +27,7 @@ def as_stored(program: Program, stored: Mapping[str, Any]) -> Program:
 
 
 def as_held(program: Program, state: TrainState) -> TrainState:
-    """The state that was read as the program holds it."""
+    """Regroups the state that was read to the program's number of replicas."""
     if not isinstance(program, DiLoCoProgram):
         return state
     own = program.abstract_state.local["examples"].shape

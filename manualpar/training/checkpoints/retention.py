@@ -46,7 +46,7 @@ class Retention:
             raise ValueError(f"best_mode={self.best_mode!r}, expected 'min' or 'max'.")
 
     def choose(self, metrics: Mapping[int, Mapping[str, float]]) -> set[int]:
-        """The steps that stay, from the metrics of each. Of equally good ones the newest stays."""
+        """Chooses the steps to keep by the metrics of each; among equally good ones the newest."""
         steps = sorted(metrics)
         kept = set(steps[-self.keep :])
         if self.keep_every_steps:
@@ -61,13 +61,13 @@ class Retention:
 
 
 def list_steps(folder: Path) -> list[int]:
-    """The steps of the checkpoints in a folder, ascending."""
+    """Finds the steps of the checkpoints in a folder, ascending."""
     # "007" is not a name that was given here.
     return sorted(int(n) for n in _names(folder) if n.isdecimal() and str(int(n)) == n)
 
 
 def read_metrics(folder: Path, steps: list[int]) -> dict[int, Mapping[str, float]]:
-    """The metrics of checkpoints by step, without those whose manifest can't be relied on."""
+    """Reads the metrics of checkpoints by step; leaves out checkpoints with a damaged manifest."""
     metrics = {}
     for step in steps:
         try:
@@ -113,7 +113,7 @@ def delete_leftovers(folder: Path) -> None:
 
 
 def find_leftovers(folder: Path) -> list[Path]:
-    """What killed saves and deletions have left in a folder.
+    """Finds the leftovers of killed saves and deletions in a folder.
 
     Raises:
       ValueError: Something has such a name and is not a folder. No save leaves that, so it belongs

@@ -40,7 +40,7 @@ CHUNK_BYTES = 1 << 20
 
 
 def read_extra(path: AnyPath) -> dict[str, JSON]:
-    """What the caller added to the checkpoint in a folder, without Orbax and without a checksum.
+    """Reads the caller's `extra` of the checkpoint in a folder, without Orbax or a checksum.
 
     Raises:
       ValueError: It is not a JSON object.
@@ -148,7 +148,7 @@ class OrbaxFiles:
 
     @contextlib.contextmanager
     def _checkpointer(self) -> Iterator[Any]:
-        """Orbax's, made when first needed: importing it takes half a second."""
+        """Yields Orbax's checkpointer, made when first needed: the import takes half a second."""
         if self._made is None:
             import orbax.checkpoint as ocp
 
@@ -173,14 +173,14 @@ class OrbaxFiles:
 
 
 def state_leaves(program: Program) -> list[Leaf]:
-    """What a program's state consists of, in the order of the tree."""
+    """Returns the leaves of a program's state, in the order of the tree."""
     return leaves_of(program.abstract_state, program.whole_state)
 
 
 def stored_arrays(
     program: Program, state: TrainState
 ) -> tuple[dict[tuple[str, ...], Any], dict[str, str]]:
-    """The arrays of a state as they are stored, and the implementation of each random key.
+    """Returns the arrays of a state as they are stored, and each random key's implementation.
 
     Communication:
       One all-gather for each padded array, see `OrbaxFiles.save`.
@@ -200,7 +200,7 @@ def stored_arrays(
 def restored_state(
     program: Program, arrays: Mapping[tuple[str, ...], Any], keys: Mapping[str, str]
 ) -> TrainState:
-    """The state of arrays as they were stored, on the devices of a program; residuals may lack."""
+    """Puts stored arrays on a program's devices, as a state; residuals may be missing."""
 
     def value(leaf: Leaf) -> Any:
         if leaf.keys not in arrays:
@@ -221,7 +221,7 @@ def leaves_to_read(
     *,
     report: Callable[[str], None],
 ) -> list[Leaf]:
-    """What to read of a program's state: all, or all but residuals if other ones are stored.
+    """Returns the leaves of a program's state to read: all, or all but residuals that differ.
 
     Residuals are of the devices that left something out. On others, or from a run that had none,
     they begin with zeros, and `report` is told so.
@@ -253,7 +253,7 @@ def _is_residual(keys: tuple[str, ...]) -> bool:
 
 
 def nest(leaves: list[Leaf], function: Callable[[Leaf], Any]) -> dict[str, Any]:
-    """The nested dict with the function's value for each leaf."""
+    """Applies a function to each leaf and nests the results by their keys."""
     nested: dict[str, Any] = unflatten_dict({leaf.keys: function(leaf) for leaf in leaves})
     return nested
 
@@ -281,7 +281,7 @@ def find_differences(
 
 
 def _take_off_padding(leaf: Leaf, x: jax.Array) -> np.ndarray:
-    """A padded array whole and without its padding, in the memory of process 0."""
+    """Gathers a padded array, without its padding, in the memory of process 0."""
     whole = unpad_whole(x, leaf.padding, leaf.abstract.sharding.mesh)
     if jax.process_index() == 0:
         return np.array(whole.addressable_data(0))
@@ -297,7 +297,7 @@ def _key_implementation(leaf: Leaf) -> str | None:
 
 
 def unpad_whole(x: jax.Array, padding: tuple[int, ...], mesh: Mesh) -> jax.Array:
-    """A global array without its padding, whole on every device of a mesh: one all-gather.
+    """Replicates a global array without its padding on every device of a mesh: one all-gather.
 
     What is left cannot stay sharded: its shape does not divide, which is why it was padded.
     """

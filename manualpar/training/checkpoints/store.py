@@ -87,7 +87,7 @@ class Checkpoints:
         return self._place.seconds
 
     def steps(self) -> list[int]:
-        """The steps of the complete checkpoints, ascending, as process 0 sees them."""
+        """Finds the steps of the complete checkpoints, ascending, as process 0 sees them."""
         steps, failure = [], ""
         if jax.process_index() == 0:
             try:
@@ -100,7 +100,7 @@ class Checkpoints:
         return steps
 
     def latest_step(self) -> int | None:
-        """The newest of `steps`, or None."""
+        """Returns the newest of `steps`, or None."""
         return max(self.steps(), default=None)
 
     def check_shared(self) -> None:
@@ -312,7 +312,7 @@ class Checkpoints:
         return ""
 
     def _find_damage(self, step: int) -> str:
-        """What is wrong with a checkpoint, '' if nothing is; processes share out its files."""
+        """Describes a checkpoint's damage, '' if there is none; processes share out its files."""
         path, failure = self.folder / str(step), ""
         try:
             manifest = self._place.read_manifest(step)

@@ -74,14 +74,14 @@ def draw_chart(axes: Any, chart: Chart) -> None:
 
 
 def _lonely(points: Sequence[Point]) -> list[int]:
-    """The indices of points between two gaps, where no line shows them."""
+    """Returns the indices of points between two gaps, where no line shows them."""
     values = [None, *(value for _, value in points), None]
     triples = zip(values, values[1:], values[2:], strict=False)
     return [i for i, (a, x, b) in enumerate(triples) if x is not None and a is b is None]
 
 
 def decimate(points: Sequence[Point], limit: int) -> list[Point]:
-    """At most `limit` points of a line, which looks as before; `limit` is at least 4.
+    """Chooses at most `limit` points of a line, which looks as before; `limit` is at least 4.
 
     The first and the last point stay, and of each group of neighbours the lowest, the highest and
     one that is not finite, if there is one.

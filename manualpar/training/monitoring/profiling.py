@@ -62,7 +62,7 @@ class StepProfiler:
     _is_done: bool = False
 
     def covers(self, step: int) -> bool:
-        """Whether a step is one of those that are profiled, which take longer than others."""
+        """Returns whether a step is profiled, which makes it slower than other steps."""
         return step in self.steps
 
     def before(self, step: int, state: Any) -> None:

@@ -48,7 +48,7 @@ ETA_SECONDS = 600.0
 
 
 def make_console(*, process: int = 0) -> rich.console.Console:
-    """The console of a run on standard output; processes other than 0 show nothing."""
+    """Makes the console of a run on standard output; processes other than 0 show nothing."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A text that the terminal cannot show must not end a run.
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -63,12 +63,12 @@ def make_console(*, process: int = 0) -> rich.console.Console:
 
 
 def describe_metrics(metrics: Mapping[str, float]) -> str:
-    """Metrics in a line, such as `loss 0.0312  accuracy 0.9903`; those with a format come first."""
+    """Formats metrics in a line, such as `loss 0.0312  accuracy 0.9903`, `FORMATS` first."""
     return "  ".join(_texts(metrics).values())
 
 
 def describe_within(metrics: Mapping[str, float], width: int, *, also: str = "") -> str:
-    """The most important metrics in a line of at most `width` characters; empty if none fits.
+    """Formats the most important metrics in at most `width` characters; '' if none fits.
 
     `also` is added if there is room after all of them.
     """
@@ -82,7 +82,7 @@ def describe_within(metrics: Mapping[str, float], width: int, *, also: str = "")
 
 
 def _texts(metrics: Mapping[str, float]) -> dict[str, str]:
-    """What to show of each metric, in the order of `FORMATS`."""
+    """Formats each metric, in the order of `FORMATS`."""
     metrics = {name: value for name, value in metrics.items() if not name.startswith(NOT_SHOWN)}
     if "tokens_per_second" in metrics:
         metrics.pop("examples_per_second", None)  # It says the same.
@@ -159,7 +159,7 @@ class TrainingProgress:
         print_line(self._console, line)
 
     def _fields(self) -> dict[str, Any]:
-        """What the bar says now; also makes the bar as wide as the rest of the line allows."""
+        """Returns the bar's current texts; makes the bar as wide as the rest of the line."""
         # Columns: label, bar, "step", 12/34, metrics, time, and a space between any two.
         steps = 2 * len(str(self._num_steps)) + 1
         room = self._console.width - len("step") - steps - LONGEST_TIME - 5 - SMALLEST_BAR

@@ -73,7 +73,7 @@ def write_report(
 
 
 def page_html(run: RunRecord, charts: str, *, title: str, facts: Mapping[str, object]) -> str:
-    """The text of the page of a run, with `charts` as HTML; the rest as for `write_report`."""
+    """Returns the page of a run, with `charts` as HTML; other arguments as in `write_report`."""
     sections = {
         "Last numbers": _final_table(run),
         "Facts": _table([[name, _plain(value)] for name, value in facts.items()]),
@@ -102,7 +102,7 @@ def page_html(run: RunRecord, charts: str, *, title: str, facts: Mapping[str, ob
 
 
 def _final_table(run: RunRecord) -> str:
-    """The last numbers, with a column for each split."""
+    """Makes the table of the last numbers, with a column for each split."""
     numbers = final_numbers(run)
     splits = sort_splits({split for values in numbers.values() for split in values})
     last = {record["split"]: record["step"] for record in run.metrics}
@@ -127,12 +127,12 @@ def _resumes_table(run: RunRecord) -> str:
 
 
 def _plain(value: Any) -> str:
-    """A value as a config file would have it."""
+    """Formats a value as a config file would have it."""
     return value if isinstance(value, str) and value else repr(value)
 
 
 def _table(rows: Sequence[Sequence[str]], headers: Sequence[str] = (), *, cell: str = "td") -> str:
-    """A table, the first cell of each row its heading; without rows nothing."""
+    """Makes a table, where the first cell of each row is its heading; '' without rows."""
     if not rows:
         return ""
     heads = "".join(f'<th scope="col">{html.escape(text)}</th>' for text in headers)
@@ -147,7 +147,7 @@ def _table(rows: Sequence[Sequence[str]], headers: Sequence[str] = (), *, cell: 
 
 
 def _flatten(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """The values of nested dicts by dotted name, such as `parallel.mesh.data`."""
+    """Flattens nested dicts to values by dotted name, such as `parallel.mesh.data`."""
     values: list[tuple[str, Any]] = []
     for name, value in config.items():
         inner = isinstance(value, Mapping)

@@ -270,7 +270,7 @@ def _cut_back(
 
 
 def _read_beyond(path: Path, size: int) -> tuple[bytes, str]:
-    """What a file holds beyond `size` bytes, and why that is not the end of a line; else `''`."""
+    """Reads a file beyond `size` bytes; says why a line does not end there, `''` if it does."""
     data, found = b"", "there is none"
     if path.exists():
         with open_file(path, follow_links=True) as file:

@@ -81,7 +81,7 @@ def read_run(workdir: Path) -> RunRecord:
 def _read_lines(
     path: Path, check: Callable[[Record], None], left_out: list[str]
 ) -> Sequence[Record]:
-    """The objects of a file of lines; adds to `left_out`. A last line without an end is no line."""
+    """Reads the objects of a file of lines; adds to `left_out`. Ignores an unfinished last line."""
     records, damaged, reason, number = [], [], "", 0
     try:
         with open_file(path, follow_links=True) as file:
@@ -139,7 +139,7 @@ def _check_step(step: Any) -> None:
 
 
 def make_charts(run: RunRecord) -> list[Chart]:
-    """The charts that a run has numbers for: what it learns first, then how fast it is."""
+    """Makes the charts that a run has numbers for: metrics first, then throughput."""
     resumes = [record["resumed_after_step"] for record in run.resumes]
     charts: list[Chart] = []
     for records, names in ((run.metrics, METRIC_CHARTS), (run.throughput, THROUGHPUT_CHARTS)):
@@ -156,12 +156,12 @@ def make_charts(run: RunRecord) -> list[Chart]:
 
 
 def sort_splits(splits: Iterable[str]) -> list[str]:
-    """The names of splits in the order of `SPLITS`, others after them."""
+    """Sorts the names of splits in the order of `SPLITS`, with other names after them."""
     return sorted(splits, key=lambda split: (*(split != known for known in SPLITS), split))
 
 
 def final_numbers(run: RunRecord) -> dict[str, dict[str, float | None]]:
-    """The last number of each name, by name and split."""
+    """Returns the last number of each name, by name and split."""
     numbers: dict[str, dict[str, float | None]] = {}
     for record in (*run.metrics, *run.throughput):
         for name, value in record.items():

@@ -141,7 +141,7 @@ def describe_late(steps: Mapping[int, tuple[int, float]], *, num_processes: int 
 
 
 def thread_stacks() -> list[str]:
-    """The stack of every Python thread but the one that asks, the innermost call last."""
+    """Formats the stack of every other Python thread, the innermost call last."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return [
         f"Thread {names.get(ident, ident)!r}:\n{''.join(traceback.format_stack(frame)).rstrip()}"

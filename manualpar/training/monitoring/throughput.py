@@ -31,7 +31,7 @@ class Peak(NamedTuple):
 
 
 def _tpu(teraflops: float) -> dict[str, float]:
-    """A TPU multiplies float32 in bfloat16 by default."""
+    """Uses the bfloat16 peak for float32 too, because a TPU multiplies float32 in bfloat16."""
     return {"bfloat16": teraflops, "float32": teraflops}
 
 
@@ -71,7 +71,7 @@ PEAKS = (
 
 
 def peak_flops(device_kind: str, dtype: str) -> float | None:
-    """The peak in FLOP/s for matrix products of a dtype; `None` if `PEAKS` has none."""
+    """Returns the peak in FLOP/s for matrix products of a dtype; `None` if `PEAKS` has none."""
     for peak in PEAKS:
         if re.fullmatch(peak.kind, device_kind):
             return peak.teraflops[dtype] * TERA if dtype in peak.teraflops else None
@@ -79,13 +79,13 @@ def peak_flops(device_kind: str, dtype: str) -> float | None:
 
 
 def lowest_peak(devices: Iterable[jax.Device], dtype: str) -> float | None:
-    """The peak of the slowest device, because the others wait for it; `None` if one has none."""
+    """Returns the slowest device's peak, for which others wait; `None` if a peak is unknown."""
     peaks = {peak_flops(device.device_kind, dtype) for device in devices}
     return None if None in peaks else min(filter(None, peaks), default=None)
 
 
 def memory_in_use(devices: Iterable[jax.Device]) -> int | None:
-    """Bytes in use on this process's fullest device; `None` if the backend cannot say."""
+    """Returns the bytes in use on this process's fullest device; `None` if not known."""
     own = [device for device in devices if device.process_index == jax.process_index()]
     stats = [device.memory_stats() for device in own]
     used = [entry["bytes_in_use"] for entry in stats if entry and "bytes_in_use" in entry]
@@ -103,7 +103,7 @@ class Throughput:
     peak: float | None = None  # FLOP/s of one of them, see `peak_flops`.
 
     def rates(self, steps: int, seconds: float) -> dict[str, float]:
-        """The rates of so many steps that took so many seconds together; none if none was timed.
+        """Computes the rates of `steps` that took `seconds` together; none if none was timed.
 
         `examples_per_second`; and, if what they need is known, `tokens_per_second`,
         `model_flops_per_second` (of all devices) and `mfu` (1 is the peak).
