@@ -2,9 +2,9 @@
 
 A config file is Python with a `get_config()`. Its config is a locked `ml_collections.ConfigDict` of
 plain values, so that every field can be set by a flag and stored as JSON, where tuples are lists.
-`FIELDS` lists those of every config and `MODEL_FIELDS` those that a model adds. A config has each
-of them and no other, but it may leave out those with a default, which `complete_config` fills in. A
-field that means nothing for its strategy is checked and not used.
+`FIELDS` lists the fields of every config and `MODEL_FIELDS` the fields that a model adds. A config
+has each of them and no other, but it may leave out fields with a default, which `complete_config`
+fills in. A field that its strategy does not have is checked and not used.
 """
 
 import difflib
@@ -35,13 +35,13 @@ from manualpar.strategies import BUILT_IN, Field, strategy_kinds
 from manualpar.training.checkpoints.compatibility import REMOVED, renamed_value
 
 DTYPES = ("bfloat16", "float16", "float32")
-# "" leaves it as it is. In float16 gradients overflow: they are summed before they are divided.
+# "" means no cast. In float16 gradients overflow: they are summed before they are divided.
 WIRE_DTYPES = ("", "bfloat16", "float32")
 ON_NONFINITE = ("ignore", "stop", "skip", "rollback")
-# Layers and minibatches in a Python loop are traced and compiled one by one, 0.1 s each.
+# A Python loop traces and compiles layers and minibatches one by one, 0.1 s each.
 MOST_WRITTEN_OUT = 1000
-LARGEST = 1e38  # That float32 holds.
-LONGEST_SECONDS = 1e6  # That every clock and timer accepts.
+LARGEST = 1e38  # A float32 can hold it.
+LONGEST_SECONDS = 1e6  # Every clock and timer accepts it.
 
 
 FIELDS: Mapping[str, Field] = {
@@ -49,7 +49,7 @@ FIELDS: Mapping[str, Field] = {
     "profile": Field(str),
     "data.source": Field(str),
     "data.batch_size": Field(int, 1),
-    "data.prefetch": Field(int, 1, below=2**10),  # Each is read by a thread.
+    "data.prefetch": Field(int, 1, below=2**10),  # A thread reads each batch.
     "model.name": Field(str, choices=("classifier", "transformer")),
     "model.lora": Field(tuple, holds_names=True, default=()),
     "model.int8": Field(tuple, holds_names=True, default=()),
@@ -172,7 +172,9 @@ MODEL_FIELDS: Mapping[str, Mapping[str, Field]] = {
         "parallel.pipeline": Field(str, choices=SCHEDULES),
         "parallel.pipeline_chunks": Field(int, 1, below=2**20),
         "parallel.pipeline_keep": Field(str, choices=KEEPS),
-        "sample.num_tokens": Field(int, 0, below=10**6),  # Each is a pass of the whole model.
+        "sample.num_tokens": Field(
+            int, 0, below=10**6
+        ),  # Each token takes a pass of the whole model.
         "sample.prompt": Field(str),
         "sample.temperature": Field(float, 0, below=LARGEST),
     },
@@ -233,7 +235,7 @@ def complete_config(config: ml_collections.ConfigDict) -> ml_collections.ConfigD
         group, field = name.split(".")
         if group not in config:
             config[group] = ml_collections.ConfigDict()
-        # `check_config` says where something else stands in the place of a group.
+        # `check_config` reports a value in the place of a group.
         if isinstance(config[group], ml_collections.ConfigDict) and field not in config[group]:
             config[group][field] = default
     return config.lock()
@@ -298,9 +300,9 @@ def check_config(config: Any) -> None:
         if name not in values and fields[name].default is None:
             raise ValueError(f"config.{name} is missing, expected {fields[name].expectation()}.")
     for kind in strategy_kinds().values():
-        # Configs of other strategies may have the fields of a registered one, and need not.
+        # Configs of other strategies may have the fields of a registered strategy.
         fields |= {f"parallel.{name}": field for name, field in kind.fields.items()}
-    # The model's name first: which other fields there are depends on it.
+    # The model's name comes first, because it decides which other fields there are.
     for name, value in sorted(values.items(), key=lambda item: item[0] != "model.name"):
         if name in REMOVED:
             raise ValueError(f"config.{name} was removed: {REMOVED[name][1]}; delete the field.")

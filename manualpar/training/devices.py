@@ -7,7 +7,7 @@ import jax
 from manualpar.core.mesh.mesh import how_to_simulate
 
 DEFAULT_COUNT = 8
-# Each takes a thread with a stack, and a machine has some tens of thousands of threads.
+# Each device takes a thread, and a machine has some tens of thousands of threads.
 MOST = 4096
 
 

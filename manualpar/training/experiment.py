@@ -41,16 +41,16 @@ from manualpar.training.task import (
 
 # The program's part of `config.training.on_nonfinite`; the loop does the rest.
 NONFINITE = {"ignore": "ignore", "stop": "report", "skip": "skip", "rollback": "report"}
-# The axes that split the batch, as far as the mesh has them, the one that is replicated over first.
-# `data` in two parts, `data` and `data_minor`, is for collectives axis by axis. Devices along
-# `expert` have different tokens, which travel to the experts.
+# The axes that split the batch, if the mesh has them; the axis that is replicated over comes first.
+# `data` and `data_minor` split the data axis for collectives axis by axis. Devices along `expert`
+# have different tokens, which are sent to the experts.
 DATA_AXES = ("replica", "data", "data_minor", EXPERT_AXIS)
 
 
 class Experiment(NamedTuple):
     """Everything that a run needs; nothing is compiled yet.
 
-    `chosen` are the compiler options of the program, and why these.
+    `chosen` are the compiler options of the program, with the reasons.
     """
 
     config: ml_collections.ConfigDict
@@ -141,8 +141,8 @@ def build_experiment(
 ) -> Program:
     """Traces the program that `config` describes, for batches of the task's data.
 
-    An option that the strategy does not have, such as `pad` for `dp`, is not used. On a mesh with
-    several of `DATA_AXES` a strategy shards over them as over one axis, except for the axis that it
+    Ignores options that the strategy does not have, such as `pad` for `dp`. On a mesh with several
+    of `DATA_AXES` a strategy shards over them as over one axis, except for the axis that it
     replicates over.
     """
     return _build(config, task, schedule, devices)[0]
@@ -316,7 +316,7 @@ def _check_stages_and_context(
                 "expected True: a pipeline is cut at the scan over layers."
             )
         stages, chunks = mesh.shape[STAGE_AXIS], config.parallel.pipeline_chunks
-        # Of two kinds of layers a pipeline cuts between groups, and the last stage has the rest.
+        # With two kinds of layers a pipeline cuts between groups; the last stage has the rest.
         every = config.model.global_every
         groups = (config.model.num_layers - config.model.dense_layers) // max(every, 1)
         if not groups or groups % (stages * chunks):
@@ -341,7 +341,7 @@ def _check_stages_and_context(
 def _mesh_axes(parallel: ml_collections.ConfigDict, *, is_split: bool) -> dict[str, int]:
     """Returns the axes of the mesh, `DATA_AXES` first, because a config keeps no order.
 
-    So axes whose names `manualpar.core.mesh.mesh_order` does not know lie on the fastest links.
+    So axes with names unknown to `manualpar.core.mesh.mesh_order` get the fastest links.
     """
     sizes = parallel.mesh.to_dict()
     first = {axis: sizes[axis] for axis in DATA_AXES if axis in sizes}

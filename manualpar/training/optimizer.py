@@ -1,4 +1,4 @@
-"""AdamW with a warm-up, a cosine decay, and weight decay for matrices alone.
+"""AdamW with a warm-up, a cosine decay, and weight decay for matrices only.
 
 With peak p, w warm-up steps and T steps in all, update s (counted from 0) has the learning rate
 p (s + 1) / (w + 1) in the warm-up, and then half a cosine from p to 0 at step T.
@@ -17,8 +17,8 @@ def warmup_cosine_schedule(
 ) -> optax.Schedule:
     """Returns the learning rate as a function of the number of earlier updates.
 
-    `learning_rate` is the peak. The first update's is positive, so that no batch is wasted. A run
-    that is shorter than its warm-up ends within it.
+    `learning_rate` is the peak. The first update has a positive rate, so that no batch is wasted. A
+    run may end within its warm-up.
     """
     cosine = optax.cosine_decay_schedule(learning_rate, max(num_steps - warmup_steps, 1))
     if not warmup_steps:

@@ -1,9 +1,9 @@
-"""The replica sentinel: what should be the same on several devices is the same, bit for bit.
+"""The replica sentinel checks that copies on several devices are the same, bit for bit.
 
 If a sharding leaves a mesh axis out, the devices along that axis hold copies. A device that
 computes or stores wrongly, or an update that was not synchronised, makes the copies differ, and
 nothing notices: such an array is read from the first device that has it. So each device takes a
-fingerprint of what it holds, and the host compares the fingerprints of copies.
+fingerprint of its part, and the host compares the fingerprints of copies.
 
 A device's part of an array is read as `uint32` words `w_i`; an element of up to 32 bits is one
 word. With the finaliser `m` of MurmurHash3, a bijection, and `p_i = m(i)`, its fingerprint is two
@@ -13,8 +13,8 @@ sums modulo 2**32:
 
 Invariants: the order of summation does not matter. Each sum is a bijection of any one word, so a
 change of one word is always found; any other change escapes with a chance of about 2**-64.
-Positions count modulo 2**32: words that lie a multiple of 16 GiB apart on a device can trade places
-unseen.
+Positions count modulo 2**32, so a swap of words that are a multiple of 16 GiB apart on a device is
+not found.
 """
 
 import math
@@ -34,7 +34,7 @@ MAX_DEVICES_NAMED = 8
 
 
 class ReplicaError(RuntimeError):
-    """Devices that should hold the same bits do not."""
+    """Devices that should hold the same bits hold different bits."""
 
 
 class ReplicaSentinel:
@@ -75,8 +75,8 @@ class ReplicaSentinel:
         axes = tuple(mesh.axis_names)
 
         def fingerprints_on_device(leaves: tuple[jax.Array, ...]) -> jax.Array:
-            # By its type a copy, and so its fingerprint, is the same on all devices; by `out_specs`
-            # each device returns its own.
+            # By its type a copy, and so its fingerprint, is the same on all devices. `out_specs` lets
+            # each device return its own.
             return jnp.stack([_fingerprint(x) for x in leaves])[None]
 
         self._on_devices = jax.jit(
@@ -93,9 +93,8 @@ class ReplicaSentinel:
     def check(self, state: Any) -> None:
         """Checks that copies are the same, bit for bit, in every leaf; waits for the state.
 
-        A part that only one device holds is compared with nothing. A later step can spread a
-        difference to all leaves, through the gradients: only a check right after it arose tells the
-        device.
+        A part that only one device holds is not compared. Later steps can spread a difference to
+        all leaves, through the gradients: only a check right after it arose can name the device.
 
         Args:
           state: A tree of global arrays in the sentinel's layout. It is only read.
@@ -131,7 +130,7 @@ class ReplicaSentinel:
 
         Returns:
           `uint32[devices, leaves, 2]`, devices in the order of `mesh.devices.flat` and leaves in
-          that of the tree.
+          the order of the tree.
         """
         names, leaves = _named_leaves(state)
         if names != self._names:

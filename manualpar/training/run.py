@@ -48,7 +48,7 @@ from manualpar.training.workdir import (
 )
 from manualpar.training.workdir_lock import lock_workdir
 
-# What begins the names of files in a workdir that are no results to go on with.
+# Prefixes of files in a workdir that a resumed run does not need.
 NO_RESULTS = (f"{FOLDER}/", ".lock", "profile/")
 
 
@@ -60,7 +60,7 @@ class Result(NamedTuple):
 
 
 class ResultsTarget(NamedTuple):
-    """Where results are to be, the local folder they are written to, and what puts them there."""
+    """The destination of results, the local folder they are written to, and how to publish them."""
 
     workdir: AnyPath
     folder: Path
@@ -88,7 +88,7 @@ def run(
                 check = stack.enter_context(lock_workdir(workdir, report=say))
                 # Another run may have used it since the command line was checked.
                 check_folder(experiment.config, workdir)
-            # A ValueError too, and no mistake on the command line.
+            # It is a ValueError too, but no mistake on the command line.
             except (WriteError, BucketError):
                 raise
             except (UsageError, ValueError) as error:
@@ -168,7 +168,7 @@ def _run(
         detector = StallDetector(
             config.watch.stall_seconds, others=cluster.steps, num_processes=cluster.num_processes
         )
-        # Processes of one host would write to the same file.
+        # Several processes of one host would write to the same file.
         profiled = parse_profile(config.profile) if cluster.is_main else range(0)
         profiler = StepProfiler(profiled, folder / "profile", say)
         restored = None  # Its state is donated to the first step.
@@ -188,7 +188,7 @@ def _no_lock() -> None:
 
 
 def _describe(experiment: Experiment, *, cluster: Cluster, console: rich.console.Console) -> None:
-    """Shows the mesh, the layout, and how much of the state there are copies of to compare."""
+    """Shows the mesh, the layout, and how much of the state has copies to compare."""
     debug, program = experiment.config.debug, experiment.program
     mesh = program.mesh
     print_line(console, f"mesh: {_describe_mesh(mesh)}")
@@ -229,7 +229,7 @@ def _write_report(
     say: Callable[[str], None],
     error: BaseException | None,
 ) -> None:
-    """Writes the report of a run, however that ended."""
+    """Writes the report of a run, whether it finished or failed."""
     program = experiment.program
     facts = {
         "ended": "finished" if error is None else f"{type(error).__name__}: {error}",
@@ -247,7 +247,7 @@ def _write_report(
     except WriteError as failure:
         if error is None:
             raise
-        error.add_note(str(failure))  # The first error is the one to see.
+        error.add_note(str(failure))  # The user must see the first error.
 
 
 def _rates(experiment: Experiment) -> Callable[[int, float], dict[str, float]]:

@@ -1,13 +1,13 @@
 """A training state as plain arrays in a bucket: the files that Orbax would write, without Orbax.
 
-Orbax writes to local folders and `gs://` alone. Beneath it is tensorstore, which has a driver for
-S3 too, so here tensorstore is called directly, for both. What is stored is what `saved_state` says.
-The files are those of Orbax: a checkpoint copied to a disk, every object to a file, is a local one
-that Orbax reads, and one copied into a bucket is one of the bucket.
+Orbax writes only to local folders and `gs://`. It uses tensorstore, which has a driver for S3 too,
+so this module calls tensorstore directly, for both. `saved_state` defines the stored content. The
+files are the same as Orbax's: copy every object of a checkpoint to a file, and Orbax reads it as a
+local checkpoint. A local checkpoint can be copied into a bucket in the same way.
 
-Each process writes a database of its own, `state/ocdbt.process_3/`, and says that it is complete by
-putting `written.3.json` with the size and the SHA-256 of each of its objects. Process 0 waits for
-all of these, makes one database of all, which refers to theirs, and adds the JSON files.
+Each process writes its own database, `state/ocdbt.process_3/`. When it is complete, the process
+puts `written.3.json` with the size and the SHA-256 of each of its objects. Process 0 waits for all
+of these files, makes one database that refers to all others, and adds the JSON files.
 """
 
 import concurrent.futures
@@ -36,10 +36,10 @@ from manualpar.training.checkpoints.saved_state import (
     stored_arrays,
 )
 
-# tensorstore puts chunks together into objects of about this size, and hashing holds one of them.
+# tensorstore joins chunks to objects of about this size. Hashing needs one of them in memory.
 OBJECT_BYTES = 1 << 26
 POLL_SECONDS = 0.2
-# Process 0 waits so long at least for the parts of the others after it has written its own.
+# The least time that process 0 waits for the other processes' parts after its own is written.
 WAIT_SECONDS = 3600.0
 PARALLEL = 8
 HANDLERS = {
@@ -89,7 +89,7 @@ class BucketArrays:
     def read(
         self, path: BucketPath, program: Program, *, report: Callable[[str], None]
     ) -> tuple[TrainState, dict[str, JSON]]:
-        """Reads the state and what the caller added; each device reads its own part of the arrays.
+        """Reads the state and the caller's `extra`; each device reads its own part of the arrays.
 
         Raises:
           CheckpointError: The arrays are not those of the program; none has been read.
@@ -141,7 +141,7 @@ def complete_checkpoint(path: BucketPath, *, processes: int, seconds: float) -> 
 
 
 def delete_parts(path: BucketPath, *, processes: int) -> None:
-    """Deletes what processes have told process 0, which its manifest holds now."""
+    """Deletes the processes' messages to process 0, because the manifest has their content now."""
     for process in range(processes):
         (path / _part_name(process)).delete()
 
@@ -166,7 +166,7 @@ def _part_name(process: int) -> str:
 
 def _copy(x: jax.Array | np.ndarray) -> Stored:
     """Copies the parts of an array that this process writes; one process writes each element."""
-    if not isinstance(x, jax.Array):  # Whole, in the memory of process 0.
+    if not isinstance(x, jax.Array):  # It is complete, in the memory of process 0.
         whole = tuple(slice(0, size) for size in x.shape)
         parts: list[ArrayPart] = [(whole, x)] if jax.process_index() == 0 else []
         return x.shape, chunk_shape(x.shape, x.dtype.itemsize), x.dtype, parts
@@ -190,7 +190,7 @@ def chunk_shape(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
 
 
 def _write(path: BucketPath, copies: dict[tuple[str, ...], Stored], texts: dict[str, Any]) -> None:
-    """Writes this process's part, and says that it is complete."""
+    """Writes this process's part, and then the file that says that it is complete."""
     process = jax.process_index()
     folder = path / "state" / f"ocdbt.process_{process}"
     request(path, lambda: _write_arrays(folder, copies))
@@ -219,7 +219,7 @@ def _write_arrays(folder: BucketPath, copies: dict[tuple[str, ...], Stored]) -> 
             spec = _array_spec(folder, names) | {
                 "dtype": dtype.name,
                 "metadata": metadata,
-                # A chunk that is missing would be zeros, whatever became of it.
+                # tensorstore reads a missing chunk as zeros, whatever the reason.
                 "store_data_equal_to_fill_value": True,
             }
             opening[names] = tensorstore.open(spec, create=True, open=True, context=context)
@@ -233,7 +233,7 @@ def _write_arrays(folder: BucketPath, copies: dict[tuple[str, ...], Stored]) -> 
 
 
 def _merge(path: BucketPath, processes: int) -> None:
-    """Makes one database that refers to those of all processes."""
+    """Makes one database that refers to the databases of all processes."""
     import tensorstore
 
     context = tensorstore.Context(CONTEXT)

@@ -1,4 +1,4 @@
-"""What goes wrong with a checkpoint, in a sentence that says what to do about it.
+"""Turns errors of a checkpoint into a sentence that says what to do about them.
 
 The libraries below raise all kinds of errors: an `OSError`, a `ValueError` with the text of a C++
 status, a bare `Exception`. Except for wrong arguments, only `CheckpointError` leaves this package.

@@ -7,9 +7,9 @@ content too, and there is only one way to write it down, so that any changed byt
 SHA-256 hashes 1.4 GB/s on processors that support it (BLAKE2b 0.8, measured), which is faster than
 most disks, and `sha256sum` checks it by hand.
 
-Checksums do not help against somebody who writes a manifest on purpose. So nothing that it says is
-trusted: a checkpoint consists of folders and files, none of them a link, and its manifest names
-files below its folder. Nothing else is ever opened.
+Checksums do not help against a forged manifest, so its content is not trusted: a checkpoint
+consists of folders and files, without links, and its manifest names files below its folder.
+Nothing else is ever opened.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ MANIFEST = "manifest.json"
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint was saved with, and the (bytes, SHA-256) of its files by path below it."""
+    """A checkpoint's step and metrics, and the (bytes, SHA-256) of its files by path below it."""
 
     step: int
     metrics: Mapping[str, float]
@@ -59,7 +59,7 @@ def write_manifest(folder: Path, *, step: int, metrics: Mapping[str, float]) -> 
     for path, mode in _entries(folder):
         if stat.S_ISDIR(mode):
             sync(path)
-        elif path != folder / MANIFEST:  # Which is about to be replaced.
+        elif path != folder / MANIFEST:  # The manifest is about to be replaced.
             with open_file(path) as file:
                 size, digest = os.fstat(file.fileno()).st_size, _hash(file)
                 os.fsync(file.fileno())
@@ -125,7 +125,7 @@ def deal(manifest: Manifest, *, part: int, parts: int) -> list[tuple[str, tuple[
 
 
 def compare(name: str, expected: tuple[int, str], *, size: int, digest: str) -> None:
-    """Raises a `DamagedError` for a file that has not the size and the checksum it is to have."""
+    """Raises a `DamagedError` for a file whose size or checksum is not as expected."""
     if size != expected[0]:
         raise DamagedError(f"{name} has {size} bytes, expected {expected[0]}")
     if digest != expected[1]:

@@ -1,13 +1,12 @@
 """A training state as plain arrays, in a folder that Orbax writes and reads.
 
-A checkpoint has to outlive the program that wrote it. So what is stored is a nested dict of strings
+A checkpoint has to outlive the program that wrote it. So it stores a nested dict of strings
 with an array at each leaf, `params/layers/attention/query/kernel`, `opt_state/0/mu/...`, `step`,
 `rng`: no optax class, no padding, no typed key. Every array has the shape that it would have on one
 device, so any strategy on any mesh can read it.
 
-In the folder, `state` holds the arrays, `extra` what the caller adds, and `keys` the implementation
-of each random key, whose data is stored as an array. Orbax alone, without this package, reads all
-three.
+In the folder, `state` holds the arrays, `extra` the caller's JSON, and `keys` the implementation of
+each random key. A key's data is stored as an array. Orbax reads all three without this package.
 """
 
 import contextlib
@@ -34,8 +33,8 @@ from manualpar.training.checkpoints.failures import CheckpointError
 from manualpar.training.checkpoints.orbax_log import mute
 from manualpar.training.checkpoints.replica_count import as_held, as_stored
 
-# An array is stored in chunks of at most this size, and a read takes whole chunks: small enough
-# that a device of another mesh reads little besides its own part, large enough for one read.
+# The largest chunk of a stored array. A read takes whole chunks: they are small enough that a
+# device of another mesh reads little more than its own part, and large enough for one read.
 CHUNK_BYTES = 1 << 20
 
 
@@ -58,7 +57,7 @@ class OrbaxFiles:
     """Writes in the background and reads; raises whatever Orbax and tensorstore raise."""
 
     def __init__(self, seconds: float) -> None:
-        """Makes nothing yet; an error ends the writing of a save that takes more `seconds`."""
+        """Makes nothing yet; a save that takes more than `seconds` to write is an error."""
         self._seconds = seconds
         self._made: Any = None
         self._muted = contextlib.ExitStack()
@@ -71,8 +70,8 @@ class OrbaxFiles:
 
         Communication:
           One all-gather for each padded array, one array at a time. An array whose shape does not
-          divide can't be sharded, so process 0 writes it from its own memory. Devices hold one such
-          array whole for a moment, as they do in every training step.
+          divide can't be sharded, so process 0 writes it from its own memory. One such array is
+          replicated on the devices for a moment, as in every training step.
         """
         import orbax.checkpoint as ocp
 
@@ -95,7 +94,7 @@ class OrbaxFiles:
     def read(
         self, path: Path, program: Program, *, report: Callable[[str], None]
     ) -> tuple[TrainState, dict[str, JSON]]:
-        """Reads the state and what the caller added; each device reads its own part of the arrays.
+        """Reads the state and the caller's `extra`; each device reads its own part of the arrays.
 
         Raises:
           CheckpointError: The arrays are not those of the program; none has been read.
@@ -223,8 +222,8 @@ def leaves_to_read(
 ) -> list[Leaf]:
     """Returns the leaves of a program's state to read: all, or all but residuals that differ.
 
-    Residuals are of the devices that left something out. On others, or from a run that had none,
-    they begin with zeros, and `report` is told so.
+    Residuals belong to the devices of the run that saved them. On other devices, or if that run had
+    no residuals, they begin with zeros, and `report` is called with a sentence about it.
 
     Raises:
       CheckpointError: The checkpoint is of another model, see `find_differences`.
@@ -285,7 +284,7 @@ def _take_off_padding(leaf: Leaf, x: jax.Array) -> np.ndarray:
     whole = unpad_whole(x, leaf.padding, leaf.abstract.sharding.mesh)
     if jax.process_index() == 0:
         return np.array(whole.addressable_data(0))
-    # The others write nothing of it; this has the shape and takes no memory.
+    # Other processes write nothing of it; this has the shape and takes no memory.
     return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
 
 
@@ -299,10 +298,10 @@ def _key_implementation(leaf: Leaf) -> str | None:
 def unpad_whole(x: jax.Array, padding: tuple[int, ...], mesh: Mesh) -> jax.Array:
     """Replicates a global array without its padding on every device of a mesh: one all-gather.
 
-    What is left cannot stay sharded: its shape does not divide, which is why it was padded.
+    The result cannot stay sharded: its shape does not divide, which is why it was padded.
     """
     replicated = NamedSharding(mesh, PartitionSpec())
-    with no_mesh():  # Of one function, so that each shape is compiled once.
+    with no_mesh():  # Always the same function, so that each shape is compiled once.
         take_off = jax.jit(_take_off, static_argnums=(1, 2), out_shardings=replicated)
         whole: jax.Array = take_off(x, padding, mesh)
     return whole

@@ -12,7 +12,7 @@ COLORS = {"train": BLUE, "eval": RED, "test": GREEN}
 OTHER_COLOR = PINK
 GREY = "#767676"  # Dark enough for a thin line.
 COLUMNS = 2
-MOST_POINTS, FEW_POINTS = 1200, 60  # Of a line; the points of a short one are marked.
+MOST_POINTS, FEW_POINTS = 1200, 60  # Points of a line; those of a short line are marked.
 
 
 def draw_charts(charts: Sequence[Chart], *, title: str) -> tuple[str, bytes]:
@@ -34,7 +34,9 @@ def draw_charts(charts: Sequence[Chart], *, title: str) -> tuple[str, bytes]:
         if not charts:
             figure.text(0.5, 0.5, "the run reported nothing", ha="center")
         figure.savefig(png, format="png")
-        figure.set_layout_engine("none")  # It stays as it is, which took most of the time.
+        figure.set_layout_engine(
+            "none"
+        )  # The layout stays as it is; computing it took most of the time.
         figure.suptitle("")
         no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(svg, format="svg", transparent=True, metadata=no_metadata)
@@ -68,7 +70,7 @@ def draw_chart(axes: Any, chart: Chart) -> None:
     axes.set_ylabel(chart.unit)
     if chart.from_zero:
         axes.set_ylim(bottom=0)
-    # Beside the title, because no place inside is free in every chart.
+    # The legend is beside the title, because no place inside is free in every chart.
     legend = {"loc": "lower right", "bbox_to_anchor": (1, 1), "borderaxespad": 0.2}
     axes.legend(ncols=5, columnspacing=1, **legend)
 
@@ -83,8 +85,8 @@ def _lonely(points: Sequence[Point]) -> list[int]:
 def decimate(points: Sequence[Point], limit: int) -> list[Point]:
     """Chooses at most `limit` points of a line, which looks as before; `limit` is at least 4.
 
-    The first and the last point stay, and of each group of neighbours the lowest, the highest and
-    one that is not finite, if there is one.
+    The first and the last point stay. Each group of neighbours keeps its lowest point, its highest,
+    and a point that is not finite, if there is one.
     """
     if len(points) <= limit:
         return list(points)

@@ -1,7 +1,7 @@
 """The report at the end of a run, finished or not: `report.html` and `report.png` in its folder.
 
-It is made of the files that the run has written, so it can be made again, of any run. The page
-needs no other file, and its content security policy forbids whatever is not in it.
+It is made from the files of the run, so it can be made again, for any run. The page needs no other
+file, and its content security policy forbids all content from elsewhere.
 """
 
 import html
@@ -50,8 +50,9 @@ def write_report(
 ) -> Path:
     """Writes the report of the run in a folder, and returns the path of the page.
 
-    `facts` are a table of names and values, such as the mesh or how the run ended. `report` is told
-    which parts of the files no run writes, and if matplotlib is missing: then there are no charts.
+    `facts` are a table of names and values, such as the mesh or how the run ended. `report` is
+    called with the parts of the files that no run writes, and if matplotlib is missing (then there
+    are no charts).
 
     Raises:
       WriteError: The report cannot be written.

@@ -27,7 +27,7 @@ class Peak(NamedTuple):
 
     kind: str  # A regular expression that matches the whole `jax.Device.device_kind`.
     teraflops: Mapping[str, float]  # TFLOP/s of a device by dtype.
-    source: str  # Where the vendor says so, and how the number follows from it.
+    source: str  # The vendor's page, and how the number follows from it.
 
 
 def _tpu(teraflops: float) -> dict[str, float]:
@@ -79,7 +79,7 @@ def peak_flops(device_kind: str, dtype: str) -> float | None:
 
 
 def lowest_peak(devices: Iterable[jax.Device], dtype: str) -> float | None:
-    """Returns the slowest device's peak, for which others wait; `None` if a peak is unknown."""
+    """Returns the slowest device's peak, because others wait for it; `None` if one is unknown."""
     peaks = {peak_flops(device.device_kind, dtype) for device in devices}
     return None if None in peaks else min(filter(None, peaks), default=None)
 
@@ -98,14 +98,14 @@ class Throughput:
 
     examples_per_step: int  # On all devices together.
     tokens_per_example: int | None = None
-    flops_per_example: float | None = None  # That the model asks for, forward and backward.
+    flops_per_example: float | None = None  # Model FLOPs, forward and backward.
     num_devices: int = 1
-    peak: float | None = None  # FLOP/s of one of them, see `peak_flops`.
+    peak: float | None = None  # FLOP/s of one device, see `peak_flops`.
 
     def rates(self, steps: int, seconds: float) -> dict[str, float]:
         """Computes the rates of `steps` that took `seconds` together; none if none was timed.
 
-        `examples_per_second`; and, if what they need is known, `tokens_per_second`,
+        They are `examples_per_second` and, if their inputs are known, `tokens_per_second`,
         `model_flops_per_second` (of all devices) and `mfu` (1 is the peak).
         """
         if not steps or seconds <= 0:
