@@ -75,8 +75,8 @@ class ReplicaSentinel:
         axes = tuple(mesh.axis_names)
 
         def fingerprints_on_device(leaves: tuple[jax.Array, ...]) -> jax.Array:
-            # By its type a copy, and so its fingerprint, is the same on all devices. `out_specs` lets
-            # each device return its own.
+            # By its type a copy, and so its fingerprint, is the same on all devices. `out_specs`
+            # lets each device return its own.
             return jnp.stack([_fingerprint(x) for x in leaves])[None]
 
         self._on_devices = jax.jit(

@@ -166,7 +166,7 @@ class Trainer:
                 if restored is None:
                     raise
                 state, (step, earlier) = restored
-                # `position` counts from the last rollback, which may be past the checkpoint's position.
+                # After a rollback, `position` may be past the position of the checkpoint.
                 failed = position.examples + (error.step - position.step) * batch_size
                 position = Position(step, failed)
                 self.report(

@@ -1,8 +1,8 @@
-"""What every process found, known to all of them.
+"""Exchanges facts between processes, so that all processes decide alike.
 
-On a shared file system not all processes would find the same checkpoints at once. These functions
+Processes on a shared file system may not see the same checkpoints at the same time. These functions
 are collective: every process calls them in the same order, from the thread that also runs the
-training steps, because another order in another process would be a deadlock.
+training steps. A different order in one process would be a deadlock.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ def failing_together() -> Iterator[None]:
     """Raises an error of one process in all of them, so that no process waits for another.
 
     Communication:
-      That of `gather`, at the end.
+      As `gather`, at the end.
     """
     try:
         yield

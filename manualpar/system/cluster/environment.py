@@ -1,7 +1,7 @@
 """Which processes train together: from flags, from our own variables, or from a cluster's.
 
-A cluster's environment only tells us whether there are several processes; JAX finds out who they
-are (`jax.distributed.initialize`). It knows Slurm, Open MPI 4, Kubernetes jobs and TPU pods.
+A cluster's environment only shows whether there are several processes; JAX finds the processes
+(`jax.distributed.initialize`). It supports Slurm, Open MPI 4, Kubernetes jobs and TPU pods.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 COORDINATOR_VARIABLE = "MANUALPAR_COORDINATOR_ADDRESS"
 COUNT_VARIABLE = "MANUALPAR_NUM_PROCESSES"
 ID_VARIABLE = "MANUALPAR_PROCESS_ID"
-# Instead of an address: have JAX find the cluster, whatever the environment looks like.
+# In place of an address: lets JAX find the cluster, whatever the environment contains.
 AUTO = "auto"
 
 MEND = (
@@ -21,7 +21,7 @@ MEND = (
 
 @dataclasses.dataclass(frozen=True)
 class Assignment:
-    """Which process of a run this one is; `None` stands for what JAX finds out."""
+    """This process's place in a run; JAX finds out the fields that are `None`."""
 
     coordinator_address: str | None  # `host:port` of JAX's coordination service.
     num_processes: int | None
@@ -29,7 +29,7 @@ class Assignment:
     # Whether this process is to see all devices of its host. Otherwise JAX chooses: in Slurm and
     # Open MPI one device a process.
     sees_all_devices: bool
-    # What says that there are several processes, if JAX is to find them.
+    # The variable that shows that there are several processes, if JAX is to find them.
     evidence: str = dataclasses.field(default="", compare=False)
 
 
@@ -42,7 +42,7 @@ def find_assignment(
     """Finds out which process this is, `None` if it is the only one; see `initialize`.
 
     Raises:
-      ValueError: Only some of what is needed is given, or it does not fit together.
+      ValueError: Only some of the arguments are given, or they contradict each other.
     """
     sees_all = "JAX_LOCAL_DEVICE_IDS" not in environment
     evidence = "--coordinator_address=auto" if coordinator_address == AUTO else ""

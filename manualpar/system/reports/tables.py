@@ -1,7 +1,7 @@
 """Numbers in words, and tables of them, as all commands print them.
 
-A number has three digits and a unit, and one that is not known is a dash. In a table columns of
-words come first, aligned to the left, and columns of numbers follow, aligned to the right.
+A number has three digits and a unit; an unknown number is a dash. In a table columns of words come
+first, aligned to the left, and columns of numbers follow, aligned to the right.
 """
 
 from collections.abc import Callable, Sequence
@@ -84,13 +84,13 @@ def print_table(
     """Prints a title and, if there are rows, a table with an empty line behind it.
 
     Args:
-      console: Where to.
+      console: The console to print on.
       headers: The names of the columns.
       rows: The cells.
       title: A line above the table.
-      words: How many columns, the first ones, are of words; all others are of numbers.
-      last: A row that stands apart below the others, such as their sum.
-      most: How many rows are shown; the others are counted, and are in the files of the command.
+      words: Number of the first columns that hold words; all other columns hold numbers.
+      last: A row that is set apart below the others, such as their sum.
+      most: Number of rows to show; the command's files have the rows that are left out.
     """
     if title:
         console.print(Text(title, style="bold"), soft_wrap=True)
