@@ -59,7 +59,7 @@ def initialize(
     Args:
       coordinator_address: `host:port` for JAX's coordination service, on the host of process 0;
         with `num_processes` and `process_id`. `"auto"` without the two lets JAX find all three.
-      num_processes: How many processes there are. `1` without the other two means that there is no other.
+      num_processes: How many processes there are. `1` without the other two means only this one.
       process_id: Which of them this is, from 0.
       timeout_seconds: How long a process may be silent before the others end.
       start_timeout_seconds: How long to wait for all processes to start.
@@ -153,7 +153,7 @@ def _start_jax(
     jax_timeout = math.ceil(timeout_seconds) + JAX_EXTRA_SECONDS
     try:
         with warnings.catch_warnings():
-            # Without the package `kubernetes` JAX warns in several lines; our error says it too.
+            # Without the package `kubernetes` JAX warns in several lines; the error says so too.
             warnings.filterwarnings("ignore", "Kubernetes environment detected")
             jax.distributed.initialize(
                 own.coordinator_address,

@@ -1,4 +1,4 @@
-"""Local copies of what lies in buckets, for libraries that read local files alone."""
+"""Local copies of files in buckets, for libraries that read only local files."""
 
 import argparse
 import atexit
@@ -22,7 +22,7 @@ from manualpar.system.storage.requests import ContentError, twice
 from manualpar.system.storage.services import Version
 
 COPIED_BYTES = 1 << 24  # In memory at once.
-NAME_BYTES = 255  # The most that file systems take.
+NAME_BYTES = 255  # The longest name that file systems take.
 
 
 def user_path(text: GivenPath) -> AnyPath:
@@ -50,9 +50,9 @@ def local_path(text: GivenPath, name: str) -> Path:
 
 
 def copied_files(path: BucketPath, names: tuple[str, ...]) -> Path:
-    """Copies a small file, or a folder with files of those names, to a disk; returns the copy.
+    """Copies a small file, or a folder's files of the given names, to a disk; returns the copy.
 
-    It lasts as long as the process.
+    The copy lasts as long as the process.
 
     Raises:
       ContentError: The files change while they are copied.
@@ -84,19 +84,19 @@ def copied_folder(
 ) -> Path:
     """Copies a folder once for each state of its files; returns the copy, which is whole.
 
-    Every file is read of the version that the server had when copying began, and when it ends no
-    file may have another one, so that no copy holds files of two states. A folder that changes
-    meanwhile is copied once more. The copy has the address of the folder in its path, because
-    messages about files name it.
+    Every file is read in the version at the beginning, and at the end no file may have another
+    version, so that no copy holds files of two states. If the folder changes meanwhile, it is
+    copied once more. The path of the copy has the folder's address in it, because messages about
+    files show it.
 
     Args:
       path: The folder.
-      cache: The folder of copies. Of the processes that ask it for one, one copies at a time.
+      cache: The folder of copies. Only one process copies into it at a time.
       keep: Which files are copied, by their paths from the folder.
 
     Raises:
-      ContentError: The folder changes again while it is copied, or what the server sends is not
-        what it says that there is.
+      ContentError: The folder changes again while it is copied, or the server sends other content
+        than it lists.
     """
 
     def versions() -> dict[BucketPath, Version]:
@@ -119,7 +119,7 @@ def copied_folder(
 
 
 def _copy(file: BucketPath, version: Version, copy: Path) -> None:
-    """Copies an object, unless that has been done."""
+    """Copies an object, unless the copy exists."""
     if copy.exists() and copy.stat().st_size == version.size:
         return
     draft = copy.with_name(f"{copy.name}.draft")
@@ -142,7 +142,7 @@ def _versions(files: Iterable[BucketPath]) -> dict[BucketPath, Version]:
 
 
 def _check_same(before: dict[BucketPath, Version], now: dict[BucketPath, Version]) -> None:
-    """Refuses a set of files that has changed while it was copied."""
+    """Refuses files that have changed while they were copied."""
     if changed := [file for file in before | now if before.get(file) != now.get(file)]:
         raise ContentError(
             f"{changed[0]} changed while it and the files beside it were copied: wait until nobody "

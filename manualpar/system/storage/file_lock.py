@@ -1,6 +1,6 @@
-"""A lock on a file: `flock`'s, which the kernel releases with its process.
+"""A lock on a file by `flock`, which the kernel releases when the process ends.
 
-The lock ends with the process, however that ends, so a file that remains keeps nobody out. Over NFS
+The lock always ends with the process, so a remaining file does not keep processes out. Over NFS
 (version 4, or 3 with its lock daemon) it holds for all hosts; if a host crashes, the server keeps
 it for about 90 seconds. Programs that the process starts do not inherit it, and forked copies of
 the process close it, because they would keep it after the process was killed.
@@ -25,7 +25,7 @@ from manualpar.system.storage.untrusted import NotAFileError, kind_of, parse_obj
 LONGEST_OWNER = 4096
 # The time that a killed process may take to disappear, and a copy of it to close the file.
 DYING_SECONDS = 3.0
-# The errors of file systems that have no such locks.
+# Errors of file systems without such locks.
 UNSUPPORTED = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})
 
 
@@ -34,8 +34,8 @@ class FileLock(NamedTuple):
 
     Attributes:
       is_locked: Whether the file system has such locks.
-      check: If somebody has deleted the file, takes the lock of a new one; raises a `HeldError` if
-        another process was faster.
+      check: If the file was deleted, locks a new one; raises a `HeldError` if another process was
+        faster.
     """
 
     is_locked: bool
@@ -52,7 +52,7 @@ def hold_file(
       path: The lock file, which is created if need be.
       folder: The folder that it protects, for messages.
       report: Called with a sentence if the file system has no locks.
-      remains: Whether the file is left there afterwards, empty, or deleted.
+      remains: Whether the file stays afterwards, empty, or is deleted.
 
     Raises:
       HeldError: Another process has the lock; the message says which.
@@ -75,7 +75,7 @@ def hold_file(
         try:
             yield FileLock(is_locked, check)
         finally:
-            if held:  # Otherwise this is a copy of the process, or the lock is lost.
+            if held:  # Otherwise this is a fork of the process, or the lock is lost.
                 with contextlib.suppress(OSError):
                     os.ftruncate(held[0], 0)
                     if not remains and _is_same(held[0], path):
@@ -85,7 +85,7 @@ def hold_file(
 
 
 def _take(path: Path, folder: Path, held: list[int], report: Callable[[str], None]) -> bool:
-    """Opens and locks the file, and writes into it who has it; returns whether it is locked."""
+    """Opens and locks the file, and writes the owner into it; returns whether it is locked."""
     until = time.monotonic() + DYING_SECONDS
     while True:
         if os.path.lexists(path) and not stat.S_ISREG(mode := os.lstat(path).st_mode):

@@ -1,9 +1,9 @@
-"""Requests to a bucket: repeated while an error may pass, and otherwise one sentence.
+"""Requests to a bucket: repeated while an error may pass, or else an error of one sentence.
 
-A server that is busy, a connection that is cut off and a request that takes too long are tried
-again, `WAITS` seconds later, and standard error says so. Whatever stays wrong is a `BucketError`.
-Its text is ours, with no more of the server's answer than its code: answers repeat parts of
-requests, and requests are signed.
+If a server is busy, a connection is cut off or a request takes too long, the request is repeated
+`WAITS` seconds later, with a message on standard error. If it still fails, it is a `BucketError`.
+Its text has only the code of the server's answer, because answers repeat parts of requests, and
+requests are signed.
 """
 
 import re
@@ -16,9 +16,9 @@ from absl import logging
 T = TypeVar("T")
 
 WAITS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
-# Statuses below 500 that pass: a request that came too slowly, two at once, and too many.
+# Statuses below 500 that may pass: too slow a request, two at once, and too many requests.
 PASSING = frozenset({408, 409, 425, 429})
-# Errors of the network, as pairs of a package and a class. None of these need be installed.
+# Errors of the network, as pairs of a package and a class. The packages need not be installed.
 NETWORK = frozenset(
     {
         ("aiohttp", "ClientError"),
@@ -67,11 +67,11 @@ class BucketError(OSError, ValueError):
 
 
 class ContentError(BucketError):
-    """What was read is not the content that the object has, or had when reading began."""
+    """The bytes read are not the object's content, now or when reading began."""
 
 
 def twice(action: Callable[[], T]) -> T:
-    """Calls `action`, and once more if what it reads does not agree; see `ContentError`."""
+    """Calls `action`, and once more if it raises a `ContentError`."""
     try:
         return action()
     except ContentError as error:
@@ -83,8 +83,8 @@ def request(path: Any, action: Callable[[], T]) -> T:
     """Calls `action`, again while its error may pass.
 
     Args:
-      path: The `BucketPath` that it is about.
-      action: The request; it may be repeated after it has been carried out.
+      path: The `BucketPath` of the request.
+      action: The request; it may be repeated after it has taken effect.
 
     Raises:
       FileNotFoundError: There is no such object.
@@ -108,7 +108,7 @@ def request(path: Any, action: Callable[[], T]) -> T:
 
 def is_passing(error: BaseException) -> bool:
     """Returns whether a request with this error may succeed later."""
-    # Whatever wraps the server's answer says less than its status.
+    # The status decides, because errors around the server's answer say less.
     for status in filter(None, map(_status, _causes(error))):
         return status >= 500 or status in PASSING
     for cause in _causes(error):
