@@ -1,8 +1,7 @@
 """The facts that the processes of a run must agree on, for `Cluster.agree` to compare.
 
-Hosts may differ in where the data lies (its fingerprint and first examples are compared instead),
-how much is read ahead, what is watched, drawn and profiled, and the last number of Python's
-version.
+Hosts may differ in the path of the data (its fingerprint and first examples are compared instead),
+in prefetching, monitoring, reports and profiles, and in the last number of Python's version.
 """
 
 import hashlib
@@ -22,7 +21,7 @@ from manualpar.training.config import flatten_config
 from manualpar.training.experiment import Experiment
 
 PACKAGES = ("manualpar", "jax", "jaxlib", "flax", "optax", "numpy", "orbax-checkpoint")
-# Settings of jax that change what is computed, or its bits.
+# Settings of jax that change the results, or their bits.
 SETTINGS = (
     "jax_enable_x64",
     "jax_default_matmul_precision",

@@ -1,4 +1,4 @@
-"""What the commands `generate` and `evaluate` have in common: which model, on which devices."""
+"""Flags and files that the commands `generate` and `evaluate` share: the model and its devices."""
 
 import argparse
 import io
@@ -44,7 +44,7 @@ def model_flags(description: str) -> argparse.ArgumentParser:
 
 
 def run_with_model(flags: argparse.Namespace, work: Callable[[Trained, Generator], None]) -> int:
-    """Loads the model that flags name and works with it, in all processes of a cluster.
+    """Loads the model that flags name and calls `work` with it, in all processes of a cluster.
 
     Returns the exit code.
     """
@@ -140,12 +140,12 @@ def check_lines(
     texts: Collection[str],
     added: Collection[str],
 ) -> None:
-    """Refuses lines that hold something else than texts, or fields that results would replace.
+    """Refuses lines with fields that are not texts, or that results would replace.
 
     Args:
-      where: What messages call the file.
+      where: The name of the file in messages.
       lines: The lines.
-      texts: Names of fields that are texts where they are there.
+      texts: Names of fields that must be texts if a line has them.
       added: Names of fields that the output adds to each line.
 
     Raises:

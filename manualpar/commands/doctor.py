@@ -1,4 +1,4 @@
-"""Says what a run would find here, for those who look for a fault and for reports of one.
+"""Shows what a run would find on this machine, to find a fault or to report it.
 
     python -m manualpar.doctor                                 # this machine
     python -m manualpar.doctor --config=configs/fsdp_lm.py     # and whether this would run on it
@@ -7,7 +7,7 @@
 It prints versions, settings, devices, the mesh and its links, and the loss of one small step of
 FSDP over all devices, compared with one device. With a config it does all that a run does before it
 compiles: the fields are checked, the data is opened, the program is traced and its memory counted.
-Of the environment only what JAX, XLA and this package read is shown, and no value of a secret.
+It shows only environment variables that JAX, XLA and this package read, and no value of a secret.
 
 The exit code is 0, or 2 if something would not run.
 """
@@ -50,7 +50,7 @@ ACCELERATORS = ("libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-nccl
 SETTINGS = re.compile(r"(JAX|XLA|LIBTPU|TPU|NCCL|CUDA|MANUALPAR)_|OMP_NUM_THREADS$")
 SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|CREDENTIAL")
 WITHIN = "all devices within one host"
-ROWS, FEATURES = 8, 64  # Of the small step, for each device.
+ROWS, FEATURES = 8, 64  # The size of the small step, for each device.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Fact:
 
 
 def software_facts() -> Iterator[Fact]:
-    """Versions, optional packages and settings; no device is asked for."""
+    """Yields versions, optional packages and settings; starts no backend."""
     yield Fact("python", f"{platform.python_version()}, {platform.platform()}")
     yield Fact("cores", str(os.cpu_count()))
     for package in PACKAGES:

@@ -1,4 +1,4 @@
-"""The command that says how likely a model finds texts: perplexity, bits per byte, completions."""
+"""Evaluates a model on texts: perplexity, bits per byte, and likelihoods of completions."""
 
 import argparse
 import json
@@ -22,7 +22,7 @@ from manualpar.models.generation.scoring import Score, score_completions, score_
 from manualpar.system.storage import AnyPath, path_flag
 from manualpar.training.stored_run import Trained
 
-# Of a model whose training nobody knows.
+# The length for a model whose training length is not known.
 MAX_LENGTH = 2048
 
 

@@ -1,6 +1,6 @@
 """Ledgers and their differences as tables; every number is of one device in one step.
 
-What is printed is the JSON that is also written to files, see `manualpar.commands.inspect_command`.
+The tables show the JSON that is also written to files, see `manualpar.commands.inspect_command`.
 """
 
 import functools
@@ -35,14 +35,14 @@ from manualpar.system.reports.tables import (
 )
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute")
-MOST_MODULES = 24  # In a table; the file has all.
+MOST_MODULES = 24  # Rows of a table; the JSON file has all of them.
 MOST_CHANGES = 40
 _OF_LAYERS = (*LAYER_SCOPES, CAST_SCOPE)
-# Of the totals of a ledger those that stand side by side, by their headers.
+# The totals of a ledger in the table of all configs, by their headers.
 SUMMARY = {
     "collectives": "collectives",
     "sent": "bytes sent",
-    "closed form": "",  # It is no total.
+    "closed form": "",  # It is not a total.
     "compiled": "compiled: bytes sent",
     "FLOPs": "FLOPs",
     "memory": "memory: peak",
@@ -89,7 +89,7 @@ def print_summary(console: rich.console.Console, ledgers: Mapping[str, Json]) ->
 def print_difference(
     console: rich.console.Console, name: str, found: Difference, against: object
 ) -> None:
-    """Prints how a ledger differs from one that was written earlier."""
+    """Prints how a ledger differs from an earlier one."""
     if found.is_empty:
         print_line(console, f"{name}: no difference to {against}")
         return
@@ -117,7 +117,7 @@ def print_difference(
 
 
 def print_verdict(console: rich.console.Console, name: str, verdict: Verdict) -> None:
-    """Prints whether a budget is kept, and what of it has slack; broken limits are errors."""
+    """Prints whether a budget is kept, and which limits have slack; broken limits are errors."""
     if not verdict.broken:
         print_line(console, f"{name}: the budget is kept")
     for key in verdict.unchecked:
@@ -215,7 +215,7 @@ def _print_axes(console: rich.console.Console, ledger: Json) -> None:
 
 
 def _print_trained(console: rich.console.Console, parts: Json) -> None:
-    """Prints what is trained and what is frozen, side by side."""
+    """Prints the trained and the frozen parameters side by side."""
     rows = []
     for name in ("trained", "frozen"):
         part, is_trained = parts[name], name == "trained"
@@ -232,7 +232,7 @@ def _print_trained(console: rich.console.Console, parts: Json) -> None:
 
 
 def _print_modules(console: rich.console.Console, ledger: Json) -> None:
-    """Prints what each module sends and computes, the largest first; those alike in one line."""
+    """Prints the bytes and FLOPs of each module, the largest first; equal modules share a line."""
     sums = {module: sent for (module,), sent in sent_by(read_collectives(ledger), "module").items()}
     flops: Mapping[str, int] = ledger["flops"]["by_module"]
     alike: defaultdict[tuple[str, int, float, int], list[str]] = defaultdict(list)

@@ -153,7 +153,7 @@ def _start_jax(
     jax_timeout = math.ceil(timeout_seconds) + JAX_EXTRA_SECONDS
     try:
         with warnings.catch_warnings():
-            # Without the package `kubernetes` JAX warns in several lines; the error says so too.
+            # Without the package `kubernetes` JAX warns in several lines; our error is enough.
             warnings.filterwarnings("ignore", "Kubernetes environment detected")
             jax.distributed.initialize(
                 own.coordinator_address,
