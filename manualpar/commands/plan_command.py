@@ -227,9 +227,8 @@ def _wants_compiler(command: CommandLine, console: rich.console.Console) -> bool
 def _sweep(command: CommandLine, console: rich.console.Console) -> Callable[[Path], None]:
     """Compares candidates, and the scaling of some; returns a function that writes the results."""
     config, topology = command.config, command.flags.topology
-    builder = Builder(
-        config, _prepare(command).task
-    )  # Refuses a config that no candidate could mend.
+    # This refuses a config that no candidate could mend.
+    builder = Builder(config, _prepare(command).task)
     report = functools.partial(print_line, console)
     outcomes = sweep(builder, topology, report=report)
     fastest: dict[str, Candidate] = {}

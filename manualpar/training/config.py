@@ -172,9 +172,8 @@ MODEL_FIELDS: Mapping[str, Mapping[str, Field]] = {
         "parallel.pipeline": Field(str, choices=SCHEDULES),
         "parallel.pipeline_chunks": Field(int, 1, below=2**20),
         "parallel.pipeline_keep": Field(str, choices=KEEPS),
-        "sample.num_tokens": Field(
-            int, 0, below=10**6
-        ),  # Each token takes a pass of the whole model.
+        # Each token takes a pass of the whole model.
+        "sample.num_tokens": Field(int, 0, below=10**6),
         "sample.prompt": Field(str),
         "sample.temperature": Field(float, 0, below=LARGEST),
     },

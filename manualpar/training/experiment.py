@@ -96,8 +96,8 @@ def prepare(
     if isinstance(program, DiLoCoProgram) and config.training.num_steps % program.every:
         raise ValueError(
             f"config.training.num_steps is {config.training.num_steps} and "
-            f"config.parallel.every is {program.every}, expected a multiple of it, because what "
-            "replicas do alone after they last meet is lost."
+            f"config.parallel.every is {program.every}, expected a multiple of it, because the "
+            "replicas' steps after their last outer step are lost."
         )
     paths = [info.path for info, _ in program.parameters]
     wanted = config.debug.draw_sharding

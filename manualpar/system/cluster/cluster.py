@@ -244,8 +244,7 @@ class Cluster(contextlib.AbstractContextManager["Cluster", None]):
         """Flushes the streams in a thread of its own, because another may hold their locks."""
         self._ends.wait()
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(
-                OSError, ValueError
-            ):  # It is closed, or has no reader any more.
+            # The stream may be closed, or have no reader any more.
+            with contextlib.suppress(OSError, ValueError):
                 stream.flush()
         self._has_flushed.set()

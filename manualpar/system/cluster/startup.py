@@ -159,7 +159,7 @@ def _start_jax(
                 own.coordinator_address,
                 own.num_processes,
                 own.process_id,
-                # An empty list restricts nothing, and keeps JAX from choosing one device per process.
+                # An empty list restricts nothing. Without it JAX may choose one device per process.
                 local_device_ids=[] if own.sees_all_devices else None,
                 cluster_detection_method="deactivate" if is_given else None,
                 initialization_timeout=math.ceil(start_timeout_seconds),

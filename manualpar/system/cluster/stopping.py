@@ -75,9 +75,8 @@ def on_sigterm(
                 if number == signal.SIGTERM and not is_over():
                     (calls.pop() if calls else second)()
             if earlier_writer != -1:
-                with contextlib.suppress(
-                    BlockingIOError
-                ):  # It is full, so its reader is awake anyway.
+                # If the socket is full, its reader is awake anyway.
+                with contextlib.suppress(BlockingIOError):
                     os.write(earlier_writer, data)
 
     thread = threading.Thread(target=listen, name="cluster-sigterm", daemon=True)

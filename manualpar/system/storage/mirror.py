@@ -35,9 +35,8 @@ class Mirror:
     ) -> None:
         """Takes an empty local folder; files with a prefix in `left_out` are not fetched."""
         self._folder, self._local, self._left_out, self._check = folder, local, left_out, check
-        self._put: dict[
-            str, tuple[int, int]
-        ] = {}  # Size and time of change of the files in the bucket.
+        # Size and time of change of the files in the bucket.
+        self._put: dict[str, tuple[int, int]] = {}
         self._lock = threading.Lock()
 
     def fetch(self) -> None:

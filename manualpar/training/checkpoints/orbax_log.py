@@ -41,9 +41,8 @@ def mute() -> contextlib.ExitStack:
 
     muted = contextlib.ExitStack()
     for logger in (logging.getLogger(name) for name in ("absl", "asyncio")):
-        logger.addFilter(
-            let_through
-        )  # A new function each time, so that each context removes only its own.
+        # The function is a new one each time, so that each context removes only its own.
+        logger.addFilter(let_through)
         muted.callback(logger.removeFilter, let_through)
     sys.unraisablehook = hook
     muted.callback(unhook)

@@ -34,9 +34,8 @@ def draw_charts(charts: Sequence[Chart], *, title: str) -> tuple[str, bytes]:
         if not charts:
             figure.text(0.5, 0.5, "the run reported nothing", ha="center")
         figure.savefig(png, format="png")
-        figure.set_layout_engine(
-            "none"
-        )  # The layout stays as it is; computing it took most of the time.
+        # The layout stays as it is; computing it took most of the time.
+        figure.set_layout_engine("none")
         figure.suptitle("")
         no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(svg, format="svg", transparent=True, metadata=no_metadata)

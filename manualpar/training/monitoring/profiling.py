@@ -84,9 +84,8 @@ class StepProfiler:
         if self._is_done or step not in self.steps:
             return
         is_last = step == self.steps[-1]
-        if (
-            is_last
-        ):  # It waits inside the annotation, so that the step is as long as the device takes.
+        if is_last:
+            # It waits inside the annotation, so that the step is as long as the device takes.
             jax.block_until_ready(state)
         self._step.close()
         self._traced.append(step)

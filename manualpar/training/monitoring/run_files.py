@@ -211,9 +211,8 @@ def _store_config(workdir: Path, config: Mapping[str, Any]) -> None:
     with explained(path):
         if path.exists():
             earlier = read_file(path, follow_links=True)
-            with contextlib.suppress(
-                ValueError
-            ):  # A file that is not JSON differs from every config.
+            # A file that is not JSON differs from every config.
+            with contextlib.suppress(ValueError):
                 if parse_object(earlier) == parse_object(text):  # The order of fields may differ.
                     return
             number = 1
