@@ -265,9 +265,11 @@ def _load_with(path: Path, overrides: list[str]) -> ml_collections.ConfigDict:
 
     with _explained(kind_of):
         values(arguments)
-    given = [argument.split("=")[0].split(".", 1)[1] for argument in overrides if "." in argument]
+    overridden = [
+        argument.split("=")[0].split(".", 1)[1] for argument in overrides if "." in argument
+    ]
     with users_mistakes():
-        return fill_from_hf(values.config, given=given)
+        return fill_from_hf(values.config, given=overridden)
 
 
 def _check_fields(config: ml_collections.ConfigDict, overrides: Sequence[str]) -> None:

@@ -71,7 +71,9 @@ def software_facts() -> Iterator[Fact]:
     found = {package: _version(package) for package in ACCELERATORS}
     yield from (Fact(package, version) for package, version in found.items() if version)
     for extra in dict.fromkeys(extra for extra, _ in MODULES.values()):
-        names = [package for own, package in MODULES.values() if own == extra]
+        names = [
+            package for extra_of_module, package in MODULES.values() if extra_of_module == extra
+        ]
         shown = ", ".join(f"{name} {_version(name) or '-'}" for name in names)
         yield Fact(f"extra {extra}", shown)
     for name, value in sorted(os.environ.items()):

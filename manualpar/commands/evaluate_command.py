@@ -29,11 +29,11 @@ MAX_LENGTH = 2048
 def evaluate_command(argv: Sequence[str], description: str) -> int:
     """Measures what a command line asks for; returns the exit code."""
     parser = model_flags(description)
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument(
+    texts_group = parser.add_mutually_exclusive_group()
+    texts_group.add_argument(
         "--text", type=path_flag, help='A text, or JSONL with "text": its perplexity.'
     )
-    what.add_argument(
+    texts_group.add_argument(
         "--completions",
         type=path_flag,
         help='JSONL with "context" and "completion": log-likelihoods.',

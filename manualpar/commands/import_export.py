@@ -82,16 +82,16 @@ def _import(command: CommandLine, say: Callable[[str], None]) -> None:
 
 def _import_into(workdir: AnyPath, command: CommandLine, say: Callable[[str], None]) -> None:
     started = time.perf_counter()
-    own = workdir / MODEL_FOLDER
+    model_folder = workdir / MODEL_FOLDER
     with failing_together():
         source = model_directory(command.config.model.from_hf)
         if jax.process_index() == 0:
-            with writing("import_hf", own):
-                _copy_small_files(source, own)
+            with writing("import_hf", model_folder):
+                _copy_small_files(source, model_folder)
     config = command.config.copy_and_resolve_references().unlock()
     if config.data.tokenizer == config.model.from_hf:
         config.data.tokenizer = ""  # The copy has its own tokenizer.
-    config.model.from_hf = str(own)
+    config.model.from_hf = str(model_folder)
     experiment = prepare(fill_from_hf(config.lock()))
     with open_checkpoints(experiment.config, workdir) as checkpoints:
         loaded = load(experiment.program, source, jax.random.key(config.seed))
@@ -110,7 +110,7 @@ def _import_into(workdir: AnyPath, command: CommandLine, say: Callable[[str], No
     )
     say(
         f"to train it: python -m experiments.fsdp --config={command.config_path} "
-        f"--config.model.from_hf={own} --workdir={workdir}"
+        f"--config.model.from_hf={model_folder} --workdir={workdir}"
     )
 
 

@@ -267,28 +267,30 @@ def _print_parts(
     describe: Callable[[float | None], str],
 ) -> None:
     """Prints numbers of which the last one is the sum of the others."""
-    *parts, (last, whole) = numbers.items()
-    rows = [(name, describe(part), describe_share(part, whole)) for name, part in parts]
-    print_table(console, (title, "", "share"), rows, last=(last, describe(whole), ""))
+    *parts, (last, total) = numbers.items()
+    rows = [(name, describe(part), describe_share(part, total)) for name, part in parts]
+    print_table(console, (title, "", "share"), rows, last=(last, describe(total), ""))
 
 
 def _print_readings(console: rich.console.Console, ledger: Json) -> None:
     """Prints the closed form, the traced step and the compiled step side by side."""
     compiled, memory = ledger["compiled"], ledger["memory"]
-    held = f"{describe_bytes(memory['peak'])} peak" if memory else UNKNOWN
+    memory_text = f"{describe_bytes(memory['peak'])} peak" if memory else UNKNOWN
     flops, sent = ledger["flops"]["total"], ledger["bytes"]["total"]
-    readings = [("jaxpr", sent, ledger["counts"], flops, held)]
+    readings = [("jaxpr", sent, ledger["counts"], flops, memory_text)]
     if compiled:
-        held = " + ".join(describe_bytes(compiled[name]) for name in ("arguments", "temporaries"))
+        memory_text = " + ".join(
+            describe_bytes(compiled[name]) for name in ("arguments", "temporaries")
+        )
         numbers = compiled["bytes"], compiled["counts"], compiled["flops"]
-        readings.append(("compiled", *numbers, f"{held} temporaries"))
+        readings.append(("compiled", *numbers, f"{memory_text} temporaries"))
     kinds = [kind for kind in KINDS if any(kind in counts for _, _, counts, _, _ in readings)]
     rows = []
     if ledger["predicted_bytes"]:
         rows.append(["closed form", _closed_form(ledger), *[UNKNOWN] * (len(kinds) + 2)])
-    for name, sent, counts, flops, held in readings:
+    for name, sent, counts, flops, memory_text in readings:
         times = (f"{counts.get(kind, 0):,}" for kind in kinds)
-        rows.append([name, describe_bytes(sent), *times, describe_flops(flops), held])
+        rows.append([name, describe_bytes(sent), *times, describe_flops(flops), memory_text])
     headers = [kind.replace("_", "-\n", 1) for kind in kinds]
     print_table(console, ("reading", "sent", *headers, "FLOPs", "memory"), rows)
 

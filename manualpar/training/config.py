@@ -213,8 +213,8 @@ def load_config(path: Path) -> ml_collections.ConfigDict:
         raise refused(f"line {error.lineno}: {error.msg}") from error
     except (Exception, SystemExit) as error:  # Whatever the user's code raises.
         frames = traceback.extract_tb(error.__traceback__)
-        own = [frame.lineno for frame in frames if frame.filename == spec.origin]
-        where = f"line {own[-1]}: " if own else ""
+        line_numbers = [frame.lineno for frame in frames if frame.filename == spec.origin]
+        where = f"line {line_numbers[-1]}: " if line_numbers else ""
         raise refused(
             f"{where}{type(error).__name__}: {one_line(error)}; expected a file whose get_config() "
             "returns the config"

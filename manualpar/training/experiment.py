@@ -168,7 +168,7 @@ def _build(
             f"{list(mesh.shape)}, expected 'replica' too; "
             """set --config.parallel.mesh="{'replica': 2, 'data': -1}"."""
         )
-    for field, unused, what in (
+    for field, unused, choice in (
         ("reduce_dtype", "", "where it sums"),
         ("gather_code", "", "what it sends"),
         ("reduce_code", "", "what it sends"),
@@ -178,7 +178,7 @@ def _build(
         if parallel.get(field) and parallel.mode != "manual":
             raise ValueError(
                 f"config.parallel.{field} is {parallel[field]!r} and config.parallel.mode is "
-                f"{parallel.mode!r}, expected {unused!r}, because XLA chooses {what}, or mode "
+                f"{parallel.mode!r}, expected {unused!r}, because XLA chooses {choice}, or mode "
                 "'manual'."
             )
     _check_split(config, task, mesh)
@@ -243,9 +243,11 @@ def _build(
         )
     if set(axis_name) - {"data"}:
         shared["axis_name"] = axis_name if len(axis_name) > 1 else axis_name[0]
-    own = {name: parallel[name] for name in kind.fields if name in parallel}
+    strategy_fields = {name: parallel[name] for name in kind.fields if name in parallel}
     model = fine_tuned(task.model, config.model)
-    return kind.builder(model, tx, task.loss_fn, **shared, **own, **kind.constants), chosen
+    return kind.builder(
+        model, tx, task.loss_fn, **shared, **strategy_fields, **kind.constants
+    ), chosen
 
 
 def _choose_options(
@@ -257,9 +259,9 @@ def _choose_options(
     sizes = [mesh.shape[axis] for axis in axes]
     rings = sizes if parallel.axis_by_axis else [math.prod(sizes)]
     others = [axis for axis, size in mesh.shape.items() if size > 1 and axis not in axes]
-    own = next(iter(mesh.local_devices), mesh.devices.flat[0])
-    chosen = choose_options(own.device_kind, rings, others, overlap=parallel.overlap)
-    return keep_if_known(chosen, own)
+    device = next(iter(mesh.local_devices), mesh.devices.flat[0])
+    chosen = choose_options(device.device_kind, rings, others, overlap=parallel.overlap)
+    return keep_if_known(chosen, device)
 
 
 def _check_split(config: ml_collections.ConfigDict, task: Task, mesh: Mesh | AbstractMesh) -> None:
@@ -302,11 +304,11 @@ def _check_stages_and_context(
     config: ml_collections.ConfigDict, task: Task, mesh: Mesh | AbstractMesh
 ) -> None:
     """Refuses layers and sequences that cannot be spread over the mesh."""
-    for axis, what in ((STAGE_AXIS, "layers in a scan"), (CONTEXT_AXIS, "sequences")):
+    for axis, missing in ((STAGE_AXIS, "layers in a scan"), (CONTEXT_AXIS, "sequences")):
         if axis in mesh.shape and not isinstance(task.model, Transformer):
             raise ValueError(
                 f"config.parallel.mesh has the axes {list(mesh.shape)}, and config.model.name="
-                f"{config.model.name!r} has no {what} to spread over {axis!r}; expected "
+                f"{config.model.name!r} has no {missing} to spread over {axis!r}; expected "
                 "'transformer', or other axes."
             )
     if STAGE_AXIS in mesh.shape:

@@ -216,8 +216,8 @@ def _describe_mesh(mesh: jax.sharding.Mesh) -> str:
 def _without_padding(program: Program, state: TrainState) -> TrainState:
     """Returns the state with parameters of the model's shapes."""
 
-    def take_off(x: jax.Array, whole: jax.ShapeDtypeStruct) -> jax.Array:
-        padding = tuple(a - b for a, b in zip(x.shape, whole.shape, strict=True))
+    def take_off(x: jax.Array, model_array: jax.ShapeDtypeStruct) -> jax.Array:
+        padding = tuple(a - b for a, b in zip(x.shape, model_array.shape, strict=True))
         return unpad_whole(x, padding, program.mesh) if any(padding) else x
 
     return state.replace(params=jax.tree.map(take_off, state.params, program.whole_state.params))

@@ -81,8 +81,8 @@ def prepare_saved(
     config = config.copy_and_resolve_references().unlock()
     kind = strategy_kinds().get(config.parallel.strategy, FSDP)
     # No other strategy can load a state of DiLoCo's replicas: it stays DiLoCo, with one replica.
-    own = {} if kind.is_exact else {"strategy": kind.name, "inner": FSDP.name}
-    for name, value in (SPLITS | own).items():
+    strategy_fields = {} if kind.is_exact else {"strategy": kind.name, "inner": FSDP.name}
+    for name, value in (SPLITS | strategy_fields).items():
         if name in config.parallel:
             config.parallel[name] = value
     axes = dict(mesh or {"data": -1})

@@ -91,16 +91,16 @@ def find_assignment(
     return None
 
 
-def _check(given: Mapping[str, str | int | None], sees_all: bool) -> Assignment:
+def _check(arguments: Mapping[str, str | int | None], sees_all: bool) -> Assignment:
     """Makes an assignment of address, count and id, given in this order by their names."""
-    missing = [name for name, value in given.items() if value in (None, "")]
-    present = [name for name in given if name not in missing]
+    missing = [name for name, value in arguments.items() if value in (None, "")]
+    present = [name for name in arguments if name not in missing]
     if missing:
         raise ValueError(
             f"initialize: {' and '.join(present)} given without {' and '.join(missing)}, expected "
             f"all three or none. {MEND}."
         )
-    (address_name, address), (count_name, count_text), (id_name, id_text) = given.items()
+    (address_name, address), (count_name, count_text), (id_name, id_text) = arguments.items()
     host, colon, port = str(address).rpartition(":")
     if not (host and colon and port.isascii() and port.isdigit() and 0 < int(port) < 2**16):
         raise ValueError(

@@ -42,8 +42,8 @@ class LostProcess:
         if self.process is None:
             return f"the processes stand still: {self.reason}"
         where = f" on {self.host} (pid {self.pid})" if self.host else ""
-        what = "failed" if self.is_failure else "was lost"
-        return f"process {self.process}{where} {what}: {self.reason}"
+        outcome = "failed" if self.is_failure else "was lost"
+        return f"process {self.process}{where} {outcome}: {self.reason}"
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:

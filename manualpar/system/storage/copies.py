@@ -62,12 +62,12 @@ def copied_files(path: BucketPath, names: tuple[str, ...]) -> Path:
     copy = temporary / _address(path)
 
     def copy_all() -> None:
-        whole = _versions((path, *(path / name for name in names)))
-        for each, version in whole.items():
+        versions = _versions((path, *(path / name for name in names)))
+        for each, version in versions.items():
             target = copy if each == path else copy / each.name
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(each.read_bytes(version=version))
-        _check_same(whole, _versions(whole))
+        _check_same(versions, _versions(versions))
 
     twice(copy_all)
     copy.parent.mkdir(parents=True, exist_ok=True)

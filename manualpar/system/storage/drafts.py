@@ -72,8 +72,8 @@ def draft_of(target: Path, *, number: str = "") -> Iterator[Path]:
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     lock = target.parent / f".{target.name}.lock"
-    with hold_file(lock, folder=target, report=logging.warning, remains=False) as held:
-        if held.is_locked:
+    with hold_file(lock, folder=target, report=logging.warning, remains=False) as file_lock:
+        if file_lock.is_locked:
             _delete_abandoned(target)
         draft = path_of_draft(target, number or new_number())
         draft.mkdir()

@@ -66,12 +66,12 @@ def check_in_place(path: Path, opened: os.stat_result) -> None:
     with explained(path):
         if is_in_place(path, opened):
             return
-        what = "was replaced by another file" if os.path.lexists(path) else "was deleted"
+        event = "was replaced by another file" if os.path.lexists(path) else "was deleted"
         mend = "start the same command again to go on from the latest checkpoint"
         if not path.parent.is_dir():
-            what, mend = "was deleted with its folder", "name another folder with --workdir"
+            event, mend = "was deleted with its folder", "name another folder with --workdir"
     raise WriteError(
-        f"the results cannot be written: {path} {what} while this run was writing to it; {mend}."
+        f"the results cannot be written: {path} {event} while this run was writing to it; {mend}."
     )
 
 

@@ -58,33 +58,33 @@ def hold_file(
       HeldError: Another process has the lock; the message says which.
       OSError: The file cannot be opened or written, or is not a file.
     """
-    held: list[int] = []
+    descriptors: list[int] = []
 
     def close() -> None:
-        while held:
-            os.close(held.pop())
+        while descriptors:
+            os.close(descriptors.pop())
 
     def check() -> None:
-        if not held or not _is_same(held[0], path):
+        if not descriptors or not _is_same(descriptors[0], path):
             close()
-            _take(path, folder, held, report)
+            _take(path, folder, descriptors, report)
 
     os.register_at_fork(after_in_child=close)
     try:
-        is_locked = _take(path, folder, held, report)
+        is_locked = _take(path, folder, descriptors, report)
         try:
             yield FileLock(is_locked, check)
         finally:
-            if held:  # Otherwise this is a fork of the process, or the lock is lost.
+            if descriptors:  # Otherwise this is a fork of the process, or the lock is lost.
                 with contextlib.suppress(OSError):
-                    os.ftruncate(held[0], 0)
-                    if not remains and _is_same(held[0], path):
+                    os.ftruncate(descriptors[0], 0)
+                    if not remains and _is_same(descriptors[0], path):
                         path.unlink()
     finally:
         close()
 
 
-def _take(path: Path, folder: Path, held: list[int], report: Callable[[str], None]) -> bool:
+def _take(path: Path, folder: Path, descriptors: list[int], report: Callable[[str], None]) -> bool:
     """Opens and locks the file, and writes the owner into it; returns whether it is locked."""
     until = time.monotonic() + DYING_SECONDS
     while True:
@@ -100,7 +100,7 @@ def _take(path: Path, folder: Path, held: list[int], report: Callable[[str], Non
         if not is_locked or _is_same(descriptor, path):
             break
         os.close(descriptor)
-    held.append(descriptor)
+    descriptors.append(descriptor)
     owner = {
         "pid": os.getpid(),
         "host": socket.gethostname(),

@@ -146,8 +146,8 @@ def _explained(path: Any, error: Exception) -> OSError:
     elif names & NO_CREDENTIALS:
         text = f"there are no credentials in the environment: set {credentials}"
     elif isinstance(error, PermissionError) or statuses & {401, 403}:
-        what = f"access is refused ({_named(codes)})"
-        text = f"{what}: check {credentials}, and what they allow in this bucket"
+        problem = f"access is refused ({_named(codes)})"
+        text = f"{problem}: check {credentials}, and what they allow in this bucket"
     elif redirects := statuses & REDIRECTS:
         text = (
             f"the server sends requests on to another address ({min(redirects)}), and they are not "

@@ -107,10 +107,10 @@ class BucketArrays:
         ]
         opened = request(path, lambda: _open_all(path, names))
         stored = unflatten_dict(opened)
-        held = as_stored(program, stored)
-        leaves = leaves_to_read(path, held, stored, keys, report=report)
+        stored_program = as_stored(program, stored)
+        leaves = leaves_to_read(path, stored_program, stored, keys, report=report)
         arrays = {leaf.keys: _read_leaf(path, leaf, opened[leaf.keys]) for leaf in leaves}
-        return as_held(program, restored_state(held, arrays, keys)), extra
+        return as_held(program, restored_state(stored_program, arrays, keys)), extra
 
     def close(self) -> None:
         """Waits, and ends the thread."""
@@ -167,8 +167,8 @@ def _part_name(process: int) -> str:
 def _copy(x: jax.Array | np.ndarray) -> Stored:
     """Copies the parts of an array that this process writes; one process writes each element."""
     if not isinstance(x, jax.Array):  # It is complete, in the memory of process 0.
-        whole = tuple(slice(0, size) for size in x.shape)
-        parts: list[ArrayPart] = [(whole, x)] if jax.process_index() == 0 else []
+        everything = tuple(slice(0, size) for size in x.shape)
+        parts: list[ArrayPart] = [(everything, x)] if jax.process_index() == 0 else []
         return x.shape, chunk_shape(x.shape, x.dtype.itemsize), x.dtype, parts
     shards = [shard for shard in x.addressable_shards if shard.replica_id == 0]
     parts = [(shard.index, np.array(shard.data)) for shard in shards]
@@ -237,12 +237,12 @@ def _merge(path: BucketPath, processes: int) -> None:
     import tensorstore
 
     context = tensorstore.Context(CONTEXT)
-    whole = tensorstore.KvStore.open(_database(path / "state"), context=context).result()
+    merged = tensorstore.KvStore.open(_database(path / "state"), context=context).result()
     transaction = tensorstore.Transaction(atomic=True)
     for process in range(processes):
         spec = _database(path / "state" / f"ocdbt.process_{process}")
         part = tensorstore.KvStore.open(spec, context=context).result()
-        part.experimental_copy_range_to(whole.with_transaction(transaction)).result()
+        part.experimental_copy_range_to(merged.with_transaction(transaction)).result()
     transaction.commit_sync()
 
 

@@ -111,8 +111,8 @@ class OrbaxFiles:
             texts = orbax.restore(path, args=both)
             stored = orbax.metadata(path).item_metadata["state"].tree
         keys = texts["keys"]
-        held = as_stored(program, stored)
-        leaves = leaves_to_read(path, held, stored, keys, report=report)
+        stored_program = as_stored(program, stored)
+        leaves = leaves_to_read(path, stored_program, stored, keys, report=report)
         if not isinstance(texts["extra"], dict):
             raise ValueError("extra is not a JSON object")
         targets = nest(
@@ -130,7 +130,7 @@ class OrbaxFiles:
         )
         with self._checkpointer() as orbax:
             plain = orbax.restore(path, args=ocp.args.Composite(state=wanted))["state"]
-        state = restored_state(held, flatten_dict(plain), keys)
+        state = restored_state(stored_program, flatten_dict(plain), keys)
         return as_held(program, state), texts["extra"]
 
     def close(self) -> None:
@@ -281,9 +281,9 @@ def find_differences(
 
 def _take_off_padding(leaf: Leaf, x: jax.Array) -> np.ndarray:
     """Gathers a padded array, without its padding, in the memory of process 0."""
-    whole = unpad_whole(x, leaf.padding, leaf.abstract.sharding.mesh)
+    unpadded = unpad_whole(x, leaf.padding, leaf.abstract.sharding.mesh)
     if jax.process_index() == 0:
-        return np.array(whole.addressable_data(0))
+        return np.array(unpadded.addressable_data(0))
     # Other processes write nothing of it; this has the shape and takes no memory.
     return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
 
@@ -303,11 +303,11 @@ def unpad_whole(x: jax.Array, padding: tuple[int, ...], mesh: Mesh) -> jax.Array
     replicated = NamedSharding(mesh, PartitionSpec())
     with no_mesh():  # Always the same function, so that each shape is compiled once.
         take_off = jax.jit(_take_off, static_argnums=(1, 2), out_shardings=replicated)
-        whole: jax.Array = take_off(x, padding, mesh)
-    return whole
+        unpadded: jax.Array = take_off(x, padding, mesh)
+    return unpadded
 
 
 def _take_off(x: jax.Array, padding: tuple[int, ...], mesh: Mesh) -> jax.Array:
     run = functools.partial(unpad_leaf, padding=padding)
-    whole: jax.Array = on_auto_axes(run, mesh=mesh, out_specs=PartitionSpec())(x)
-    return whole
+    unpadded: jax.Array = on_auto_axes(run, mesh=mesh, out_specs=PartitionSpec())(x)
+    return unpadded
