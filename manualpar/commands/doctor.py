@@ -1,4 +1,4 @@
-"""Shows what a run would find on this machine, to find a fault or to report it.
+"""Shows the software and devices that a run would use here, to find a fault or to report it.
 
     python -m manualpar.doctor                                 # this machine
     python -m manualpar.doctor --config=configs/fsdp_lm.py     # and whether this would run on it

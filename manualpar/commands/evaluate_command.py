@@ -27,7 +27,7 @@ MAX_LENGTH = 2048
 
 
 def evaluate_command(argv: Sequence[str], description: str) -> int:
-    """Measures what a command line asks for; returns the exit code."""
+    """Evaluates the texts of a command line; returns the exit code."""
     parser = model_flags(description)
     texts_group = parser.add_mutually_exclusive_group()
     texts_group.add_argument(

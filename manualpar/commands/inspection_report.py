@@ -321,7 +321,7 @@ def _describe_more(total: str, before: float | None, after: float | None) -> str
 
 
 def _describe_sent(sent: Sent | None, other: Sent | None) -> str:
-    """Describes some collectives: count, dtypes, and shapes if those of `other` differ."""
+    """Describes some collectives: count, dtypes, and shapes if `other` has other shapes."""
     if sent is None:
         return UNKNOWN
     text = f"{sent.times:,} x {', '.join(sent.dtypes)}"

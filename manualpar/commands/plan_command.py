@@ -206,7 +206,7 @@ def _plan(command: CommandLine, console: rich.console.Console) -> Callable[[Path
 
 
 def _prepare(command: CommandLine) -> Experiment:
-    """Builds what the config describes, on as many devices as the topology has."""
+    """Builds the experiment of the config, on as many devices as the topology has."""
     devices = command.flags.topology.num_devices
     return prepare_planned(command.config, devices=devices, vocab_size=command.flags.vocab_size)
 

@@ -72,7 +72,7 @@ def prepare(
       config: The config.
       devices: The devices to train on, by default all of `jax.devices()`; or the number of devices
         to trace a program for, which cannot run.
-      task: What to train, by default `make_task(config)`.
+      task: The model, loss and data, by default `make_task(config)`.
 
     Raises:
       ValueError: Fields contradict each other or the devices; the message names them.

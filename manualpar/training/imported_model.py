@@ -67,7 +67,7 @@ def initial_state(
     """Reads a run's first state from files if the config says so, or else makes it by `init`.
 
     Raises:
-      UsageError: The files are not those of the model; see `load_hf`.
+      UsageError: The files do not fit the model; see `load_hf`.
     """
     key = jax.random.key(config.seed)
     directory = config.model.get("from_hf", "")

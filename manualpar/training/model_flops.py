@@ -31,7 +31,7 @@ def flops_of_example(task: Task, model: Any, program: Program) -> float:
     """Counts a training step's FLOPs for an example, forward and backward; no recomputation.
 
     Args:
-      task: What is trained.
+      task: The task of the run.
       model: The task's model, or the same with adapters.
       program: The program of `model`.
     """

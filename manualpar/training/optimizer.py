@@ -31,7 +31,7 @@ def warmup_cosine_schedule(
 def weight_decay_mask(params: Any) -> Any:
     """Returns whether to decay each parameter: not biases, scales, or arrays of less than two dims.
 
-    Biases and scales are found by their names, because those of a scanned layer have two dims.
+    Biases and scales are found by their names, because in a scanned layer they have two dims.
     """
 
     def decays(path: jax.tree_util.KeyPath, value: Any) -> bool:

@@ -72,7 +72,7 @@ def prepare_saved(
     """Prepares the experiment of a saved config on all devices that there are now.
 
     Args:
-      config: What `saved_config` returns.
+      config: The config from `saved_config`.
       mesh: The axes of the mesh; `None` for all devices along `data`.
 
     Raises:

@@ -108,7 +108,7 @@ def _check_writable(folder: Path) -> None:
 
 
 def check_continues(config: ml_collections.ConfigDict, workdir: AnyPath) -> list[str]:
-    """Compares a config with that of the run that a workdir holds.
+    """Compares a config with the config of a workdir's run.
 
     The config in the newest checkpoint counts, because `config.json` may be gone or from another
     run. The checkpoint is not verified here. `restore` verifies it, and compares again.

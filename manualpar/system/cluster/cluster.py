@@ -139,7 +139,7 @@ class Cluster(contextlib.AbstractContextManager["Cluster", None]):
         self._pace.enter(phase, limit=limit, varies=varies)
 
     def agree(self, facts: Facts) -> None:
-        """Compares facts with those of the other processes, and waits until all have called it.
+        """Compares the facts of all processes, and waits until all have called it.
 
         It needs no device and no collective.
 

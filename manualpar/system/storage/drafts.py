@@ -60,7 +60,7 @@ def writing(function: str, folder: AnyPath) -> Iterator[None]:
 
 @contextlib.contextmanager
 def draft_of(target: Path, *, number: str = "") -> Iterator[Path]:
-    """Owns a new folder beside `target`, and deletes it at the end if it was not published.
+    """Makes a draft of `target`, and deletes it at the end if it was not published.
 
     Args:
       target: The folder to make, as an absolute path.

@@ -92,7 +92,7 @@ class BucketArrays:
         """Reads the state and the caller's `extra`; each device reads its own part of the arrays.
 
         Raises:
-          CheckpointError: The arrays are not those of the program; none has been read.
+          CheckpointError: The arrays do not fit the program; none has been read.
         """
         tree = parse_object((path / "state" / "_METADATA").read_bytes())
         if tree.get("use_ocdbt") is not True or tree.get("use_zarr3"):

@@ -1,7 +1,7 @@
 """Keeps Orbax's messages off the screen.
 
 Orbax logs every phase of a save, and when a write fails asyncio reports hundreds of others that
-nobody waits for. All that a user has to know arrives as one `CheckpointError`. Setting absl's
+no code waits for. All that a user has to know is in one `CheckpointError`. Setting absl's
 verbosity to DEBUG (`absl.logging.set_verbosity(1)`) shows the rest.
 """
 

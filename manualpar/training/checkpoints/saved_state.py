@@ -97,7 +97,7 @@ class OrbaxFiles:
         """Reads the state and the caller's `extra`; each device reads its own part of the arrays.
 
         Raises:
-          CheckpointError: The arrays are not those of the program; none has been read.
+          CheckpointError: The arrays do not fit the program; none has been read.
         """
         import orbax.checkpoint as ocp
 
@@ -121,7 +121,7 @@ class OrbaxFiles:
                 restore_type=jax.Array,
                 sharding=leaf.abstract.sharding,
                 global_shape=leaf.held_shape,
-                # If not strict, Orbax appends zeros, which is what padding is.
+                # If not strict, Orbax appends zeros, as padding needs.
                 strict=not any(leaf.padding),
             ),
         )
@@ -260,7 +260,7 @@ def nest(leaves: list[Leaf], function: Callable[[Leaf], Any]) -> dict[str, Any]:
 def find_differences(
     leaves: list[Leaf], stored: Mapping[str, Any], keys: Mapping[str, str]
 ) -> list[str]:
-    """Compares what is stored with what a program needs, before anything large is read.
+    """Compares the stored arrays with a program's state, before anything large is read.
 
     `stored` has a shape and a dtype at each leaf, and `keys` each key's implementation. Returns a
     line for each array that is missing, not expected, or of another shape or dtype.

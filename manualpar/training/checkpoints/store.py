@@ -154,7 +154,7 @@ class Checkpoints:
           program: The program that the state is of.
           state: The state. It may be donated to the next step as soon as this returns.
           step: The number of updates it has seen.
-          extra: What else to keep, such as the data's position and the config.
+          extra: JSON to store too, such as the data's position and the config.
           metrics: Measured on this state, for `best_metric`.
 
         Raises:
@@ -222,9 +222,9 @@ class Checkpoints:
         save sets aside any checkpoints later than the restored one.
 
         Args:
-          program: The program; its shapes and dtypes are those of the checkpoint.
+          program: The program; its shapes and dtypes must equal the checkpoint's.
           step: Which checkpoint; None for the newest.
-          on_corruption: What to do about a damaged one: raise, or take the one before.
+          on_corruption: Whether a damaged checkpoint raises, or the one before is taken.
           report: Called with a sentence for each unexpected event.
 
         Raises:

@@ -16,7 +16,7 @@ MOST_POINTS, FEW_POINTS = 1200, 60  # Points of a line; those of a short line ar
 
 
 def draw_charts(charts: Sequence[Chart], *, title: str) -> tuple[str, bytes]:
-    """Draws charts beside and below each other; without any the picture says so.
+    """Draws charts in a grid; if there is none, the picture says so.
 
     Returns:
       An `<svg>` element for a page, without the title, and a PNG with it.

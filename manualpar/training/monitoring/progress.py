@@ -1,4 +1,4 @@
-"""What a run shows while it trains: a bar in a terminal, plain lines anywhere else.
+"""Shows the progress of a run: a bar in a terminal, plain lines anywhere else.
 
 The bar has one line. The most important numbers come first, the bar itself gives way before a
 number does, and a number that does not fit is left out; the files have every number.

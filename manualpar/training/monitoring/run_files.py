@@ -1,8 +1,8 @@
 """The files of a run: its config, its metrics, its throughput, and TensorBoard's event files.
 
     config.json        the config in force; config.1.json, config.2.json, ... were, before a resume
-    metrics.jsonl      what the training computes: the same lines whether a run was killed or not
-    throughput.jsonl   what depends on the clock and the machine: other lines in every run
+    metrics.jsonl      results of the training: the same lines whether a run was killed or not
+    throughput.jsonl   numbers that depend on clock and machine: other lines in every run
     discarded.jsonl    a line for each resume and rollback, with the lines cut off from those two
     events.out.*       all of the numbers for TensorBoard, an event file for each start
     .lock              locked by the run that writes here, see `manualpar.training.workdir_lock`
@@ -101,7 +101,7 @@ class RunWriter:
         Args:
           workdir: The folder of the run, created if need be.
           config: The config to run with.
-          place: What `place()` returned when the checkpoint was saved; `None` for a new run.
+          place: The result of `place()` at the checkpoint; `None` for a new run.
           step: How many updates were made by then.
           report: Called with a sentence if `throughput.jsonl` is damaged.
           process: The number of this process.
@@ -233,7 +233,7 @@ def _cut_back(
     reason: str,
     report: Callable[[str], None],
 ) -> None:
-    """Cuts files back to the place of the checkpoint of `step`, and keeps what is cut off.
+    """Cuts files back to the place of the checkpoint of `step`, and keeps the lines cut off.
 
     No file is changed if `metrics.jsonl` is not as the checkpoint found it. A damaged
     `throughput.jsonl` stays as it is, because it differs in every run.
