@@ -21,7 +21,7 @@ from manualpar.system.cluster.facts import name_processes
 
 KNOWN_AFTER = 3
 FIRST_SECONDS = 600.0
-# A phase without a limit.
+# A phase that is not watched: the process may take any time.
 UNWATCHED = ""
 CLOSED = "its connection closed"
 NONSENSE = "it sent what no process of this run sends"
