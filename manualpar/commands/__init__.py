@@ -1,1 +1,1 @@
-"""What is typed on a command line: `train`, `inspect`, `plan`, `generate` and others."""
+"""The commands `train`, `inspect`, `plan`, `generate` and others."""

@@ -1,8 +1,7 @@
 """The facts that the processes of a run must agree on, for `Cluster.agree` to compare.
 
-Hosts may differ in where the data lies (its fingerprint and first examples are compared instead),
-how much is read ahead, what is watched, drawn and profiled, and the last number of Python's
-version.
+Hosts may differ in the path of the data (its fingerprint and first examples are compared instead),
+in prefetching, monitoring, reports and profiles, and in the last number of Python's version.
 """
 
 import hashlib
@@ -22,7 +21,7 @@ from manualpar.training.config import flatten_config
 from manualpar.training.experiment import Experiment
 
 PACKAGES = ("manualpar", "jax", "jaxlib", "flax", "optax", "numpy", "orbax-checkpoint")
-# Settings of jax that change what is computed, or its bits.
+# Settings of jax that change the results, or their bits.
 SETTINGS = (
     "jax_enable_x64",
     "jax_default_matmul_precision",
@@ -38,7 +37,7 @@ LOCAL = (
 
 
 def run_facts(command: CommandLine) -> Facts:
-    """The facts of a run before there are devices: its config, its folder, and the versions."""
+    """Collects a run's facts before there are devices: its config, folder and versions."""
     facts = {
         f"config.{name}": _show(value)
         for name, value in flatten_config(command.config).items()
@@ -51,7 +50,7 @@ def run_facts(command: CommandLine) -> Facts:
 
 
 def experiment_facts(experiment: Experiment) -> Facts:
-    """The facts of a run whose data is open and whose program is traced."""
+    """Collects the facts of a run whose data is open and whose program is traced."""
     config, program = experiment.config, experiment.program
     dataset = experiment.task.dataset
     count = min(config.data.batch_size, FIRST_EXAMPLES)

@@ -1,4 +1,4 @@
-"""What the commands `generate` and `evaluate` have in common: which model, on which devices."""
+"""Flags and files that the commands `generate` and `evaluate` share: the model and its devices."""
 
 import argparse
 import io
@@ -28,7 +28,7 @@ from manualpar.training.stored_run import Trained, load_directory, load_run
 
 
 def model_flags(description: str) -> argparse.ArgumentParser:
-    """A parser with the flags that say which model is meant."""
+    """Makes a parser with the flags that choose the model."""
     parser = OneSentenceParser(
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -44,7 +44,7 @@ def model_flags(description: str) -> argparse.ArgumentParser:
 
 
 def run_with_model(flags: argparse.Namespace, work: Callable[[Trained, Generator], None]) -> int:
-    """Loads the model that flags name and works with it, in all processes of a cluster.
+    """Loads the model that flags name and calls `work` with it, in all processes of a cluster.
 
     Returns the exit code.
     """
@@ -72,7 +72,7 @@ def run_with_model(flags: argparse.Namespace, work: Callable[[Trained, Generator
 
 
 def is_main() -> bool:
-    """Whether this process reads what only one can, and writes what only one may."""
+    """Returns whether this process does the reading and writing that only one process may do."""
     return jax.process_index() == 0
 
 
@@ -98,7 +98,7 @@ def write_output(path: AnyPath, text: str) -> None:
 
 
 def read_lines(path: str) -> list[dict[str, Any]]:
-    """The objects of a JSONL file, or of stdin for `-`; other lines are `{"prompt": line}`.
+    """Reads the objects of a JSONL file, or of stdin for `-`; other lines are `{"prompt": line}`.
 
     Raises:
       UsageError: The file cannot be read, or a line of a `.jsonl` file is no JSON object.
@@ -140,12 +140,12 @@ def check_lines(
     texts: Collection[str],
     added: Collection[str],
 ) -> None:
-    """Refuses lines that hold something else than texts, or fields that results would replace.
+    """Refuses lines with fields that are not texts, or that results would replace.
 
     Args:
-      where: What messages call the file.
+      where: The name of the file in messages.
       lines: The lines.
-      texts: Names of fields that are texts where they are there.
+      texts: Names of fields that must be texts if a line has them.
       added: Names of fields that the output adds to each line.
 
     Raises:
@@ -166,7 +166,7 @@ def check_lines(
 
 
 def output_line(fields: Mapping[str, Any]) -> str:
-    """The line of JSON of an object that may hold anything that JSON can."""
+    """Formats an object, which may hold anything that JSON can, as a line of JSON."""
     line = json.dumps(fields, ensure_ascii=False) + "\n"
     try:
         line.encode()

@@ -1,9 +1,9 @@
-"""The command lines of train, compare, inspect and plan: flags, configs, and how they are answered.
+"""Parses and runs the command lines of train, compare, inspect and plan: flags and configs.
 
 A command declares its flags in a `Syntax`. `--config` names a Python file with `get_config()`, and
 `--config.<field>=<value>` sets a field, through `ml_collections.config_flags`. A command that takes
-several configs sets it in all of them. A user's mistake is one sentence, a `UsageError`, and ends
-with exit code 2 and no traceback; a mistake of ours keeps its traceback.
+several configs sets it in all of them. A user's mistake is a `UsageError`. It is shown as one
+sentence, and the exit code is 2. Our own errors keep their traceback.
 """
 
 import contextlib
@@ -69,7 +69,7 @@ WORKDIR = Flag(
 
 
 class NamedConfig(NamedTuple):
-    """A config with its overrides, locked and not yet checked, and what results are named after."""
+    """A config with its overrides, locked and not yet checked, and the name of its results."""
 
     name: str
     path: Path
@@ -78,24 +78,24 @@ class NamedConfig(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class CommandLine:
-    """What a command line asks for: configs, and the value of each flag as an attribute."""
+    """A parsed command line: configs, and the value of each flag as an attribute."""
 
     configs: tuple[NamedConfig, ...]
     flags: types.SimpleNamespace
 
     @property
     def config(self) -> Any:
-        """The config of a command that takes one."""
+        """The config of a command that takes only one."""
         return self.configs[0].config
 
     @property
     def config_path(self) -> Path:
-        """The file that it comes from."""
+        """The file of the config."""
         return self.configs[0].path
 
 
 class Syntax(NamedTuple):
-    """The flags of a command besides `--config` and `--config.<field>`.
+    """The flags of a command in addition to `--config` and `--config.<field>`.
 
     Attributes:
       flags: The flags by name.
@@ -136,7 +136,7 @@ TRAINING = Syntax(
 def flags_parser(
     description: str, default_config: Path, syntax: Syntax = TRAINING
 ) -> Callable[[list[str]], CommandLine]:
-    """Makes the parser that `absl.app.run` takes; `description` is what `--help` shows first.
+    """Makes the parser for `absl.app.run`; `--help` shows `description` first.
 
     It ends the process with code 0 for `--help`, and with code 2 and a sentence for a mistake.
     """
@@ -165,7 +165,7 @@ def parse_command_line(
 ) -> CommandLine:
     """Parses a command line, the program's name first; a mistake is a `UsageError`.
 
-    `flag_values` is where to define the flags, by default where nobody else sees them.
+    The flags are defined in `flag_values`, by default a new object.
     """
     flags = syntax.flags
     flag_values = absl_flags.FlagValues() if flag_values is None else flag_values
@@ -174,7 +174,7 @@ def parse_command_line(
     for name, flag in flags.items():
         define_flag: Any = define.get(flag.kind, absl_flags.DEFINE_string)
         define_flag(name, flag.default, flag.help, flag_values=flag_values)
-    flag_values.set_gnu_getopt()  # The value of an override may be an argument of its own.
+    flag_values.set_gnu_getopt()  # The value of an override may be a separate argument.
     if argv[-1] in ("--config", "-config"):
         raise UsageError(NO_CONFIG)
     with _explained(lambda name: (flags[name].kind, "") if name in flags else None):
@@ -209,7 +209,7 @@ def _path(name: str, value: str, flag: Flag) -> AnyPath:
 
 
 def _check_overrides(arguments: list[str], syntax: Syntax) -> None:
-    """Refuses what neither overrides a field nor is the value of an override."""
+    """Refuses arguments that neither override a field nor are the value of an override."""
     takes_value = False
     for argument in arguments:
         is_override = OVERRIDE.match(argument)
@@ -234,7 +234,7 @@ def _load_configs(paths: Sequence[str], overrides: list[str]) -> tuple[NamedConf
     configs: list[NamedConfig] = []
     for text in paths:
         path = Path(text)
-        # Files of one name are told apart by their folders.
+        # The folder distinguishes files of one name.
         parts = path.with_suffix("").parts[-2 if stems[path.stem] > 1 else -1 :]
         try:
             configs.append(NamedConfig("-".join(parts), path, _load_with(path, overrides)))
@@ -265,9 +265,11 @@ def _load_with(path: Path, overrides: list[str]) -> ml_collections.ConfigDict:
 
     with _explained(kind_of):
         values(arguments)
-    given = [argument.split("=")[0].split(".", 1)[1] for argument in overrides if "." in argument]
+    overridden = [
+        argument.split("=")[0].split(".", 1)[1] for argument in overrides if "." in argument
+    ]
     with users_mistakes():
-        return fill_from_hf(values.config, given=given)
+        return fill_from_hf(values.config, given=overridden)
 
 
 def _check_fields(config: ml_collections.ConfigDict, overrides: Sequence[str]) -> None:
@@ -297,7 +299,7 @@ def _check_fields(config: ml_collections.ConfigDict, overrides: Sequence[str]) -
 
 @contextlib.contextmanager
 def _explained(kind_of: Callable[[str], tuple[type, str] | None]) -> Iterator[None]:
-    """Turns absl's errors into sentences; `kind_of` gives a flag's type, and an example to add."""
+    """Turns absl's errors into sentences; `kind_of` returns a flag's type and an example."""
     try:
         yield
     except absl_flags.IllegalFlagValueError as error:
@@ -312,7 +314,7 @@ def _explained(kind_of: Callable[[str], tuple[type, str] | None]) -> Iterator[No
 
 
 def _help_text(description: str, default_config: Path, flags: Mapping[str, Flag]) -> str:
-    """What `--help` prints: the flags, and the fields of the default config."""
+    """Writes the text of `--help`: the flags, and the fields of the default config."""
     helps = {"config": CONFIG_HELP} | {name: flag.help for name, flag in flags.items()}
     fields = flatten_config(load_config(default_config))
     return "\n".join(
@@ -326,10 +328,11 @@ def _help_text(description: str, default_config: Path, flags: Mapping[str, Flag]
 
 
 def answer(work: Callable[[rich.console.Console], Path]) -> int:
-    """Runs a command that leaves a folder of results, and says how long it took and where they are.
+    """Runs a command that writes a folder of results, and prints its time and the folder.
 
-    `work` returns the folder. A mistake of the user's is a `UsageError`. On Ctrl-C the argument of
-    a `KeyboardInterrupt`, if it has one, says what was written. Returns the exit code.
+    `work` returns the folder, and raises a `UsageError` for a user's mistake. On Ctrl-C, the
+    argument of its `KeyboardInterrupt` (if any) tells which files were written. Returns the exit
+    code.
     """
     started = time.perf_counter()
     quiet_absl()
@@ -354,7 +357,7 @@ def quiet_absl() -> None:
 
 @contextlib.contextmanager
 def users_mistakes(where: str = "") -> Iterator[None]:
-    """Within, a `ValueError` is about what the user asked for; the sentence begins with `where`."""
+    """Turns a `ValueError` into a `UsageError`, whose sentence begins with `where`."""
     try:
         yield
     except ValueError as error:
@@ -366,7 +369,7 @@ def results_folder(folder: Path | None, parent: Path, *, flag: str = "--workdir"
     """Creates the folder that a flag names, or the next of `parent`, to write results into.
 
     Raises:
-      UsageError: It cannot be written to, then or within the context.
+      UsageError: It cannot be written to, now or inside the context.
     """
     try:
         folder = folder or create_numbered_folder(parent)
@@ -379,5 +382,5 @@ def results_folder(folder: Path | None, parent: Path, *, flag: str = "--workdir"
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes a JSON file that people read too."""
+    """Writes a JSON file that people can read."""
     path.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Says what a run would find here, for those who look for a fault and for reports of one.
+"""Shows the software and devices that a run would use here, to find a fault or to report it.
 
     python -m manualpar.doctor                                 # this machine
     python -m manualpar.doctor --config=configs/fsdp_lm.py     # and whether this would run on it
@@ -7,7 +7,7 @@
 It prints versions, settings, devices, the mesh and its links, and the loss of one small step of
 FSDP over all devices, compared with one device. With a config it does all that a run does before it
 compiles: the fields are checked, the data is opened, the program is traced and its memory counted.
-Of the environment only what JAX, XLA and this package read is shown, and no value of a secret.
+It shows only environment variables that JAX, XLA and this package read, and no value of a secret.
 
 The exit code is 0, or 2 if something would not run.
 """
@@ -50,7 +50,7 @@ ACCELERATORS = ("libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-nccl
 SETTINGS = re.compile(r"(JAX|XLA|LIBTPU|TPU|NCCL|CUDA|MANUALPAR)_|OMP_NUM_THREADS$")
 SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|CREDENTIAL")
 WITHIN = "all devices within one host"
-ROWS, FEATURES = 8, 64  # Of the small step, for each device.
+ROWS, FEATURES = 8, 64  # The size of the small step, for each device.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Fact:
 
 
 def software_facts() -> Iterator[Fact]:
-    """Versions, optional packages and settings; no device is asked for."""
+    """Yields versions, optional packages and settings; starts no backend."""
     yield Fact("python", f"{platform.python_version()}, {platform.platform()}")
     yield Fact("cores", str(os.cpu_count()))
     for package in PACKAGES:
@@ -71,7 +71,9 @@ def software_facts() -> Iterator[Fact]:
     found = {package: _version(package) for package in ACCELERATORS}
     yield from (Fact(package, version) for package, version in found.items() if version)
     for extra in dict.fromkeys(extra for extra, _ in MODULES.values()):
-        names = [package for own, package in MODULES.values() if own == extra]
+        names = [
+            package for extra_of_module, package in MODULES.values() if extra_of_module == extra
+        ]
         shown = ", ".join(f"{name} {_version(name) or '-'}" for name in names)
         yield Fact(f"extra {extra}", shown)
     for name, value in sorted(os.environ.items()):
@@ -80,7 +82,7 @@ def software_facts() -> Iterator[Fact]:
 
 
 def device_facts() -> Iterator[Fact]:
-    """The devices, how they are connected, and whether a step over them is right."""
+    """Yields the devices, how they are connected, and whether a step over them is right."""
     devices = jax.devices()
     kinds = ", ".join(dict.fromkeys(device.device_kind for device in devices))
     yield Fact("devices", f"{len(devices)} of {kinds} ({devices[0].platform})")
@@ -94,7 +96,7 @@ def device_facts() -> Iterator[Fact]:
 
 
 def config_facts(config: Any) -> Iterator[Fact]:
-    """Whether a config would run, as far as one can tell before anything is compiled."""
+    """Checks whether a config would run, as far as is known before compilation."""
     # These need the extra.
     from manualpar.system.reports.tables import describe_bytes
     from manualpar.training.devices import describe_mesh
@@ -140,7 +142,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _prepare_devices(argv: Sequence[str]) -> Any:
-    """The config that a command line names, with the devices that a run of it would simulate."""
+    """Loads the config of a command line, and simulates the devices that its run would simulate."""
     if not argv[1:]:
         return None
     if not any(re.match(r"--?config(=|$)", argument) for argument in argv[1:]):

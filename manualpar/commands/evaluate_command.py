@@ -1,4 +1,4 @@
-"""The command that says how likely a model finds texts: perplexity, bits per byte, completions."""
+"""Evaluates a model on texts: perplexity, bits per byte, and likelihoods of completions."""
 
 import argparse
 import json
@@ -22,18 +22,18 @@ from manualpar.models.generation.scoring import Score, score_completions, score_
 from manualpar.system.storage import AnyPath, path_flag
 from manualpar.training.stored_run import Trained
 
-# Of a model whose training nobody knows.
+# The length for a model whose training length is not known.
 MAX_LENGTH = 2048
 
 
 def evaluate_command(argv: Sequence[str], description: str) -> int:
-    """Measures what a command line asks for; returns the exit code."""
+    """Evaluates the texts of a command line; returns the exit code."""
     parser = model_flags(description)
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument(
+    texts_group = parser.add_mutually_exclusive_group()
+    texts_group.add_argument(
         "--text", type=path_flag, help='A text, or JSONL with "text": its perplexity.'
     )
-    what.add_argument(
+    texts_group.add_argument(
         "--completions",
         type=path_flag,
         help='JSONL with "context" and "completion": log-likelihoods.',
@@ -57,7 +57,7 @@ def evaluate_command(argv: Sequence[str], description: str) -> int:
 
 
 def summary(scores: Sequence[Score], num_bytes: int) -> dict[str, Any]:
-    """The measures of texts that have so many bytes together; 0 if nobody knows."""
+    """Computes the measures of texts of `num_bytes` bytes together; 0 if that is not known."""
     nats = -sum(score.log_likelihood for score in scores)
     tokens = sum(score.num_tokens for score in scores)
     found: dict[str, Any] = {"tokens": tokens, "loss": nats / tokens}
@@ -90,7 +90,7 @@ def _text(trained: Trained, generator: Generator, path: AnyPath, length: int) ->
 
 
 def _test_split(trained: Trained, generator: Generator) -> dict[str, Any]:
-    """The test split as the run measures it: packed sequences, each by itself."""
+    """Measures the test split as the run does: packed sequences, each by itself."""
     if trained.dataset is None:
         raise UsageError("--hf has no test split, expected --text or --completions.")
     split = trained.dataset.test

@@ -1,4 +1,4 @@
-"""The command that answers prompts: one on the terminal as it comes, or many as JSONL."""
+"""Generates answers to prompts: one on the terminal while it is generated, or many as JSONL."""
 
 import argparse
 from collections.abc import Sequence
@@ -19,12 +19,12 @@ from manualpar.models.generation.generator import Answer, Generator, Prompt
 from manualpar.system.storage import path_flag
 from manualpar.training.stored_run import Trained
 
-# What a line of answers has besides the fields of its prompt.
+# The fields of an answer's line in addition to the fields of its prompt.
 ADDED = ("text", "ending", "tokens")
 
 
 def generate_command(argv: Sequence[str], description: str) -> int:
-    """Answers what a command line asks; returns the exit code."""
+    """Answers the prompts of a command line; returns the exit code."""
     parser = model_flags(description)
     prompts = parser.add_mutually_exclusive_group(required=True)
     prompts.add_argument("--prompt", help="The text to go on with.")
@@ -73,7 +73,7 @@ def _answer_all(
 def _prompts(
     trained: Trained, flags: argparse.Namespace, lines: Sequence[dict[str, Any]]
 ) -> list[Prompt]:
-    """The prompts of lines; those of chats are tokens, because their template may write others."""
+    """Makes the prompts of lines; a chat becomes the tokens that its template writes."""
     prompts: list[Prompt] = []
     chats = None
     for number, line in enumerate(lines, 1):

@@ -1,7 +1,7 @@
-"""The commands that bring somebody else's model into a workdir, and write a workdir's as files.
+"""Imports a model of Hugging Face's into a workdir, and exports a workdir's model as files.
 
 An imported model is a checkpoint at step 0. Its `config.json` and tokenizer are copied into the
-workdir's folder `model`, so that training goes on from there without the directory it came from.
+workdir's folder `model`, so that training does not need the original directory.
 """
 
 import contextlib
@@ -76,22 +76,22 @@ def _import(command: CommandLine, say: Callable[[str], None]) -> None:
                     stack.enter_context(lock_workdir(workdir, report=say))
                 except UsageError as error:
                     raise ValueError(str(error)) from None
-                _check_new(workdir)  # Another import may have ended since it was asked first.
+                _check_new(workdir)  # Another import may have ended since the first check.
         _import_into(workdir, command, say)
 
 
 def _import_into(workdir: AnyPath, command: CommandLine, say: Callable[[str], None]) -> None:
     started = time.perf_counter()
-    own = workdir / MODEL_FOLDER
+    model_folder = workdir / MODEL_FOLDER
     with failing_together():
         source = model_directory(command.config.model.from_hf)
         if jax.process_index() == 0:
-            with writing("import_hf", own):
-                _copy_small_files(source, own)
+            with writing("import_hf", model_folder):
+                _copy_small_files(source, model_folder)
     config = command.config.copy_and_resolve_references().unlock()
     if config.data.tokenizer == config.model.from_hf:
-        config.data.tokenizer = ""  # That of the copy.
-    config.model.from_hf = str(own)
+        config.data.tokenizer = ""  # The copy has its own tokenizer.
+    config.model.from_hf = str(model_folder)
     experiment = prepare(fill_from_hf(config.lock()))
     with open_checkpoints(experiment.config, workdir) as checkpoints:
         loaded = load(experiment.program, source, config.seed)
@@ -110,7 +110,7 @@ def _import_into(workdir: AnyPath, command: CommandLine, say: Callable[[str], No
     )
     say(
         f"to train it: python -m experiments.fsdp --config={command.config_path} "
-        f"--config.model.from_hf={own} --workdir={workdir}"
+        f"--config.model.from_hf={model_folder} --workdir={workdir}"
     )
 
 
@@ -154,7 +154,7 @@ def export_command(argv: Sequence[str]) -> int:
             like=like,
             family=flags.family,
             dtype=flags.dtype,
-            # The data knows it: that of token files lies beside them.
+            # The data has it: the tokenizer of token files is in their folder.
             tokenizer=next(iter(dataset.tokenizer.files), None) if like is None else None,
             max_shard_bytes=flags.max_shard_bytes,
         )
@@ -172,13 +172,13 @@ def export_command(argv: Sequence[str]) -> int:
 
 
 def peak_memory() -> int:
-    """The most bytes of memory that this process has had."""
+    """Returns the largest memory that this process has used, in bytes."""
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024
 
 
 def _answer(start: Callable[[], Cluster], work: Callable[[Callable[[str], None]], None]) -> int:
-    """Runs a command in all processes, and says a user's mistake in a sentence."""
+    """Runs a command in all processes, and shows a user's mistake as one sentence."""
     try:
         with start() as cluster:
             try:
@@ -194,7 +194,7 @@ def _answer(start: Callable[[], Cluster], work: Callable[[Callable[[str], None]]
 
 
 def _code(error: Exception) -> int:
-    """The exit code for an error that is told in a sentence."""
+    """Returns the exit code for an error that is shown as one sentence."""
     code = exit_code(error)
     return USAGE_EXIT_CODE if code == FAILED_EXIT_CODE else code
 
@@ -205,14 +205,14 @@ def _check_new(workdir: AnyPath) -> None:
 
 
 def _copy_small_files(source: Path, folder: AnyPath) -> None:
-    """Copies the config and the tokenizer of a model, in place of those that are there."""
+    """Copies the config and the tokenizer of a model, and replaces existing ones."""
     if isinstance(folder, Path):
         folder.mkdir(parents=True, exist_ok=True)
     for name in (CONFIG_FILE, *TOKENIZER_FILES):
         if (source / name).exists():
             with open_file(source / name, follow_links=True) as file:
                 (folder / name).write_bytes(file.read())
-        elif isinstance(folder, BucketPath):  # Of another model, whose import has failed.
+        elif isinstance(folder, BucketPath):  # Of another model, whose import failed.
             (folder / name).delete()
         else:
             (folder / name).unlink(missing_ok=True)

@@ -1,11 +1,11 @@
-"""What the steps of configs send, hold and compute, before one of them runs.
+"""Shows the communication, memory and FLOPs of configs' steps, before one of them runs.
 
 Each config is traced and, unless it is for too many devices to simulate, compiled; nothing is
-trained. The ledgers are printed, written as JSON, drawn, compared with older ones, and held against
+trained. The ledgers are printed, written as JSON, drawn, and compared with older ones and with
 budgets. The folder of the results has
 
     <config>.json   the ledger, see `manualpar.inspect.step_ledger`, and the config
-    inspect.png     all of them, see `manualpar.commands.inspection_picture`
+    inspect.png     all ledgers, see `manualpar.commands.inspection_picture`
     <config>.schedule.png   with --schedule, the schedule of its pipeline
 
 The exit code is 1 if a budget is broken.
@@ -99,9 +99,9 @@ INSPECT_FLAGS: Mapping[str, Flag] = {
 
 
 def inspect_syntax(chip_memory: Callable[[str], int]) -> Syntax:
-    """The flags, refined so that `compile` is never `None`, and `memory` is a `Bound` if given.
+    """Returns the flags, where `compile` is never `None` and `memory` is a `Bound` if given.
 
-    `chip_memory` returns the bytes of a chip of a name, or raises `ValueError`.
+    `chip_memory` returns the bytes of the chip with a name, or raises `ValueError`.
     """
 
     def refine(line: CommandLine) -> None:
@@ -120,7 +120,7 @@ def inspect_syntax(chip_memory: Callable[[str], int]) -> Syntax:
 
 
 def _read_memory(text: str, chip_memory: Callable[[str], int]) -> Bound:
-    """The memory of a device: a size, or that of a chip."""
+    """Parses the memory of a device: a size, or a chip's name."""
     if size := parse_size(text):
         return Bound("device", size)
     with users_mistakes(f"--memory={text}: expected a size such as 16GiB, or a chip: "):
@@ -128,7 +128,7 @@ def _read_memory(text: str, chip_memory: Callable[[str], int]) -> Bound:
 
 
 def inspect_command(line: CommandLine) -> int:
-    """Does what a command line asks for, for `absl.app.run`; returns the exit code."""
+    """Runs a command line, for `absl.app.run`; returns the exit code."""
     broken: list[str] = []
     code = answer(lambda console: _inspect(line, console, broken))
     for sentence in broken:
@@ -139,13 +139,13 @@ def inspect_command(line: CommandLine) -> int:
 def read_ledger(
     named: NamedConfig, *, devices: int | None, compile: bool, needs_pipeline: bool = False
 ) -> dict[str, Any]:
-    """Traces the step of a config, for so many devices or those there are; compiles it if asked to.
+    """Traces the step of a config, for `devices` devices or the existing ones; may compile it.
 
     Returns:
       `Ledger.to_json()`, and `config_file`, `config`, `devices`, `jax`; `predicted_is_bound`:
-      whether the closed form is the most that is sent; `predicted_layers`: the closed form of what
-      split layers send, `None` if there is none; `schedule`: see `read_schedule`; and `parts`: see
-      `trained_parts`. Compiled collectives have a `purpose` and a `module` as far as XLA has kept
+      whether the closed form is an upper bound; `predicted_layers`: the closed form of split
+      layers' collectives, `None` if there is none; `schedule`: see `read_schedule`; and `parts`:
+      see `trained_parts`. Compiled collectives have a `purpose` and a `module` if XLA has kept
       them, joined with `+` where XLA merged several.
 
     Raises:
@@ -202,12 +202,12 @@ def _predict_layers(experiment: Experiment, stage: int) -> Json | None:
 def _inspect(line: CommandLine, console: rich.console.Console, broken: list[str]) -> Path:
     """Returns the folder of the results; adds a sentence for each broken limit."""
     flags, names = line.flags, [named.name for named in line.configs]
-    with users_mistakes():  # All that can be checked and read before something is traced.
+    with users_mistakes():  # Everything that can be checked and read before tracing.
         require(PICTURE, "matplotlib")
         budgets = {} if flags.write_budget else _read_budgets(flags.budget, names)
         earlier = {name: _read_earlier(flags.against, name) for name in names if flags.against}
         if flags.output:
-            check_workdir(flags.output, "--output")  # What was inspected may be written again.
+            check_workdir(flags.output, "--output")  # An inspected config may be written again.
     ledgers = _read_ledgers(line, console)
     if len(ledgers) > 1:
         print_summary(console, ledgers)
@@ -238,7 +238,7 @@ def _inspect(line: CommandLine, console: rich.console.Console, broken: list[str]
 def _read_ledgers(line: CommandLine, console: rich.console.Console) -> dict[str, Json]:
     """Reads and prints the ledger of each config."""
     flags = line.flags
-    if flags.compile or flags.devices is None:  # Otherwise no device is needed.
+    if flags.compile or flags.devices is None:  # Otherwise it needs no device.
         try:
             simulate_devices(flags.devices)
         except RuntimeError as error:
@@ -280,7 +280,7 @@ def _write_budgets(path: Path, ledgers: Mapping[str, Json]) -> None:
 
 
 def _read_earlier(against: Path, name: str) -> tuple[Path, Json]:
-    """The ledger to compare with, and its file."""
+    """Reads the ledger to compare with; returns its file too."""
     path = against / f"{name}.json" if against.is_dir() else against
     try:
         found = read_object(path, follow_links=True)

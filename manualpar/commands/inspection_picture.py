@@ -1,7 +1,7 @@
-"""Ledgers as a picture: for each step the bytes that it sends, by purpose, and that it holds.
+"""Draws ledgers: for each step the bytes that it sends, by purpose, and the bytes that it holds.
 
-Lines mark what the bytes can be compared with: the closed form of the strategy, the compiled step,
-and bounds such as the memory of a chip.
+Lines mark numbers to compare with: the closed form of the strategy, the compiled step, and bounds
+such as the memory of a chip.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from manualpar.system.reports import pictures
 from manualpar.system.reports.pictures import Bar
 from manualpar.system.reports.tables import describe_bytes
 
-# Blue is for parameters, red for gradients, green for activations; the others send little.
+# Blue is for parameters, red for gradients, green for activations; other purposes send little.
 PURPOSE_COLORS = {
     purposes.GATHER_SCOPE: pictures.BLUE,
     purposes.REGATHER: pictures.SKY,
@@ -32,14 +32,14 @@ PURPOSE_COLORS = {
     purposes.EXAMPLES_SCOPE: pictures.GREEN,
     purposes.OPTIMIZER_SCOPE: pictures.PINK,
 }
-ONE_SCALE = 12.0  # Beyond this ratio the smallest step could not be seen on one scale.
-NEAR = 2.5  # A bound that is this many times larger is written, not drawn.
+ONE_SCALE = 12.0  # Beyond this ratio the smallest step is invisible on one scale.
+NEAR = 2.5  # A bound this many times larger is shown as text only.
 # The lines across bars.
 CLOSED_FORM, COMPILED, BOUND = "-", ":", "--"
 
 
 class Bound(NamedTuple):
-    """A limit on memory, and what it is called."""
+    """A limit on memory, with its name."""
 
     name: str
     size: int
@@ -98,7 +98,7 @@ def draw_ledgers(
 
 
 def _sent(ledger: Json) -> _Panel:
-    """What a step sends by purpose, the most bytes first."""
+    """Makes the panel of bytes that a step sends by purpose, the most bytes first."""
     sums = sent_by(read_collectives(ledger), "purpose")
     parts = [
         (f"{purpose}  {sent.times:,} ×", sent.bytes, PURPOSE_COLORS.get(purpose, pictures.GREY))
@@ -113,7 +113,7 @@ def _sent(ledger: Json) -> _Panel:
 
 
 def _held(ledger: Json, bounds: Sequence[Bound]) -> _Panel:
-    """What a step holds at its peak by class."""
+    """Makes the panel of a step's peak memory by class."""
     if not (memory := ledger["memory"]):
         return _Panel([Bar("memory: not known", [], "")], [])
     colors = {**pictures.MEMORY_COLORS, "other": pictures.GREY}
@@ -152,7 +152,7 @@ def _draw_panel(axes: Any, panel: _Panel, end: float) -> None:
 
 
 def _ends(longest: Sequence[float]) -> list[float]:
-    """The ends of the scales: the same for all steps, unless some could not be seen then."""
+    """Chooses the ends of the scales: the same for all steps, unless some bars became invisible."""
     shown = [length for length in longest if length] or [1.0]
     if max(shown) <= ONE_SCALE * min(shown):
         return [pictures.ROOM * max(shown)] * len(longest)

@@ -1,6 +1,6 @@
 """Ledgers and their differences as tables; every number is of one device in one step.
 
-What is printed is the JSON that is also written to files, see `manualpar.commands.inspect_command`.
+The tables show the JSON that is also written to files, see `manualpar.commands.inspect_command`.
 """
 
 import functools
@@ -35,14 +35,14 @@ from manualpar.system.reports.tables import (
 )
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute")
-MOST_MODULES = 24  # In a table; the file has all.
+MOST_MODULES = 24  # Rows of a table; the JSON file has all of them.
 MOST_CHANGES = 40
 _OF_LAYERS = (*LAYER_SCOPES, CAST_SCOPE)
-# Of the totals of a ledger those that stand side by side, by their headers.
+# The totals of a ledger in the table of all configs, by their headers.
 SUMMARY = {
     "collectives": "collectives",
     "sent": "bytes sent",
-    "closed form": "",  # It is no total.
+    "closed form": "",  # It is not a total.
     "compiled": "compiled: bytes sent",
     "FLOPs": "FLOPs",
     "memory": "memory: peak",
@@ -89,7 +89,7 @@ def print_summary(console: rich.console.Console, ledgers: Mapping[str, Json]) ->
 def print_difference(
     console: rich.console.Console, name: str, found: Difference, against: object
 ) -> None:
-    """Prints how a ledger differs from one that was written earlier."""
+    """Prints how a ledger differs from an earlier one."""
     if found.is_empty:
         print_line(console, f"{name}: no difference to {against}")
         return
@@ -117,7 +117,7 @@ def print_difference(
 
 
 def print_verdict(console: rich.console.Console, name: str, verdict: Verdict) -> None:
-    """Prints whether a budget is kept, and what of it has slack; broken limits are errors."""
+    """Prints whether a budget is kept, and which limits have slack; broken limits are errors."""
     if not verdict.broken:
         print_line(console, f"{name}: the budget is kept")
     for key in verdict.unchecked:
@@ -128,7 +128,7 @@ def print_verdict(console: rich.console.Console, name: str, verdict: Verdict) ->
 
 
 def read_collectives(ledger: Json) -> list[Json]:
-    """The collectives to show: the traced ones or, where the compiler inserts them, the compiled.
+    """Returns the traced collectives, or the compiled ones if the compiler inserts them.
 
     The axes of a compiled collective are not known, only their number of devices.
     """
@@ -139,7 +139,7 @@ def read_collectives(ledger: Json) -> list[Json]:
 
 
 def describe_fit(peak: int, name: str, size: int) -> str:
-    """Whether a step with this peak of memory fits into some memory, and how well."""
+    """Describes whether a step with this peak fits into some memory, and with how much room."""
     there = f"the {name}'s {describe_bytes(size)}"
     if peak > size:
         return f"does not fit {there}, by {describe_bytes(peak - size)}"
@@ -148,7 +148,7 @@ def describe_fit(peak: int, name: str, size: int) -> str:
 
 
 def explain_closed_form(ledger: Json) -> str:
-    """Why the closed form and the traced step differ; `""` if there is nothing to compare."""
+    """Explains why closed form and traced step differ; `""` if there is nothing to compare."""
     predicted = ledger["predicted_bytes"]
     if predicted is None or not ledger["collectives"]:
         return ""
@@ -215,7 +215,7 @@ def _print_axes(console: rich.console.Console, ledger: Json) -> None:
 
 
 def _print_trained(console: rich.console.Console, parts: Json) -> None:
-    """Prints what is trained and what is frozen, side by side."""
+    """Prints the trained and the frozen parameters side by side."""
     rows = []
     for name in ("trained", "frozen"):
         part, is_trained = parts[name], name == "trained"
@@ -232,7 +232,7 @@ def _print_trained(console: rich.console.Console, parts: Json) -> None:
 
 
 def _print_modules(console: rich.console.Console, ledger: Json) -> None:
-    """Prints what each module sends and computes, the largest first; those alike in one line."""
+    """Prints the bytes and FLOPs of each module, the largest first; equal modules share a line."""
     sums = {module: sent for (module,), sent in sent_by(read_collectives(ledger), "module").items()}
     flops: Mapping[str, int] = ledger["flops"]["by_module"]
     alike: defaultdict[tuple[str, int, float, int], list[str]] = defaultdict(list)
@@ -267,34 +267,36 @@ def _print_parts(
     describe: Callable[[float | None], str],
 ) -> None:
     """Prints numbers of which the last one is the sum of the others."""
-    *parts, (last, whole) = numbers.items()
-    rows = [(name, describe(part), describe_share(part, whole)) for name, part in parts]
-    print_table(console, (title, "", "share"), rows, last=(last, describe(whole), ""))
+    *parts, (last, total) = numbers.items()
+    rows = [(name, describe(part), describe_share(part, total)) for name, part in parts]
+    print_table(console, (title, "", "share"), rows, last=(last, describe(total), ""))
 
 
 def _print_readings(console: rich.console.Console, ledger: Json) -> None:
     """Prints the closed form, the traced step and the compiled step side by side."""
     compiled, memory = ledger["compiled"], ledger["memory"]
-    held = f"{describe_bytes(memory['peak'])} peak" if memory else UNKNOWN
+    memory_text = f"{describe_bytes(memory['peak'])} peak" if memory else UNKNOWN
     flops, sent = ledger["flops"]["total"], ledger["bytes"]["total"]
-    readings = [("jaxpr", sent, ledger["counts"], flops, held)]
+    readings = [("jaxpr", sent, ledger["counts"], flops, memory_text)]
     if compiled:
-        held = " + ".join(describe_bytes(compiled[name]) for name in ("arguments", "temporaries"))
+        memory_text = " + ".join(
+            describe_bytes(compiled[name]) for name in ("arguments", "temporaries")
+        )
         numbers = compiled["bytes"], compiled["counts"], compiled["flops"]
-        readings.append(("compiled", *numbers, f"{held} temporaries"))
+        readings.append(("compiled", *numbers, f"{memory_text} temporaries"))
     kinds = [kind for kind in KINDS if any(kind in counts for _, _, counts, _, _ in readings)]
     rows = []
     if ledger["predicted_bytes"]:
         rows.append(["closed form", _closed_form(ledger), *[UNKNOWN] * (len(kinds) + 2)])
-    for name, sent, counts, flops, held in readings:
+    for name, sent, counts, flops, memory_text in readings:
         times = (f"{counts.get(kind, 0):,}" for kind in kinds)
-        rows.append([name, describe_bytes(sent), *times, describe_flops(flops), held])
+        rows.append([name, describe_bytes(sent), *times, describe_flops(flops), memory_text])
     headers = [kind.replace("_", "-\n", 1) for kind in kinds]
     print_table(console, ("reading", "sent", *headers, "FLOPs", "memory"), rows)
 
 
 def _closed_form(ledger: Json, axes: str = "") -> str:
-    """The bytes of the closed form, in all or over some axes."""
+    """Formats the bytes of the closed form, in all or over some axes."""
     if not (predicted := ledger["predicted_bytes"]):
         return UNKNOWN
     both = [predicted, ledger.get("predicted_layers") or {"total": 0, "by_axes": {}}]
@@ -305,7 +307,7 @@ def _closed_form(ledger: Json, axes: str = "") -> str:
 
 
 def _describe(total: str, number: float | None) -> str:
-    """The total of a ledger that has this name."""
+    """Formats a total of a ledger by its name."""
     if total.startswith("FLOPs"):
         return describe_flops(number)
     return (describe_count if total.endswith("collectives") else describe_bytes)(number)
@@ -319,7 +321,7 @@ def _describe_more(total: str, before: float | None, after: float | None) -> str
 
 
 def _describe_sent(sent: Sent | None, other: Sent | None) -> str:
-    """What some collectives carry, with as much of it as tells them from the others."""
+    """Describes some collectives: count, dtypes, and shapes if `other` has other shapes."""
     if sent is None:
         return UNKNOWN
     text = f"{sent.times:,} x {', '.join(sent.dtypes)}"

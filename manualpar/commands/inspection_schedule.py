@@ -1,4 +1,4 @@
-"""The schedule of a config's pipeline: its table as text, and the time that each stage computes."""
+"""Shows the schedule of a config's pipeline: its table as text, and each stage's compute time."""
 
 from typing import Any
 
@@ -13,14 +13,14 @@ from manualpar.layers.pipeline.schedule_text import describe_schedule
 from manualpar.layers.pipeline.schedules import make_table
 from manualpar.system.reports.tables import describe_flops, describe_share, print_line, print_table
 
-MOST_TICKS = 100  # That are drawn as text.
+MOST_TICKS = 100  # Ticks of a table that is printed.
 
 
 def read_schedule(program: Program) -> Json | None:
-    """The schedule of a step, what parts of it compute, and its bubble; `None` if it has none.
+    """Reads the schedule of a step, its parts' FLOPs, and its bubble; `None` if it has none.
 
-    `bubble` is a device's share of idle time if it computes chunks alone. `idle_share` counts the
-    rest of the model too, of which only the first and the last stage have a part.
+    `bubble` is a device's share of idle time if it computes only chunks. `idle_share` counts the
+    rest of the model too, which only the first and the last stage compute.
     """
     run = program.step.pipeline
     if not isinstance(run, PipelineRun):
@@ -43,7 +43,7 @@ def read_schedule(program: Program) -> Json | None:
 
 
 def table_and_costs(schedule: Json) -> tuple[Table, Costs]:
-    """What `read_schedule` has put into a ledger."""
+    """Reads back the table and the costs that `read_schedule` has put into a ledger."""
     sizes = (schedule[name] for name in ("num_stages", "num_microbatches", "chunks"))
     return make_table(schedule["schedule"], *sizes), Costs(**schedule["flops"])
 

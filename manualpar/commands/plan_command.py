@@ -1,8 +1,8 @@
-"""The command of the planner: flags, what they ask for, files and what is printed.
+"""Runs the planner from a command line, prints its estimates and writes its files.
 
-With `--compiler=auto`, the default, a step for TPUs is compiled by XLA's TPU compiler where libtpu
-is installed, and its plan stands beside the roofline's; `tpu` insists on it, `none` asks for the
-roofline alone. GPU clusters are the roofline's.
+With `--compiler=auto`, the default, XLA's TPU compiler compiles a step for TPUs if libtpu is
+installed, and its estimate is shown next to the roofline's. `tpu` requires the compiler, `none`
+uses only the roofline. GPU clusters have only the roofline.
 """
 
 import functools
@@ -64,7 +64,7 @@ WITHOUT_CLOSED_FORM = (
     *("optimizer.trainable", "optimizer.ema_decay"),
     *("parallel.frozen_dtype", "parallel.regather_axes", "parallel.error_feedback"),
 )
-# Of the fastest layouts so many are traced.
+# Number of the fastest layouts to trace.
 TRACED = 2
 FLAGS: Mapping[str, Flag] = {
     "topology": Flag(
@@ -144,14 +144,14 @@ PLANNING = Syntax(
 
 
 def plan_command(command: CommandLine) -> int:
-    """Does what a command line asks for, for `absl.app.run`; returns the exit code."""
+    """Runs a command line, for `absl.app.run`; returns the exit code."""
 
     def work(console: rich.console.Console) -> Path:
         with users_mistakes():
             require("the picture of a plan", "matplotlib")
             if command.flags.workdir:
                 check_workdir(command.flags.workdir)
-            # Nothing is written before everything is known.
+            # Nothing is written before all estimates exist.
             flags = command.flags
             work = _sweep if flags.sweep else _layouts if flags.layouts else _plan
             write = work(command, console)
@@ -165,7 +165,7 @@ def plan_command(command: CommandLine) -> int:
 
 
 def _plan(command: CommandLine, console: rich.console.Console) -> Callable[[Path], None]:
-    """Plans the config as it is, prints that, and returns what writes it into a folder."""
+    """Estimates the config as it is, prints that, and returns a function that writes it."""
     config, topology = command.config, command.flags.topology
     plans: list[StepEstimate] = []
     experiment = _prepare(command)
@@ -206,7 +206,7 @@ def _plan(command: CommandLine, console: rich.console.Console) -> Callable[[Path
 
 
 def _prepare(command: CommandLine) -> Experiment:
-    """Builds what the config describes, on as many devices as the topology has."""
+    """Builds the experiment of the config, on as many devices as the topology has."""
     devices = command.flags.topology.num_devices
     return prepare_planned(command.config, devices=devices, vocab_size=command.flags.vocab_size)
 
@@ -225,9 +225,10 @@ def _wants_compiler(command: CommandLine, console: rich.console.Console) -> bool
 
 
 def _sweep(command: CommandLine, console: rich.console.Console) -> Callable[[Path], None]:
-    """Compares candidates and how some of them scale, prints that, and returns what writes it."""
+    """Compares candidates, and the scaling of some; returns a function that writes the results."""
     config, topology = command.config, command.flags.topology
-    builder = Builder(config, _prepare(command).task)  # Refuses what no candidate could mend.
+    # This refuses a config that no candidate could mend.
+    builder = Builder(config, _prepare(command).task)
     report = functools.partial(print_line, console)
     outcomes = sweep(builder, topology, report=report)
     fastest: dict[str, Candidate] = {}
@@ -252,7 +253,7 @@ def _sweep(command: CommandLine, console: rich.console.Console) -> Callable[[Pat
 
 
 def _layouts(command: CommandLine, console: rich.console.Console) -> Callable[[Path], None]:
-    """Ranks all layouts, prints the fastest, and returns what writes them."""
+    """Ranks all layouts, prints the fastest, and returns a function that writes them."""
     config, topology = command.config, command.flags.topology
     model = planned_task(config, command.flags.vocab_size).model
     if not isinstance(model, Transformer) or config.parallel.rules:

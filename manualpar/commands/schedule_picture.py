@@ -1,4 +1,4 @@
-"""A schedule of a pipeline as a picture: what each stage does when, and how much it keeps."""
+"""Draws the schedule of a pipeline: the work of each stage over time, and the inputs it keeps."""
 
 from pathlib import Path
 from typing import Any
@@ -10,24 +10,24 @@ from manualpar.layers.pipeline.schedule_text import describe_place
 from manualpar.system.reports import pictures
 from manualpar.system.reports.tables import describe_flops, describe_share
 
-# Of F and of B, by chunks from the input of the model on; they begin again where they end.
+# Colours of F and of B, by chunk from the model's input on; used again from the start if needed.
 COLORS = {"F": (pictures.BLUE, pictures.SKY), "B": (pictures.RED, pictures.ORANGE)}
 IDLE = "#EEF0F2"
-MOST_NUMBERS = 48  # The ticks of which each has room for a number.
+MOST_NUMBERS = 48  # The most ticks with a number in each.
 MOST_NAMED = 8
 
 
 def draw_schedule(table: Table, path: Path, *, title: str, costs: Costs | None = None) -> None:
-    """Draws a table into a PNG file: time to the right, a row for each stage, what is kept below.
+    """Draws a table into a PNG file: time to the right, a row per stage, kept inputs below.
 
-    A tick is as wide as its slowest stage is slow.
+    The width of a tick is the time of its slowest stage.
 
     Args:
       table: The table.
       path: The file.
       title: The title.
-      costs: The operations of parts of a tick. Without them a B takes two F, and nothing else
-        takes time.
+      costs: The operations of parts of a tick. Without them a B takes as long as two F, and
+        nothing else takes time.
 
     Raises:
       MissingExtraError: matplotlib is not installed.
@@ -44,7 +44,7 @@ def draw_schedule(table: Table, path: Path, *, title: str, costs: Costs | None =
 
 
 def _starts(table: Table, costs: Costs) -> np.ndarray:
-    """When each tick starts, and when the last one ends."""
+    """Returns when each tick starts, and when the last one ends."""
     return np.concatenate([[0.0], np.cumsum(table.tick_times(costs))])
 
 

@@ -1,4 +1,4 @@
-"""Training from a command line to an exit code of `manualpar.training.exit_codes`."""
+"""Trains from a command line, and returns an exit code of `manualpar.training.exit_codes`."""
 
 import sys
 import time
@@ -40,12 +40,12 @@ NONFINITE_MEND = (
 
 
 def run_command(command: CommandLine) -> int:
-    """Trains what a command line asks for, and returns the exit code."""
+    """Trains the config of a command line, and returns the exit code."""
     started = time.perf_counter()
     quiet_absl()
     config, flags = command.config, command.flags
     try:
-        # Everything that can be checked before there are devices.
+        # Checks everything that can be checked before there are devices.
         check_config(config)
         changes = check_folder(config, flags.workdir)
         simulate_devices(flags.devices, force=flags.force)
@@ -70,7 +70,7 @@ def run_command(command: CommandLine) -> int:
 
 
 def _run(command: CommandLine, cluster: Cluster, *, changes: list[str], started: float) -> int:
-    """Prepares and runs what a command line asks for, in all processes."""
+    """Prepares and runs the training of a command line, in all processes."""
     console = make_console(process=cluster.process_id)
     remains, goes_on = "nothing was written", ""
     try:
@@ -110,7 +110,7 @@ def _run(command: CommandLine, cluster: Cluster, *, changes: list[str], started:
 
 
 def _prepare(command: CommandLine, cluster: Cluster) -> tuple[Experiment, AnyPath]:
-    """The experiment, checked in all processes, and its folder."""
+    """Prepares the experiment, checks it in all processes, and chooses its folder."""
     try:
         cluster.enter("preparing")
         experiment = prepare(command.config)
@@ -123,6 +123,6 @@ def _prepare(command: CommandLine, cluster: Cluster) -> tuple[Experiment, AnyPat
         return experiment, choose_workdir(command.flags.workdir, name=command.config_path.stem)
     except (UsageError, ValueError) as error:
         mistake = UsageError(describe_mistake(error))
-        if not isinstance(error, DisagreementError):  # The others may not have made it.
+        if not isinstance(error, DisagreementError):  # The other processes may not have this error.
             end_all(cluster, mistake)
         raise mistake from error

@@ -1,1 +1,1 @@
-"""What a run needs of the machines: files and buckets, processes, tables and pictures."""
+"""Files and buckets, clusters of processes, and tables and pictures."""

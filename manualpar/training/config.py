@@ -2,9 +2,9 @@
 
 A config file is Python with a `get_config()`. Its config is a locked `ml_collections.ConfigDict` of
 plain values, so that every field can be set by a flag and stored as JSON, where tuples are lists.
-`FIELDS` lists those of every config and `MODEL_FIELDS` those that a model adds. A config has each
-of them and no other, but it may leave out those with a default, which `complete_config` fills in. A
-field that means nothing for its strategy is checked and not used.
+`FIELDS` lists the fields of every config and `MODEL_FIELDS` the fields that a model adds. A config
+has each of them and no other, but it may leave out fields with a default, which `complete_config`
+fills in. A field that its strategy does not have is checked and not used.
 """
 
 import difflib
@@ -35,14 +35,14 @@ from manualpar.strategies import BUILT_IN, Field, strategy_kinds
 from manualpar.training.checkpoints.compatibility import REMOVED, renamed_value
 
 DTYPES = ("bfloat16", "float16", "float32")
-# "" leaves it as it is. In float16 gradients overflow: they are summed before they are divided.
+# "" means no cast. In float16 gradients overflow: they are summed before they are divided.
 WIRE_DTYPES = ("", "bfloat16", "float32")
 ON_NONFINITE = ("ignore", "stop", "skip", "rollback")
-# Layers and minibatches in a Python loop are traced and compiled one by one, 0.1 s each. So are the
-# metrics that say how often each expert was chosen, 12 ms each before anything is compiled.
+# A Python loop traces and compiles layers and minibatches one by one, 0.1 s each. Each expert has a
+# metric of how often it was chosen, 12 ms of tracing.
 MOST_WRITTEN_OUT = 1000
-LARGEST = 1e38  # That float32 holds.
-LONGEST_SECONDS = 1e6  # That every clock and timer accepts.
+LARGEST = 1e38  # A float32 can hold it.
+LONGEST_SECONDS = 1e6  # Every clock and timer accepts it.
 
 
 FIELDS: Mapping[str, Field] = {
@@ -50,7 +50,7 @@ FIELDS: Mapping[str, Field] = {
     "profile": Field(str),
     "data.source": Field(str),
     "data.batch_size": Field(int, 1, below=2**31),
-    "data.prefetch": Field(int, 1, below=2**10),  # Each is read by a thread.
+    "data.prefetch": Field(int, 1, below=2**10),  # A thread reads each batch.
     "model.name": Field(str, choices=("classifier", "transformer")),
     "model.lora": Field(tuple, holds_names=True, default=()),
     "model.int8": Field(tuple, holds_names=True, default=()),
@@ -173,7 +173,8 @@ MODEL_FIELDS: Mapping[str, Mapping[str, Field]] = {
         "parallel.pipeline": Field(str, choices=SCHEDULES),
         "parallel.pipeline_chunks": Field(int, 1, below=MOST_WRITTEN_OUT + 1),
         "parallel.pipeline_keep": Field(str, choices=KEEPS),
-        "sample.num_tokens": Field(int, 0, below=10**6),  # Each is a pass of the whole model.
+        # Each token takes a pass of the whole model.
+        "sample.num_tokens": Field(int, 0, below=10**6),
         "sample.prompt": Field(str),
         "sample.temperature": Field(float, 0, below=LARGEST),
     },
@@ -213,8 +214,8 @@ def load_config(path: Path) -> ml_collections.ConfigDict:
         raise refused(f"line {error.lineno}: {error.msg}") from error
     except (Exception, SystemExit) as error:  # Whatever the user's code raises.
         frames = traceback.extract_tb(error.__traceback__)
-        own = [frame.lineno for frame in frames if frame.filename == spec.origin]
-        where = f"line {own[-1]}: " if own else ""
+        line_numbers = [frame.lineno for frame in frames if frame.filename == spec.origin]
+        where = f"line {line_numbers[-1]}: " if line_numbers else ""
         raise refused(
             f"{where}{type(error).__name__}: {one_line(error)}; expected a file whose get_config() "
             "returns the config"
@@ -228,26 +229,26 @@ def load_config(path: Path) -> ml_collections.ConfigDict:
 
 
 def complete_config(config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
-    """A locked copy of a config that has the fields with a default too."""
+    """Returns a locked copy of a config, with the default of every field that it leaves out."""
     config = config.copy_and_resolve_references().unlock()
     for name, default in field_defaults(config).items():
         group, field = name.split(".")
         if group not in config:
             config[group] = ml_collections.ConfigDict()
-        # `check_config` says where something else stands in the place of a group.
+        # `check_config` reports a value in the place of a group.
         if isinstance(config[group], ml_collections.ConfigDict) and field not in config[group]:
             config[group][field] = default
     return config.lock()
 
 
 def field_defaults(config: Mapping[str, Any] | ml_collections.ConfigDict) -> dict[str, Any]:
-    """The defaults of the fields that this config may leave out, by dotted name."""
+    """Returns the defaults of the fields that this config may leave out, by dotted name."""
     fields = fields_of(config).items()
     return {name: field.default for name, field in fields if field.default is not None}
 
 
 def fields_of(config: Mapping[str, Any] | ml_collections.ConfigDict) -> dict[str, Field]:
-    """The fields of every config, and those of its `model.name` and `parallel.strategy`."""
+    """Returns the fields of every config, and of its `model.name` and `parallel.strategy`."""
     values, kinds = flatten_config(config), strategy_kinds()
     kind = kinds.get(str(values.get("parallel.strategy")))
     return {
@@ -259,12 +260,12 @@ def fields_of(config: Mapping[str, Any] | ml_collections.ConfigDict) -> dict[str
 
 
 def one_line(value: object) -> str:
-    """The text of a value without line breaks."""
+    """Returns the text of a value without line breaks."""
     return re.sub(r"\s*\n\s*", " ", str(value))
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The known name that is most like `name`; of dotted names the last parts are compared too."""
+    """Finds the known name most like `name`; compares the last parts of dotted names too."""
 
     def likeness(candidate: str) -> float:
         pairs = [(name, candidate), (name.split(".")[-1], candidate.split(".")[-1])]
@@ -274,7 +275,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def flatten_config(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Every value by its dotted name, in order; a dict that is itself a field counts as a value."""
+    """Returns every value by its dotted name, in order; a field that is a dict is one value."""
     flat: dict[str, Any] = {}
     for key, value in config.items():
         name = f"{prefix}{key}"
@@ -299,9 +300,9 @@ def check_config(config: Any) -> None:
         if name not in values and fields[name].default is None:
             raise ValueError(f"config.{name} is missing, expected {fields[name].expectation()}.")
     for kind in strategy_kinds().values():
-        # Configs of other strategies may have the fields of a registered one, and need not.
+        # Configs of other strategies may have the fields of a registered strategy.
         fields |= {f"parallel.{name}": field for name, field in kind.fields.items()}
-    # The model's name first: which other fields there are depends on it.
+    # The model's name comes first, because it decides which other fields there are.
     for name, value in sorted(values.items(), key=lambda item: item[0] != "model.name"):
         if name in REMOVED:
             raise ValueError(f"config.{name} was removed: {REMOVED[name][1]}; delete the field.")

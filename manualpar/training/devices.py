@@ -7,7 +7,7 @@ import jax
 from manualpar.core.mesh.mesh import how_to_simulate
 
 DEFAULT_COUNT = 8
-# Each takes a thread with a stack, and a machine has some tens of thousands of threads.
+# Each device takes a thread, and a machine has some tens of thousands of threads.
 MOST = 4096
 
 
@@ -54,7 +54,7 @@ def _choose(count: int, *, accepts_accelerators: bool) -> None:
 
 
 def describe_mesh(mesh: jax.sharding.Mesh) -> str:
-    """A mesh in a line, such as `data=8 on 8 simulated cpu devices`."""
+    """Describes a mesh in a line, such as `data=8 on 8 simulated cpu devices`."""
     axes = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
     device = mesh.devices.flat[0]
     simulated = "simulated " if device.platform == "cpu" and mesh.size > 1 else ""

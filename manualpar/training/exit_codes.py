@@ -30,7 +30,7 @@ from manualpar.training.trainer import StoppedError
 
 FILES_EXIT_CODE = 6
 STOPPED_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: try again.
-# Errors that are told in one sentence.
+# Errors that are shown as one sentence.
 EXIT_CODES: Mapping[type[Exception], int] = {
     UsageError: USAGE_EXIT_CODE,
     ReplicaError: 3,
@@ -47,10 +47,10 @@ AGREED_ERRORS = (UsageError, StoppedError, NonFiniteError, ReplicaError)
 def ending_all(
     cluster: Cluster, *, agreed: tuple[type[Exception], ...] = AGREED_ERRORS
 ) -> Iterator[None]:
-    """Within, an error that the other processes may not raise ends all of them.
+    """Ends all processes if an error is raised here that the other processes may not raise.
 
-    It belongs inside of everything whose closing waits for the other processes. Errors of `agreed`
-    are raised in all of them.
+    Enter it inside of every context whose exit waits for the other processes. Errors of `agreed`
+    are raised in all processes.
     """
     try:
         yield
@@ -64,16 +64,16 @@ def ending_all(
 def end_all(cluster: Cluster, error: Exception) -> None:
     """Ends all processes because of an error in this one; does nothing if there is no other.
 
-    They wait for this process in a collective, and an ordinary end would wait for them.
+    The others wait for this process in a collective, and an ordinary exit would wait for them.
     """
     if cluster.num_processes == 1:
         return
-    if sentence := cluster.explain_failure(error):  # If there is one, it mostly does not return.
+    if sentence := cluster.explain_failure(error):  # Usually this call ends the process.
         print_error(sentence)
         os._exit(LOST_PROCESS_EXIT_CODE)
     code = exit_code(error)
     with contextlib.ExitStack() as stack:
-        # Whatever fails on the way, such as printing without memory.
+        # Even if something fails here, such as printing without memory.
         stack.callback(os._exit, code)
         stack.callback(cluster.failed, error)
         if code == FAILED_EXIT_CODE:
@@ -85,6 +85,6 @@ def end_all(cluster: Cluster, error: Exception) -> None:
 
 
 def exit_code(error: Exception) -> int:
-    """The exit code for an error that ends a run."""
+    """Returns the exit code for an error that ends a run."""
     codes = [code for kind, code in EXIT_CODES.items() if isinstance(error, kind)]
     return codes[0] if codes else FAILED_EXIT_CODE

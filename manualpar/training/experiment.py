@@ -41,16 +41,16 @@ from manualpar.training.task import (
 
 # The program's part of `config.training.on_nonfinite`; the loop does the rest.
 NONFINITE = {"ignore": "ignore", "stop": "report", "skip": "skip", "rollback": "report"}
-# The axes that split the batch, as far as the mesh has them, the one that is replicated over first.
-# `data` in two parts, `data` and `data_minor`, is for collectives axis by axis. Devices along
-# `expert` have different tokens, which travel to the experts.
+# The axes that split the batch, if the mesh has them; the axis that is replicated over comes first.
+# `data` and `data_minor` split the data axis for collectives axis by axis. Devices along `expert`
+# have different tokens, which are sent to the experts.
 DATA_AXES = ("replica", "data", "data_minor", EXPERT_AXIS)
 
 
 class Experiment(NamedTuple):
     """Everything that a run needs; nothing is compiled yet.
 
-    `chosen` are the compiler options of the program, and why these.
+    `chosen` are the compiler options of the program, with the reasons.
     """
 
     config: ml_collections.ConfigDict
@@ -72,7 +72,7 @@ def prepare(
       config: The config.
       devices: The devices to train on, by default all of `jax.devices()`; or the number of devices
         to trace a program for, which cannot run.
-      task: What to train, by default `make_task(config)`.
+      task: The model, loss and data, by default `make_task(config)`.
 
     Raises:
       ValueError: Fields contradict each other or the devices; the message names them.
@@ -96,8 +96,8 @@ def prepare(
     if isinstance(program, DiLoCoProgram) and config.training.num_steps % program.every:
         raise ValueError(
             f"config.training.num_steps is {config.training.num_steps} and "
-            f"config.parallel.every is {program.every}, expected a multiple of it, because what "
-            "replicas do alone after they last meet is lost."
+            f"config.parallel.every is {program.every}, expected a multiple of it, because the "
+            "replicas' steps after their last outer step are lost."
         )
     paths = [info.path for info, _ in program.parameters]
     wanted = config.debug.draw_sharding
@@ -141,8 +141,8 @@ def build_experiment(
 ) -> Program:
     """Traces the program that `config` describes, for batches of the task's data.
 
-    An option that the strategy does not have, such as `pad` for `dp`, is not used. On a mesh with
-    several of `DATA_AXES` a strategy shards over them as over one axis, except for the axis that it
+    Ignores options that the strategy does not have, such as `pad` for `dp`. On a mesh with several
+    of `DATA_AXES` a strategy shards over them as over one axis, except for the axis that it
     replicates over.
     """
     return _build(config, task, schedule, devices)[0]
@@ -154,7 +154,7 @@ def _build(
     schedule: optax.Schedule,
     devices: Sequence[jax.Device] | int | None,
 ) -> tuple[Program, ChosenOptions]:
-    """The program, and the compiler options that were chosen for it."""
+    """Builds the program, and returns the compiler options that were chosen for it."""
     optimizer, parallel = config.optimizer, config.parallel
     axes = _mesh_axes(parallel, is_split=isinstance(task.model, Transformer))
     if isinstance(devices, int):
@@ -168,7 +168,7 @@ def _build(
             f"{list(mesh.shape)}, expected 'replica' too; "
             """set --config.parallel.mesh="{'replica': 2, 'data': -1}"."""
         )
-    for field, unused, what in (
+    for field, unused, choice in (
         ("reduce_dtype", "", "where it sums"),
         ("gather_code", "", "what it sends"),
         ("reduce_code", "", "what it sends"),
@@ -178,7 +178,7 @@ def _build(
         if parallel.get(field) and parallel.mode != "manual":
             raise ValueError(
                 f"config.parallel.{field} is {parallel[field]!r} and config.parallel.mode is "
-                f"{parallel.mode!r}, expected {unused!r}, because XLA chooses {what}, or mode "
+                f"{parallel.mode!r}, expected {unused!r}, because XLA chooses {choice}, or mode "
                 "'manual'."
             )
     _check_split(config, task, mesh)
@@ -243,23 +243,25 @@ def _build(
         )
     if set(axis_name) - {"data"}:
         shared["axis_name"] = axis_name if len(axis_name) > 1 else axis_name[0]
-    own = {name: parallel[name] for name in kind.fields if name in parallel}
+    strategy_fields = {name: parallel[name] for name in kind.fields if name in parallel}
     model = fine_tuned(task.model, config.model)
-    return kind.builder(model, tx, task.loss_fn, **shared, **own, **kind.constants), chosen
+    return kind.builder(
+        model, tx, task.loss_fn, **shared, **strategy_fields, **kind.constants
+    ), chosen
 
 
 def _choose_options(
     parallel: ml_collections.ConfigDict, mesh: Mesh | AbstractMesh, axes: Sequence[str]
 ) -> ChosenOptions:
-    """The compiler options for gradients that are scattered over some axes of a mesh."""
+    """Chooses the compiler options for gradients that are scattered over some axes of a mesh."""
     if isinstance(mesh, AbstractMesh):
         return ChosenOptions()
     sizes = [mesh.shape[axis] for axis in axes]
     rings = sizes if parallel.axis_by_axis else [math.prod(sizes)]
     others = [axis for axis, size in mesh.shape.items() if size > 1 and axis not in axes]
-    own = next(iter(mesh.local_devices), mesh.devices.flat[0])
-    chosen = choose_options(own.device_kind, rings, others, overlap=parallel.overlap)
-    return keep_if_known(chosen, own)
+    device = next(iter(mesh.local_devices), mesh.devices.flat[0])
+    chosen = choose_options(device.device_kind, rings, others, overlap=parallel.overlap)
+    return keep_if_known(chosen, device)
 
 
 def _check_split(config: ml_collections.ConfigDict, task: Task, mesh: Mesh | AbstractMesh) -> None:
@@ -302,11 +304,11 @@ def _check_stages_and_context(
     config: ml_collections.ConfigDict, task: Task, mesh: Mesh | AbstractMesh
 ) -> None:
     """Refuses layers and sequences that cannot be spread over the mesh."""
-    for axis, what in ((STAGE_AXIS, "layers in a scan"), (CONTEXT_AXIS, "sequences")):
+    for axis, missing in ((STAGE_AXIS, "layers in a scan"), (CONTEXT_AXIS, "sequences")):
         if axis in mesh.shape and not isinstance(task.model, Transformer):
             raise ValueError(
                 f"config.parallel.mesh has the axes {list(mesh.shape)}, and config.model.name="
-                f"{config.model.name!r} has no {what} to spread over {axis!r}; expected "
+                f"{config.model.name!r} has no {missing} to spread over {axis!r}; expected "
                 "'transformer', or other axes."
             )
     if STAGE_AXIS in mesh.shape:
@@ -316,7 +318,7 @@ def _check_stages_and_context(
                 "expected True: a pipeline is cut at the scan over layers."
             )
         stages, chunks = mesh.shape[STAGE_AXIS], config.parallel.pipeline_chunks
-        # Of two kinds of layers a pipeline cuts between groups, and the last stage has the rest.
+        # With two kinds of layers a pipeline cuts between groups; the last stage has the rest.
         every = config.model.global_every
         groups = (config.model.num_layers - config.model.dense_layers) // max(every, 1)
         if not groups or groups % (stages * chunks):
@@ -339,9 +341,9 @@ def _check_stages_and_context(
 
 
 def _mesh_axes(parallel: ml_collections.ConfigDict, *, is_split: bool) -> dict[str, int]:
-    """The axes of the mesh, those of `DATA_AXES` first, because a config keeps no order.
+    """Returns the axes of the mesh, `DATA_AXES` first, because a config keeps no order.
 
-    So axes whose names `manualpar.core.mesh.mesh_order` does not know lie on the fastest links.
+    So axes with names unknown to `manualpar.core.mesh.mesh_order` get the fastest links.
     """
     sizes = parallel.mesh.to_dict()
     first = {axis: sizes[axis] for axis in DATA_AXES if axis in sizes}

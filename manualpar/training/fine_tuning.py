@@ -9,15 +9,15 @@ import ml_collections
 from manualpar.models.finetuning.lora import lora
 from manualpar.models.finetuning.quantized import quantized
 
-# Of `config.model`, which are none of the model's own.
+# The fields of `config.model` that are not arguments of the model.
 FINE_TUNING_FIELDS = ("lora", "lora_alpha", "int8")
 
 
 def fine_tuned(model: nn.Module, config: ml_collections.ConfigDict) -> Any:
-    """A model as `config.model` has it tuned; the model itself if the config says nothing of it.
+    """Adapts a model as `config.model` says; returns the model itself if it says nothing.
 
     Raises:
-      ValueError: What `lora` or `int8` holds is no pair of a glob and a number, or names a glob
+      ValueError: An entry of `lora` or `int8` is no pair of a glob and a number, or repeats a glob
         twice; or `lora_alpha` is 0.
     """
     blocks = _numbers_by_glob(
@@ -43,7 +43,7 @@ def fine_tuned(model: nn.Module, config: ml_collections.ConfigDict) -> Any:
 
 
 def _numbers_by_glob(field: str, targets: Iterable[str], expected: str) -> dict[str, int]:
-    """What a field holds as `glob:number`."""
+    """Parses a field's entries `glob:number`."""
     found: dict[str, int] = {}
     for target in targets:
         glob, _, number = target.rpartition(":")

@@ -1,8 +1,8 @@
-"""A config whose model is somebody else's: `config.model.from_hf` names its directory.
+"""Imports a model of Hugging Face's from the directory `config.model.from_hf`.
 
-The fields of `config.model` that say which model it is are then those of its `config.json`, and
-texts become tokens by its tokenizer unless `config.data.tokenizer` names another. They are filled
-in before the config is checked, so that whatever reads a config finds what is trained.
+Its `config.json` sets the fields of `config.model` that define the model, and its tokenizer makes
+tokens of texts unless `config.data.tokenizer` names another. The fields are filled in before the
+config is checked, so that every reader of the config sees the trained model.
 """
 
 from collections.abc import Callable, Iterable
@@ -24,7 +24,7 @@ from manualpar.system.reports.tables import describe_bytes
 def fill_from_hf(
     config: ml_collections.ConfigDict, *, given: Iterable[str] = ()
 ) -> ml_collections.ConfigDict:
-    """A locked copy of a config with what `config.model.from_hf` says; the same config if it is ''.
+    """Fills in a config from `config.model.from_hf`, as a locked copy; if '', the same config.
 
     Args:
       config: The config; it is not checked yet.
@@ -32,7 +32,7 @@ def fill_from_hf(
 
     Raises:
       ValueError: The directory holds no config that a `Transformer` can follow, or a field of
-        `given` says something else.
+        `given` has another value.
     """
     model = config.get("model")
     directory = model.get("from_hf", "") if isinstance(model, ml_collections.ConfigDict) else ""
@@ -64,10 +64,10 @@ def fill_from_hf(
 def initial_state(
     config: ml_collections.ConfigDict, program: Program, *, report: Callable[[str], None]
 ) -> TrainState:
-    """The state that a run begins with: from files if the config says so, or as `init` makes it.
+    """Reads a run's first state from files if the config says so, or else makes it by `init`.
 
     Raises:
-      UsageError: The files are not those of the model; see `load_hf`.
+      UsageError: The files do not fit the model; see `load_hf`.
     """
     key = jax.random.key(config.seed)
     directory = config.model.get("from_hf", "")

@@ -1,8 +1,8 @@
 """Refuses a run that cannot fit into memory, before anything is allocated or compiled.
 
-The most that a device holds in a step is read from the traced step, see `manualpar.inspect.memory`.
-The state and the batch are exact. The rest is an estimate, and XLA may need less, so that a step
-may start that fits into `SLACK` times the memory.
+The peak memory of a device is read from the traced step, see `manualpar.inspect.memory`. The state
+and the batch are exact. The rest is an estimate, and XLA may need less. So a step may start if it
+fits into `SLACK` times the memory.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from manualpar.training.config import flatten_config
 from manualpar.training.experiment import Experiment
 
 SLACK = 2
-# Where Linux says how much memory the processes of a container may have together.
+# Linux's files with the memory limit of a container's processes together.
 CONTROL_GROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 # The fields that the size of a step depends on.
 SIZES = (
@@ -57,31 +57,31 @@ def check_fits(experiment: Experiment) -> None:
 
 
 def least_bytes(program: Program) -> dict[str, int]:
-    """The least bytes that the parts of a step take on a device; nothing is compiled.
+    """Estimates a lower bound of a step's bytes on a device, by class; compiles nothing.
 
-    `activations` are the part of the estimate of `step_memory` that is beyond doubt.
+    `activations` are the certain part of the estimate of `step_memory`.
     """
     state = state_bytes(program.abstract_state)[0]
     batch = state_bytes(program.abstract_batch)[0]
     try:
         peak = step_memory(program, platform="cpu").peak
-    except ValueError:  # XLA decides what is held.
+    except ValueError:  # XLA decides which arrays are held.
         peak = 0
     activations = max(0, peak // SLACK - state - batch)
     return {"state": state, "batch": batch, "activations": activations}
 
 
 def host_memory() -> int:
-    """The bytes of memory of this machine, or of its container if that has less."""
+    """Returns the bytes of memory of this machine, or of its container if that has less."""
     sizes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for path in CONTROL_GROUPS:
-        with contextlib.suppress(OSError, ValueError):  # There is none, or it says `max`.
+        with contextlib.suppress(OSError, ValueError):  # There is no such file, or it says `max`.
             sizes.append(int(Path(path).read_text()))
     return min(sizes)
 
 
 def _sizes(experiment: Experiment) -> str:
-    """The fields that the size of a step depends on, and the vocabulary, as far as there are."""
+    """Describes the config fields that a step's size depends on, and the vocabulary."""
     values = flatten_config(experiment.config)
     found = [f"config.{name} is {values[name]}" for name in SIZES if name in values]
     if tokens := getattr(experiment.task.model, "vocab_size", None):

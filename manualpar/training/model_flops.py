@@ -1,10 +1,10 @@
 """The model FLOPs of an example where some parameters are frozen.
 
-A task counts what it takes to train all parameters of a model, in closed form. Where some are
-frozen, their gradients are not asked for, nor those of activations before the first that is
-trained; adapters add products of their own. So the count is multiplied by the share that is left of
-the products of a training step, as they are traced on one device. What the backward pass computes
-again is in neither.
+A task counts the FLOPs of training all parameters of a model, in closed form. If some are frozen,
+a step needs neither their gradients nor the gradients of activations before the first trained
+parameter; adapters add matrix products. So the count is multiplied by the share that is left of
+the products of a training step, as they are traced on one device. Recomputation in the backward
+pass is not counted.
 """
 
 from fractions import Fraction
@@ -23,22 +23,22 @@ from manualpar.inspect.flops import ProductReader
 from manualpar.inspect.scope_parsing import phase_of
 from manualpar.training.task import Task
 
-# Arguments of the loss that is traced.
+# Positions of arguments of the traced loss.
 TRAINED, BATCH = 0, 1
 
 
 def flops_of_example(task: Task, model: Any, program: Program) -> float:
-    """The FLOPs of a training step for an example, forward and backward, with nothing recomputed.
+    """Counts a training step's FLOPs for an example, forward and backward; no recomputation.
 
     Args:
-      task: What is trained.
+      task: The task of the run.
       model: The task's model, or the same with adapters.
       program: The program of `model`.
     """
     if all(place.trainable for _, place in program.parameters):
         return task.flops_per_example
     some = _products(model, task, program, program.step.model.trainable)
-    # The closed form counts gradients of inputs too, where those are floats.
+    # The closed form counts gradients of inputs too, if inputs are floats.
     every = _products(task.model, task, program, ("*",), argnums=(TRAINED, BATCH))
     return task.flops_per_example * float(some / every)
 
@@ -51,7 +51,7 @@ def _products(
     *,
     argnums: tuple[int, ...] = (TRAINED,),
 ) -> Fraction:
-    """The operations of one device that computes the gradients of some parameters."""
+    """Counts the operations of one device that computes the gradients of some parameters."""
     adapter, batch = interface_of(model), program.abstract_batch
     key = jax.eval_shape(lambda: jax.random.key(0))
     params = jax.eval_shape(

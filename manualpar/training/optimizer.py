@@ -1,4 +1,4 @@
-"""AdamW with a warm-up, a cosine decay, and weight decay for matrices alone.
+"""AdamW with a warm-up, a cosine decay, and weight decay for matrices only.
 
 With peak p, w warm-up steps and T steps in all, update s (counted from 0) has the learning rate
 p (s + 1) / (w + 1) in the warm-up, and then half a cosine from p to 0 at step T.
@@ -15,10 +15,10 @@ import optax
 def warmup_cosine_schedule(
     learning_rate: float, *, warmup_steps: int, num_steps: int
 ) -> optax.Schedule:
-    """The learning rate as a function of the number of updates made before.
+    """Returns the learning rate as a function of the number of earlier updates.
 
-    `learning_rate` is the peak. The first update's is positive, so that no batch is wasted. A run
-    that is shorter than its warm-up ends within it.
+    `learning_rate` is the peak. The first update has a positive rate, so that no batch is wasted. A
+    run may end within its warm-up.
     """
     cosine = optax.cosine_decay_schedule(learning_rate, max(num_steps - warmup_steps, 1))
     if not warmup_steps:
@@ -29,9 +29,9 @@ def warmup_cosine_schedule(
 
 
 def weight_decay_mask(params: Any) -> Any:
-    """Whether to decay each parameter: not biases, scales, and arrays of less than two dims.
+    """Returns whether to decay each parameter: not biases, scales, or arrays of less than two dims.
 
-    Biases and scales are found by their names, because those of a scanned layer have two dims.
+    Biases and scales are found by their names, because in a scanned layer they have two dims.
     """
 
     def decays(path: jax.tree_util.KeyPath, value: Any) -> bool:
@@ -49,7 +49,7 @@ def adamw(
     b2: float = 0.999,
     clip_norm: float = 0.0,
 ) -> optax.GradientTransformation:
-    """AdamW that decays what `weight_decay_mask` selects.
+    """Makes AdamW that decays the parameters of `weight_decay_mask`.
 
     Args:
       schedule: The learning rate of each update.

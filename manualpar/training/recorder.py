@@ -1,7 +1,7 @@
 """Fetches metrics from the device, a few steps behind the step being dispatched, and reports them.
 
 Dispatching a step takes no time, but waiting for its metrics does, and meanwhile a device with
-nothing in its queue idles. So metrics stay on the device in a queue, and those of a step are
+an empty queue idles. So metrics stay on the device in a queue, and the metrics of a step are
 fetched once `LAG` later steps have been dispatched. Evaluation uses the same queue. A checkpoint
 and the end of the training empty it.
 """
@@ -17,11 +17,11 @@ from manualpar.core.state.metrics import Metrics, add_metrics, fetch_metrics, me
 from manualpar.training.monitoring.progress import TrainingProgress
 from manualpar.training.monitoring.run_files import RunWriter
 
-# Small also because XLA:CPU, which simulates devices, takes at most 32 computations in flight.
-# Collectives of a loop that runs further ahead wait for each other until XLA aborts the process.
+# XLA:CPU, which simulates devices, takes at most 32 computations in flight. If a loop runs further
+# ahead, its collectives wait for each other until XLA aborts the process.
 LAG = 2
 
-NONFINITE = "nonfinite"  # The metric of a program that looks for infinities and NaN.
+NONFINITE = "nonfinite"  # Metric name: whether the program found infinities or NaN.
 SKIPPED = "skipped_steps"
 
 
@@ -36,7 +36,7 @@ class NonFiniteError(Exception):
 def parse_state(
     state: Mapping[str, Any],
 ) -> tuple[dict[str, Metrics], dict[str, dict[str, float]], int]:
-    """Reads a `Recorder.state()` that was stored as JSON; raises anything if it is none.
+    """Reads a `Recorder.state()` from JSON; raises any exception if it is not one.
 
     Returns the totals and the latest report of each split, and how many steps were skipped.
     """
@@ -55,20 +55,20 @@ def parse_state(
 class Recorder:
     """Receives the metrics of steps in the order of dispatch, and reports their means.
 
-    A training report has the mean over the steps since the report before, and the learning rate of
-    the last of them. Its rates count the time of training steps alone: neither the first step of
-    the process, which compiles, nor evaluation, nor the time within `leave_out`.
+    A training report has the mean over the steps since the last report, and the learning rate of
+    the last step. Its rates count only the time of training steps: not the first step of the
+    process, which compiles, nor evaluation, nor the time in `leave_out`.
     """
 
-    writer: RunWriter  # Receives every report, before the screen does.
-    screen: TrainingProgress  # Learns of every training step that is done, too.
+    writer: RunWriter  # Receives every report, before `screen` does.
+    screen: TrainingProgress  # Is also updated after every training step.
     _: dataclasses.KW_ONLY
-    learning_rate: Callable[[int], Any]  # Of the number of updates made before.
-    rates: Callable[[int, float], Mapping[str, float]]  # Of so many steps in so many seconds.
-    # Turns the means of a split into what is reported.
+    learning_rate: Callable[[int], Any]  # As a function of the number of earlier updates.
+    rates: Callable[[int, float], Mapping[str, float]]  # Rates from a number of steps and seconds.
+    # Turns the means of a split into the reported numbers.
     derive: Callable[[str, dict[str, float]], dict[str, float]] = lambda split, means: means
-    # Whether the program skips the update of a step that is not finite. Such a step is counted
-    # then, and left out of the means; otherwise it is an error.
+    # Whether the program skips the update of a step that is not finite. If it does, the step is
+    # counted, and left out of the means; otherwise it is an error.
     skips_nonfinite: bool = False
     # Split, step, metrics, whether they complete a report, and the learning rate.
     _queue: collections.deque[tuple[str, int, Metrics, bool, Any]] = dataclasses.field(
@@ -88,38 +88,38 @@ class Recorder:
         Raises:
           NonFiniteError: An earlier step, fetched now, was not finite.
         """
-        # A schedule is computed on the device too, behind everything that is queued there. Computed
-        # when it is reported, it would wait until the device has nothing left to do.
+        # The device computes the schedule too, after everything in its queue. So it is computed
+        # now: at the time of the report it would wait until the device has nothing left to do.
         rate = self.learning_rate(step - 1) if report and split == "train" else None
         self._queue.append((split, step, metrics, report, rate))
         if len(self._queue) > LAG:
             self._fetch_oldest()
 
     def drain(self) -> None:
-        """Waits for everything that is queued; raises as `put` does."""
+        """Waits for everything in the queue; raises as `put` does."""
         while self._queue:
             self._fetch_oldest()
 
     @contextlib.contextmanager
     def leave_out(self) -> Iterator[None]:
-        """Leaves the time within out of the rates, because the device has nothing to do."""
+        """Leaves the time in this context out of the rates, because the device idles."""
         started = time.perf_counter()
         yield
         if self._fetched_at is not None:
             self._fetched_at += time.perf_counter() - started
 
     def latest(self, split: str) -> dict[str, float]:
-        """The latest report of `split`; empty if there was none."""
+        """Returns the latest report of `split`; empty if there was none."""
         return self._latest.get(split, {})
 
     def state(self) -> dict[str, Any]:
-        """What a run needs to go on from here, as JSON; the queue must be empty."""
+        """Returns the state for `resume`, as JSON; the queue must be empty."""
         assert not self._queue, "drained before"
         totals = {split: dict(metrics) for split, metrics in self._totals.items()}
         return {"totals": totals, "latest": self._latest, "skipped": self._skipped}
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a `state()`, and forgets what is queued."""
+        """Goes on from a `state()`, and drops the queue."""
         self._queue.clear()
         self._totals, self._latest, self._skipped = parse_state(state)
         self._fetched_at = None

@@ -1,9 +1,9 @@
-"""The replica sentinel: what should be the same on several devices is the same, bit for bit.
+"""The replica sentinel checks that copies on several devices are the same, bit for bit.
 
 If a sharding leaves a mesh axis out, the devices along that axis hold copies. A device that
 computes or stores wrongly, or an update that was not synchronised, makes the copies differ, and
 nothing notices: such an array is read from the first device that has it. So each device takes a
-fingerprint of what it holds, and the host compares the fingerprints of copies.
+fingerprint of its part, and the host compares the fingerprints of copies.
 
 A device's part of an array is read as `uint32` words `w_i`; an element of up to 32 bits is one
 word. With the finaliser `m` of MurmurHash3, a bijection, and `p_i = m(i)`, its fingerprint is two
@@ -13,8 +13,8 @@ sums modulo 2**32:
 
 Invariants: the order of summation does not matter. Each sum is a bijection of any one word, so a
 change of one word is always found; any other change escapes with a chance of about 2**-64.
-Positions count modulo 2**32: words that lie a multiple of 16 GiB apart on a device can trade places
-unseen.
+Positions count modulo 2**32, so a swap of words that are a multiple of 16 GiB apart on a device is
+not found.
 """
 
 import math
@@ -34,7 +34,7 @@ MAX_DEVICES_NAMED = 8
 
 
 class ReplicaError(RuntimeError):
-    """Devices that should hold the same bits do not."""
+    """Devices that should hold the same bits hold different bits."""
 
 
 class ReplicaSentinel:
@@ -75,8 +75,8 @@ class ReplicaSentinel:
         axes = tuple(mesh.axis_names)
 
         def fingerprints_on_device(leaves: tuple[jax.Array, ...]) -> jax.Array:
-            # By its type a copy, and so its fingerprint, is the same on all devices; by `out_specs`
-            # each device returns its own.
+            # By its type a copy, and so its fingerprint, is the same on all devices. `out_specs`
+            # lets each device return its own.
             return jnp.stack([_fingerprint(x) for x in leaves])[None]
 
         self._on_devices = jax.jit(
@@ -93,9 +93,8 @@ class ReplicaSentinel:
     def check(self, state: Any) -> None:
         """Checks that copies are the same, bit for bit, in every leaf; waits for the state.
 
-        A part that only one device holds is compared with nothing. A later step can spread a
-        difference to all leaves, through the gradients: only a check right after it arose tells the
-        device.
+        A part that only one device holds is not compared. Later steps can spread a difference to
+        all leaves, through the gradients: only a check right after it arose can name the device.
 
         Args:
           state: A tree of global arrays in the sentinel's layout. It is only read.
@@ -127,11 +126,11 @@ class ReplicaSentinel:
             )
 
     def fingerprints(self, state: Any) -> np.ndarray:
-        """The fingerprint of what each device holds of each leaf; see `check`.
+        """Computes the fingerprint of each device's part of each leaf; see `check`.
 
         Returns:
           `uint32[devices, leaves, 2]`, devices in the order of `mesh.devices.flat` and leaves in
-          that of the tree.
+          the order of the tree.
         """
         names, leaves = _named_leaves(state)
         if names != self._names:
@@ -154,7 +153,7 @@ def _named_leaves(tree: Any) -> tuple[tuple[str, ...], tuple[Any, ...]]:
 
 
 def _devices_by_part(mesh: Mesh, spec: PartitionSpec) -> np.ndarray:
-    """Positions in the mesh, `[parts, copies]`: in a row are the devices with the same part."""
+    """Returns positions in the mesh, `[parts, copies]`: the devices of a row hold one part."""
     sharded = {axis for entry in spec for axis in axis_tuple(entry)}
     dims = sorted(range(mesh.devices.ndim), key=lambda dim: mesh.axis_names[dim] not in sharded)
     positions = np.arange(mesh.size).reshape(mesh.devices.shape).transpose(dims)
@@ -163,7 +162,7 @@ def _devices_by_part(mesh: Mesh, spec: PartitionSpec) -> np.ndarray:
 
 
 def _who_differs(mesh: Mesh, devices: np.ndarray, copies: np.ndarray) -> str:
-    """Which devices, given by their positions, hold something else than most of them."""
+    """Describes the devices, given by their positions, whose copies differ from most copies."""
     values = [tuple(copy) for copy in copies.tolist()]
     (common, votes), (_, next_votes), *_ = Counter(values).most_common()
 
@@ -198,7 +197,7 @@ def _check_leaf(name: str, leaf: Any, sharding: NamedSharding) -> None:
 
 
 def _fingerprint(x: jax.Array) -> jax.Array:
-    """The fingerprint `uint32[2]` of the array that a device holds."""
+    """Computes the fingerprint `uint32[2]` of the array that a device holds."""
     words = _words(x)
     index = jnp.zeros(words.shape, jnp.uint32)
     for dim, size in enumerate(words.shape):
@@ -218,7 +217,7 @@ def _fingerprint(x: jax.Array) -> jax.Array:
 
 
 def _words(x: jax.Array) -> jax.Array:
-    """The bits of an array as `uint32`, with a last dimension where elements have several words."""
+    """Returns an array's bits as `uint32`; elements of several words get a last dim."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     if jnp.iscomplexobj(x):
@@ -230,7 +229,7 @@ def _words(x: jax.Array) -> jax.Array:
 
 
 def _mix(x: jax.Array) -> jax.Array:
-    """The finaliser of MurmurHash3: every bit of the result depends on every bit of the word."""
+    """Applies MurmurHash3's finaliser: every bit of the result depends on every bit of the word."""
     x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
     x = (x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE35)
     return x ^ (x >> np.uint32(16))

@@ -48,7 +48,7 @@ from manualpar.training.workdir import (
 )
 from manualpar.training.workdir_lock import lock_workdir
 
-# What begins the names of files in a workdir that are no results to go on with.
+# Prefixes of files in a workdir that a resumed run does not need.
 NO_RESULTS = (f"{FOLDER}/", ".lock", "profile/")
 
 
@@ -60,7 +60,7 @@ class Result(NamedTuple):
 
 
 class ResultsTarget(NamedTuple):
-    """Where results are to be, the local folder they are written to, and what puts them there."""
+    """The destination of results, the local folder they are written to, and how to publish them."""
 
     workdir: AnyPath
     folder: Path
@@ -88,7 +88,7 @@ def run(
                 check = stack.enter_context(lock_workdir(workdir, report=say))
                 # Another run may have used it since the command line was checked.
                 check_folder(experiment.config, workdir)
-            # A ValueError too, and no mistake on the command line.
+            # It is a ValueError too, but no mistake on the command line.
             except (WriteError, BucketError):
                 raise
             except (UsageError, ValueError) as error:
@@ -168,7 +168,7 @@ def _run(
         detector = StallDetector(
             config.watch.stall_seconds, others=cluster.steps, num_processes=cluster.num_processes
         )
-        # Processes of one host would write to the same file.
+        # Several processes of one host would write to the same file.
         profiled = parse_profile(config.profile) if cluster.is_main else range(0)
         profiler = StepProfiler(profiled, folder / "profile", say)
         restored = None  # Its state is donated to the first step.
@@ -184,11 +184,11 @@ def _run(
 
 
 def _no_lock() -> None:
-    """What checks the lock in processes that have none."""
+    """Checks nothing, in processes that have no lock."""
 
 
 def _describe(experiment: Experiment, *, cluster: Cluster, console: rich.console.Console) -> None:
-    """Shows the mesh, the layout, and how much of the state there are copies of to compare."""
+    """Shows the mesh, the layout, and how much of the state has copies to compare."""
     debug, program = experiment.config.debug, experiment.program
     mesh = program.mesh
     print_line(console, f"mesh: {_describe_mesh(mesh)}")
@@ -214,10 +214,10 @@ def _describe_mesh(mesh: jax.sharding.Mesh) -> str:
 
 
 def _without_padding(program: Program, state: TrainState) -> TrainState:
-    """The state with parameters of the shapes that the model gives them."""
+    """Returns the state with parameters of the model's shapes."""
 
-    def take_off(x: jax.Array, whole: jax.ShapeDtypeStruct) -> jax.Array:
-        padding = tuple(a - b for a, b in zip(x.shape, whole.shape, strict=True))
+    def take_off(x: jax.Array, model_array: jax.ShapeDtypeStruct) -> jax.Array:
+        padding = tuple(a - b for a, b in zip(x.shape, model_array.shape, strict=True))
         return unpad_whole(x, padding, program.mesh) if any(padding) else x
 
     return state.replace(params=jax.tree.map(take_off, state.params, program.whole_state.params))
@@ -229,7 +229,7 @@ def _write_report(
     say: Callable[[str], None],
     error: BaseException | None,
 ) -> None:
-    """Writes the report of a run, however that ended."""
+    """Writes the report of a run, whether it finished or failed."""
     program = experiment.program
     facts = {
         "ended": "finished" if error is None else f"{type(error).__name__}: {error}",
@@ -247,11 +247,11 @@ def _write_report(
     except WriteError as failure:
         if error is None:
             raise
-        error.add_note(str(failure))  # The first error is the one to see.
+        error.add_note(str(failure))  # The user must see the first error.
 
 
 def _rates(experiment: Experiment) -> Callable[[int, float], dict[str, float]]:
-    """A function of a number of steps and seconds that returns the rates to report."""
+    """Returns a function of a number of steps and seconds that computes the rates to report."""
     task, devices = experiment.task, experiment.program.mesh.devices
     throughput = Throughput(
         examples_per_step=experiment.config.data.batch_size,

@@ -1,8 +1,8 @@
-"""The run in a workdir, on whatever devices there are: to export its state, or to generate with it.
+"""Loads the run of a workdir on any devices: to export its state, or to generate with it.
 
-The config is that of the newest checkpoint. How the work was split does not matter, because a state
-can be restored on any mesh: here every parameter is sharded over the data axis. Of a run that
-averages its parameters the average counts, as in its evaluations.
+The newest checkpoint gives the config. The parallelism of the run does not matter, because a state
+can be restored on any mesh: here every parameter is sharded over the data axis. If a run averages
+its parameters, the average is used, as in its evaluations.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from manualpar.training.config import complete_config
 from manualpar.training.experiment import Experiment, prepare
 from manualpar.training.workdir import FOLDER, open_checkpoints
 
-# Every parameter over the data axis, and exact.
+# Every parameter is sharded over the data axis, and communication is exact.
 SPLITS: dict[str, Any] = {
     "strategy": FSDP.name,
     "mode": "manual",
@@ -41,7 +41,7 @@ SPLITS: dict[str, Any] = {
 
 
 def saved_config(workdir: AnyPath) -> ml_collections.ConfigDict:
-    """The config of the newest checkpoint of a language model, complete and locked.
+    """Reads the config of the newest checkpoint of a language model, complete and locked.
 
     Raises:
       UsageError: There is no checkpoint, none with a config, or one of another model.
@@ -69,10 +69,10 @@ def saved_config(workdir: AnyPath) -> ml_collections.ConfigDict:
 def prepare_saved(
     config: ml_collections.ConfigDict, mesh: Mapping[str, int] | None = None
 ) -> Experiment:
-    """The experiment of a saved config on all devices of now.
+    """Prepares the experiment of a saved config on all devices that there are now.
 
     Args:
-      config: What `saved_config` returns.
+      config: The config from `saved_config`.
       mesh: The axes of the mesh; `None` for all devices along `data`.
 
     Raises:
@@ -80,9 +80,9 @@ def prepare_saved(
     """
     config = config.copy_and_resolve_references().unlock()
     kind = strategy_kinds().get(config.parallel.strategy, FSDP)
-    # States of replicas that train alone are those of no other strategy: here there is one replica.
-    own = {} if kind.is_exact else {"strategy": kind.name, "inner": FSDP.name}
-    for name, value in (SPLITS | own).items():
+    # No other strategy can load a state of DiLoCo's replicas: it stays DiLoCo, with one replica.
+    strategy_fields = {} if kind.is_exact else {"strategy": kind.name, "inner": FSDP.name}
+    for name, value in (SPLITS | strategy_fields).items():
         if name in config.parallel:
             config.parallel[name] = value
     axes = dict(mesh or {"data": -1})
@@ -90,7 +90,7 @@ def prepare_saved(
         axes if kind.is_exact else {"replica": 1, **axes}
     )
     if config.model.get("from_hf"):
-        config.model.from_hf = ""  # The fields say it all, and the directory may be gone.
+        config.model.from_hf = ""  # The fields are complete, and the directory may be gone.
     config.optimizer.num_minibatches = 1
     config.data.batch_size = jax.device_count()
     if "sample" in config:
@@ -101,7 +101,7 @@ def prepare_saved(
 def restore_saved(
     experiment: Experiment, workdir: AnyPath, *, report: Callable[[str], None] = print
 ) -> Restored:
-    """The newest checkpoint of a workdir, as an experiment of `prepare_saved` holds it.
+    """Restores the newest checkpoint of a workdir, for an experiment of `prepare_saved`.
 
     Raises:
       CheckpointError: It is damaged.
@@ -114,7 +114,7 @@ def restore_saved(
 
 
 def _with_tuples(value: Any) -> Any:
-    """What JSON says, with tuples in place of lists, which configs do not have."""
+    """Converts the lists of a JSON value to tuples, because configs have no lists."""
     if isinstance(value, dict):
         return {key: _with_tuples(inner) for key, inner in value.items()}
     return tuple(map(_with_tuples, value)) if isinstance(value, list) else value

@@ -1,8 +1,8 @@
-"""A trained model from the folder of its run, or from another's files, on the devices there are.
+"""Loads a trained model from the folder of its run, or from Hugging Face's files.
 
-A run's checkpoint holds whole arrays, and each device reads its own part. So the mesh need not be
-that of the training: by default all devices are along `data` and the parameters fully sharded. A
-run that was trained in stages or with split sequences is read like any other.
+A checkpoint stores global arrays, and each device reads its own part. So the mesh may differ from
+the training's: by default all devices are along `data` and the parameters are fully sharded. A run
+that was trained in stages or with split sequences is read in the same way.
 """
 
 from typing import Any, NamedTuple
@@ -34,10 +34,10 @@ class Trained(NamedTuple):
       program: Its program.
       state: Its state.
       tokenizer: Its tokenizer.
-      max_length: The tokens of the sequences that it was trained with; 0 if nobody knows.
-      dataset: The data of the run; `None` of another's files.
-      described: In a few words, which it is.
-      template: The file of the template of its chats; "" for the tokenizer's.
+      max_length: Tokens of its training sequences; 0 if not known.
+      dataset: The data of the run; `None` for a model of Hugging Face's.
+      described: The model in a few words.
+      template: The file of its chat template; "" for the tokenizer's template.
     """
 
     program: Program
@@ -59,7 +59,7 @@ def load_run(workdir: AnyPath, *, mesh: dict[str, int] | None = None) -> Trained
 
     Raises:
       UsageError: The folder holds no run of a language model with a checkpoint.
-      ValueError: The model does not fit the mesh; or the data of the run are not there any more.
+      ValueError: The model does not fit the mesh; or the data of the run is gone.
 
     Communication:
       None; each device reads its own part.
@@ -90,7 +90,7 @@ def load_run(workdir: AnyPath, *, mesh: dict[str, int] | None = None) -> Trained
 
 
 def load_directory(directory: AnyPath, *, mesh: dict[str, int] | None = None) -> Trained:
-    """Loads a model of Hugging Face's, see `load_hf`; `mesh` as for `load_run`.
+    """Loads a model of Hugging Face's, see `load_hf`; `mesh` is as in `load_run`.
 
     Raises:
       ValueError: The directory holds no model that a `Transformer` can be, or no tokenizer.

@@ -1,4 +1,4 @@
-"""What a config trains: a model, its loss, its data, and how its progress is told."""
+"""The task of a config: a model, its loss, its data, and its metrics."""
 
 import dataclasses
 import math
@@ -24,23 +24,23 @@ from manualpar.models.transformer_fields import flops_per_token
 from manualpar.training.config import complete_config
 from manualpar.training.fine_tuning import FINE_TUNING_FIELDS
 
-# A multiplication and an addition for each weight forward, and twice that backward.
+# For each weight: a multiplication and an addition forward, and twice as many backward.
 FLOPS_PER_WEIGHT = 6
-# Axes of the mesh: layers are split over the first, experts are divided over the second, sequences
-# are split over the third, and each device along the fourth has some of the layers.
+# Axes of the mesh: the first splits layers, the second divides experts, the third splits sequences,
+# and the fourth divides the layers into stages.
 SPLIT_AXIS, EXPERT_AXIS, CONTEXT_AXIS, STAGE_AXIS = "model", "expert", "context", "stage"
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What a config trains.
+    """The model, loss, data and metrics that a config trains.
 
     Attributes:
       headline: The metric that sums up a run.
       flops_per_example: The FLOPs of a training step for an example, forward and backward, with
         nothing recomputed.
       tokens_per_example: Tokens in an example, 0 if it has none.
-      derive: Turns the means of a split's metrics into what is reported of it.
+      derive: Turns the means of a split's metrics into the reported metrics.
       sample: Generates a text with a trained model, given its state, not padded, and a key; `None`
         if there is nothing to generate.
     """
@@ -115,7 +115,8 @@ def _language_modelling(config: ml_collections.ConfigDict) -> Task:
         z_loss=config.training.z_loss,
         annotate=bool(config.parallel.rules),
         split_axis=SPLIT_AXIS if is_split else "",
-        sequence_parallel=config.parallel.sequence and is_split,  # Otherwise it is refused later.
+        sequence_parallel=config.parallel.sequence
+        and is_split,  # If the mesh does not split layers, it is refused later.
         overlap=config.parallel.layer_overlap if is_split and config.parallel.sequence else "none",
         expert_axis=EXPERT_AXIS if config.model.num_experts else "",
         context_axis=CONTEXT_AXIS if CONTEXT_AXIS in config.parallel.mesh else "",
@@ -125,15 +126,15 @@ def _language_modelling(config: ml_collections.ConfigDict) -> Task:
     def derive(split: str, means: dict[str, float]) -> dict[str, float]:
         more = {}
         if tokens_per_byte := getattr(dataset, split).tokens_per_byte:
-            # In bits per byte models with different tokens can be compared.
+            # Bits per byte compare models with different tokens.
             more["bits_per_byte"] = means["loss"] / math.log(2) * tokens_per_byte
         if model.num_experts:
-            # The load of the busiest one, in multiples of an equal share.
+            # The load of the busiest expert, in multiples of an equal share.
             shares = [means[f"expert_{index}"] for index in range(model.num_experts)]
             more["busiest_expert"] = max(shares) * model.num_experts
         return means | more
 
-    # Here, so that a prompt that cannot be encoded is an error before the training.
+    # Encoded here, so that a bad prompt is an error before the training.
     prompt = np.concatenate([[tokenizer.bos_token], tokenizer.encode(config.sample.prompt)])
 
     def sample(state: TrainState, rng: jax.Array) -> str:
@@ -162,9 +163,9 @@ def _language_modelling(config: ml_collections.ConfigDict) -> Task:
 
 
 def splits_layers(config: ml_collections.ConfigDict) -> bool:
-    """Whether the config's mesh splits the layers of a transformer.
+    """Returns whether the config's mesh splits the layers of a transformer.
 
-    Rules give the axis another meaning: what it shards is gathered where it is used.
+    With `parallel.rules` the axis only shards: layers gather their parameters.
     """
     return SPLIT_AXIS in config.parallel.mesh and not config.parallel.rules
 

@@ -3,8 +3,8 @@
 Everything else that happens between two steps is a hook: `trainer.every(n, hook)` calls
 `hook(state, position)` after every `n` steps. Hooks are called in the order in which they were
 added, and an exception that a hook raises ends the loop. `Trainer.train` adds, in this order, the
-check of replicas, evaluation, and saving. So a checkpoint of step s holds everything that is
-reported of step s, and a run that goes on from it reports nothing twice and leaves nothing out.
+check of replicas, evaluation, and saving. So a checkpoint of step s has all reports of step s, and
+a run that goes on from it reports nothing twice and leaves nothing out.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from manualpar.training.recorder import NonFiniteError, Recorder
 from manualpar.training.replicas import ReplicaError, ReplicaSentinel
 from manualpar.training.workdir import START, Position, position_of, restore
 
-# So many rollbacks without a new checkpoint between them, and it is not the data.
+# After this many rollbacks without a new checkpoint, the data is not the cause.
 MAX_ROLLBACKS = 3
 BETWEEN_STEPS = "between two steps"
 EXTRA_SECONDS = 30.0
@@ -39,7 +39,7 @@ Hook = Callable[[TrainState, Position], None]
 
 
 class StoppedError(Exception):
-    """The run was asked to stop, and did after `step`; if that is saved, it can go on."""
+    """The run stopped after `step` on request; if that step is saved, the run can go on."""
 
     def __init__(self, step: int, *, is_saved: bool) -> None:
         super().__init__(f"stopped after step {step}")
@@ -65,7 +65,7 @@ class Trainer:
     cluster: Cluster
     detector: StallDetector
     profiler: StepProfiler
-    report: Callable[[str], None]  # Is told in a sentence what a user should know.
+    report: Callable[[str], None]  # Called with a sentence for the user.
     _hooks: list[_Scheduled] = dataclasses.field(default_factory=list)
 
     def train(self, state: TrainState, position: Position = START) -> TrainState:
@@ -89,7 +89,7 @@ class Trainer:
         with contextlib.ExitStack() as stack:
             for context in (postponed_interrupt(self.cluster), self.detector, self.profiler):
                 stack.enter_context(context)
-            # After the loop the processes do different things: process 0 alone writes a report.
+            # After the loop the processes do different things: only process 0 writes a report.
             stack.callback(self.cluster.enter, UNWATCHED)
             state = self._run_and_roll_back(state, position)
             self._evaluate_on("test", state, config.training.num_steps)
@@ -109,7 +109,7 @@ class Trainer:
             self._hooks.append(_Scheduled(hook, steps, at_start, at_end))
 
     def run(self, state: TrainState, position: Position) -> TrainState:
-        """The loop itself; the recorder may still wait for the last metrics when it ends."""
+        """Runs the loop; the recorder may still wait for the last metrics when it ends."""
         config = self.experiment.config
         num_steps, log_every = config.training.num_steps, config.training.log_every_steps
         if not position.step:
@@ -122,7 +122,7 @@ class Trainer:
                 batch = next(batches)
                 step = position.step + 1
                 position = Position(step, position.examples + config.data.batch_size)
-                # Every process enters the same number of phases, although one alone profiles.
+                # Every process enters the same number of phases, although only one profiles.
                 is_profiled = self.profiler.covers(step)
                 self.cluster.enter("in a profiled step" if is_profiled else "in a step")
                 self.profiler.before(step, state)
@@ -138,7 +138,7 @@ class Trainer:
         return state
 
     def read_from(self, examples: int) -> Any:
-        """Batches for training, without end, after so many examples; to be closed."""
+        """Reads batches for training, without end, after `examples` examples; to be closed."""
         config = self.experiment.config
         return train_batches(
             self.experiment.task.dataset.train,
@@ -166,7 +166,7 @@ class Trainer:
                 if restored is None:
                     raise
                 state, (step, earlier) = restored
-                # An earlier rollback may have begun this stretch beyond the checkpoint's position.
+                # After a rollback, `position` may be past the position of the checkpoint.
                 failed = position.examples + (error.step - position.step) * batch_size
                 position = Position(step, failed)
                 self.report(
@@ -191,7 +191,7 @@ class Trainer:
         return restored.state, position_of(restored)
 
     def _replica_check(self) -> Hook:
-        """A hook that checks that copies of the state are the same, bit for bit; it waits."""
+        """Makes a hook that waits, and checks that copies of the state are equal bit for bit."""
         program = self.experiment.program
         sentinel = ReplicaSentinel(program.mesh, program.layout)
 
@@ -236,7 +236,7 @@ class Trainer:
         self.recorder.put(split, step, waiting, report=True)
 
     def _save_or_stop(self, state: TrainState, position: Position) -> None:
-        """Saves if it is time to, and ends the loop if the run is asked to stop."""
+        """Saves if a save is due, and ends the loop if the run is asked to stop."""
         config, step = self.experiment.config, position.step
         stops = self.cluster.should_stop(step)
         is_last = step == config.training.num_steps
@@ -257,14 +257,14 @@ class Trainer:
     def _wait_for_checkpoint(self) -> None:
         """Waits until the checkpoint that was saved last is on disk, however slow the disk is."""
         work = f"waiting for the checkpoint that was saved last in {self.checkpoints.folder}"
-        # The checkpoint's own limit comes first, because its error says more.
+        # The checkpoint's own limit is shorter, because its error says more.
         limit = self.checkpoints.longest_save + EXTRA_SECONDS
         self.cluster.enter(work, limit=limit, varies=True)
         with self.recorder.leave_out(), self.detector.during(work):
             self.checkpoints.wait()
 
     def save(self, state: TrainState, position: Position) -> None:
-        """Saves a state once everything that is reported of it is on disk.
+        """Saves a state once all reports of it are on disk.
 
         It may return before the checkpoint is on disk.
 
@@ -297,8 +297,9 @@ class Trainer:
 def postponed_interrupt(cluster: Cluster) -> Iterator[threading.Event]:
     """Turns the first Ctrl-C into a request to stop between two steps.
 
-    The `StoppedError` that follows becomes a `KeyboardInterrupt`; a second Ctrl-C is one at once.
-    An exception raised in a signal handler can come up anywhere, also where Python discards it.
+    The `StoppedError` that follows becomes a `KeyboardInterrupt`; a second Ctrl-C raises one at
+    once. The first does not raise in the signal handler, because such an exception can come up
+    anywhere, even where Python discards it.
     """
     interrupted = threading.Event()
     previous = signal.getsignal(signal.SIGINT)

@@ -1,9 +1,9 @@
 """The folder of a run: a new one, or one that holds a run to go on with.
 
-A workdir holds `checkpoints/`, and a run that finds one there goes on from it. Besides the arrays a
-checkpoint has the config, the position in the data, the sums of metrics that are not reported yet,
-and the lengths of the files of metrics, all as JSON. The lines that were written after it are cut
-off and written again, the same.
+A workdir holds `checkpoints/`, and a run that finds a checkpoint there goes on from it. In addition
+to the arrays, a checkpoint has the config, the position in the data, the sums of metrics that are
+not reported yet, and the lengths of the files of metrics, all as JSON. Lines that were written
+after the checkpoint are cut off, and the same lines are written again.
 """
 
 import json
@@ -35,7 +35,7 @@ from manualpar.training.recorder import parse_state
 
 RUNS = Path("runs")
 FOLDER = "checkpoints"
-# Metrics of which the best is the largest.
+# Metrics whose largest value is the best.
 LARGE_IS_GOOD = frozenset({"accuracy"})
 
 
@@ -50,7 +50,7 @@ START = Position()
 
 
 def choose_workdir(workdir: AnyPath | None, *, name: str) -> AnyPath:
-    """The folder that was asked for, or a new numbered one, the same for all processes."""
+    """Returns the folder asked for, or makes a new numbered one, the same for all processes."""
     if workdir is not None:
         return workdir
     path, failure = "", ""
@@ -69,7 +69,7 @@ def choose_workdir(workdir: AnyPath | None, *, name: str) -> AnyPath:
 def check_folder(config: ml_collections.ConfigDict, workdir: AnyPath | None) -> list[str]:
     """Checks that a folder, `None` for a new one, is new or holds a run to go on with.
 
-    Returns the differences between the config and that of the run, a sentence each.
+    Returns the differences between the config and the run's config, a sentence each.
 
     Raises:
       ValueError: It is not a folder, or cannot be written to; it holds the run of another model or
@@ -77,13 +77,14 @@ def check_folder(config: ml_collections.ConfigDict, workdir: AnyPath | None) -> 
         way of a checkpoint.
       OSError: Its checkpoints cannot be listed.
     """
-    if not isinstance(workdir, BucketPath):  # There, taking the lock shows it.
+    # In a bucket, taking the lock shows whether it can be written to.
+    if not isinstance(workdir, BucketPath):
         _check_writable(RUNS if workdir is None else workdir)
     if workdir is None:
         return []
     if workdir.exists() and not workdir.is_dir():
         check_workdir(workdir)
-    # This runs before there are devices, so that it may not ask jax for anything.
+    # This runs before there are devices, so it must not ask jax for anything.
     if config.checkpoint.every_steps:
         open_folder(workdir / FOLDER).check()
     elif not open_folder(workdir / FOLDER).steps():
@@ -107,12 +108,12 @@ def _check_writable(folder: Path) -> None:
 
 
 def check_continues(config: ml_collections.ConfigDict, workdir: AnyPath) -> list[str]:
-    """Compares a config with that of the run that a workdir holds.
+    """Compares a config with the config of a workdir's run.
 
     The config in the newest checkpoint counts, because `config.json` may be gone or from another
     run. The checkpoint is not verified here. `restore` verifies it, and compares again.
 
-    Returns the differences that are allowed, a sentence each, and raises a `ValueError` for others.
+    Returns the allowed differences, a sentence each; raises a `ValueError` for other differences.
     """
     path = workdir / CONFIG_FILE
     written, saved, note = None, _saved_config(workdir), ""
@@ -142,19 +143,19 @@ def _read_config(path: AnyPath) -> dict[str, Any]:
 
 
 def _saved_config(workdir: AnyPath) -> dict[str, Any] | None:
-    """The config in the newest checkpoint, flat; `None` if there is no readable one."""
+    """Reads the config in the newest checkpoint, flat; `None` if there is no readable one."""
     steps = open_folder(workdir / FOLDER).steps()
     try:
         config = read_extra(workdir / FOLDER / str(steps[-1])).get("config") if steps else None
     except (OSError, ValueError):
-        return None  # Restoring says what is wrong with it, or takes the one before.
+        return None  # `restore` reports the damage, or takes the checkpoint before.
     return flatten_config(config) if isinstance(config, dict) else None
 
 
 def _compare(
     saved: Mapping[str, Any], config: ml_collections.ConfigDict, *, workdir: AnyPath, note: str = ""
 ) -> list[str]:
-    """The differences that are allowed; a `ValueError` where there are others."""
+    """Returns the allowed differences; raises a `ValueError` for other differences."""
     asked_for = json.loads(json.dumps(config.to_dict()))
     try:
         return check_resumable(saved, flatten_config(asked_for), defaults=field_defaults(config))
@@ -166,12 +167,12 @@ def _compare(
 
 
 def _longest_save(stall_seconds: float) -> float:
-    """How long a save may take: so long that a stall is reported first; a week without reports."""
+    """Returns the seconds a save may take: a stall is reported before; a week without reports."""
     return max(2 * stall_seconds, 600.0) if stall_seconds else 7 * 24 * 3600.0
 
 
 def open_checkpoints(config: ml_collections.ConfigDict, workdir: AnyPath) -> Checkpoints:
-    """The checkpoints of a workdir, kept as the config says."""
+    """Opens the checkpoints of a workdir, to be kept as the config says."""
     checkpoint = config.checkpoint
     return Checkpoints(
         workdir / FOLDER,
@@ -192,7 +193,7 @@ def restore(
 ) -> Restored:
     """Restores the latest checkpoint, or the latest undamaged one if the config says so.
 
-    `report` is told of checkpoints that are not used.
+    `report` is called with a sentence for each checkpoint that is not used.
 
     Raises:
       CheckpointError: It is damaged, or another model's, or of other data.
@@ -222,7 +223,7 @@ def restore(
 
 
 def _check_extra(restored: Restored) -> None:
-    """Refuses a checkpoint whose arrays are right, and whose JSON is not that of a run."""
+    """Refuses a checkpoint whose JSON was not written by a run."""
     try:
         extra = parse_object(json.dumps(restored.extra), allow_nan=True)  # Not nested too deep.
         parse_state(extra["recorder"])
@@ -231,7 +232,7 @@ def _check_extra(restored: Restored) -> None:
             raise ValueError("the position or the size of a file is not a number of them")
         if not isinstance(extra["data"], str) or not isinstance(extra.get("config", {}), dict):
             raise TypeError("data is not a string, or config not an object")
-    except Exception as error:  # Anything may be in there.
+    except Exception as error:  # The JSON may hold anything.
         why = explain_failure(error)
         raise CheckpointError(
             f"the checkpoint of step {restored.step} does not hold what a run saves besides its "
@@ -241,5 +242,5 @@ def _check_extra(restored: Restored) -> None:
 
 
 def position_of(restored: Restored) -> Position:
-    """How far the run was that saved a checkpoint."""
+    """Returns the position of the run at a checkpoint."""
     return Position(restored.step, restored.extra["position"])

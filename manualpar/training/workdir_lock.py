@@ -20,9 +20,9 @@ def lock_workdir(
 ) -> Iterator[Callable[[], None]]:
     """Keeps other runs out of a folder, which is created if need be, while the context lasts.
 
-    If the file system has no locks, `report` is told so, and nothing is locked. In a bucket there
-    is a lease, see `manualpar.system.storage.lease`. What it yields raises an error if that was
-    lost. If somebody has deleted the file of a lock, it takes the lock of a new one, and raises a
+    If the file system has no locks, it calls `report` and locks nothing. In a bucket it takes a
+    lease, see `manualpar.system.storage.lease`. It yields a function that raises an error if the
+    lease was lost. If the file of a lock was deleted, the function locks a new file, and raises a
     `WriteError` if another run was faster.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Several processes that train together: how they meet, stop together, and notice who is gone."""
+"""Several processes that train together: they connect, stop together, and detect a lost process."""
 
 from manualpar.system.cluster.cluster import (
     FAILED_EXIT_CODE,

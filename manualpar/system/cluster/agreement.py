@@ -1,8 +1,8 @@
-"""What every process found, known to all of them.
+"""Exchanges facts between processes, so that all processes decide alike.
 
-On a shared file system not all processes would find the same checkpoints at once. These functions
+Processes on a shared file system may not see the same checkpoints at the same time. These functions
 are collective: every process calls them in the same order, from the thread that also runs the
-training steps, because another order in another process would be a deadlock.
+training steps. A different order in one process would be a deadlock.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ JSON = Any
 
 
 def gather(value: JSON) -> list[JSON]:
-    """The values of all processes, in the order of the processes, as JSON gives them back.
+    """Gathers a JSON value of each process, in the order of the processes.
 
     Communication:
       Two small all-gathers over all devices; none with one process.
@@ -42,16 +42,16 @@ def from_first(value: JSON) -> JSON:
 
 
 def first_failure(failure: str) -> str:
-    """The first failure of any process, `''` if all are well; communicates as `gather`."""
+    """Returns the first failure of any process, `''` if there is none; communicates as `gather`."""
     return next(filter(None, gather(failure)), "")
 
 
 @contextlib.contextmanager
 def failing_together() -> Iterator[None]:
-    """Within, an error of one process becomes one of all, so that none waits for another.
+    """Raises an error of one process in all of them, so that no process waits for another.
 
     Communication:
-      That of `gather`, at the end.
+      As `gather`, at the end.
     """
     try:
         yield

@@ -1,7 +1,7 @@
-"""A process's side: it knocks at the hub, beats, tells what happens here, and hears the rest.
+"""A process's connection to the hub: it sends heartbeats and news, and receives the hub's messages.
 
-A daemon thread runs the event loop of the connection. It ends with the connection: when all are
-done, when the processes differ, or when one is lost.
+A daemon thread runs the event loop of the connection. It ends with the connection: when all
+processes are done, when they differ, or when one is lost.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ from manualpar.system.cluster.stopping import StopGate
 
 CONNECT_SECONDS = 5.0
 KNOCK_SECONDS = 0.1
-# A process is short of memory if it cannot get so much for so long, whatever its threads wait for.
+# A process is short of memory if it cannot allocate these bytes for these seconds.
 LEAST_MEMORY_BYTES = 2**20
 SHORT_OF_MEMORY_SECONDS = 2.0
 
@@ -48,8 +48,8 @@ class Channel:
     """A process's connection to the hub.
 
     Attributes:
-      loss: Who is lost, once that is known.
-      is_over: Set when the connection has ended, whatever ended it.
+      loss: The lost process, once it is known.
+      is_over: Set when the connection has ended, for any reason.
     """
 
     def __init__(
@@ -81,17 +81,17 @@ class Channel:
 
     def send(self, message: Message) -> None:
         """Hands a message to the thread; safe anywhere, also in signal handlers; never waits."""
-        with contextlib.suppress(RuntimeError):  # The loop is closed: there is nobody left to tell.
+        with contextlib.suppress(RuntimeError):  # The loop is closed: the connection has ended.
             self._loop.call_soon_threadsafe(send, self._writer, message)
 
     def agree(self, facts: Facts) -> None:
-        """See `Cluster.agree`."""
+        """Compares the facts of all processes, as `Cluster.agree`."""
         self.send({"kind": "facts", "value": dict(facts)})
         if differences := self._differences.get():
             raise DisagreementError(differences)
 
     def steps(self) -> dict[int, tuple[int, float]]:
-        """The last known step of each process, and the seconds since it came to that."""
+        """Returns the last known step of each process, and the seconds since that step."""
         since = time.monotonic() - self._heard_at
         steps = enumerate(self._others)
         return {process: (step[0], step[1] + since) for process, step in steps if step}
@@ -129,8 +129,8 @@ class Channel:
         async for awake in beats(self._end, terms.timeout_seconds):
             before, short = short, 0.0 if _can_get_memory() else short + awake
             if before <= SHORT_OF_MEMORY_SECONDS < short:
-                # The hub tells all, this process too. Its main thread may wait for ever for a
-                # thread that had no memory to begin with.
+                # The hub tells all processes, including this one, whose main thread may wait for
+                # ever for a thread that had no memory to start.
                 send(self._writer, {"kind": "failed", "error": NO_MEMORY})
             self._pace.watch(awake)
             progress = dataclasses.asdict(self._pace.progress())
@@ -142,11 +142,11 @@ class Channel:
         if self.loss:
             self._on_loss(self.loss)
         self._writer.transport.abort()
-        with contextlib.suppress(OSError):  # That the connection has ended.
+        with contextlib.suppress(OSError):  # The connection has ended.
             await hearing
 
     def _handle(self, message: Message) -> None:
-        """Does what the hub says."""
+        """Handles a message of the hub."""
         self._silence = 0.0
         kind = message.pop("kind")
         if kind == "beat":
@@ -185,15 +185,15 @@ def _can_get_memory() -> bool:
 async def knock(
     hosts: Sequence[str], port: int, terms: Terms
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, dict[str, Any]]:
-    """Connects to the hub as soon as it is there, on any of the hosts, and says who this is.
+    """Connects to the hub as soon as it listens on one of the hosts, and introduces this process.
 
     Returns the connection on which the hub has admitted this process, and the hub's host and
-    process id. If that takes half the timeout, it announces that process 0 is not there.
+    process id. If that takes half the timeout, it announces that process 0 is missing.
 
     Raises:
       ConnectionError: Process 0 was not there in time.
       DisagreementError: The number of processes differs.
-      ValueError: Process 0 does not take this process for one of its own.
+      ValueError: Process 0 does not accept this process as part of its run.
     """
     began, has_warned, warn_seconds = time.monotonic(), False, terms.timeout_seconds / 2
     while True:

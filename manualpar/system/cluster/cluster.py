@@ -1,13 +1,13 @@
 """The processes that train together, as one of them sees them.
 
-They make the same steps, so they share their fate. A process that dies, is stopped, fails or hangs
-ends all of them within `timeout_seconds`, each with a sentence that names it. A request to stop,
-made to any of them, stops all after the same step. A single process makes the same calls, and those
-that concern others do nothing.
+They make the same steps, so they end together. If a process dies, is stopped, fails or hangs, all
+processes end within `timeout_seconds`, each with a sentence that names it. A request to stop, made
+to any process, stops all after the same step. A single process makes the same calls; calls that
+concern other processes do nothing.
 
-A thread ends the process when another is lost, at once and by `os._exit`, because the main thread
-may stand in a collective that nobody will ever finish. So whatever must be on disk is written when
-it is reported, and checkpoints are committed in one step.
+When another process is lost, a thread ends this one at once by `os._exit`, because the main thread
+may wait in a collective that never finishes. So everything that must be on disk is written when it
+is reported, and checkpoints are committed in one step.
 """
 
 import contextlib
@@ -35,14 +35,14 @@ LOST_PROCESS_EXIT_CODE = 4
 # A second SIGTERM, before the run had come to its end: 128 + 15, as in a shell.
 TERMINATED_EXIT_CODE = 143
 
-# A process that hears of another's error has this long to report its own, often the same.
+# After another process's error, a process has this time to report its own, often the same.
 OWN_ERROR_SECONDS = 0.5
 FLUSH_SECONDS = 0.5
 # How long an error of the runtime waits for the news that another process is lost.
 NEWS_SECONDS = 2.0
-# How long `close` waits for processes that live but do not come to an end.
+# How long `close` waits for processes that live but do not end.
 CLOSE_SECONDS = 300.0
-# The kinds of errors that a lost process brings about in the others.
+# The kinds of errors that a lost process causes in other processes.
 FROM_OTHERS = (jax.errors.JaxRuntimeError, OSError, TimeoutError)
 
 
@@ -58,7 +58,7 @@ class Cluster(contextlib.AbstractContextManager["Cluster", None]):
     def __init__(
         self, *, process_id: int = 0, num_processes: int = 1, timeout_seconds: float = 10.0
     ) -> None:
-        """Makes a process that nobody is connected to yet."""
+        """Makes a process without connections."""
         self.process_id = process_id
         self.num_processes = num_processes
         self.timeout_seconds = timeout_seconds
@@ -72,15 +72,15 @@ class Cluster(contextlib.AbstractContextManager["Cluster", None]):
 
     @property
     def is_main(self) -> bool:
-        """Whether this is process 0, which alone writes what only one may write."""
+        """Whether this is process 0, which does all writing that only one process may do."""
         return self.process_id == 0
 
     def should_stop(self, step: int) -> bool:
-        """Says, between two steps, whether to stop here; true after the same step in all processes.
+        """Returns whether to stop between two steps; true after the same step in all processes.
 
         Every process calls it equally often and in the same place of its loop. Usually it costs a
         microsecond; once, after a request to stop, it takes as long as a few messages. Once true,
-        it stays so. `step` is the number of updates made, for `steps`.
+        it stays true. `step` is the number of updates made, for `steps`.
         """
         self._pace.at_step(step)
         return self._gate.should_stop()
@@ -94,7 +94,7 @@ class Cluster(contextlib.AbstractContextManager["Cluster", None]):
 
     @contextlib.contextmanager
     def stop_on_sigterm(self) -> Iterator[None]:
-        """Within, the first SIGTERM asks all processes to stop; the second ends this one at once.
+        """Stops all processes on the first SIGTERM, and ends this one at once on the second.
 
         Call it in the main thread. The second ends the process with `TERMINATED_EXIT_CODE`. After
         `nothing_to_lose`, SIGTERM changes nothing. One of several processes can only end then, so
@@ -117,22 +117,21 @@ class Cluster(contextlib.AbstractContextManager["Cluster", None]):
             yield
 
     def nothing_to_lose(self) -> None:
-        """Says that all is saved, and this process only has to end, with a code that says so.
+        """Declares that everything is saved, so that SIGTERM no longer changes the exit code.
 
-        Schedulers send SIGTERM to the processes that are left when the first one has ended. That
-        must not change the exit code any more.
+        Schedulers send SIGTERM to the remaining processes when the first one has ended.
         """
         self._has_nothing_to_lose = True
 
     def enter(self, phase: str, *, limit: float = 0.0, varies: bool = False) -> None:
-        """Says what this process does next, so that the others notice when it hangs.
+        """Enters a phase, so that the other processes notice when this one hangs.
 
         Every process enters the same number of phases in the same order. A process that is behind
         for `timeout_seconds` longer than any phase has taken so far is lost. A call costs a
         microsecond. A phase is such as `"in a step"`; `UNWATCHED` is not watched.
 
         Args:
-          phase: What it does.
+          phase: The name of the phase.
           limit: How many seconds the phase may take the first times; 0 for ten minutes longer than
             any phase so far, and for ever if all processes are in it.
           varies: Whether `limit` always counts, however long phases have taken so far.
@@ -140,7 +139,7 @@ class Cluster(contextlib.AbstractContextManager["Cluster", None]):
         self._pace.enter(phase, limit=limit, varies=varies)
 
     def agree(self, facts: Facts) -> None:
-        """Compares facts with those of the other processes, and waits until all have called it.
+        """Compares the facts of all processes, and waits until all have called it.
 
         It needs no device and no collective.
 
@@ -151,10 +150,10 @@ class Cluster(contextlib.AbstractContextManager["Cluster", None]):
             self._channel.agree(facts)
 
     def steps(self) -> dict[int, tuple[int, float]]:
-        """The last step of each process, and the seconds since it came to that.
+        """Returns the last step of each process, and the seconds since that step.
 
-        Processes that have not made a step are missing. What is known of the others is as old as
-        their last beat, a second at most.
+        Processes that have not made a step are missing. The numbers of other processes are as old
+        as their last beat, a second at most.
         """
         steps = self._channel.steps() if self._channel else {}
         own = self._pace.progress()
@@ -163,12 +162,12 @@ class Cluster(contextlib.AbstractContextManager["Cluster", None]):
         return steps
 
     def explain_failure(self, error: BaseException) -> str | None:
-        """A sentence that names a lost process, if an error only shows that it is gone.
+        """Returns a sentence that names the lost process, if the error follows from the loss.
 
-        When a process is gone the others' collectives fail, often before it is known who is gone.
-        So an error of the runtime waits `NEWS_SECONDS` for the news. Usually this does not return
-        then, because the channel's thread ends the process with the sentence and
-        `LOST_PROCESS_EXIT_CODE`. It is `None` if the error is this process's own.
+        When a process is lost, the collectives of other processes fail, often before they know
+        which process it is. So after an error of the runtime this waits `NEWS_SECONDS` for the
+        news. Usually it does not return then, because the channel's thread ends the process with
+        the sentence and `LOST_PROCESS_EXIT_CODE`. Returns `None` for an error of this process.
         """
         if not self._channel or not any(isinstance(one, FROM_OTHERS) for one in causes(error)):
             return None
@@ -177,10 +176,10 @@ class Cluster(contextlib.AbstractContextManager["Cluster", None]):
         return None if loss is None or loss.process == self.process_id else str(loss)
 
     def failed(self, error: BaseException) -> None:
-        """Tells the others that this process ends with an error; end it with `os._exit` then.
+        """Tells the other processes that this one ends with an error; then end it with `os._exit`.
 
         An ordinary end would wait in JAX's exit barrier for processes that wait for this one. It
-        returns when the others know, in process 0 when they are gone: a second or two.
+        returns when the others know, in process 0 when they have ended: a second or two.
         """
         self._has_failed = True
         if self._channel:
@@ -189,10 +188,10 @@ class Cluster(contextlib.AbstractContextManager["Cluster", None]):
             self._channel.is_over.wait(2 * LEAVING_SECONDS)
 
     def close(self) -> None:
-        """Ends in peace: waits until all processes are here, then leaves JAX's cluster with them.
+        """Ends without an error: waits for all processes, then leaves JAX's cluster with them.
 
-        A process that is lost meanwhile still ends all. Nothing may be computed on several
-        processes afterwards.
+        If a process is lost meanwhile, all still end. Afterwards nothing may be computed on
+        several processes.
         """
         if self._channel is None:
             return
@@ -216,7 +215,7 @@ class Cluster(contextlib.AbstractContextManager["Cluster", None]):
     ) -> None:
         """Joins the hub on one of the hosts, in process 0 its own; only `initialize` calls it."""
         self._hub = hub
-        # It waits from now on, because a process without memory cannot start a thread at its end.
+        # Started now, because a process without memory cannot start a thread at its end.
         threading.Thread(target=self._flush_at_end, name="cluster-flush", daemon=True).start()
         self._channel = Channel(
             hosts, port, terms, gate=self._gate, pace=self._pace, on_loss=self._end_because_of
@@ -236,7 +235,7 @@ class Cluster(contextlib.AbstractContextManager["Cluster", None]):
         else:
             announce(f"{loss}; process {self.process_id} ends too")
         if loss.process in (None, self.process_id):
-            faulthandler.dump_traceback()  # Where the main thread stands.
+            faulthandler.dump_traceback()  # Shows where the main thread waits.
         self._ends.set()
         self._has_flushed.wait(FLUSH_SECONDS)
         os._exit(FAILED_EXIT_CODE if is_own_failure else LOST_PROCESS_EXIT_CODE)
@@ -245,6 +244,7 @@ class Cluster(contextlib.AbstractContextManager["Cluster", None]):
         """Flushes the streams in a thread of its own, because another may hold their locks."""
         self._ends.wait()
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):  # Closed, or nobody reads it any more.
+            # The stream may be closed, or have no reader any more.
+            with contextlib.suppress(OSError, ValueError):
                 stream.flush()
         self._has_flushed.set()

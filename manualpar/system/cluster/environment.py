@@ -1,7 +1,7 @@
 """Which processes train together: from flags, from our own variables, or from a cluster's.
 
-A cluster's environment only tells us whether there are several processes; JAX finds out who they
-are (`jax.distributed.initialize`). It knows Slurm, Open MPI 4, Kubernetes jobs and TPU pods.
+A cluster's environment only shows whether there are several processes; JAX finds the processes
+(`jax.distributed.initialize`). It supports Slurm, Open MPI 4, Kubernetes jobs and TPU pods.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 COORDINATOR_VARIABLE = "MANUALPAR_COORDINATOR_ADDRESS"
 COUNT_VARIABLE = "MANUALPAR_NUM_PROCESSES"
 ID_VARIABLE = "MANUALPAR_PROCESS_ID"
-# Instead of an address: have JAX find the cluster, whatever the environment looks like.
+# In place of an address: lets JAX find the cluster, whatever the environment contains.
 AUTO = "auto"
 
 MEND = (
@@ -21,7 +21,7 @@ MEND = (
 
 @dataclasses.dataclass(frozen=True)
 class Assignment:
-    """Which process of a run this one is; `None` stands for what JAX finds out."""
+    """This process's place in a run; JAX finds out the fields that are `None`."""
 
     coordinator_address: str | None  # `host:port` of JAX's coordination service.
     num_processes: int | None
@@ -29,7 +29,7 @@ class Assignment:
     # Whether this process is to see all devices of its host. Otherwise JAX chooses: in Slurm and
     # Open MPI one device a process.
     sees_all_devices: bool
-    # What says that there are several processes, if JAX is to find them.
+    # The variable that shows that there are several processes, if JAX is to find them.
     evidence: str = dataclasses.field(default="", compare=False)
 
 
@@ -42,7 +42,7 @@ def find_assignment(
     """Finds out which process this is, `None` if it is the only one; see `initialize`.
 
     Raises:
-      ValueError: Only some of what is needed is given, or it does not fit together.
+      ValueError: Only some of the arguments are given, or they contradict each other.
     """
     sees_all = "JAX_LOCAL_DEVICE_IDS" not in environment
     evidence = "--coordinator_address=auto" if coordinator_address == AUTO else ""
@@ -91,16 +91,16 @@ def find_assignment(
     return None
 
 
-def _check(given: Mapping[str, str | int | None], sees_all: bool) -> Assignment:
-    """The assignment from the address, the count and the id, given in this order by their names."""
-    missing = [name for name, value in given.items() if value in (None, "")]
-    present = [name for name in given if name not in missing]
+def _check(arguments: Mapping[str, str | int | None], sees_all: bool) -> Assignment:
+    """Makes an assignment of address, count and id, given in this order by their names."""
+    missing = [name for name, value in arguments.items() if value in (None, "")]
+    present = [name for name in arguments if name not in missing]
     if missing:
         raise ValueError(
             f"initialize: {' and '.join(present)} given without {' and '.join(missing)}, expected "
             f"all three or none. {MEND}."
         )
-    (address_name, address), (count_name, count_text), (id_name, id_text) = given.items()
+    (address_name, address), (count_name, count_text), (id_name, id_text) = arguments.items()
     host, colon, port = str(address).rpartition(":")
     if not (host and colon and port.isascii() and port.isdigit() and 0 < int(port) < 2**16):
         raise ValueError(
@@ -122,7 +122,7 @@ def _check(given: Mapping[str, str | int | None], sees_all: bool) -> Assignment:
 
 
 def _evidence(environment: Mapping[str, str]) -> str:
-    """The variable that says that this is one of several processes that JAX can find, or ''."""
+    """Returns the variable that shows that JAX can find several processes, or ''."""
     slurm = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_PROCID", "SLURM_LOCALID")
     in_slurm = all(name in environment for name in slurm)
     in_open_mpi = "OMPI_MCA_orte_hnp_uri" in environment
@@ -141,13 +141,13 @@ def _evidence(environment: Mapping[str, str]) -> str:
 
 
 def _is_alone_on_host(environment: Mapping[str, str]) -> bool:
-    """Whether Slurm or Open MPI started one process a host, which is to have all its devices."""
+    """Returns whether Slurm or Open MPI started one process per host, for all its devices."""
     tasks = _number(environment, "SLURM_NTASKS")
     nodes = _number(environment, "SLURM_STEP_NUM_NODES")
     return (tasks == nodes > 0) or _number(environment, "OMPI_COMM_WORLD_LOCAL_SIZE") == 1
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:
-    """The number that a variable holds, or 0."""
+    """Returns the number in a variable, or 0."""
     value = environment.get(name, "")
     return int(value) if value.isdigit() else 0

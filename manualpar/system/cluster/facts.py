@@ -1,7 +1,7 @@
 """How the processes of a run differ, in sentences.
 
-A fact is anything that has to be the same in every process: a field of the config, a version, the
-fingerprint of the data. Its name is one that a user knows; its value is text.
+A fact has to be the same in every process: a field of the config, a version, the fingerprint of the
+data. Users know its name; its value is text.
 """
 
 import os
@@ -15,7 +15,7 @@ Facts = Mapping[str, str]
 
 
 class DisagreementError(ValueError):
-    """The processes of a run differ in what has to be the same; each of them raises this error."""
+    """The processes of a run differ in their facts; each of them raises this error."""
 
     def __init__(self, differences: list[str]) -> None:
         super().__init__(
@@ -27,8 +27,8 @@ class DisagreementError(ValueError):
 def describe_differences(facts: Mapping[int, Facts]) -> list[str]:
     """Compares the facts of the processes, given by process number.
 
-    Each difference is a sentence such as `config.seed is 42 in process 0 and 3 in process 1`. There
-    are a few of them, and one that counts the rest.
+    Each difference is a sentence such as `config.seed is 42 in process 0 and 3 in process 1`. If
+    there are many, the last sentence counts the rest.
     """
     sentences = []
     for name in dict.fromkeys(name for process in sorted(facts) for name in facts[process]):
@@ -42,12 +42,12 @@ def describe_differences(facts: Mapping[int, Facts]) -> list[str]:
 
 
 def announce(sentence: str) -> None:
-    """Writes a sentence to standard error, past all buffers and their locks."""
+    """Writes a sentence to standard error, without Python's buffers and their locks."""
     os.write(2, f"{sentence}\n".encode(errors="backslashreplace"))
 
 
 def name_processes(processes: list[int]) -> str:
-    """Processes by their numbers: `process 1`, `processes 1, 3`."""
+    """Formats the numbers of processes: `process 1`, `processes 1, 3`."""
     return f"process{'es' if len(processes) > 1 else ''} {', '.join(map(str, processes))}"
 
 

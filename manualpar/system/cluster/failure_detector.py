@@ -1,9 +1,9 @@
-"""Which process is lost, and how it shows: silence, a closed connection, an error, a standstill.
+"""Finds the lost process, by its silence, a closed connection, an error, or a phase that hangs.
 
-A process may stand still although its threads live. All processes do the same things in the same
-order, so each counts the phases that it enters: reading a batch, a step, a save. The process with
-the lowest count is behind, and sooner or later the others wait for it in a collective. It is hung
-when it has been there for `timeout_seconds` longer than any phase has taken so far in any process.
+A process may hang although its threads live. All processes do the same work in the same order, so
+each counts the phases that it enters: reading a batch, a step, a save. The process with the lowest
+count is behind, and sooner or later the others wait for it in a collective. It hangs if it has been
+in its phase for `timeout_seconds` longer than any phase has taken so far in any process.
 
 A phase that was completed fewer than `KNOWN_AFTER` times may become slower than it was, because the
 first steps compile. It is allowed `FIRST_SECONDS` instead, or a limit of its own. A phase that
@@ -21,18 +21,18 @@ from manualpar.system.cluster.facts import name_processes
 
 KNOWN_AFTER = 3
 FIRST_SECONDS = 600.0
-# Outside the phases that are watched: nothing is expected of a process then.
+# A phase that is not watched: the process may take any time.
 UNWATCHED = ""
 CLOSED = "its connection closed"
 NONSENSE = "it sent what no process of this run sends"
-SILENT = "it has been silent for {:g} s"  # It is stopped, or behind a broken network.
+SILENT = "it has been silent for {:g} s"  # The process is stopped, or the network is broken.
 
 
 @dataclasses.dataclass(frozen=True)
 class LostProcess:
     """A process that the others cannot go on without."""
 
-    process: int | None  # Its number; `None` if it is one of them, and nobody knows which.
+    process: int | None  # Its number; `None` if it is not known.
     host: str  # The name of its host, and its process id there; empty if they are unknown.
     pid: int
     reason: str  # How the loss shows.
@@ -42,12 +42,12 @@ class LostProcess:
         if self.process is None:
             return f"the processes stand still: {self.reason}"
         where = f" on {self.host} (pid {self.pid})" if self.host else ""
-        what = "failed" if self.is_failure else "was lost"
-        return f"process {self.process}{where} {what}: {self.reason}"
+        outcome = "failed" if self.is_failure else "was lost"
+        return f"process {self.process}{where} {outcome}: {self.reason}"
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """Yields an error and those that it was raised from or during, each once."""
+    """Yields an error and its causes (raised from or during them), each once."""
     seen: list[BaseException] = []
     pending: list[BaseException | None] = [error]
     while pending:
@@ -63,9 +63,9 @@ class ProcessProgress:
     """How far a process is; times are in seconds."""
 
     count: int = 0  # How many phases it has entered.
-    phase: str = UNWATCHED  # The one that it is in.
+    phase: str = UNWATCHED  # Its current phase.
     is_known: bool = False  # Whether it has completed that phase `KNOWN_AFTER` times.
-    limit: float = 0.0  # How long the phase may take while it is not known; 0 for the usual.
+    limit: float = 0.0  # How long the phase may take while it is not known; 0 for the default.
     longest: float = 0.0  # How long its longest phase has taken so far.
     stuck: float = 0.0  # How long it has been in this phase.
     step: int | None = None  # Its last step; `None` before the first.
@@ -73,7 +73,7 @@ class ProcessProgress:
 
 
 def parse_progress(said: Mapping[str, Any]) -> ProcessProgress:
-    """Reads the progress that another process has sent; raises a `ValueError` if it is none."""
+    """Reads the progress that another process has sent; raises a `ValueError` if it is invalid."""
     names = [field.name for field in dataclasses.fields(ProcessProgress)]
     if sorted(said) != sorted(names):
         raise ValueError(f"the fields are {sorted(said)}, expected {sorted(names)}")
@@ -101,7 +101,7 @@ class Pace:
         self._progress = ProcessProgress()
 
     def enter(self, phase: str, *, limit: float = 0.0, varies: bool = False) -> None:
-        """Leaves the phase that this process is in for another; see `Cluster.enter`."""
+        """Leaves the current phase for another; see `Cluster.enter`."""
         now, earlier = self._get_time(), self._progress
         longest = earlier.longest
         if earlier.phase != UNWATCHED:
@@ -128,7 +128,7 @@ class Pace:
         self._stuck = (count, seconds + awake if count == before else 0.0)
 
     def progress(self) -> ProcessProgress:
-        """How far this process is now."""
+        """Returns the current progress of this process."""
         step, since = self._step or (None, self._get_time())
         # The count may be newer than the seconds, which then belong to an earlier phase.
         progress, (count, seconds) = self._progress, self._stuck
@@ -145,14 +145,14 @@ def find_hung(
 ) -> tuple[int | None, str] | None:
     """Finds the process that is hung: its number and the reason; `None` if there is none.
 
-    The number is `None` if all are equally far, because then nobody knows which one the others wait
-    for. A process may take `timeout_seconds` longer than the longest phase so far.
+    The number is `None` if all have the same count, because then it is not known which process
+    hangs. A process may take `timeout_seconds` longer than the longest phase so far.
     """
     longest = max(one.longest for one in processes.values())
     lowest = min(one.count for one in processes.values())
     behind = {process: one for process, one in processes.items() if one.count == lowest}
     all_equal = len(behind) == len(processes)
-    # A process that is ahead has shown that the phase ends. Otherwise it may only be a long one.
+    # A process that is ahead has shown that the phase ends. Otherwise the phase may be long.
     first = float("inf") if all_equal else longest + max(FIRST_SECONDS, timeout_seconds)
 
     def allowed(one: ProcessProgress) -> float:

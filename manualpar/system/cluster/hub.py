@@ -1,13 +1,13 @@
-"""Process 0's side: the hub hears every process, and tells all of them what all must know.
+"""The hub in process 0: it receives the messages of every process, and informs all of them.
 
-Every process, process 0 included, has one connection to the hub and beats on it. A process is lost
-when its connection closes, when it has been silent for the timeout, or when it is hung (`lost`).
-The hub then tells the others at once, and ends.
+Every process, including process 0, has one connection to the hub and sends heartbeats on it. A
+process is lost when its connection closes, when it has been silent for the timeout, or when it
+hangs (`failure_detector`). The hub then tells the others at once, and ends.
 
-The processes meet here before JAX introduces them to each other. So it is known who is missing, or
-what differs between them, before anything waits in a collective. The hub listens on the
-coordinator's own port, and frees it for JAX's coordination service when all processes have come. So
-one port is enough, and no stranger can reach the hub while the run trains.
+The processes connect to the hub before JAX connects them. So the hub reports missing processes and
+differing facts before any process waits in a collective. The hub listens on the coordinator's port,
+and frees it for JAX's coordination service when all processes have connected. So one port is
+enough, and no stranger can reach the hub while the run trains.
 
 Invariant: process 0 hears the end last, when the others are gone or have had `LEAVING_SECONDS`.
 JAX's coordination service lives in process 0, and XLA aborts the others if that ends first.
@@ -55,7 +55,7 @@ MAX_STRANGERS = 64
 
 @dataclasses.dataclass
 class _Member:
-    """What the hub knows of a process."""
+    """The hub's record of a process."""
 
     writer: asyncio.StreamWriter | None = None
     host: str = ""
@@ -73,7 +73,7 @@ class Hub:
         self._members = {process: _Member() for process in range(terms.num_processes)}
         # All connections, the oldest first, with the tasks that end when they have closed.
         self._connections: dict[asyncio.StreamWriter, asyncio.Task[None]] = {}
-        # What all processes have to say before any goes on: by its kind and the process.
+        # Messages that all processes must send before any goes on: by kind and process.
         self._said: defaultdict[str, dict[int, Any]] = defaultdict(dict)
         self._waited = 0.0
         self._has_warned = False
@@ -88,7 +88,7 @@ class Hub:
         """Serves until all are done or one is lost."""
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(self._handle_exception)
-        # The message that ends all, and the process that is lost.
+        # The message that ends all processes, and the lost process.
         self._end: asyncio.Future[tuple[Message, int | None]] = loop.create_future()
         self._server = await asyncio.start_server(
             self._accept, sock=listener, limit=MAX_HELLO_BYTES, backlog=max(len(self._members), 128)
@@ -123,7 +123,7 @@ class Hub:
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._connections[writer] = asyncio.create_task(self._serve(reader, writer))
         self._connections[writer].add_done_callback(lambda _: self._connections.pop(writer))
-        # The oldest have to go, because our own processes answer sooner.
+        # Closes the oldest, because processes of the run answer sooner.
         self._turn_away(self._strangers()[: -MAX_STRANGERS - len(self._members)])
 
     def _strangers(self) -> list[asyncio.StreamWriter]:
@@ -154,14 +154,14 @@ class Hub:
                 except NonsenseError:  # `_run` closes the connection, so that process 0's is last.
                     self._lose(process, NONSENSE)
         except OSError:
-            pass  # It has closed, or does not speak as a process does.
+            pass  # It has closed, or does not follow the protocol.
         finally:
             writer.close()
             if process is not None and process not in self._said["done"]:
                 self._lose(process, CLOSED)
 
     def _admit(self, writer: asyncio.StreamWriter, message: Message, challenge: str) -> Message:
-        """Takes a connection for that of a process, or not; returns the answer to it."""
+        """Accepts a connection as a process's, or refuses it; returns the answer."""
         hello = read_hello(message, token=self._terms.token, challenge=challenge)
         if hello is None:
             if "proof" in message and not self._has_warned:
@@ -188,7 +188,7 @@ class Hub:
         return {"kind": "admitted", "host": socket.gethostname(), "pid": os.getpid()}
 
     def _handle(self, process: int, message: Message) -> None:
-        """Does what a process asks for; raises a `NonsenseError` if it is not understood."""
+        """Handles a process's message; raises a `NonsenseError` if it is invalid."""
         check_said(message)
         kind = message["kind"]
         if kind == "beat":
@@ -209,7 +209,7 @@ class Hub:
                 self._answer(kind, self._said.pop(kind))
 
     def _answer(self, kind: str, said: dict[int, Any]) -> None:
-        """Tells the processes what follows from what all of them have said."""
+        """Answers the processes once all of them have sent a message of one kind."""
         if kind == "done":
             self._end_all({"kind": "end"})
         elif kind == "held":
@@ -220,7 +220,7 @@ class Hub:
             self._tell({"kind": "agreed"})
 
     def _watch(self, awake: float) -> None:
-        """Finds out who is lost, or has not come."""
+        """Finds processes that are lost, or have not connected."""
         members, timeout_seconds = self._members, self._terms.timeout_seconds
         for process, member in members.items():
             member.silence += awake if member.writer else 0.0
@@ -231,7 +231,7 @@ class Hub:
             self._lose(*hung)
         if not (missing := [process for process in members if not members[process].writer]):
             return
-        # Process 0 has spent time on its imports before, so it does not wait for the whole timeout.
+        # Process 0 spent time on its imports before, so it warns after half the timeout.
         warn_seconds, join_seconds = timeout_seconds / 2, self._terms.join_seconds
         self._waited += awake
         if self._waited > join_seconds:
@@ -245,7 +245,7 @@ class Hub:
             self._tell({"kind": "waiting", "text": told})
 
     def _steps(self) -> list[tuple[int, float] | None]:
-        """How far each process is, and for how long."""
+        """Returns the last step of each process, and the seconds since that step."""
         return [
             None
             if (done := one.progress).step is None
@@ -264,6 +264,6 @@ class Hub:
         self._end_all({"kind": "lost", **dataclasses.asdict(loss)}, lost=process)
 
     def _end_all(self, message: Message, *, lost: int | None = None) -> None:
-        """Has `_run` tell all processes how this ends; the first to be told counts."""
+        """Lets `_run` tell all processes how the cluster ends; only the first call counts."""
         if not self._end.done():
             self._end.set_result((message, lost))

@@ -3,18 +3,18 @@
     python -m manualpar.launch --processes=2 [--devices-per-process=4] [--grace=15] -- <command ...>
 
 Each process finds out from its environment which one it is (`manualpar.system.cluster.initialize`).
-Their output comes out line by line behind `[0] `, `[1] ` and so on. SIGINT and SIGTERM go to all of
-them, and a second one kills them. When one ends with an error the others have `--grace` seconds to
-end by themselves, which they do with a sentence that names it; then they get SIGTERM, and two
-seconds later SIGKILL. After a SIGTERM to the launcher they have as long to save and end before
-SIGKILL.
+Their output is printed line by line behind `[0] `, `[1] ` and so on. SIGINT and SIGTERM go to all
+processes, and a second signal kills them. When a process ends with an error, the others have
+`--grace` seconds to end by themselves, with a sentence that names it; then they get SIGTERM, and
+two seconds later SIGKILL. After a SIGTERM to the launcher they also have `--grace` seconds to save
+and end before SIGKILL.
 
-They meet on the loopback alone, and share a token that nobody else knows. But the collectives of
-CPUs (gloo) listen in every process at the address that the name of this host stands for, and jax
-0.10.2 has no setting for that; see docs/clusters.md.
+The processes connect on the loopback interface only, and share a secret token. But the CPU
+collectives (gloo) of every process listen at the address of this host's name, and jax 0.10.2 has no
+setting for that; see docs/clusters.md.
 
-The exit code is that of the first process that failed, 128 more than the signal if a signal ended
-it; else 0. A mistake on the command line ends with 2, a command that cannot be started with 127.
+The exit code is 0, or the code of the first process that failed: 128 plus the signal if a signal
+ended it. A mistake on the command line ends with 2, a command that cannot be started with 127.
 """
 
 import contextlib
@@ -84,7 +84,7 @@ def _launch(command: Sequence[str], processes: int, devices: int | None, grace: 
         number: signal.signal(number, lambda number, frame: signals.put(number))
         for number in (signal.SIGINT, signal.SIGTERM)
     }
-    # Output in Python's buffers would come late, or never if the process is killed.
+    # Python would print buffered output late, or never if the process is killed.
     variables = {**os.environ, "PYTHONUNBUFFERED": "1"}
     variables[TOKEN_VARIABLE] = os.environ.get(TOKEN_VARIABLE) or secrets.token_hex(16)
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -104,7 +104,7 @@ def _launch(command: Sequence[str], processes: int, devices: int | None, grace: 
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
                     env={**variables, "MANUALPAR_PROCESS_ID": str(process)},
-                    # Ctrl-C in a terminal goes to a whole group. In a group of its own a process
+                    # Ctrl-C in a terminal goes to a process group. In a group of its own a process
                     # gets it only from here.
                     start_new_session=True,
                 )
@@ -123,7 +123,7 @@ def _launch(command: Sequence[str], processes: int, devices: int | None, grace: 
             _send(one, signal.SIGKILL)
             one.wait()
         for reader in readers:
-            reader.join(TERMINATE_SECONDS)  # What a process has started may keep its output open.
+            reader.join(TERMINATE_SECONDS)  # A child of the process may keep its output open.
         for number, handler in earlier.items():
             signal.signal(number, handler)
 
@@ -139,7 +139,7 @@ def _watch(
         if code is None and (code := _first_failure(started)) is not None:
             terminate_at = time.monotonic() + grace
             for number, one in enumerate(started):
-                # A process that a signal ended could not say so itself.
+                # A process that a signal ended could not report it.
                 if not num_signals and (one.returncode or 0) < 0:
                     name = signal.Signals(-one.returncode).name
                     print(f"process {number} was ended by {name}", file=sys.stderr, flush=True)
@@ -165,15 +165,15 @@ def _watch(
 
 
 def _first_failure(started: Sequence[subprocess.Popen[bytes]]) -> int | None:
-    """The exit code of a process that failed, by preference of one that a signal ended."""
+    """Returns the exit code of a process that failed, preferably of one that a signal ended."""
     codes = [one.returncode for one in started if one.returncode]
-    # The others' codes only say that they noticed.
+    # The other codes only say that the processes noticed.
     signalled = [128 - code for code in codes if code < 0]
     return (signalled or codes or [None])[0]
 
 
 def _pass_on(source: IO[bytes], target: IO[bytes], prefix: bytes, lock: threading.Lock) -> None:
-    """Copies lines, each behind the prefix and as a whole."""
+    """Copies complete lines, each behind the prefix."""
     with source:
         for line in source:
             with lock:

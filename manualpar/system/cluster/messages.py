@@ -1,14 +1,14 @@
-"""What travels between the processes and the hub, and the proof that a process belongs to the run.
+"""Messages between the processes and the hub, and the proof that a process belongs to the run.
 
-A message is a JSON object behind four bytes that say how long it is. Nothing that is received is
-executed or unpickled: whatever the other end sends, the worst that happens is that the connection
-ends. `asyncio` keeps what the other end does not read, so sending never waits.
+A message is a JSON object behind its length in four bytes. Received bytes are never executed or
+unpickled: at worst the connection ends. `asyncio` buffers bytes that the other end does not read,
+so sending never waits.
 
 The hub sends every new connection a challenge, a number that it uses once. The process answers with
 a hello, and with an HMAC of both under the token that all processes of the run share
-(`MANUALPAR_TOKEN`). The token itself never travels, and an overheard answer is useless. Without a
-token, anybody who can reach the port may answer. Until its proof is right, a hello comes from a
-stranger: every field is checked.
+(`MANUALPAR_TOKEN`). The token itself is never sent, and an overheard answer is useless. Without a
+token, anybody who can reach the port may answer. Every field of a hello is checked, because it
+comes from a stranger until its proof is right.
 """
 
 import asyncio
@@ -24,13 +24,13 @@ from typing import Any
 from manualpar.system.storage.untrusted import parse_object
 
 TOKEN_VARIABLE = "MANUALPAR_TOKEN"
-# The messages of our own processes are far shorter.
+# Messages of a run's processes are far shorter.
 MAX_MESSAGE_BYTES = 2**20
 MAX_HELLO_BYTES = 4096
 MAX_NAME_CHARACTERS = 255
 
 Message = dict[str, Any]
-# What a process says once it is admitted: the fields of each kind of message, and their types.
+# Messages of an admitted process: the fields of each kind, and their types.
 SAID: dict[str, dict[str, type]] = {
     "beat": {"progress": dict},
     "failed": {"error": str},
@@ -42,7 +42,7 @@ SAID: dict[str, dict[str, type]] = {
 
 
 class NonsenseError(ConnectionError):
-    """The other end sends what no process of a run sends."""
+    """The other end sent a message that no process of a run sends."""
 
     def __init__(self) -> None:
         super().__init__("what answers there is no process of this run")
@@ -60,7 +60,7 @@ async def receive(reader: asyncio.StreamReader, *, max_bytes: int = MAX_MESSAGE_
 
     Raises:
       ConnectionResetError: The connection has ended.
-      NonsenseError: The other end is no process of this run.
+      NonsenseError: The other end is not a process of this run.
       OSError: The connection has failed in another way.
     """
     try:
@@ -75,7 +75,7 @@ async def receive(reader: asyncio.StreamReader, *, max_bytes: int = MAX_MESSAGE_
 
 
 def check_said(message: Message) -> None:
-    """Raises a `NonsenseError` if no process says this to the hub."""
+    """Raises a `NonsenseError` if the message is not valid for the hub."""
     kind = message.get("kind")
     fields = SAID.get(kind) if isinstance(kind, str) else None
     if fields is None or any(type(message.get(name)) is not fields[name] for name in fields):
@@ -85,10 +85,11 @@ def check_said(message: Message) -> None:
 
 
 async def beats(end: asyncio.Future[Any], timeout_seconds: float) -> AsyncIterator[float]:
-    """Until `end` is done, yields the seconds since the beat before.
+    """Yields the seconds since the last beat, until `end` is done.
 
-    There are so many beats that several must go missing before the timeout. Seconds in which this
-    process itself was stopped are left out: its own sleep is nobody else's silence.
+    The interval is at most an eighth of the timeout, so several beats must be missing before it.
+    Seconds in which this process itself was stopped are left out, because they say nothing about
+    the other end.
     """
     interval, last = min(timeout_seconds / 8, 1.0), time.monotonic()
     while not (await asyncio.wait([end], timeout=interval))[0]:
@@ -99,7 +100,7 @@ async def beats(end: asyncio.Future[Any], timeout_seconds: float) -> AsyncIterat
 
 @dataclasses.dataclass(frozen=True)
 class Terms:
-    """On which terms a process joins a run."""
+    """The terms on which a process joins a run."""
 
     process: int
     num_processes: int
@@ -110,7 +111,7 @@ class Terms:
 
 @dataclasses.dataclass(frozen=True)
 class Hello:
-    """What a process says of itself: its number, how many it expects, its host and process id."""
+    """A process's introduction: its number, the number it expects, its host and process id."""
 
     process: int
     num_processes: int
@@ -118,18 +119,18 @@ class Hello:
     pid: int
 
     def prove(self, *, token: str, challenge: str) -> str:
-        """The proof that who says this has the token."""
+        """Computes the proof that the sender has the token."""
         text = json.dumps([challenge, *dataclasses.astuple(self)])
         return hmac.new(token.encode(), text.encode(), hashlib.sha256).hexdigest()
 
 
 def make_hello(hello: Hello, *, token: str, challenge: str) -> Message:
-    """The message with which a process answers a challenge."""
+    """Makes the message with which a process answers a challenge."""
     return {**dataclasses.asdict(hello), "proof": hello.prove(token=token, challenge=challenge)}
 
 
 def read_hello(message: Message, *, token: str, challenge: str) -> Hello | None:
-    """The answer to a challenge; `None` if it is not a hello, or its proof is wrong."""
+    """Reads the answer to a challenge; `None` if it is not a hello, or its proof is wrong."""
     values: list[Any] = [message.get(field.name) for field in dataclasses.fields(Hello)]
     if [type(value) for value in values] != [int, int, str, int]:
         return None

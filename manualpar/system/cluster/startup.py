@@ -1,10 +1,9 @@
-"""Brings the processes of a run together.
+"""Connects the processes of a run.
 
-If the coordinator's address is given, the processes first meet at the hub
-(`manualpar.system.cluster.hub`) and then JAX introduces them to each other
-(`jax.distributed.initialize`). If JAX finds the coordinator itself, it goes first, and process 0
-tells the others by a collective where the hub is. JAX's own watch over the processes stays as the
-second line, for a process whose threads do not run.
+If the coordinator's address is given, the processes first connect to the hub
+(`manualpar.system.cluster.hub`) and then JAX connects them (`jax.distributed.initialize`). If JAX
+finds the coordinator itself, JAX goes first, and process 0 sends the hub's address to the others by
+a collective. JAX's failure detection stays on in addition, for a process whose threads do not run.
 """
 
 import dataclasses
@@ -48,8 +47,9 @@ def initialize(
     """Joins the processes of a run; call it before anything has asked jax for a device.
 
     Without arguments the environment decides: the variables `MANUALPAR_COORDINATOR_ADDRESS` (or
-    `JAX_COORDINATOR_ADDRESS`), `MANUALPAR_NUM_PROCESSES` and `MANUALPAR_PROCESS_ID`, then what JAX
-    knows of (Slurm, Open MPI, Kubernetes, TPU pods); else this process is alone.
+    `JAX_COORDINATOR_ADDRESS`), `MANUALPAR_NUM_PROCESSES` and `MANUALPAR_PROCESS_ID`, then the
+    clusters that JAX detects (Slurm, Open MPI, Kubernetes, TPU pods). Otherwise this process is the
+    only one.
 
     If `MANUALPAR_TOKEN` is set, only processes that have it may join.
 
@@ -58,13 +58,13 @@ def initialize(
 
     Args:
       coordinator_address: `host:port` for JAX's coordination service, on the host of process 0;
-        with `num_processes` and `process_id`. `"auto"`, alone, has JAX find all three.
-      num_processes: How many processes there are. `1`, alone, says that this is the only one.
+        with `num_processes` and `process_id`. `"auto"` without the two lets JAX find all three.
+      num_processes: How many processes there are. `1` without the other two means only this one.
       process_id: Which of them this is, from 0.
       timeout_seconds: How long a process may be silent before the others end.
       start_timeout_seconds: How long to wait for all processes to start.
       environment: The environment variables, by default `os.environ`.
-      facts: What has to be the same in all processes, by a name that a user knows. Compared before
+      facts: Values that must be equal in all processes, by a name that users know. Compared before
         JAX connects them, if the coordinator's address is given.
 
     Returns:
@@ -120,7 +120,7 @@ def initialize(
         try:
             start_jax(own, bind_address)
         except Exception as error:
-            # Usually it does not return: another process is gone, and this one ends because of it.
+            # Usually this call ends the process, because another one is lost.
             cluster.explain_failure(error)
             cluster.failed(error)
             raise
@@ -141,11 +141,11 @@ def _start_jax(
     timeout_seconds: float,
     start_timeout_seconds: float,
 ) -> None:
-    """Has JAX introduce the processes to each other, and show each other their devices.
+    """Starts JAX's distributed runtime, in which the processes learn of each other's devices.
 
     Raises:
       ValueError: JAX does not find the processes by itself.
-      ConnectionError: They have not met in time, or cannot.
+      ConnectionError: They have not connected in time, or cannot.
       RuntimeError: jax already has its devices.
     """
     jax.config.update("jax_enable_preemption_service", False)
@@ -153,13 +153,13 @@ def _start_jax(
     jax_timeout = math.ceil(timeout_seconds) + JAX_EXTRA_SECONDS
     try:
         with warnings.catch_warnings():
-            # Without the package `kubernetes` JAX warns in several lines; the error says it too.
+            # Without the package `kubernetes` JAX warns in several lines; our error is enough.
             warnings.filterwarnings("ignore", "Kubernetes environment detected")
             jax.distributed.initialize(
                 own.coordinator_address,
                 own.num_processes,
                 own.process_id,
-                # An empty list restricts nothing, and keeps JAX from choosing one device a process.
+                # An empty list restricts nothing. Without it JAX may choose one device per process.
                 local_device_ids=[] if own.sees_all_devices else None,
                 cluster_detection_method="deactivate" if is_given else None,
                 initialization_timeout=math.ceil(start_timeout_seconds),
@@ -169,7 +169,7 @@ def _start_jax(
             )
     except jax.errors.JaxRuntimeError as error:
         raise _not_met(own, start_timeout_seconds, error) from error
-    except Exception as error:  # Whatever JAX's search for a cluster raises.
+    except Exception as error:  # JAX's search for a cluster may raise any exception.
         if is_given or "must be called before" in str(error):
             raise
         raise ValueError(
@@ -207,9 +207,9 @@ def _not_met(own: Assignment, seconds: float, error: Exception) -> ConnectionErr
 
 
 def _meet_before_jax(cluster: Cluster, terms: Terms, address: str, listen_at: str) -> str | None:
-    """Has the processes meet at the coordinator's address.
+    """Connects the processes at the coordinator's address.
 
-    Returns where JAX's service is to listen, in process 0: at the hub's address, by then free.
+    In process 0, returns the address for JAX's service: the hub's, which is free by then.
     """
     host, port = split_address(address)
     if not cluster.is_main:
@@ -222,14 +222,14 @@ def _meet_before_jax(cluster: Cluster, terms: Terms, address: str, listen_at: st
             "it; see SECURITY.md"
         )
     name, port = listener.getsockname()[:2]
-    # Where a listener at all addresses can be reached from this host.
+    # A listener at all addresses is reached at this address from its host.
     reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(name, name)
     cluster.connect([reachable], port, terms, Hub(listener, terms))
     return f"[{name}]:{port}" if ":" in name else f"{name}:{port}"
 
 
 def _meet_after_jax(cluster: Cluster, terms: Terms) -> None:
-    """Has the processes meet at an address that process 0 tells the others by a collective."""
+    """Connects the processes at an address that process 0 sends them by a collective."""
     own_name, port, hub = socket.gethostname(), 0, None
     if cluster.is_main:
         terms = dataclasses.replace(terms, token=terms.token or secrets.token_hex(16))
@@ -241,7 +241,7 @@ def _meet_after_jax(cluster: Cluster, terms: Terms) -> None:
 
 
 def _own_hosts() -> list[str]:
-    """Names and addresses at which the others may reach this host, the likeliest first."""
+    """Returns names and addresses of this host for the other processes, the likeliest first."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # Sends nothing; the kernel chooses the interface.
@@ -251,7 +251,7 @@ def _own_hosts() -> list[str]:
 
 
 def listen(address: str) -> socket.socket:
-    """Opens the port `host:port` that the processes meet at, on that address only.
+    """Opens the port `host:port` for the processes' connections, on that address only.
 
     Raises:
       ConnectionError: The address is not one of this host's, or its port is taken.
@@ -265,7 +265,7 @@ def listen(address: str) -> socket.socket:
             except OSError as error:
                 failure = error
                 continue
-            # Its connections inherit this: asyncio sets it only for those that it makes itself.
+            # Accepted connections inherit this; asyncio sets it only for connections that it makes.
             server.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             return server
     except OSError as error:  # No such host.
@@ -280,6 +280,6 @@ def listen(address: str) -> socket.socket:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """The host, without brackets, and the port of `host:port`."""
+    """Splits `host:port` into the host, without brackets, and the port."""
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)

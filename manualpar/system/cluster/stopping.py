@@ -1,12 +1,12 @@
-"""All processes stop after the same step when any of them is asked to, by SIGTERM for example.
+"""Stops all processes after the same step, when one of them is asked to stop (by SIGTERM, say).
 
 Between two steps each process asks whether to stop, all of them equally often: the n-th call in one
 process belongs to the n-th in every other. To stop, the hub asks each process how many calls it has
 made, and all stop in the call after the largest number, which none has made yet.
 
-A thread of the process answers, and from then on the process's calls wait until the hub has told
-the number. So no process waits for another's *step*: one that is in the middle of a collective
-needs the others, which wait in their calls only as long as the messages take.
+A thread of the process answers, and from then on the process's calls wait until the hub has sent
+the number. So no process waits for another's *step*: a process in the middle of a collective needs
+the others, which wait in their calls only as long as the messages take.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 
 
 class StopGate:
-    """What a process's calls go through."""
+    """Lets a process's calls through, holds them, or tells them to stop."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -33,14 +33,14 @@ class StopGate:
             return self._calls
 
     def release(self, stop_at: int) -> None:
-        """Lets calls through; from the given number on they are told to stop."""
+        """Lets calls through; calls from number `stop_at` on return that they must stop."""
         with self._changed:
             self._stop_at = stop_at
             self._is_held = False
             self._changed.notify_all()
 
     def should_stop(self) -> bool:
-        """A call: whether to stop here. Waits while the processes agree."""
+        """Counts a call and returns whether to stop here. Waits while the processes agree."""
         with self._changed:
             self._changed.wait_for(lambda: not self._is_held)
             self._calls += 1
@@ -55,14 +55,14 @@ def on_sigterm(
     is_over: Callable[[], bool] = lambda: False,
     stays_over: bool = False,
 ) -> Iterator[None]:
-    """Within, a thread calls `first` for the first SIGTERM and `second` for every later one.
+    """Calls `first` for the first SIGTERM and `second` for every later one, in a thread.
 
-    Once `is_over`, SIGTERM does nothing any more; with `stays_over` not even afterwards.
+    Once `is_over`, SIGTERM does nothing any more; with `stays_over` not even after the context.
 
-    Python would run a signal handler in the main thread, which may stand in a compilation or a
+    Python would run a signal handler in the main thread, which may be in a compilation or a
     collective, and would run it once for two signals in a row. So Python's C handler writes each
-    signal's number to a socket (`signal.set_wakeup_fd`), and the thread reads it there. It has to
-    be called in the main thread.
+    signal's number to a socket (`signal.set_wakeup_fd`), and the thread reads it there. Call it in
+    the main thread.
     """
     reader, writer = socket.socketpair()
     writer.setblocking(False)
@@ -75,12 +75,13 @@ def on_sigterm(
                 if number == signal.SIGTERM and not is_over():
                     (calls.pop() if calls else second)()
             if earlier_writer != -1:
-                with contextlib.suppress(BlockingIOError):  # Full: its reader is awake anyway.
+                # If the socket is full, its reader is awake anyway.
+                with contextlib.suppress(BlockingIOError):
                     os.write(earlier_writer, data)
 
     thread = threading.Thread(target=listen, name="cluster-sigterm", daemon=True)
     thread.start()
-    # The handler does nothing; that there is one keeps the signal from ending the process.
+    # The handler does nothing, but without a handler the signal would end the process.
     earlier = signal.signal(signal.SIGTERM, lambda number, frame: None)
     try:
         yield

@@ -1,7 +1,7 @@
-"""One style for all pictures: a figure, colours, bars with their numbers, and what colours mean.
+"""One style for all pictures: a figure, colours, bars with their numbers, and a legend.
 
-`pyplot` is not used, because its figures and its backend belong to the whole process. The settings
-of matplotlib are ours only while a picture is drawn.
+`pyplot` is not used, because its figures and its backend are global to the process. Our settings of
+matplotlib apply only while a picture is drawn.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from manualpar.system.reports.tables import describe_bytes
 BLUE, SKY, GREEN, YELLOW = "#0072B2", "#56B4E9", "#009E73", "#F0E442"
 ORANGE, RED, PINK = "#E69F00", "#D55E00", "#CC79A7"
 INK, DARK, GREY, FAINT = "#222222", "#555555", "#B8BEC6", "#DDDDDD"
-# What a device holds; classes that are not named here are grey.
+# Classes of a device's memory; classes that are not named here are grey.
 MEMORY_COLORS = {
     "parameters": BLUE,
     "gradients": RED,
@@ -46,7 +46,7 @@ STYLE: Any = {
     "xtick.color": INK,
     "ytick.color": INK,
 }
-ROOM = 1.4  # The length of an axis, as a multiple of the longest bar: words stand behind bars.
+ROOM = 1.4  # Length of an axis in multiples of the longest bar, with space for text behind it.
 
 
 class Bar(NamedTuple):
@@ -81,7 +81,7 @@ def new_figure(user: str, size: tuple[float, float], *, title: str) -> Iterator[
 
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=size, layout="constrained")
-        # The name of a folder may be no text.
+        # The name of a folder need not be Unicode.
         figure.suptitle(title.encode(errors="backslashreplace").decode())
         yield figure
 
@@ -89,7 +89,7 @@ def new_figure(user: str, size: tuple[float, float], *, title: str) -> Iterator[
 def draw_bars(axes: Any, bars: Sequence[Bar], *, end: float = 0.0) -> None:
     """Draws bars of bytes or seconds, the first on top, on an axis that goes from 0 to `end`.
 
-    Without `end` there is room behind the longest bar for its text.
+    Without `end`, the axis leaves space for text behind the longest bar.
     """
     for y, bar in enumerate(bars):
         left = 0.0
@@ -116,7 +116,7 @@ def scale_in_bytes(axes: Any) -> None:
 
 
 def add_legend(axes: Any, colors: Mapping[str, str]) -> None:
-    """Says below the axes what colours mean."""
+    """Draws a legend of colours below the axes."""
     for label, color in colors.items():
         axes.plot([], [], "s", color=color, label=label)
     place = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "borderaxespad": 3.5}

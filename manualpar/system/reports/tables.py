@@ -1,7 +1,7 @@
 """Numbers in words, and tables of them, as all commands print them.
 
-A number has three digits and a unit, and one that is not known is a dash. In a table columns of
-words come first, aligned to the left, and columns of numbers follow, aligned to the right.
+A number has three digits and a unit; an unknown number is a dash. In a table columns of words come
+first, aligned to the left, and columns of numbers follow, aligned to the right.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,33 +17,33 @@ UNKNOWN = "-"
 
 
 def describe_bytes(size: float | None) -> str:
-    """A number of bytes, such as `1.95 MiB`."""
+    """Formats a number of bytes, such as `1.95 MiB`."""
     return _three_digits(size, ("B", "KiB", "MiB", "GiB", "TiB"), 1024)
 
 
 def describe_flops(flops: float | None) -> str:
-    """A number of operations, such as `3.33 GFLOP`."""
+    """Formats a number of operations, such as `3.33 GFLOP`."""
     units = ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP")
     return "0" if flops == 0 else _three_digits(flops, units, 1000)
 
 
 def describe_seconds(seconds: float | None) -> str:
-    """A time, such as `1.2 ms`."""
+    """Formats a time, such as `1.2 ms`."""
     return _three_digits(None if seconds is None else seconds * 1e6, ("µs", "ms", "s"), 1000)
 
 
 def describe_count(number: float | None, devices: int = 1) -> str:
-    """A whole number, in all or for each of some devices, such as `1,024`."""
+    """Formats a whole number, divided by the number of devices, such as `1,024`."""
     return UNKNOWN if number is None else f"{number / devices:,.0f}"
 
 
 def describe_share(part: float | None, whole: float = 1.0) -> str:
-    """A part of a whole, such as `12.5%`."""
+    """Formats `part / whole` as a percentage, such as `12.5%`."""
     return UNKNOWN if part is None or not whole else f"{part / whole:.1%}"
 
 
 def describe_difference(more: float, describe: Callable[[float], str]) -> str:
-    """A difference with its sign, such as `+1 KiB`; `=` for none."""
+    """Formats a difference with its sign, such as `+1 KiB`; `=` for none."""
     return f"{'+' if more > 0 else '-'}{describe(abs(more))}" if more else "="
 
 
@@ -84,13 +84,13 @@ def print_table(
     """Prints a title and, if there are rows, a table with an empty line behind it.
 
     Args:
-      console: Where to.
+      console: The console to print on.
       headers: The names of the columns.
       rows: The cells.
       title: A line above the table.
-      words: How many columns, the first ones, are of words; all others are of numbers.
-      last: A row that stands apart below the others, such as their sum.
-      most: How many rows are shown; the others are counted, and are in the files of the command.
+      words: Number of the first columns that hold words; all other columns hold numbers.
+      last: A row that is set apart below the others, such as their sum.
+      most: Number of rows to show; the command's files have the rows that are left out.
     """
     if title:
         console.print(Text(title, style="bold"), soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Paths on `s3://` and `gs://`, beside local ones."""
+"""Paths on `s3://` and `gs://`, in addition to local paths."""
 
 from manualpar.system.storage.array_store import CONTEXT, key_value_store
 from manualpar.system.storage.bucket_path import (

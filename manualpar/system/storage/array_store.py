@@ -1,7 +1,7 @@
-"""Where tensorstore finds a bucket: the specification of its key-value store.
+"""Specifies a bucket for tensorstore, as a key-value store.
 
-Credentials are never in it. tensorstore takes them from the environment, as s3fs and gcsfs do: from
-variables, or else from the files, the machine or the container that these name.
+Credentials are never in the specification. tensorstore takes them from the environment, as s3fs and
+gcsfs do: from variables, or else from the files, the machine or the container that these name.
 """
 
 import os
@@ -10,10 +10,10 @@ from typing import Any
 from manualpar.system.storage.bucket_path import BucketPath
 from manualpar.system.storage.requests import BucketError
 
-# Of one request; `manualpar.system.storage.requests` repeats all of them, later and with a word
-# about it.
+# tensorstore's retries of a request; `manualpar.system.storage.requests` repeats requests later,
+# and reports that.
 RETRIES = {"max_retries": 3, "initial_delay": "500ms", "max_delay": "4s"}
-# What a request may need, by the names of tensorstore. Nothing is cached.
+# Resources of requests, by tensorstore's names. Nothing is cached.
 CONTEXT = {
     "cache_pool": {"total_bytes_limit": 0},
     "gcs_request_retries": RETRIES,
@@ -22,7 +22,7 @@ CONTEXT = {
 
 
 def key_value_store(folder: BucketPath) -> dict[str, Any]:
-    """The key-value store of everything below a folder, for tensorstore."""
+    """Returns tensorstore's spec of a key-value store of everything below a folder."""
     place = {"bucket": folder.bucket, "path": f"{folder.key}/" if folder.key else ""}
     if folder.scheme == "gs":
         if _first("STORAGE_EMULATOR_HOST") and not _first("TENSORSTORE_GCS_HTTP_URL"):
@@ -36,7 +36,7 @@ def key_value_store(folder: BucketPath) -> dict[str, Any]:
         spec["endpoint"] = endpoint
         spec["aws_region"] = _first("AWS_REGION", "AWS_DEFAULT_REGION") or "us-east-1"
     if os.environ.get("AWS_ACCESS_KEY_ID"):
-        # Otherwise it looks for files first, and complains to standard error where there are none.
+        # Otherwise it looks for files first, and warns on standard error if there are none.
         spec["aws_credentials"] = {"type": "environment"}
     return spec
 

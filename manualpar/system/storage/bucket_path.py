@@ -1,14 +1,14 @@
 """Paths in buckets, `s3://bucket/key` and `gs://bucket/key`, with the methods of `pathlib.Path`.
 
 A bucket holds objects by key. There are no folders, no renaming and no appending: an object appears
-whole, in one request, or not at all. A folder is a way to speak of keys that begin alike, so it is
-there as soon as something is in it. Lists show what was written before.
+complete, in one request, or not at all. A folder here means all keys with a common prefix, so it
+exists as soon as it has an object. Lists show all earlier writes.
 
-Requests go through fsspec, with s3fs or gcsfs. Credentials and the address of the server come from
-the environment, as these two read it, and nowhere is there another way to give them.
+Requests go through fsspec, with s3fs or gcsfs. Credentials and the address of the server come only
+from the environment, as these two read it.
 
-An object may change while it is read, and a server may answer wrongly. What is read in more than
-one request is read of one `Version`: the requests name it, and what comes is compared with it.
+An object may change while it is read, and a server may answer wrongly. So a read of several
+requests has one `Version`: the requests name it, and the answers are compared with it.
 """
 
 import dataclasses
@@ -35,12 +35,12 @@ T = TypeVar("T")
 
 SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
-# A reader gets at least so many bytes at once.
+# The least number of bytes that a reader requests at once.
 BLOCK_BYTES = 1 << 20
 # A large file is sent in parts of this size, ten at once.
 UPLOADED_BYTES = 1 << 24
-# A list of more pages, each of which has up to a thousand objects, or with more pages on end that
-# bring nothing new, is one that does not end.
+# A list does not end if it has more pages (of up to a thousand objects each), or more pages in a
+# row with nothing new.
 MOST_PAGES, MOST_EMPTY_PAGES = 10_000, 100
 
 
@@ -48,7 +48,7 @@ MOST_PAGES, MOST_EMPTY_PAGES = 10_000, 100
 class BucketPath:
     """A path in a bucket. Its methods raise `FileNotFoundError` or `BucketError`.
 
-    It has no `__fspath__`, so functions of `os` refuse it instead of making a folder `s3:`.
+    It has no `__fspath__`, so that functions of `os` refuse it and do not make a folder `s3:`.
     """
 
     scheme: str
@@ -76,11 +76,11 @@ class BucketPath:
 
     @property
     def parent(self) -> Self:
-        """The folder that it is in; the bucket is its own."""
+        """The folder above; the bucket itself for the bucket."""
         return dataclasses.replace(self, key=self.key.rpartition("/")[0])
 
     def relative_to(self, folder: "BucketPath") -> PurePosixPath:
-        """The path from a folder above it."""
+        """Returns the path relative to a folder above it."""
         if (folder.scheme, folder.bucket) != (self.scheme, self.bucket):
             raise ValueError(f"{self} is not below {folder}.")
         return PurePosixPath(self.key).relative_to(folder.key)
@@ -92,13 +92,13 @@ class BucketPath:
 
         Args:
           start: The first byte.
-          stop: The one after the last; the end of the object if it is `None` or beyond.
-          version: What `version` said of the object. By default what is there now, for which the
-            server is not asked beforehand if `stop` is given.
+          stop: The byte after the last; the end of the object if it is `None` or beyond.
+          version: The object's version, from `version`. By default the current one; if `stop` is
+            given, this takes no extra request.
 
         Raises:
-          ContentError: The object is of another version, or the server has sent other bytes than
-            were asked for, twice.
+          ContentError: The object has another version, or the server has twice sent other bytes
+            than requested.
         """
 
         def read() -> bytes:
@@ -110,35 +110,35 @@ class BucketPath:
         return twice(read)
 
     def write_bytes(self, data: bytes) -> None:
-        """Puts an object in place of the one of that name, which has one content or the other."""
+        """Puts an object in place of an old one; a reader sees the old content or the new."""
         self._ask(lambda files: files.pipe_file(self._address, data))
 
     def upload(self, path: Path) -> None:
-        """Puts a file of a disk, of any size, as `write_bytes` puts bytes."""
+        """Puts a local file of any size, as `write_bytes` puts bytes."""
         self._ask(lambda files: files.put_file(str(path), self._address, chunksize=UPLOADED_BYTES))
 
     def create(self, data: bytes) -> bool:
-        """Puts an object if there is none of that name; returns whether it is this one."""
+        """Puts an object if there is none of that name; returns whether it did."""
         try:
             self._ask(lambda files: files.pipe_file(self._address, data, mode="create"))
         except FileExistsError:
-            # A request that was repeated may have succeeded the first time.
+            # A repeated request may have succeeded the first time.
             return self.read_bytes() == data
         return True
 
     def size(self) -> int:
-        """The size of the object in bytes."""
+        """Returns the size of the object in bytes."""
         return self.version().size
 
     def version(self) -> Version:
-        """Asks for the size of the object, and for what tells its content from others."""
+        """Asks for the size of the object, and for its tag and generation."""
         found = self._ask(lambda files: files.info(self._address))
         if found["type"] != "file":
             raise FileNotFoundError(f"{self} does not exist")
         return version_of(found)
 
     def is_file(self) -> bool:
-        """Whether there is an object of that name."""
+        """Returns whether there is an object of that name."""
         try:
             self.size()
         except FileNotFoundError:
@@ -146,21 +146,21 @@ class BucketPath:
         return True
 
     def is_dir(self) -> bool:
-        """Whether there are objects below."""
+        """Returns whether there are objects below."""
         return bool(self.names())
 
     def exists(self) -> bool:
-        """Whether it is a file or a folder."""
+        """Returns whether it is a file or a folder."""
         return self.is_file() or self.is_dir()
 
     def names(self) -> list[str]:
-        """The names of files and folders in a folder; none if it is not there."""
+        """Returns the names of files and folders in a folder; none if it does not exist."""
         sizes, folders = self._list(self._prefix, delimiter="/")
         found = (key.removeprefix(self._prefix).rstrip("/") for key in (*sizes, *folders))
         return sorted(filter(None, found))  # An object of the folder's own name lists itself.
 
     def files(self) -> dict[str, int]:
-        """The sizes of all objects below a folder, by their paths from it."""
+        """Returns the sizes of all objects below a folder, by their paths relative to it."""
         sizes, _ = self._list(self._prefix)
         return {
             key.removeprefix(self._prefix): size
@@ -169,7 +169,7 @@ class BucketPath:
         }
 
     def glob(self) -> dict["BucketPath", int]:
-        """The sizes of objects whose paths match this one as a pattern of `*`, `?`, `[]`, `**`."""
+        """Finds the sizes of objects whose paths match this pattern of `*`, `?`, `[]` and `**`."""
         file_system(self.scheme)  # Says which package is missing.
         from fsspec.utils import glob_translate
 
@@ -193,7 +193,7 @@ class BucketPath:
         }
 
     def copy_to(self, other: "BucketPath") -> None:
-        """Copies the object within the buckets, in place of one of that name."""
+        """Copies the object in the buckets' service; replaces an object of that name."""
         self._ask(lambda files: files.cp_file(self._address, other._address))
 
     def delete(self) -> None:
@@ -204,7 +204,7 @@ class BucketPath:
             return
 
     def delete_files(self, first: str = "") -> None:
-        """Deletes everything below a folder; the object of the name `first` before all others."""
+        """Deletes everything below a folder, with the object named `first` before all others."""
         if first:
             (self / first).delete()
         if names := list(self.files()):
@@ -217,11 +217,11 @@ class BucketPath:
 
     @property
     def _prefix(self) -> str:
-        """How the keys of everything below begin."""
+        """The prefix of the keys of everything below."""
         return f"{self.key}/" if self.key else ""
 
     def _ask(self, action: Callable[[Any], T]) -> T:
-        files = file_system(self.scheme)  # What is not installed is not tried again.
+        files = file_system(self.scheme)  # A missing package is reported here, without retries.
         return request(self, lambda: action(files))
 
     def _read_part(self, start: int, stop: int, version: Version | None) -> bytes:
@@ -252,7 +252,7 @@ class BucketPath:
         return part.data
 
     def _list(self, prefix: str, *, delimiter: str = "") -> tuple[dict[str, int], list[str]]:
-        """The sizes of objects by key, and with a delimiter the folders, that begin with a prefix.
+        """Returns the sizes of the objects with a prefix by key; with a delimiter the folders too.
 
         Raises:
           BucketError: The list cannot be read, or does not end.
@@ -282,11 +282,11 @@ class BucketPath:
 
 
 AnyPath = Path | BucketPath
-GivenPath = str | os.PathLike[str] | BucketPath  # As callers name one.
+GivenPath = str | os.PathLike[str] | BucketPath  # A path as callers give it.
 
 
 def as_path(text: GivenPath) -> AnyPath:
-    """The local path, or the path in a bucket, that a text names.
+    """Parses a text into a local path or a path in a bucket.
 
     Raises:
       ValueError: It is of another scheme than `s3` or `gs`, names no bucket, or holds a password;
@@ -316,26 +316,26 @@ def as_path(text: GivenPath) -> AnyPath:
 
 
 class BucketFile(io.RawIOBase):
-    """An object as a file that is read, by ranges and from any place.
+    """An object as a file that is read, by ranges and from any position.
 
-    All that is read is of the version that was there when it was opened.
+    All reads are of the version that was current when it was opened.
     """
 
     def __init__(self, path: BucketPath, version: Version | None = None) -> None:
-        """Takes the version to read, or asks which one is there."""
+        """Takes the version to read, or asks for the current one."""
         super().__init__()
         self._path, self._version, self._position = path, version or path.version(), 0
 
     def readable(self) -> bool:
-        """It is."""
+        """Returns True."""
         return True
 
     def seekable(self) -> bool:
-        """It is."""
+        """Returns True."""
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Moves to another place, and returns it."""
+        """Moves to another position, and returns it."""
         start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._version.size}[
             whence
         ]
@@ -345,7 +345,7 @@ class BucketFile(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        """Reads as much as a buffer takes; returns how much."""
+        """Fills a buffer as far as possible; returns the number of bytes."""
         view = memoryview(buffer).cast("B")
         stop = self._position + len(view)
         data = self._path.read_bytes(self._position, stop, version=self._version)
@@ -355,11 +355,11 @@ class BucketFile(io.RawIOBase):
 
 
 def open_for_reading(path: AnyPath, *, version: Version | None = None) -> BinaryIO:
-    """Opens a file, local or in a bucket, to be read from any place.
+    """Opens a file, local or in a bucket, to be read from any position.
 
     Args:
       path: The file.
-      version: Of a file in a bucket the version to read; by default the one that is there.
+      version: The version of a file in a bucket to read; by default the current one.
     """
     if isinstance(path, BucketPath):
         return io.BufferedReader(BucketFile(path, version), BLOCK_BYTES)

@@ -1,4 +1,4 @@
-"""Local copies of what lies in buckets, for libraries that read local files alone."""
+"""Local copies of files in buckets, for libraries that read only local files."""
 
 import argparse
 import atexit
@@ -22,17 +22,17 @@ from manualpar.system.storage.requests import ContentError, twice
 from manualpar.system.storage.services import Version
 
 COPIED_BYTES = 1 << 24  # In memory at once.
-NAME_BYTES = 255  # The most that file systems take.
+NAME_BYTES = 255  # The longest name that file systems take.
 
 
 def user_path(text: GivenPath) -> AnyPath:
-    """The path that a user names, where `~` is the user's folder; see `as_path`."""
+    """Parses a user's path as `as_path`, and expands `~` to the user's folder."""
     path = as_path(text)
     return path if isinstance(path, BucketPath) else path.expanduser()
 
 
 def path_flag(text: str) -> AnyPath:
-    """The type of a flag of `argparse` that is a path, see `user_path`."""
+    """Parses a path in a flag of `argparse` (its `type`), see `user_path`."""
     try:
         return user_path(text)
     except ValueError as error:  # argparse would repeat the path, which may hold a password.
@@ -40,7 +40,7 @@ def path_flag(text: str) -> AnyPath:
 
 
 def local_path(text: GivenPath, name: str) -> Path:
-    """A path on a disk; for others a `ValueError` that calls it `name`."""
+    """Returns a path on a disk; refuses other paths with a `ValueError` that calls it `name`."""
     path = user_path(text)
     if isinstance(path, BucketPath):
         raise ValueError(
@@ -50,9 +50,9 @@ def local_path(text: GivenPath, name: str) -> Path:
 
 
 def copied_files(path: BucketPath, names: tuple[str, ...]) -> Path:
-    """Copies a small file, or a folder with files of those names, to a disk; returns the copy.
+    """Copies a small file, or a folder's files of the given names, to a disk; returns the copy.
 
-    It lasts as long as the process.
+    The copy lasts as long as the process.
 
     Raises:
       ContentError: The files change while they are copied.
@@ -62,12 +62,12 @@ def copied_files(path: BucketPath, names: tuple[str, ...]) -> Path:
     copy = temporary / _address(path)
 
     def copy_all() -> None:
-        whole = _versions((path, *(path / name for name in names)))
-        for each, version in whole.items():
+        versions = _versions((path, *(path / name for name in names)))
+        for each, version in versions.items():
             target = copy if each == path else copy / each.name
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(each.read_bytes(version=version))
-        _check_same(whole, _versions(whole))
+        _check_same(versions, _versions(versions))
 
     twice(copy_all)
     copy.parent.mkdir(parents=True, exist_ok=True)
@@ -75,7 +75,7 @@ def copied_files(path: BucketPath, names: tuple[str, ...]) -> Path:
 
 
 def user_cache() -> Path:
-    """The user's folder for what can be made again."""
+    """Returns the user's folder for files that can be made again."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "manualpar"
 
 
@@ -84,19 +84,19 @@ def copied_folder(
 ) -> Path:
     """Copies a folder once for each state of its files; returns the copy, which is whole.
 
-    Every file is read of the version that the server had when copying began, and when it ends no
-    file may have another one, so that no copy holds files of two states. A folder that changes
-    meanwhile is copied once more. The copy has the address of the folder in its path, because
-    messages about files name it.
+    Every file is read in the version at the beginning, and at the end no file may have another
+    version, so that no copy holds files of two states. If the folder changes meanwhile, it is
+    copied once more. The path of the copy has the folder's address in it, because messages about
+    files show it.
 
     Args:
       path: The folder.
-      cache: The folder of copies. Of the processes that ask it for one, one copies at a time.
+      cache: The folder of copies. Only one process copies into it at a time.
       keep: Which files are copied, by their paths from the folder.
 
     Raises:
-      ContentError: The folder changes again while it is copied, or what the server sends is not
-        what it says that there is.
+      ContentError: The folder changes again while it is copied, or the server sends other content
+        than it lists.
     """
 
     def versions() -> dict[BucketPath, Version]:
@@ -119,7 +119,7 @@ def copied_folder(
 
 
 def _copy(file: BucketPath, version: Version, copy: Path) -> None:
-    """Copies an object, unless that has been done."""
+    """Copies an object, unless the copy exists."""
     if copy.exists() and copy.stat().st_size == version.size:
         return
     draft = copy.with_name(f"{copy.name}.draft")
@@ -133,7 +133,7 @@ def _copy(file: BucketPath, version: Version, copy: Path) -> None:
 
 
 def _versions(files: Iterable[BucketPath]) -> dict[BucketPath, Version]:
-    """The versions of those files that are there."""
+    """Returns the versions of the files that exist."""
     found = {}
     for file in files:
         with contextlib.suppress(FileNotFoundError):
@@ -142,7 +142,7 @@ def _versions(files: Iterable[BucketPath]) -> dict[BucketPath, Version]:
 
 
 def _check_same(before: dict[BucketPath, Version], now: dict[BucketPath, Version]) -> None:
-    """Refuses a set of files that has changed while it was copied."""
+    """Refuses files that have changed while they were copied."""
     if changed := [file for file in before | now if before.get(file) != now.get(file)]:
         raise ContentError(
             f"{changed[0]} changed while it and the files beside it were copied: wait until nobody "
@@ -151,6 +151,6 @@ def _check_same(before: dict[BucketPath, Version], now: dict[BucketPath, Version
 
 
 def _address(path: BucketPath) -> Path:
-    """The address as a relative path of folders, `s3:/bucket/key`."""
+    """Returns the address as a relative path of folders, `s3:/bucket/key`."""
     parts = (f"{path.scheme}:", path.bucket, *path.parts)
     return Path(*(os.fsdecode(part.encode()[:NAME_BYTES]) for part in parts))

@@ -1,9 +1,9 @@
 """Connections to a server of S3 that follow no redirect.
 
-aiobotocore lets aiohttp follow them. A request is signed for one host, so that another one could
-only refuse it; but it would get the token of a session with it, and what it answers to a request
-for a list would be believed. Here a redirect is an error. If it names a region, as Amazon's do, it
-is the answer: botocore then sends the request there itself, and signs it anew.
+aiobotocore lets aiohttp follow them. A request is signed for one host, so another host could only
+refuse it. But it would receive the session token, and its answer to a list request would be
+believed. So a redirect is an error here. If it names a region, as Amazon's do, it is returned as
+the answer: botocore then signs the request again and sends it to that region.
 """
 
 import functools
@@ -15,10 +15,10 @@ REGION = "x-amz-bucket-region"
 
 
 class RedirectError(OSError):
-    """A server has sent a request on to another address."""
+    """A server has redirected a request to another address."""
 
     def __init__(self, status: int) -> None:
-        """Takes the status of HTTP."""
+        """Takes the HTTP status."""
         super().__init__(f"a redirect ({status})")
         self.status = status
 

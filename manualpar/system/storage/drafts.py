@@ -1,8 +1,8 @@
-"""A folder that is written beside the one that it becomes, by one process at a time.
+"""A folder that one process writes under a draft's name, and then renames to its target.
 
 A draft of `models/tuned` is `models/.tuned.NUMBER.partial`, and no two drafts have one number.
-Whoever holds the lock on `models/.tuned.lock` owns it, and nobody else renames or deletes it. A
-draft without an owner was left by a process that was killed; the next one deletes it.
+The process that holds the lock on `models/.tuned.lock` owns the draft, and no other process renames
+or deletes it. A draft without an owner was left by a killed process; the next owner deletes it.
 """
 
 import contextlib
@@ -60,11 +60,11 @@ def writing(function: str, folder: AnyPath) -> Iterator[None]:
 
 @contextlib.contextmanager
 def draft_of(target: Path, *, number: str = "") -> Iterator[Path]:
-    """Owns a new folder beside `target`, and deletes it at the end if it was not published.
+    """Makes a draft of `target`, and deletes it at the end if it was not published.
 
     Args:
       target: The folder to make, as an absolute path.
-      number: That of the draft, see `new_number`; by default a new one.
+      number: The draft's number, see `new_number`; by default a new one.
 
     Raises:
       HeldError: Another process owns a draft of it.
@@ -72,8 +72,8 @@ def draft_of(target: Path, *, number: str = "") -> Iterator[Path]:
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     lock = target.parent / f".{target.name}.lock"
-    with hold_file(lock, folder=target, report=logging.warning, remains=False) as held:
-        if held.is_locked:
+    with hold_file(lock, folder=target, report=logging.warning, remains=False) as file_lock:
+        if file_lock.is_locked:
             _delete_abandoned(target)
         draft = path_of_draft(target, number or new_number())
         draft.mkdir()
@@ -84,12 +84,12 @@ def draft_of(target: Path, *, number: str = "") -> Iterator[Path]:
 
 
 def new_number() -> str:
-    """A number that no other draft has."""
+    """Draws a number that no other draft has."""
     return secrets.token_hex(8)
 
 
 def path_of_draft(target: Path, number: str) -> Path:
-    """The path of a draft of `target`."""
+    """Returns the path of a draft of `target`."""
     return target.parent / f".{target.name}.{number}.partial"
 
 
@@ -97,12 +97,12 @@ def publish(draft: Path, target: Path) -> None:
     """Gives a draft, whose files are on the disk, the name of its target.
 
     Raises:
-      FolderError: There is something of that name by now.
+      FolderError: The target exists by now.
       OSError: It cannot be renamed.
     """
     sync(draft)
     try:
-        draft.rename(target)  # In place of an empty folder, and of nothing else.
+        draft.rename(target)  # This replaces an empty folder, and nothing else.
     except OSError as error:
         if error.errno in TAKEN:
             raise FolderError(

@@ -1,9 +1,8 @@
-"""Files that are whole whenever the process ends, and whose errors are one sentence.
+"""Files that are complete whenever the process ends, and whose errors are one sentence.
 
-A killed process loses its buffers, and a full disk may take only half of what it is given.
-So lines are appended without a buffer, and a file is replaced by renaming a new one over it.
-A file that is kept open takes lines even after somebody has deleted it. So it is looked for under
-its name before each line.
+A killed process loses its buffers, and a full disk may take only a part of a write. So lines are
+appended without a buffer, and a file is replaced by renaming a new one over it. An open file takes
+lines even after it has been deleted. So before each line, its name is checked.
 """
 
 import contextlib
@@ -24,7 +23,7 @@ class WriteError(ValueError):
 
 @contextlib.contextmanager
 def explained(path: AnyPath) -> Iterator[None]:
-    """Turns an `OSError` into a `WriteError` that names the file that is written to."""
+    """Turns an `OSError` into a `WriteError` that names the file."""
     try:
         yield
     except BucketError as error:
@@ -39,7 +38,7 @@ def explained(path: AnyPath) -> Iterator[None]:
 
 
 def replace_file(path: Path, text: str | bytes) -> None:
-    """Writes a whole file, which has the old content or the new one whenever the process ends.
+    """Replaces a file, which has the old content or the new whenever the process ends.
 
     A link of that name is replaced, not followed. Raises a `WriteError` if the disk refuses.
     """
@@ -67,29 +66,29 @@ def check_in_place(path: Path, opened: os.stat_result) -> None:
     with explained(path):
         if is_in_place(path, opened):
             return
-        what = "was replaced by another file" if os.path.lexists(path) else "was deleted"
+        event = "was replaced by another file" if os.path.lexists(path) else "was deleted"
         mend = "start the same command again to go on from the latest checkpoint"
         if not path.parent.is_dir():
-            what, mend = "was deleted with its folder", "name another folder with --workdir"
+            event, mend = "was deleted with its folder", "name another folder with --workdir"
     raise WriteError(
-        f"the results cannot be written: {path} {what} while this run was writing to it; {mend}."
+        f"the results cannot be written: {path} {event} while this run was writing to it; {mend}."
     )
 
 
 class LineFile:
-    """A file of JSON lines to append to, without a buffer. It holds a line whole or not at all.
+    """A file of JSON lines to append to, without a buffer. It holds a complete line or none of it.
 
     Every method raises `WriteError` if the disk refuses. `append` and `sync` also raise it if the
-    file was deleted or replaced. A deleted one is written again first, if its folder is still
-    there, so that its lines are not lost.
+    file was deleted or replaced. A deleted file is first written again, if its folder exists, so
+    that its lines are not lost.
     """
 
     def __init__(self, path: Path) -> None:
-        """Opens or creates the file, and ends a last line that a killed process left half."""
+        """Opens or creates the file, and ends a last line that a killed process left unfinished."""
         self._path = path
         with explained(path):
             if path.is_fifo():
-                raise NotAFileError("is a FIFO, expected a file")  # Opening it would wait.
+                raise NotAFileError("is a FIFO, expected a file")  # Opening a FIFO would wait.
             self._file = path.open("a+b", buffering=0)
             if size := self._file.seek(0, os.SEEK_END):
                 self._file.seek(size - 1)
@@ -106,7 +105,7 @@ class LineFile:
                 while data:
                     data = data[self._file.write(data) :]
             except OSError:
-                with contextlib.suppress(OSError):  # The first error is the one to report.
+                with contextlib.suppress(OSError):  # The first error is reported.
                     self._file.truncate(before)
                 raise
 

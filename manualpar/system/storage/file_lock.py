@@ -1,6 +1,6 @@
-"""A lock on a file: `flock`'s, which the kernel releases with its process.
+"""A lock on a file by `flock`, which the kernel releases when the process ends.
 
-The lock ends with the process, however that ends, so a file that remains keeps nobody out. Over NFS
+The lock always ends with the process, so a remaining file does not keep processes out. Over NFS
 (version 4, or 3 with its lock daemon) it holds for all hosts; if a host crashes, the server keeps
 it for about 90 seconds. Programs that the process starts do not inherit it, and forked copies of
 the process close it, because they would keep it after the process was killed.
@@ -25,7 +25,7 @@ from manualpar.system.storage.untrusted import NotAFileError, kind_of, parse_obj
 LONGEST_OWNER = 4096
 # The time that a killed process may take to disappear, and a copy of it to close the file.
 DYING_SECONDS = 3.0
-# The errors of file systems that have no such locks.
+# Errors of file systems without such locks.
 UNSUPPORTED = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})
 
 
@@ -34,8 +34,8 @@ class FileLock(NamedTuple):
 
     Attributes:
       is_locked: Whether the file system has such locks.
-      check: If somebody has deleted the file, takes the lock of a new one; raises a `HeldError` if
-        another process was faster.
+      check: If the file was deleted, locks a new one; raises a `HeldError` if another process was
+        faster.
     """
 
     is_locked: bool
@@ -52,40 +52,40 @@ def hold_file(
       path: The lock file, which is created if need be.
       folder: The folder that it protects, for messages.
       report: Called with a sentence if the file system has no locks.
-      remains: Whether the file is left there afterwards, empty, or deleted.
+      remains: Whether the file stays afterwards, empty, or is deleted.
 
     Raises:
       HeldError: Another process has the lock; the message says which.
       OSError: The file cannot be opened or written, or is not a file.
     """
-    held: list[int] = []
+    descriptors: list[int] = []
 
     def close() -> None:
-        while held:
-            os.close(held.pop())
+        while descriptors:
+            os.close(descriptors.pop())
 
     def check() -> None:
-        if not held or not _is_same(held[0], path):
+        if not descriptors or not _is_same(descriptors[0], path):
             close()
-            _take(path, folder, held, report)
+            _take(path, folder, descriptors, report)
 
     os.register_at_fork(after_in_child=close)
     try:
-        is_locked = _take(path, folder, held, report)
+        is_locked = _take(path, folder, descriptors, report)
         try:
             yield FileLock(is_locked, check)
         finally:
-            if held:  # Otherwise this is a copy of the process, or the lock is lost.
+            if descriptors:  # Otherwise this is a fork of the process, or the lock is lost.
                 with contextlib.suppress(OSError):
-                    os.ftruncate(held[0], 0)
-                    if not remains and _is_same(held[0], path):
+                    os.ftruncate(descriptors[0], 0)
+                    if not remains and _is_same(descriptors[0], path):
                         path.unlink()
     finally:
         close()
 
 
-def _take(path: Path, folder: Path, held: list[int], report: Callable[[str], None]) -> bool:
-    """Opens and locks the file, and writes into it who has it; returns whether it is locked."""
+def _take(path: Path, folder: Path, descriptors: list[int], report: Callable[[str], None]) -> bool:
+    """Opens and locks the file, and writes the owner into it; returns whether it is locked."""
     until = time.monotonic() + DYING_SECONDS
     while True:
         if os.path.lexists(path) and not stat.S_ISREG(mode := os.lstat(path).st_mode):
@@ -100,7 +100,7 @@ def _take(path: Path, folder: Path, held: list[int], report: Callable[[str], Non
         if not is_locked or _is_same(descriptor, path):
             break
         os.close(descriptor)
-    held.append(descriptor)
+    descriptors.append(descriptor)
     owner = {
         "pid": os.getpid(),
         "host": socket.gethostname(),

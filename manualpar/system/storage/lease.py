@@ -1,15 +1,14 @@
-"""A lock on a folder in a bucket, which needs no more of a server than to create an object once.
+"""A lock on a folder in a bucket. The server only needs to create an object at most once.
 
-Locks are numbered objects, `.lock-1`, `.lock-2`, and the one of the highest number counts. Whoever
-wants the folder creates the next number. A server that is asked by two at once creates it for one
-of them (`If-None-Match` of S3, `ifGenerationMatch` of Google). The owner of a lock writes it again
-every `BEAT_SECONDS`, and in the end with a word that it is free. A lock that was not written for
-`LEASE_SECONDS`, by the clock of who watches it, belongs to a process that is gone, and the next
-number may be created. So nobody deletes anything that another may rely on, and clocks need not
-agree.
+Locks are numbered objects, `.lock-1`, `.lock-2`, and the highest number counts. A process that
+wants the folder creates the next number. If two processes try at once, the server creates it for
+one of them (`If-None-Match` of S3, `ifGenerationMatch` of Google). The owner of a lock writes it
+again every `BEAT_SECONDS`, and at the end marks it as free. If a lock was not written for
+`LEASE_SECONDS`, by the clock of the waiting process, its owner has ended, and the next number may
+be created. So no process deletes an object that another may rely on, and clocks need not agree.
 
-A process that was only cut off for so long finds the higher number when it comes back. `check` says
-so before it writes anything else.
+A process that was only cut off that long finds the higher number when it comes back: `check` raises
+before it writes anything else.
 """
 
 import contextlib
@@ -48,13 +47,13 @@ def hold(
 
     Args:
       folder: The folder.
-      report: Called with a sentence if a lock is taken over, or if the server can have none.
-      remains: Whether a lock that is free is left there. Without one two processes may get a lock
-        at one time, if a third gives up its own then; the one of the lower number finds out by
-        `check`. So whatever decides that the folder is free has to be looked at again within.
+      report: Called with a sentence if a lock is taken over, or if the server cannot lock.
+      remains: Whether the lock stays as a free one. If it does not, two processes may get a lock at
+        once while a third gives up its own; `check` tells the process with the lower number. So in
+        the context check again whatever decides that the folder is free.
 
     Raises:
-      HeldError: Another process has it.
+      HeldError: Another process has the lock.
       BucketError: The folder cannot be read or written.
     """
     owner = {
@@ -79,7 +78,7 @@ def hold(
         beat = 0
         while not ended.wait(BEAT_SECONDS):
             began, beat = time.monotonic(), beat + 1
-            with contextlib.suppress(BucketError):  # `check` says so, if it goes on for long.
+            with contextlib.suppress(BucketError):  # If it goes on for long, `check` raises.
                 lock.write_bytes(_text(owner, beat=beat))
                 renewed[0] = began
 
@@ -125,7 +124,7 @@ def _acquire(folder: BucketPath, owner: dict[str, Any], report: Callable[[str], 
 
 
 def _wait_for_end(lock: BucketPath) -> None:
-    """Returns if nobody writes a lock for the time of a lease; otherwise a `HeldError`."""
+    """Waits for the time of a lease; raises a `HeldError` if the lock is written meanwhile."""
     found, until = _read(lock), time.monotonic() + LEASE_SECONDS
     while time.monotonic() < until:
         time.sleep(POLL_SECONDS)
@@ -137,7 +136,7 @@ def _wait_for_end(lock: BucketPath) -> None:
 
 
 def _numbers(folder: BucketPath) -> list[int]:
-    """The numbers of the locks that there are, and 0."""
+    """Returns the numbers of the existing locks, and 0."""
     names = (name.removeprefix(PREFIX) for name in folder.names() if name.startswith(PREFIX))
     return [0, *(int(name) for name in names if name.isdecimal())]
 
@@ -154,7 +153,7 @@ def _read(lock: BucketPath) -> dict[str, Any]:
     except BucketError:
         raise
     except ValueError:
-        return {}  # Whoever wrote it, it is a lock.
+        return {}  # It is a lock, even if no process of ours wrote it.
 
 
 def _show(owner: dict[str, Any]) -> str:
@@ -164,7 +163,7 @@ def _show(owner: dict[str, Any]) -> str:
 
 
 def _is_dead(owner: dict[str, Any]) -> bool:
-    """Whether it is a process that this machine has had and has no more."""
+    """Returns whether the owner was a process of this machine and has ended."""
     pid, machine = owner.get("pid"), owner.get("machine")
     if not machine or machine != _machine() or not isinstance(pid, int):
         return False
@@ -172,7 +171,7 @@ def _is_dead(owner: dict[str, Any]) -> bool:
 
 
 def _machine() -> str:
-    """What tells processes of the same kernel, since it was started, and their numbers apart."""
+    """Identifies the machine's boot and its namespace of process ids; '' if neither can be read."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"

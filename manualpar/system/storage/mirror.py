@@ -1,13 +1,12 @@
-"""A folder of results in a bucket: written on a disk, and put there whole, now and then.
+"""A folder of results in a bucket: written on a disk, and copied to the bucket now and then.
 
-Objects cannot be appended to, and results are lines and events that are. So they are written into a
-local folder, by the same code as any results, and every file that has changed since is put as one
-object: when `publish` is called, which is before each checkpoint, every `PUT_SECONDS` in between,
-and at the end. A process that is killed loses what it wrote after the last of these, and a run that
-goes on from its last checkpoint writes all of that again.
+Results are appended to, and objects cannot be. So the same code as for any results writes into a
+local folder, and `publish` puts every file that has changed as one object. It is called before each
+checkpoint, every `PUT_SECONDS` in between, and at the end. A killed process loses the lines after
+the last call, and a run that goes on from its last checkpoint writes these lines again.
 
-Files in `FIRST` are put before the others: they hold what has been cut off from other files, which
-must not be gone before it is there.
+Files in `FIRST` are put before other files: they hold the lines that were cut off from other files,
+so that no line is missing from both.
 """
 
 import contextlib
@@ -24,7 +23,7 @@ FIRST = ("discarded.jsonl",)
 
 
 class Mirror:
-    """A local folder, and the one in a bucket that it is put to."""
+    """Copies a local folder to a folder in a bucket."""
 
     def __init__(
         self,
@@ -34,13 +33,14 @@ class Mirror:
         left_out: tuple[str, ...],
         check: Callable[[], None],
     ) -> None:
-        """Takes an empty local folder; `left_out` begin the names of what is not fetched."""
+        """Takes an empty local folder; files with a prefix in `left_out` are not fetched."""
         self._folder, self._local, self._left_out, self._check = folder, local, left_out, check
-        self._put: dict[str, tuple[int, int]] = {}  # Size and time of change of what is there.
+        # Size and time of change of the files in the bucket.
+        self._put: dict[str, tuple[int, int]] = {}
         self._lock = threading.Lock()
 
     def fetch(self) -> None:
-        """Copies what is in the bucket to the disk."""
+        """Copies the bucket's files to the disk."""
         for name in self._folder.files():
             if not name.startswith(self._left_out):
                 path = self._local / name
@@ -51,7 +51,7 @@ class Mirror:
     def publish(self) -> None:
         """Puts every file that has changed; raises a `BucketError` if that is not possible."""
         with self._lock:
-            # A draft may get its name at any moment, so that it is not there any more.
+            # Another thread may rename a draft at any moment.
             paths = [path for path in self._local.rglob("*") if path.suffix != ".draft"]
             files = [path for path in paths if path.is_file()]
             names = {path.relative_to(self._local).as_posix(): path for path in files}
@@ -75,15 +75,15 @@ def mirrored(
     check: Callable[[], None],
     is_main: bool = True,
 ) -> Iterator[tuple[Path, Callable[[], None]]]:
-    """A local folder to write results of `folder` into, and `publish`.
+    """Yields a local folder to write results of `folder` into, and `publish`.
 
-    Of a local folder it is itself, and `publish` is `check`.
+    If `folder` is local, it yields `folder` and `check`.
 
     Args:
-      folder: Where the results are to be.
-      left_out: What begins the names of files that are not results.
-      check: Is called before anything is put, and raises if that must not be.
-      is_main: Whether this process is the one that writes results. Others get an empty folder.
+      folder: The destination of the results.
+      left_out: Prefixes of files that are not results.
+      check: Called before anything is put; raises if nothing may be put.
+      is_main: Whether this process writes results. Other processes get an empty folder.
 
     Raises:
       BucketError: They cannot be read or written.
@@ -101,7 +101,7 @@ def mirrored(
 
         def put_now_and_then() -> None:
             while not ended.wait(PUT_SECONDS):
-                with contextlib.suppress(BucketError):  # The next `publish` says so.
+                with contextlib.suppress(BucketError):  # The next `publish` raises it.
                     mirror.publish()
 
         thread = threading.Thread(target=put_now_and_then, name="results", daemon=True)
@@ -114,7 +114,7 @@ def mirrored(
             try:
                 mirror.publish()
             except BucketError as second:
-                error.add_note(str(second))  # The first error is the one to see.
+                error.add_note(str(second))  # The user must see the first error.
             raise
         ended.set()
         thread.join()

@@ -1,9 +1,9 @@
-"""Requests to a bucket: repeated while an error may pass, and otherwise one sentence.
+"""Requests to a bucket: repeated while an error may pass, or else an error of one sentence.
 
-A server that is busy, a connection that is cut off and a request that takes too long are tried
-again, `WAITS` seconds later, and standard error says so. Whatever stays wrong is a `BucketError`.
-Its text is ours, with no more of the server's answer than its code: answers repeat parts of
-requests, and requests are signed.
+If a server is busy, a connection is cut off or a request takes too long, the request is repeated
+`WAITS` seconds later, with a message on standard error. If it still fails, it is a `BucketError`.
+Its text has only the code of the server's answer, because answers repeat parts of requests, and
+requests are signed.
 """
 
 import re
@@ -16,9 +16,9 @@ from absl import logging
 T = TypeVar("T")
 
 WAITS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
-# Statuses below 500 that pass: a request that came too slowly, two at once, and too many.
+# Statuses below 500 that may pass: too slow a request, two at once, and too many requests.
 PASSING = frozenset({408, 409, 425, 429})
-# Errors of the network, as pairs of a package and a class. None of these need be installed.
+# Errors of the network, as pairs of a package and a class. The packages need not be installed.
 NETWORK = frozenset(
     {
         ("aiohttp", "ClientError"),
@@ -67,11 +67,11 @@ class BucketError(OSError, ValueError):
 
 
 class ContentError(BucketError):
-    """What was read is not the content that the object has, or had when reading began."""
+    """The bytes read are not the object's content, now or when reading began."""
 
 
 def twice(action: Callable[[], T]) -> T:
-    """Calls `action`, and once more if what it reads does not agree; see `ContentError`."""
+    """Calls `action`, and once more if it raises a `ContentError`."""
     try:
         return action()
     except ContentError as error:
@@ -83,8 +83,8 @@ def request(path: Any, action: Callable[[], T]) -> T:
     """Calls `action`, again while its error may pass.
 
     Args:
-      path: The `BucketPath` that it is about.
-      action: The request; it may be repeated after it has been carried out.
+      path: The `BucketPath` of the request.
+      action: The request; it may be repeated after it has taken effect.
 
     Raises:
       FileNotFoundError: There is no such object.
@@ -107,8 +107,8 @@ def request(path: Any, action: Callable[[], T]) -> T:
 
 
 def is_passing(error: BaseException) -> bool:
-    """Whether a request that failed so may succeed later."""
-    # Whatever wraps the server's answer says less than its status.
+    """Returns whether a request with this error may succeed later."""
+    # The status decides, because errors around the server's answer say less.
     for status in filter(None, map(_status, _causes(error))):
         return status >= 500 or status in PASSING
     for cause in _causes(error):
@@ -121,12 +121,12 @@ def is_passing(error: BaseException) -> bool:
 
 
 def has_status(error: BaseException, status: int) -> bool:
-    """Whether the server has answered with a status of HTTP, such as 412."""
+    """Returns whether the server answered with an HTTP status, such as 412."""
     return any(_status(cause) == status for cause in _causes(error))
 
 
 def describe_answer(error: BaseException) -> str:
-    """What the server answered, in a few words: its code, or the kind of the error."""
+    """Describes the server's answer in a few words: its code, or the kind of the error."""
     for cause in _causes(error):
         if code := _code(cause):
             return f"the server answered {code}"
@@ -146,8 +146,8 @@ def _explained(path: Any, error: Exception) -> OSError:
     elif names & NO_CREDENTIALS:
         text = f"there are no credentials in the environment: set {credentials}"
     elif isinstance(error, PermissionError) or statuses & {401, 403}:
-        what = f"access is refused ({_named(codes)})"
-        text = f"{what}: check {credentials}, and what they allow in this bucket"
+        problem = f"access is refused ({_named(codes)})"
+        text = f"{problem}: check {credentials}, and what they allow in this bucket"
     elif redirects := statuses & REDIRECTS:
         text = (
             f"the server sends requests on to another address ({min(redirects)}), and they are not "
@@ -166,7 +166,7 @@ def _named(codes: set[str]) -> str:
 
 
 def _code(error: BaseException) -> str:
-    """The name that the server gives to an error, or else its status; '' if it gave no answer."""
+    """Returns the server's name of an error, or else its status; '' without an answer."""
     response = getattr(error, "response", None)
     found = response.get("Error", {}).get("Code") if isinstance(response, dict) else None
     if in_text := TENSORSTORE_CODE.match(str(error)):
@@ -176,7 +176,7 @@ def _code(error: BaseException) -> str:
 
 
 def _status(error: BaseException) -> int:
-    """The status of HTTP that an error of one of the libraries holds; 0 if none."""
+    """Returns the HTTP status in an error of one of the libraries; 0 if it has none."""
     if in_text := TENSORSTORE_STATUS.search(str(error)):
         return int(in_text[1])
     response = getattr(error, "response", None)
@@ -187,7 +187,7 @@ def _status(error: BaseException) -> int:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """An error and those behind it."""
+    """Yields an error and the errors that caused it."""
     seen: BaseException | None = error
     while seen is not None:
         yield seen

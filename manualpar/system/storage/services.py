@@ -1,8 +1,7 @@
-"""Requests that are made here and not by fsspec, for S3 and for Google's service.
+"""Requests to S3 and to Google's service for which fsspec's functions do not suffice.
 
-fsspec has a function for most requests. Two of them do not say enough: reading an object, which is
-to be of one version and to come with what the server says about it; and listing, which is done page
-by page here, so that a list that does not end is noticed.
+There are two: reading an object, which needs one version and the server's data about it; and
+listing, which goes page by page here, so that an endless list is noticed.
 """
 
 import dataclasses
@@ -20,12 +19,12 @@ CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 
 @dataclasses.dataclass(frozen=True)
 class Version:
-    """What a server says of the content of an object.
+    """A server's data about the content of an object.
 
     Attributes:
       size: In bytes.
-      tag: The ETag, another text when the content is another; "" if the server gives none.
-      generation: The number that Google's service gives to each content of a name, "" elsewhere.
+      tag: The ETag, which changes with the content; "" if the server gives none.
+      generation: The number that Google's service gives to each content of a name; "" for S3.
     """
 
     size: int
@@ -35,14 +34,14 @@ class Version:
 
 @dataclasses.dataclass(frozen=True)
 class ObjectPart:
-    """Bytes of an object, and what the server says about them.
+    """Bytes of an object, and the server's data about them.
 
     Attributes:
-      data: The bytes; empty if `length` is not what was asked for.
-      length: How many the server says that it sends.
-      tag: The ETag of the object that they are of; "" if the server does not say.
-      is_range: Whether they are a range, and not the whole object.
-      size: Of the whole object, if they are a range of it and the server says so.
+      data: The bytes; empty if `length` is not the requested length.
+      length: The number of bytes according to the server.
+      tag: The ETag of the object; "" if the server gives none.
+      is_range: Whether the bytes are a range, and not the whole object.
+      size: The size of the whole object, if the bytes are a range and the server gives it.
     """
 
     data: bytes
@@ -63,11 +62,11 @@ class Page:
 
 
 def file_system(scheme: str) -> Any:
-    """The file system of fsspec, which keeps one object for each set of options."""
+    """Returns the file system of fsspec, which keeps one object for each set of options."""
     require(f"{scheme}://", MODULES[scheme])
     import fsspec
 
-    # A list that was kept would not show what other processes have written since.
+    # A cached list would not show later writes of other processes.
     options: dict[str, Any] = {"use_listings_cache": False}
     if scheme == "s3":
         from manualpar.system.storage.direct_session import direct_session
@@ -79,12 +78,12 @@ def file_system(scheme: str) -> Any:
             "http_session_cls": direct_session(),
         }
     files = fsspec.filesystem(scheme, **options)
-    files.retries = 1  # `request` repeats, and says so.
+    files.retries = 1  # `request` repeats, and reports that.
     return files
 
 
 def version_of(info: dict[str, Any]) -> Version:
-    """The version of an object, of what `info` of fsspec says about it."""
+    """Reads the version of an object from the `info` of fsspec."""
     tag = str(info.get("ETag") or info.get("etag") or "")
     return Version(int(info["size"]), tag, str(info.get("generation") or ""))
 
@@ -103,11 +102,11 @@ def read_part(
       scheme: A key of `MODULES`.
       bucket: The bucket.
       key: The key of the object.
-      limits: The first byte and the one after the last; `None` for the whole object.
-      version: The version that they are of. The server refuses to send those of another one.
+      limits: The first byte and the byte after the last; `None` for the whole object.
+      version: Their version. The server refuses to send bytes of another version.
 
     Raises:
-      ContentError: It has refused.
+      ContentError: The server has refused.
     """
     wanted = {} if limits is None else {"Range": f"bytes={limits[0]}-{limits[1] - 1}"}
     length = limits[1] - limits[0] if limits else version.size if version else None
@@ -150,7 +149,7 @@ def list_page(scheme: str, bucket: str, prefix: str, *, delimiter: str, token: s
       scheme: A key of `MODULES`.
       bucket: The bucket.
       prefix: How their keys begin.
-      delimiter: "/" for what is directly in a folder, "" for everything below.
+      delimiter: "/" to list only the folder itself, "" for everything below.
       token: Where the page before ended; "" for the first.
     """
     files = file_system(scheme)

@@ -1,8 +1,8 @@
 """Files and lines that anybody may have written, read without trusting them.
 
-The thing under a name need not be what was written there. A FIFO makes a reader wait for ever, a
-device has no end, a link leads out of the folder, and JSON that is nested deep enough exhausts the
-stack. Here each of these is an error that says what was found.
+A name may not lead to a regular file. A FIFO makes a reader wait for ever, a device has no end, a
+link leads out of the folder, and deeply nested JSON exhausts the stack. Here each of these is an
+error whose message names it.
 
 Every message completes a sentence that begins with the name of the file: `is a FIFO, ...`.
 """
@@ -16,10 +16,10 @@ from typing import Any, NoReturn
 
 MAX_BYTES = 1 << 26
 MAX_DEPTH = 64
-# Of the headers of `.safetensors` files: a tensor takes about 130, and 50,000 tensors take a second
-# to be read. The largest model of the families that are known here has 24,000.
+# The most bytes of a `.safetensors` header: a tensor takes about 130, and reading 50,000 tensors
+# takes a second. The largest model of the supported families has 24,000.
 MAX_HEADER_BYTES = 1 << 24
-# What there is besides files, by the type bits of its mode.
+# Kinds other than regular files, by the type bits of their mode.
 KINDS = {
     stat.S_IFLNK: "a link",
     stat.S_IFDIR: "a folder",
@@ -31,11 +31,11 @@ KINDS = {
 
 
 class NotAFileError(OSError):
-    """A name does not belong to a regular file, but to a FIFO, say; the message says to what."""
+    """A name does not belong to a regular file but to a FIFO, say; the message names the kind."""
 
 
 def kind_of(mode: int) -> str:
-    """What has a mode that `os.stat` or `os.lstat` returned, such as `a FIFO` or `a file`."""
+    """Returns the kind of file for a mode of `os.stat` or `os.lstat`: `a FIFO`, `a file`."""
     return KINDS.get(stat.S_IFMT(mode), "a file")
 
 
@@ -78,7 +78,7 @@ def open_tensors(path: Path, *, most: int = MAX_HEADER_BYTES) -> tuple[io.Buffer
 
     Args:
       path: The file.
-      most: The most bytes of a header.
+      most: The largest header in bytes.
 
     Raises:
       ValueError: The header is longer.
@@ -86,7 +86,7 @@ def open_tensors(path: Path, *, most: int = MAX_HEADER_BYTES) -> tuple[io.Buffer
     """
     file = open_file(path, follow_links=True)
     length = int.from_bytes(os.pread(file.fileno(), 8, 0), "little")
-    if length > os.fstat(file.fileno()).st_size:  # It is cut off, which safetensors says.
+    if length > os.fstat(file.fileno()).st_size:  # The file is cut off; safetensors reports that.
         length = 0
     if length > most:
         file.close()
@@ -97,7 +97,7 @@ def open_tensors(path: Path, *, most: int = MAX_HEADER_BYTES) -> tuple[io.Buffer
 
 
 def create_file(path: Path) -> io.BufferedWriter:
-    """Creates a file for writing in place of whatever has its name; a link is not followed.
+    """Creates a file for writing, replaces anything of its name, and follows no link.
 
     Raises:
       OSError: It cannot be created; a folder has the name, for example.

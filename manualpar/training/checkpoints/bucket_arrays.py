@@ -1,13 +1,13 @@
 """A training state as plain arrays in a bucket: the files that Orbax would write, without Orbax.
 
-Orbax writes to local folders and `gs://` alone. Beneath it is tensorstore, which has a driver for
-S3 too, so here tensorstore is called directly, for both. What is stored is what `saved_state` says.
-The files are those of Orbax: a checkpoint copied to a disk, every object to a file, is a local one
-that Orbax reads, and one copied into a bucket is one of the bucket.
+Orbax writes only to local folders and `gs://`. It uses tensorstore, which has a driver for S3 too,
+so this module calls tensorstore directly, for both. `saved_state` defines the stored content. The
+files are the same as Orbax's: copy every object of a checkpoint to a file, and Orbax reads it as a
+local checkpoint. A local checkpoint can be copied into a bucket in the same way.
 
-Each process writes a database of its own, `state/ocdbt.process_3/`, and says that it is complete by
-putting `written.3.json` with the size and the SHA-256 of each of its objects. Process 0 waits for
-all of these, makes one database of all, which refers to theirs, and adds the JSON files.
+Each process writes its own database, `state/ocdbt.process_3/`. When it is complete, the process
+puts `written.3.json` with the size and the SHA-256 of each of its objects. Process 0 waits for all
+of these files, makes one database that refers to all others, and adds the JSON files.
 """
 
 import concurrent.futures
@@ -36,10 +36,10 @@ from manualpar.training.checkpoints.saved_state import (
     stored_arrays,
 )
 
-# tensorstore puts chunks together into objects of about this size, and hashing holds one of them.
+# tensorstore joins chunks to objects of about this size. Hashing needs one of them in memory.
 OBJECT_BYTES = 1 << 26
 POLL_SECONDS = 0.2
-# Process 0 waits so long at least for the parts of the others after it has written its own.
+# The least time that process 0 waits for the other processes' parts after its own is written.
 WAIT_SECONDS = 3600.0
 PARALLEL = 8
 HANDLERS = {
@@ -89,10 +89,10 @@ class BucketArrays:
     def read(
         self, path: BucketPath, program: Program, *, report: Callable[[str], None]
     ) -> tuple[TrainState, dict[str, JSON]]:
-        """Reads the state and what the caller added; each device reads its own part of the arrays.
+        """Reads the state and the caller's `extra`; each device reads its own part of the arrays.
 
         Raises:
-          CheckpointError: The arrays are not those of the program; none has been read.
+          CheckpointError: The arrays do not fit the program; none has been read.
         """
         tree = parse_object((path / "state" / "_METADATA").read_bytes())
         if tree.get("use_ocdbt") is not True or tree.get("use_zarr3"):
@@ -107,10 +107,10 @@ class BucketArrays:
         ]
         opened = request(path, lambda: _open_all(path, names))
         stored = unflatten_dict(opened)
-        held = as_stored(program, stored)
-        leaves = leaves_to_read(path, held, stored, keys, report=report)
+        stored_program = as_stored(program, stored)
+        leaves = leaves_to_read(path, stored_program, stored, keys, report=report)
         arrays = {leaf.keys: _read_leaf(path, leaf, opened[leaf.keys]) for leaf in leaves}
-        return as_held(program, restored_state(held, arrays, keys)), extra
+        return as_held(program, restored_state(stored_program, arrays, keys)), extra
 
     def close(self) -> None:
         """Waits, and ends the thread."""
@@ -141,13 +141,13 @@ def complete_checkpoint(path: BucketPath, *, processes: int, seconds: float) -> 
 
 
 def delete_parts(path: BucketPath, *, processes: int) -> None:
-    """Deletes what processes have told process 0, which its manifest holds now."""
+    """Deletes the processes' messages to process 0, because the manifest has their content now."""
     for process in range(processes):
         (path / _part_name(process)).delete()
 
 
 def hash_files(path: BucketPath, names: list[str]) -> Files:
-    """The size and the SHA-256 of objects as they are in the bucket; -1 and '' without one."""
+    """Reads the size and the SHA-256 of objects in the bucket; -1 and '' for a missing one."""
 
     def hash_one(name: str) -> tuple[int, str]:
         try:
@@ -165,10 +165,10 @@ def _part_name(process: int) -> str:
 
 
 def _copy(x: jax.Array | np.ndarray) -> Stored:
-    """What this process writes of an array, copied; every element is written by one process."""
-    if not isinstance(x, jax.Array):  # Whole, in the memory of process 0.
-        whole = tuple(slice(0, size) for size in x.shape)
-        parts: list[ArrayPart] = [(whole, x)] if jax.process_index() == 0 else []
+    """Copies the parts of an array that this process writes; one process writes each element."""
+    if not isinstance(x, jax.Array):  # It is complete, in the memory of process 0.
+        everything = tuple(slice(0, size) for size in x.shape)
+        parts: list[ArrayPart] = [(everything, x)] if jax.process_index() == 0 else []
         return x.shape, chunk_shape(x.shape, x.dtype.itemsize), x.dtype, parts
     shards = [shard for shard in x.addressable_shards if shard.replica_id == 0]
     parts = [(shard.index, np.array(shard.data)) for shard in shards]
@@ -177,7 +177,7 @@ def _copy(x: jax.Array | np.ndarray) -> Stored:
 
 
 def chunk_shape(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """The shape of chunks of at most `CHUNK_BYTES` that a shard divides into, if one does.
+    """Chooses the shape of chunks of at most `CHUNK_BYTES` that divide a shard, if there is one.
 
     No two devices, and so no two processes, write into one chunk.
     """
@@ -190,7 +190,7 @@ def chunk_shape(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
 
 
 def _write(path: BucketPath, copies: dict[tuple[str, ...], Stored], texts: dict[str, Any]) -> None:
-    """Writes this process's part, and says that it is complete."""
+    """Writes this process's part, and then the file that says that it is complete."""
     process = jax.process_index()
     folder = path / "state" / f"ocdbt.process_{process}"
     request(path, lambda: _write_arrays(folder, copies))
@@ -219,7 +219,7 @@ def _write_arrays(folder: BucketPath, copies: dict[tuple[str, ...], Stored]) -> 
             spec = _array_spec(folder, names) | {
                 "dtype": dtype.name,
                 "metadata": metadata,
-                # A chunk that is missing would be zeros, whatever became of it.
+                # tensorstore reads a missing chunk as zeros, whatever the reason.
                 "store_data_equal_to_fill_value": True,
             }
             opening[names] = tensorstore.open(spec, create=True, open=True, context=context)
@@ -233,16 +233,16 @@ def _write_arrays(folder: BucketPath, copies: dict[tuple[str, ...], Stored]) -> 
 
 
 def _merge(path: BucketPath, processes: int) -> None:
-    """Makes one database that refers to those of all processes."""
+    """Makes one database that refers to the databases of all processes."""
     import tensorstore
 
     context = tensorstore.Context(CONTEXT)
-    whole = tensorstore.KvStore.open(_database(path / "state"), context=context).result()
+    merged = tensorstore.KvStore.open(_database(path / "state"), context=context).result()
     transaction = tensorstore.Transaction(atomic=True)
     for process in range(processes):
         spec = _database(path / "state" / f"ocdbt.process_{process}")
         part = tensorstore.KvStore.open(spec, context=context).result()
-        part.experimental_copy_range_to(whole.with_transaction(transaction)).result()
+        part.experimental_copy_range_to(merged.with_transaction(transaction)).result()
     transaction.commit_sync()
 
 
@@ -270,7 +270,7 @@ def _array_spec(folder: BucketPath, names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _read_leaf(path: BucketPath, leaf: Leaf, stored: Any) -> jax.Array:
-    """An array on the devices of this process, each with its own part, and padding as zeros."""
+    """Reads an array onto this process's devices, on each its shard, and pads it with zeros."""
     sharding, shape = leaf.abstract.sharding, leaf.padded_shape
     places = sharding.addressable_devices_indices_map(shape)
     wanted = {}
@@ -301,7 +301,7 @@ def _read_leaf(path: BucketPath, leaf: Leaf, stored: Any) -> jax.Array:
 
 
 def _tree_metadata(copies: dict[tuple[str, ...], Stored]) -> dict[str, Any]:
-    """What Orbax wants to know of a nested dict of arrays."""
+    """Returns Orbax's metadata of a nested dict of arrays."""
     tree = {
         str(names): {
             "key_metadata": [{"key": name, "key_type": 2} for name in names],  # Keys of dicts.

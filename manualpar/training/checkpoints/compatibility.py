@@ -1,8 +1,8 @@
-"""Whether a run may go on with a config other than its own.
+"""Decides whether a run may go on with another config.
 
-Fields that say which function is trained, and in which order it sees which examples, must stay:
-the rest of the run would belong to another experiment. How the work is split, how long it lasts and
-what is reported may change.
+Fields that choose the trained function, or the examples and their order, must stay: otherwise the
+rest of the run would belong to another experiment. Fields for parallelism, duration and reports
+may change.
 """
 
 import types
@@ -15,8 +15,8 @@ FREE = (
     *("data.batch_size", "data.prefetch", "data.cache", "model.attention", "model.remat"),
     "model.from_hf",  # Its files are read once.
 )
-# Fields that configs had once: the value that did nothing, and why the field was removed. None of
-# them changed which function is trained.
+# Removed fields: the value that had no effect, and why the field was removed. None of them changed
+# the trained function.
 REMOVED: Mapping[str, tuple[Any, str]] = {
     "model.prefetch": (
         False,
@@ -28,8 +28,8 @@ REMOVED: Mapping[str, tuple[Any, str]] = {
         "it gained nothing, because only large parameters are sharded",
     ),
 }
-# Fields that configs did not have once and have to have now, and the value that says what was done
-# then. Of a field with a default that is the default.
+# Required fields that older configs lack, with the value for the older behaviour. For a field with
+# a default, that value is the default.
 ADDED: Mapping[str, Any] = {
     "model.vocab_multiple": 1,
     "model.num_experts": 0,
@@ -48,7 +48,7 @@ ADDED: Mapping[str, Any] = {
     "parallel.pipeline_chunks": 1,
     "parallel.pipeline_keep": "residuals",
 }
-# Values that a field had once, and what they are called now.
+# Old names of a field's values, and their new names.
 RENAMED: Mapping[str, Mapping[str, str]] = {
     "parallel.overlap": {"default": "none", "asynchronous": "auto"}
 }
@@ -56,7 +56,7 @@ ABSENT = "(absent)"
 
 
 def renamed_value(field: str, value: Any) -> str | None:
-    """What a value of a field is called now; `None` if it was not renamed."""
+    """Returns today's name of a value of a field; `None` if it was not renamed."""
     return RENAMED.get(field, {}).get(value) if isinstance(value, str) else None
 
 
@@ -66,12 +66,12 @@ def check_resumable(
     *,
     defaults: Mapping[str, Any] = types.MappingProxyType({}),
 ) -> list[str]:
-    """Compares the config of a checkpoint with the current one, which is to go on from it.
+    """Compares the config of a checkpoint with the config of the run that resumes from it.
 
     Both hold plain values by dotted name, `model.hidden_size`. Returns a line for each difference
     that is allowed, `training.num_steps: 100 -> 200`, and for each field that was in use and has
-    been removed since. A field that has been added since counts as saved with the value of `ADDED`
-    or of `defaults`, the fields that a config may leave out.
+    been removed since. If a field has been added since, its saved value is taken from `ADDED` or
+    from `defaults` (the fields that a config may leave out).
 
     Raises:
       ValueError: A field differs that has to stay.
@@ -103,7 +103,7 @@ def check_resumable(
 
 
 def _as_json(value: Any) -> Any:
-    """The value as JSON holds it: a tuple is a list, and True is not 1."""
+    """Converts a value as JSON would: a tuple becomes a list, and True differs from 1."""
     if isinstance(value, list | tuple):
         return [_as_json(item) for item in value]
     if isinstance(value, Mapping):

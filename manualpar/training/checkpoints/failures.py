@@ -1,4 +1,4 @@
-"""What goes wrong with a checkpoint, in a sentence that says what to do about it.
+"""Turns errors of a checkpoint into a sentence that says what to do about them.
 
 The libraries below raise all kinds of errors: an `OSError`, a `ValueError` with the text of a C++
 status, a bare `Exception`. Except for wrong arguments, only `CheckpointError` leaves this package.
@@ -28,7 +28,7 @@ class CheckpointError(Exception):
 
 
 def explain_failure(error: BaseException) -> str:
-    """The meaning of an error, or else its type and the first line of its text.
+    """Returns the meaning of an error, or else its type and the first line of its text.
 
     It looks at the errors behind it too, and at their texts, because tensorstore has the operating
     system's error only there.
@@ -47,7 +47,7 @@ def explain_failure(error: BaseException) -> str:
 
 
 def cannot_write(path: AnyPath, error: BaseException) -> CheckpointError:
-    """The error for a checkpoint that was not saved."""
+    """Makes the error for a checkpoint that was not saved."""
     if any(isinstance(cause, TimeoutError) for cause in causes(error)):
         return CheckpointError(
             f"checkpoint {path} was not saved: it was not written in time; see that all processes "

@@ -1,13 +1,13 @@
-"""Where checkpoints lie, as `store` sees it: a local folder, or a folder in a bucket.
+"""The folder of checkpoints that `store` uses: a local folder, or a folder in a bucket.
 
-A local checkpoint is complete because of its name, which it gets by renaming. In a bucket nothing
-can be renamed. There a checkpoint is complete because of its manifest, which is put last, in one
-request, and deleted first. Whatever has no manifest was left by a killed process; it does not count
-and goes with the next save.
+A local checkpoint is complete if it has its final name, which it gets by renaming. In a bucket
+nothing can be renamed. There a checkpoint is complete if it has a manifest, which is put last, in
+one request, and deleted first. A checkpoint without a manifest was left by a killed process. It
+does not count, and the next save deletes it.
 
-Checkpoints of a course of training that was given up get another name in both. In a bucket that
-means to copy them, before the first byte of the new checkpoint is written, because that is written
-under its own name.
+If a run goes back to an earlier step, later checkpoints get another name in both. In a bucket they
+are copied before the first byte of the new checkpoint is written, because a save in a bucket
+writes under the final name.
 """
 
 import itertools
@@ -31,7 +31,7 @@ SEEN_SECONDS = 10.0
 
 
 class Folder(Protocol):
-    """A folder of checkpoints. Process 0 alone calls most of the methods.
+    """A folder of checkpoints. Only process 0 calls most of the methods.
 
     All processes call `arrays`, `unfinished`, `has_mark` and `verify`.
     """
@@ -39,50 +39,50 @@ class Folder(Protocol):
     seconds: float  # How long the writing of a checkpoint may take before it is an error.
 
     def arrays(self) -> OrbaxFiles | BucketArrays:
-        """What writes and reads the arrays of a checkpoint."""
+        """Returns the object that writes and reads the arrays of a checkpoint."""
 
     def mark(self) -> str:
-        """Makes something to look for and returns its name; '' if all see the same anyway."""
+        """Creates a mark for `has_mark` and returns its name; '' if no check is needed."""
 
     def has_mark(self, name: str) -> bool:
-        """Whether this process finds what process 0 has made."""
+        """Returns whether this process sees the file that process 0 has made."""
 
     def unmark(self, name: str) -> None:
-        """Deletes what `mark` has made."""
+        """Deletes the mark."""
 
     def steps(self) -> list[int]:
-        """The steps of the complete checkpoints, ascending."""
+        """Finds the steps of the complete checkpoints, ascending."""
 
     def check(self) -> None:
         """Raises a `ValueError` if something is in the way of a checkpoint."""
 
     def make_room(self, step: int, *, after: int) -> None:
-        """Deletes what killed processes have left, before a checkpoint is written."""
+        """Deletes the leftovers of killed processes, before a checkpoint is written."""
 
     def unfinished(self, step: int) -> AnyPath:
-        """Where a checkpoint is written, on all processes."""
+        """Returns the path that all processes write a checkpoint to."""
 
     def complete(self, step: int, *, after: int, metrics: Mapping[str, float]) -> None:
-        """Makes a checkpoint whose arrays have been written count.
+        """Completes a checkpoint whose arrays have been written.
 
-        `after` is the step that it goes on from; later ones are set aside.
+        `after` is the step that it goes on from; later checkpoints are set aside.
         """
 
     def metrics(self) -> dict[int, Mapping[str, float]]:
-        """The metrics of complete checkpoints whose manifests can be read."""
+        """Reads the metrics of complete checkpoints whose manifests can be read."""
 
     def delete(self, step: int) -> None:
         """Deletes a complete checkpoint, so that no part of it ever counts as one."""
 
     def read_manifest(self, step: int) -> Manifest:
-        """The manifest of a checkpoint; a `DamagedError` if it is not as it was written."""
+        """Reads the manifest of a checkpoint; raises `DamagedError` if it is damaged."""
 
     def verify(self, step: int, found: Manifest, *, part: int, parts: int) -> None:
         """Checks one part of a checkpoint's files; a `DamagedError` for the first that differs."""
 
 
 def open_folder(path: AnyPath, seconds: float = 600.0) -> Folder:
-    """The folder of checkpoints at a path; nothing is created.
+    """Opens the folder of checkpoints at a path; creates nothing.
 
     The writing of a checkpoint may take `seconds`, in a bucket an hour at least.
     """
@@ -170,10 +170,10 @@ class _BucketFolder:
         return sorted(step for step in self._numbers() if self._is_complete(str(step)))
 
     def check(self) -> None:
-        """Nothing can be in the way."""
+        """Does nothing, because nothing can be in the way."""
 
     def make_room(self, step: int, *, after: int) -> None:
-        """Also sets later checkpoints aside, because the new one is written under its own name."""
+        """Moves later checkpoints aside too, because a save writes under the final name."""
         for name in self._path.names():
             begins, _, ends = name.partition(".")
             is_ours = begins.isdecimal() and (not ends or f".{ends}".startswith(SUPERSEDED))
@@ -228,7 +228,7 @@ class _BucketFolder:
         return (self._path / name / MANIFEST).is_file()
 
     def _set_aside(self, name: str) -> None:
-        """Copies a checkpoint to a new name, its manifest last, and deletes it, that first."""
+        """Copies a checkpoint to a new name, manifest last; deletes the old one, manifest first."""
         names = (f"{name}{SUPERSEDED}-{number}" for number in itertools.count(1))
         there = set(self._path.names())
         source, target = self._path / name, self._path / next(n for n in names if n not in there)

@@ -7,9 +7,9 @@ content too, and there is only one way to write it down, so that any changed byt
 SHA-256 hashes 1.4 GB/s on processors that support it (BLAKE2b 0.8, measured), which is faster than
 most disks, and `sha256sum` checks it by hand.
 
-Checksums do not help against somebody who writes a manifest on purpose. So nothing that it says is
-trusted: a checkpoint consists of folders and files, none of them a link, and its manifest names
-files below its folder. Nothing else is ever opened.
+Checksums do not help against a forged manifest, so its content is not trusted: a checkpoint
+consists of folders and files, without links, and its manifest names files below its folder.
+Nothing else is ever opened.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ MANIFEST = "manifest.json"
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint was saved with, and the (bytes, SHA-256) of its files by path below it."""
+    """A checkpoint's step and metrics, and the (bytes, SHA-256) of its files by path below it."""
 
     step: int
     metrics: Mapping[str, float]
@@ -59,7 +59,7 @@ def write_manifest(folder: Path, *, step: int, metrics: Mapping[str, float]) -> 
     for path, mode in _entries(folder):
         if stat.S_ISDIR(mode):
             sync(path)
-        elif path != folder / MANIFEST:  # Which is about to be replaced.
+        elif path != folder / MANIFEST:  # The manifest is about to be replaced.
             with open_file(path) as file:
                 size, digest = os.fstat(file.fileno()).st_size, _hash(file)
                 os.fsync(file.fileno())
@@ -119,13 +119,13 @@ def verify_files(folder: Path, manifest: Manifest, *, part: int = 0, parts: int 
 
 
 def deal(manifest: Manifest, *, part: int, parts: int) -> list[tuple[str, tuple[int, str]]]:
-    """One part of a manifest's files, with size and checksum."""
+    """Returns one part of a manifest's files, with size and checksum."""
     by_size = sorted(manifest.files.items(), key=lambda item: (-item[1][0], item[0]))
     return by_size[part::parts]
 
 
 def compare(name: str, expected: tuple[int, str], *, size: int, digest: str) -> None:
-    """Raises a `DamagedError` for a file that has not the size and the checksum it is to have."""
+    """Raises a `DamagedError` for a file whose size or checksum is not as expected."""
     if size != expected[0]:
         raise DamagedError(f"{name} has {size} bytes, expected {expected[0]}")
     if digest != expected[1]:
@@ -136,7 +136,7 @@ def compare(name: str, expected: tuple[int, str], *, size: int, digest: str) -> 
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The metrics that JSON can hold."""
+    """Returns the metrics that JSON can hold."""
     return {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
 
 
@@ -145,14 +145,14 @@ def _hash(file: Any) -> str:
 
 
 def manifest_text(manifest: Manifest) -> str:
-    """The one way to write a manifest down."""
+    """Serializes a manifest; every writer uses this text."""
     content = dataclasses.asdict(manifest)
     checksum = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     return json.dumps({"sha256": checksum, **content}, indent=1, sort_keys=True) + "\n"
 
 
 def _from_object(content: dict[str, Any]) -> Manifest:
-    """The manifest in a JSON object, or a `ValueError` that says why there is none."""
+    """Reads the manifest in a JSON object; raises a `ValueError` that says why there is none."""
     values: list[Any] = [content.get(name) for name in ("step", "metrics", "files")]
     step, metrics, files = values
     if not _is_size(step):
@@ -176,14 +176,14 @@ def _is_size(value: Any) -> bool:
 
 
 def _is_below(name: str) -> bool:
-    """Whether `write_manifest` would write such a path: relative, and never upwards."""
+    """Returns whether `write_manifest` would write such a path: relative, and never upwards."""
     path = PurePosixPath(name)
     is_plain = path.as_posix() == name and not path.is_absolute() and ".." not in path.parts
     return is_plain and name.isprintable() and name not in (".", MANIFEST)
 
 
 def _entries(folder: Path) -> Iterator[tuple[Path, int]]:
-    """Everything below a folder, with its mode; a link is not followed."""
+    """Yields everything below a folder, with its mode; does not follow links."""
     pending = [folder]
     while pending:
         with os.scandir(pending.pop()) as entries:

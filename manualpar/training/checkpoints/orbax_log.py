@@ -1,7 +1,7 @@
 """Keeps Orbax's messages off the screen.
 
 Orbax logs every phase of a save, and when a write fails asyncio reports hundreds of others that
-nobody waits for. All that a user has to know arrives as one `CheckpointError`. Setting absl's
+no code waits for. All that a user has to know is in one `CheckpointError`. Setting absl's
 verbosity to DEBUG (`absl.logging.set_verbosity(1)`) shows the rest.
 """
 
@@ -14,10 +14,10 @@ from absl import logging as absl_logging
 
 
 def mute() -> contextlib.ExitStack:
-    """Drops Orbax's messages, from any thread, until what it returns is closed; others pass.
+    """Drops Orbax's messages, from any thread, until the returned context is closed.
 
-    It must last as long as Orbax may be at work, because its threads outlive the calls. What a
-    failed call leaves behind may be reported as late as at the end of the process.
+    Keep it open as long as Orbax may be at work, because Orbax's threads outlive the calls. Python
+    may report the errors of a failed call as late as at the end of the process.
     """
 
     def let_through(record: logging.LogRecord) -> bool:
@@ -41,7 +41,8 @@ def mute() -> contextlib.ExitStack:
 
     muted = contextlib.ExitStack()
     for logger in (logging.getLogger(name) for name in ("absl", "asyncio")):
-        logger.addFilter(let_through)  # Another function each time: one ends only its own.
+        # The function is a new one each time, so that each context removes only its own.
+        logger.addFilter(let_through)
         muted.callback(logger.removeFilter, let_through)
     sys.unraisablehook = hook
     muted.callback(unhook)

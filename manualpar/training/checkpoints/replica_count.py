@@ -1,8 +1,8 @@
-"""Checkpoints of another number of replicas than a program has, of those that train alone.
+"""Reads DiLoCo checkpoints into a program with another number of replicas.
 
 Each array of `state.local` has the replicas in its first dimension. A checkpoint of more or fewer
-replicas is read as it is, each device its part of all of them, and made into a state of the
-program.
+replicas is first read with its own number of replicas, where each device reads its part of all of
+them. Then it is regrouped to the program's number.
 """
 
 from collections.abc import Mapping
@@ -14,21 +14,21 @@ from manualpar.strategies.diloco.program import DiLoCoProgram
 
 
 def as_stored(program: Program, stored: Mapping[str, Any]) -> Program:
-    """The program whose states are of as many replicas as those stored, which is what is read.
+    """Returns the program with as many replicas as the stored state, so that it can be read.
 
     `stored` is a nested dict with a shape at each leaf.
     """
     examples = stored.get("local", {}).get("examples")
     if not isinstance(program, DiLoCoProgram) or examples is None or not examples.shape:
         return program
-    number = int(examples.shape[0])
-    own = program.abstract_state.local["examples"].shape[0]
-    return program if number == own else program.with_replicas(number)
+    stored_replicas = int(examples.shape[0])
+    replicas = program.abstract_state.local["examples"].shape[0]
+    return program if stored_replicas == replicas else program.with_replicas(stored_replicas)
 
 
 def as_held(program: Program, state: TrainState) -> TrainState:
-    """The state that was read as the program holds it."""
+    """Regroups the state that was read to the program's number of replicas."""
     if not isinstance(program, DiLoCoProgram):
         return state
-    own = program.abstract_state.local["examples"].shape
-    return state if state.local["examples"].shape == own else program.regrouped(state)
+    shape = program.abstract_state.local["examples"].shape
+    return state if state.local["examples"].shape == shape else program.regrouped(state)

@@ -1,9 +1,9 @@
-"""Which checkpoints stay, and how the others go.
+"""Decides which checkpoints stay, and deletes the others.
 
-A folder of checkpoints holds one folder per step, named by the number alone. A checkpoint gets that
-name in one atomic renaming, when everything in it is on the disk, and loses it before it is
-deleted. So whatever a killed process leaves has another name (`12.unfinished...`, `12.deleted`); it
-goes with the next save.
+A folder of checkpoints has one folder per step, and the step number is its name. A checkpoint gets
+that name in one atomic renaming, when everything in it is on the disk, and loses it before it is
+deleted. So the leftovers of a killed process have other names (`12.unfinished...`, `12.deleted`).
+The next save deletes them.
 
 `ocp.CheckpointManager`, tried under our manifest, is not kill-safe: it deletes a checkpoint under
 its own name, so a kill leaves `1` listed and damaged (and with `todelete_subdir` never deletes it).
@@ -46,7 +46,7 @@ class Retention:
             raise ValueError(f"best_mode={self.best_mode!r}, expected 'min' or 'max'.")
 
     def choose(self, metrics: Mapping[int, Mapping[str, float]]) -> set[int]:
-        """The steps that stay, from the metrics of each. Of equally good ones the newest stays."""
+        """Chooses the steps to keep by the metrics of each; among equally good ones the newest."""
         steps = sorted(metrics)
         kept = set(steps[-self.keep :])
         if self.keep_every_steps:
@@ -61,28 +61,28 @@ class Retention:
 
 
 def list_steps(folder: Path) -> list[int]:
-    """The steps of the checkpoints in a folder, ascending."""
-    # "007" is not a name that was given here.
+    """Finds the steps of the checkpoints in a folder, ascending."""
+    # This package never gives a name such as "007".
     return sorted(int(n) for n in _names(folder) if n.isdecimal() and str(int(n)) == n)
 
 
 def read_metrics(folder: Path, steps: list[int]) -> dict[int, Mapping[str, float]]:
-    """The metrics of checkpoints by step, without those whose manifest can't be relied on."""
+    """Reads the metrics of checkpoints by step; leaves out checkpoints with a damaged manifest."""
     metrics = {}
     for step in steps:
         try:
             metrics[step] = read_manifest(folder / str(step)).metrics
         except (DamagedError, OSError):
-            continue  # `restore` reports it; here it neither counts nor goes.
+            continue  # `restore` reports it; here it is ignored and not deleted.
     return metrics
 
 
 def put_in_place(folder: Path, step: int, *, after: int) -> None:
     """Gives a complete checkpoint its name.
 
-    Checkpoints of steps later than `after`, the step that this one goes on from, are of a course of
-    training that was given up. They are renamed, not deleted, because going back may have been a
-    try. But the new one must be the newest, because the next start goes on from the newest.
+    This checkpoint goes on from step `after`, so checkpoints of later steps were given up. They are
+    renamed, not deleted, because going back may have been an experiment. But the new one must be
+    the newest, because the next start goes on from the newest.
     """
     for other in list_steps(folder):
         if other > after:
@@ -102,8 +102,8 @@ def delete_steps(folder: Path, steps: list[int]) -> None:
 def delete_leftovers(folder: Path) -> None:
     """Deletes what `find_leftovers` finds.
 
-    Of a save that failed, some files may still be being written. They are written by name, so that
-    what has been renamed stays as it is while it is deleted.
+    Some files of a failed save may still be being written. They are written by name, so that a
+    renamed folder does not change while it is deleted.
     """
     leftovers = find_leftovers(folder)
     for path in sorted(leftovers, key=lambda path: not path.name.endswith(DELETED)):
@@ -113,11 +113,11 @@ def delete_leftovers(folder: Path) -> None:
 
 
 def find_leftovers(folder: Path) -> list[Path]:
-    """What killed saves and deletions have left in a folder.
+    """Finds the leftovers of killed saves and deletions in a folder.
 
     Raises:
-      ValueError: Something has such a name and is not a folder. No save leaves that, so it belongs
-        to somebody and is not deleted; and writing under the name of a link would end elsewhere.
+      ValueError: Something has such a name and is not a folder. No save leaves that, so it is the
+        user's and is not deleted; and writes under the name of a link would go elsewhere.
     """
     leftovers = []
     for name in _names(folder):

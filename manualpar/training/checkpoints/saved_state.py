@@ -1,13 +1,12 @@
 """A training state as plain arrays, in a folder that Orbax writes and reads.
 
-A checkpoint has to outlive the program that wrote it. So what is stored is a nested dict of strings
+A checkpoint has to outlive the program that wrote it. So it stores a nested dict of strings
 with an array at each leaf, `params/layers/attention/query/kernel`, `opt_state/0/mu/...`, `step`,
 `rng`: no optax class, no padding, no typed key. Every array has the shape that it would have on one
 device, so any strategy on any mesh can read it.
 
-In the folder, `state` holds the arrays, `extra` what the caller adds, and `keys` the implementation
-of each random key, whose data is stored as an array. Orbax alone, without this package, reads all
-three.
+In the folder, `state` holds the arrays, `extra` the caller's JSON, and `keys` the implementation of
+each random key. A key's data is stored as an array. Orbax reads all three without this package.
 """
 
 import contextlib
@@ -34,13 +33,13 @@ from manualpar.training.checkpoints.failures import CheckpointError
 from manualpar.training.checkpoints.orbax_log import mute
 from manualpar.training.checkpoints.replica_count import as_held, as_stored
 
-# An array is stored in chunks of at most this size, and a read takes whole chunks: small enough
-# that a device of another mesh reads little besides its own part, large enough for one read.
+# The largest chunk of a stored array. A read takes whole chunks: they are small enough that a
+# device of another mesh reads little more than its own part, and large enough for one read.
 CHUNK_BYTES = 1 << 20
 
 
 def read_extra(path: AnyPath) -> dict[str, JSON]:
-    """What the caller added to the checkpoint in a folder, without Orbax and without a checksum.
+    """Reads the caller's `extra` of the checkpoint in a folder, without Orbax or a checksum.
 
     Raises:
       ValueError: It is not a JSON object.
@@ -58,7 +57,7 @@ class OrbaxFiles:
     """Writes in the background and reads; raises whatever Orbax and tensorstore raise."""
 
     def __init__(self, seconds: float) -> None:
-        """Makes nothing yet; an error ends the writing of a save that takes more `seconds`."""
+        """Makes nothing yet; a save that takes more than `seconds` to write is an error."""
         self._seconds = seconds
         self._made: Any = None
         self._muted = contextlib.ExitStack()
@@ -71,8 +70,8 @@ class OrbaxFiles:
 
         Communication:
           One all-gather for each padded array, one array at a time. An array whose shape does not
-          divide can't be sharded, so process 0 writes it from its own memory. Devices hold one such
-          array whole for a moment, as they do in every training step.
+          divide can't be sharded, so process 0 writes it from its own memory. One such array is
+          replicated on the devices for a moment, as in every training step.
         """
         import orbax.checkpoint as ocp
 
@@ -95,10 +94,10 @@ class OrbaxFiles:
     def read(
         self, path: Path, program: Program, *, report: Callable[[str], None]
     ) -> tuple[TrainState, dict[str, JSON]]:
-        """Reads the state and what the caller added; each device reads its own part of the arrays.
+        """Reads the state and the caller's `extra`; each device reads its own part of the arrays.
 
         Raises:
-          CheckpointError: The arrays are not those of the program; none has been read.
+          CheckpointError: The arrays do not fit the program; none has been read.
         """
         import orbax.checkpoint as ocp
 
@@ -112,8 +111,8 @@ class OrbaxFiles:
             texts = orbax.restore(path, args=both)
             stored = orbax.metadata(path).item_metadata["state"].tree
         keys = texts["keys"]
-        held = as_stored(program, stored)
-        leaves = leaves_to_read(path, held, stored, keys, report=report)
+        stored_program = as_stored(program, stored)
+        leaves = leaves_to_read(path, stored_program, stored, keys, report=report)
         if not isinstance(texts["extra"], dict):
             raise ValueError("extra is not a JSON object")
         targets = nest(
@@ -122,7 +121,7 @@ class OrbaxFiles:
                 restore_type=jax.Array,
                 sharding=leaf.abstract.sharding,
                 global_shape=leaf.padded_shape,
-                # If not strict, Orbax appends zeros, which is what padding is.
+                # If not strict, Orbax appends zeros, as padding needs.
                 strict=not any(leaf.padding),
             ),
         )
@@ -131,7 +130,7 @@ class OrbaxFiles:
         )
         with self._checkpointer() as orbax:
             plain = orbax.restore(path, args=ocp.args.Composite(state=wanted))["state"]
-        state = restored_state(held, flatten_dict(plain), keys)
+        state = restored_state(stored_program, flatten_dict(plain), keys)
         return as_held(program, state), texts["extra"]
 
     def close(self) -> None:
@@ -148,7 +147,7 @@ class OrbaxFiles:
 
     @contextlib.contextmanager
     def _checkpointer(self) -> Iterator[Any]:
-        """Orbax's, made when first needed: importing it takes half a second."""
+        """Yields Orbax's checkpointer, made when first needed: the import takes half a second."""
         if self._made is None:
             import orbax.checkpoint as ocp
 
@@ -173,14 +172,14 @@ class OrbaxFiles:
 
 
 def state_leaves(program: Program) -> list[Leaf]:
-    """What a program's state consists of, in the order of the tree."""
+    """Returns the leaves of a program's state, in the order of the tree."""
     return leaves_of(program.abstract_state, program.whole_state)
 
 
 def stored_arrays(
     program: Program, state: TrainState
 ) -> tuple[dict[tuple[str, ...], Any], dict[str, str]]:
-    """The arrays of a state as they are stored, and the implementation of each random key.
+    """Returns the arrays of a state as they are stored, and each random key's implementation.
 
     Communication:
       One all-gather for each padded array, see `OrbaxFiles.save`.
@@ -200,7 +199,7 @@ def stored_arrays(
 def restored_state(
     program: Program, arrays: Mapping[tuple[str, ...], Any], keys: Mapping[str, str]
 ) -> TrainState:
-    """The state of arrays as they were stored, on the devices of a program; residuals may lack."""
+    """Puts stored arrays on a program's devices, as a state; residuals may be missing."""
 
     def value(leaf: Leaf) -> Any:
         if leaf.keys not in arrays:
@@ -221,10 +220,10 @@ def leaves_to_read(
     *,
     report: Callable[[str], None],
 ) -> list[Leaf]:
-    """What to read of a program's state: all, or all but residuals if other ones are stored.
+    """Returns the leaves of a program's state to read: all, or all but residuals that differ.
 
-    Residuals are of the devices that left something out. On others, or from a run that had none,
-    they begin with zeros, and `report` is told so.
+    Residuals belong to the devices of the run that saved them. On other devices, or if that run had
+    no residuals, they begin with zeros, and `report` is called with a sentence about it.
 
     Raises:
       CheckpointError: The checkpoint is of another model, see `find_differences`.
@@ -253,7 +252,7 @@ def _is_residual(keys: tuple[str, ...]) -> bool:
 
 
 def nest(leaves: list[Leaf], function: Callable[[Leaf], Any]) -> dict[str, Any]:
-    """The nested dict with the function's value for each leaf."""
+    """Applies a function to each leaf and nests the results by their keys."""
     nested: dict[str, Any] = unflatten_dict({leaf.keys: function(leaf) for leaf in leaves})
     return nested
 
@@ -261,7 +260,7 @@ def nest(leaves: list[Leaf], function: Callable[[Leaf], Any]) -> dict[str, Any]:
 def find_differences(
     leaves: list[Leaf], stored: Mapping[str, Any], keys: Mapping[str, str]
 ) -> list[str]:
-    """Compares what is stored with what a program needs, before anything large is read.
+    """Compares the stored arrays with a program's state, before anything large is read.
 
     `stored` has a shape and a dtype at each leaf, and `keys` each key's implementation. Returns a
     line for each array that is missing, not expected, or of another shape or dtype.
@@ -281,11 +280,11 @@ def find_differences(
 
 
 def _take_off_padding(leaf: Leaf, x: jax.Array) -> np.ndarray:
-    """A padded array whole and without its padding, in the memory of process 0."""
-    whole = unpad_whole(x, leaf.padding, leaf.abstract.sharding.mesh)
+    """Gathers a padded array, without its padding, in the memory of process 0."""
+    unpadded = unpad_whole(x, leaf.padding, leaf.abstract.sharding.mesh)
     if jax.process_index() == 0:
-        return np.array(whole.addressable_data(0))
-    # The others write nothing of it; this has the shape and takes no memory.
+        return np.array(unpadded.addressable_data(0))
+    # Other processes write nothing of it; this has the shape and takes no memory.
     return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
 
 
@@ -297,18 +296,18 @@ def _key_implementation(leaf: Leaf) -> str | None:
 
 
 def unpad_whole(x: jax.Array, padding: tuple[int, ...], mesh: Mesh) -> jax.Array:
-    """A global array without its padding, whole on every device of a mesh: one all-gather.
+    """Replicates a global array without its padding on every device of a mesh: one all-gather.
 
-    What is left cannot stay sharded: its shape does not divide, which is why it was padded.
+    The result cannot stay sharded: its shape does not divide, which is why it was padded.
     """
     replicated = NamedSharding(mesh, PartitionSpec())
-    with no_mesh():  # Of one function, so that each shape is compiled once.
+    with no_mesh():  # Always the same function, so that each shape is compiled once.
         take_off = jax.jit(_take_off, static_argnums=(1, 2), out_shardings=replicated)
-        whole: jax.Array = take_off(x, padding, mesh)
-    return whole
+        unpadded: jax.Array = take_off(x, padding, mesh)
+    return unpadded
 
 
 def _take_off(x: jax.Array, padding: tuple[int, ...], mesh: Mesh) -> jax.Array:
     run = functools.partial(unpad_leaf, padding=padding)
-    whole: jax.Array = on_auto_axes(run, mesh=mesh, out_specs=PartitionSpec())(x)
-    return whole
+    unpadded: jax.Array = on_auto_axes(run, mesh=mesh, out_specs=PartitionSpec())(x)
+    return unpadded

@@ -4,11 +4,11 @@ Orbax copies the arrays off the devices and writes them while training goes on, 
 shards. It writes to `12.unfinished`. When all processes have finished, process 0 hashes every file,
 forces it to the disk, adds the manifest and renames the folder to `12`. So a folder whose name is a
 number is a complete checkpoint, whenever a process was killed. Only then are older ones deleted.
-See `saved_state` for what is stored and `manifest` for what is checked.
+See `saved_state` for the stored content and `manifest` for the checks.
 
 Several processes share one folder, and every method is collective: all processes call it, and
-wait for each other in the thread that calls. Only leaving the context by an error waits for this
-process's writes alone.
+wait for each other in the calling thread. There is one exception: leaving the context by an error
+waits only for this process's writes.
 """
 
 import concurrent.futures
@@ -36,7 +36,7 @@ from manualpar.training.checkpoints.retention import Retention
 
 @dataclasses.dataclass(frozen=True)
 class Restored:
-    """What a checkpoint held: its step, its state on the program's devices, and the extras."""
+    """A restored checkpoint: its step, its state on the program's devices, and the extras."""
 
     step: int
     state: TrainState
@@ -62,8 +62,8 @@ class Checkpoints:
     best_metric: str = ""  # The metric by which the best one is kept as well; '' for none.
     best_mode: Literal["min", "max"] = "min"  # Whether small or large values are better.
     asynchronous: bool = True  # Whether `save` returns before everything is on the disk.
-    # How long the writing of a save may take, because a process whose disk hangs holds up all. In a
-    # bucket it may take an hour at least.
+    # How long a save may write: a process whose disk hangs holds up all others. In a bucket the
+    # limit is at least an hour.
     seconds: float = 600.0
 
     def __post_init__(self) -> None:
@@ -87,7 +87,7 @@ class Checkpoints:
         return self._place.seconds
 
     def steps(self) -> list[int]:
-        """The steps of the complete checkpoints, ascending, as process 0 sees them."""
+        """Finds the steps of the complete checkpoints, ascending, as process 0 sees them."""
         steps, failure = [], ""
         if jax.process_index() == 0:
             try:
@@ -100,7 +100,7 @@ class Checkpoints:
         return steps
 
     def latest_step(self) -> int | None:
-        """The newest of `steps`, or None."""
+        """Returns the newest of `steps`, or None."""
         return max(self.steps(), default=None)
 
     def check_shared(self) -> None:
@@ -146,15 +146,15 @@ class Checkpoints:
     ) -> None:
         """Saves a state; returns once it has been copied off the devices.
 
-        First waits for the save before. The step that this object has just saved or restored is
-        not written again. Checkpoints of later steps, left by another course of training, are
-        renamed to `<step>.superseded-1`, because what is saved last has to be the newest.
+        First waits for the last save. The step that this object has just saved or restored is not
+        written again. Checkpoints of later steps, left by an earlier training, are renamed to
+        `<step>.superseded-1`, because the last save has to be the newest.
 
         Args:
           program: The program that the state is of.
           state: The state. It may be donated to the next step as soon as this returns.
           step: The number of updates it has seen.
-          extra: What else to keep, such as the data's position and the config.
+          extra: JSON to store too, such as the data's position and the config.
           metrics: Measured on this state, for `best_metric`.
 
         Raises:
@@ -187,7 +187,7 @@ class Checkpoints:
             self.wait()
 
     def _make_room(self, step: int, *, after: int) -> str:
-        """Deletes what killed processes have left; returns why that is not possible."""
+        """Deletes the leftovers of killed processes; returns the failure, '' if there is none."""
         path = self.folder / str(step)
         try:
             self._place.make_room(step, after=after)
@@ -198,7 +198,7 @@ class Checkpoints:
         return ""
 
     def wait(self) -> None:
-        """Waits until what was saved is complete on the disk; otherwise a `CheckpointError`."""
+        """Waits until the last save is complete on the disk, or raises a `CheckpointError`."""
         if self._pending is None:
             return
         (step, finishing), self._pending = self._pending, None
@@ -216,16 +216,16 @@ class Checkpoints:
         on_corruption: Literal["stop", "previous"] = "stop",
         report: Callable[[str], None],
     ) -> Restored:
-        """Restores a state as a program on any mesh, under any strategy, holds it.
+        """Restores a state for a program on any mesh, under any strategy.
 
         Every file is checked first, then each device reads its own part of every array. The next
         save sets aside any checkpoints later than the restored one.
 
         Args:
-          program: The program; its shapes and dtypes are those of the checkpoint.
+          program: The program; its shapes and dtypes must equal the checkpoint's.
           step: Which checkpoint; None for the newest.
-          on_corruption: What to do about a damaged one: raise, or take the one before.
-          report: Is told in a sentence what happens that was not asked for.
+          on_corruption: Whether a damaged checkpoint raises, or the one before is taken.
+          report: Called with a sentence for each unexpected event.
 
         Raises:
           CheckpointError: There is none, it is damaged, or it is of another model.
@@ -278,8 +278,8 @@ class Checkpoints:
         try:
             if error is None:
                 self.wait()
-            # The first error is the one to see. Other processes know nothing of it, and are not
-            # asked.
+            # The user must see the first error. Other processes do not know of it, so they are
+            # not asked.
             elif self._pending is not None and (failure := self._pending[1].result()):
                 error.add_note(failure)
         except CheckpointError as second:
@@ -312,7 +312,7 @@ class Checkpoints:
         return ""
 
     def _find_damage(self, step: int) -> str:
-        """What is wrong with a checkpoint, '' if nothing is; processes share out its files."""
+        """Describes a checkpoint's damage, '' if there is none; processes share out its files."""
         path, failure = self.folder / str(step), ""
         try:
             manifest = self._place.read_manifest(step)

@@ -1,1 +1,1 @@
-"""Watching a run: what it shows, the files that it writes, and what it says when it stalls."""
+"""Monitors a run: its output, the files that it writes, and its reports of stalls."""

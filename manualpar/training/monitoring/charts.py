@@ -12,11 +12,11 @@ COLORS = {"train": BLUE, "eval": RED, "test": GREEN}
 OTHER_COLOR = PINK
 GREY = "#767676"  # Dark enough for a thin line.
 COLUMNS = 2
-MOST_POINTS, FEW_POINTS = 1200, 60  # Of a line; the points of a short one are marked.
+MOST_POINTS, FEW_POINTS = 1200, 60  # Points of a line; those of a short line are marked.
 
 
 def draw_charts(charts: Sequence[Chart], *, title: str) -> tuple[str, bytes]:
-    """Draws charts beside and below each other; without any the picture says so.
+    """Draws charts in a grid; if there is none, the picture says so.
 
     Returns:
       An `<svg>` element for a page, without the title, and a PNG with it.
@@ -34,7 +34,8 @@ def draw_charts(charts: Sequence[Chart], *, title: str) -> tuple[str, bytes]:
         if not charts:
             figure.text(0.5, 0.5, "the run reported nothing", ha="center")
         figure.savefig(png, format="png")
-        figure.set_layout_engine("none")  # It stays as it is, which took most of the time.
+        # The layout stays as it is; computing it took most of the time.
+        figure.set_layout_engine("none")
         figure.suptitle("")
         no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(svg, format="svg", transparent=True, metadata=no_metadata)
@@ -68,23 +69,23 @@ def draw_chart(axes: Any, chart: Chart) -> None:
     axes.set_ylabel(chart.unit)
     if chart.from_zero:
         axes.set_ylim(bottom=0)
-    # Beside the title, because no place inside is free in every chart.
+    # The legend is beside the title, because no place inside is free in every chart.
     legend = {"loc": "lower right", "bbox_to_anchor": (1, 1), "borderaxespad": 0.2}
     axes.legend(ncols=5, columnspacing=1, **legend)
 
 
 def _lonely(points: Sequence[Point]) -> list[int]:
-    """The indices of points between two gaps, where no line shows them."""
+    """Returns the indices of points between two gaps, where no line shows them."""
     values = [None, *(value for _, value in points), None]
     triples = zip(values, values[1:], values[2:], strict=False)
     return [i for i, (a, x, b) in enumerate(triples) if x is not None and a is b is None]
 
 
 def decimate(points: Sequence[Point], limit: int) -> list[Point]:
-    """At most `limit` points of a line, which looks as before; `limit` is at least 4.
+    """Chooses at most `limit` points of a line, which looks as before; `limit` is at least 4.
 
-    The first and the last point stay, and of each group of neighbours the lowest, the highest and
-    one that is not finite, if there is one.
+    The first and the last point stay. Each group of neighbours keeps its lowest point, its highest,
+    and a point that is not finite, if there is one.
     """
     if len(points) <= limit:
         return list(points)

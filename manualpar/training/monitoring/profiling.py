@@ -19,9 +19,9 @@ from typing import Any, Self
 
 import jax
 
-STEP_NAME = "train"  # XProf finds steps by it and their number.
+STEP_NAME = "train"  # XProf finds steps by this name and their number.
 TRACE_FILE = "perfetto_trace.json.gz"
-# Calls of Python functions are of no use: the annotations of steps hold the time of the host.
+# Python calls are not traced: the annotations of steps have the host's time.
 PYTHON_TRACER_LEVEL = 0
 
 
@@ -48,13 +48,13 @@ class StepProfiler:
     """Profiles some steps of a loop. Use it as a context manager, so that no trace is left open.
 
     In the loop: `before(step, state)`, the step, `after(step, state)`. Other steps cost nothing.
-    Processes on one host would write to the same file: one of them profiles and the others are
-    given no steps.
+    Processes on one host would write to the same file, so only one of them profiles and the others
+    get no steps.
     """
 
     steps: range
     folder: Path  # Created by the first of the steps.
-    say: Callable[[str], None]  # Is told where the profile is, or why there is none.
+    say: Callable[[str], None]  # Called with the profile's folder, or the reason why there is none.
     _traced: list[int] = dataclasses.field(default_factory=list)
     # Holds the annotation of a step.
     _step: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
@@ -62,7 +62,7 @@ class StepProfiler:
     _is_done: bool = False
 
     def covers(self, step: int) -> bool:
-        """Whether a step is one of those that are profiled, which take longer than others."""
+        """Returns whether a step is profiled, which makes it slower than other steps."""
         return step in self.steps
 
     def before(self, step: int, state: Any) -> None:
@@ -84,7 +84,8 @@ class StepProfiler:
         if self._is_done or step not in self.steps:
             return
         is_last = step == self.steps[-1]
-        if is_last:  # Within the annotation, so that the step is as long as the device takes.
+        if is_last:
+            # It waits inside the annotation, so that the step is as long as the device takes.
             jax.block_until_ready(state)
         self._step.close()
         self._traced.append(step)

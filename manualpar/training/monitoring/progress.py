@@ -1,7 +1,7 @@
-"""What a run shows while it trains: a bar in a terminal, plain lines anywhere else.
+"""Shows the progress of a run: a bar in a terminal, plain lines anywhere else.
 
 The bar has one line. The most important numbers come first, the bar itself gives way before a
-number does, and a number that does not fit is left out whole; the files have it all the same.
+number does, and a number that does not fit is left out; the files have every number.
 """
 
 import io
@@ -16,9 +16,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from manualpar.system.reports.tables import describe_bytes, print_line
 
-# The variables of processes that Open MPI, or MPICH and its relatives, have started.
+# Variables that Open MPI, or MPICH and its relatives, set in their processes.
 MPI_RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
-# Tables in a log file get room; a terminal has the width it has.
+# Columns of tables in a log file; a terminal has its own width.
 LOG_WIDTH = 120
 
 # The most important first.
@@ -35,24 +35,24 @@ FORMATS: Mapping[str, Callable[[float], str]] = {
     "mfu": "MFU {:.1%}".format,
     "memory_bytes": lambda size: f"{describe_bytes(size)} in use",
 }
-# The bar has no room for them in a terminal of 80 columns.
+# Metrics for which the bar has no room in a terminal of 80 columns.
 NORMS = frozenset({"gradient_norm", "update_norm", "parameter_norm"})
 LEFT_OUT = NORMS | {"learning_rate"}
-# What the files are for: for calculations, or one of many.
+# Metrics that only the files show: for calculations, or one of many.
 NOT_SHOWN = ("model_flops_per_second", "expert_")
 BAR_WIDTH, SMALLEST_BAR = 40, 4
 LONGEST_TIME = len("100:00:00")
 LABEL = "training"
-# As long as the slowest step takes; rich's own 30 s leave such steps without an estimate.
+# Seconds of the slowest step; rich's 30 s would leave such steps without an estimate.
 ETA_SECONDS = 600.0
 
 
 def make_console(*, process: int = 0) -> rich.console.Console:
-    """The console of a run on standard output; processes other than 0 show nothing."""
+    """Makes the console of a run on standard output; processes other than 0 show nothing."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A text that the terminal cannot show must not end a run.
         sys.stdout.reconfigure(errors="backslashreplace")
-    # `mpirun` gives processes terminals of their own, and passes on what they print there.
+    # `mpirun` gives processes their own terminals, and forwards their output.
     is_piped = any(name in os.environ for name in MPI_RANKS)
     console = rich.console.Console(
         highlight=False, quiet=process != 0, force_terminal=False if is_piped else None
@@ -63,12 +63,12 @@ def make_console(*, process: int = 0) -> rich.console.Console:
 
 
 def describe_metrics(metrics: Mapping[str, float]) -> str:
-    """Metrics in a line, such as `loss 0.0312  accuracy 0.9903`; those with a format come first."""
+    """Formats metrics in a line, such as `loss 0.0312  accuracy 0.9903`, `FORMATS` first."""
     return "  ".join(_texts(metrics).values())
 
 
 def describe_within(metrics: Mapping[str, float], width: int, *, also: str = "") -> str:
-    """The most important metrics in a line of at most `width` characters; empty if none fits.
+    """Formats the most important metrics in at most `width` characters; '' if none fits.
 
     `also` is added if there is room after all of them.
     """
@@ -82,10 +82,10 @@ def describe_within(metrics: Mapping[str, float], width: int, *, also: str = "")
 
 
 def _texts(metrics: Mapping[str, float]) -> dict[str, str]:
-    """What to show of each metric, in the order of `FORMATS`."""
+    """Formats each metric, in the order of `FORMATS`."""
     metrics = {name: value for name, value in metrics.items() if not name.startswith(NOT_SHOWN)}
     if "tokens_per_second" in metrics:
-        metrics.pop("examples_per_second", None)  # It says the same.
+        metrics.pop("examples_per_second", None)  # Both would say the same.
     texts = {name: text(metrics[name]) for name, text in FORMATS.items() if name in metrics}
     others = {name: f"{name} {metrics[name]:.4g}" for name in metrics if name not in FORMATS}
     return texts | others
@@ -95,8 +95,8 @@ class TrainingProgress:
     """Shows the progress of a training. Use it as a context manager.
 
     In a terminal a bar moves with every step and shows the latest training metrics; evaluations and
-    norms, where there are any, are printed above it. Anywhere else every report is a line, and
-    steps in between are silent.
+    norms, if there are any, are printed above it. Otherwise every report is a line, and steps in
+    between print nothing.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class TrainingProgress:
         )
 
     def advance(self, step: int) -> None:
-        """Says that `step` updates are done."""
+        """Moves the bar to `step` updates."""
         self._bar.update(self._task, completed=step, **self._fields())
 
     def report(
@@ -146,7 +146,7 @@ class TrainingProgress:
         *,
         throughput: Mapping[str, float] | None = None,
     ) -> None:
-        """Shows the numbers of `split` after `step` updates, those of `throughput` last."""
+        """Shows the numbers of `split` after `step` updates, with `throughput` last."""
         shown = {**metrics, **(throughput or {})}
         if split == "train" and self._console.is_terminal:
             self._metrics = shown
@@ -159,7 +159,7 @@ class TrainingProgress:
         print_line(self._console, line)
 
     def _fields(self) -> dict[str, Any]:
-        """What the bar says now; also makes the bar as wide as the rest of the line allows."""
+        """Returns the bar's current texts; makes the bar as wide as the rest of the line."""
         # Columns: label, bar, "step", 12/34, metrics, time, and a space between any two.
         steps = 2 * len(str(self._num_steps)) + 1
         room = self._console.width - len("step") - steps - LONGEST_TIME - 5 - SMALLEST_BAR

@@ -1,7 +1,7 @@
 """The report at the end of a run, finished or not: `report.html` and `report.png` in its folder.
 
-It is made of the files that the run has written, so it can be made again, of any run. The page
-needs no other file, and its content security policy forbids whatever is not in it.
+It is made from the files of the run, so it can be made again, for any run. The page needs no other
+file, and its content security policy forbids all content from elsewhere.
 """
 
 import html
@@ -50,8 +50,9 @@ def write_report(
 ) -> Path:
     """Writes the report of the run in a folder, and returns the path of the page.
 
-    `facts` are a table of names and values, such as the mesh or how the run ended. `report` is told
-    which parts of the files no run writes, and if matplotlib is missing: then there are no charts.
+    `facts` are a table of names and values, such as the mesh or how the run ended. `report` is
+    called with the parts of the files that no run writes, and if matplotlib is missing (then there
+    are no charts).
 
     Raises:
       WriteError: The report cannot be written.
@@ -73,7 +74,7 @@ def write_report(
 
 
 def page_html(run: RunRecord, charts: str, *, title: str, facts: Mapping[str, object]) -> str:
-    """The text of the page of a run, with `charts` as HTML; the rest as for `write_report`."""
+    """Returns the page of a run, with `charts` as HTML; other arguments as in `write_report`."""
     sections = {
         "Last numbers": _final_table(run),
         "Facts": _table([[name, _plain(value)] for name, value in facts.items()]),
@@ -102,7 +103,7 @@ def page_html(run: RunRecord, charts: str, *, title: str, facts: Mapping[str, ob
 
 
 def _final_table(run: RunRecord) -> str:
-    """The last numbers, with a column for each split."""
+    """Makes the table of the last numbers, with a column for each split."""
     numbers = final_numbers(run)
     splits = sort_splits({split for values in numbers.values() for split in values})
     last = {record["split"]: record["step"] for record in run.metrics}
@@ -127,12 +128,12 @@ def _resumes_table(run: RunRecord) -> str:
 
 
 def _plain(value: Any) -> str:
-    """A value as a config file would have it."""
+    """Formats a value as a config file would have it."""
     return value if isinstance(value, str) and value else repr(value)
 
 
 def _table(rows: Sequence[Sequence[str]], headers: Sequence[str] = (), *, cell: str = "td") -> str:
-    """A table, the first cell of each row its heading; without rows nothing."""
+    """Makes a table, where the first cell of each row is its heading; '' without rows."""
     if not rows:
         return ""
     heads = "".join(f'<th scope="col">{html.escape(text)}</th>' for text in headers)
@@ -147,7 +148,7 @@ def _table(rows: Sequence[Sequence[str]], headers: Sequence[str] = (), *, cell: 
 
 
 def _flatten(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """The values of nested dicts by dotted name, such as `parallel.mesh.data`."""
+    """Flattens nested dicts to values by dotted name, such as `parallel.mesh.data`."""
     values: list[tuple[str, Any]] = []
     for name, value in config.items():
         inner = isinstance(value, Mapping)

@@ -1,8 +1,8 @@
 """The files of a run: its config, its metrics, its throughput, and TensorBoard's event files.
 
     config.json        the config in force; config.1.json, config.2.json, ... were, before a resume
-    metrics.jsonl      what the training computes: the same lines whether a run was killed or not
-    throughput.jsonl   what depends on the clock and the machine: other lines in every run
+    metrics.jsonl      results of the training: the same lines whether a run was killed or not
+    throughput.jsonl   numbers that depend on clock and machine: other lines in every run
     discarded.jsonl    a line for each resume and rollback, with the lines cut off from those two
     events.out.*       all of the numbers for TensorBoard, an event file for each start
     .lock              locked by the run that writes here, see `manualpar.training.workdir_lock`
@@ -18,7 +18,7 @@ the next resume discards it once more.
 
 Lines and events are with the operating system before `write` returns, so a killed run loses none.
 tensorboardX writes the events, without its `SummaryWriter`: when a disk is full, that one's thread
-dies, and its queue keeps the process from ending.
+dies, and then its queue keeps the process from ending.
 """
 
 import contextlib
@@ -78,9 +78,9 @@ def create_numbered_folder(parent: Path) -> Path:
 class RunWriter:
     """Writes a run's files into its folder. Use it as a context manager.
 
-    Process 0 writes them. On the other processes every method does nothing. Every method raises
-    `WriteError` if the disk is full, or the folder cannot be written to, or if one of the files was
-    deleted or replaced.
+    Only process 0 writes them; on other processes every method does nothing. Every method raises
+    `WriteError` if the disk is full, if the folder cannot be written to, or if a file was deleted
+    or replaced.
     """
 
     def __init__(
@@ -94,18 +94,18 @@ class RunWriter:
         process: int = 0,
         publish: Callable[[], None] = lambda: None,
     ) -> None:
-        """Opens the files of a new run, or those of an earlier one where a checkpoint found them.
+        """Opens the files of a new run, or cuts an earlier run's files back to its checkpoint.
 
-        If the config differs from that in `config.json`, the old one is kept as `config.<n>.json`.
+        If `config.json` holds another config, that file is kept as `config.<n>.json`.
 
         Args:
           workdir: The folder of the run, created if need be.
           config: The config to run with.
-          place: What `place()` returned when the checkpoint was saved; `None` for a new run.
+          place: The result of `place()` at the checkpoint; `None` for a new run.
           step: How many updates were made by then.
-          report: Is told if `throughput.jsonl` is damaged.
+          report: Called with a sentence if `throughput.jsonl` is damaged.
           process: The number of this process.
-          publish: Puts the files where they are to be, if that is not the folder.
+          publish: Copies the files to their destination, if that is not the folder.
 
         Raises:
           ValueError: `metrics.jsonl` is missing, shorter than the place or has no end of a line
@@ -145,7 +145,7 @@ class RunWriter:
         """Writes the numbers of a split after `step` updates.
 
         Another run of the same config computes the same `metrics`. `throughput` depends on the
-        clock and the machine; without any there is no line of it.
+        clock and the machine; if it is empty, no line is written for it.
         """
         if not self._files:
             return
@@ -160,8 +160,8 @@ class RunWriter:
     def place(self) -> dict[str, int]:
         """Waits for the disk, and returns the size in bytes of each file of lines.
 
-        A checkpoint holds it, so that `__init__` and `go_back` can cut the files back to it. It is
-        empty on processes other than 0.
+        A checkpoint stores this place, so that `__init__` and `go_back` can cut the files back to
+        it. It is empty on processes other than 0.
         """
         place = {name: lines.sync() for name, lines in self._files.items()}
         if place:
@@ -171,7 +171,7 @@ class RunWriter:
     def go_back(
         self, place: Mapping[str, int], *, step: int, report: Callable[[str], None] = print
     ) -> None:
-        """Goes on where a checkpoint found the files, as `__init__` does, without a new start."""
+        """Cuts the files back to a checkpoint, as `__init__` does, without a new start."""
         if self._files:
             _cut_back(self.workdir, place, step=step, reason="rolled back", report=report)
             self._forget_events(place, step)
@@ -193,7 +193,7 @@ class RunWriter:
 
     def _forget_events(self, place: Mapping[str, int], step: int) -> None:
         """Makes TensorBoard drop everything after a checkpoint, as `purge_step` does."""
-        # At the very beginning step 0 is written again: an evaluation.
+        # At the very beginning the evaluation of step 0 is written again.
         first = step + 1 if any(place.values()) else 0
         self._write_event(Event(step=first, session_log=SessionLog(status=SessionLog.START)))
 
@@ -206,19 +206,20 @@ class RunWriter:
 
 
 def _store_config(workdir: Path, config: Mapping[str, Any]) -> None:
-    """Writes the config, unless it is there; another one that is there is kept."""
+    """Writes the config, unless the file has it; keeps a file with another config."""
     path, text = workdir / CONFIG_FILE, json.dumps(config, indent=2, allow_nan=False) + "\n"
     with explained(path):
         if path.exists():
             earlier = read_file(path, follow_links=True)
-            with contextlib.suppress(ValueError):  # What is not JSON differs from every config.
+            # A file that is not JSON differs from every config.
+            with contextlib.suppress(ValueError):
                 if parse_object(earlier) == parse_object(text):  # The order of fields may differ.
                     return
             number = 1
             while (workdir / f"config.{number}.json").exists():
                 number += 1
             last = workdir / f"config.{number - 1}.json"
-            # A resume that was killed here has copied it before.
+            # A resume that was killed here has already copied it.
             if not last.exists() or read_file(last, follow_links=True) != earlier:
                 replace_file(workdir / f"config.{number}.json", earlier)
     replace_file(path, text)
@@ -232,10 +233,10 @@ def _cut_back(
     reason: str,
     report: Callable[[str], None],
 ) -> None:
-    """Cuts files back to the place of the checkpoint of `step`, and keeps what is cut off.
+    """Cuts files back to the place of the checkpoint of `step`, and keeps the lines cut off.
 
-    No file is changed if `metrics.jsonl` is not what the checkpoint found. A damaged
-    `throughput.jsonl` is kept as it is, because it differs in every run.
+    No file is changed if `metrics.jsonl` is not as the checkpoint found it. A damaged
+    `throughput.jsonl` stays as it is, because it differs in every run.
     """
     if set(place) != set(PLACED_FILES) or any(size < 0 for size in place.values()):
         raise ValueError(
@@ -266,11 +267,11 @@ def _cut_back(
         with explained(path):
             if path.exists() and os.stat(path).st_size > size:
                 os.truncate(path, size)
-        LineFile(path).close()  # Ends a half line of a damaged file.
+        LineFile(path).close()  # Ends the unfinished line of a damaged file.
 
 
 def _read_beyond(path: Path, size: int) -> tuple[bytes, str]:
-    """What a file holds beyond `size` bytes, and why that is not the end of a line; else `''`."""
+    """Reads a file beyond `size` bytes; says why a line does not end there, `''` if it does."""
     data, found = b"", "there is none"
     if path.exists():
         with open_file(path, follow_links=True) as file:
@@ -281,6 +282,6 @@ def _read_beyond(path: Path, size: int) -> tuple[bytes, str]:
         if last == b"\n":
             return data, ""
         found = "that is inside of a line" if last else f"it has {length} bytes"
-    # Without a size, the run was killed before it had opened all of its files.
+    # If there is no size, the run was killed before it had opened all files.
     damage = f"the checkpoint found the end of a line after {size} bytes, and {found}"
     return data, damage if size else ""

@@ -1,6 +1,6 @@
-"""Reads what a run has written, and makes charts of it: lines of points by the step.
+"""Reads the files of a run, and makes charts of them: lines of points by the step.
 
-A chart is data alone, which `charts` draws. A value that was not finite is `None`: a gap in its
+A chart is only data, which `charts` draws. A value that was not finite is `None`: a gap in its
 line.
 """
 
@@ -23,7 +23,7 @@ Record = Mapping[str, Any]
 SHOWN_LINES = 10
 LARGEST = 1e300  # The difference of two such numbers is finite.
 SPLITS = ("train", "eval", "test")
-# The charts of a run that has the number: title, unit.
+# The charts by the name of their number: title, unit.
 METRIC_CHARTS: Mapping[str, tuple[str, str]] = {
     "loss": ("Loss", "nats"),
     "bits_per_byte": ("Bits per byte", "bits"),
@@ -37,7 +37,7 @@ THROUGHPUT_CHARTS: Mapping[str, tuple[str, str]] = {
 
 
 class RunRecord(NamedTuple):
-    """What the files of a run hold.
+    """The content of a run's files.
 
     `resumes` are the lines of `discarded.jsonl`, one for each resume and each rollback. `left_out`
     has a sentence for each file with content that no run writes.
@@ -65,7 +65,7 @@ class Chart(NamedTuple):
 
 
 def read_run(workdir: Path) -> RunRecord:
-    """Reads the files that there are of a run, even if it was killed in the middle of a line."""
+    """Reads the existing files of a run, even if it was killed in the middle of a line."""
     left_out: list[str] = []
     path, config = workdir / CONFIG_FILE, {}
     try:
@@ -81,7 +81,7 @@ def read_run(workdir: Path) -> RunRecord:
 def _read_lines(
     path: Path, check: Callable[[Record], None], left_out: list[str]
 ) -> Sequence[Record]:
-    """The objects of a file of lines; adds to `left_out`. A last line without an end is no line."""
+    """Reads the objects of a file of lines; adds to `left_out`. Ignores an unfinished last line."""
     records, damaged, reason, number = [], [], "", 0
     try:
         with open_file(path, follow_links=True) as file:
@@ -120,7 +120,7 @@ def _check_numbers(record: Record) -> None:
     values = {**record}
     _check_step(values.pop("step", None))
     split = values.pop("split", None)
-    # A dollar sign in it, for example, would begin a formula in the picture.
+    # In a picture, a dollar sign in a name would begin a formula, for example.
     if not isinstance(split, str) or not re.fullmatch(r"[\w.-]{1,40}", split):
         raise ValueError(f"has the split {split!r:.40}")
     for name, value in values.items():
@@ -139,7 +139,7 @@ def _check_step(step: Any) -> None:
 
 
 def make_charts(run: RunRecord) -> list[Chart]:
-    """The charts that a run has numbers for: what it learns first, then how fast it is."""
+    """Makes the charts that a run has numbers for: metrics first, then throughput."""
     resumes = [record["resumed_after_step"] for record in run.resumes]
     charts: list[Chart] = []
     for records, names in ((run.metrics, METRIC_CHARTS), (run.throughput, THROUGHPUT_CHARTS)):
@@ -147,7 +147,7 @@ def make_charts(run: RunRecord) -> list[Chart]:
             lines: dict[str, list[Point]] = {}
             for record in (record for record in records if name in record):
                 lines.setdefault(record["split"], []).append((record["step"], record[name]))
-            # A chart of examples says the same as one of tokens.
+            # A chart of examples would show the same as the chart of tokens.
             is_known = name == "examples_per_second" and any(c.unit == "tokens/s" for c in charts)
             if lines and not is_known:
                 lines = {split: lines[split] for split in sort_splits(lines)}
@@ -156,12 +156,12 @@ def make_charts(run: RunRecord) -> list[Chart]:
 
 
 def sort_splits(splits: Iterable[str]) -> list[str]:
-    """The names of splits in the order of `SPLITS`, others after them."""
+    """Sorts the names of splits in the order of `SPLITS`, with other names after them."""
     return sorted(splits, key=lambda split: (*(split != known for known in SPLITS), split))
 
 
 def final_numbers(run: RunRecord) -> dict[str, dict[str, float | None]]:
-    """The last number of each name, by name and split."""
+    """Returns the last number of each name, by name and split."""
     numbers: dict[str, dict[str, float | None]] = {}
     for record in (*run.metrics, *run.throughput):
         for name, value in record.items():

@@ -1,9 +1,8 @@
-"""Reports what a stalled run waits for: every thread's stack, and which process is late.
+"""Reports why a run stalls: every thread's stack, and the late process.
 
-A training that hangs looks like one that is slow. The loop says that it is alive with every step
-(`beat`), and a thread that hears nothing for a configured time reports it: once, and again whenever
-the silence has doubled. It ends nothing. A first step that takes longer to compile is reported too,
-which does no harm.
+A hanging training looks like a slow one. The loop calls `beat` in every step. If a thread gets no
+beat for a configured time, it reports that: once, and again whenever the silence has doubled. It
+ends nothing. A first step that takes longer to compile is reported too, which does no harm.
 
 Python reads the stacks, so a thread that hangs in C code and keeps Python's lock stops the detector
 too. `py-spy dump` shows such a thread from outside.
@@ -30,7 +29,7 @@ class StallDetector:
     # Returns the last step of each process that has made one, and the seconds since; called from
     # the detector's thread, and only in a stall.
     others: Callable[[], Mapping[int, tuple[int, float]]] | None = None
-    num_processes: int = 0  # To name those that have made no step.
+    num_processes: int = 0  # To name the processes that have made no step.
     get_time: Callable[[], float] = time.monotonic
     _step: int | None = None
     _work: list[str] = dataclasses.field(default_factory=list)
@@ -43,7 +42,7 @@ class StallDetector:
         self._heard_at = self.get_time()
 
     def beat(self, step: int) -> None:
-        """Says that `step` steps are done, or that the work after them goes on."""
+        """Records that `step` steps are done, or that the work after them goes on."""
         with self._lock:
             now = self.get_time()
             silence, reports = now - self._heard_at, self._reports
@@ -53,7 +52,7 @@ class StallDetector:
 
     @contextlib.contextmanager
     def during(self, work: str) -> Iterator[None]:
-        """Counts anew within, and again afterwards; a report says that `work` is under way."""
+        """Restarts the time at entry and at exit; a report in between names `work`."""
         with self._lock:
             self._work.append(work)
             self._heard_at, self._reports = self.get_time(), 0
@@ -82,7 +81,7 @@ class StallDetector:
         stall = f"stall: no step for {silence:.0f} s, {since}{work}."
         self._write("\n".join(["", stall, *thread_stacks(), ""]))
         if self.others is not None:
-            # This comes last, because what hangs the run may hang this question too, or fail it.
+            # This comes last, because the cause of the stall may hang this call too, or fail it.
             try:
                 late = describe_late(self.others(), num_processes=self.num_processes)
             except Exception as error:
@@ -108,7 +107,7 @@ class StallDetector:
             pass
 
     def _write(self, text: str) -> None:
-        """Writes in one piece, so that the lines of several threads stay apart."""
+        """Writes a text in one piece, so that the lines of several threads stay apart."""
         stream = sys.stderr if self.stream is None else self.stream
         stream.write(text)
         stream.flush()
@@ -117,7 +116,7 @@ class StallDetector:
 def describe_late(steps: Mapping[int, tuple[int, float]], *, num_processes: int = 0) -> str:
     """Says in a sentence which processes are behind, from each one's last step and its age.
 
-    Those of the `num_processes` that are missing in `steps` have made no step.
+    Processes of the `num_processes` that are missing in `steps` have made no step.
     """
     if not steps:
         return "Which process is late is not known: none has said how far it is."
@@ -141,7 +140,7 @@ def describe_late(steps: Mapping[int, tuple[int, float]], *, num_processes: int 
 
 
 def thread_stacks() -> list[str]:
-    """The stack of every Python thread but the one that asks, the innermost call last."""
+    """Formats the stack of every other Python thread, the innermost call last."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return [
         f"Thread {names.get(ident, ident)!r}:\n{''.join(traceback.format_stack(frame)).rstrip()}"

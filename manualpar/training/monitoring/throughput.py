@@ -4,7 +4,7 @@ Model FLOPs utilization (MFU) is the FLOPs that the model asks for, divided by w
 could do in the time. Recomputation for the backward pass does not count (PaLM, appendix B,
 https://arxiv.org/abs/2204.02311).
 
-A peak is that of dense matrix products, without structured sparsity, on one `jax.Device`, with
+A peak is for dense matrix products, without structured sparsity, on one `jax.Device`, with
 operands of a dtype at JAX's default precision: for float32 that is TF32 on NVIDIA GPUs that have it
 and one pass in bfloat16 on TPUs. CPUs and unlisted devices have none, because no number is better
 than a wrong one.
@@ -27,11 +27,11 @@ class Peak(NamedTuple):
 
     kind: str  # A regular expression that matches the whole `jax.Device.device_kind`.
     teraflops: Mapping[str, float]  # TFLOP/s of a device by dtype.
-    source: str  # Where the vendor says so, and how the number follows from it.
+    source: str  # The vendor's page, and how the number follows from it.
 
 
 def _tpu(teraflops: float) -> dict[str, float]:
-    """A TPU multiplies float32 in bfloat16 by default."""
+    """Uses the bfloat16 peak for float32 too, because a TPU multiplies float32 in bfloat16."""
     return {"bfloat16": teraflops, "float32": teraflops}
 
 
@@ -71,7 +71,7 @@ PEAKS = (
 
 
 def peak_flops(device_kind: str, dtype: str) -> float | None:
-    """The peak in FLOP/s for matrix products of a dtype; `None` if `PEAKS` has none."""
+    """Returns the peak in FLOP/s for matrix products of a dtype; `None` if `PEAKS` has none."""
     for peak in PEAKS:
         if re.fullmatch(peak.kind, device_kind):
             return peak.teraflops[dtype] * TERA if dtype in peak.teraflops else None
@@ -79,13 +79,13 @@ def peak_flops(device_kind: str, dtype: str) -> float | None:
 
 
 def lowest_peak(devices: Iterable[jax.Device], dtype: str) -> float | None:
-    """The peak of the slowest device, because the others wait for it; `None` if one has none."""
+    """Returns the slowest device's peak, because others wait for it; `None` if one is unknown."""
     peaks = {peak_flops(device.device_kind, dtype) for device in devices}
     return None if None in peaks else min(filter(None, peaks), default=None)
 
 
 def memory_in_use(devices: Iterable[jax.Device]) -> int | None:
-    """Bytes in use on this process's fullest device; `None` if the backend cannot say."""
+    """Returns the bytes in use on this process's fullest device; `None` if not known."""
     own = [device for device in devices if device.process_index == jax.process_index()]
     stats = [device.memory_stats() for device in own]
     used = [entry["bytes_in_use"] for entry in stats if entry and "bytes_in_use" in entry]
@@ -98,14 +98,14 @@ class Throughput:
 
     examples_per_step: int  # On all devices together.
     tokens_per_example: int | None = None
-    flops_per_example: float | None = None  # That the model asks for, forward and backward.
+    flops_per_example: float | None = None  # Model FLOPs, forward and backward.
     num_devices: int = 1
-    peak: float | None = None  # FLOP/s of one of them, see `peak_flops`.
+    peak: float | None = None  # FLOP/s of one device, see `peak_flops`.
 
     def rates(self, steps: int, seconds: float) -> dict[str, float]:
-        """The rates of so many steps that took so many seconds together; none if none was timed.
+        """Computes the rates of `steps` that took `seconds` together; none if none was timed.
 
-        `examples_per_second`; and, if what they need is known, `tokens_per_second`,
+        They are `examples_per_second` and, if their inputs are known, `tokens_per_second`,
         `model_flops_per_second` (of all devices) and `mfu` (1 is the peak).
         """
         if not steps or seconds <= 0:
