@@ -59,7 +59,7 @@ class Renderer:
         self._has_marks = re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", source) is not None
 
     def render(self, messages: Messages) -> Rendered:
-        """The text of a chat, and the parts of it that the assistant wrote, ascending."""
+        """Renders a chat, and returns the parts that the assistant wrote, ascending."""
         now = datetime.datetime.now()  # One time for all texts of a chat.
         if self._has_marks:
             return _without_marks(self._render(messages, now))
@@ -79,7 +79,7 @@ class Renderer:
         return text, spans
 
     def prompt(self, messages: Messages) -> Rendered:
-        """The text of a chat up to where the assistant is to write."""
+        """Renders a chat up to the place where the assistant writes."""
         return _without_marks(self._render(messages, datetime.datetime.now(), prompt=True))
 
     def _render(self, messages: Messages, now: datetime.datetime, *, prompt: bool = False) -> str:
@@ -118,7 +118,7 @@ def _said(error: Exception) -> str:
 
 
 def _without_marks(text: str) -> Rendered:
-    """The text without `BEGIN` and `END`, and where these were."""
+    """Removes `BEGIN` and `END` from a text, and returns where they were."""
     pieces, spans, length = [], [], 0
     for piece in re.split(f"({BEGIN}[^{BEGIN}{END}]*{END})", text):
         if piece.startswith(BEGIN):

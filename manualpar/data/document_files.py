@@ -117,7 +117,7 @@ def open_document_file(path: str) -> BinaryIO:
 
 
 def divide(source: str, files: Sequence[DocumentFile], field: str) -> list[DocumentRange]:
-    """The parts of all files, in order.
+    """Divides all files into parts, in order.
 
     Raises:
       DamagedDataError: A file is not of its format, or has no such column.
@@ -169,7 +169,7 @@ def _line_parts(file: DocumentFile, field: str) -> Iterator[tuple[int, int, int]
 
 
 def lines_of(part: DocumentRange) -> Iterator[tuple[int, bytes]]:
-    """Where the lines that begin in a part begin, and the lines; blank ones are left out."""
+    """Yields the lines that begin in a part, with their places; skips blank lines."""
     with open_document_file(part.file.path) as file:
         if part.start:
             # The byte before may end a line; otherwise the line is the previous part's.
@@ -182,7 +182,7 @@ def lines_of(part: DocumentRange) -> Iterator[tuple[int, bytes]]:
 
 
 def line_error(part: DocumentRange, place: int, what: object) -> DamagedDataError:
-    """The error of the line that begins at a place of the file."""
+    """Makes the error of the line that begins at a place of the file."""
     with open_document_file(part.file.path) as file:
         number, left = 1, place
         while left and (piece := file.read(min(left, 2**20))):
@@ -203,7 +203,7 @@ def _read_lines(part: DocumentRange) -> Iterator[Document]:
 
 
 def as_document(value: Any, where: str) -> Document:
-    """A value as a document.
+    """Converts a value to a document.
 
     Raises:
       ValueError: It is neither a text nor a list of tokens; the message begins with `where`.

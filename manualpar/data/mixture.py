@@ -68,7 +68,7 @@ class MixedSplit:
         return sum(map(len, self.parts))
 
     def __getitem__(self, index: int) -> Batch:
-        """Example `index` of all."""
+        """Returns example `index` of the mixture."""
         place = index
         for part in self.parts:
             if 0 <= place < len(part):
@@ -137,7 +137,7 @@ def mix(entries: Sequence[Entry], load: Callable[[Entry], LanguageDataset]) -> L
 
 
 def shares_of(weights: Sequence[Fraction]) -> list[int]:
-    """How many of `SLOTS` slots each weight gets: the nearest numbers that add up."""
+    """Divides `SLOTS` slots by weight: the nearest numbers that add up."""
     total = sum(weights)
     exact = [weight * SLOTS / total for weight in weights]
     shares = [int(share) for share in exact]

@@ -46,7 +46,7 @@ def endless_order(num_examples: int, *seed: int) -> Order:
 
 
 def mixed_order(sizes: Sequence[int], shares: Sequence[int], seed: int) -> Order:
-    """The order of a mixture, whose examples are numbered through, source after source.
+    """Makes the order of a mixture, whose examples are numbered source after source.
 
     Args:
       sizes: The number of examples of each source.
@@ -71,14 +71,14 @@ def mixed_order(sizes: Sequence[int], shares: Sequence[int], seed: int) -> Order
 
 
 def order_of(split: Split, seed: int) -> Order:
-    """The order of a split: its own if it has one, and else permutations of its examples."""
+    """Returns a split's order if it defines one, and else permutations of its examples."""
     if isinstance(split, MixedSplit):
         return mixed_order([len(part) for part in split.parts], split.shares, seed)
     return endless_order(len(split), seed)
 
 
 def _slots(shares: Sequence[int], seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """The source of each slot, and how many slots before it are the same one's; `int64[SLOTS]`."""
+    """Returns each slot's source, and how many earlier slots it has; `int64[SLOTS]`."""
     rng = np.random.default_rng((seed, len(shares)))
     times = np.concatenate([(np.arange(n) + rng.random(n)) / n for n in shares])
     sources = np.repeat(np.arange(len(shares)), shares)

@@ -60,7 +60,7 @@ class TextFile:
         return int.from_bytes(digest, "big") / 2**64
 
     def read(self, offset: int, size: int) -> bytes:
-        """`size` bytes of the document from `offset` on.
+        """Reads `size` bytes of the document from `offset` on.
 
         Raises:
           DamagedDataError: The file cannot be read any more, or is not as long as it was.
@@ -141,7 +141,7 @@ def find_files(path: str) -> list[TextFile]:
 
 
 def files_of_path(path: str, suffixes: tuple[str, ...] = ()) -> list[TextFile]:
-    """The files that a path stands for as in `find_files`, none of them empty, in their order.
+    """Finds the files that a path stands for as in `find_files`, none empty, in order.
 
     Args:
       path: A file, a directory, a glob, on a disk or in a bucket; or "" for Python's standard
@@ -187,7 +187,7 @@ def _in_order(files: Iterable[TextFile]) -> list[TextFile]:
 
 
 def _files_under(root: pathlib.Path, left_out: frozenset[str]) -> Iterator[pathlib.Path]:
-    """Every file that is not hidden, and not in a directory of these names."""
+    """Yields every file that is not hidden and not in a directory of these names."""
     for directory, subdirectories, names in os.walk(root):
         subdirectories[:] = {name for name in subdirectories if name[0] != "."} - left_out
         paths = (pathlib.Path(directory, name) for name in names if name[0] != ".")
@@ -195,7 +195,7 @@ def _files_under(root: pathlib.Path, left_out: frozenset[str]) -> Iterator[pathl
 
 
 def _fixed_part(pattern: pathlib.Path) -> pathlib.Path:
-    """The directory that holds everything that a pattern, or a file's path, stands for."""
+    """Returns the directory of everything that a pattern, or a file's path, stands for."""
     for parent in reversed(pattern.parents):
         if glob.has_magic(parent.name):
             return parent.parent
@@ -244,7 +244,7 @@ def split_files(files: Sequence[TextFile], path: str = "") -> dict[str, list[Tex
 
 
 def encode_files(files: Sequence[TextFile], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
-    """The stream of a split in pieces `int32[N]`: each file as BOS and its tokens, then BOS."""
+    """Yields a split's stream in pieces `int32[N]`: each file as BOS and tokens, then BOS."""
     bos = np.array([tokenizer.bos_token], np.int32)
     for start in range(0, len(files), DOCUMENTS_AT_ONCE):
         part = files[start : start + DOCUMENTS_AT_ONCE]
@@ -265,7 +265,7 @@ class ByteStream:
         return self._starts[-1] + 1
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Tokens `start` to `stop`."""
+        """Reads tokens `start` to `stop`."""
         tokens = np.full(stop - start, ByteTokenizer.bos_token, np.int32)
         for index in range(bisect.bisect_right(self._starts, start) - 1, len(self._files)):
             text = self._starts[index] + 1

@@ -78,7 +78,7 @@ def load_cached(
 
 
 def cache_folder(cache: str) -> pathlib.Path:
-    """The folder that a config names, or the user's."""
+    """Returns the folder that a config names, or the user's."""
     if cache:
         return local_path(cache, "config.data.cache")
     return user_cache()

@@ -77,7 +77,7 @@ class Job:
         return sum(part.size for part in self.parts)
 
     def make_encoder(self) -> Encoder:
-        """What makes the tokens of its parts."""
+        """Makes the encoder that tokenizes this job's parts."""
         tokenizer = load_tokenizer(self.tokenizer)
         if self.is_chat:
             return ChatEncoder(tokenizer, self.held_out, self.template)

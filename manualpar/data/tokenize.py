@@ -111,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _shown(size: int) -> Iterator[Callable[[TokenProgress], None]]:
-    """A progress bar of bytes, documents and tokens a second, where there is a terminal."""
+    """Shows a progress bar of bytes, documents and tokens a second, if there is a terminal."""
     require("python -m manualpar.data.tokenize", "rich")
     import rich.console
     import rich.progress

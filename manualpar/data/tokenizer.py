@@ -48,15 +48,15 @@ class ByteTokenizer:
     files: tuple[pathlib.Path, ...] = ()  # What `load_tokenizer` needs to make it again.
 
     def encode_documents(self, documents: Sequence[bytes]) -> list[np.ndarray]:
-        """The bytes of each document, `int32[N]` without BOS, whether or not they are UTF-8."""
+        """Encodes each document as its bytes, `int32[N]` without BOS, UTF-8 or not."""
         return [np.frombuffer(data, np.uint8).astype(np.int32) for data in documents]
 
     def encode(self, text: str) -> np.ndarray:
-        """The bytes of a text; undecodable bytes of a command line are taken as they were."""
+        """Encodes a text as its bytes; keeps undecodable bytes of a command line."""
         return self.encode_documents([text.encode(errors="surrogateescape")])[0]
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of tokens without BOS; U+FFFD stands for bytes that are no UTF-8."""
+        """Decodes tokens without BOS; U+FFFD stands for bytes that are not UTF-8."""
         return bytes(token for token in map(int, tokens) if token < 256).decode(errors="replace")
 
 
@@ -94,7 +94,7 @@ class FileTokenizer:
         self.files = files
 
     def encode_documents(self, documents: Sequence[bytes]) -> list[np.ndarray]:
-        """The tokens of each document, `int32[N]` without BOS; the cores share the documents."""
+        """Encodes each document, `int32[N]` without BOS; the cores share the documents."""
         texts = [data.decode(errors="replace") for data in documents]
         encode = functools.partial(self._tokenizer.encode_batch_fast, add_special_tokens=False)
         try:
@@ -107,11 +107,11 @@ class FileTokenizer:
         return [np.array(encoding.ids, np.int32) for encoding in encoded]
 
     def encode(self, text: str) -> np.ndarray:
-        """The tokens of a text."""
+        """Encodes a text."""
         return self.encode_documents([text.encode(errors="surrogateescape")])[0]
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of tokens, without special ones."""
+        """Decodes tokens, without special tokens."""
         numbers = list(map(int, tokens))
         return str(guarded(lambda: self._tokenizer.decode(numbers, skip_special_tokens=True)))
 

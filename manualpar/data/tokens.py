@@ -150,7 +150,7 @@ def _array(file: AnyPath, dtype: str) -> Any:
 
 
 def lengths_file(tokens: pathlib.Path) -> pathlib.Path:
-    """The file of the lengths of the examples in a file of tokens."""
+    """Returns the path of the lengths of the examples in a file of tokens."""
     return tokens.with_suffix(LENGTHS_SUFFIX)
 
 
@@ -179,7 +179,7 @@ def read_description(directory: AnyPath, path: str) -> TokenFiles:
 
 
 def _parse_description(fields: Any) -> TokenFiles:
-    """The `TokenFiles` of a JSON object; errors complete a sentence that begins with its file."""
+    """Parses `TokenFiles` from JSON; errors complete a sentence that begins with the file."""
     if fields.get("version") != VERSION:
         raise ValueError(f"has the version {fields.get('version')!r}, expected {VERSION}")
     fields = {"examples": 0} | fields

@@ -27,7 +27,7 @@ from manualpar.layers.vocabulary import split_argmax, split_cross_entropy, vocab
 def classification_loss(
     params: Any, apply_fn: Callable[..., jax.Array], batch: Batch, rng: jax.Array
 ) -> tuple[jax.Array, Metrics]:
-    """The cross entropy of the logits and the labels.
+    """Computes the cross entropy of the logits and the labels.
 
     Args:
       params: The parameters of the model.
@@ -53,7 +53,7 @@ def classification_loss(
 def language_model_loss(
     params: Any, apply_fn: Callable[..., jax.Array], batch: Batch, rng: jax.Array
 ) -> tuple[jax.Array, Metrics]:
-    """The cross entropy of the logits at each position and the next token.
+    """Computes the cross entropy of the logits at each position and the next token.
 
     As `classification_loss`, but inputs, labels and mask are `[B, S]`, and logits `[B, S, V]`. A
     label is the token after its position.
@@ -69,7 +69,7 @@ def language_model_loss(
 
 
 def takes_labels(apply_fn: Callable[..., Any]) -> bool:
-    """Whether `apply_fn` is the `apply` of a module whose `__call__` has an argument `labels`."""
+    """Returns whether the module whose `apply` this is takes an argument `labels`."""
     owner = getattr(apply_fn, "__self__", apply_fn)
     # A program wraps the module.
     module: Any = owner if isinstance(owner, nn.Module) else getattr(owner, "module", owner)
@@ -79,7 +79,7 @@ def takes_labels(apply_fn: Callable[..., Any]) -> bool:
 def mixture_of_experts_loss(
     params: Any, apply_fn: Callable[..., jax.Array], batch: Batch, rng: jax.Array
 ) -> tuple[jax.Array, Metrics]:
-    """`language_model_loss` and the losses that keep the load of a model's experts balanced.
+    """Adds the losses that balance the load of experts to `language_model_loss`.
 
     The metrics are those of `language_model_loss`, whose `loss` is without what is added, and those
     of `auxiliary_loss`.
@@ -142,7 +142,7 @@ def _check_one_each(name: str, batch: Batch, shape: tuple[int, ...], of: str) ->
 
 
 def _checked_pair(name: str, out: Any, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """What a model has made of labels."""
+    """Checks that a model returned a pair (losses, correct) of the labels' shape."""
     shapes = [jnp.shape(x) for x in out] if isinstance(out, tuple) else [jnp.shape(out)]
     if shapes != [labels.shape] * 2:
         raise ValueError(

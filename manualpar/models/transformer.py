@@ -354,7 +354,7 @@ class Transformer(nn.Module):
         )
 
     def _table(self, name: str, dim_names: tuple[str, ...], rows: int, std: float) -> jax.Array:
-        """The embedding or the head; each device along the axis has some of the tokens."""
+        """Makes the embedding or the head; each device along the axis has some of the tokens."""
         init = marked(nn.initializers.normal(std), dim_names, annotate=self.annotate)
         if self.split_axis:
             init = split(init, split_dims(dim_names, self.split_axis))

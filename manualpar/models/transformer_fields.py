@@ -23,22 +23,22 @@ if TYPE_CHECKING:
 
 
 def size_of_head(model: "Transformer") -> int:
-    """The features of a head, `H`."""
+    """Returns the features of a head, `H`."""
     return model.head_size or model.hidden_size // model.num_heads
 
 
 def size_of_vocabulary(model: "Transformer") -> int:
-    """The rows of the embedding, `V`: a multiple of `vocab_multiple`."""
+    """Returns the rows of the embedding, `V`: a multiple of `vocab_multiple`."""
     return -(-model.vocab_size // model.vocab_multiple) * model.vocab_multiple
 
 
 def window_of(model: "Transformer", layer: int) -> int:
-    """How many positions a query of that layer sees; 0 for all."""
+    """Returns how many positions a query of that layer sees; 0 for all."""
     return 0 if is_global(layer, model.global_every) else model.attention_window
 
 
 def flops_per_token(model: "Transformer", sequence_length: int) -> int:
-    """The floating point operations of training on a token, for model FLOPs utilization.
+    """Counts the floating point operations of training on a token, for MFU.
 
     As in appendix B of PaLM (Chowdhery et al., https://arxiv.org/abs/2204.02311): `6 P` for the `P`
     weights that a token is multiplied with, and `12 L N H S` for attention's two products of every
@@ -158,7 +158,7 @@ def check_transformer(model: "Transformer") -> None:
 
 
 def expert_options(model: "Transformer") -> dict[str, Any]:
-    """The fields of `MoE` that say how it chooses, weighs and shares experts."""
+    """Returns the fields of `MoE` for choosing, weighing and sharing experts."""
     return {
         "gates": model.expert_gates,
         "normalize_gates": model.normalize_gates,
@@ -218,7 +218,7 @@ def _check_rotary_scaling(model: "Transformer", refuse: Callable[[str, str], Non
 
 
 def tokens_and_documents(inputs: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """The tokens and the documents of packed inputs.
+    """Returns the tokens and the documents of packed inputs.
 
     Raises:
       ValueError: The inputs have other names, or arrays that do not fit each other.

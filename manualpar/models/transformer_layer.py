@@ -216,7 +216,7 @@ class OffsetNorm(nn.Module):
 
 
 def enter_normalized(x_BSD: jax.Array, name: str, config: LayerConfig) -> jax.Array | Chunks:
-    """The residual stream through an RMSNorm of that name, as the input of split products.
+    """Applies an RMSNorm called `name` and makes the result the input of split products.
 
     Communication:
       That of `normalize` and of `enter` or `enter_ring`.
@@ -228,7 +228,7 @@ def enter_normalized(x_BSD: jax.Array, name: str, config: LayerConfig) -> jax.Ar
 
 
 def normalize(x_BSD: jax.Array, name: str, config: LayerConfig) -> jax.Array:
-    """The residual stream through an RMSNorm of that name.
+    """Applies an RMSNorm called `name` to the residual stream.
 
     Communication:
       Where the stream is split, backward an all-reduce of the scale's gradient, because each device
@@ -239,17 +239,17 @@ def normalize(x_BSD: jax.Array, name: str, config: LayerConfig) -> jax.Array:
 
 
 def marked(init: Any, dim_names: DimNames, *, annotate: bool) -> Any:
-    """An initializer that says the names of its parameter's dims, if they are asked for."""
+    """Adds the names of its parameter's dims to an initializer if `annotate` is set."""
     return nn.with_logical_partitioning(init, dim_names) if annotate else init
 
 
 def split_dims(dim_names: DimNames, axis: str | None) -> DimNames:
-    """For each dim the axis that it is split over, or `None`."""
+    """Returns, for each dim, the axis that it is split over, or `None`."""
     return tuple(axis if name in SPLIT_DIMS else None for name in dim_names)
 
 
 def _norm(name: str, dim_name: str | None, config: LayerConfig) -> nn.Module:
-    """An RMSNorm of the last dim, which has that name."""
+    """Makes an RMSNorm called `name` over the last dim, whose logical name is `dim_name`."""
     initial = nn.initializers.zeros if config.norm_offset else nn.initializers.ones
     init = marked(initial, (dim_name,), annotate=config.annotate)
     kind: Any = OffsetNorm if config.norm_offset else nn.RMSNorm
@@ -283,7 +283,7 @@ def _product(
     use_bias: bool = False,
     name: str,
 ) -> SplitDense:
-    """A product with weights; of variance `scale**2 / inputs` at first."""
+    """Makes a product with weights, whose initial variance is `scale**2 / inputs`."""
     dims, names = range(len(shape)), split_dims(dim_names, config.axis)
     is_row = any(names[:contracted])
     init = nn.initializers.variance_scaling(

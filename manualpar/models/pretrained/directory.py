@@ -17,7 +17,7 @@ SMALL_FILES = (".json", ".jinja", ".model", ".txt")
 
 
 def model_directory(directory: GivenPath, *, weights: bool = True) -> Path:
-    """The directory itself, or the copy of one in a bucket.
+    """Returns the directory itself, or a copy of a directory in a bucket.
 
     Args:
       directory: Where the model lies.

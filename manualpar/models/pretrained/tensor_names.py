@@ -48,7 +48,7 @@ class TensorPiece(NamedTuple):
     merged: MergedDims
 
     def tensor_shape(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the tensor if the parameter's other dims have these sizes."""
+        """Returns the shape of the tensor if the parameter's other dims have these sizes."""
         size_of = dict(zip(self.dims, sizes, strict=True))
         shape = []
         for names in self.merged:
@@ -122,7 +122,7 @@ _STACKED = re.compile(r"\{\w+\}")
 def pieces_of_transformer(
     family: str, shapes: Mapping[str, Sequence[int]], *, skip_unknown: bool = False
 ) -> dict[str, list[TensorPiece]]:
-    """The tensors that the parameters of a `Transformer` consist of.
+    """Returns the tensors that the parameters of a `Transformer` consist of.
 
     Layers that stand by themselves, `layer_{i}`, have the numbers in their names. Those of a scan
     have the numbers that are left, in order, each group of `layers/layer_{j}` one of each `j`: see
@@ -173,7 +173,7 @@ def pieces_of_transformer(
 
 
 def pieces_of(rule: Rule, shape: Sequence[int]) -> list[TensorPiece]:
-    """The tensors that a parameter of some shape consists of, according to a rule.
+    """Returns the tensors that a rule assigns to a parameter of this shape.
 
     Raises:
       ValueError: The rule's dims are not those of the parameter, or are not as they should be.
