@@ -188,7 +188,7 @@ class LanguageDataset(Dataset):
 
 
 def make_fingerprint(*parts: Any) -> str:
-    """Hashes parts (JSON or arrays) to sixteen hexadecimal digits."""
+    """Hashes parts (JSON or arrays) to 16 hexadecimal digits, which differ if any part does."""
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
         if isinstance(part, np.ndarray):

@@ -78,7 +78,7 @@ def order_of(split: Split, seed: int) -> Order:
 
 
 def _slots(shares: Sequence[int], seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns each slot's source, and how many earlier slots it has; `int64[SLOTS]`."""
+    """Returns each slot's source, and how many earlier slots have it; `int64[SLOTS]`."""
     rng = np.random.default_rng((seed, len(shares)))
     times = np.concatenate([(np.arange(n) + rng.random(n)) / n for n in shares])
     sources = np.repeat(np.arange(len(shares)), shares)

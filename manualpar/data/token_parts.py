@@ -160,7 +160,7 @@ class DocumentEncoder:
             yield split_of_content(content, self._held_out), document
 
     def _checked(self, part: DocumentRange | TextPart, tokens: np.ndarray) -> np.ndarray:
-        """Checks a tokenizer's output and removes the BOS that may begin it."""
+        """Checks tokens read from a file and removes the BOS that may begin them."""
         if (largest := tokens.max()) >= self._tokenizer.vocab_size:
             path = part.file.path if isinstance(part, DocumentRange) else part.files[0].path
             raise DamagedDataError(

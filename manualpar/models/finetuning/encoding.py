@@ -51,7 +51,7 @@ class Encoding(NamedTuple):
         """Quantizes the parameter, which is donated, and returns codes and scales by name.
 
         Communication:
-          None for most. The codes travel if their shards end within blocks, and the scales if they
+          None for most parameters. Codes are sent if their shards end within blocks, and the scales if they
           are sharded otherwise than the codes.
         """
         with no_mesh():
@@ -100,7 +100,7 @@ def _round_up(size: int, parts: int) -> int:
 
 @functools.lru_cache
 def _encoder(plain: Any, codes: Any, scales: Any, block: int) -> Callable[[jax.Array], Any]:
-    """Compiles the function once for all parameters of these shapes and layouts."""
+    """Returns the compiled function, one for all parameters of these shapes and layouts."""
 
     def run(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         made = encode(x, block)

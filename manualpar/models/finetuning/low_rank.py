@@ -118,7 +118,7 @@ def _contract(x: jax.Array, a: jax.Array, dims: Any) -> jax.Array:
 
 
 def _kind_of(module: nn.Module) -> type[nn.Module] | None:
-    """Returns a module's known layer class; `None` if a subclass overrides `__call__`."""
+    """Returns the known layer whose `__call__` the module has; `None` for other modules."""
     kinds = (SplitDense, nn.Dense, nn.DenseGeneral, nn.Einsum)
     return next((kind for kind in kinds if type(module).__call__ is kind.__call__), None)
 

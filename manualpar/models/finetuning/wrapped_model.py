@@ -36,12 +36,12 @@ class WrappingInterface(ModelInterface):
     def initial_call(
         self, batch: Any, init_args: InitArgs | None
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Calls the given model for its first variables."""
+        """Returns the arguments of the given model's first call."""
         call: tuple[tuple[Any, ...], dict[str, Any]] = self.base.initial_call(batch, init_args)
         return call
 
     def called(self, base: Any) -> Any:
-        """Calls another interface in the phase and on the mesh of this one."""
+        """Copies another interface with this one's module, phase and axes."""
         same = ("module", "phase", "axis_aliases", "loop_dims")
         return dataclasses.replace(base, **{name: getattr(self, name) for name in same})
 

@@ -206,7 +206,7 @@ class CachedSteps:
         return scores
 
     def _on_mesh(self, on_device: Callable[..., Any], own: Any, cache: Any) -> Callable[..., Any]:
-        """Compiles a step of (params, collections, drawing, *own) for the mesh."""
+        """Returns a step of (params, collections, drawing, *own) that runs on the mesh."""
         whole, step = PartitionSpec(), self.program.step
         return step.mode.run(
             on_device,
