@@ -2,7 +2,7 @@
 
 Training draws from an endless stream: permutations of the split, a new one for each epoch, one
 after the other, or several such streams mixed, see `manualpar.data.order`. The example at position
-`p` depends on the seed and on `p` alone, and a batch is the next `B` of them. So neither its
+`p` depends only on the seed and on `p`, and a batch is the next `B` of them. So neither its
 content nor its order depends on how many processes and devices read it, nor on how far ahead they
 read, and the whole state of the data is one number: the position after the last batch that was
 used. All batches are full and no example is dropped: one batch may hold the end of an epoch and the
@@ -45,7 +45,7 @@ def train_batches(
       split: The examples; there may be fewer than in a batch.
       seed: The seed of the epochs' orders, not negative.
       batch_size: `B`.
-      sharding: How the batches' leaves lie, such as `program.batch_sharding`. Each process reads
+      sharding: The sharding of the batches, such as `program.batch_sharding`. Each process reads
         the rows of its own devices, whole sequences even if these are split.
       start_position: Examples to leave out. After `n` batches that start at `p`, a call with
         `p + n * batch_size` goes on as this one would.

@@ -6,7 +6,7 @@ are the tokens of the assistant's messages, or of the completion, with the token
 others are there to be read. White space that a template writes behind that last token is not
 learned.
 
-What others have written into a message cannot become a special token: a chat whose
+The text of a message cannot become a special token: a chat whose
 messages spell one out is refused.
 """
 
@@ -124,7 +124,7 @@ class Chats:
         import tokenizers
 
         self._template: ChatTemplate = load_template(template, tokenizer.files)
-        # One that takes the special tokens that the template spells out for what they are.
+        # This encoding recognizes the special tokens that the template spells out.
         self._tokenizer = tokenizers.Tokenizer.from_file(str(tokenizer.files[0]))
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()

@@ -26,7 +26,7 @@ from typing import IO, Any, ClassVar, NoReturn
 
 CPU_SECONDS = 2.0
 MEMORY_BYTES = 3 << 28
-# Of a text, and as many times the bytes of the chat more.
+# Limit of a text, to which a multiple of the chat's bytes is added.
 MAX_CHARACTERS, MAX_GROWTH = 1 << 22, 8
 SAID_CHARACTERS = 300  # Of a message that a template writes.
 # Noncharacters of Unicode, which no text has: where what is learned begins and ends.
@@ -164,7 +164,7 @@ def _environment() -> Any:
 
 
 def send_message(file: IO[bytes], message: Any) -> None:
-    """Writes what consists of lists, objects, texts and numbers, into the file's buffer.
+    """Writes a value of lists, objects, texts and numbers into the file's buffer.
 
     Raises:
       ValueError: It holds something else.
@@ -175,7 +175,7 @@ def send_message(file: IO[bytes], message: Any) -> None:
 
 
 def receive(file: IO[bytes]) -> Any:
-    """Reads what `send_message` has written.
+    """Reads the value that `send_message` has written.
 
     Raises:
       EOFError: It ends before.
@@ -188,7 +188,7 @@ def receive(file: IO[bytes]) -> Any:
 
 
 def answer_within(action: Callable[[], Any], seconds: float) -> tuple[bool, Any]:
-    """Returns whether it went well, and what `action` returns, or why it is refused.
+    """Returns (True, the result of `action`), or (False, why it is refused).
 
     It ends the process if `action` computes for longer than `seconds`.
     """

@@ -47,7 +47,7 @@ class LanguageSplit(Split, Protocol):
 
     @property
     def tokens_per_byte(self) -> float | None:
-        """Labels for each byte of text; `None` if nobody knows its bytes."""
+        """Labels for each byte of text; `None` if its bytes are unknown."""
 
     @property
     def abstract_example(self) -> Batch:
@@ -112,7 +112,7 @@ class TokenSplit:
     stream: TokenStream  # Two tokens at least.
     sequence_length: int  # `S`.
     bos_token: int
-    num_bytes: int  # Of the documents' text; 0 if nobody knows.
+    num_bytes: int  # Bytes of the documents' text; 0 if unknown.
     num_documents: int
     has_documents: bool = False  # Whether inputs are those of a `PackedSplit`.
 

@@ -26,7 +26,7 @@ from manualpar.errors import require
 from manualpar.system.storage import BucketPath, as_path, open_for_reading
 from manualpar.system.storage.untrusted import MAX_BYTES, parse_object
 
-# What a directory is searched for; files that are named, or that a glob stands for, are all taken.
+# Suffixes to search a directory for; files given by name or by a glob are all taken.
 SUFFIXES = {
     "jsonl": (".jsonl", ".ndjson", ".json"),
     "parquet": (".parquet",),
@@ -44,7 +44,7 @@ class DocumentFile:
     """A file, and how it was when it was found.
 
     Attributes:
-      path: Where it lies.
+      path: The path of the file.
       name: Its path from the directory of all, with slashes.
       size: Its bytes.
       modified: When it was last changed, in nanoseconds.

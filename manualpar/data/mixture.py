@@ -26,7 +26,7 @@ from manualpar.data.dataset import (
 )
 from manualpar.data.packing import PackedSplit
 
-# Weights are rounded to so many parts of their sum.
+# Slots of the table; weights are rounded to multiples of their sum / SLOTS.
 SLOTS = 2**16
 
 
@@ -35,7 +35,7 @@ class Entry(NamedTuple):
 
     weight: Fraction
     source: str
-    field: str  # "" for that of the config.
+    field: str  # "" for the config's field.
     path: str
 
 

@@ -1,16 +1,16 @@
 """The order in which training takes examples: endless, and known at any position.
 
-Of one split: a permutation of its examples, and then another, one for each epoch.
+The order of one split is a permutation of its examples for each epoch, one after the other.
 
-Of a mixture: a table of `SLOTS` slots, which repeats, says which source a position belongs to. Each
-source has as many slots as its weight says. The `k`-th of its `n` slots lies at a random place of
+In a mixture, a repeated table of `SLOTS` slots gives the source of each position. Each
+source has slots in proportion to its weight. The `k`-th of its `n` slots is at a random place of
 the `k`-th of `n` equal parts of the table. So after any number of positions each source has been
 taken as often as its weight says, but for about one example for each source. Because a source's
 slots are counted, the position also says how many of its examples have come before. So each source
 has its own epochs: a small one begins again and again while a large one is in its first.
 
-What stands at a position depends on the seed and the position alone, and costs the same wherever it
-is. So the state of the data is one number, of a mixture too.
+The example at a position depends only on the seed and the position, and the cost is the same for
+all positions. So the state of the data is one number, also for a mixture.
 """
 
 import functools

@@ -60,7 +60,7 @@ class PackedSplit:
 
     @property
     def tokens_per_byte(self) -> None:
-        """Nobody knows which bytes of its text are learned."""
+        """`None`, because it is unknown which bytes of the text are learned."""
 
     @property
     def filled(self) -> float:
@@ -123,12 +123,12 @@ def pack(
       sequence_length: `S`.
       vocab_size: See `PackedSplit`.
       padding: See `PackedSplit`.
-      long_examples: What becomes of those with more than `S` positions: `"error"`, `"cut"` keeps
+      long_examples: How to treat examples with more than `S` positions: `"error"`, `"cut"` keeps
         their beginning, `"drop"` leaves them out.
       name: See `PackedSplit`.
 
     Raises:
-      ValueError: Examples are too long, and it is not said what becomes of them, or none is left.
+      ValueError: Examples are too long and `long_examples` is "error", or no example is left.
     """
     positions = lengths.astype(np.int64) - 1
     is_long = positions > sequence_length

@@ -1,4 +1,4 @@
-"""Where files of data lie: on a disk, or in a bucket, where ranges of them are read.
+"""The places of data files: on a disk, or in a bucket, from which ranges are read.
 
 Nothing of a bucket is kept on a disk unless the config names a cache.
 """
@@ -57,7 +57,7 @@ class BucketArray:
     """An array in an object of a bucket, of which slices are read."""
 
     def __init__(self, path: BucketPath, dtype: str) -> None:
-        """Asks for the version alone, of which everything is read."""
+        """Asks only for the version, from which all reads are made."""
         self._path, self._dtype, self._version = path, np.dtype(dtype), path.version()
         self._length = self._version.size // self._dtype.itemsize
 

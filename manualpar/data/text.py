@@ -37,9 +37,9 @@ from manualpar.system.storage import AnyPath, BucketPath, open_for_reading, user
 HELD_OUT = 0.02
 # Other people's code, under the standard library's directory.
 INSTALLED = frozenset({"site-packages", "dist-packages"})
-# One or two files are cut into so many pieces, at the ends of lines, to hold some out.
+# Number of pieces into which one or two files are cut, at ends of lines, to hold some out.
 PIECES = 50
-# A tokenizer gets so many documents at once, so that it can use several cores.
+# Documents that a tokenizer gets at once, so that it can use several cores.
 DOCUMENTS_AT_ONCE = 64
 
 
@@ -48,7 +48,7 @@ class TextFile:
     """A document: a file of the corpus, or a piece of one. Sizes are in bytes."""
 
     path: AnyPath
-    name: str  # Its path from the corpus' directory, with slashes; the same wherever that lies.
+    name: str  # Its path relative to the corpus' directory, with slashes.
     file_size: int
     start: int  # Where in the file it begins.
     size: int  # At least 1.

@@ -77,7 +77,7 @@ def write_part(
       number: Its number among all.
       parts: The folder of parts.
       encoder: Makes the tokens.
-      count: Is called with what has been done since it was called last.
+      count: Called with the work done since its last call.
 
     Raises:
       DamagedDataError: A file is damaged.
@@ -104,7 +104,7 @@ def write_part(
                 of_split["documents"] += 1
                 of_split["bytes"] += num_bytes or 0
                 of_split["unknown"] += num_bytes is None
-            # Tokens that somebody made stand for about two bytes each.
+            # Ready-made tokens count as about two bytes each.
             done = sum(len(tokens) * 2 if size is None else size for _, tokens, size in batch)
             count(TokenProgress(done, len(batch), sum(len(tokens) for _, tokens, _ in batch)))
         for file in (*files.values(), *lengths.values()):

@@ -29,8 +29,8 @@ class Work:
     Attributes:
       parts: Every part by its number.
       folder: Where they are written.
-      make_encoder: Makes what makes the tokens; processes are sent it.
-      done: What had been done before.
+      make_encoder: Makes the encoder; it is sent to the processes.
+      done: The work that had been done before.
     """
 
     parts: dict[int, DocumentRange | TextPart]

@@ -38,7 +38,7 @@ def write_token_files(
     template: str = "",
     processes: int = 1,
 ) -> TokenFiles:
-    """Makes a directory of token files, and says what it holds.
+    """Makes a directory of token files, and returns its description.
 
     Args:
       text: The files; for `text` "" is Python's standard library.

@@ -1,4 +1,4 @@
-"""Text as tokens: bytes, or what a Hugging Face tokenizer file says.
+"""Text as tokens: bytes, or the tokens of a Hugging Face tokenizer file.
 
 Every tokenizer has a token BOS that no text contains; it begins each document.
 """
@@ -45,7 +45,7 @@ class ByteTokenizer:
     bos_token = 256
     end_token = 256  # It ends an answer; a BOS ends documents too.
     begins_with_bos = True  # Whether a prompt does.
-    files: tuple[pathlib.Path, ...] = ()  # What `load_tokenizer` needs to make it again.
+    files: tuple[pathlib.Path, ...] = ()  # Files from which `load_tokenizer` can make it again.
 
     def encode_documents(self, documents: Sequence[bytes]) -> list[np.ndarray]:
         """Encodes each document as its bytes, `int32[N]` without BOS, UTF-8 or not."""
@@ -85,7 +85,7 @@ class FileTokenizer:
         tokenizer.no_padding()
         tokenizer.encode_special_tokens = True
         self._tokenizer = tokenizer
-        # Not the count, because numbers in between may be missing.
+        # This is not the count, because numbers in between may be missing.
         self.vocab_size = 1 + max(tokenizer.get_vocab().values())
         self.bos_token = bos_token
         self.end_token = bos_token if end_token is None else end_token
@@ -208,7 +208,7 @@ def special_tokens(
     """Returns the texts of the tokens that a `tokenizer_config.json` names, by their fields.
 
     Args:
-      fields: What it holds.
+      fields: The content of the file.
       names: The fields to look at.
 
     Raises:

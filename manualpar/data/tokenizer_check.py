@@ -25,7 +25,7 @@ T = TypeVar("T")
 PANIC = "pyo3_runtime"
 # How many times as long a text may become on average, and how much one step may write.
 MAX_GROWTH, MAX_CHARACTERS = 8, 1 << 24
-# Of a regular expression, characters to repeat, and how often.
+# Characters of a regular expression to repeat, and how often.
 MAX_TRIED, REPEATED = 32, 64
 
 

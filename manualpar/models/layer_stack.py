@@ -2,7 +2,7 @@
 
 Layers may be of two kinds (Beltagy et al., https://arxiv.org/abs/2004.05150): of every
 `global_every` layers the last is *global* and sees all positions, and the others are *local* and
-see those of a window. A loop then runs over groups of so many layers, each with one global layer.
+see a window. A loop then runs over groups of `global_every` layers, the last of them global.
 The first `dense_layers` of a model with experts have an MLP instead, and stand before the loop.
 
 Invariants: layer `i` has the same parameters whether layers are written out or scanned, see
@@ -92,8 +92,8 @@ class LayerGroup(nn.Module):
     """Layers of two kinds, the last of them global.
 
     Attributes:
-      config: That of a local layer.
-      global_every: How many they are.
+      config: The config of a local layer.
+      global_every: The number of layers in the group.
       remat: See `REMAT_POLICIES`.
     """
 
@@ -129,9 +129,9 @@ def run_layers(
 
     Args:
       model: The model that has the layers.
-      config: That of its layers; of two kinds that of local ones.
+      config: The layers' config; the local layers' config if there are two kinds.
       x_BSD: The residual stream, see `Layer`.
-      angles: Those of the two kinds; of one kind those of global layers are all layers'.
+      angles: The angles of both kinds; all layers use `of_global` if there is only one kind.
       document_BS: See `Layer`.
       rows: See `Transformer`.
 

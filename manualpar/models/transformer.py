@@ -212,7 +212,7 @@ class Transformer(nn.Module):
     context_axis: str = ""
     context_attention: ContextAttention = "ring"
 
-    # Both are of training alone, see `manualpar.core.model.evaluation`.
+    # Both apply only to training, see `manualpar.core.model.evaluation`.
     evaluation_fields: ClassVar[Mapping[str, Any]] = {"label_smoothing": 0.0, "z_loss": 0.0}
 
     @nn.compact
@@ -250,9 +250,9 @@ class Transformer(nn.Module):
           ValueError: `tokens` or a field of the model is out of range; the message names it.
 
         Communication:
-          Over `split_axis`, where it is bound, that of `split_lookup`, and for each layer and the
-          head that of `enter`, for each layer also two times that of `leave`. Over `context_axis`
-          for each layer that of `Context.attention`. With labels that of `head_cross_entropy`.
+          Over `split_axis`, where it is bound: `split_lookup` once, `enter` for each layer and the
+          head, and `leave` twice for each layer. Over `context_axis`: `Context.attention` for each
+          layer. With labels, `head_cross_entropy` in addition.
         """
         check_transformer(self)
         documents = None

@@ -42,14 +42,14 @@ def flops_per_token(model: "Transformer", sequence_length: int) -> int:
 
     As in appendix B of PaLM (Chowdhery et al., https://arxiv.org/abs/2204.02311): `6 P` for the `P`
     weights that a token is multiplied with, and `12 L N H S` for attention's two products of every
-    query with every key. So recomputation does not count, and what a causal mask or the borders of
-    documents save counts as if it were computed. Of experts those of a token count, whether or not
-    they have room for it, and shared ones. Norms, softmax and the lookup of embeddings are left
-    out.
+    query with every key. So recomputation does not count, and scores that a causal mask or the
+    borders of documents hide count as if they were computed. The experts that a token chooses
+    count, whether or not they have room for it, and so do shared experts. Norms, softmax and the
+    lookup of embeddings are left out.
 
     Args:
       model: The model.
-      sequence_length: Positions of a sequence; `S` is as many, or those of a layer's window.
+      sequence_length: Positions of a sequence; `S` is this number, or a layer's window.
 
     Returns:
       Multiplications and additions of one token's forward and backward pass.

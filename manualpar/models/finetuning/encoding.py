@@ -51,8 +51,8 @@ class Encoding(NamedTuple):
         """Quantizes the parameter, which is donated, and returns codes and scales by name.
 
         Communication:
-          None for most parameters. Codes are sent if their shards end within blocks, and the scales if they
-          are sharded otherwise than the codes.
+          None for most parameters. Codes are sent if their shards end within blocks, and scales if
+          they are sharded otherwise than the codes.
         """
         with no_mesh():
             made = _encoder(*self._types, _block(self.codes, self.scales))(x)

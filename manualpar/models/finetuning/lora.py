@@ -207,7 +207,7 @@ class LoRAInterface(WrappingInterface):
         return base.intercepted(self._add).apply(variables, *args, **kwargs)
 
     def _add(self, next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
-        """Returns an interceptor that adds the product of a module's adapter to its result."""
+        """Intercepts a module's call and adds the product of its adapter to the result."""
         module, y = context.module, next_fun(*args, **kwargs)
         if not _computes(context) or not module.has_variable("params", DOWN):
             return y

@@ -237,7 +237,7 @@ class EncodedParameter(ArrayBox, eq=False):
         """Dequantizes the parameter.
 
         Communication:
-          That of the boxes of codes and scales.
+          As the boxes of codes and scales.
         """
         del apply_constraint
         codes, scales = nn.unbox(self.value)

@@ -20,13 +20,13 @@ class WrappingInterface(ModelInterface):
 
     @property
     def trainable(self) -> tuple[str, ...]:
-        """That of the given model."""
+        """The trainable globs of the given model."""
         globs: tuple[str, ...] = self.base.trainable
         return globs
 
     @property
     def decodes_weights(self) -> bool:
-        """That of the given model."""
+        """Whether the given model dequantizes weights."""
         return bool(self.base.decodes_weights)
 
     def encodings(self, leaves: Any) -> dict[str, Any]:

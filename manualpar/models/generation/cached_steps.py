@@ -1,13 +1,13 @@
 """The steps of generation and of scoring, each a `shard_map` over the mesh of a program.
 
-The parameters are those of the training state, as they lie: each device gathers them layer by layer
-through the boxes that training uses, and over a model axis it computes with its own part. The rows
-of a batch are divided over the axes that divide examples in training. So is the cache, whose heads
-lie on the devices of the model axis that compute them.
+The parameters are sharded as in the training state: each device gathers them layer by layer through
+the boxes that training uses, and over a model axis it computes with its own shard. The axes that
+divide examples in training divide the rows of a batch and the cache. The heads of the cache are
+stored on the devices of the model axis that compute them.
 
 - `prefill` runs the prompts, keeps their keys and values, and draws the first tokens.
 - `decode` runs one token of each row and draws the next.
-- `score` runs whole sequences and tells the log-likelihood of what is marked in each.
+- `score` runs whole sequences and returns the log-likelihood of the marked tokens of each.
 
 Each compiles once for a shape: the rows, the padded length of prompts, and the slots of the cache.
 The cache is donated.

@@ -199,7 +199,7 @@ class Generator:
             }
             counts = dict.fromkeys(batch, 0)  # Of the rows that go on.
             for drawn in self._draws(state, prompts, batch, drawing, max_tokens, key):
-                # Behind those of the batch stand rows of padding.
+                # Rows of padding follow the rows of the batch.
                 for row, token, log_probability in zip(batch, *drawn, strict=False):
                     if row not in counts:
                         continue

@@ -1,9 +1,9 @@
 """The text of tokens, piece by piece as they come, without a half character.
 
 A character may take several tokens, and the text of a token may depend on the one before it, for
-example by a space. So a piece is what the text of the latest tokens has more than that of the same
-tokens without the new ones, once it is whole. What may be the beginning of a stop string is held
-back until that is decided.
+example by a space. So a piece is the text that new tokens add to the text of the tokens before
+them, once its characters are complete. A text that may begin a stop string is held back until that
+is decided.
 """
 
 from collections.abc import Sequence

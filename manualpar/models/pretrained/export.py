@@ -229,7 +229,7 @@ def _check_shared(folder: Path) -> None:
 
 
 def _write_in_turn(target: ExportTarget, files: Files, arrays: Mapping[str, jax.Array]) -> None:
-    """Writes each file in one process, because nobody else sees it before it is whole."""
+    """Writes each file in one process; others see it only when it is complete."""
     for number, (name, tensors) in enumerate(files.items()):
         gathered = [_gathered(arrays[tensor.leaf], tensor) for tensor in tensors]
         with failing_together():

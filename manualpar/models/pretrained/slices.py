@@ -27,7 +27,7 @@ THREADS = min(8, os.cpu_count() or 1)
 BOX_BYTES = 256 << 20
 # The most numbers of a tensor that are turned at a time, unless a row has more.
 BAND = 1 << 20
-# Numbers along the dims that are contiguous in the source, and in what they are copied to.
+# Numbers along the dims that are contiguous in the source and in the destination.
 BLOCK = 1024, 16
 # For each dim where it begins and ends.
 Bounds = tuple[tuple[int, int], ...]
@@ -85,7 +85,7 @@ class ShardReader:
 
     def _read(self, piece: TensorPiece, sizes: Sequence[int], box: Bounds, out: np.ndarray) -> None:
         """Reads a box of a piece."""
-        # What is beyond the tensor is padding.
+        # Entries beyond the tensor are padding.
         for part in slices_of(piece, sizes, common(box, [(0, size) for size in sizes])):
             value = self._files.read(piece.tensor, part.where)
             with self._lock:
@@ -104,7 +104,7 @@ def finish(threads: concurrent.futures.Executor, jobs: Iterable[concurrent.futur
 
 
 def copy_turned(out: np.ndarray, value: np.ndarray) -> None:
-    """Copies numbers into an array that lies otherwise in memory, and casts them.
+    """Copies numbers into an array with another memory layout, and casts them.
 
     NumPy follows the memory of one of the two and leaps through the other's, once for each number.
     Within a block both stay in the cache. Bits are copied as integers, because NumPy moves bfloat16
@@ -129,7 +129,7 @@ def bits_of(x: np.ndarray) -> np.ndarray:
 
 
 def join_bounds(parts: Iterable[Bounds], most: int) -> list[tuple[Bounds, list[Bounds]]]:
-    """Joins disjoint parts that lie side by side into boxes of at most so many numbers.
+    """Joins adjacent disjoint parts into boxes of limited size.
 
     Returns:
       The boxes, each with the parts in it. A part that is larger is a box by itself.

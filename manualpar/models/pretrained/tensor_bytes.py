@@ -15,7 +15,7 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-# What is stored as numbers; others are packed or need a scale.
+# Dtypes that are stored as plain numbers; other dtypes are packed or need a scale.
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 CODES = {name: code for code, name in DTYPES.items()}
 

@@ -4,7 +4,7 @@ The files may be anybody's. An index names nothing outside of its directory, siz
 header of every file is checked against its length, and nothing is unpickled. Only what a caller
 asks for is read: the header of every file, and slices of tensors.
 
-Files are read by `preadv` and not mapped into memory, so that what is read is not counted as memory
+Files are read by `preadv` and not mapped into memory, so that read bytes do not count as memory
 of the process, and a file that gets shorter is an error and does not end the process.
 """
 
@@ -152,7 +152,7 @@ def _no_files(directory: Path, name: str) -> ValueError:
 
 
 def _check_index(directory: Path, index: Mapping[str, str], files: Mapping[str, str]) -> None:
-    """Compares an index with what the files hold."""
+    """Compares an index with the tensors in the files."""
     lines = [
         f"{tensor} is in {files.get(tensor, 'no file')}, the index says {name}"
         for tensor, name in index.items()

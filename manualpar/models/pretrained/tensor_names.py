@@ -59,7 +59,7 @@ class TensorPiece(NamedTuple):
         return tuple(shape)
 
 
-# What stands outside of layers, and in every layer behind `model.layers.{layer}.`.
+# Tensors outside of layers, and in each layer (after the prefix `model.layers.{layer}.`).
 TOP: Mapping[str, Rule] = {
     "embedding": Rule("model.embed_tokens.weight", "V D -> V D"),
     "final_norm/scale": Rule("model.norm.weight"),
@@ -106,14 +106,14 @@ QWEN2_MOE: Mapping[str, Rule] = {
     "experts/shared_down": Rule("mlp.shared_expert.down_proj.weight", "F D -> D F"),
     "experts/shared_router": Rule("mlp.shared_expert_gate.weight", "D E -> E D"),
 }
-# What a family calls otherwise than the others, by its `model_type`.
+# Names that differ in a family, by its `model_type`.
 OWN: Mapping[str, Mapping[str, Rule]] = {
     "gemma2": GEMMA,
     "gemma3_text": GEMMA,
     "mixtral": MIXTRAL,
     "qwen2_moe": QWEN2_MOE,
 }
-# What old files hold besides parameters: tables that are computed from the config.
+# Tables in old files that are no parameters, because the config determines them.
 COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$")
 _LAYER = re.compile(r"(layer_(?P<own>\d+)|layers/layer_(?P<of_group>\d+)|layers)/")
 _STACKED = re.compile(r"\{\w+\}")
