@@ -28,7 +28,7 @@ CPU_SECONDS = 2.0
 MEMORY_BYTES = 3 << 28
 # Limit of a text, to which a multiple of the chat's bytes is added.
 MAX_CHARACTERS, MAX_GROWTH = 1 << 22, 8
-SAID_CHARACTERS = 300  # Of a message that a template writes.
+SAID_CHARACTERS = 300  # Limit of a message that a template writes.
 # Noncharacters of Unicode, which no text has: where what is learned begins and ends.
 BEGIN, END = "\ufdd0", "\ufdd1"
 Messages = list[dict[str, Any]]

@@ -114,7 +114,7 @@ class TokenSplit:
     bos_token: int
     num_bytes: int  # Bytes of the documents' text; 0 if unknown.
     num_documents: int
-    has_documents: bool = False  # Whether inputs are those of a `PackedSplit`.
+    has_documents: bool = False  # Whether inputs are as in `PackedSplit`.
 
     @property
     def num_labels(self) -> int:

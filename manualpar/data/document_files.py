@@ -4,7 +4,7 @@ A document is a text, as UTF-8, or tokens that somebody has made already, an arr
 comes from one field of a JSON object, one column of a table, or a whole record.
 
 Files are divided into parts of about `PART_BYTES`, which processes read independently of each
-other. Files alone decide what the parts are. No part of a file is in memory but the documents that
+other. Only the files decide the parts. No part of a file is in memory but the documents that
 are being read: at most a line, a batch of rows, or a group of records.
 
 Nothing of a file is believed: a line that is no JSON, a missing field, a value of another type and

@@ -1,6 +1,6 @@
 """The source `text`: files, each a document. Of one or two files, pieces are the documents.
 
-A hash of a file's name alone decides which split it is in, and where. So both are the same in every
+Only a hash of a file's name decides which split it is in, and where. So both are the same in every
 run, on every file system and in every locale, and stay when files are added or removed. The order
 of these hashes also mixes files well: the first sequences of a split are a fair sample of it.
 
@@ -220,7 +220,7 @@ def _cut(file: TextFile) -> Iterator[TextFile]:
 def split_files(files: Sequence[TextFile], path: str = "") -> dict[str, list[TextFile]]:
     """Divides files, in the order of `find_files`, into train, eval and test.
 
-    The hash of a file's name alone decides whether it is held out: `HELD_OUT` of all hashes are
+    Only the hash of a file's name decides whether it is held out: `HELD_OUT` of all hashes are
     eval's and as many the test's. If that leaves eval or test without files, it gets the next one.
 
     Raises:

@@ -139,7 +139,7 @@ def run_layers(
       The residual stream, of the shape of `x_BSD`.
 
     Communication:
-      That of the layers.
+      As the layers.
     """
     every, in_loop = model.global_every, scanned_layers(model)
     written_out = _layer_class(model.remat, in_loop=False)

@@ -131,7 +131,7 @@ class Transformer(nn.Module):
       overlap: `"ring"`: attention and MLP compute while they send what sequence parallelism sends;
         `"none"` for collectives of all at once. Experts and head know only these.
       num_experts: Experts that each layer has in place of its MLP, each an MLP of that size; 0 for
-        none. A loss of them is that of `mixture_of_experts_loss`.
+        none. Train them with `mixture_of_experts_loss`.
       experts_per_token: How many experts compute a token.
       capacity_factor: The room of an expert in multiples of an equal share of a sequence's tokens,
         see `MoE`; 0 for room for all tokens.

@@ -58,7 +58,7 @@ def merge_lora(program: Program, state: TrainState) -> dict[str, Any]:
 def given_variables(program: Program, state: TrainState) -> list[tuple[Leaf, jax.Array]]:
     """Returns the original model's variables: merged, dequantized, and without adapters.
 
-    Each device holds its shards of all of them. Communication is that of `merge_lora`.
+    Each device holds its shards of all of them. Communication is as in `merge_lora`.
     """
     adapter, leaves = program.step.model.adapter, variable_leaves(program)
     # What is on the host, as flax's `from_bytes` leaves it, goes to the devices.

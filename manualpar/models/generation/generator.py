@@ -115,7 +115,7 @@ class Generator:
           TypeError, ValueError: See `stream`.
 
         Communication:
-          That of `stream`.
+          As `stream`.
         """
         answers = [Answer() for _ in prompts]
         for piece in self.stream(state, prompts, **options):

@@ -111,7 +111,7 @@ def score_documents(
       The score of each document; of an empty one 0.
 
     Communication:
-      That of `score_completions`.
+      As `score_completions`.
     """
     windows, owners = [], []
     for index, tokens in enumerate(documents):

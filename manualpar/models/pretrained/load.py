@@ -75,7 +75,7 @@ def load_hf(
         `init(rng)`: `"init"`.
 
     Returns:
-      The state, on the program's devices. The optimizer's state is that of these parameters.
+      The state, on the program's devices. The optimizer's state is made for these parameters.
 
     Raises:
       ValueError: A file is missing, damaged or pickled; the config says another model than the

@@ -36,7 +36,7 @@ UNFINISHED = ".unfinished"
 
 
 class ExportTarget(Protocol):
-    """A folder to make. Process 0 alone calls `owned` and `finish`.
+    """A folder to make. Only process 0 calls `owned` and `finish`.
 
     Attributes:
       path: The folder.

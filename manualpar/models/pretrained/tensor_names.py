@@ -39,7 +39,7 @@ class TensorPiece(NamedTuple):
       tensor: Its name.
       entry: The numbers along the leading dims of the parameter at which it stands.
       dims: The names of the parameter's other dims.
-      merged: For each dim of the tensor those of `dims` that are merged in it.
+      merged: For each dim of the tensor, the dims among `dims` that are merged in it.
     """
 
     tensor: str
