@@ -119,7 +119,7 @@ def _write(path: Path, place: BytesInFile, tensor: Tensor, x: jax.Array) -> None
 
 
 def _own_shards(tensor: Tensor, x: jax.Array) -> dict[Bounds, tuple[jax.Array, tuple[Any, ...]]]:
-    """Returns the shards that this process writes, each with the tensor's entry in it.
+    """Returns the shards that this process writes, each with the index of the tensor's entry.
 
     Their bounds are the tensor's bounds in it, without padding.
     """
