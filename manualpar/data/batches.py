@@ -2,7 +2,7 @@
 
 Training draws from an endless stream: permutations of the split, a new one for each epoch, one
 after the other, or several such streams mixed, see `manualpar.data.order`. The example at position
-`p` depends on the seed and on `p` alone, and a batch is the next `B` of them. So neither its
+`p` depends only on the seed and on `p`, and a batch is the next `B` of them. So neither its
 content nor its order depends on how many processes and devices read it, nor on how far ahead they
 read, and the whole state of the data is one number: the position after the last batch that was
 used. All batches are full and no example is dropped: one batch may hold the end of an epoch and the
@@ -39,13 +39,13 @@ def train_batches(
     start_position: int = 0,
     prefetch: int = 2,
 ) -> Generator[Batch, None, None]:
-    """Batches to train on without end, from any position of the stream.
+    """Yields batches to train on without end, from any position of the stream.
 
     Args:
       split: The examples; there may be fewer than in a batch.
       seed: The seed of the epochs' orders, not negative.
       batch_size: `B`.
-      sharding: How the batches' leaves lie, such as `program.batch_sharding`. Each process reads
+      sharding: The sharding of the batches, such as `program.batch_sharding`. Each process reads
         the rows of its own devices, whole sequences even if these are split.
       start_position: Examples to leave out. After `n` batches that start at `p`, a call with
         `p + n * batch_size` goes on as this one would.
@@ -65,7 +65,7 @@ def train_batches(
 
 
 def train_batch(split: Split, position: int, *, batch_size: int, seed: int) -> Batch:
-    """The whole batch at a position of the stream of `train_batches`, as numpy arrays."""
+    """Reads the global batch at a position of the stream of `train_batches`, as numpy arrays."""
     indices = order_of(split, seed)(position + np.arange(batch_size))
     return _stack(split[index] for index in indices.tolist())
 
@@ -78,7 +78,7 @@ def evaluation_batches(
     max_batches: int = 0,
     prefetch: int = 2,
 ) -> Generator[Batch, None, None]:
-    """Batches that together hold each example once, in order.
+    """Yields batches that together have each example once, in order.
 
     Args:
       split: The examples.
@@ -102,14 +102,14 @@ def evaluation_batches(
 
 
 def abstract_batch(split: Split, batch_size: int) -> Batch:
-    """The shapes and dtypes of all batches of `split`, as `jax.ShapeDtypeStruct`s."""
+    """Returns the shapes and dtypes of a batch of `split`, as `jax.ShapeDtypeStruct`s."""
     # A sequence that is too long is refused before a thousand million tokens of it are read.
     example = getattr(split, "abstract_example", None) or split[0]
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((batch_size, *x.shape), x.dtype), example)
 
 
 def rows_of_this_process(sharding: jax.sharding.Sharding, num_rows: int) -> np.ndarray:
-    """The numbers of the rows `[B]` that the devices of this process hold, ascending."""
+    """Returns the numbers of the rows `[B]` on this process's devices, ascending."""
     if isinstance(sharding, NamedSharding):  # Sequences may be split too, but are read whole.
         sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:1]))
     parts: Iterable[Any] = sharding.addressable_devices_indices_map((num_rows,)).values()
@@ -140,7 +140,7 @@ def _read_ahead(
     sharding: jax.sharding.Sharding,
     prefetch: int,
 ) -> Generator[Batch, None, None]:
-    """Batches of consecutive positions, which threads read.
+    """Yields batches of consecutive positions, which threads read ahead.
 
     Each is put on the devices while the one before is used.
     """

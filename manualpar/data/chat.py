@@ -6,7 +6,7 @@ are the tokens of the assistant's messages, or of the completion, with the token
 others are there to be read. White space that a template writes behind that last token is not
 learned.
 
-What others have written into a message cannot become a special token: a chat whose
+The text of a message cannot become a special token: a chat whose
 messages spell one out is refused.
 """
 
@@ -43,7 +43,7 @@ class ChatEncoder:
             self._chats = Chats(tokenizer, template)
 
     def encode(self, part: DocumentRange | TextPart) -> Iterator[list[Encoded]]:
-        """See `Encoder`."""
+        """Implements `Encoder`."""
         assert isinstance(part, DocumentRange)
         for lines in batches(lines_of(part)):
             batch: list[Encoded] = []
@@ -57,7 +57,7 @@ class ChatEncoder:
             yield batch
 
     def example(self, fields: Mapping[str, Any]) -> np.ndarray:
-        """The example `uint32[N]` of a line.
+        """Makes the example `uint32[N]` of a line.
 
         Raises:
           ValueError: The line is no example; the message completes a sentence about it.
@@ -70,7 +70,7 @@ class ChatEncoder:
     def _examples(
         self, lines: Sequence[Mapping[str, Any] | ValueError]
     ) -> list[np.ndarray | ValueError]:
-        """The examples of lines, each with its error in place of it."""
+        """Makes the examples of lines; a line that is refused gives its error instead."""
         made: dict[int, np.ndarray | ValueError] = {}
         chats: dict[int, Any] = {}
         for number, line in enumerate(lines):
@@ -124,7 +124,7 @@ class Chats:
         import tokenizers
 
         self._template: ChatTemplate = load_template(template, tokenizer.files)
-        # One that takes the special tokens that the template spells out for what they are.
+        # This encoding recognizes the special tokens that the template spells out.
         self._tokenizer = tokenizers.Tokenizer.from_file(str(tokenizer.files[0]))
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -132,7 +132,7 @@ class Chats:
         self._special = {number: token.content for number, token in added.items() if token.special}
 
     def prompt(self, messages: Any) -> list[int]:
-        """The tokens up to where the assistant is to write.
+        """Encodes a chat up to the place where the assistant writes.
 
         Raises:
           ValueError: They are no messages; the message completes a sentence about a line.
@@ -143,14 +143,14 @@ class Chats:
         return tokens
 
     def example(self, messages: Any) -> np.ndarray:
-        """The example `uint32[N]` of messages; raises as `prompt`, and without an answer."""
+        """Makes the example `uint32[N]` of messages; raises as `prompt`, and without an answer."""
         (made,) = self.examples([messages])
         if isinstance(made, ValueError):
             raise made
         return made
 
     def examples(self, chats: Sequence[Any]) -> list[np.ndarray | ValueError]:
-        """The examples of chats, or why there is none; see `example`."""
+        """Makes the example of each chat, or the reason why there is none; see `example`."""
         made: list[Any] = [_attempt(self._check, messages) for messages in chats]
         good = [number for number, error in enumerate(made) if error is None]
         rendered = self._template.render_all([chats[number] for number in good])

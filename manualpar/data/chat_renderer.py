@@ -26,9 +26,9 @@ from typing import IO, Any, ClassVar, NoReturn
 
 CPU_SECONDS = 2.0
 MEMORY_BYTES = 3 << 28
-# Of a text, and as many times the bytes of the chat more.
+# Limit of a text, to which a multiple of the chat's bytes is added.
 MAX_CHARACTERS, MAX_GROWTH = 1 << 22, 8
-SAID_CHARACTERS = 300  # Of a message that a template writes.
+SAID_CHARACTERS = 300  # Limit of a message that a template writes.
 # Noncharacters of Unicode, which no text has: where what is learned begins and ends.
 BEGIN, END = "\ufdd0", "\ufdd1"
 Messages = list[dict[str, Any]]
@@ -59,7 +59,7 @@ class Renderer:
         self._has_marks = re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", source) is not None
 
     def render(self, messages: Messages) -> Rendered:
-        """The text of a chat, and the parts of it that the assistant wrote, ascending."""
+        """Renders a chat, and returns the parts that the assistant wrote, ascending."""
         now = datetime.datetime.now()  # One time for all texts of a chat.
         if self._has_marks:
             return _without_marks(self._render(messages, now))
@@ -79,7 +79,7 @@ class Renderer:
         return text, spans
 
     def prompt(self, messages: Messages) -> Rendered:
-        """The text of a chat up to where the assistant is to write."""
+        """Renders a chat up to the place where the assistant writes."""
         return _without_marks(self._render(messages, datetime.datetime.now(), prompt=True))
 
     def _render(self, messages: Messages, now: datetime.datetime, *, prompt: bool = False) -> str:
@@ -118,7 +118,7 @@ def _said(error: Exception) -> str:
 
 
 def _without_marks(text: str) -> Rendered:
-    """The text without `BEGIN` and `END`, and where these were."""
+    """Removes `BEGIN` and `END` from a text, and returns where they were."""
     pieces, spans, length = [], [], 0
     for piece in re.split(f"({BEGIN}[^{BEGIN}{END}]*{END})", text):
         if piece.startswith(BEGIN):
@@ -164,7 +164,7 @@ def _environment() -> Any:
 
 
 def send_message(file: IO[bytes], message: Any) -> None:
-    """Writes what consists of lists, objects, texts and numbers, into the file's buffer.
+    """Writes a value of lists, objects, texts and numbers into the file's buffer.
 
     Raises:
       ValueError: It holds something else.
@@ -175,7 +175,7 @@ def send_message(file: IO[bytes], message: Any) -> None:
 
 
 def receive(file: IO[bytes]) -> Any:
-    """Reads what `send_message` has written.
+    """Reads the value that `send_message` has written.
 
     Raises:
       EOFError: It ends before.
@@ -188,7 +188,7 @@ def receive(file: IO[bytes]) -> Any:
 
 
 def answer_within(action: Callable[[], Any], seconds: float) -> tuple[bool, Any]:
-    """Returns whether it went well, and what `action` returns, or why it is refused.
+    """Returns (True, the result of `action`), or (False, why it is refused).
 
     It ends the process if `action` computes for longer than `seconds`.
     """

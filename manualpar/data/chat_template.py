@@ -151,7 +151,7 @@ class ChatTemplate:
 
     @contextlib.contextmanager
     def _connected(self) -> Iterator["subprocess.Popen[bytes]"]:
-        """The process; if something goes wrong, an interrupt too, it does not answer any more."""
+        """Yields the process, and ends it after any error or interrupt."""
         process = self._process
         assert process is not None
         try:
@@ -226,7 +226,7 @@ def load_template(path: str, tokenizer: Sequence[pathlib.Path]) -> ChatTemplate:
 
 
 def _template_of(fields: Mapping[str, Any]) -> str:
-    """The template in a `tokenizer_config.json`; of several, the one that is called default."""
+    """Reads the template in a `tokenizer_config.json`; among several, the default one."""
     found = fields.get("chat_template")
     if isinstance(found, list):
         named = {each.get("name"): each for each in found if isinstance(each, dict)}

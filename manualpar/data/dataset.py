@@ -36,10 +36,10 @@ class Split(Protocol):
     """Examples by number, from 0 to `len(split) - 1`."""
 
     def __len__(self) -> int:
-        """The number of examples, at least one."""
+        """Returns the number of examples, at least one."""
 
     def __getitem__(self, index: int) -> Batch:
-        """Example `index`: a `Batch` of numpy arrays without the leading dimension."""
+        """Returns example `index`: a `Batch` of numpy arrays without the leading dimension."""
 
 
 class LanguageSplit(Split, Protocol):
@@ -47,7 +47,7 @@ class LanguageSplit(Split, Protocol):
 
     @property
     def tokens_per_byte(self) -> float | None:
-        """Labels for each byte of text; `None` if nobody knows its bytes."""
+        """Labels for each byte of text; `None` if its bytes are unknown."""
 
     @property
     def abstract_example(self) -> Batch:
@@ -72,10 +72,10 @@ class TokenStream(Protocol):
     """The documents of a split, end to end."""
 
     def __len__(self) -> int:
-        """The number of tokens, with every BOS."""
+        """Returns the number of tokens, with every BOS."""
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Tokens `start` to `stop`, `int32[stop - start]`; both lie within the stream."""
+        """Reads tokens `start` to `stop`, `int32[stop - start]`; both are within the stream."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +90,7 @@ class ArrayStream:
         return len(self.tokens)
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Tokens `start` to `stop`.
+        """Reads tokens `start` to `stop`.
 
         Raises:
           DamagedDataError: One is not in the vocabulary; a device would clamp it silently.
@@ -112,9 +112,9 @@ class TokenSplit:
     stream: TokenStream  # Two tokens at least.
     sequence_length: int  # `S`.
     bos_token: int
-    num_bytes: int  # Of the documents' text; 0 if nobody knows.
+    num_bytes: int  # Bytes of the documents' text; 0 if unknown.
     num_documents: int
-    has_documents: bool = False  # Whether inputs are those of a `PackedSplit`.
+    has_documents: bool = False  # Whether inputs are as in `PackedSplit`.
 
     @property
     def num_labels(self) -> int:
@@ -137,7 +137,7 @@ class TokenSplit:
         return -(-self.num_labels // self.sequence_length)
 
     def __getitem__(self, index: int) -> Batch:
-        """Sequence `index`: inputs and labels `int32[S]`, mask `float32[S]`."""
+        """Returns sequence `index`: inputs and labels `int32[S]`, mask `float32[S]`."""
         if not 0 <= index < len(self):
             raise IndexError(f"sequence {index} of {len(self)}")
         start = index * self.sequence_length
@@ -188,7 +188,7 @@ class LanguageDataset(Dataset):
 
 
 def make_fingerprint(*parts: Any) -> str:
-    """Sixteen hexadecimal digits that differ if any part does; a part is JSON or an array."""
+    """Hashes parts (JSON or arrays) to 16 hexadecimal digits, which differ if any part does."""
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
         if isinstance(part, np.ndarray):

@@ -4,7 +4,7 @@ A document is a text, as UTF-8, or tokens that somebody has made already, an arr
 comes from one field of a JSON object, one column of a table, or a whole record.
 
 Files are divided into parts of about `PART_BYTES`, which processes read independently of each
-other. Files alone decide what the parts are. No part of a file is in memory but the documents that
+other. Only the files decide the parts. No part of a file is in memory but the documents that
 are being read: at most a line, a batch of rows, or a group of records.
 
 Nothing of a file is believed: a line that is no JSON, a missing field, a value of another type and
@@ -26,7 +26,7 @@ from manualpar.errors import require
 from manualpar.system.storage import BucketPath, as_path, open_for_reading
 from manualpar.system.storage.untrusted import MAX_BYTES, parse_object
 
-# What a directory is searched for; files that are named, or that a glob stands for, are all taken.
+# Suffixes to search a directory for; files given by name or by a glob are all taken.
 SUFFIXES = {
     "jsonl": (".jsonl", ".ndjson", ".json"),
     "parquet": (".parquet",),
@@ -44,7 +44,7 @@ class DocumentFile:
     """A file, and how it was when it was found.
 
     Attributes:
-      path: Where it lies.
+      path: The path of the file.
       name: Its path from the directory of all, with slashes.
       size: Its bytes.
       modified: When it was last changed, in nanoseconds.
@@ -117,7 +117,7 @@ def open_document_file(path: str) -> BinaryIO:
 
 
 def divide(source: str, files: Sequence[DocumentFile], field: str) -> list[DocumentRange]:
-    """The parts of all files, in order.
+    """Divides all files into parts, in order.
 
     Raises:
       DamagedDataError: A file is not of its format, or has no such column.
@@ -169,7 +169,7 @@ def _line_parts(file: DocumentFile, field: str) -> Iterator[tuple[int, int, int]
 
 
 def lines_of(part: DocumentRange) -> Iterator[tuple[int, bytes]]:
-    """Where the lines that begin in a part begin, and the lines; blank ones are left out."""
+    """Yields the lines that begin in a part, with their places; skips blank lines."""
     with open_document_file(part.file.path) as file:
         if part.start:
             # The byte before may end a line; otherwise the line is the previous part's.
@@ -182,7 +182,7 @@ def lines_of(part: DocumentRange) -> Iterator[tuple[int, bytes]]:
 
 
 def line_error(part: DocumentRange, place: int, what: object) -> DamagedDataError:
-    """The error of the line that begins at a place of the file."""
+    """Makes the error of the line that begins at a place of the file."""
     with open_document_file(part.file.path) as file:
         number, left = 1, place
         while left and (piece := file.read(min(left, 2**20))):
@@ -203,7 +203,7 @@ def _read_lines(part: DocumentRange) -> Iterator[Document]:
 
 
 def as_document(value: Any, where: str) -> Document:
-    """A value as a document.
+    """Converts a value to a document.
 
     Raises:
       ValueError: It is neither a text nor a list of tokens; the message begins with `where`.

@@ -26,7 +26,7 @@ from manualpar.data.dataset import (
 )
 from manualpar.data.packing import PackedSplit
 
-# Weights are rounded to so many parts of their sum.
+# Slots of the table; weights are rounded to multiples of their sum / SLOTS.
 SLOTS = 2**16
 
 
@@ -35,7 +35,7 @@ class Entry(NamedTuple):
 
     weight: Fraction
     source: str
-    field: str  # "" for that of the config.
+    field: str  # "" for the config's field.
     path: str
 
 
@@ -68,7 +68,7 @@ class MixedSplit:
         return sum(map(len, self.parts))
 
     def __getitem__(self, index: int) -> Batch:
-        """Example `index` of all."""
+        """Returns example `index` of the mixture."""
         place = index
         for part in self.parts:
             if 0 <= place < len(part):
@@ -137,7 +137,7 @@ def mix(entries: Sequence[Entry], load: Callable[[Entry], LanguageDataset]) -> L
 
 
 def shares_of(weights: Sequence[Fraction]) -> list[int]:
-    """How many of `SLOTS` slots each weight gets: the nearest numbers that add up."""
+    """Divides `SLOTS` slots by weight: the nearest numbers that add up."""
     total = sum(weights)
     exact = [weight * SLOTS / total for weight in weights]
     shares = [int(share) for share in exact]

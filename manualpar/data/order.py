@@ -1,16 +1,16 @@
 """The order in which training takes examples: endless, and known at any position.
 
-Of one split: a permutation of its examples, and then another, one for each epoch.
+The order of one split is a permutation of its examples for each epoch, one after the other.
 
-Of a mixture: a table of `SLOTS` slots, which repeats, says which source a position belongs to. Each
-source has as many slots as its weight says. The `k`-th of its `n` slots lies at a random place of
+In a mixture, a repeated table of `SLOTS` slots gives the source of each position. Each
+source has slots in proportion to its weight. The `k`-th of its `n` slots is at a random place of
 the `k`-th of `n` equal parts of the table. So after any number of positions each source has been
 taken as often as its weight says, but for about one example for each source. Because a source's
 slots are counted, the position also says how many of its examples have come before. So each source
 has its own epochs: a small one begins again and again while a large one is in its first.
 
-What stands at a position depends on the seed and the position alone, and costs the same wherever it
-is. So the state of the data is one number, of a mixture too.
+The example at a position depends only on the seed and the position, and the cost is the same for
+all positions. So the state of the data is one number, also for a mixture.
 """
 
 import functools
@@ -46,7 +46,7 @@ def endless_order(num_examples: int, *seed: int) -> Order:
 
 
 def mixed_order(sizes: Sequence[int], shares: Sequence[int], seed: int) -> Order:
-    """The order of a mixture, whose examples are numbered through, source after source.
+    """Makes the order of a mixture, whose examples are numbered source after source.
 
     Args:
       sizes: The number of examples of each source.
@@ -71,14 +71,14 @@ def mixed_order(sizes: Sequence[int], shares: Sequence[int], seed: int) -> Order
 
 
 def order_of(split: Split, seed: int) -> Order:
-    """The order of a split: its own if it has one, and else permutations of its examples."""
+    """Returns a split's order if it defines one, and else permutations of its examples."""
     if isinstance(split, MixedSplit):
         return mixed_order([len(part) for part in split.parts], split.shares, seed)
     return endless_order(len(split), seed)
 
 
 def _slots(shares: Sequence[int], seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """The source of each slot, and how many slots before it are the same one's; `int64[SLOTS]`."""
+    """Returns each slot's source, and how many earlier slots have it; `int64[SLOTS]`."""
     rng = np.random.default_rng((seed, len(shares)))
     times = np.concatenate([(np.arange(n) + rng.random(n)) / n for n in shares])
     sources = np.repeat(np.arange(len(shares)), shares)

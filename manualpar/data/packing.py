@@ -60,7 +60,7 @@ class PackedSplit:
 
     @property
     def tokens_per_byte(self) -> None:
-        """Nobody knows which bytes of its text are learned."""
+        """`None`, because it is unknown which bytes of the text are learned."""
 
     @property
     def filled(self) -> float:
@@ -79,7 +79,7 @@ class PackedSplit:
         return len(self.firsts) - 1
 
     def __getitem__(self, index: int) -> Batch:
-        """Sequence `index`: inputs `tokens` and `documents`, labels, all `int32[S]`, and the mask.
+        """Returns sequence `index`: `tokens`, `documents` and labels, `int32[S]`, and the mask.
 
         Raises:
           DamagedDataError: A token is not in the vocabulary.
@@ -123,12 +123,12 @@ def pack(
       sequence_length: `S`.
       vocab_size: See `PackedSplit`.
       padding: See `PackedSplit`.
-      long_examples: What becomes of those with more than `S` positions: `"error"`, `"cut"` keeps
+      long_examples: How to treat examples with more than `S` positions: `"error"`, `"cut"` keeps
         their beginning, `"drop"` leaves them out.
       name: See `PackedSplit`.
 
     Raises:
-      ValueError: Examples are too long, and it is not said what becomes of them, or none is left.
+      ValueError: Examples are too long and `long_examples` is "error", or no example is left.
     """
     positions = lengths.astype(np.int64) - 1
     is_long = positions > sequence_length
@@ -168,7 +168,7 @@ def pack(
 
 
 def _fill(numbers: np.ndarray, positions: np.ndarray, room: int) -> list[list[int]]:
-    """Best fit, the longest first: the members of each sequence."""
+    """Packs by best fit, longest first, and returns the members of each sequence."""
     sequences: list[list[int]] = []
     # Those with room, as pairs of the room and the sequence, the fullest first.
     left: list[tuple[int, int]] = []
@@ -187,10 +187,10 @@ def _fill(numbers: np.ndarray, positions: np.ndarray, room: int) -> list[list[in
 
 
 def tokens_of(examples: np.ndarray) -> np.ndarray:
-    """The tokens `int32[N]` of an example."""
+    """Returns the tokens `int32[N]` of an example."""
     return (examples & ~LEARNED).astype(np.int32)
 
 
 def learned_of(examples: np.ndarray) -> np.ndarray:
-    """Whether each token of an example is learned, `float32[N]`."""
+    """Returns whether each token of an example is learned, `float32[N]`."""
     return (examples >> np.uint32(31)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Where files of data lie: on a disk, or in a bucket, where ranges of them are read.
+"""The places of data files: on a disk, or in a bucket, from which ranges are read.
 
 Nothing of a bucket is kept on a disk unless the config names a cache.
 """
@@ -17,7 +17,7 @@ from manualpar.system.storage import AnyPath, BucketPath, ContentError, Version
 def find_in_bucket(
     path: BucketPath, suffixes: tuple[str, ...]
 ) -> Iterator[tuple[BucketPath, str, int]]:
-    """The files that a path stands for, with names and sizes.
+    """Finds the files that a path stands for, with names and sizes.
 
     A name begins at the last folder without `*`, `?` or `[`. Of a folder, files with one of the
     suffixes count, if any are given. None is hidden, unless a part of a pattern begins with a dot.
@@ -44,7 +44,7 @@ def _is_hidden(name: str) -> bool:
 
 
 def state_of(path: AnyPath) -> tuple[int, int]:
-    """The size of a file that exists, and a number that changes with its content."""
+    """Returns the size of an existing file, and a number that changes with its content."""
     if isinstance(path, BucketPath):
         version = path.version()
         digest = hashlib.blake2b(version.tag.encode(), digest_size=8).digest()
@@ -57,7 +57,7 @@ class BucketArray:
     """An array in an object of a bucket, of which slices are read."""
 
     def __init__(self, path: BucketPath, dtype: str) -> None:
-        """Asks for the version alone, of which everything is read."""
+        """Asks only for the version, from which all reads are made."""
         self._path, self._dtype, self._version = path, np.dtype(dtype), path.version()
         self._length = self._version.size // self._dtype.itemsize
 

@@ -113,7 +113,7 @@ def load_dataset(
 
 
 def load_digits() -> ClassificationDataset:
-    """The 1,797 handwritten digits in scikit-learn: 8x8 scans as vectors of 64 values in [0, 1].
+    """Loads scikit-learn's 1,797 handwritten digits: 8x8 scans as 64 values in [0, 1].
 
     1,293 are for training, 144 for evaluation and 360 for the test. The splits are always the same,
     and each has the ten digits in the proportions of the whole.
@@ -137,7 +137,7 @@ def load_digits() -> ClassificationDataset:
 
 
 def make_synthetic(seed: int) -> ClassificationDataset:
-    """Normal noise of MNIST's shape in ten classes: 4,096 examples to train, 512 each for the rest.
+    """Draws normal noise of MNIST's shape in ten classes: 4,096 for training, 512 per other split.
 
     It can be learned: the label is the largest of ten random projections of the input, the same for
     all splits. Both follow from `seed`.

@@ -1,6 +1,6 @@
 """The source `text`: files, each a document. Of one or two files, pieces are the documents.
 
-A hash of a file's name alone decides which split it is in, and where. So both are the same in every
+Only a hash of a file's name decides which split it is in, and where. So both are the same in every
 run, on every file system and in every locale, and stay when files are added or removed. The order
 of these hashes also mixes files well: the first sequences of a split are a fair sample of it.
 
@@ -37,9 +37,9 @@ from manualpar.system.storage import AnyPath, BucketPath, open_for_reading, user
 HELD_OUT = 0.02
 # Other people's code, under the standard library's directory.
 INSTALLED = frozenset({"site-packages", "dist-packages"})
-# One or two files are cut into so many pieces, at the ends of lines, to hold some out.
+# Number of pieces into which one or two files are cut, at ends of lines, to hold some out.
 PIECES = 50
-# A tokenizer gets so many documents at once, so that it can use several cores.
+# Documents that a tokenizer gets at once, so that it can use several cores.
 DOCUMENTS_AT_ONCE = 64
 
 
@@ -48,7 +48,7 @@ class TextFile:
     """A document: a file of the corpus, or a piece of one. Sizes are in bytes."""
 
     path: AnyPath
-    name: str  # Its path from the corpus' directory, with slashes; the same wherever that lies.
+    name: str  # Its path relative to the corpus' directory, with slashes.
     file_size: int
     start: int  # Where in the file it begins.
     size: int  # At least 1.
@@ -60,7 +60,7 @@ class TextFile:
         return int.from_bytes(digest, "big") / 2**64
 
     def read(self, offset: int, size: int) -> bytes:
-        """`size` bytes of the document from `offset` on.
+        """Reads `size` bytes of the document from `offset` on.
 
         Raises:
           DamagedDataError: The file cannot be read any more, or is not as long as it was.
@@ -141,7 +141,7 @@ def find_files(path: str) -> list[TextFile]:
 
 
 def files_of_path(path: str, suffixes: tuple[str, ...] = ()) -> list[TextFile]:
-    """The files that a path stands for as in `find_files`, none of them empty, in their order.
+    """Finds the files that a path stands for as in `find_files`, none empty, in order.
 
     Args:
       path: A file, a directory, a glob, on a disk or in a bucket; or "" for Python's standard
@@ -187,7 +187,7 @@ def _in_order(files: Iterable[TextFile]) -> list[TextFile]:
 
 
 def _files_under(root: pathlib.Path, left_out: frozenset[str]) -> Iterator[pathlib.Path]:
-    """Every file that is not hidden, and not in a directory of these names."""
+    """Yields every file that is not hidden and not in a directory of these names."""
     for directory, subdirectories, names in os.walk(root):
         subdirectories[:] = {name for name in subdirectories if name[0] != "."} - left_out
         paths = (pathlib.Path(directory, name) for name in names if name[0] != ".")
@@ -195,7 +195,7 @@ def _files_under(root: pathlib.Path, left_out: frozenset[str]) -> Iterator[pathl
 
 
 def _fixed_part(pattern: pathlib.Path) -> pathlib.Path:
-    """The directory that holds everything that a pattern, or a file's path, stands for."""
+    """Returns the directory of everything that a pattern, or a file's path, stands for."""
     for parent in reversed(pattern.parents):
         if glob.has_magic(parent.name):
             return parent.parent
@@ -220,7 +220,7 @@ def _cut(file: TextFile) -> Iterator[TextFile]:
 def split_files(files: Sequence[TextFile], path: str = "") -> dict[str, list[TextFile]]:
     """Divides files, in the order of `find_files`, into train, eval and test.
 
-    The hash of a file's name alone decides whether it is held out: `HELD_OUT` of all hashes are
+    Only the hash of a file's name decides whether it is held out: `HELD_OUT` of all hashes are
     eval's and as many the test's. If that leaves eval or test without files, it gets the next one.
 
     Raises:
@@ -244,7 +244,7 @@ def split_files(files: Sequence[TextFile], path: str = "") -> dict[str, list[Tex
 
 
 def encode_files(files: Sequence[TextFile], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
-    """The stream of a split in pieces `int32[N]`: each file as BOS and its tokens, then BOS."""
+    """Yields a split's stream in pieces `int32[N]`: each file as BOS and tokens, then BOS."""
     bos = np.array([tokenizer.bos_token], np.int32)
     for start in range(0, len(files), DOCUMENTS_AT_ONCE):
         part = files[start : start + DOCUMENTS_AT_ONCE]
@@ -265,7 +265,7 @@ class ByteStream:
         return self._starts[-1] + 1
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Tokens `start` to `stop`."""
+        """Reads tokens `start` to `stop`."""
         tokens = np.full(stop - start, ByteTokenizer.bos_token, np.int32)
         for index in range(bisect.bisect_right(self._starts, start) - 1, len(self._files)):
             text = self._starts[index] + 1

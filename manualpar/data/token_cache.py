@@ -2,11 +2,11 @@
 
 The first run that asks for files makes a directory of token files of them, in a folder whose name
 says what it was made of: the files' places, sizes and times of change, the field, the tokenizer.
-Later runs map it. So loading costs no memory, a sequence is read in microseconds wherever it lies,
+Later runs map it. So loading costs no memory, any sequence is read in microseconds,
 and a changed file is another dataset. Of the processes of a machine one makes it, and the others
 wait. The folder may be deleted whenever no run is using it.
 
-The fingerprint is that of the tokens. It is the same wherever files and cache lie.
+The fingerprint is a hash of the tokens and does not depend on the paths of files and cache.
 """
 
 import fcntl
@@ -35,8 +35,8 @@ def load_cached(
     """Opens the tokens of a job, which are made first if the cache lacks them.
 
     Args:
-      job: What makes the tokens.
-      path: Where the files lie, for messages.
+      job: The job that makes the tokens.
+      path: The path of the files, for messages.
       sequence_length: Tokens in a sequence.
       cache: The folder of the cache; "" for `manualpar` in the user's folder for caches.
       long_examples: See `manualpar.data.packing.pack`.
@@ -78,7 +78,7 @@ def load_cached(
 
 
 def cache_folder(cache: str) -> pathlib.Path:
-    """The folder that a config names, or the user's."""
+    """Returns the folder that a config names, or the user's."""
     if cache:
         return local_path(cache, "config.data.cache")
     return user_cache()

@@ -1,6 +1,6 @@
 """Makes a directory of token files of files of documents, in parts, with any number of processes.
 
-The files alone decide what the parts are and in which order they stand. A process makes the tokens
+Only the files decide the parts and their order. A process makes the tokens
 of a part and writes them into the folder `parts`, and last of all a small file that says that the
 part is finished. When all parts are, they are joined. So the result is the same to the byte with
 one process and with many, and a call that was killed goes on with the parts that were not finished.
@@ -53,10 +53,10 @@ PARTS, JOB, LOCK = "parts", "job.json", "lock"
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What makes a directory of token files.
+    """A job that makes a directory of token files.
 
     Attributes:
-      parts: What is read.
+      parts: The parts of the input.
       tokenizer: See `load_tokenizer`.
       held_out: The share of the documents that is held out for each of eval and test.
       key: Differs if anything does that the result depends on.
@@ -77,7 +77,7 @@ class Job:
         return sum(part.size for part in self.parts)
 
     def make_encoder(self) -> Encoder:
-        """What makes the tokens of its parts."""
+        """Makes the encoder that tokenizes this job's parts."""
         tokenizer = load_tokenizer(self.tokenizer)
         if self.is_chat:
             return ChatEncoder(tokenizer, self.held_out, self.template)
@@ -142,7 +142,7 @@ def run_job(
     """Makes the directory, or finishes one that an interrupted call with an equal job left behind.
 
     Args:
-      job: What to make.
+      job: The job to run.
       directory: Where; the folders above it need not exist. For one in a bucket the files are made
         in the user's folder for caches, and put there at the end, the description last.
       processes: How many make tokens. One is this one.

@@ -54,12 +54,12 @@ class TokenProgress(NamedTuple):
 
 
 def finished_file(parts: pathlib.Path, number: int) -> pathlib.Path:
-    """The file that says that a part is finished."""
+    """Returns the path of the file that marks a part as finished."""
     return parts / f"{number:06d}.json"
 
 
 def tokens_file(parts: pathlib.Path, number: int, split: str) -> pathlib.Path:
-    """The file of the tokens of a part that are in a split; beside it may lie their lengths."""
+    """Returns the path of a part's tokens in a split; a file of lengths may be next to it."""
     return parts / f"{number:06d}-{split}.bin"
 
 
@@ -77,7 +77,7 @@ def write_part(
       number: Its number among all.
       parts: The folder of parts.
       encoder: Makes the tokens.
-      count: Is called with what has been done since it was called last.
+      count: Called with the work done since its last call.
 
     Raises:
       DamagedDataError: A file is damaged.
@@ -104,7 +104,7 @@ def write_part(
                 of_split["documents"] += 1
                 of_split["bytes"] += num_bytes or 0
                 of_split["unknown"] += num_bytes is None
-            # Tokens that somebody made stand for about two bytes each.
+            # Ready-made tokens count as about two bytes each.
             done = sum(len(tokens) * 2 if size is None else size for _, tokens, size in batch)
             count(TokenProgress(done, len(batch), sum(len(tokens) for _, tokens, _ in batch)))
         for file in (*files.values(), *lengths.values()):
@@ -124,7 +124,7 @@ class Encoder(Protocol):
     makes_examples: bool  # Whether documents are kept apart, see `manualpar.data.packing`.
 
     def encode(self, part: DocumentRange | TextPart) -> Iterator[list[Encoded]]:
-        """The documents of a part in their order, some at a time."""
+        """Encodes the documents of a part in order, some at a time."""
 
 
 class DocumentEncoder:
@@ -138,7 +138,7 @@ class DocumentEncoder:
         self.dtype = DTYPES[0] if tokenizer.vocab_size <= 2**16 else DTYPES[1]
 
     def encode(self, part: DocumentRange | TextPart) -> Iterator[list[Encoded]]:
-        """See `Encoder`."""
+        """Implements `Encoder`."""
         bos = np.array([self._tokenizer.bos_token], np.int32)
         for batch in batches(self._documents(part)):
             texts = [document for _, document in batch if isinstance(document, bytes)]
@@ -160,7 +160,7 @@ class DocumentEncoder:
             yield split_of_content(content, self._held_out), document
 
     def _checked(self, part: DocumentRange | TextPart, tokens: np.ndarray) -> np.ndarray:
-        """Tokens that somebody has made, without the BOS that may begin them."""
+        """Checks tokens read from a file and removes the BOS that may begin them."""
         if (largest := tokens.max()) >= self._tokenizer.vocab_size:
             path = part.file.path if isinstance(part, DocumentRange) else part.files[0].path
             raise DamagedDataError(
@@ -171,7 +171,7 @@ class DocumentEncoder:
 
 
 def split_of_content(content: bytes, held_out: float) -> str:
-    """The split that a hash of a document's content decides."""
+    """Chooses a split by a hash of a document's content."""
     place = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big") / 2**64
     return "eval" if place < held_out else "test" if place < 2 * held_out else "train"
 

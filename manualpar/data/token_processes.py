@@ -29,8 +29,8 @@ class Work:
     Attributes:
       parts: Every part by its number.
       folder: Where they are written.
-      make_encoder: Makes what makes the tokens; processes are sent it.
-      done: What had been done before.
+      make_encoder: Makes the encoder; it is sent to the processes.
+      done: The work that had been done before.
     """
 
     parts: dict[int, DocumentRange | TextPart]
@@ -100,7 +100,7 @@ def _make_parts_here(work: Work, report: Callable[[TokenProgress], None]) -> Non
 
 
 def _work(work: Work, shared: Any, errors: multiprocessing.connection.Connection) -> None:
-    """What a process does: takes parts until there are none left, or one fails."""
+    """Takes parts until there are none left, or one fails."""
     # Ctrl-C reaches this process too, and is for the one that waits for it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()

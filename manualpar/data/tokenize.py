@@ -38,7 +38,7 @@ def write_token_files(
     template: str = "",
     processes: int = 1,
 ) -> TokenFiles:
-    """Makes a directory of token files, and says what it holds.
+    """Makes a directory of token files, and returns its description.
 
     Args:
       text: The files; for `text` "" is Python's standard library.
@@ -111,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _shown(size: int) -> Iterator[Callable[[TokenProgress], None]]:
-    """A progress bar of bytes, documents and tokens a second, where there is a terminal."""
+    """Shows a progress bar of bytes, documents and tokens a second, if there is a terminal."""
     require("python -m manualpar.data.tokenize", "rich")
     import rich.console
     import rich.progress

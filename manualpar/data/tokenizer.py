@@ -1,4 +1,4 @@
-"""Text as tokens: bytes, or what a Hugging Face tokenizer file says.
+"""Text as tokens: bytes, or the tokens of a Hugging Face tokenizer file.
 
 Every tokenizer has a token BOS that no text contains; it begins each document.
 """
@@ -45,18 +45,18 @@ class ByteTokenizer:
     bos_token = 256
     end_token = 256  # It ends an answer; a BOS ends documents too.
     begins_with_bos = True  # Whether a prompt does.
-    files: tuple[pathlib.Path, ...] = ()  # What `load_tokenizer` needs to make it again.
+    files: tuple[pathlib.Path, ...] = ()  # Files from which `load_tokenizer` can make it again.
 
     def encode_documents(self, documents: Sequence[bytes]) -> list[np.ndarray]:
-        """The bytes of each document, `int32[N]` without BOS, whether or not they are UTF-8."""
+        """Encodes each document as its bytes, `int32[N]` without BOS, UTF-8 or not."""
         return [np.frombuffer(data, np.uint8).astype(np.int32) for data in documents]
 
     def encode(self, text: str) -> np.ndarray:
-        """The bytes of a text; undecodable bytes of a command line are taken as they were."""
+        """Encodes a text as its bytes; keeps undecodable bytes of a command line."""
         return self.encode_documents([text.encode(errors="surrogateescape")])[0]
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of tokens without BOS; U+FFFD stands for bytes that are no UTF-8."""
+        """Decodes tokens without BOS; U+FFFD stands for bytes that are not UTF-8."""
         return bytes(token for token in map(int, tokens) if token < 256).decode(errors="replace")
 
 
@@ -85,7 +85,7 @@ class FileTokenizer:
         tokenizer.no_padding()
         tokenizer.encode_special_tokens = True
         self._tokenizer = tokenizer
-        # Not the count, because numbers in between may be missing.
+        # This is not the count, because numbers in between may be missing.
         self.vocab_size = 1 + max(tokenizer.get_vocab().values())
         self.bos_token = bos_token
         self.end_token = bos_token if end_token is None else end_token
@@ -94,7 +94,7 @@ class FileTokenizer:
         self.files = files
 
     def encode_documents(self, documents: Sequence[bytes]) -> list[np.ndarray]:
-        """The tokens of each document, `int32[N]` without BOS; the cores share the documents."""
+        """Encodes each document, `int32[N]` without BOS; the cores share the documents."""
         texts = [data.decode(errors="replace") for data in documents]
         encode = functools.partial(self._tokenizer.encode_batch_fast, add_special_tokens=False)
         try:
@@ -107,11 +107,11 @@ class FileTokenizer:
         return [np.array(encoding.ids, np.int32) for encoding in encoded]
 
     def encode(self, text: str) -> np.ndarray:
-        """The tokens of a text."""
+        """Encodes a text."""
         return self.encode_documents([text.encode(errors="surrogateescape")])[0]
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of tokens, without special ones."""
+        """Decodes tokens, without special tokens."""
         numbers = list(map(int, tokens))
         return str(guarded(lambda: self._tokenizer.decode(numbers, skip_special_tokens=True)))
 
@@ -208,7 +208,7 @@ def special_tokens(
     """Returns the texts of the tokens that a `tokenizer_config.json` names, by their fields.
 
     Args:
-      fields: What it holds.
+      fields: The content of the file.
       names: The fields to look at.
 
     Raises:

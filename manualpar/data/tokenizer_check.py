@@ -25,7 +25,7 @@ T = TypeVar("T")
 PANIC = "pyo3_runtime"
 # How many times as long a text may become on average, and how much one step may write.
 MAX_GROWTH, MAX_CHARACTERS = 8, 1 << 24
-# Of a regular expression, characters to repeat, and how often.
+# Characters of a regular expression to repeat, and how often.
 MAX_TRIED, REPEATED = 32, 64
 
 
@@ -73,7 +73,7 @@ def check_tokenizer(tokenizer: "tokenizers.Tokenizer") -> None:
 
 
 def _patterns(node: Any) -> Iterator[str]:
-    """The regular expressions anywhere in a tree of JSON."""
+    """Finds the regular expressions anywhere in a tree of JSON."""
     if isinstance(node, dict):
         if isinstance(node.get("Regex"), str):
             yield node["Regex"]
@@ -90,7 +90,7 @@ def _texts(pattern: str) -> Iterator[str]:
 
 
 def _replacing(node: Any) -> Iterator[dict[str, Any]]:
-    """The steps of a normalizer or a decoder that replace texts by others, in their order."""
+    """Returns the steps of a normalizer or decoder that replace texts, in order."""
     if node.get("type") == "Sequence":
         for inner in node.get("normalizers") or node.get("decoders") or ():
             yield from _replacing(inner)

@@ -8,7 +8,7 @@
     train.lengths ...               of examples, how many tokens each has, as little-endian uint32
     tokens.json                     a `TokenFiles`, written last: without it nothing is complete
 
-A process touches only the pages of the files that its sequences lie in.
+A process touches only the pages of its own sequences.
 """
 
 import dataclasses
@@ -49,7 +49,7 @@ class TokenFile:
     """The content of one file."""
 
     tokens: int  # With every BOS.
-    bytes: int  # Of the text that they were made of; 0 if nobody knows.
+    bytes: int  # Bytes of the text that they were made of; 0 if unknown.
     documents: int
     blake2b: str  # The file's hash, 16 hexadecimal digits.
 
@@ -76,21 +76,21 @@ def load_tokens(
 ) -> LanguageDataset:
     """Opens a directory of token files, and packs them if they are examples.
 
-    Of the files, only the lengths and the first tokens are checked. In a bucket, ranges of them are
+    Only the files' lengths and first tokens are checked. In a bucket, ranges of them are
     read when they are asked for, unless there is a `cache`, a local folder that they are copied to.
 
     Args:
       path: The directory.
       sequence_length: Tokens in a sequence.
       cache: The folder for copies of files in a bucket; "" for none.
-      long_examples: What becomes of examples that are longer, see `pack`.
+      long_examples: How to treat examples that are longer, see `pack`.
 
     Raises:
       ValueError: A file is missing, or does not fit the description.
     """
     directory = user_path(path)
     if isinstance(directory, BucketPath) and cache:
-        read_description(directory, path)  # Before all of what may be something else is copied.
+        read_description(directory, path)  # Checks that these are token files before it copies all.
         directory = copied_folder(directory, local_path(cache, "config.data.cache"))
     files = read_description(directory, path)
     file = directory / files.tokenizer if files.tokenizer else ""
@@ -150,7 +150,7 @@ def _array(file: AnyPath, dtype: str) -> Any:
 
 
 def lengths_file(tokens: pathlib.Path) -> pathlib.Path:
-    """The file of the lengths of the examples in a file of tokens."""
+    """Returns the path of the lengths of the examples in a file of tokens."""
     return tokens.with_suffix(LENGTHS_SUFFIX)
 
 
@@ -179,7 +179,7 @@ def read_description(directory: AnyPath, path: str) -> TokenFiles:
 
 
 def _parse_description(fields: Any) -> TokenFiles:
-    """The `TokenFiles` of a JSON object; errors complete a sentence that begins with its file."""
+    """Parses `TokenFiles` from JSON; errors complete a sentence that begins with the file."""
     if fields.get("version") != VERSION:
         raise ValueError(f"has the version {fields.get('version')!r}, expected {VERSION}")
     fields = {"examples": 0} | fields

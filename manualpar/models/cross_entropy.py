@@ -4,7 +4,7 @@ A loss is the mean over the examples or tokens of its batch, which is one device
 minibatch. Its metrics are sums and counts, and the program weighs devices and minibatches by the
 counts. An example without weight has no influence, and the loss of a share without any weight is 0.
 
-Logits may be split over devices along their last dim, as those of a model with a split head are.
+Logits may be split over devices along their last dim, if the model's head is split.
 They are not gathered, see `manualpar.layers.vocabulary`. A language model whose `__call__` has an
 argument `labels` is given them, and computes the losses itself, so that it need not make logits:
 `Transformer` does.
@@ -27,7 +27,7 @@ from manualpar.layers.vocabulary import split_argmax, split_cross_entropy, vocab
 def classification_loss(
     params: Any, apply_fn: Callable[..., jax.Array], batch: Batch, rng: jax.Array
 ) -> tuple[jax.Array, Metrics]:
-    """The cross entropy of the logits and the labels.
+    """Computes the cross entropy of the logits and the labels.
 
     Args:
       params: The parameters of the model.
@@ -45,7 +45,7 @@ def classification_loss(
         the columns.
 
     Communication:
-      None if the logits are whole; otherwise that of `split_cross_entropy` and `split_argmax`.
+      None if the logits are not split; otherwise as `split_cross_entropy` and `split_argmax`.
     """
     return _mean_cross_entropy("classification_loss", params, apply_fn, batch, rng)
 
@@ -53,7 +53,7 @@ def classification_loss(
 def language_model_loss(
     params: Any, apply_fn: Callable[..., jax.Array], batch: Batch, rng: jax.Array
 ) -> tuple[jax.Array, Metrics]:
-    """The cross entropy of the logits at each position and the next token.
+    """Computes the cross entropy of the logits at each position and the next token.
 
     As `classification_loss`, but inputs, labels and mask are `[B, S]`, and logits `[B, S, V]`. A
     label is the token after its position.
@@ -69,7 +69,7 @@ def language_model_loss(
 
 
 def takes_labels(apply_fn: Callable[..., Any]) -> bool:
-    """Whether `apply_fn` is the `apply` of a module whose `__call__` has an argument `labels`."""
+    """Returns whether the module whose `apply` this is takes an argument `labels`."""
     owner = getattr(apply_fn, "__self__", apply_fn)
     # A program wraps the module.
     module: Any = owner if isinstance(owner, nn.Module) else getattr(owner, "module", owner)
@@ -79,10 +79,10 @@ def takes_labels(apply_fn: Callable[..., Any]) -> bool:
 def mixture_of_experts_loss(
     params: Any, apply_fn: Callable[..., jax.Array], batch: Batch, rng: jax.Array
 ) -> tuple[jax.Array, Metrics]:
-    """`language_model_loss` and the losses that keep the load of a model's experts balanced.
+    """Adds the losses that balance the load of experts to `language_model_loss`.
 
-    The metrics are those of `language_model_loss`, whose `loss` is without what is added, and those
-    of `auxiliary_loss`.
+    The metrics are the metrics of `language_model_loss` and of `auxiliary_loss`. The metric `loss`
+    does not contain the added losses.
     """
     sown: dict[str, Any] = {}
 
@@ -122,12 +122,12 @@ def _mean_cross_entropy(
     _check_one_each(name, batch, losses.shape, f"model's losses {losses.shape}")
     correct = correct.astype(losses.dtype)
     weights = jnp.ones_like(losses) if batch.mask is None else batch.mask.astype(losses.dtype)
-    # The sum of those of all sequences, by which a loss of experts weighs each.
+    # Summed per sequence first, because the loss of experts weighs each sequence by its sum.
     count = weights.sum(-1).sum()
-    # A label that stands for nothing may be any number, and its loss NaN, which times 0 is NaN.
+    # A masked label may be any number, so its loss may be NaN, and NaN times 0 is NaN.
     total = jnp.where(weights == 0, 0, losses * weights).sum()
     metrics = {"loss": (total, count), "accuracy": ((correct * weights).sum(), count)}
-    # The share of a device may consist of padding alone.
+    # A device's share may consist only of padding.
     return total / jnp.where(count > 0, count, 1), metrics
 
 
@@ -142,7 +142,7 @@ def _check_one_each(name: str, batch: Batch, shape: tuple[int, ...], of: str) ->
 
 
 def _checked_pair(name: str, out: Any, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """What a model has made of labels."""
+    """Checks that a model returned a pair (losses, correct) of the labels' shape."""
     shapes = [jnp.shape(x) for x in out] if isinstance(out, tuple) else [jnp.shape(out)]
     if shapes != [labels.shape] * 2:
         raise ValueError(

@@ -2,7 +2,7 @@
 
 Layers may be of two kinds (Beltagy et al., https://arxiv.org/abs/2004.05150): of every
 `global_every` layers the last is *global* and sees all positions, and the others are *local* and
-see those of a window. A loop then runs over groups of so many layers, each with one global layer.
+see a window. A loop then runs over groups of `global_every` layers, the last of them global.
 The first `dense_layers` of a model with experts have an MLP instead, and stand before the loop.
 
 Invariants: layer `i` has the same parameters whether layers are written out or scanned, see
@@ -60,12 +60,12 @@ class LayerPlace(NamedTuple):
 
 
 def is_global(layer: int, global_every: int) -> bool:
-    """Whether a layer sees all positions while others see a window."""
+    """Returns whether a layer sees all positions while other layers see a window."""
     return bool(global_every) and (layer + 1) % global_every == 0
 
 
 def layer_place(model: "Transformer", layer: int) -> LayerPlace:
-    """Where the parameters of layer `layer` of a model are, counted from 0.
+    """Locates the parameters of layer `layer` of a model, counted from 0.
 
     They are in `layer_{i}` if layers are written out, and in an entry of `layers` if they are
     scanned. Of two kinds of layers `layers/layer_{j}` are the layers `j` of all groups. Layers that
@@ -80,7 +80,7 @@ def layer_place(model: "Transformer", layer: int) -> LayerPlace:
 
 
 def scanned_layers(model: "Transformer") -> range:
-    """The layers that a loop runs over, by number."""
+    """Returns the numbers of the layers that a loop runs over."""
     if not model.scan_layers:
         return range(0)
     size = max(model.global_every, 1)
@@ -92,8 +92,8 @@ class LayerGroup(nn.Module):
     """Layers of two kinds, the last of them global.
 
     Attributes:
-      config: That of a local layer.
-      global_every: How many they are.
+      config: The config of a local layer.
+      global_every: The number of layers in the group.
       remat: See `REMAT_POLICIES`.
     """
 
@@ -109,7 +109,7 @@ class LayerGroup(nn.Module):
         document_BS: jax.Array | None,
         rows: Prompts | Past | None = None,
     ) -> tuple[jax.Array, None]:
-        """See `Layer`."""
+        """Runs the layers of a group; see `Layer`."""
         layer = _layer_class(self.remat, in_loop=True)
         for index in range(self.global_every):
             config, angles_SH = _of_kind(self.config, angles, index, self.global_every)
@@ -125,13 +125,13 @@ def run_layers(
     document_BS: jax.Array | None,
     rows: Prompts | Past | None = None,
 ) -> jax.Array:
-    """The residual stream behind all layers, which become submodules of the one that calls this.
+    """Runs all layers, which become submodules of the calling module.
 
     Args:
       model: The model that has the layers.
-      config: That of its layers; of two kinds that of local ones.
+      config: The layers' config; the local layers' config if there are two kinds.
       x_BSD: The residual stream, see `Layer`.
-      angles: Those of the two kinds; of one kind those of global layers are all layers'.
+      angles: The angles of both kinds; all layers use `of_global` if there is only one kind.
       document_BS: See `Layer`.
       rows: See `Transformer`.
 
@@ -139,7 +139,7 @@ def run_layers(
       The residual stream, of the shape of `x_BSD`.
 
     Communication:
-      That of the layers.
+      As the layers.
     """
     in_loop = scanned_layers(model)
     written_out = _layer_class(model.remat, in_loop=False)
@@ -204,7 +204,7 @@ def _layer_class(remat: str, *, in_loop: bool) -> Any:
 def _of_kind(
     config: LayerConfig, angles: Angles, layer: int, global_every: int
 ) -> tuple[LayerConfig, jax.Array]:
-    """The config and the angles of a layer."""
+    """Returns the config and the angles of a layer."""
     if not global_every:
         return config, angles.of_global
     if is_global(layer, global_every):

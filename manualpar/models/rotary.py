@@ -40,7 +40,7 @@ class RotaryScaling:
     original_length: int = 8192
 
     def __call__(self, frequencies: jax.Array) -> jax.Array:
-        """The scaled frequencies, in radians for each position."""
+        """Scales frequencies, in radians for each position."""
         slowest = frequencies / self.factor
         if self.kind == "linear":
             return slowest
@@ -57,7 +57,7 @@ def rotary_angles(
     base: float,
     scaling: RotaryScaling | None = None,
 ) -> jax.Array:
-    """The angles in radians by which rotary positions turn the pairs of a head's features.
+    """Computes the angles, in radians, by which rotary positions turn pairs of features.
 
     They are `float32[S, H/2]`: `s * base ** (-2 i / H)` at position `s` for pair `i`, before
     `scaling`. The positions are `int32[S]`, or `[B, S]` for angles `[B, S, H/2]`.

@@ -131,7 +131,7 @@ class Transformer(nn.Module):
       overlap: `"ring"`: attention and MLP compute while they send what sequence parallelism sends;
         `"none"` for collectives of all at once. Experts and head know only these.
       num_experts: Experts that each layer has in place of its MLP, each an MLP of that size; 0 for
-        none. A loss of them is that of `mixture_of_experts_loss`.
+        none. Train them with `mixture_of_experts_loss`.
       experts_per_token: How many experts compute a token.
       capacity_factor: The room of an expert in multiples of an equal share of a sequence's tokens,
         see `MoE`; 0 for room for all tokens.
@@ -212,7 +212,7 @@ class Transformer(nn.Module):
     context_axis: str = ""
     context_attention: ContextAttention = "ring"
 
-    # Both are of training alone, see `manualpar.core.model.evaluation`.
+    # Both apply only to training, see `manualpar.core.model.evaluation`.
     evaluation_fields: ClassVar[Mapping[str, Any]] = {"label_smoothing": 0.0, "z_loss": 0.0}
 
     @nn.compact
@@ -250,9 +250,9 @@ class Transformer(nn.Module):
           ValueError: `tokens` or a field of the model is out of range; the message names it.
 
         Communication:
-          Over `split_axis`, where it is bound, that of `split_lookup`, and for each layer and the
-          head that of `enter`, for each layer also two times that of `leave`. Over `context_axis`
-          for each layer that of `Context.attention`. With labels that of `head_cross_entropy`.
+          Over `split_axis`, where it is bound: `split_lookup` once, `enter` for each layer and the
+          head, and `leave` twice for each layer. Over `context_axis`: `Context.attention` for each
+          layer. With labels, `head_cross_entropy` in addition.
         """
         check_transformer(self)
         documents = None
@@ -354,7 +354,7 @@ class Transformer(nn.Module):
         )
 
     def _table(self, name: str, dim_names: tuple[str, ...], rows: int, std: float) -> jax.Array:
-        """The embedding or the head; each device along the axis has some of the tokens."""
+        """Makes the embedding or the head; each device along the axis has some of the tokens."""
         init = marked(nn.initializers.normal(std), dim_names, annotate=self.annotate)
         if self.split_axis:
             init = split(init, split_dims(dim_names, self.split_axis))

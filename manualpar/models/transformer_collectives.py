@@ -169,7 +169,7 @@ def _times(number: int, sends: Iterable[Collective]) -> list[Collective]:
 
 
 def _arranging(program: Program) -> Iterator[Collective]:
-    """What a step sends to put sequences into zig-zag order: two permutes of half of each leaf."""
+    """Yields the sends that put sequences into zig-zag order: two permutes of half a leaf."""
     axis = program.step.roles.context_axis
     size = program.mesh.shape.get(axis, 1) if axis else 1
     for leaf in jax.tree.leaves(program.abstract_batch) if size > 1 else ():
@@ -180,7 +180,7 @@ def _arranging(program: Program) -> Iterator[Collective]:
 
 
 def _activations(program: Program, model: Transformer, axis: str) -> LayerActivations | None:
-    """A device's tokens in a minibatch, and how many devices there are along an axis, if any."""
+    """Describes a layer's activations on a device; `None` if the mesh has no such axis."""
     mesh = program.mesh
     if axis not in mesh.shape:
         return None

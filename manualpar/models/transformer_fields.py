@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 
 
 def size_of_head(model: "Transformer") -> int:
-    """The features of a head, `H`."""
+    """Returns the features of a head, `H`."""
     return model.head_size or model.hidden_size // model.num_heads
 
 
 def size_of_vocabulary(model: "Transformer") -> int:
-    """The rows of the embedding, `V`: a multiple of `vocab_multiple`."""
+    """Returns the rows of the embedding, `V`: a multiple of `vocab_multiple`."""
     return -(-model.vocab_size // model.vocab_multiple) * model.vocab_multiple
 
 
 def window_of(model: "Transformer", layer: int) -> int:
-    """How many positions a query of that layer sees; 0 for all."""
+    """Returns how many positions a query of that layer sees; 0 for all."""
     return 0 if is_global(layer, model.global_every) else model.attention_window
 
 
@@ -44,18 +44,18 @@ def layers_by_window(model: "Transformer") -> tuple[tuple[int, int], ...]:
 
 
 def flops_per_token(model: "Transformer", sequence_length: int) -> int:
-    """The floating point operations of training on a token, for model FLOPs utilization.
+    """Counts the floating point operations of training on a token, for MFU.
 
     As in appendix B of PaLM (Chowdhery et al., https://arxiv.org/abs/2204.02311): `6 P` for the `P`
     weights that a token is multiplied with, and `12 L N H S` for attention's two products of every
-    query with every key. So recomputation does not count, and what a causal mask or the borders of
-    documents save counts as if it were computed. Of experts those of a token count, whether or not
-    they have room for it, and shared ones. Norms, softmax and the lookup of embeddings are left
-    out.
+    query with every key. So recomputation does not count, and scores that a causal mask or the
+    borders of documents hide count as if they were computed. The experts that a token chooses
+    count, whether or not they have room for it, and so do shared experts. Norms, softmax and the
+    lookup of embeddings are left out.
 
     Args:
       model: The model.
-      sequence_length: Positions of a sequence; `S` is as many, or those of a layer's window.
+      sequence_length: Positions of a sequence; `S` is this number, or a layer's window.
 
     Returns:
       Multiplications and additions of one token's forward and backward pass.
@@ -164,7 +164,7 @@ def check_transformer(model: "Transformer") -> None:
 
 
 def expert_options(model: "Transformer") -> dict[str, Any]:
-    """The fields of `MoE` that say how it chooses, weighs and shares experts."""
+    """Returns the fields of `MoE` for choosing, weighing and sharing experts."""
     return {
         "gates": model.expert_gates,
         "normalize_gates": model.normalize_gates,
@@ -224,7 +224,7 @@ def _check_rotary_scaling(model: "Transformer", refuse: Callable[[str, str], Non
 
 
 def tokens_and_documents(inputs: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """The tokens and the documents of packed inputs.
+    """Returns the tokens and the documents of packed inputs.
 
     Raises:
       ValueError: The inputs have other names, or arrays that do not fit each other.

@@ -41,7 +41,7 @@ from manualpar.models.rotary import rotate
 # The dims, by their logical names, of which each device along the axis computes a part.
 SPLIT_DIMS = frozenset({"vocab", "heads", "kv_heads", "mlp"})
 
-# Of the gates of the MLP.
+# The function that is applied to the gates of the MLP.
 Activation = Literal["silu", "gelu"]
 ACTIVATIONS: Mapping[Activation, Callable[[jax.Array], jax.Array]] = {
     "silu": nn.silu,
@@ -66,9 +66,9 @@ class LayerConfig:
     attention: AttentionKind
     annotate: bool
     context: Context  # How sequences are split over devices.
-    window: int | None = None  # Of attention.
-    soft_cap: float | None = None  # Of its scores.
-    query_scale: float = 1.0  # Of queries, besides the `H ** -0.5` of all kinds of attention.
+    window: int | None = None  # Positions that a query sees; None for all.
+    soft_cap: float | None = None  # Cap of attention scores.
+    query_scale: float = 1.0  # Multiplies queries, in addition to attention's `H ** -0.5`.
     norm_epsilon: float = 1e-6
     norm_offset: bool = False
     post_norms: bool = False
@@ -78,10 +78,10 @@ class LayerConfig:
     num_experts: int = 0  # 0 for an MLP in their place.
     experts_per_token: int = 0
     capacity_factor: float | None = None
-    expert_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # Of `MoE`, more.
+    expert_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # More of `MoE`.
     expert_axis: str | None = None
-    axis: str | None = None  # That the layer is split over.
-    sequence_dim: int | None = None  # That the residual stream is split along; 1 or None.
+    axis: str | None = None  # The mesh axis that the layer is split over.
+    sequence_dim: int | None = None  # Dim that the residual stream is split along: 1 or None.
     overlap: LayerOverlap = "none"
 
 
@@ -197,7 +197,7 @@ class OffsetNorm(nn.Module):
     """An RMSNorm that multiplies by `1 + scale`.
 
     Attributes:
-      epsilon: What it adds to the mean of squares.
+      epsilon: The number added to the mean of squares.
       dtype: The dtype of the result; all is computed in float32.
       scale_init: The initializer of `scale`, `float32[D]`.
     """
@@ -216,10 +216,10 @@ class OffsetNorm(nn.Module):
 
 
 def enter_normalized(x_BSD: jax.Array, name: str, config: LayerConfig) -> jax.Array | Chunks:
-    """The residual stream through an RMSNorm of that name, as the input of split products.
+    """Applies an RMSNorm called `name` and makes the result the input of split products.
 
     Communication:
-      That of `normalize` and of `enter` or `enter_ring`.
+      As `normalize`, and as `enter` or `enter_ring`.
     """
     y_BSD = normalize(x_BSD, name, config)
     if config.overlap == "ring" and config.sequence_dim is not None:
@@ -228,7 +228,7 @@ def enter_normalized(x_BSD: jax.Array, name: str, config: LayerConfig) -> jax.Ar
 
 
 def normalize(x_BSD: jax.Array, name: str, config: LayerConfig) -> jax.Array:
-    """The residual stream through an RMSNorm of that name.
+    """Applies an RMSNorm called `name` to the residual stream.
 
     Communication:
       Where the stream is split, backward an all-reduce of the scale's gradient, because each device
@@ -239,17 +239,17 @@ def normalize(x_BSD: jax.Array, name: str, config: LayerConfig) -> jax.Array:
 
 
 def marked(init: Any, dim_names: DimNames, *, annotate: bool) -> Any:
-    """An initializer that says the names of its parameter's dims, if they are asked for."""
+    """Adds the names of its parameter's dims to an initializer if `annotate` is set."""
     return nn.with_logical_partitioning(init, dim_names) if annotate else init
 
 
 def split_dims(dim_names: DimNames, axis: str | None) -> DimNames:
-    """For each dim the axis that it is split over, or `None`."""
+    """Returns, for each dim, the axis that it is split over, or `None`."""
     return tuple(axis if name in SPLIT_DIMS else None for name in dim_names)
 
 
 def _norm(name: str, dim_name: str | None, config: LayerConfig) -> nn.Module:
-    """An RMSNorm of the last dim, which has that name."""
+    """Makes an RMSNorm called `name` over the last dim, whose logical name is `dim_name`."""
     initial = nn.initializers.zeros if config.norm_offset else nn.initializers.ones
     init = marked(initial, (dim_name,), annotate=config.annotate)
     kind: Any = OffsetNorm if config.norm_offset else nn.RMSNorm
@@ -283,7 +283,7 @@ def _product(
     use_bias: bool = False,
     name: str,
 ) -> SplitDense:
-    """A product with weights; of variance `scale**2 / inputs` at first."""
+    """Makes a product with weights, whose initial variance is `scale**2 / inputs`."""
     dims, names = range(len(shape)), split_dims(dim_names, config.axis)
     is_row = any(names[:contracted])
     init = nn.initializers.variance_scaling(

@@ -142,7 +142,7 @@ def _path(leaf: Leaf) -> str:
 
 
 def _differences(leaves: Mapping[str, Leaf], file: Any) -> list[str]:
-    """What is missing in a file, left over, or of another shape or kind."""
+    """Finds parameters that a file lacks, has in excess, or has with another shape or kind."""
     names = set(file.keys())
     lines = [f"{name} is left over" for name in sorted(names - leaves.keys())]
     for path, leaf in leaves.items():

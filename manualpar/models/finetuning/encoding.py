@@ -39,7 +39,7 @@ class Encoding(NamedTuple):
 
     @classmethod
     def of(cls, name: str, codes: Leaf, scales: Leaf) -> "Encoding":
-        """The encoding of the parameter of a name."""
+        """Returns the encoding of the parameter called `name`."""
         dtype = jnp.promote_types(scales.dtype, jnp.float32)
         layout: Any = codes.abstract.sharding
         held, sharding = _whole_blocks(
@@ -50,18 +50,18 @@ class Encoding(NamedTuple):
         return cls(Leaf(name, keys, abstract, codes.shape, held, dtype), codes, scales)
 
     def encode(self, x: jax.Array) -> dict[str, jax.Array]:
-        """The codes and the scales of the parameter, which is donated, by their names.
+        """Quantizes the parameter, which is donated, and returns codes and scales by name.
 
         Communication:
-          None for most. The codes travel if their shards end within blocks, and the scales if they
-          are sharded otherwise than the codes.
+          None for most parameters. Codes are sent if their shards end within blocks, and scales if
+          they are sharded otherwise than the codes.
         """
         with no_mesh():
             made = _encoder(*self._types, _block(self.codes, self.scales))(x)
         return dict(zip((self.codes.name, self.scales.name), made, strict=True))
 
     def decode(self, codes: jax.Array, scales: jax.Array) -> jax.Array:
-        """The parameter, sharded and padded as its codes are.
+        """Dequantizes the parameter, which is sharded and padded as its codes are.
 
         Communication:
           As for `encode`, the other way.
@@ -81,7 +81,7 @@ def _block(codes: Leaf, scales: Leaf) -> int:
 def _whole_blocks(
     shape: tuple[int, ...], held: tuple[int, ...], sharding: NamedSharding, block: int
 ) -> tuple[tuple[int, ...], NamedSharding]:
-    """The padded shape and the sharding in which no shard ends within a block."""
+    """Returns a padded shape and a sharding in which no shard ends within a block."""
     axes = [*map(axis_tuple, sharding.spec), *[()] * (len(shape) - len(sharding.spec))]
     parts = axes_size(sharding.mesh, axes[-1])
     if parts == 1 or held[-1] // parts % block == 0:
@@ -102,7 +102,7 @@ def _round_up(size: int, parts: int) -> int:
 
 @functools.lru_cache
 def _encoder(plain: Any, codes: Any, scales: Any, block: int) -> Callable[[jax.Array], Any]:
-    """The compiled function, one for all parameters of these shapes and layouts."""
+    """Returns the compiled function, one for all parameters of these shapes and layouts."""
 
     def run(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         made = quantize(x, block)
@@ -134,7 +134,7 @@ def _jit(run: Callable[..., Any], shardings: Any) -> Callable[..., Any]:
 
 
 def _resize(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """An array without its last entries, or with zeros after them."""
+    """Cuts off the last entries of an array, or appends zeros."""
     pairs = list(zip(x.shape, shape, strict=True))
     x = x[tuple(slice(min(own, size)) for own, size in pairs)]
     return jnp.pad(x, [(0, max(size - own, 0)) for own, size in pairs])

@@ -128,15 +128,15 @@ class LowRankModel:
         return module
 
     def init(self, rngs: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The model's `init`, with adapters."""
+        """Calls the model's `init` and adds adapters."""
         return _adapted(self).init(rngs, *args, **kwargs)
 
     def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
-        """The model's `apply`, with adapters."""
+        """Calls the model's `apply` with adapters."""
         return _adapted(self).apply(variables, *args, **kwargs)
 
     def rank_of(self, path: str) -> int | None:
-        """The rank of the adapter of the module at a path; `None` if no target names it.
+        """Returns the rank of the adapter of the module at a path; `None` if no target names it.
 
         Raises:
           ValueError: Two targets give it different ranks.
@@ -175,7 +175,7 @@ class LoRAInterface(WrappingInterface):
 
     @classmethod
     def wrap(cls, model: Any) -> Self | None:
-        """The adapter of a model with adapters of low rank."""
+        """Wraps the interface of a model that gets adapters of low rank."""
         if not isinstance(model, LowRankModel):
             return None
         base = interface_of(model.model)
@@ -187,11 +187,11 @@ class LoRAInterface(WrappingInterface):
         return ADAPTERS
 
     def check(self, trace: Callable[[ModelInterface], None]) -> None:
-        """That of the given model without adapters, which compute on shards whatever it does."""
+        """Checks the given model without adapters, because these always compute on shards."""
         self.base.check(lambda base: trace(self.called(base)))
 
     def init(self, rngs: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The given model's variables, and adapters among the parameters.
+        """Initializes the given model's variables, and adapters among the parameters.
 
         Raises:
           ValueError: A target is not there or cannot be adapted.
@@ -202,12 +202,12 @@ class LoRAInterface(WrappingInterface):
         return dict(variables)
 
     def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
-        """The given model's `apply`, with the products of the adapters added."""
+        """Calls the given model's `apply` and adds the products of the adapters."""
         base = self.called(self.base)
         return base.intercepted(self._add).apply(variables, *args, **kwargs)
 
     def _add(self, next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
-        """An interceptor that adds the product of a module's adapter to its result."""
+        """Intercepts a module's call and adds the product of its adapter to the result."""
         module, y = context.module, next_fun(*args, **kwargs)
         if not _computes(context) or not module.has_variable("params", DOWN):
             return y
@@ -294,7 +294,7 @@ class _Making:
 
 
 def _computes(context: Any) -> bool:
-    """Whether this call of a module is the one that computes, with its variables at hand.
+    """Returns whether this call of a module computes and has the module's variables.
 
     A module in `nn.remat` or `nn.scan` calls the same one without it, which computes.
     """

@@ -31,7 +31,7 @@ ADAPTED_LAYERS = "SplitDense, nn.Dense, nn.DenseGeneral or nn.Einsum"
 
 
 def input_dims(module: nn.Module) -> int:
-    """The number of a kernel's dims that are inputs, which are its first.
+    """Counts the input dims of a kernel, which come first.
 
     Raises:
       ValueError: The layer cannot be adapted; the message says why and begins in mid-sentence.
@@ -66,7 +66,7 @@ def input_dims(module: nn.Module) -> int:
 def add_low_rank(
     module: nn.Module, x: Any, y: Any, a: jax.Array, b: jax.Array, scale: float
 ) -> Any:
-    """What a layer returns, `y`, with the product of its adapter.
+    """Adds the product of a layer's adapter to the layer's result `y`.
 
     Args:
       module: The layer.
@@ -100,7 +100,7 @@ def add_low_rank(
 
 
 def _split_product(module: Any, x: Any, a: jax.Array, y: Any) -> Any:
-    """The product with `a`, summed over the devices if the layer's own is."""
+    """Computes the product with `a`, summed over the devices if the layer's product is."""
     axes = tuple(axis for name in module.names[: module.contracted] for axis in axis_tuple(name))
     if not axes:
         return gather_matmul(x, a, module.contracted)
@@ -118,13 +118,13 @@ def _contract(x: jax.Array, a: jax.Array, dims: Any) -> jax.Array:
 
 
 def _kind_of(module: nn.Module) -> type[nn.Module] | None:
-    """Which of the known layers a module is; one with a `__call__` of its own is none."""
+    """Returns the known layer whose `__call__` the module has; `None` for other modules."""
     kinds = (SplitDense, nn.Dense, nn.DenseGeneral, nn.Einsum)
     return next((kind for kind in kinds if type(module).__call__ is kind.__call__), None)
 
 
 def _einsum_terms(module: Any) -> tuple[str, str, str]:
-    """The names of the dims of the input, the kernel and the result.
+    """Splits an einsum into the dim names of the input, the kernel and the result.
 
     Raises:
       ValueError: There are dims without names.

@@ -56,9 +56,9 @@ def merge_lora(program: Program, state: TrainState) -> dict[str, Any]:
 
 
 def given_variables(program: Program, state: TrainState) -> list[tuple[Leaf, jax.Array]]:
-    """The variables that the model has as it was given: merged, decoded, and without adapters.
+    """Returns the original model's variables: merged, dequantized, and without adapters.
 
-    Each device holds its shards of all of them. Communication is that of `merge_lora`.
+    Each device holds its shards of all of them. Communication is as in `merge_lora`.
     """
     adapter, leaves = program.step.model.adapter, variable_leaves(program)
     # What is on the host, as flax's `from_bytes` leaves it, goes to the devices.
@@ -85,7 +85,7 @@ def given_variables(program: Program, state: TrainState) -> list[tuple[Leaf, jax
 
 
 def lora_interface(function: str, program: Program) -> LoRAInterface:
-    """The adapter of the program's model; refuses one without adapters of low rank."""
+    """Returns the interface of the program's model; refuses a model without LoRA adapters."""
     adapter = program.step.model.adapter
     if not isinstance(adapter, LoRAInterface):
         raise ValueError(
@@ -96,7 +96,7 @@ def lora_interface(function: str, program: Program) -> LoRAInterface:
 
 
 def is_adapter(path: str) -> bool:
-    """Whether a parameter is a part of an adapter, by its path."""
+    """Returns whether the parameter at a path is a part of an adapter."""
     return path.rpartition("/")[2] in (DOWN, UP)
 
 

@@ -119,16 +119,16 @@ class QuantizedModel:
         return module
 
     def init(self, rngs: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The model's `init`, encoded."""
+        """Calls the model's `init` and quantizes the result."""
         variables: dict[str, Any] = interface_of(self).init(rngs, *args, **kwargs)
         return variables
 
     def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
-        """The model's `apply` with what `init` has made."""
+        """Calls the model's `apply` with the variables that `init` returned."""
         return interface_of(self).apply(variables, *args, **kwargs)
 
     def block_of(self, path: str) -> int | None:
-        """The length of the blocks of a parameter; `None` if no target names it.
+        """Returns the block length of a parameter; `None` if no target names it.
 
         Raises:
           ValueError: Two targets give it different lengths.
@@ -158,7 +158,7 @@ class QuantizedInterface(WrappingInterface):
 
     @classmethod
     def wrap(cls, model: Any) -> Self | None:
-        """The adapter of a model with parameters in int8."""
+        """Wraps the interface of a model with parameters in int8."""
         if not isinstance(model, QuantizedModel):
             return None
         base = interface_of(model.model)
@@ -170,7 +170,7 @@ class QuantizedInterface(WrappingInterface):
         return True
 
     def encodings(self, leaves: Sequence[Leaf]) -> dict[str, Encoding]:
-        """How kernels become codes and scales, by the names of kernels."""
+        """Returns how kernels become codes and scales, by the names of kernels."""
         by_name = {leaf.name: leaf for leaf in leaves}
         found = {}
         for name, codes in by_name.items():
@@ -180,15 +180,15 @@ class QuantizedInterface(WrappingInterface):
         return found
 
     def intercepted(self, interceptor: Callable[..., Any]) -> Self:
-        """The same model with one more interceptor of its modules' methods."""
+        """Returns the same model with one more interceptor of its modules' methods."""
         return dataclasses.replace(self, base=self.base.intercepted(interceptor))
 
     def annotated(self, path: str, kernel: Any) -> Any:
-        """The kernel of the module at a path in the box that the given model puts it in, if any."""
+        """Puts the kernel of the module at a path in the given model's box for it, if any."""
         return self.base.annotated(path, kernel)
 
     def init(self, rngs: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The given model's variables, with codes and scales among the parameters.
+        """Initializes the given model's variables, with codes and scales as parameters.
 
         Raises:
           ValueError: A target is not there or cannot be encoded.
@@ -209,7 +209,7 @@ class QuantizedInterface(WrappingInterface):
         return variables | {"params": unflatten_dict(encoded, sep="/")}
 
     def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
-        """The given model's `apply`, with kernels that decode themselves."""
+        """Calls the given model's `apply` with kernels that dequantize themselves."""
         params = flatten_dict(variables.get("params", {}), sep="/")
         for path in [path for path in params if path.endswith(CODES)]:
             plain = path.removesuffix(CODES)
@@ -229,15 +229,15 @@ class EncodedParameter(ArrayBox, eq=False):
 
     @classmethod
     def of(cls, codes: Any, scales: Any) -> "EncodedParameter":
-        """The parameter with these codes and scales, boxed or not."""
+        """Makes the parameter from its codes and scales, boxed or not."""
         value = codes.value if is_box(codes) else codes
         return cls((codes, scales), names=(None,) * value.ndim)
 
     def unbox(self, apply_constraint: bool = True) -> Any:
-        """The parameter.
+        """Dequantizes the parameter.
 
         Communication:
-          That of the boxes of codes and scales.
+          As the boxes of codes and scales.
         """
         del apply_constraint
         codes, scales = nn.unbox(self.value)
@@ -266,7 +266,7 @@ class EncodedParameter(ArrayBox, eq=False):
 
 
 def _encoded(path: str, box: Any, most: int) -> dict[str, Any]:
-    """The codes and the scales of a parameter, in boxes if it is in one."""
+    """Quantizes a parameter; boxes its codes and scales if the parameter is boxed."""
     x = box.value if is_box(box) else box
     if not jnp.issubdtype(x.dtype, jnp.floating) or x.ndim < 2 or not x.size:
         raise ValueError(

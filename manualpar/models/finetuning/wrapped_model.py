@@ -20,31 +20,31 @@ class WrappingInterface(ModelInterface):
 
     @property
     def trainable(self) -> tuple[str, ...]:
-        """That of the given model."""
+        """The trainable globs of the given model."""
         globs: tuple[str, ...] = self.base.trainable
         return globs
 
     @property
     def decodes_weights(self) -> bool:
-        """That of the given model."""
+        """Whether the given model dequantizes weights."""
         return bool(self.base.decodes_weights)
 
     def encodings(self, leaves: Any) -> dict[str, Any]:
-        """Those of the given model."""
+        """Returns the encodings of the given model."""
         return dict(self.base.encodings(leaves))
 
     def initial_call(
         self, batch: Any, init_args: InitArgs | None
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """That of the given model."""
+        """Returns the arguments of the given model's first call."""
         call: tuple[tuple[Any, ...], dict[str, Any]] = self.base.initial_call(batch, init_args)
         return call
 
     def called(self, base: Any) -> Any:
-        """Another adapter, called in the phase and on the mesh in which this one is."""
+        """Copies another interface with this one's module, phase and axes."""
         same = ("module", "phase", "axis_aliases", "loop_dims")
         return dataclasses.replace(base, **{name: getattr(self, name) for name in same})
 
     def check(self, trace: Callable[[ModelInterface], None]) -> None:
-        """That of the given model as it computes here."""
+        """Checks the given model as it computes here."""
         self.base.check(lambda base: trace(dataclasses.replace(self, base=base)))

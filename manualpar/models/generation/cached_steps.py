@@ -1,13 +1,13 @@
 """The steps of generation and of scoring, each a `shard_map` over the mesh of a program.
 
-The parameters are those of the training state, as they lie: each device gathers them layer by layer
-through the boxes that training uses, and over a model axis it computes with its own part. The rows
-of a batch are divided over the axes that divide examples in training. So is the cache, whose heads
-lie on the devices of the model axis that compute them.
+The parameters are sharded as in the training state: each device gathers them layer by layer through
+the boxes that training uses, and over a model axis it computes with its own shard. The axes that
+divide examples in training divide the rows of a batch and the cache. The heads of the cache are
+stored on the devices of the model axis that compute them.
 
 - `prefill` runs the prompts, keeps their keys and values, and draws the first tokens.
 - `decode` runs one token of each row and draws the next.
-- `score` runs whole sequences and tells the log-likelihood of what is marked in each.
+- `score` runs whole sequences and returns the log-likelihood of the marked tokens of each.
 
 Each compiles once for a shape: the rows, the padded length of prompts, and the slots of the cache.
 The cache is donated.
@@ -206,7 +206,7 @@ class CachedSteps:
         return scores
 
     def _on_mesh(self, on_device: Callable[..., Any], own: Any, cache: Any) -> Callable[..., Any]:
-        """A step of (params, collections, drawing, *own) on the mesh."""
+        """Returns a step of (params, collections, drawing, *own) that runs on the mesh."""
         whole, step = PartitionSpec(), self.program.step
         return step.mode.run(
             on_device,
@@ -215,7 +215,7 @@ class CachedSteps:
         )
 
     def _apply(self, params: Any, collections: Any, tokens: Any, rows: Any) -> Any:
-        """The logits at the last token of each row, and the keys and values to keep."""
+        """Computes the logits at each row's last token, and the keys and values to keep."""
         variables = {"params": self._boxes(params), **collections}
         with self.program.step.mode.context():
             logits, new = self._adapter.apply(
@@ -240,7 +240,7 @@ class CachedSteps:
         return Drawn(token, of_token[:, 0])
 
     def _of_all(self, rows: Any) -> Any:
-        """What all devices have of rows."""
+        """Gathers the rows of all devices."""
         gather = functools.partial(gather_invariant, scope=EXAMPLES_SCOPE)
         return jax.tree.map(lambda x: gather(x, 0, self._data_axes), rows)
 
@@ -253,7 +253,7 @@ class CachedSteps:
         return PartitionSpec(*(None,) * (x.ndim - 4), self._data_axes, None, heads, None)
 
     def _cache_specs(self, tokens: jax.Array, size: int) -> Any:
-        """The tree of the cache, as one device would make it, with the spec of each leaf."""
+        """Returns the cache's tree, as on one device, with the spec of each leaf."""
 
         def keep(params: Any) -> Any:
             state = self.program.whole_state

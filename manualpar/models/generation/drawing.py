@@ -33,7 +33,7 @@ class Drawing(NamedTuple):
     top_p: float | Any = 1.0
 
     def as_arrays(self) -> "Drawing":
-        """The same as scalars of fixed dtypes.
+        """Converts the fields to scalar arrays of fixed dtypes.
 
         Raises:
           ValueError: A number is out of range.
@@ -85,7 +85,7 @@ def draw_tokens(
 
 
 def keep_likeliest(logits: jax.Array, drawing: Drawing) -> jax.Array:
-    """The logits `[B, V]`, with -inf for tokens that `top_k` and then `top_p` leave out.
+    """Sets logits `[B, V]` to -inf for tokens that `top_k` and then `top_p` leave out.
 
     Of tokens that are as likely as the last one that is kept, all are kept.
     """

@@ -115,7 +115,7 @@ class Generator:
           TypeError, ValueError: See `stream`.
 
         Communication:
-          That of `stream`.
+          As `stream`.
         """
         answers = [Answer() for _ in prompts]
         for piece in self.stream(state, prompts, **options):
@@ -199,7 +199,7 @@ class Generator:
             }
             counts = dict.fromkeys(batch, 0)  # Of the rows that go on.
             for drawn in self._draws(state, prompts, batch, drawing, max_tokens, key):
-                # Behind those of the batch stand rows of padding.
+                # Rows of padding follow the rows of the batch.
                 for row, token, log_probability in zip(batch, *drawn, strict=False):
                     if row not in counts:
                         continue
@@ -223,7 +223,7 @@ class Generator:
         max_tokens: int,
         key: jax.Array,
     ) -> Iterator[tuple[list[int], list[float]]]:
-        """A token of each row of a batch at a time, with its logarithmic probability."""
+        """Yields one token of each row of a batch at a time, with its log-probability."""
         steps, params, collections = self.steps, state.params, state.collections
         longest = max(len(prompts[row]) for row in batch)
         tokens, lengths = self.pad([prompts[row] for row in batch], padded(longest))
@@ -240,7 +240,7 @@ class Generator:
         yield latest.token.tolist(), latest.log_probability.tolist()
 
     def pad(self, rows: Sequence[Sequence[int]], length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Rows as an array `int32[B, length]`, and how long they are.
+        """Pads rows to an array `int32[B, length]`, and returns their lengths too.
 
         The number of rows is the next power of two times the devices that they divide over, so that
         few numbers of rows are compiled.
@@ -254,7 +254,7 @@ class Generator:
         return tokens, lengths
 
     def encode(self, prompt: Prompt, index: int = 0) -> list[int]:
-        """The tokens of a prompt; a string begins with BOS if the tokenizer has prompts do so."""
+        """Encodes a prompt; a string begins with BOS if the tokenizer's prompts do."""
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise TypeError(
@@ -304,7 +304,7 @@ def generate(
 
 
 def padded(length: int) -> int:
-    """The next of few lengths: 16, 32, 48, 64, then four between each power of two and the next."""
+    """Rounds up to one of few lengths: 16, 32, 48, 64, then four for each power of two."""
     step = max(16, 1 << max((length - 1).bit_length() - 3, 0))
     return -(-length // step) * step
 
@@ -317,7 +317,7 @@ def _piece(
     *,
     is_last: bool,
 ) -> TextPiece:
-    """What a new token and its logarithmic probability make certain of a row."""
+    """Makes the piece of a row that a new token and its log-probability settle."""
     if drawn[0] in stops:
         return TextPiece(row, None, 0.0, writer.finish() if writer else "", "stop")
     text = writer.add(drawn[0]) if writer else ""

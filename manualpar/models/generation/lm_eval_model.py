@@ -61,13 +61,13 @@ def lm_eval_model(generator: Generator, state: TrainState, *, max_length: int) -
         """A `Generator` with a state."""
 
         def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
-            """The score of each completion, and whether greedy decoding finds it."""
+            """Scores each completion, and returns whether greedy decoding finds it."""
             pairs = [pair(*request.args) for request in requests]
             scores = score_completions(generator, state, pairs, max_length=max_length)
             return [(score.log_likelihood, score.is_greedy) for score in scores]
 
         def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:
-            """The score of each document."""
+            """Scores each document."""
             documents = [tokenizer.encode(request.args[0]).tolist() for request in requests]
             scores = score_documents(
                 generator,
@@ -79,7 +79,7 @@ def lm_eval_model(generator: Generator, state: TrainState, *, max_length: int) -
             return [score.log_likelihood for score in scores]
 
         def generate_until(self, requests: list[Any]) -> list[str]:
-            """The answers, each up to the first of its stop strings."""
+            """Generates the answers, each up to the first of its stop strings."""
             texts = [""] * len(requests)
             groups: dict[str, list[int]] = {}
             for index, request in enumerate(requests):
@@ -97,7 +97,7 @@ def lm_eval_model(generator: Generator, state: TrainState, *, max_length: int) -
 
 
 def _options(asked: dict[str, Any]) -> dict[str, Any]:
-    """What a request's generation arguments are for `Generator.generate`."""
+    """Translates a request's generation arguments to options of `Generator.generate`."""
     unknown = asked.keys() - IGNORED - DRAWING.keys()
     if unknown:
         raise ValueError(

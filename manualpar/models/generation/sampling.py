@@ -109,7 +109,7 @@ def _sample(
 
 
 def _replicated(params: Any) -> NamedSharding | None:
-    """The sharding that replicates over all devices of the parameters; `None` for one device."""
+    """Returns a sharding replicated over the parameters' devices; `None` for one device."""
     for x in jax.tree.leaves(params):
         sharding = getattr(x, "sharding", None)
         if isinstance(sharding, NamedSharding):

@@ -42,7 +42,7 @@ def score_completions(
     Args:
       generator: The model.
       state: A state of its program.
-      pairs: Of each the tokens of the context, at least one, and those of the completion.
+      pairs: The tokens of each context, at least one, and of its completion.
       max_length: The most tokens that the model sees at once; contexts are cut at their beginning.
         0 for any number.
 
@@ -53,7 +53,7 @@ def score_completions(
       ValueError: A context or a completion is empty, or longer than `max_length`.
 
     Communication:
-      For each batch that of a forward pass of training, and an all-gather of the scores.
+      For each batch, a forward pass as in training, and an all-gather of the scores.
     """
     sequences: list[list[int]] = []
     for index, (context, completion) in enumerate(pairs):
@@ -111,7 +111,7 @@ def score_documents(
       The score of each document; of an empty one 0.
 
     Communication:
-      That of `score_completions`.
+      As `score_completions`.
     """
     windows, owners = [], []
     for index, tokens in enumerate(documents):

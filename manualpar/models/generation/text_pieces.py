@@ -1,9 +1,9 @@
 """The text of tokens, piece by piece as they come, without a half character.
 
 A character may take several tokens, and the text of a token may depend on the one before it, for
-example by a space. So a piece is what the text of the latest tokens has more than that of the same
-tokens without the new ones, once it is whole. What may be the beginning of a stop string is held
-back until that is decided.
+example by a space. So a piece is the text that new tokens add to the text of the tokens before
+them, once its characters are complete. A text that may begin a stop string is held back until that
+is decided.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ class Decoder(Protocol):
     """The part of a tokenizer that is needed here."""
 
     def decode(self, tokens: Sequence[int], /) -> str:
-        """The text of tokens."""
+        """Decodes tokens to text."""
 
 
 class TextPieces:
@@ -37,7 +37,7 @@ class TextPieces:
         self.is_stopped = False
 
     def add(self, token: int) -> str:
-        """The text that is certain once another token has come; may be empty."""
+        """Adds a token and returns the text that is now certain, which may be empty."""
         self._tokens.append(token)
         new = self._new_text()
         if not new or new.endswith(UNFINISHED):
@@ -46,7 +46,7 @@ class TextPieces:
         return self._certain(self._held + new)
 
     def finish(self) -> str:
-        """What is left when no token comes any more."""
+        """Returns the rest of the text after the last token."""
         if self.is_stopped:
             return ""
         text = self._held + self._new_text()

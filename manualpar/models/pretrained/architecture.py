@@ -57,7 +57,7 @@ def read_architecture(directory: GivenPath) -> Architecture:
 
 
 def read_config(directory: GivenPath) -> dict[str, Any]:
-    """The JSON object in the `config.json` of a directory.
+    """Reads the JSON object in the `config.json` of a directory.
 
     Raises:
       ValueError: It is missing, or not a file with a JSON object.
@@ -136,7 +136,7 @@ def parse_architecture(config: Mapping[str, Any], *, where: str = CONFIG_FILE) -
 
 
 def _value(keys: "_Keys", key: str, field: str, family: Family) -> Any:
-    """The value of a key that stands for a field."""
+    """Reads the value of the key that stands for a field."""
     default = _FIELD_DEFAULTS[field]
     value = keys.take(key, *([family.defaults[key]] if key in family.defaults else []))
     if value is None and family.defaults.get(key, 0) is None:
@@ -151,7 +151,7 @@ def _value(keys: "_Keys", key: str, field: str, family: Family) -> Any:
 
 
 def _experts(keys: "_Keys", family: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of dense layers and shared experts of a model with experts."""
+    """Reads the fields of dense layers and shared experts of a model with experts."""
     if fields.get("normalize_gates") and fields["experts_per_token"] == 1:
         raise keys.refuse(
             "num_experts_per_tok", 1, "more, because a single gate that is normalized is always 1"
@@ -178,7 +178,7 @@ def _experts(keys: "_Keys", family: str, fields: Mapping[str, Any]) -> dict[str,
 
 
 def _windows(keys: "_Keys", family: Family, num_layers: int) -> dict[str, Any]:
-    """The fields that say which layers see a window."""
+    """Reads the fields that choose the layers with a window."""
     pattern = keys.take("sliding_window_pattern", keys.take("_sliding_window_pattern", None))
     types = keys.take("layer_types", None)
     asked = keys.take("use_sliding_window", family.defaults.get("use_sliding_window", False))
@@ -229,7 +229,7 @@ def _windows(keys: "_Keys", family: Family, num_layers: int) -> dict[str, Any]:
 
 
 def _rotations(keys: "_Keys", family: str, *, has_windows: bool) -> dict[str, Any]:
-    """The fields of rotary positions."""
+    """Reads the fields of rotary positions."""
     both = keys.take("rope_parameters", None) or {}
     scaling = keys.take("rope_scaling", None) or {}
     base = keys.take("rope_theta", None) or ROPE_BASE.get(family, 10_000.0)
@@ -257,7 +257,7 @@ def _rotations(keys: "_Keys", family: str, *, has_windows: bool) -> dict[str, An
 
 
 def _rotation(keys: "_Keys", given: Any, base: Any) -> dict[str, Any]:
-    """The fields of one kind of rotation, `rope_parameters` or `rope_scaling`."""
+    """Reads the fields of one kind of rotation, `rope_parameters` or `rope_scaling`."""
     if not isinstance(given, dict):
         raise keys.refuse("rope_parameters", given, "an object")
     given = dict(given)

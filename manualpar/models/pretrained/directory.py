@@ -1,6 +1,6 @@
 """The directory of a model: on a disk, or in a bucket, of which a copy is kept on the disk.
 
-The libraries that read weights and tokenizers read local files. So what lies in a bucket is copied,
+The libraries that read weights and tokenizers read local files. So files in a bucket are copied,
 a few megabytes at a time, into the user's folder for caches, once on each machine and again when it
 has changed there. The copy takes as much of the disk as the files do, and may be deleted at any
 time.
@@ -12,15 +12,15 @@ from manualpar.system.storage import BucketPath, GivenPath, copied_folder, user_
 
 CONFIG_FILE = "config.json"
 WEIGHTS = (".safetensors",)
-# Of configs, indices, tokenizers and templates.
+# Suffixes of configs, indices, tokenizers and templates.
 SMALL_FILES = (".json", ".jinja", ".model", ".txt")
 
 
 def model_directory(directory: GivenPath, *, weights: bool = True) -> Path:
-    """The directory itself, or the copy of one in a bucket.
+    """Returns the directory itself, or a copy of a directory in a bucket.
 
     Args:
-      directory: Where the model lies.
+      directory: The path of the model.
       weights: Whether the weights are copied too.
 
     Raises:

@@ -143,7 +143,7 @@ def export_hf(
 def _plan(
     program: Program, source: Path | None, *, family: str, dtype: str
 ) -> tuple[dict[str, Any], list[Tensor]]:
-    """The config to write, and the tensors."""
+    """Plans the config and the tensors to write."""
     model, (leaves, _) = transformer_of(program), plain_leaves(program, variable_leaves(program))
     dtypes: Mapping[str, str] = {}
     if source is not None:
@@ -187,12 +187,12 @@ def _plan(
 
 
 def _natural(name: str) -> list[Any]:
-    """A key by which `layers.2` comes before `layers.10`."""
+    """Returns a sort key that puts `layers.2` before `layers.10`."""
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
 def _divide(tensors: Sequence[Tensor], max_bytes: int) -> dict[str, list[Tensor]]:
-    """The tensors of each file, in order."""
+    """Divides the tensors among files, in order."""
     if max_bytes < 1:
         raise ValueError(f"export_hf: max_shard_bytes is {max_bytes}, expected at least 1.")
     groups: list[list[Tensor]] = []
@@ -229,7 +229,7 @@ def _check_shared(folder: Path) -> None:
 
 
 def _write_in_turn(target: ExportTarget, files: Files, arrays: Mapping[str, jax.Array]) -> None:
-    """Writes each file in one process, because nobody else sees it before it is whole."""
+    """Writes each file in one process; others see it only when it is complete."""
     for number, (name, tensors) in enumerate(files.items()):
         gathered = [_gathered(arrays[tensor.leaf], tensor) for tensor in tensors]
         with failing_together():
@@ -241,7 +241,7 @@ def _write_in_turn(target: ExportTarget, files: Files, arrays: Mapping[str, jax.
 
 
 def _gathered(x: jax.Array, tensor: Tensor) -> tuple[Tensor, jax.Array]:
-    """A tensor with an array that this process has the whole of."""
+    """Gathers a tensor's array to this process."""
     if x.is_fully_addressable:
         return tensor, x
     sharding: Any = x.sharding
@@ -260,7 +260,7 @@ def _index(x: jax.Array, entry: tuple[jax.Array, ...]) -> jax.Array:
 
 
 def _extra_files(source: Path | None, tokenizer: GivenPath | None) -> dict[str, Path]:
-    """The files to copy, by their names there."""
+    """Finds the files to copy, by their names in the export."""
     extras = {}
     if source is not None:
         extras = {name: source / name for name in TOKENIZER_FILES if (source / name).exists()}

@@ -32,7 +32,7 @@ from manualpar.system.storage import GivenPath
 
 
 class Loaded(NamedTuple):
-    """What `load_hf` has loaded.
+    """The result of `load_hf`.
 
     Attributes:
       state: The state.
@@ -70,12 +70,12 @@ def load_hf(
         of one in a bucket each machine makes a copy, see `manualpar.models.pretrained.directory`.
       rng: The key, used as by `init`. By default `jax.random.key(0)`.
       names: The tensor of each parameter, by its path: a name, or a `Rule` if its dims are others.
-        By default those of the family of models that `config.json` names.
+        By default the rules of the family of models that `config.json` names.
       missing: Whether a parameter that no tensor is known for is an `"error"`, or made as by
         `init(rng)`: `"init"`.
 
     Returns:
-      The state, on the program's devices. The optimizer's state is that of these parameters.
+      The state, on the program's devices. The optimizer's state is made for these parameters.
 
     Raises:
       ValueError: A file is missing, damaged or pickled; the config says another model than the
@@ -97,9 +97,9 @@ def load(
     names: Mapping[str, Rule | str] | None = None,
     missing: Missing = "error",
 ) -> Loaded:
-    """Makes a state as `load_hf`, and says what it took.
+    """Makes a state as `load_hf`, and counts the tensors, bytes and seconds.
 
-    `rng` is a typed key, or a seed: its key is made, and compiled for, once the files are checked.
+    `rng` is a typed key, or a seed, of which a key is made after the files have been checked.
     """
     check_has_devices("load_hf", program.mesh)
     leaves = variable_leaves(program)
@@ -112,7 +112,7 @@ def load(
     with failing_together():
         wanted = [leaf for leaf in plain if leaf.name in sources.pieces]
         placed = reader.place([leaf for leaf in wanted if leaf.name not in encodings], sources)
-        for leaf in wanted:  # One at a time, because it takes more than what is made of it.
+        for leaf in wanted:  # One at a time, because encoding takes more memory than its result.
             if leaf.name in encodings:
                 placed |= encodings[leaf.name].encode(reader.place([leaf], sources)[leaf.name])
     seconds = time.perf_counter() - started

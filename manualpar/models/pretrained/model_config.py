@@ -36,7 +36,7 @@ SAID = frozenset(
 
 
 def architecture_of(model: Transformer) -> dict[str, Any]:
-    """The fields of a model that `config.json` says, with 0 replaced by what it means."""
+    """Returns a model's fields for `config.json`, with 0 replaced by the default it means."""
     fields = {name: getattr(model, name) for name in SAID if hasattr(model, name)}
     return fields | {
         "num_kv_heads": model.num_kv_heads or model.num_heads,
@@ -48,12 +48,12 @@ def architecture_of(model: Transformer) -> dict[str, Any]:
 
 
 def complete_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that an `Architecture` has, with those that it leaves at their defaults."""
+    """Returns all fields of an `Architecture`, including its defaults."""
     return architecture_of(Transformer(**fields))
 
 
 def write_config(fields: Mapping[str, Any], *, family: str = "") -> dict[str, Any]:
-    """The `config.json` of a model.
+    """Makes the `config.json` of a model.
 
     Args:
       fields: What `architecture_of` returns.
@@ -81,7 +81,7 @@ def write_config(fields: Mapping[str, Any], *, family: str = "") -> dict[str, An
 
 
 def _write(name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The config of a family that says most of some fields; what it cannot say is left out."""
+    """Writes fields as a family's config; leaves out fields that it has no key for."""
     family = FAMILIES[name]
     config: dict[str, Any] = {"architectures": [family.class_name], "model_type": name}
     config |= {key: fields[field] for key, field in family.keys.items()}

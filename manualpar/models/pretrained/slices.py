@@ -27,7 +27,7 @@ THREADS = min(8, os.cpu_count() or 1)
 BOX_BYTES = 256 << 20
 # The most numbers of a tensor that are turned at a time, unless a row has more.
 BAND = 1 << 20
-# Numbers along the dims that are contiguous in the source, and in what they are copied to.
+# Numbers along the dims that are contiguous in the source and in the destination.
 BLOCK = 1024, 16
 # For each dim where it begins and ends.
 Bounds = tuple[tuple[int, int], ...]
@@ -85,7 +85,7 @@ class ShardReader:
 
     def _read(self, piece: TensorPiece, sizes: Sequence[int], box: Bounds, out: np.ndarray) -> None:
         """Reads a box of a piece."""
-        # What is beyond the tensor is padding.
+        # Entries beyond the tensor are padding.
         for part in slices_of(piece, sizes, common(box, [(0, size) for size in sizes])):
             value = self._files.read(piece.tensor, part.where)
             with self._lock:
@@ -104,7 +104,7 @@ def finish(threads: concurrent.futures.Executor, jobs: Iterable[concurrent.futur
 
 
 def copy_turned(out: np.ndarray, value: np.ndarray) -> None:
-    """Copies numbers into an array that lies otherwise in memory, and casts them.
+    """Copies numbers into an array with another memory layout, and casts them.
 
     NumPy follows the memory of one of the two and leaps through the other's, once for each number.
     Within a block both stay in the cache. Bits are copied as integers, because NumPy moves bfloat16
@@ -124,12 +124,12 @@ def copy_turned(out: np.ndarray, value: np.ndarray) -> None:
 
 
 def bits_of(x: np.ndarray) -> np.ndarray:
-    """The bits of numbers as integers."""
+    """Views the bits of numbers as integers."""
     return x.view(f"u{x.dtype.itemsize}")
 
 
 def join_bounds(parts: Iterable[Bounds], most: int) -> list[tuple[Bounds, list[Bounds]]]:
-    """Joins disjoint parts that lie side by side into boxes of at most so many numbers.
+    """Joins adjacent disjoint parts into boxes of limited size.
 
     Returns:
       The boxes, each with the parts in it. A part that is larger is a box by itself.
@@ -151,7 +151,7 @@ def _volume(bounds: Bounds) -> int:
 
 
 def entry_within(entry: Sequence[int], box: Bounds) -> tuple[Any, ...] | None:
-    """The index of an entry along the leading dims in a box; `None` if the box has it not."""
+    """Returns an entry's index along a box's leading dims; `None` if it is outside."""
     leading = box[: len(entry)]
     if not all(start <= at < stop for at, (start, stop) in zip(entry, leading, strict=True)):
         return None
@@ -167,18 +167,18 @@ def within(bounds: Bounds, box: Bounds) -> tuple[slice, ...]:
 
 
 def common(a: Sequence[tuple[int, int]], b: Sequence[tuple[int, int]]) -> Bounds:
-    """What two boxes have in common, which may be empty."""
+    """Intersects two boxes; the result may be empty."""
     pairs = zip(a, b, strict=True)
     return tuple((max(low, start), min(high, stop)) for (low, high), (start, stop) in pairs)
 
 
 def is_empty(box: Bounds) -> bool:
-    """Whether a dim ends where it begins, or before."""
+    """Returns whether a dim ends where it begins, or before."""
     return any(start >= stop for start, stop in box)
 
 
 def _devices_by_part(leaf: Leaf) -> dict[Bounds, list[jax.Device]]:
-    """The devices of this process by the part of a variable that they hold."""
+    """Collects the devices of this process by the part of a variable that they store."""
     devices: dict[Bounds, list[jax.Device]] = {}
     indices = leaf.abstract.sharding.addressable_devices_indices_map(leaf.padded_shape)
     for device, index in indices.items():
@@ -202,7 +202,7 @@ class Slice(NamedTuple):
     order: tuple[int, ...]
 
     def turned(self, value: np.ndarray) -> np.ndarray:
-        """A view of the slice with the dims of the parameter."""
+        """Returns a view of the slice with the dims of the parameter."""
         return value.reshape(self.split).transpose(self.order)
 
 
@@ -211,7 +211,7 @@ _Read = tuple[int, int, dict[str, tuple[int, int]]]
 
 
 def slices_of(piece: TensorPiece, sizes: Sequence[int], box: Bounds) -> Iterator[Slice]:
-    """The slices of a tensor that together are a box of a parameter; none if it is empty."""
+    """Computes the slices of a tensor that make up a box of a parameter; none if it is empty."""
     if is_empty(box):
         return
     outermost = next(itertools.chain(*piece.merged), None)
@@ -239,7 +239,7 @@ def slices_of(piece: TensorPiece, sizes: Sequence[int], box: Bounds) -> Iterator
 def _ranges(
     names: Sequence[str], size_of: Mapping[str, int], bounds_of: Mapping[str, tuple[int, int]]
 ) -> list[_Read]:
-    """The ranges of a merged dim: one if the inner dims are whole, else one an outer entry."""
+    """Computes ranges of a merged dim: one if inner dims are complete, else one per outer entry."""
     if not names:
         return [(0, 1, {})]
     outer, *inner = names

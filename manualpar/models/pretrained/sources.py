@@ -43,7 +43,7 @@ class Sources(NamedTuple):
     vocab_size: int
 
     def shape_of(self, piece: TensorPiece, leaf: Leaf) -> tuple[int, ...]:
-        """The shape of a piece in the order of the leaf's dims, without those that are stacked."""
+        """Returns a piece's shape in the order of the leaf's dims, without stacked dims."""
         sizes = leaf.shape[len(piece.entry) :]
         return tuple(
             self.vocab_size if name == "V" and self.vocab_size else size
@@ -89,7 +89,7 @@ def find_sources(
 
 
 def transformer_of(program: Program) -> Transformer:
-    """The `Transformer` that a program trains.
+    """Returns the `Transformer` that a program trains.
 
     Raises:
       ValueError: It trains another model.

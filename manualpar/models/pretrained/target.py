@@ -36,7 +36,7 @@ UNFINISHED = ".unfinished"
 
 
 class ExportTarget(Protocol):
-    """A folder to make. Process 0 alone calls `owned` and `finish`.
+    """A folder to make. Only process 0 calls `owned` and `finish`.
 
     Attributes:
       path: The folder.
@@ -53,7 +53,7 @@ class ExportTarget(Protocol):
         """Makes room, and keeps other exports out while the context lasts."""
 
     def file(self, name: str) -> contextlib.AbstractContextManager[Path]:
-        """Within, a file on a disk to write; afterwards it is where it belongs."""
+        """Yields the path of a local file to write, and moves the file to its place afterwards."""
 
     def check_files(self) -> None:
         """Raises a `BucketError` if a file of this process has been replaced since it was put."""
@@ -63,7 +63,7 @@ class ExportTarget(Protocol):
 
 
 def open_target(path: AnyPath, number: str) -> ExportTarget:
-    """The folder at a path, for the export of a number; nothing is created."""
+    """Opens the folder at a path as the target of a numbered export; creates nothing."""
     if isinstance(path, BucketPath):
         return BucketTarget(path, number)
     return DiskTarget(path, number)
@@ -79,7 +79,7 @@ class DiskTarget:
         self.folder: Path | None = self._draft
 
     def check_free(self) -> None:
-        """See `ExportTarget`."""
+        """Implements `ExportTarget`."""
         target = self._target
         if target.is_symlink() or (target.exists() and not target.is_dir()):
             raise ValueError(f"export_hf: {target} is no directory, expected none or an empty one.")
@@ -88,22 +88,22 @@ class DiskTarget:
 
     @contextlib.contextmanager
     def owned(self) -> Iterator[None]:
-        """See `ExportTarget`."""
+        """Implements `ExportTarget`."""
         with draft_of(self._target.absolute(), number=self._number):
             self.check_free()  # Another export may have ended since it was asked first.
             yield
 
     @contextlib.contextmanager
     def file(self, name: str) -> Iterator[Path]:
-        """See `ExportTarget`."""
+        """Implements `ExportTarget`."""
         yield self._draft / name
         sync(self._draft / name)
 
     def check_files(self) -> None:
-        """See `ExportTarget`."""
+        """Implements `ExportTarget`."""
 
     def finish(self) -> None:
-        """See `ExportTarget`."""
+        """Implements `ExportTarget`."""
         publish(self._draft, self._target.absolute())
 
 
@@ -118,14 +118,14 @@ class BucketTarget:
         self._versions: dict[str, Version] = {}
 
     def check_free(self) -> None:
-        """See `ExportTarget`."""
+        """Implements `ExportTarget`."""
         names = [name for name in self._target.names() if not name.startswith(LOCK_PREFIX)]
         if names and UNFINISHED not in names:
             raise _not_empty(self._target)
 
     @contextlib.contextmanager
     def owned(self) -> Iterator[None]:
-        """See `ExportTarget`."""
+        """Implements `ExportTarget`."""
         with hold(self._target, report=logging.warning, remains=False) as self._check_lock:
             self.check_free()  # Another export may have ended since it was asked first.
             (self._target / UNFINISHED).write_bytes(self._number)
@@ -136,7 +136,7 @@ class BucketTarget:
 
     @contextlib.contextmanager
     def file(self, name: str) -> Iterator[Path]:
-        """See `ExportTarget`."""
+        """Implements `ExportTarget`."""
         with tempfile.TemporaryDirectory(prefix="export-") as folder:
             with writing("export_hf", Path(folder)):
                 yield Path(folder) / name
@@ -145,7 +145,7 @@ class BucketTarget:
         self._versions[name] = (self._target / name).version()
 
     def check_files(self) -> None:
-        """See `ExportTarget`."""
+        """Implements `ExportTarget`."""
         for name, version in self._versions.items():
             try:
                 found = (self._target / name).version()
@@ -155,7 +155,7 @@ class BucketTarget:
                 raise _taken_over(self._target)
 
     def finish(self) -> None:
-        """See `ExportTarget`."""
+        """Implements `ExportTarget`."""
         self._check_owned()
         (self._target / UNFINISHED).delete()
 

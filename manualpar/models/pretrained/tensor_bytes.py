@@ -15,7 +15,7 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-# What is stored as numbers; others are packed or need a scale.
+# Dtypes that are stored as plain numbers; other dtypes are packed or need a scale.
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 CODES = {name: code for code, name in DTYPES.items()}
 
@@ -35,7 +35,7 @@ class BytesInFile(NamedTuple):
 
 
 def read_header(file: IO[bytes]) -> dict[str, BytesInFile]:
-    """The tensors of a file that safetensors has checked, by name."""
+    """Reads the tensors, by name, of a file that safetensors has checked."""
     length = int.from_bytes(file.read(8), "little")
     header: dict[str, Any] = json.loads(file.read(length))
     header.pop("__metadata__", None)
@@ -52,7 +52,7 @@ def read_header(file: IO[bytes]) -> dict[str, BytesInFile]:
 def make_header(
     tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
 ) -> tuple[bytes, dict[str, BytesInFile]]:
-    """The bytes before the tensors of a file, and where each tensor stands.
+    """Makes the bytes before a file's tensors, and returns the place of each tensor.
 
     Dtypes of more bytes come first, so that every tensor is aligned.
     """
@@ -111,14 +111,14 @@ def write_slice(file: int, place: BytesInFile, index: Sequence[slice], value: np
 
 
 def bounds_of(index: Sequence[slice], shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Where each dim of a slice begins and ends."""
+    """Returns where each dim of a slice begins and ends."""
     return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
 
 
 def _runs(
     place: BytesInFile, bounds: Sequence[tuple[int, int]], value: np.ndarray
 ) -> Iterator[tuple[int, memoryview]]:
-    """The bytes of a contiguous array run by run, each with its place in the file."""
+    """Yields the contiguous runs of an array's bytes, each with its place in the file."""
     if not value.size:
         return
     shape = place.shape

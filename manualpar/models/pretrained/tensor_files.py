@@ -4,7 +4,7 @@ The files may be anybody's. An index names nothing outside of its directory, siz
 header of every file is checked against its length, and nothing is unpickled. Only what a caller
 asks for is read: the header of every file, and slices of tensors.
 
-Files are read by `preadv` and not mapped into memory, so that what is read is not counted as memory
+Files are read by `preadv` and not mapped into memory, so that read bytes do not count as memory
 of the process, and a file that gets shorter is an error and does not end the process.
 """
 
@@ -100,12 +100,12 @@ class TensorFiles:
 
 
 def has_tensors(directory: Path) -> bool:
-    """Whether a directory has `.safetensors` files, whole or not."""
+    """Returns whether a directory has `.safetensors` files, complete or not."""
     return (directory / ONE_FILE).exists() or (directory / INDEX_FILE).exists()
 
 
 def _read_index(directory: Path) -> Mapping[str, str]:
-    """The file of each tensor; `{}` if all are in one file, which counts if there are both."""
+    """Reads the file of each tensor; `{}` if there is a single file, which has precedence."""
     path = directory / INDEX_FILE
     if not path.exists():
         return {}
@@ -133,7 +133,7 @@ def _read_index(directory: Path) -> Mapping[str, str]:
 
 
 def _no_files(directory: Path, name: str) -> ValueError:
-    """The error for a file that is missing, which says what there is in its place."""
+    """Makes the error for a missing file, which lists the files that are there."""
     if name != ONE_FILE or (directory / INDEX_FILE).exists():
         return ValueError(
             f"{directory / name} is missing, and {INDEX_FILE} names it; fetch it, expected all "
@@ -152,7 +152,7 @@ def _no_files(directory: Path, name: str) -> ValueError:
 
 
 def _check_index(directory: Path, index: Mapping[str, str], files: Mapping[str, str]) -> None:
-    """Compares an index with what the files hold."""
+    """Compares an index with the tensors in the files."""
     lines = [
         f"{tensor} is in {files.get(tensor, 'no file')}, the index says {name}"
         for tensor, name in index.items()

@@ -39,7 +39,7 @@ class TensorPiece(NamedTuple):
       tensor: Its name.
       entry: The numbers along the leading dims of the parameter at which it stands.
       dims: The names of the parameter's other dims.
-      merged: For each dim of the tensor those of `dims` that are merged in it.
+      merged: For each dim of the tensor, the dims among `dims` that are merged in it.
     """
 
     tensor: str
@@ -48,7 +48,7 @@ class TensorPiece(NamedTuple):
     merged: MergedDims
 
     def tensor_shape(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the tensor if the parameter's other dims have these sizes."""
+        """Returns the shape of the tensor if the parameter's other dims have these sizes."""
         size_of = dict(zip(self.dims, sizes, strict=True))
         shape = []
         for names in self.merged:
@@ -59,7 +59,7 @@ class TensorPiece(NamedTuple):
         return tuple(shape)
 
 
-# What stands outside of layers, and in every layer behind `model.layers.{layer}.`.
+# Tensors outside of layers, and in each layer (after the prefix `model.layers.{layer}.`).
 TOP: Mapping[str, Rule] = {
     "embedding": Rule("model.embed_tokens.weight", "V D -> V D"),
     "final_norm/scale": Rule("model.norm.weight"),
@@ -106,14 +106,14 @@ QWEN2_MOE: Mapping[str, Rule] = {
     "experts/shared_down": Rule("mlp.shared_expert.down_proj.weight", "F D -> D F"),
     "experts/shared_router": Rule("mlp.shared_expert_gate.weight", "D E -> E D"),
 }
-# What a family calls otherwise than the others, by its `model_type`.
+# Names that differ in a family, by its `model_type`.
 OWN: Mapping[str, Mapping[str, Rule]] = {
     "gemma2": GEMMA,
     "gemma3_text": GEMMA,
     "mixtral": MIXTRAL,
     "qwen2_moe": QWEN2_MOE,
 }
-# What old files hold besides parameters: tables that are computed from the config.
+# Tables in old files that are no parameters, because the config determines them.
 COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$")
 _LAYER = re.compile(r"(layer_(?P<own>\d+)|layers/layer_(?P<of_group>\d+)|layers)/")
 _STACKED = re.compile(r"\{\w+\}")
@@ -122,7 +122,7 @@ _STACKED = re.compile(r"\{\w+\}")
 def pieces_of_transformer(
     family: str, shapes: Mapping[str, Sequence[int]], *, skip_unknown: bool = False
 ) -> dict[str, list[TensorPiece]]:
-    """The tensors that the parameters of a `Transformer` consist of.
+    """Returns the tensors that the parameters of a `Transformer` consist of.
 
     Layers that stand by themselves, `layer_{i}`, have the numbers in their names. Those of a scan
     have the numbers that are left, in order, each group of `layers/layer_{j}` one of each `j`: see
@@ -173,7 +173,7 @@ def pieces_of_transformer(
 
 
 def pieces_of(rule: Rule, shape: Sequence[int]) -> list[TensorPiece]:
-    """The tensors that a parameter of some shape consists of, according to a rule.
+    """Returns the tensors that a rule assigns to a parameter of this shape.
 
     Raises:
       ValueError: The rule's dims are not those of the parameter, or are not as they should be.

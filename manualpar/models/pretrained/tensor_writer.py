@@ -119,9 +119,9 @@ def _write(path: Path, place: BytesInFile, tensor: Tensor, x: jax.Array) -> None
 
 
 def _own_shards(tensor: Tensor, x: jax.Array) -> dict[Bounds, tuple[jax.Array, tuple[Any, ...]]]:
-    """The shards that this process writes, each with the index of the tensor's entry in it.
+    """Returns the shards that this process writes, each with the index of the tensor's entry.
 
-    Their bounds are those of the tensor in it, without padding.
+    Their bounds are the tensor's bounds in it, without padding.
     """
     entry = tensor.piece.entry
     own = {}
