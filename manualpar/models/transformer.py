@@ -111,8 +111,8 @@ class Transformer(nn.Module):
         for all of it, `"dots"` for all but its products with weights.
       scan_layers: Whether one layer is compiled and run in a loop, or each layer by itself.
       attention: What computes attention, see `manualpar.layers.attention.kinds`: `"splash"`,
-      `"cudnn"`,
-        `"blockwise"`, `"xla"`, or `""` for the best one that runs on the devices of the mesh.
+        `"cudnn"`, `"blockwise"`, `"xla"`, or `""` for the best one that runs on the devices of the
+        mesh.
       attention_window: How many positions a query sees, its own and those right before it; 0 for
         all.
       global_every: One layer of so many, the last of them, sees all positions, and the others
@@ -233,8 +233,7 @@ class Transformer(nn.Module):
             add the z-loss.
           labels: `int[B, S]`, the token after each position; `None` for logits.
           rows: For generation, see `manualpar.layers.attention.key_value_cache`: `Prompts` if the
-          tokens are
-            whole prompts, or `Past` if they are one new token for each row, `int32[B, 1]`. Keys and
+            tokens are whole prompts, or `Past` if they are one new token for each row, `int32[B, 1]`. Keys and
             values are then read from the collection `cache` and put into `new_keys`.
 
         Returns:

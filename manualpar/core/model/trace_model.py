@@ -89,7 +89,7 @@ class TracedModel:
         Returns:
           The loss, the checked metrics, and the collections after the call.
         """
-        apply_fn = CarryingApply(self.adapter, collections, PartOfDevice(self.parameters))
+        apply_fn = CarryingApply(self.adapter, collections, PartOfDevice(self.parameters, params))
         with self.mode.context():
             loss, metrics = call_loss(self._loss_fn, as_whole(params), apply_fn, batch, rng)
         _check_same_along_model_axes(loss, metrics, varying_axes((batch, rng)))
@@ -197,7 +197,7 @@ def trace_model(
             rng, params = mode.fold(rng), box(model_shards(params))
             if mode.writes_collectives:
                 params = as_whole(boxed_parts(infos, params))
-            apply_fn = CarryingApply(model, collections, PartOfDevice(infos))
+            apply_fn = CarryingApply(model, collections, PartOfDevice(infos, params))
             call_loss(loss_fn, params, apply_fn, batch, rng)
 
         trace(mode, call, loss_specs, params, collections, key, batch)

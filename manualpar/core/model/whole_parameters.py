@@ -45,9 +45,12 @@ class PartOfDevice:
 
     Attributes:
       infos: The tree of parameters with a `ParameterInfo` at each leaf.
+      given: The tree of parameters that the loss is called with. An array that is in no box there is
+        a part already.
     """
 
     infos: Any
+    given: Any
 
     def __call__(self, params: Any) -> Any:
         """Returns the tree with boxes of parts, and with parts of gathered arrays.
@@ -55,7 +58,9 @@ class PartOfDevice:
         Communication:
           None. Backward, of an array that the loss has gathered, an all-reduce of its gradient.
         """
-        infos = {info.path: info for info in jax.tree.leaves(self.infos)}
+        given = jax.tree_util.tree_leaves_with_path(self.given, is_leaf=is_box)
+        boxed = {path_name(path) for path, x in given if is_box(x)}
+        infos = {info.path: info for info in jax.tree.leaves(self.infos) if info.path in boxed}
 
         def part(path: Any, x: Any) -> Any:
             if isinstance(x, ArrayBox):

@@ -193,8 +193,7 @@ class Context:
           documents: `int32[B, S/axis]`. A query sees the keys of the same number; `None` if each
             sequence is one document.
           kind: What computes it, see `manualpar.layers.attention.kinds`. Rings and gathered keys
-          are
-            computed with in blocks; on TPUs the kernel computes those of a ring where it can.
+            are computed with in blocks; on TPUs the kernel computes those of a ring where it can.
           window: How many positions a query sees, its own and those right before it; `None` for
             all.
           soft_cap: Bounds scores, see `manualpar.layers.attention.kinds`; `None` for none.
