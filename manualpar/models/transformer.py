@@ -233,8 +233,8 @@ class Transformer(nn.Module):
             add the z-loss.
           labels: `int[B, S]`, the token after each position; `None` for logits.
           rows: For generation, see `manualpar.layers.attention.key_value_cache`: `Prompts` if the
-            tokens are whole prompts, or `Past` if they are one new token for each row, `int32[B, 1]`. Keys and
-            values are then read from the collection `cache` and put into `new_keys`.
+            tokens are whole prompts, or `Past` if they are one new token for each row, `int32[B,
+            1]`. Keys and values are then read from the collection `cache` and put into `new_keys`.
 
         Returns:
           Without labels `float32[B, S, V]`: at position `s` the unnormalised log-probabilities of

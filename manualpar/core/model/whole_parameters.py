@@ -45,8 +45,8 @@ class PartOfDevice:
 
     Attributes:
       infos: The tree of parameters with a `ParameterInfo` at each leaf.
-      given: The tree of parameters that the loss is called with. An array that is in no box there is
-        a part already.
+      given: The parameters that the loss is called with. An array that is in no box there is a
+        part already.
     """
 
     infos: Any

@@ -205,10 +205,14 @@ class Step:
         self, params: Any, collections: Any, minibatch: Any, rng: jax.Array
     ) -> tuple[jax.Array, Metrics, Any]:
         """Calls the user's loss, and adds its value to the metrics as `OBJECTIVE`."""
+        before = {id(x) for x in jax.tree.leaves(collections)}
         loss, metrics, collections = self.model.train_loss(params, collections, minibatch, rng)
         # Without this the backward pass would compute the derivatives of metrics and collections
-        # and multiply them by zeros. An infinite derivative would make the gradient NaN.
-        metrics, collections = jax.lax.stop_gradient((metrics, collections))
+        # and multiply them by zeros. An infinite derivative would make the gradient NaN. A variable
+        # that the loss does not change stays the same array, as pipelines demand.
+        metrics, collections = jax.tree.map(
+            lambda x: x if id(x) in before else jax.lax.stop_gradient(x), (metrics, collections)
+        )
         count = metrics["loss"][1].astype(jnp.float32)
         objective = jax.lax.stop_gradient(loss).astype(jnp.float32) * count
         return loss, {**metrics, OBJECTIVE: (objective, count)}, collections
