@@ -139,7 +139,7 @@ def leave(
 
 
 def bound_axes(function: str, axis: AxisName | None) -> tuple[str, ...]:
-    """Those of some axes that the surrounding `shard_map` binds, which must check types."""
+    """Returns the axes in `axis` that the enclosing `shard_map` binds; it must check types."""
     axes = tuple(axis for axis in axis_tuple(axis or None) if is_axis_bound(axis))
     if axes and not is_vma_checked(axes[0]):
         raise ValueError(
@@ -150,19 +150,19 @@ def bound_axes(function: str, axis: AxisName | None) -> tuple[str, ...]:
 
 
 def has_lost_types(x: jax.Array, axes: tuple[str, ...]) -> bool:
-    """Whether `x` may be of `nn.scan`'s first look at its body, in which values have no types.
+    """Returns whether `x` may come from `nn.scan`'s first trace of its body, without types.
 
-    (The loop itself is traced after it, with types.) Activations vary over the axes that split the
-    batch at least, if there are others than `axes`.
+    (`nn.scan` then traces the loop itself with types.) With types, activations vary at least over
+    the axes that split the batch, if the mesh has axes in addition to `axes`.
     """
     return not varying_axes(x) and set(jax.sharding.get_abstract_mesh().manual_axes) > set(axes)
 
 
 def platform_traced_for() -> str | None:
-    """The platform of the devices that the code being traced is for, such as `"tpu"`.
+    """Returns the platform for which the code is traced, such as `"tpu"`.
 
-    A program for TPUs may be traced on a host without one. `None` if the mesh is an abstract one,
-    of which no device is known.
+    A program for TPUs may be traced on a host without one. `None` if the mesh is abstract and
+    names no device.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:

@@ -131,7 +131,7 @@ class SplitDense(nn.Module):
         return self.kernel_init or nn.initializers.lecun_normal(contracted, outputs)
 
     def _names_of_both_sides(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The axes of the contracted dims and those of the output dims, once they are checked."""
+        """Checks the names; returns the axes of the contracted and of the output dims."""
         if len(self.names) != len(self.shape):
             self._refuse("expected a mesh axis or None for each dim of shape")
         if not 0 < self.contracted < len(self.shape):

@@ -86,7 +86,7 @@ def head_logits(
     vocab_size: int | None = None,
     soft_cap: float | None = None,
 ) -> jax.Array:
-    """The logits of a head.
+    """Computes the logits of a head.
 
     Args:
       x: `[..., D]`.
@@ -119,12 +119,12 @@ def head_cross_entropy(
     z_loss: float = 0.0,
     soft_cap: float | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The cross entropy of labels, and whether the largest logit is the label's, of a head.
+    """Computes a head's cross entropy, and whether the largest logit is the label's.
 
     It is `split_cross_entropy` and `split_argmax` of `head_logits`, without an array of all logits.
-    A head of at most `FEWEST_COLUMNS` is computed like that, and one that is no wider than the
-    `chunk` that is named. So is one in a program of global arrays (modes `auto` and `explicit`),
-    where a chunk of columns is no shard.
+    All logits are computed at once only if the head has at most `chunk` columns (by default
+    `FEWEST_COLUMNS`), or in a program of global arrays (modes `auto` and `explicit`), where a chunk
+    of columns is no shard.
 
     Args:
       x: Floating `[..., D]`; where the columns are split, the same on all devices along `axis` or
@@ -192,14 +192,14 @@ def head_cross_entropy(
 
 
 def default_chunk(tokens: int) -> int:
-    """The columns of a chunk: `CHUNK_ELEMENTS` logits at a time, in whole tiles of 128 columns."""
+    """Returns the columns of a chunk: `CHUNK_ELEMENTS` logits, in whole tiles of 128 columns."""
     return max(FEWEST_COLUMNS, CHUNK_ELEMENTS // max(tokens, 1) // 128 * 128)
 
 
 def _logits(
     x: jax.Array, weights: jax.Array, first: Any, visible: Any, soft_cap: float | None
 ) -> jax.Array:
-    """The logits of some columns, the first of which is column `first` of the device."""
+    """Computes the logits of some columns, from column `first` of the device on."""
     return _capped(_product(x, weights), first, visible, soft_cap)
 
 
@@ -221,7 +221,7 @@ def _capped(logits: jax.Array, first: Any, visible: Any, soft_cap: float | None)
 def _visible_columns(
     head: jax.Array, vocab_size: int | None, axes: tuple[str, ...]
 ) -> jax.Array | None:
-    """How many of this device's columns stand for tokens; `None` if all of all devices do."""
+    """Counts this device's columns that are tokens; `None` if no column is padding."""
     columns = head.shape[1]
     parts = jax.lax.axis_size(axes) if axes else 1
     if vocab_size is None or vocab_size >= columns * parts:
@@ -230,7 +230,7 @@ def _visible_columns(
 
 
 def _is_of_global_arrays() -> bool:
-    """Whether the code sees the whole arrays of several devices."""
+    """Returns whether the code sees global arrays of several devices."""
     mesh = jax.sharding.get_abstract_mesh()
     kinds = zip(mesh.axis_types, mesh.axis_sizes, strict=True)
     return any(kind != AxisType.Manual and size > 1 for kind, size in kinds)
@@ -240,7 +240,7 @@ def _is_of_global_arrays() -> bool:
 def _summed(
     x: jax.Array, head: jax.Array, index: jax.Array, visible: jax.Array | None, static: _Static
 ) -> _Sums:
-    """The sums over all columns; `index` is the label's column, which may be none of these."""
+    """Sums over all columns; `index` is the label's column, which may be on another device."""
     dtype = jnp.promote_types(x.dtype, jnp.float32)
     zero = jnp.zeros_like(index, dtype)
 

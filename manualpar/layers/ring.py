@@ -196,7 +196,7 @@ def _check_varies(function: str, axes: tuple[str, ...], expected: str, *arrays: 
 
 
 def _alike(arrays: Any) -> Any:
-    """One dtype and one type for all, because a rule written by hand returns those it was given."""
+    """Casts all arrays to one dtype and one type, as a handwritten gradient rule needs."""
     leaves = jax.tree.leaves(arrays)
     dtype = jnp.result_type(*leaves)
     arrays = jax.tree.map(lambda x: x.astype(dtype), arrays)

@@ -65,7 +65,7 @@ def gather_chunks(x: jax.Array, axes: tuple[str, ...], dim: int) -> Chunks:
 
 
 def scatter_chunks(x: Chunks) -> jax.Array:
-    """The sum of what all devices have in the place of this device's chunk.
+    """Sums over all devices their values for this device's chunk.
 
     Communication:
       The permutes of `gather_chunks`, in the other order. Backward those of `gather_chunks`.
@@ -104,7 +104,7 @@ def shift(
 
 
 def _split_last(x: jax.Array, axes: tuple[str, ...], dim: int) -> list[jax.Array]:
-    """The parts of the farthest chunk that go either way; one part if it goes one way."""
+    """Halves the farthest chunk, one half for each direction; one part if it goes one way."""
     # On two devices both ways are the same.
     is_halved = jax.lax.axis_size(axes) > 2 and x.shape[dim] % 2 == 0
     return jnp.split(x, 2, dim) if is_halved else [x]
@@ -116,7 +116,7 @@ def _pad(x: jax.Array, dim: int, widths: tuple[int, int]) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def cut(x: jax.Array, axes: tuple[str, ...], dim: int) -> tuple[jax.Array, ...]:
-    """The chunks of a whole sequence; `join_chunks` is its transpose."""
+    """Cuts a whole sequence into chunks; `join_chunks` is its transpose."""
     length = x.shape[dim] // jax.lax.axis_size(axes)
     with jax.named_scope(SEQUENCE_SCOPE):
         return tuple(
@@ -126,7 +126,7 @@ def cut(x: jax.Array, axes: tuple[str, ...], dim: int) -> tuple[jax.Array, ...]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def join_chunks(parts: tuple[jax.Array, ...], axes: tuple[str, ...], dim: int) -> jax.Array:
-    """The whole sequence of which `parts` are the chunks; `cut` is its transpose."""
+    """Joins chunks to the whole sequence; `cut` is its transpose."""
     shape = list(parts[0].shape)
     shape[dim] *= len(parts)
     with jax.named_scope(SEQUENCE_SCOPE):
@@ -150,7 +150,7 @@ join_chunks.defvjp(
 
 
 def _places(axes: tuple[str, ...]) -> list[jax.Array]:
-    """The places in the sequence of the chunks, in the order in which they arrive."""
+    """Returns each chunk's place in the sequence, in the order in which the chunks arrive."""
     own, size = jax.lax.axis_index(axes), jax.lax.axis_size(axes)
     # An offset is the same as one by `size` more.
     offsets = [0, *(i // 2 if i % 2 == 0 else size - i // 2 for i in range(2, size + 1))]
@@ -160,17 +160,17 @@ def _places(axes: tuple[str, ...]) -> list[jax.Array]:
 def multiply_rows(
     x: jax.Array, kernel: jax.Array, contracted: int, dtype: DTypeLike | None = None
 ) -> jax.Array:
-    """The product of an array with a kernel, computed as that of a matrix.
+    """Multiplies an array with a kernel as one matrix product.
 
-    All dims of `x` that stay become one before the product. So the gradient of the kernel is a sum
-    over one dim. For a sum over several, XLA:CPU first writes transposed copies of both factors,
+    All dims of `x` that are not contracted become one before the product. So the gradient of the
+    kernel is a sum over one dim. For a sum over several dims, XLA:CPU first writes transposed copies of both factors,
     which doubles the time of an MLP. Values are the same to the bit.
 
     Args:
       x: `[..., D]`.
       kernel: `[D, F]`, or with more dims of either kind.
       contracted: How many dims are summed over: the last of `x`, the first of the kernel.
-      dtype: That of the product; by default that of its factors.
+      dtype: The dtype of the product; by default the dtype of the factors.
 
     Returns:
       `[..., F]`.
@@ -181,7 +181,7 @@ def multiply_rows(
 
 
 def _rows(x: jax.Array, num_dims: int) -> jax.Array:
-    """The first dims of an array as one."""
+    """Merges the first dims of an array into one."""
     return x.reshape(math.prod(x.shape[:num_dims]), *x.shape[num_dims:])
 
 
@@ -189,11 +189,11 @@ def _rows(x: jax.Array, num_dims: int) -> jax.Array:
 def multiply(
     parts: tuple[jax.Array, ...], kernel: jax.Array, contracted: int
 ) -> tuple[jax.Array, ...]:
-    """The product of every chunk with a kernel, of one dtype and one type.
+    """Multiplies every chunk with a kernel; all have one dtype and one type.
 
     Gradient:
-      Written by hand. That of the kernel is one product of whole sequences, as it is without
-      chunks: autodiff would add up one for each chunk, and round each sum to the dtype.
+      Written by hand. The kernel's gradient is one product of whole sequences, as without chunks.
+      Autodiff would add up one product for each chunk, and round each sum to the dtype.
     """
     return tuple(multiply_rows(part, kernel, contracted) for part in parts)
 

@@ -87,7 +87,7 @@ def split_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> jax.Array:
-    """The cross entropy of labels, from logits that may be split over devices.
+    """Computes the cross entropy of labels, from logits that may be split over devices.
 
     Without options it is `optax.softmax_cross_entropy_with_integer_labels`, and exactly that where
     the logits are whole.
@@ -138,7 +138,7 @@ def split_cross_entropy(
 
 
 def split_argmax(logits: jax.Array, axis: AxisName | None) -> jax.Array:
-    """The index of the largest logit, the first of equals, of logits that may be split.
+    """Finds the index of the largest logit (the first of equals); logits may be split.
 
     Args:
       logits: `[..., V/axis]`, this device's columns; `[..., V]` where they are whole.
@@ -163,10 +163,10 @@ def split_argmax(logits: jax.Array, axis: AxisName | None) -> jax.Array:
 
 
 def vocabulary_axes(logits: jax.Array, labels: jax.Array) -> tuple[str, ...]:
-    """The mesh axis that columns of logits are split over, by the types; `()` if they are whole.
+    """Finds the mesh axis that splits the columns of logits, by the types; `()` for none.
 
-    Logits and labels vary over the axes that split the examples, and logits alone over the one that
-    splits the vocabulary.
+    Logits and labels vary over the axes that split the examples. Only logits vary over the axis
+    that splits the vocabulary.
 
     Raises:
       ValueError: The labels are constants, or logits vary over several more axes, so that types do
@@ -190,7 +190,7 @@ def vocabulary_axes(logits: jax.Array, labels: jax.Array) -> tuple[str, ...]:
 
 
 def _look_up(table: jax.Array, indices: jax.Array) -> jax.Array:
-    """The rows of a table; NaN for an index that it does not have."""
+    """Looks up rows of a table; NaN for an index that it does not have."""
     # In explicit mode a gather needs the sharding of its result: that of the indices.
     names = jax.typeof(indices).sharding.spec
     spec = PartitionSpec(*names, None) if any(names) else None
@@ -199,7 +199,7 @@ def _look_up(table: jax.Array, indices: jax.Array) -> jax.Array:
 
 
 def _pick(x: jax.Array, labels: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """The labels' logits; where columns are split, 0 on all devices but one."""
+    """Picks the labels' logits; where columns are split, 0 on all devices but one."""
     index, is_mine = label_index(labels, x.shape[-1], axes)
     picked = jnp.take_along_axis(x, index[..., None], axis=-1, mode="fill")[..., 0]
     return jnp.where(is_mine, picked, 0)

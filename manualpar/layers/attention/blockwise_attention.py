@@ -110,9 +110,9 @@ class Scoring(NamedTuple):
 
 
 def block_size(length: int, longest: int = 0) -> int:
-    """The positions of a block: of equal blocks, as few as there may be.
+    """Returns the positions of a block: equal blocks, as few as the limits allow.
 
-    They meet blocks of a sequence of length `longest`, if that is longer.
+    `longest` is the length of the other sequence (that of the keys), if that is longer.
     """
     most = CPU_BLOCK if platform_traced_for() == "cpu" else BLOCK
     most = max(most, -(-max(length, longest) // MAX_BLOCKS))
@@ -128,9 +128,9 @@ def cut_queries(
     size: int,
     parts: int = 1,
 ) -> Queries:
-    """Blocks of queries `[B, L, N, H]`, `parts` equal parts of a sequence, cut each by itself.
+    """Cuts queries `[B, L, N, H]` into blocks, each of `parts` equal parts of `L` by itself.
 
-    What fills the last block of a part stands after all positions and has no gradient.
+    The padding of a part's last block comes after all positions and has no gradient.
     """
     return Queries(
         cut_heads(query, num_groups, size, parts), *_cut_labels(positions, documents, size, parts)
@@ -146,7 +146,7 @@ def cut_keys(
     size: int,
     parts: int = 1,
 ) -> Keys:
-    """Blocks of keys and values `[B, L, K, H]`, see `cut_queries`."""
+    """Cuts keys and values `[B, L, K, H]` into blocks, see `cut_queries`."""
     key, value = (cut_heads(x, x.shape[2], size, parts)[:, :, :, 0] for x in (key, value))
     return Keys(key, value, *_cut_labels(positions, documents, size, parts))
 
@@ -160,33 +160,33 @@ def seen_of(
     size: int,
     parts: int = 1,
 ) -> Seen:
-    """What is known of the queries of a result `[B, L, N, H]`, from its gradient."""
+    """Prepares a backward pass from a result `[B, L, N, H]` and its gradient."""
     gradient, out = (cut_heads(x, num_groups, size, parts) for x in (gradient, out))
     product = (gradient.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1)
     return Seen(log_weights, gradient, product, out)
 
 
 def cut_heads(x: jax.Array, num_groups: int, size: int, parts: int = 1) -> jax.Array:
-    """`[n, B, K, G, S, H]` of `[B, L, N, H]`."""
+    """Cuts `[B, L, N, H]` into blocks `[n, B, K, G, S, H]`."""
     n, B, S, N, H = (x := _cut(x, size, parts)).shape
     return x.reshape(n, B, S, num_groups, N // num_groups, H).transpose(0, 1, 3, 4, 2, 5)
 
 
 def join_heads(blocks: jax.Array, length: int, parts: int = 1) -> jax.Array:
-    """`[B, L, N, H]` of `[n, B, K, G, S, H]`, without what fills them."""
+    """Joins blocks `[n, B, K, G, S, H]` to `[B, L, N, H]`, without their padding."""
     n, B, K, G, S, H = blocks.shape
     x = blocks.transpose(1, 0, 4, 2, 3, 5).reshape(B, parts, n // parts * S, K * G, H)
     return x[:, :, : length // parts].reshape(B, length, K * G, H)
 
 
 def spans(length: int, size: int, start: int = 0) -> np.ndarray:
-    """The first and the last position of each block, `[n, 2]`, of positions from `start` on."""
+    """Returns the first and last position of each block, `[n, 2]`; the first begins at `start`."""
     first = np.arange(0, length, size)
     return start + np.stack([first, np.minimum(first + size, length) - 1], axis=1)
 
 
 def seen_pairs(queries: np.ndarray, keys: np.ndarray, window: int | None = None) -> np.ndarray:
-    """The pairs of which a query sees a key by its position, of blocks with these spans."""
+    """Returns the pairs of blocks in which a query sees a key by its position, `[P, 2]`."""
     (first_query, last_query), (first_key, last_key) = queries.T[..., None], keys.T[:, None]
     is_seen = last_query >= first_key
     if window is not None:
@@ -195,7 +195,7 @@ def seen_pairs(queries: np.ndarray, keys: np.ndarray, window: int | None = None)
 
 
 def no_sums(queries: Queries) -> Sums:
-    """The sums over no keys."""
+    """Returns the sums over no keys."""
     zeros = _zeros(queries.query, queries)
     return Sums(zeros, zeros[..., 0], zeros[..., 0] + MASKED)
 
@@ -221,7 +221,7 @@ def attend(sums: Sums, queries: Queries, keys: Keys, pairs: Pairs, scoring: Scor
 def attend_backward(
     queries: Queries, seen: Seen, keys: Keys, pairs: Pairs, scoring: Scoring
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What the queries and keys of some pairs contribute to each other's gradients.
+    """Computes the contributions of some pairs to the gradients.
 
     Returns:
       The gradients of queries, keys and values, in float32.
@@ -258,7 +258,7 @@ def _zeros(x: jax.Array, like: Any) -> jax.Array:
 
 
 def _cut(x: jax.Array, size: int, parts: int, filling: int = 0) -> jax.Array:
-    """`[n, B, size, ...]` of `[B, L, ...]`."""
+    """Cuts `[B, L, ...]` into blocks `[n, B, size, ...]`."""
     B, length, rest = x.shape[0], x.shape[1] // parts, x.shape[2:]
     count = -(-length // size)
     x = x.reshape(B, parts, length, *rest)
@@ -291,7 +291,10 @@ def _product(subscripts: str, x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def _scores(queries: Queries, keys: Keys, scoring: Scoring) -> tuple[jax.Array, jax.Array | float]:
-    """`float32[B, K, G, S, T]`, `MASKED` where a query does not see a key; the slope of its cap."""
+    """Computes scores `float32[B, K, G, S, T]` and the derivative of their cap.
+
+    Scores are `MASKED` where a query does not see a key.
+    """
     scores = _product("bkgsh,bkth->bkgst", queries.query, keys.key) * keys.key.shape[-1] ** -0.5
     slope: jax.Array | float = 1.0
     if scoring.soft_cap is not None:

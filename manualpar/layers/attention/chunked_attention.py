@@ -130,7 +130,7 @@ def attend_from_half_blocks(
 
 
 def _pairs_of_devices(devices: int, half: int, size: int, window: int | None) -> np.ndarray:
-    """The pairs of each device, `[C, P, 2]`, where a half-block has `half` positions."""
+    """Returns the pairs of each device, `[C, P, 2]`; a half-block has `half` positions."""
     keys, lists = spans(2 * devices * half, size), []
     for device in range(devices):
         own = [spans(half, size, block * half) for block in (device, 2 * devices - 1 - device)]
@@ -156,7 +156,7 @@ def _attend(
 def _forward(
     query: jax.Array, key: jax.Array, value: jax.Array, labels: _Labels, cut: _Cut
 ) -> tuple[jax.Array, jax.Array]:
-    """The result, and the logarithm of each query's sum of weights, `float32[n, B, K, G, S]`."""
+    """Returns the result, and the log of each query's weight sum, `float32[n, B, K, G, S]`."""
     queries, keys = _blocks(query, key, value, labels, cut)
     sums = attend(no_sums(queries), queries, keys, labels.pairs, cut.scoring)
     out = join_heads(sums.values / sums.weights[..., None], query.shape[1], cut.parts)

@@ -74,10 +74,9 @@ class Context:
         return jax.lax.axis_size(axes) if axes else 1
 
     def scope(self) -> contextlib.AbstractContextManager[None]:
-        """The named scope of context parallelism, where the axis is bound.
+        """Returns the named scope of context parallelism, where the axis is bound.
 
-        What stands in it is right for a part of each sequence, because its author knows of the
-        axis.
+        Checks trust the code in this scope: its author handles the axis.
         """
         if self.axis is not None and is_axis_bound(self.axis):
             return jax.named_scope(CONTEXT_SCOPE)
@@ -107,7 +106,7 @@ class Context:
 
     @_in_scope
     def positions(self, length: int) -> jax.Array:
-        """The positions in the sequence that this device has.
+        """Returns the positions that this device has in the sequence.
 
         Args:
           length: How many it has, `S`, an even number if there are other devices.
@@ -275,14 +274,14 @@ class Context:
         )
 
     def _gather_in_order(self, x: Any) -> Any:
-        """Whole sequences `[B, S, ...]` of this device's part of them; `None` of `None`."""
+        """Gathers whole sequences `[B, C S, ...]` in their order; returns `None` for `None`."""
         if x is None:
             return None
         whole = jnp.concatenate(self._gather(x), axis=1)
         return _reordered(whole, np.argsort(self._half_blocks()))
 
     def _gather(self, x: jax.Array) -> jax.Array:
-        """What all devices have, `[C, ...]`."""
+        """Gathers `x` from all devices, `[C, ...]`."""
         with jax.named_scope(CONTEXT_SCOPE):
             return jax.lax.all_gather(x, self.axis)
 
@@ -291,7 +290,7 @@ class Context:
             return jax.lax.all_to_all(x, self.axis, split_dim, concat_dim, tiled=True)
 
     def _half_blocks(self) -> np.ndarray:
-        """The half-blocks of all devices, one device after the other, `[2 C]`."""
+        """Returns the half-blocks of all devices, one device after the other, `[2 C]`."""
         devices = np.arange(self.size)
         return np.stack([devices, 2 * self.size - 1 - devices], axis=1).ravel()
 
@@ -305,6 +304,6 @@ class Context:
 
 
 def _reordered(x: jax.Array, blocks: np.ndarray) -> jax.Array:
-    """A sequence whose half-blocks are taken in another order."""
+    """Puts the half-blocks of a sequence into another order."""
     halves = x.reshape(x.shape[0], len(blocks), -1, *x.shape[2:])
     return halves[:, blocks].reshape(x.shape)

@@ -100,7 +100,7 @@ def dot_product_attention(
     window: int | None,
     implementation: Any,
 ) -> jax.Array:
-    """JAX's own attention; the arguments are those of `cudnn_attention`."""
+    """Calls `jax.nn.dot_product_attention`; the arguments are as in `cudnn_attention`."""
     mask = None
     if documents is not None:
         mask = documents[:, None, :, None] == documents[:, None, None, :]

@@ -54,19 +54,19 @@ class Past(NamedTuple):
 
 
 def kept_positions(position_B: jax.Array, slots: int) -> jax.Array:
-    """The position that each slot holds before position `position_B` comes, `int32[B, C]`.
+    """Returns the position in each slot before `position_B` is written, `int32[B, C]`.
 
-    A slot that holds none has a negative one.
+    An empty slot has a negative position.
     """
     last_B1 = position_B[:, None] - 1
     return last_B1 - (last_B1 - jnp.arange(slots)[None]) % slots
 
 
 def keep_prompts(x_BSKH: jax.Array, prompts: Prompts, window: int | None) -> jax.Array:
-    """The slots of a layer after the prompts, `[B, C, K, H]`, of its keys or values.
+    """Returns a layer's slots after the prompts, of its keys or of its values.
 
     Args:
-      x_BSKH: `[B, S, K, H]`, those of all positions of the padded prompts.
+      x_BSKH: `[B, S, K, H]`, keys or values at all positions of the padded prompts.
       prompts: How long they are.
       window: How many positions the layer sees; `None` for all.
 

@@ -126,7 +126,7 @@ def check_attention(
 def _best(
     query: jax.Array, key: jax.Array, documents: jax.Array | None, scoring: Scoring
 ) -> AttentionKind:
-    """The kernel of the devices that are traced for, where it fits, else blocks."""
+    """Chooses the kernel of the devices that are traced for if it fits, else blockwise."""
     is_alone = not jax.sharding.get_abstract_mesh().empty or jax.device_count() == 1
     # Without a mesh XLA may split what several devices compute, and it cannot split the kernel.
     if platform_traced_for() == "tpu" and is_alone and splash_misfit(query, key) is None:
@@ -146,7 +146,7 @@ def _misfit(
     documents: jax.Array | None,
     scoring: Scoring,
 ) -> str | None:
-    """Why a kind cannot run, or `None`."""
+    """Returns why a kind cannot run, or `None`."""
     if kind == "splash":
         platform = platform_traced_for()
         if platform not in ("tpu", None):

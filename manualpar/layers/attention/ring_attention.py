@@ -53,7 +53,7 @@ Tree = TypeVar("Tree")
 
 
 def zigzag_positions(device: jax.Array | int, length: int, devices: int) -> jax.Array:
-    """`int32[S]`, the positions in the sequence that one of `devices` has, `length` of them."""
+    """Returns the positions that `device` has in the sequence, `int32[length]`."""
     half = jnp.arange(length // 2, dtype=jnp.int32)
     blocks = (device, 2 * devices - 1 - device)
     return jnp.concatenate([block * (length // 2) + half for block in blocks])
@@ -137,7 +137,7 @@ class _Here:
         )
 
     def keys(self, pair: jax.Array, step: Any) -> tuple[tuple[Keys, Keys], jax.Array]:
-        """The early and late keys that are here in a step; whether they are of a lower device."""
+        """Returns a step's early and late keys, and whether they are from a lower device."""
         device = (self.device - step) % jax.lax.axis_size(self.axis)
         keys = cut_keys(pair[0], pair[1], *self._labels(device), size=self.size, parts=2)
         return _halves(keys), device < self.device
@@ -150,7 +150,7 @@ class _Here:
         return attend(sums, queries, keys, pairs, self.scoring)
 
     def differentiate(self, queries: Queries, seen: Seen, keys: Keys, pairs: Pairs) -> Any:
-        """The gradients of queries, and of keys and values together, of some pairs."""
+        """Computes some pairs' gradients: of the queries, and of keys and values together."""
         if self.by_kernel:
             is_causal = pairs is self.own_pairs
             of_query, *of_pair = attend_part_backward(
@@ -167,7 +167,7 @@ class _Here:
         return positions, jax.lax.dynamic_index_in_dim(self.documents, device, keepdims=False)
 
     def join(self, blocks: jax.Array) -> jax.Array:
-        """`[B, S, N, H]` of this device's blocks `[n, B, K, G, S, H]`."""
+        """Joins this device's blocks `[n, B, K, G, S, H]` to `[B, S, N, H]`."""
         return join_heads(blocks, self.length, parts=2)
 
 
@@ -189,7 +189,7 @@ def _forward(
     documents: jax.Array | None,
     rule: _Rule,
 ) -> tuple[jax.Array, jax.Array]:
-    """The result, and the logarithm of each query's sum of weights, `float32[n, B, K, G, S]`."""
+    """Returns the result, and the log of each query's weight sum, `float32[n, B, K, G, S]`."""
     axis, here = rule.axis, _Here(query, key, documents, rule)
     early, late = here.queries
 
@@ -232,7 +232,7 @@ def _ring_backward(rule: _Rule, kept: Any, g: jax.Array) -> tuple[Any, Any, Any,
     seen = _halves(seen_of(log_weights, out, g, **of_out))
 
     def join_pair(early: jax.Array, late: jax.Array) -> jax.Array:
-        """The gradients of two half-blocks `[n, 2, B, K, S, H]` as keys and values travel."""
+        """Joins two half-blocks' gradients `[n, 2, B, K, S, H]` in the shape that is sent."""
         blocks = _join(early, late)[:, :, :, :, None]
         return jnp.stack([here.join(blocks[:, 0]), here.join(blocks[:, 1])])
 
@@ -289,7 +289,7 @@ def _shift(x: jax.Array, axis: str) -> jax.Array:
 
 
 def _halves(tree: Tree) -> tuple[Tree, Tree]:
-    """The blocks of this device's early half-block, and those of its late one."""
+    """Splits this device's blocks into its early and its late half-block."""
 
     def half(which: int) -> Tree:
         return jax.tree.map(lambda x: jnp.split(x, 2)[which], tree)

@@ -114,7 +114,7 @@ def splash_attention(
 
 
 def _axes(mesh: AbstractMesh, query: jax.Array, key: jax.Array) -> tuple[Any, Any]:
-    """The axes that split the batch, and those that split heads."""
+    """Returns the axes that split the batch, and the axes that split heads."""
     if mesh.explicit_axes:  # The types say it.
         of_batch, _, of_heads, _ = jax.typeof(query).sharding.spec
         return of_batch, of_heads if of_heads == jax.typeof(key).sharding.spec[2] else None
@@ -143,7 +143,7 @@ def _attend(
     soft_cap: float | None,
     interpret: bool,
 ) -> jax.Array:
-    """Attention on one device."""
+    """Attends on one device."""
     _, length, num_heads, size = query.shape
     padded, block = _padded_length(length)
 
@@ -182,7 +182,7 @@ def _attend(
 
 
 def _padded_length(length: int) -> tuple[int, int]:
-    """The length that is computed with, and that of a block: small ones cost more than padding."""
+    """Returns the padded length and the block's: small blocks cost more than padding."""
     for block in BLOCKS:
         if length % block == 0:
             return length, block
@@ -192,7 +192,7 @@ def _padded_length(length: int) -> tuple[int, int]:
 
 
 def block_sizes(length: int, block: int) -> kernels.BlockSizes:
-    """The sizes of the kernels' blocks, and whether the backward pass is one kernel or two."""
+    """Returns the kernels' block sizes, and whether the backward pass is one kernel or two."""
     is_fused = length <= LONGEST_FUSED
     return kernels.BlockSizes(
         block_q=block,

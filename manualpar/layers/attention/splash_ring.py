@@ -39,10 +39,9 @@ from manualpar.layers.boundaries import platform_traced_for
 
 
 def fits_parts(query: jax.Array, key: jax.Array, length: int, scoring: Scoring) -> bool:
-    """Whether the kernel attends to parts of `length` keys, in what is traced for TPUs.
+    """Returns whether the kernel can attend to parts of `length` keys, when traced for TPUs.
 
-    It has no window, because that lies elsewhere on each device, and the kernel's mask is a
-    constant.
+    It cannot with a window: each device would need another mask, and the kernel's is a constant.
     """
     is_tpu = platform_traced_for() == "tpu" and splash_misfit(query, key) is None
     return is_tpu and scoring.window is None and length % LANES == 0
@@ -68,7 +67,7 @@ def attend_part(
 def attend_part_backward(
     queries: Queries, seen: Seen, keys: Keys, scoring: Scoring, *, is_causal: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What the queries and these keys contribute to each other's gradients, in float32."""
+    """Computes the contributions of these keys to the gradients, in float32."""
     run = functools.partial(_backward, is_causal=is_causal, scoring=scoring)
     arrays = _arrays(queries, keys)
     shape = arrays[0].shape
@@ -118,7 +117,7 @@ def _backward(
 def _kernel(
     arrays: Sequence[jax.Array], is_causal: bool, scoring: Scoring, **options: Any
 ) -> Callable[..., Any]:
-    """The kernel for examples with these documents."""
+    """Builds the kernel for examples with these documents."""
     (_, num_heads, length, size), documents = arrays[0].shape, arrays[3:]
     block = next(block for block in (*BLOCKS, LANES) if length % block == 0)
     mask: Any = masks.CausalMask if is_causal else masks.FullMask

@@ -92,5 +92,5 @@ def _nest(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _without_type(x: jax.Array) -> jax.Array:
-    """The array; no operation's result has a type here, though arguments bring theirs along."""
+    """Drops the varying axes of an argument: results of operations have none here."""
     return jax.lax.squeeze(jax.lax.expand_dims(x, (0,)), (0,))

@@ -47,7 +47,7 @@ class Experts(NamedTuple):
     travel: bool
 
     def own(self) -> tuple[jax.Array | int, int]:
-        """The first of this device's experts, and how many it has."""
+        """Returns the first of this device's experts, and their number."""
         if not self.axes:
             return 0, self.num_experts
         count = self.num_experts // jax.lax.axis_size(self.axes)
@@ -62,7 +62,7 @@ def swiglu(
     down: jax.Array,
     product: Callable[..., jax.Array] = jnp.matmul,
 ) -> jax.Array:
-    """`down(silu(gate(x)) * up(x))` in the dtype of `x`; a product is `product(x, weights)`."""
+    """Computes `down(silu(gate(x)) * up(x))` in the dtype of `x`, by `product(x, weights)`."""
     gate, up, down = (weights.astype(x.dtype) for weights in (gate, up, down))
     return product(nn.silu(product(x, gate)) * product(x, up), down)
 
@@ -151,12 +151,15 @@ def compute_dropless(
 
 
 def has_ragged_all_to_all() -> bool:
-    """Whether XLA has a ragged all-to-all for the devices that are traced for."""
+    """Returns whether XLA has a ragged all-to-all for the devices that are traced for."""
     return (platform_traced_for() or jax.default_backend()) != "cpu"
 
 
 def _compute_groups(x_TD: jax.Array, own_TK: jax.Array, experts: Experts) -> jax.Array:
-    """The outputs `[T, K, D]` of this device's experts, numbered from 0; 0 for other numbers."""
+    """Computes the outputs `[T, K, D]` of this device's experts.
+
+    `own_TK` numbers them from 0. Other numbers are experts elsewhere, whose outputs are 0.
+    """
     (T, D), K, (_, H) = x_TD.shape, own_TK.shape[-1], experts.own()
     own_R = jnp.where((own_TK >= 0) & (own_TK < H), own_TK, H).reshape(T * K)
     # Choices of experts elsewhere come last. A token cannot choose an expert twice.
@@ -171,7 +174,7 @@ def _compute_groups(x_TD: jax.Array, own_TK: jax.Array, experts: Experts) -> jax
 
 
 def _exchange_ragged(x_TD: jax.Array, chosen_TK: jax.Array, experts: Experts) -> jax.Array:
-    """The outputs `[T, K, D]` of all choices, each computed where its expert is."""
+    """Computes the outputs `[T, K, D]` of all choices, each on the device of its expert."""
     (T, D), K, (_, H) = x_TD.shape, chosen_TK.shape[-1], experts.own()
     axes, N = experts.axes, jax.lax.axis_size(experts.axes)
     chosen_R = chosen_TK.reshape(T * K)
@@ -214,7 +217,7 @@ def _starts(sizes: jax.Array, dim: int) -> jax.Array:
 
 
 def _put(rows_RD: jax.Array, order_R: jax.Array, count: int) -> jax.Array:
-    """The rows where they were before they were sorted, and zeros elsewhere."""
+    """Puts sorted rows back into their places, with zeros elsewhere."""
     return jnp.zeros((count, rows_RD.shape[1]), rows_RD.dtype).at[order_R].set(rows_RD)
 
 
@@ -223,14 +226,14 @@ def _weighted(y_BSKD: jax.Array, gates_BSK: jax.Array) -> jax.Array:
 
 
 def _positions(slot_SK: jax.Array, num_slots: int) -> jax.Array:
-    """The position whose choice is in each slot; `S` for an empty slot."""
+    """Returns the position whose choice is in each slot; `S` for an empty slot."""
     S, K = slot_SK.shape
     position_SK = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32)[:, None], (S, K))
     return jnp.full(num_slots, S, jnp.int32).at[slot_SK].set(position_SK, mode="drop")
 
 
 def _take(x_BND: jax.Array, index_BM: jax.Array) -> jax.Array:
-    """Rows of each sequence, `[B, M, D]`; zeros for an index that is too large."""
+    """Takes rows of each sequence, `[B, M, D]`; zeros for an index that is too large."""
     return jax.vmap(lambda x, index: x.at[index].get(mode="fill", fill_value=0))(x_BND, index_BM)
 
 

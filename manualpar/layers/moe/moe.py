@@ -255,10 +255,10 @@ class MoE(nn.Module):
 
 
 def capacity_of(moe: MoE, sequence_length: int) -> int:
-    """How many tokens of a sequence an expert may take, `C`.
+    """Computes how many tokens of a sequence an expert may take, `C`.
 
-    It is `capacity_factor` times what each expert would take if the load were equal, `S K / E`,
-    rounded up, and no more than the sequence has.
+    It is `capacity_factor` times an equal share, `S K / E`, rounded up, and at most the tokens of
+    the sequence.
     """
     if moe.capacity_factor is None:
         return sequence_length
@@ -269,7 +269,7 @@ def capacity_of(moe: MoE, sequence_length: int) -> int:
 def all_to_all_bytes(
     moe: MoE, shape: tuple[int, int, int], *, devices: int, itemsize: int = 4
 ) -> int:
-    """The bytes that a device sends in one all-to-all of a layer with a capacity.
+    """Computes the bytes that a device sends in one all-to-all of a layer with a capacity.
 
     A training step has four for each layer: two forward and two backward. With `nn.remat` it has
     six, because the forward pass is computed again.
@@ -292,7 +292,7 @@ def _normal(scale: float) -> Callable[..., jax.Array]:
 
 
 def _tokens_travel(x: jax.Array, axes: tuple[str, ...]) -> bool:
-    """Whether devices along the axes have different tokens, by the type."""
+    """Returns whether, by the type, tokens differ along the axes; refuses only some axes."""
     differing = [axis for axis in axes if axis in varying_axes(x)]
     if differing and len(differing) < len(axes):
         raise ValueError(

@@ -113,7 +113,7 @@ def route(
 def places(
     chosen_BSK: jax.Array, num_experts: int, context: Context = WHOLE_SEQUENCES
 ) -> jax.Array:
-    """The place of each choice in its expert's queue, `int32[B, S, K]`, from 0.
+    """Computes the place of each choice in its expert's queue, `int32[B, S, K]`, from 0.
 
     Each sequence has queues of its own. All first choices come before all second ones, so that a
     full expert drops those whose gates are smaller. Choices of one rank come in order of position.
@@ -129,14 +129,14 @@ def places(
 
 
 def choices_per_expert(chosen_BSK: jax.Array, num_experts: int) -> jax.Array:
-    """How many tokens of each sequence have chosen each expert, `int32[B, E]`."""
+    """Counts the tokens of each sequence that chose each expert, `int32[B, E]`."""
     return jax.nn.one_hot(chosen_BSK, num_experts, dtype=jnp.int32).sum((1, 2))
 
 
 def load_balance_loss(
     routing: Routing, mask_BS: jax.Array | None = None, context: Context = WHOLE_SEQUENCES
 ) -> jax.Array:
-    """The balance loss of each sequence, `float32[B]`.
+    """Computes the balance loss of each sequence, `float32[B]`.
 
     It is `E sum_e f_e p_e`, with the share `f_e` of the choices that fall on expert `e` and the
     mean `p_e` of its scores, normalised over the experts. It is 1 if both are equal for all experts
@@ -155,7 +155,7 @@ def load_balance_loss(
 def router_z_loss(
     logits_BSE: jax.Array, mask_BS: jax.Array | None = None, context: Context = WHOLE_SEQUENCES
 ) -> jax.Array:
-    """The mean square of `logsumexp(logits)` of each sequence, `float32[B]`.
+    """Computes the mean square of `logsumexp(logits)` of each sequence, `float32[B]`.
 
     It keeps logits small, because large ones are rounded coarsely (Zoph et al.,
     https://arxiv.org/abs/2202.08906).
@@ -168,7 +168,7 @@ def router_z_loss(
 
 
 def moved_bias(bias_E: jax.Array, count_BE: jax.Array, rate: float) -> jax.Array:
-    """The balancing bias after a minibatch.
+    """Returns the balancing bias after a minibatch.
 
     Experts with less than the mean load gain `rate`, and those with more lose it (Wang et al.,
     https://arxiv.org/abs/2408.15664, algorithm 1).
@@ -265,7 +265,7 @@ def auxiliary_loss(
 
 
 def _sown(sown: Any, name: str, ndim: int) -> jax.Array | None:
-    """What all layers have sown under a name, stacked: `[L, ...]`; `None` if it is nothing."""
+    """Stacks the values that all layers sowed under a name, `[L, ...]`; `None` for none."""
     found = [
         x.reshape(-1, *x.shape[x.ndim - ndim :])  # A scan stacks the layers in front.
         for path, x in jax.tree_util.tree_leaves_with_path(sown)
@@ -275,7 +275,7 @@ def _sown(sown: Any, name: str, ndim: int) -> jax.Array | None:
 
 
 def _within_groups(score_BSE: jax.Array, groups: int, count: int, best: int) -> jax.Array:
-    """The scores, with -inf outside of the `count` groups whose `best` experts have the most."""
+    """Masks all but `count` groups with -inf: those with the largest sum of `best` scores."""
     B, S, E = score_BSE.shape
     score_BSGE = score_BSE.reshape(B, S, groups, E // groups)
     of_group_BSG = jax.lax.top_k(score_BSGE, best)[0].sum(-1)
@@ -285,7 +285,7 @@ def _within_groups(score_BSE: jax.Array, groups: int, count: int, best: int) -> 
 
 
 def _mean_over_tokens(x_BSX: jax.Array, mask_BS: jax.Array | None, context: Context) -> jax.Array:
-    """The mean over the valid tokens of each sequence; 0 where there is none."""
+    """Averages over the valid tokens of each sequence; 0 where there is none."""
     if mask_BS is None:
         return context.total(x_BSX.sum(1)) / (x_BSX.shape[1] * context.size)
     weight_BS1 = mask_BS[..., None].astype(x_BSX.dtype)
