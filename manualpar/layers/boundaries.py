@@ -7,11 +7,11 @@ and an all-reduce backward. `leave` is g: an all-reduce forward and nothing back
 
 With `sequence_dim` the activations outside of the split part are split along their sequence
 (Korthikanti et al., https://arxiv.org/abs/2205.05198): an all-gather and a reduce-scatter take the
-place of each all-reduce. The bytes are the same, and what lies between the layers takes a part of
-the memory.
+place of each all-reduce. The bytes are the same, and each device stores only its part of the
+activations between layers.
 
 Under `check_vma=True` the types say which values differ along the axis. Most mistakes are therefore
-errors: a sum that is forgotten does not compile. These functions refuse those that would.
+errors: a forgotten sum does not compile. These functions refuse the mistakes that would compile.
 
 Symbols: `N` devices along the axis.
 """
@@ -32,14 +32,14 @@ def enter(
 ) -> jax.Array:
     """Makes activations the input of column-parallel products.
 
-    Call it once for all products of the same input, such as those of query, key and value: each
-    call sends.
+    Call it once for all products of the same input (query, key and value), because each call
+    sends.
 
     Args:
       x: The input, the same on all devices along `axis`; with `sequence_dim` this device's part of
         it, `[..., S/axis, ...]`.
       axis: The mesh axis, or tuple of axes, that the products are split over. Axes that no
-        `shard_map` binds are left out: outside, the layer is one of one device.
+        `shard_map` binds are left out: without any axis it is a layer of one device.
       sequence_dim: The dimension along which `x` is split between layers; `None` if it is not.
       scope: The named scope of the all-reduce, which says for what purpose it is.
 
@@ -48,7 +48,7 @@ def enter(
 
     Raises:
       ValueError: `x` varies over `axis` already, because nothing has summed it; with
-        `sequence_dim`, it does not vary, so that it is not split. Or types are not checked.
+        `sequence_dim`, `x` does not vary, so it is not split; or types are not checked.
 
     Communication:
       Forward none, backward one all-reduce of the gradient: a device sends `2 (N - 1) / N` of its
@@ -89,9 +89,9 @@ def leave(
     *,
     scope: str = TENSOR_SCOPE,
 ) -> jax.Array:
-    """Sums what the devices' row-parallel products have contributed.
+    """Sums the contributions of the devices' row-parallel products.
 
-    A bias is added after it: added before, it would be added once for each device.
+    Add a bias after it: before it, the bias would be added once for each device.
 
     Args:
       x: This device's contribution, of the shape of the result.

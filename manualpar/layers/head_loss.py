@@ -1,11 +1,11 @@
 """The head of a language model, and the cross entropy of its logits without the logits.
 
 The logits of `T` tokens are `T V` float32 numbers, often the largest array of a step, and autodiff
-keeps one for the backward pass and makes another of their gradients. Here they are computed for
-some columns at a time. What is kept of a chunk are a few numbers for each token: the largest logit
+keeps it for the backward pass and makes another array of their gradients. Here they are computed
+for some columns at a time. A chunk leaves a few numbers for each token: the largest logit
 and the sum of the exponentials so far (Milakov and Gimelshein, https://arxiv.org/abs/1805.02867),
-and the label's logit. The backward pass computes the chunk again and turns it into its gradient,
-which goes into that of the input and of the head (Wijmans et al.,
+and the label's logit. The backward pass computes the chunk's logits again. Their gradient is
+added to the gradients of the input and of the head (Wijmans et al.,
 https://arxiv.org/abs/2411.09009).
 
 Symbols: `T` tokens of a device, `D` features, `V` columns of the head on a device.
@@ -52,7 +52,7 @@ class _Static(NamedTuple):
     Attributes:
       chunk: The columns of a chunk.
       soft_cap: See `head_logits`.
-      sums_all: Whether the sum of all logits is wanted.
+      sums_all: Whether to sum all logits.
     """
 
     chunk: int
@@ -61,14 +61,14 @@ class _Static(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """What is left of a token's logits, `[...]` each.
+    """The numbers that are kept of a token's logits, `[...]` each.
 
     Attributes:
       log_normalizer: `log(sum(exp(logits)))`.
       target: The label's logit; 0 if the label has none of these columns.
-      of_all: The sum of the logits, if it is wanted.
-      largest: The largest one.
-      best: `int32`, its column, the first of equals.
+      of_all: The sum of the logits; 0 without `sums_all`.
+      largest: The largest logit.
+      best: `int32`, the column of the largest logit, the first of equals.
     """
 
     log_normalizer: jax.Array
@@ -93,11 +93,11 @@ def head_logits(
       head: `[D, V/axis]`; the product is of the dtype of `x`.
       axis: The mesh axis, or tuple of axes, that the columns are split over; `None` for none.
       vocab_size: The tokens of the vocabulary; columns from it on are -inf. `None` for all.
-      soft_cap: The most that a logit may be, which becomes `soft_cap * tanh(logit / soft_cap)`
+      soft_cap: Bounds logits: they become `soft_cap * tanh(logit / soft_cap)`
         (Gemma 2, https://arxiv.org/abs/2408.00118, section 2); `None` for no bound.
 
     Returns:
-      Float32, or float64 if `x` is, `[..., V/axis]`; not rounded to the dtype of `x` on their way.
+      Float32, or float64 if `x` is, `[..., V/axis]`; never rounded to the dtype of `x`.
 
     Communication:
       None.
@@ -135,11 +135,11 @@ def head_cross_entropy(
         from `-V` to -1 counts from the end, and any other that the head does not have gives NaN.
       axis: The mesh axis, or tuple of axes, that the columns are split over; `None` for none. Axes
         that no `shard_map` binds are left out.
-      vocab_size: The tokens of the vocabulary; columns from it on have no part. `None` for all.
-      chunk: The columns that are computed at a time, the last ones with fewer; `None` for
+      vocab_size: The tokens of the vocabulary; columns from it on are ignored. `None` for all.
+      chunk: The columns that are computed at a time (the last chunk may have fewer); `None` for
         `default_chunk`.
       label_smoothing: See `split_cross_entropy`.
-      z_loss: Likewise.
+      z_loss: See `split_cross_entropy`.
       soft_cap: See `head_logits`.
 
     Returns:
@@ -151,14 +151,15 @@ def head_cross_entropy(
       TypeError: The labels are no integers, or `x` is no floats.
 
     Communication:
-      Forward that of `split_cross_entropy` and `split_argmax`. Backward none, but for the sum of
-      the gradient of `x` over `axis`, which is that of `enter`.
+      Forward as `split_cross_entropy` and `split_argmax`. Backward none, except the sum of the
+      gradient of `x` over `axis`, which `enter` does.
 
     Gradient:
       Written by hand: it computes the logits once more. Each chunk's products are of the dtype of
-      `x`. The gradient of `x` is added up over chunks in float32, and that of the head written
-      chunk by chunk in the dtype of `head`. If `x` has 16 bits and no more tokens than features,
-      the chunks' gradients of logits are kept, in bfloat16, and both gradients are one product.
+      `x`. The gradient of `x` is added up over chunks in float32. The gradient of the head is
+      written chunk by chunk in the dtype of `head`. If `x` has 16 bits and no more tokens than
+      features, the gradients of all logits are kept in bfloat16, and each of the two gradients is
+      one product.
     """
     _check_arguments(x, head, label_smoothing, soft_cap, chunk)
     check_labels("head_cross_entropy", x, labels, what="inputs")
@@ -167,7 +168,7 @@ def head_cross_entropy(
     check_same_labels("head_cross_entropy", labels, axes)
     columns = head.shape[1]
     visible = _visible_columns(head, vocab_size, axes)
-    # Not by the number of tokens, of which the check of a context compares programs.
+    # The number of tokens must not decide: the check of a context compares programs of several.
     if columns <= (chunk or FEWEST_COLUMNS) or _is_of_global_arrays():
         logits = _logits(x, head, 0, visible, soft_cap)
         losses = split_cross_entropy(
@@ -209,7 +210,7 @@ def _product(x: jax.Array, weights: jax.Array) -> jax.Array:
 
 
 def _capped(logits: jax.Array, first: Any, visible: Any, soft_cap: float | None) -> jax.Array:
-    """Logits with their bound, and -inf in columns that stand for no token."""
+    """Caps logits, and masks columns that are no token with -inf."""
     if soft_cap:
         logits = soft_cap * jnp.tanh(logits / soft_cap)
     if visible is None:
@@ -249,7 +250,7 @@ def _summed(
         logits = _logits(x, weights, first, visible, static.soft_cap)
         top = logits.max(axis=-1)
         largest = jnp.maximum(sums.largest, top)
-        # What exponentials are relative to is a number, so that no difference is NaN.
+        # The base of the exponentials is finite, so that no difference is NaN.
         base = jnp.where(jnp.isfinite(largest), largest, 0)
         total = total * jnp.exp(sums.largest - base) + jnp.exp(logits - base[..., None]).sum(-1)
         is_larger = (top > sums.largest) | (jnp.isnan(top) & ~jnp.isnan(sums.largest))
@@ -294,7 +295,7 @@ def _summed_backward(static: _Static, kept: Any, grads: Any) -> tuple[Any, ...]:
         return pull(of_logits)[0].astype(dtype)
 
     def of_weights(of_columns: jax.Array) -> jax.Array:
-        # It is rounded by the product: XLA overlaps the scatter of a product, not that of a cast.
+        # The product rounds, not a cast: XLA overlaps the scatter of a product, not of a cast.
         wider = jnp.promote_types(dtype, head.dtype)
         of_columns = of_columns.reshape(tokens, -1)
         return jnp.matmul(rows.T, of_columns, preferred_element_type=wider).astype(head.dtype)
@@ -309,8 +310,8 @@ def _summed_backward(static: _Static, kept: Any, grads: Any) -> tuple[Any, ...]:
         return _written(of_logits, of_product(first, weights), first)
 
     if dtype.itemsize < 4 and tokens <= head.shape[0]:
-        # The gradients of all logits are no larger than the head's, which is one product of them
-        # then, so that a compiler can scatter it while it is computed.
+        # The gradients of all logits are no larger than the head's gradient. One product then
+        # computes the head's, so that a compiler can scatter it while it is computed.
         start = jnp.zeros_like(x, dtype, shape=(*index.shape, head.shape[1]))
         whole = _over_chunks(keep, start, head, static.chunk)
         with jax.named_scope(CONTEXT_SCOPE):
@@ -336,14 +337,14 @@ def _is_label(logits: jax.Array, index: jax.Array, first: Any) -> jax.Array:
 def _over_chunks(
     step: Callable[[Carry, Any, jax.Array], Carry], carry: Carry, head: jax.Array, chunk: int
 ) -> Carry:
-    """Runs `step(carry, first, weights)` on `chunk` columns after the other, and on the rest."""
+    """Runs `step(carry, first, weights)` on each chunk of columns, and on the rest."""
     whole = head.shape[1] // chunk
 
     def run(carry: Carry, first: jax.Array) -> tuple[Carry, None]:
         return step(carry, first, jax.lax.dynamic_slice_in_dim(head, first, chunk, 1)), None
 
-    # How many chunks there are may depend on the positions, and the check of models with a context
-    # axis takes what stands in this scope for right.
+    # The number of chunks may depend on the positions. The check of models with a context axis
+    # trusts the code in this scope.
     with jax.named_scope(CONTEXT_SCOPE):
         carry, _ = jax.lax.scan(run, carry, jnp.arange(whole, dtype=jnp.int32) * chunk)
         if head.shape[1] % chunk:

@@ -1,11 +1,11 @@
 """Collective matmuls: sequence parallelism whose communication is overlapped with its products.
 
 With sequence parallelism an all-gather comes before the column-parallel products, and a
-reduce-scatter after the row-parallel one. A product here begins with the chunk of the sequence that
-a device has, while the chunks of its neighbours are on their way; and sums go from device to device
-while the next part of them is computed (Wang et al., "Overlap communication with dependent
+reduce-scatter after the row-parallel one. A product here begins with the device's chunk of the
+sequence while the chunks of its neighbours arrive. Sums are sent from device to device while the
+next part of them is computed (Wang et al., "Overlap communication with dependent
 computation via decomposition", ASPLOS 2023, https://dl.acm.org/doi/10.1145/3567955.3567959). The
-bytes are those of the all-gather and the reduce-scatter.
+bytes are the same as with the all-gather and the reduce-scatter.
 
 ```python
 x = enter_ring(x, "model", 1)  # Once for all products of the same input.
@@ -15,8 +15,8 @@ x = matmul_scatter(hidden, down_kernel, "model", 1)
 ```
 
 The sequence stays in `Chunks` between the products, where the compiler makes an activation a part
-of the product before it. Attention, and everything else that looks at positions, needs
-`whole_sequence(...)`; `matmul_scatter` takes either.
+of the product before it. Attention, and everything else that combines positions, needs
+`whole_sequence(...)`; `matmul_scatter` takes chunks and whole sequences.
 
 Symbols: `N` devices along the axis, `S` positions of the sequence.
 """
@@ -62,9 +62,9 @@ def enter_ring(x: jax.Array, axis: AxisName | None, sequence_dim: int) -> jax.Ar
         not checked.
 
     Communication:
-      Forward `N - 1` permutes of a chunk, two of them at a time; with even `N > 2` the last is two
-      of half a chunk, if halves are whole. They are the bytes of an all-gather. Backward the same
-      of the gradient, which is summed on the way.
+      Forward `N - 1` permutes of a chunk, two at a time; with even `N > 2` the last is two of half
+      a chunk, if halves are whole. The bytes are those of an all-gather. Backward the same for the
+      gradient, which is summed on the way.
     """
     axes = bound_axes("enter_ring", axis)
     if not axes:
@@ -80,7 +80,7 @@ def gather_matmul(
     """Multiplies a whole sequence with this device's part of a column-parallel kernel.
 
     Args:
-      x: What `enter_ring` has returned: `Chunks`, or an array where no axis is bound.
+      x: The result of `enter_ring`: `Chunks`, or an array where no axis is bound.
       kernel: `[D, F/axis]`, or with more dims of either kind, such as `[D, N/axis, H]`.
       contracted: How many dims are summed over: the last of `x`, the first of the kernel.
 
@@ -91,11 +91,11 @@ def gather_matmul(
       ValueError: The kernel does not fit `x`, or the sequence is one of the contracted dims.
 
     Communication:
-      None beyond that of `enter_ring`.
+      None after `enter_ring`.
 
     Gradient:
-      Written by hand for the local products: one of the chunk for each chunk, one of the whole
-      sequence for the kernel.
+      Written by hand for each device's products: one product for each chunk's gradient, and one of
+      the whole sequence for the kernel's.
     """
     if not isinstance(x, Chunks):
         return multiply_rows(x, kernel, contracted)
@@ -132,11 +132,11 @@ def matmul_scatter(
         varies over `axis`, so that the sum would be `N` times too large.
 
     Communication:
-      Forward the permutes of `enter_ring`, of chunks of the result. Backward the same of its
+      Forward the permutes of `enter_ring`, of chunks of the result. Backward the same for its
       gradient.
 
     Gradient:
-      Written by hand for the local products, as in `gather_matmul`.
+      Written by hand for each device's products, as in `gather_matmul`.
     """
     axes = bound_axes("matmul_scatter", axis)
     if not axes:

@@ -1,13 +1,13 @@
-"""A sequence in chunks, of which each device has one: sent around a ring, or summed on the way.
+"""A sequence in chunks, one on each device: sent around a ring, or summed on the way.
 
 Both directions of the ring are used. The chunks of the devices `1, 2, ...` ahead arrive from one
-side, and those of the devices `1, 2, ...` behind from the other. With even `N` the last chunk is as
-far either way, and half of it comes from each side. Sums travel the same ways backwards: autodiff
-makes either of the two rings from the other.
+side, and those of the devices `1, 2, ...` behind from the other. With even `N` the last chunk is
+equally far both ways, and half of it comes from each side. Sums are sent the same ways in reverse:
+autodiff derives each of the two rings from the other.
 
-Symbols: `N` devices along the axis. The *offset* of a chunk says how many devices ahead its place
-in the sequence is; offset 0 is a device's own. Chunks stand in the order in which they arrive: 0,
-1, -1, 2, -2, ...
+Symbols: `N` devices along the axis. The *offset* of a chunk is the number of devices that its
+place in the sequence is ahead; a device's chunk has offset 0. Chunks are in the order in which they
+arrive: 0, 1, -1, 2, -2, ...
 """
 
 import functools
@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 
 from manualpar.core.tracing.scopes import SEQUENCE_SCOPE
 
-# Whether layers send while they compute. Only what is split along its sequence goes in a ring.
+# Whether layers send while they compute. Only activations split along the sequence use a ring.
 LayerOverlap = Literal["none", "ring"]
 LAYER_OVERLAPS: tuple[LayerOverlap, ...] = ("none", "ring")
 
@@ -31,8 +31,8 @@ LAYER_OVERLAPS: tuple[LayerOverlap, ...] = ("none", "ring")
 class Chunks:
     """A whole sequence in chunks, a pytree.
 
-    `jax.tree.map` applies to it what treats each position by itself. `whole_sequence` puts it
-    together for anything else.
+    `jax.tree.map` applies functions that treat each position by itself. For any other function
+    `whole_sequence` joins the chunks.
 
     Attributes:
       parts: The chunks `[..., S/axis, ..., D]`, in the order in which they arrive.
@@ -50,7 +50,7 @@ def gather_chunks(x: jax.Array, axes: tuple[str, ...], dim: int) -> Chunks:
 
     Communication:
       `N - 1` permutes of a chunk; with even `N > 2` the last is two of half a chunk, if halves are
-      whole. Backward those of `scatter_chunks`.
+      whole. Backward the permutes of `scatter_chunks`.
     """
     size = jax.lax.axis_size(axes)
     parts, ahead, behind = [x], x, x
@@ -68,7 +68,7 @@ def scatter_chunks(x: Chunks) -> jax.Array:
     """Sums over all devices their values for this device's chunk.
 
     Communication:
-      The permutes of `gather_chunks`, in the other order. Backward those of `gather_chunks`.
+      The permutes of `gather_chunks` in reverse order. Backward the permutes of `gather_chunks`.
     """
     own, *others = x.parts
     ahead: jax.Array | int = 0  # The sums on their way to devices ahead, and to those behind.
@@ -88,12 +88,13 @@ def scatter_chunks(x: Chunks) -> jax.Array:
 def shift(
     x: jax.Array, axes: tuple[str, ...], by: int, *, scope: str = SEQUENCE_SCOPE
 ) -> jax.Array:
-    """Sends `x` to the device that is `by` ahead, in the named scope that says for what purpose.
+    """Sends `x` to the device that is `by` ahead, in the named scope `scope`.
 
     Communication:
       One permute: each device sends all of `x`.
     """
-    # Of several axes `ppermute` counts devices in the order of the mesh, `axis_index` in theirs.
+    # Over several axes `ppermute` counts devices in the order of the mesh, and `axis_index` in the
+    # order of `axes`.
     ordered = [axis for axis in jax.sharding.get_abstract_mesh().axis_names if axis in axes]
     sizes = [jax.lax.axis_size(axis) for axis in ordered]
     devices = np.arange(math.prod(sizes)).reshape(sizes)
@@ -152,7 +153,7 @@ join_chunks.defvjp(
 def _places(axes: tuple[str, ...]) -> list[jax.Array]:
     """Returns each chunk's place in the sequence, in the order in which the chunks arrive."""
     own, size = jax.lax.axis_index(axes), jax.lax.axis_size(axes)
-    # An offset is the same as one by `size` more.
+    # Offsets are equal modulo `size`.
     offsets = [0, *(i // 2 if i % 2 == 0 else size - i // 2 for i in range(2, size + 1))]
     return [(own + offset) % size for offset in offsets]
 
@@ -163,8 +164,8 @@ def multiply_rows(
     """Multiplies an array with a kernel as one matrix product.
 
     All dims of `x` that are not contracted become one before the product. So the gradient of the
-    kernel is a sum over one dim. For a sum over several dims, XLA:CPU first writes transposed copies of both factors,
-    which doubles the time of an MLP. Values are the same to the bit.
+    kernel is a sum over one dim. For a sum over several dims, XLA:CPU first writes transposed
+    copies of both factors, which doubles the time of an MLP. Values are the same to the bit.
 
     Args:
       x: `[..., D]`.
@@ -211,7 +212,7 @@ def _multiply_backward(
     num_batch = parts[0].ndim - contracted
     outputs = (*range(num_batch, gs[0].ndim),), (*range(contracted, kernel.ndim),)
     grads = tuple(jnp.tensordot(g, kernel, outputs) for g in gs)
-    # In any order, as long as it is the same.
+    # The order of the rows does not matter, if it is the same in both.
     whole, g = (_rows(jnp.concatenate(x), num_batch) for x in (parts, gs))
     return grads, jnp.tensordot(whole, g, (0, 0))
 

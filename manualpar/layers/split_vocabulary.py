@@ -1,6 +1,6 @@
-"""What devices know of their columns of a split vocabulary, put together: a few numbers a label.
+"""Combines the devices' results for a split vocabulary: a few numbers for each label.
 
-Where `axes` is `()` a device has all columns, and nothing is sent.
+If `axes` is `()`, a device has all columns and sends nothing.
 """
 
 import jax
@@ -108,8 +108,8 @@ def index_here(
 ) -> tuple[jax.Array, jax.Array]:
     """Indices into this device's part of a dim, and which of them are this device's.
 
-    An index that the whole dim does not have counts as one of the first or the last part, which has
-    no such index either.
+    An index outside of the whole dim belongs to the first or the last part, where it is out of
+    bounds too.
     """
     indices = indices.astype(jnp.int32)
     if not axes:

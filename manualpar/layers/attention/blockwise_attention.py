@@ -1,15 +1,15 @@
 """Attention of blocks of queries to blocks of keys, one pair of blocks after the other.
 
-The softmax of a query is over all keys that it may see. Its sums are kept for the keys that have
-come so far, relative to the largest score so far (Milakov and Gimelshein,
+The softmax of a query is over all keys that it may see. Its sums are kept for the keys seen so
+far, relative to the largest score so far (Milakov and Gimelshein,
 https://arxiv.org/abs/1805.02867), so that the keys may come in any order and from any device. The
 scores of a pair are computed, used and dropped, and the backward pass computes them again
 (FlashAttention, Dao et al., https://arxiv.org/abs/2205.14135). So memory grows with the number of
-queries and not with its product with that of the keys.
+queries and not with queries times keys.
 
-A query sees the keys of its document that are not after it. Positions say which these are, so it
-does not matter in which order they stand. Pairs whose queries see none of the keys are left out by
-the caller, who knows where the blocks are from.
+A query sees the keys of its document that are not after it. Positions decide which keys these
+are, so the order of the blocks does not matter. The caller leaves out pairs whose queries see no
+key, because it has the positions of the blocks.
 
 Symbols: `B` examples, `K` key and value heads, `G` query heads that share one, `H` features of a
 head, `n` blocks of `S` queries each, `m` blocks of `T` keys each.
@@ -27,18 +27,18 @@ from manualpar.core.parameters.collectives import cast_to_varying, varying_axes
 from manualpar.core.tracing.attention_blocks import blocks_scope
 from manualpar.layers.boundaries import platform_traced_for
 
-# The name of what attention returns, for the policies of checkpoints.
+# The checkpoint name of attention's result, for rematerialisation policies.
 ATTENDED = "attended"
 MASKED = -1e30  # Not -inf: a query may see no key of a block, and the difference must be a number.
-# Positions of a block at most: on CPUs as many as a core's cache holds the scores of.
+# The most positions of a block; on CPUs the scores of a block fit into a core's cache.
 CPU_BLOCK, BLOCK = 128, 512
-MAX_BLOCKS = 1024  # Of a sequence: the pairs are a constant of the program.
-# A block of queries and a block of keys that meet, and the next, `int32[P, 2]`.
+MAX_BLOCKS = 1024  # Of a sequence, because the pairs are a constant of the program.
+# Pairs of indices (block of queries, block of keys) to compute, `int32[P, 2]`.
 Pairs = jax.Array | np.ndarray
 
 
 class Queries(NamedTuple):
-    """What looks for keys.
+    """Blocks of queries.
 
     Attributes:
       query: `[n, B, K, G, S, H]`.
@@ -52,7 +52,7 @@ class Queries(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """What is looked at.
+    """Blocks of keys and values.
 
     Attributes:
       key: `[m, B, K, T, H]`.
@@ -68,11 +68,11 @@ class Keys(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """The sums over the keys that have come so far.
+    """The sums over the keys seen so far.
 
     Attributes:
-      values: `float32[n, B, K, G, S, H]`, of values, each weighted by `exp(score - largest)`.
-      weights: `float32[n, B, K, G, S]`, of these weights.
+      values: `float32[n, B, K, G, S, H]`, the sum of values weighted by `exp(score - largest)`.
+      weights: `float32[n, B, K, G, S]`, the sum of these weights.
       largest: `float32[n, B, K, G, S]`, the largest score.
     """
 
@@ -82,11 +82,11 @@ class Sums(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What a backward pass must know of all the keys that a query has seen.
+    """The numbers that a backward pass needs of all the keys that a query has seen.
 
     Attributes:
       log_weights: `float32[n, B, K, G, S]`, `log(sum(exp(score)))`.
-      gradient: `[n, B, K, G, S, H]`, of the result.
+      gradient: `[n, B, K, G, S, H]`, the gradient of the result.
       product: `float32[n, B, K, G, S]`, the inner product of the result and its gradient.
       out: `[n, B, K, G, S, H]`, the result.
     """
@@ -98,7 +98,7 @@ class Seen(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """What becomes of scores.
+    """The options that change scores.
 
     Attributes:
       window: How many positions a query sees, its own and those right before it; `None` for all.
@@ -209,7 +209,7 @@ def attend(sums: Sums, queries: Queries, keys: Keys, pairs: Pairs, scoring: Scor
         largest = jnp.maximum(sums.largest, scores.max(-1))
         weights, fading = jnp.exp(scores - largest[..., None]), jnp.exp(sums.largest - largest)
         values = _product("bkgst,bkth->bkgsh", weights.astype(block.value.dtype), block.value)
-        # What a query that has seen no key has added up fades to exactly 0 when it sees one.
+        # The sums of a query that has seen no key fade to exactly 0 when it sees one.
         values += sums.values * fading[..., None]
         sums = Sums(values, sums.weights * fading + weights.sum(-1), largest)
         return _put(all_sums, sums, pair[0]), None

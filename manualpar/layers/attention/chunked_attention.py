@@ -37,7 +37,7 @@ from manualpar.layers.attention.blockwise_attention import (
 
 
 class _Labels(NamedTuple):
-    """Where queries and keys stand, and which blocks of them meet."""
+    """Positions and documents of queries and keys, and the pairs of blocks to compute."""
 
     query_positions: jax.Array
     key_positions: jax.Array
@@ -47,10 +47,10 @@ class _Labels(NamedTuple):
 
 
 class _Cut(NamedTuple):
-    """How queries are cut, and what becomes of scores."""
+    """How queries are cut, and the options of scores."""
 
     size: int
-    parts: int  # Of the sequence that queries are of.
+    parts: int  # Equal parts of the queries, each cut by itself.
     scoring: Scoring
 
 
@@ -107,7 +107,7 @@ def attend_from_half_blocks(
       key: `[B, C S, K, H]`, where `K` divides `N`, in the order of the sequence.
       value: `[B, C S, K, H]`, of the dtype of `key`.
       positions: `int32[S]`, of the queries.
-      documents: Those of the queries, `int32[B, S]`, and those of the keys, `int32[B, C S]`; or
+      documents: The documents of the queries, `int32[B, S]`, and of the keys, `int32[B, C S]`; or
         `(None, None)` if each sequence is one document.
       axis: The mesh axis over which the sequence is split.
       scoring: The window, and the cap of scores.
@@ -119,7 +119,7 @@ def attend_from_half_blocks(
       None.
 
     Gradient:
-      As that of `attend_in_blocks`.
+      As `attend_in_blocks`.
     """
     devices, half = jax.lax.axis_size(axis), query.shape[1] // 2
     device, size = jax.lax.axis_index(axis), block_size(half, key.shape[1])
@@ -135,7 +135,7 @@ def _pairs_of_devices(devices: int, half: int, size: int, window: int | None) ->
     for device in range(devices):
         own = [spans(half, size, block * half) for block in (device, 2 * devices - 1 - device)]
         lists.append(seen_pairs(np.concatenate(own), keys, window))
-    # Some have fewer. No device's first queries see anything of the last keys.
+    # Devices with fewer pairs repeat one that has no effect: first queries never see last keys.
     most, unseen = max(map(len, lists)), np.array([[0, len(keys) - 1]], np.int32)
     return np.stack([np.concatenate([x, unseen.repeat(most - len(x), 0)]) for x in lists])
 

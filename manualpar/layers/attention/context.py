@@ -2,11 +2,11 @@
 
 Each of `C` devices holds two half-blocks of the `2 C` of a sequence: device `c` has half-blocks `c`
 and `2 C - 1 - c` (zig-zag). Under a causal mask all devices then have equal work. Everything that
-treats positions by themselves stays as it is. Attention and what counts along the sequence has to
-know of the axis, and `Context` is what it knows.
+treats positions by themselves stays as it is. Attention and sums along the sequence have to
+handle the axis, which `Context` describes.
 
-Outside of a `shard_map` that binds the axis, all of it is what one device does. Inside, all of it
-stands in the scope of context parallelism, which the check of a model takes for right, see
+Outside of a `shard_map` that binds the axis, everything runs as on one device. Inside, everything
+is in the named scope of context parallelism, which the check of a model trusts, see
 `manualpar.core.checks.sequence_walk`.
 
 Symbols: `C` devices along the axis, `B` examples, `S` positions of a device, `N` query heads, `K`
@@ -33,7 +33,7 @@ from manualpar.layers.attention.ring_attention import ring_attention, zigzag_pos
 from manualpar.layers.attention.splash_ring import fits_parts
 from manualpar.layers.boundaries import bound_axes, has_lost_types
 
-# How queries come together with the keys of other devices.
+# How queries reach the keys of other devices.
 ContextAttention = Literal["ring", "ulysses", "gather"]
 CONTEXT_ATTENTIONS: tuple[ContextAttention, ...] = get_args(ContextAttention)
 
@@ -49,7 +49,7 @@ def _in_scope(method: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """How sequences lie along a mesh axis, and attention across it.
+    """How sequences are sharded along a mesh axis, and attention across it.
 
     Attributes:
       axis: The mesh axis; `None` for none. A mesh need not have it.
@@ -109,7 +109,7 @@ class Context:
         """Returns the positions that this device has in the sequence.
 
         Args:
-          length: How many it has, `S`, an even number if there are other devices.
+          length: The number of its positions, `S`, even if the axis has several devices.
 
         Returns:
           `int32[S]`, ascending.
@@ -127,7 +127,7 @@ class Context:
 
     @_in_scope
     def cumsum(self, x: jax.Array) -> jax.Array:
-        """Sums what comes up to each position in the whole sequence.
+        """Sums the entries up to each position in the whole sequence.
 
         Args:
           x: `[B, S/axis, ...]`, numbers or booleans.
@@ -155,10 +155,10 @@ class Context:
         return jnp.concatenate([first, second], axis=1)
 
     def total(self, x: jax.Array) -> jax.Array:
-        """Sums what the devices along the axis have.
+        """Sums `x` over the devices along the axis.
 
         Args:
-          x: This device's part of the sum, such as that over its positions.
+          x: This device's part of the sum, such as the sum over its positions.
 
         Returns:
           The sum, the same on all devices along the axis.
@@ -191,9 +191,8 @@ class Context:
           value: `[B, S/axis, K, H]`, of the dtype of `key`.
           documents: `int32[B, S/axis]`. A query sees the keys of the same number; `None` if each
             sequence is one document.
-          kind: What computes it, see `manualpar.layers.attention.kinds`. Rings and gathered keys
-          are
-            computed with in blocks; on TPUs the kernel computes those of a ring where it can.
+          kind: The implementation, see `manualpar.layers.attention.kinds`. `"ring"` and `"gather"`
+            compute in blocks; on TPUs the kernel computes the blocks of a ring where it can.
           window: How many positions a query sees, its own and those right before it; `None` for
             all.
           soft_cap: Bounds scores, see `manualpar.layers.attention.kinds`; `None` for none.
@@ -213,7 +212,7 @@ class Context:
           sends each as often as needed. Documents cost an all-gather of `int32[B, S]`.
 
         Gradient:
-          That of the ring is written by hand, see `ring_attention`.
+          The ring's is written by hand, see `ring_attention`.
         """
         scoring = Scoring(window, soft_cap)
         attend = functools.partial(attention, kind=kind, window=window, soft_cap=soft_cap)

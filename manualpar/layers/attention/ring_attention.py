@@ -1,7 +1,7 @@
 """Causal attention of a sequence that is split over devices: keys and values go around a ring.
 
-Each device computes with the keys and values that it has, and hands them on at the same time (Liu
-et al., https://arxiv.org/abs/2310.01889). The `2 C` half-blocks of the sequence lie in zig-zag:
+Each device computes with the keys and values that it has while it sends them to the next (Liu
+et al., https://arxiv.org/abs/2310.01889). The `2 C` half-blocks of the sequence are in zig-zag:
 device `c` has half-blocks `c` and `2 C - 1 - c`, an early and a late one. Of the keys of another
 device
 
@@ -72,14 +72,14 @@ def ring_attention(
     """Attends causally within documents.
 
     Args:
-      query: `[B, S, N, H]`, those of this device's positions.
+      query: `[B, S, N, H]`, at this device's positions.
       key: `[B, S, K, H]`, where `K` divides `N`.
       value: `[B, S, K, H]`, of the dtype of `key`.
       documents: `int32[C, B, S]`, the documents of the positions of every device; `None` if each
         sequence is one document.
       axis: The mesh axis over which the sequence is split in zig-zag. `S` is even.
-      scoring: The window, and the cap of scores. Keys outside of a window go around too.
-      by_kernel: Whether JAX's kernel for TPUs computes half-blocks, see `splash_parts`.
+      scoring: The window, and the cap of scores. Keys outside of the window are sent too.
+      by_kernel: Whether JAX's kernel for TPUs computes half-blocks, see `splash_ring`.
 
     Returns:
       `[B, S, N, H]`, of the dtype of `value`.
@@ -100,7 +100,7 @@ def ring_attention(
 
 
 class _Rule(NamedTuple):
-    """How keys go around, what becomes of scores, and what computes them."""
+    """The static arguments of the ring: its axis, the options of scores, and the kernel."""
 
     axis: str
     scoring: Scoring
@@ -108,7 +108,7 @@ class _Rule(NamedTuple):
 
 
 class _Here:
-    """What this device has: its queries, and what it knows of all keys."""
+    """This device's queries, and the positions and documents of all keys."""
 
     def __init__(
         self,
@@ -238,7 +238,9 @@ def _ring_backward(rule: _Rule, kept: Any, g: jax.Array) -> tuple[Any, Any, Any,
 
     def step(grads: Any, pair: jax.Array, index: Any) -> Any:
         of_query, of_pair = grads
-        of_pair = _shift(of_pair, axis)  # Home, together with the keys that it is of.
+        of_pair = _shift(
+            of_pair, axis
+        )  # Gradients are sent along with their keys, until they are home.
         keys, is_before = here.keys(pair, index)
         of_late, of_early_pair = here.differentiate(late, seen[1], keys[0], here.pairs)
         queries, some_seen = _pick(is_before, early, late), _pick(is_before, *seen)
@@ -269,7 +271,7 @@ def _go_around(
 ) -> Tree:
     """Runs `step(carry, pair, index)` on the keys and values of each other device.
 
-    A device sends what it has before it computes with it, so that both may go on at once.
+    A device sends the pair before it computes with it, so that the two can overlap.
     """
     size = jax.lax.axis_size(axis)
     pair = _shift(pair, axis)

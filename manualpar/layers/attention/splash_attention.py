@@ -4,10 +4,9 @@ It is FlashAttention (Dao et al., https://arxiv.org/abs/2205.14135) over blocks 
 and it skips the blocks that a mask hides. The mask is a rule and not an array, so that nothing of
 the size of the scores exists.
 
-The kernel is one device's. In a `shard_map` that checks types
-`manualpar.layers.attention.unchecked` runs it. Where XLA shards arrays by itself, because the mesh
-around the call has automatic axes, XLA could not partition it, so that each device gets its
-examples in a `shard_map` here.
+The kernel runs on one device. In a `shard_map` that checks types
+`manualpar.layers.attention.unchecked` runs it. XLA cannot partition the kernel. So if the enclosing
+mesh has automatic axes, a `shard_map` here gives each device its examples.
 
 Symbols: `B` examples, `S` positions, `N` query heads, `K` key and value heads, `H` features of a
 head.
@@ -83,11 +82,11 @@ def splash_attention(
 
     Communication:
       None. Where the mesh has automatic axes XLA may have to reshard the arguments: the batch is
-      split over the axes that divide it, in the order of the mesh, and heads over those that the
+      split over the axes that divide it, in the order of the mesh, and heads over the axes that the
       logical rules of `heads` and `kv_heads` both name.
 
     Gradient:
-      That of the kernel, which computes the scores again. The result and the logarithms of the sums
+      The kernel's, which computes the scores again. The result and the logarithms of the sums
       of weights have the name `ATTENDED` in checkpoints. With a policy that saves the name, the
       forward kernel does not run again.
     """
@@ -172,7 +171,7 @@ def _attend(
         return out
 
     index = np.arange(padded // block)
-    apart = index[:, None] - index  # Of a block of queries and one of keys, in blocks.
+    apart = index[:, None] - index  # Distance of query and key blocks.
     is_seen = (apart >= 0) & (apart * block < (window or padded) + block - 1)
 
     arrays = jax.tree.map(prepare, (query * size**-0.5, key, value, documents))

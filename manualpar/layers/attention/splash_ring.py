@@ -1,13 +1,13 @@
 """Attention to a part of the keys by JAX's kernel for TPUs, for keys that come around a ring.
 
-Forward the kernel gives the result for these keys alone, and the logarithm of each query's sum of
-weights. Both together are sums that can be added to those of other keys, see
+Forward, the kernel returns the result for only these keys, and the logarithm of each query's sum of
+weights. The two are sums that can be added to the sums of other keys, see
 `blockwise_attention.Sums`.
 
-Backward it has to weigh these keys as in the softmax over all keys. Its gradient uses the result
-and the logarithm that its forward pass has kept. They have a name there, for the policies of
-checkpoints. So the gradient is traced with the values for all keys in the place of those that have
-the name. The forward kernel is then dead code, and is left out.
+Backward, it has to weigh these keys as in the softmax over all keys. Its gradient uses the result
+and the logarithm that its forward pass keeps under a checkpoint name. So the gradient is traced,
+and the values for all keys replace the values with that name. The forward kernel is then dead code
+and is left out.
 
 Symbols: `B` examples, `K` key and value heads, `G` query heads that share one, `S` queries, `T`
 keys, `H` features of a head.
@@ -50,9 +50,10 @@ def fits_parts(query: jax.Array, key: jax.Array, length: int, scoring: Scoring) 
 def attend_part(
     sums: Sums, queries: Queries, keys: Keys, scoring: Scoring, *, is_causal: bool
 ) -> Sums:
-    """Adds keys to the sums; queries and keys are one block each, of as many positions.
+    """Adds keys to the sums; queries and keys are one block each, of equal length.
 
-    With `is_causal` a query sees the keys up to its own place, otherwise all of its document.
+    With `is_causal` a query sees keys up to its place in the block, otherwise all; both within its
+    document.
     """
     run = functools.partial(_forward, is_causal=is_causal, scoring=scoring)
     out, log_weights = run_unchecked(run, *_arrays(queries, keys))
@@ -80,7 +81,7 @@ def attend_part_backward(
 
 
 def _arrays(queries: Queries, keys: Keys) -> tuple[Any, ...]:
-    """Queries `[B, N, S, H]`, keys, values, and the documents of both if there are some."""
+    """Returns queries `[B, N, S, H]`, keys, values, and the documents of both if any."""
     _, B, K, G, S, H = queries.query.shape
     documents: tuple[jax.Array, ...] = ()
     if queries.document is not None and keys.document is not None:
@@ -143,7 +144,7 @@ def _kernel(
 
 
 def _run_with(closed: ClosedJaxpr, args: Sequence[Any], kept: Sequence[jax.Array]) -> list[Any]:
-    """Runs what a traced program needs, with other values in the place of those with the name."""
+    """Runs the needed part of a traced program, with `kept` in place of the named values."""
     jaxpr = closed.jaxpr
     needed, eqns = {x for x in jaxpr.outvars if isinstance(x, Var)}, []
     for eqn in reversed(jaxpr.eqns):

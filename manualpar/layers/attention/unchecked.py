@@ -32,7 +32,7 @@ def run_unchecked(function: Callable[..., Any], *args: Any) -> Any:
     Args:
       function: A function of arrays to arrays that names no mesh axis. Other values that it uses
         are constants.
-      *args: Trees of arrays, this device's. Those of integers get no gradient.
+      *args: Trees of this device's arrays. Integer arrays get no gradient.
 
     Returns:
       `function(*args)`, typed as varying over all axes over which an argument varies.
@@ -44,7 +44,7 @@ def run_unchecked(function: Callable[..., Any], *args: Any) -> Any:
       None.
 
     Gradient:
-      That of `function`. A policy of `jax.checkpoint` sees the names that it gives its values.
+      As `function`. A policy of `jax.checkpoint` sees the names that it gives its values.
     """
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return function(*args)

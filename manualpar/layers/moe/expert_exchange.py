@@ -1,19 +1,18 @@
-"""How tokens come to their experts, and the experts' outputs back to the tokens.
+"""The exchange of tokens with their experts, and of the outputs back.
 
 With a capacity, each expert has `C` slots for the tokens of each sequence. All buffers have fixed
 sizes, so that an all-to-all can exchange them.
 
-Without one, nothing is dropped. The rows of all experts stand one expert after another, and a
-grouped product (`jax.lax.ragged_dot`; Gale et al., https://arxiv.org/abs/2211.15841) multiplies
-each group with the weights of its expert. Where the backend has a ragged all-to-all, each device
-sends the rows that others compute. XLA has none on CPUs: there every device gathers all tokens,
-computes those of its experts, and the results are scattered.
+Without a capacity, no choice is dropped. The rows are sorted by expert, and a grouped product
+(`jax.lax.ragged_dot`; Gale et al., https://arxiv.org/abs/2211.15841) multiplies each group with the weights of its expert. Where the backend has a ragged all-to-all, each device
+sends each row to the device that computes it. XLA has none on CPUs: there every device gathers all
+tokens and computes the choices of its experts, and a reduce-scatter returns the results.
 
 Symbols: `B` sequences, `S` positions, `D` features, `F` features inside an expert, `E` experts, `K`
 choices of a token, `C` slots of an expert for a sequence, `N` devices along the expert axis. Inside
-`shard_map`, `B`, `S` and `F` are this device's. `H` experts are *here*: those that this device
-sends tokens to, all `E` of them if tokens travel, else its own `E / N`. `M` are the slots of a
-sequence, `H C`; `T` tokens are `B S`; `R` are rows in the order of their experts.
+`shard_map`, `B`, `S` and `F` are this device's. `H` experts are *here*: the experts for which this
+device has slots, all `E` if tokens are sent, else its `E / N`. `M` are the slots of a sequence,
+`H C`; `T` tokens are `B S`; `R` are rows in the order of their experts.
 """
 
 import functools
@@ -32,13 +31,13 @@ from manualpar.layers.moe.routing import places
 
 
 class Experts(NamedTuple):
-    """The weights of this device's experts, and where experts and tokens are.
+    """The weights of this device's experts, and how experts and tokens are sharded.
 
     Attributes:
       weights: `gate` and `up` `[E/N, D, F]`, and `down` `[E/N, F, D]`.
       num_experts: All experts, `E`.
       axes: The bound mesh axes that they are divided over.
-      travel: Whether tokens differ along these axes, so that they travel to their experts.
+      travel: Whether tokens differ along these axes, so that they are sent to their experts.
     """
 
     weights: tuple[jax.Array, jax.Array, jax.Array]
@@ -75,34 +74,34 @@ def compute_with_capacity(
     capacity: int,
     context: Context,
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes the choices that find room at their experts.
+    """Computes the choices for which their experts have room.
 
     Args:
       x_BSD: `[B/data, S, D]`, the tokens.
-      chosen_BSK: `int32[B/data, S, K]`, their experts; `E` for none.
+      chosen_BSK: `int32[B/data, S, K]`, the experts of each token; `E` for none.
       gates_BSK: `[B/data, S, K]`, the weights of these experts' outputs.
       experts: The experts.
       capacity: How many tokens of a sequence an expert takes.
       context: How sequences are split over devices.
 
     Returns:
-      `[B/data, S, D]`, the weighted sums of the outputs, if tokens do not travel without those of
-      experts elsewhere; and `int32[B/data]`, how many choices were dropped.
+      `[B/data, S, D]`, the weighted sums of the outputs (of only this device's experts, if tokens
+      are not sent); and `int32[B/data]`, the number of dropped choices.
 
     Communication:
-      If tokens travel, an all-to-all before the experts and one after them, and the same backward.
-      A device sends `(N - 1) / N` of `E B/data C D` elements in each. With a context axis also
-      that of `places`.
+      If tokens are sent, an all-to-all before the experts and one after them, and the same
+      backward. A device sends `(N - 1) / N` of `E B/data C D` elements in each. With a context
+      axis also the collectives of `places`.
     """
     B, S, D = x_BSD.shape
     K, C = chosen_BSK.shape[-1], min(capacity, S)
     first, H = (0, experts.num_experts) if experts.travel else experts.own()
     place_BSK = places(chosen_BSK, experts.num_experts, context)
-    # All room of an expert may be taken by the positions of one device.
+    # The positions of one device may take all room of an expert.
     own_place_BSK = places(chosen_BSK, experts.num_experts) if context.size > 1 else place_BSK
     here_BSK, has_room_BSK = chosen_BSK - first, place_BSK < capacity
     is_computed_BSK = (here_BSK >= 0) & (here_BSK < H) & has_room_BSK
-    # The slot of each choice, and the position in each slot. A number that is too large is none.
+    # The slot of each choice, and the position in each slot. A too large number stands for none.
     slot_BSK = jnp.where(is_computed_BSK, here_BSK * C + own_place_BSK, H * C)
     position_BM = jax.vmap(_positions, (0, None))(slot_BSK, H * C)
     slots_BMD = _take(x_BSD, position_BM)
@@ -120,13 +119,13 @@ def compute_dropless(
     """Computes all choices; the arguments and the first result are as in `compute_with_capacity`.
 
     Communication:
-      If tokens travel and the backend has a ragged all-to-all, one before the experts and one after
-      them, and the same backward; with equal load, a device sends `(N - 1) / N` of `K B/data S D`
-      elements in each. And `E` counts are gathered. The buffer that they arrive in has room for
+      If tokens are sent and the backend has a ragged all-to-all, one before the experts and one
+      after them, and the same backward; with equal load, a device sends `(N - 1) / N` of
+      `K B/data S D` elements in each. And `E` counts are gathered. The receive buffer has room for
       the worst case, all choices of all devices.
 
       If the backend has none, an all-gather of the tokens, their choices and gates, and a
-      reduce-scatter of the results, and the reverse backward. A device sends `N - 1` times its own
+      reduce-scatter of the results, and the reverse backward. A device sends `N - 1` times its
       `B/data S D` elements in each.
     """
     B, S, D = x_BSD.shape
@@ -166,7 +165,7 @@ def _compute_groups(x_TD: jax.Array, own_TK: jax.Array, experts: Experts) -> jax
     order_R = jnp.argsort(own_R, stable=True)[: T * min(K, H)]
     group_sizes = jnp.bincount(own_R, length=H + 1)[:H].astype(jnp.int32)
     is_own_R1 = own_R[order_R][:, None] < H
-    # What a grouped product makes of rows without a group is undefined, and so are their gradients.
+    # A grouped product's results for rows without a group are undefined, and so are the gradients.
     rows_RD = jnp.where(is_own_R1, x_TD[order_R // K], 0)
     product = functools.partial(jax.lax.ragged_dot, group_sizes=group_sizes)
     y_RD = swiglu(rows_RD, *experts.weights, product)
@@ -194,7 +193,7 @@ def _exchange_ragged(x_TD: jax.Array, chosen_TK: jax.Array, experts: Experts) ->
             sizes_SN[:, me],
             axis_name=axes,
         )
-    # From each sender arrive the rows of the first own expert, then those of the second.
+    # Each sender's rows arrive in the order of this device's experts.
     ends = jnp.cumsum(counts_SNH[:, me])
     run_R = jnp.cumsum(jnp.zeros(len(rows_RD), jnp.int32).at[ends].add(1, mode="drop"))
     own_R = jnp.where(run_R < N * H, run_R % H, H)

@@ -2,10 +2,10 @@
 
 A router gives every token a score for each expert. The token goes to the `top_k` experts with the
 highest scores, and the sum of their outputs is weighted by the scores, which are called gates then.
-The experts may form groups, of which a token chooses a few before it chooses experts in them, so
-that it travels to few devices (DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.2.2).
+The experts may form groups. A token then chooses a few groups, and experts in these groups only, so
+that it is sent to few devices (DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.2.2).
 An expert may take a limited number of tokens of each sequence, its capacity (Lepikhin et al.,
-https://arxiv.org/abs/2006.16668). The choices that come too late are dropped.
+https://arxiv.org/abs/2006.16668). The choices that find the expert full are dropped.
 
 Three things balance the load:
 
@@ -14,9 +14,9 @@ Three things balance the load:
   follows the load without any gradient (Wang et al., https://arxiv.org/abs/2408.15664),
 - and a loss that keeps the logits small (Zoph et al., https://arxiv.org/abs/2202.08906).
 
-Invariants: capacity, order and losses are those of each sequence alone. So they do not depend on
-how sequences are divided among devices and minibatches, nor on how the positions of a sequence are
-(`Context`). All of it is computed in float32.
+Invariants: each sequence has its capacity, order and losses, independent of other sequences. So
+they do not depend on how sequences are divided among devices and minibatches, nor on how the
+positions of a sequence are divided (`Context`). All of it is computed in float32.
 
 Symbols: `B` sequences, `S` positions, `E` experts, `K` choices of a token, `C` the capacity.
 """
@@ -31,7 +31,7 @@ from manualpar.core.state.metrics import Metrics
 from manualpar.core.tracing.scopes import CONTEXT_SCOPE, EXPERT_SCOPE
 from manualpar.layers.attention.context import Context
 
-# The collections that `MoE` sows its losses and counts into, and that of its balancing bias.
+# The collections of `MoE` for its losses, its counts and its balancing bias.
 LOSSES, COUNTS, BIAS = "losses", "intermediates", "router"
 LOAD_BALANCE, ROUTER_Z, CHOICES, DROPPED = "load_balance", "router_z", "choices", "dropped"
 
@@ -75,12 +75,12 @@ def route(
       top_k: The number of experts of a token, `K`.
       gates: How logits become scores: `"softmax"` over the experts, or `"sigmoid"` of each.
       normalize: Whether the gates of a token are divided by their sum; only with `top_k > 1`.
-      scale: What gates are multiplied by after that.
-      bias_E: `float32[E]`, added to the scores for the choice alone; `None` for no bias.
+      scale: The factor of the gates after that.
+      bias_E: `float32[E]`, added to the scores only for the choice of experts; `None` for no bias.
       groups: Into how many groups of neighbours the experts are divided; 1 for none.
-      groups_per_token: In how many groups a token may choose experts: those of the highest scores.
-      group_score: The score of a group is the sum of those of its two best experts, or that of
-        the `"best"`, in both cases with the bias.
+      groups_per_token: The number of groups, those of the highest scores, that a token may use.
+      group_score: The score of a group: the sum of its two best experts' scores (`"best_two"`), or
+        its best expert's (`"best"`), in both cases with the bias.
       mask_BS: `bool[B, S]`, which tokens are routed; `None` for all of them.
 
     Returns:
@@ -140,7 +140,7 @@ def load_balance_loss(
 
     It is `E sum_e f_e p_e`, with the share `f_e` of the choices that fall on expert `e` and the
     mean `p_e` of its scores, normalised over the experts. It is 1 if both are equal for all experts
-    (Fedus et al., https://arxiv.org/abs/2101.03961). The gradient is that of the scores.
+    (Fedus et al., https://arxiv.org/abs/2101.03961). Only the scores have a gradient.
 
     Communication:
       With a context axis, all-reduces of `[B, E]` choices, as many scores, and numbers of tokens.
@@ -199,7 +199,7 @@ def auxiliary_loss(
     load_balance: float = 0.01,
     router_z: float = 0.001,
 ) -> tuple[jax.Array, Metrics]:
-    """Turns what the layers of a model have sown into a loss and metrics.
+    """Combines the values that a model's layers have sown into a loss and metrics.
 
     ```python
     logits, sown = apply_fn(
@@ -210,13 +210,13 @@ def auxiliary_loss(
 
     Args:
       sown: The collections `losses` and, for metrics of the load, `intermediates`. Other values in
-        them are left alone.
+        them are ignored.
       weight_B: `[B]`, the weight of each sequence in the loss that this is added to. If that loss
         is a mean over valid tokens, it is the number of valid tokens of each sequence. Otherwise
         devices and minibatches with different numbers of them would change the sum. Sequences
         of weight 0 are not counted in any metric. `None` stands for equal weights.
-      load_balance: What `load_balance_loss` is multiplied by.
-      router_z: What `router_z_loss` is multiplied by.
+      load_balance: The factor of `load_balance_loss`.
+      router_z: The factor of `router_z_loss`.
 
     Returns:
       The weighted sum of both losses, summed over the layers and averaged over this device's
@@ -240,7 +240,7 @@ def auxiliary_loss(
         )
     choices_LBE, dropped_LB = _sown(sown, CHOICES, ndim=2), _sown(sown, DROPPED, ndim=1)
     weight_B = jnp.ones_like(balance_LB[0]) if weight_B is None else weight_B.astype(jnp.float32)
-    # Losses are of whole sequences. What is split over more axes is of a part of each.
+    # Losses are of whole sequences. Counts that vary over more axes are of parts of sequences.
     axes = tuple(sorted(varying_axes((weight_B, choices_LBE)) - varying_axes(balance_LB)))
     whole_weight_B = weight_B
     if axes:
