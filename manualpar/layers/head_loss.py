@@ -279,8 +279,8 @@ def _summed_forward(
     return sums, (x, head, index, visible, sums.log_normalizer)
 
 
-def _summed_backward(static: _Static, kept: Any, grads: Any) -> tuple[Any, ...]:
-    x, head, index, visible, log_normalizer = kept
+def _summed_backward(static: _Static, residuals: Any, grads: Any) -> tuple[Any, ...]:
+    x, head, index, visible, log_normalizer = residuals
     dtype = jnp.promote_types(x.dtype, jnp.bfloat16)  # Float16 would lose small gradients.
     rows, tokens = x.reshape(-1, x.shape[-1]), math.prod(index.shape)
 
@@ -313,9 +313,9 @@ def _summed_backward(static: _Static, kept: Any, grads: Any) -> tuple[Any, ...]:
         # The gradients of all logits are no larger than the head's gradient. One product then
         # computes the head's, so that a compiler can scatter it while it is computed.
         start = jnp.zeros_like(x, dtype, shape=(*index.shape, head.shape[1]))
-        whole = _over_chunks(keep, start, head, static.chunk)
+        of_logits = _over_chunks(keep, start, head, static.chunk)
         with jax.named_scope(CONTEXT_SCOPE):
-            of_x, of_head = _product(whole, head.T), of_weights(whole)
+            of_x, of_head = _product(of_logits, head.T), of_weights(of_logits)
     else:
         zero = jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32))
         of_x, of_head = _over_chunks(add, (zero, jnp.zeros_like(head)), head, static.chunk)
@@ -325,8 +325,8 @@ def _summed_backward(static: _Static, kept: Any, grads: Any) -> tuple[Any, ...]:
 _summed.defvjp(_summed_forward, _summed_backward)
 
 
-def _written(whole: jax.Array, columns: jax.Array, first: Any) -> jax.Array:
-    return jax.lax.dynamic_update_slice_in_dim(whole, columns, first, whole.ndim - 1)
+def _written(array: jax.Array, columns: jax.Array, first: Any) -> jax.Array:
+    return jax.lax.dynamic_update_slice_in_dim(array, columns, first, array.ndim - 1)
 
 
 def _is_label(logits: jax.Array, index: jax.Array, first: Any) -> jax.Array:
@@ -338,7 +338,7 @@ def _over_chunks(
     step: Callable[[Carry, Any, jax.Array], Carry], carry: Carry, head: jax.Array, chunk: int
 ) -> Carry:
     """Runs `step(carry, first, weights)` on each chunk of columns, and on the rest."""
-    whole = head.shape[1] // chunk
+    full_chunks = head.shape[1] // chunk
 
     def run(carry: Carry, first: jax.Array) -> tuple[Carry, None]:
         return step(carry, first, jax.lax.dynamic_slice_in_dim(head, first, chunk, 1)), None
@@ -346,9 +346,9 @@ def _over_chunks(
     # The number of chunks may depend on the positions. The check of models with a context axis
     # trusts the code in this scope.
     with jax.named_scope(CONTEXT_SCOPE):
-        carry, _ = jax.lax.scan(run, carry, jnp.arange(whole, dtype=jnp.int32) * chunk)
+        carry, _ = jax.lax.scan(run, carry, jnp.arange(full_chunks, dtype=jnp.int32) * chunk)
         if head.shape[1] % chunk:
-            carry = step(carry, jnp.int32(whole * chunk), head[:, whole * chunk :])
+            carry = step(carry, jnp.int32(full_chunks * chunk), head[:, full_chunks * chunk :])
     return carry
 
 

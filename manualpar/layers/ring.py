@@ -141,9 +141,9 @@ def matmul_scatter(
     axes = bound_axes("matmul_scatter", axis)
     if not axes:
         return multiply_rows(whole_sequence(x), kernel, contracted)
-    some = x.parts[0] if isinstance(x, Chunks) else x
-    dim = sequence_dim + (some.ndim + kernel.ndim - 2 * contracted) * (sequence_dim < 0)
-    _check_product("matmul_scatter", some, dim, kernel, contracted)
+    chunk = x.parts[0] if isinstance(x, Chunks) else x
+    dim = sequence_dim + (chunk.ndim + kernel.ndim - 2 * contracted) * (sequence_dim < 0)
+    _check_product("matmul_scatter", chunk, dim, kernel, contracted)
     if not isinstance(x, Chunks):
         _check_varies("matmul_scatter", axes, "what the devices contribute to a sum", x, kernel)
         size = jax.lax.axis_size(axes)

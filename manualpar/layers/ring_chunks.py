@@ -70,19 +70,19 @@ def scatter_chunks(x: Chunks) -> jax.Array:
     Communication:
       The permutes of `gather_chunks` in reverse order. Backward the permutes of `gather_chunks`.
     """
-    own, *others = x.parts
+    mine, *others = x.parts
     ahead: jax.Array | int = 0  # The sums on their way to devices ahead, and to those behind.
     behind: jax.Array | int = 0
     if len(x.parts) % 2 == 0:
         first, *second = _split_last(others.pop(), x.axes, x.dim)
-        rest = own.shape[x.dim] - first.shape[x.dim]
+        rest = mine.shape[x.dim] - first.shape[x.dim]
         ahead = _pad(shift(first, x.axes, 1), x.dim, (0, rest))
         for half in second:
             behind = _pad(shift(half, x.axes, -1), x.dim, (rest, 0))
     for index in reversed(range(0, len(others), 2)):
         ahead = shift(others[index] + ahead, x.axes, 1)
         behind = shift(others[index + 1] + behind, x.axes, -1)
-    return own + ahead + behind
+    return mine + ahead + behind
 
 
 def shift(
@@ -152,10 +152,10 @@ join_chunks.defvjp(
 
 def _places(axes: tuple[str, ...]) -> list[jax.Array]:
     """Returns each chunk's place in the sequence, in the order in which the chunks arrive."""
-    own, size = jax.lax.axis_index(axes), jax.lax.axis_size(axes)
+    device, size = jax.lax.axis_index(axes), jax.lax.axis_size(axes)
     # Offsets are equal modulo `size`.
     offsets = [0, *(i // 2 if i % 2 == 0 else size - i // 2 for i in range(2, size + 1))]
-    return [(own + offset) % size for offset in offsets]
+    return [(device + offset) % size for offset in offsets]
 
 
 def multiply_rows(
@@ -213,8 +213,8 @@ def _multiply_backward(
     outputs = (*range(num_batch, gs[0].ndim),), (*range(contracted, kernel.ndim),)
     grads = tuple(jnp.tensordot(g, kernel, outputs) for g in gs)
     # The order of the rows does not matter, if it is the same in both.
-    whole, g = (_rows(jnp.concatenate(x), num_batch) for x in (parts, gs))
-    return grads, jnp.tensordot(whole, g, (0, 0))
+    x, g = (_rows(jnp.concatenate(chunks), num_batch) for chunks in (parts, gs))
+    return grads, jnp.tensordot(x, g, (0, 0))
 
 
 multiply.defvjp(_multiply_forward, _multiply_backward)

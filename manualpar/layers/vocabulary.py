@@ -156,10 +156,10 @@ def split_argmax(logits: jax.Array, axis: AxisName | None) -> jax.Array:
       `8 (N - 1)` bytes for each. There is no gradient.
     """
     axes = bound_axes("split_argmax", axis)
-    here = logits.argmax(axis=-1)
+    index = logits.argmax(axis=-1)
     if not is_split("split_argmax", logits, axes):
-        return here
-    return first_of_largest(logits.max(axis=-1), here, logits.shape[-1], axes)
+        return index
+    return first_of_largest(logits.max(axis=-1), index, logits.shape[-1], axes)
 
 
 def vocabulary_axes(logits: jax.Array, labels: jax.Array) -> tuple[str, ...]:

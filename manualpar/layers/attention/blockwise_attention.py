@@ -204,11 +204,17 @@ def attend(sums: Sums, queries: Queries, keys: Keys, pairs: Pairs, scoring: Scor
     """Adds the keys of some pairs to the sums."""
 
     def add(all_sums: Sums, pair: jax.Array) -> tuple[Sums, None]:
-        sums, block, own = _at(all_sums, pair[0]), _at(keys, pair[1]), _at(queries, pair[0])
-        scores, _ = _scores(own, block, scoring)
+        sums, key_block, query_block = (
+            _at(all_sums, pair[0]),
+            _at(keys, pair[1]),
+            _at(queries, pair[0]),
+        )
+        scores, _ = _scores(query_block, key_block, scoring)
         largest = jnp.maximum(sums.largest, scores.max(-1))
         weights, fading = jnp.exp(scores - largest[..., None]), jnp.exp(sums.largest - largest)
-        values = _product("bkgst,bkth->bkgsh", weights.astype(block.value.dtype), block.value)
+        values = _product(
+            "bkgst,bkth->bkgsh", weights.astype(key_block.value.dtype), key_block.value
+        )
         # The sums of a query that has seen no key fade to exactly 0 when it sees one.
         values += sums.values * fading[..., None]
         sums = Sums(values, sums.weights * fading + weights.sum(-1), largest)
@@ -229,15 +235,19 @@ def attend_backward(
     scale = queries.query.shape[-1] ** -0.5
 
     def add(totals: Any, pair: jax.Array) -> tuple[Any, None]:
-        own, block, known = _at(queries, pair[0]), _at(keys, pair[1]), _at(seen, pair[0])
-        scores, slope = _scores(own, block, scoring)
+        query_block, key_block, known = (
+            _at(queries, pair[0]),
+            _at(keys, pair[1]),
+            _at(seen, pair[0]),
+        )
+        scores, slope = _scores(query_block, key_block, scoring)
         weights = jnp.exp(scores - known.log_weights[..., None])
-        of_weights = _product("bkgsh,bkth->bkgst", known.gradient, block.value)
+        of_weights = _product("bkgsh,bkth->bkgst", known.gradient, key_block.value)
         of_scores = weights * (of_weights - known.product[..., None]) * (slope * scale)
-        of_scores = of_scores.astype(block.key.dtype)
+        of_scores = of_scores.astype(key_block.key.dtype)
         g = known.gradient
-        of_query = _product("bkgst,bkth->bkgsh", of_scores, block.key)
-        of_key = _product("bkgst,bkgsh->bkth", of_scores, own.query)
+        of_query = _product("bkgst,bkth->bkgsh", of_scores, key_block.key)
+        of_key = _product("bkgst,bkgsh->bkth", of_scores, query_block.query)
         of_value = _product("bkgst,bkgsh->bkth", weights.astype(g.dtype), g)
         places = (pair[0], pair[1], pair[1])
         new = (
@@ -280,8 +290,8 @@ def _at(tree: Any, index: jax.Array) -> Any:
 
 
 def _put(tree: Any, block: Any, index: jax.Array) -> Any:
-    def put(x: jax.Array, own: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_index_in_dim(x, own, index, 0)
+    def put(x: jax.Array, entry: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_index_in_dim(x, entry, index, 0)
 
     return jax.tree.map(put, tree, block)
 

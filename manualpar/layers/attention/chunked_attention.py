@@ -133,8 +133,8 @@ def _pairs_of_devices(devices: int, half: int, size: int, window: int | None) ->
     """Returns the pairs of each device, `[C, P, 2]`; a half-block has `half` positions."""
     keys, lists = spans(2 * devices * half, size), []
     for device in range(devices):
-        own = [spans(half, size, block * half) for block in (device, 2 * devices - 1 - device)]
-        lists.append(seen_pairs(np.concatenate(own), keys, window))
+        halves = [spans(half, size, block * half) for block in (device, 2 * devices - 1 - device)]
+        lists.append(seen_pairs(np.concatenate(halves), keys, window))
     # Devices with fewer pairs repeat one that has no effect: first queries never see last keys.
     most, unseen = max(map(len, lists)), np.array([[0, len(keys) - 1]], np.int32)
     return np.stack([np.concatenate([x, unseen.repeat(most - len(x), 0)]) for x in lists])
@@ -179,8 +179,8 @@ def _attend_forward(
     return out, (query, key, value, labels, out, log_weights)
 
 
-def _attend_backward(cut: _Cut, kept: Any, g: jax.Array) -> tuple[Any, Any, Any, None]:
-    query, key, value, labels, out, log_weights = kept
+def _attend_backward(cut: _Cut, residuals: Any, g: jax.Array) -> tuple[Any, Any, Any, None]:
+    query, key, value, labels, out, log_weights = residuals
     queries, keys = _blocks(query, key, value, labels, cut)
     seen = seen_of(log_weights, out, g, num_groups=key.shape[2], size=cut.size, parts=cut.parts)
     grads = attend_backward(queries, seen, keys, labels.pairs, cut.scoring)

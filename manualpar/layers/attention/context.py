@@ -150,8 +150,8 @@ class Context:
         sums = jnp.concatenate([of_devices[:, 0], of_devices[::-1, 1]])
         before = jnp.cumsum(jnp.concatenate([jnp.zeros_like(sums[:1]), sums[:-1]]), axis=0)
         low = jax.lax.axis_index(self.axis)
-        own = jnp.stack([before[low], before[2 * self.size - 1 - low]])
-        first, second = jnp.cumsum(halves, axis=2) + own[:, :, None]
+        before_halves = jnp.stack([before[low], before[2 * self.size - 1 - low]])
+        first, second = jnp.cumsum(halves, axis=2) + before_halves[:, :, None]
         return jnp.concatenate([first, second], axis=1)
 
     def total(self, x: jax.Array) -> jax.Array:

@@ -124,7 +124,7 @@ class _Here:
         self.size = half if self.by_kernel else block_size(half)
         blocks = spans(half, self.size)
         self.pairs = seen_pairs(blocks + half, blocks)  # All blocks of two different half-blocks.
-        self.own_pairs = seen_pairs(blocks, blocks)
+        self.causal_pairs = seen_pairs(blocks, blocks)
         self.device = jax.lax.axis_index(axis)
         self.queries = _halves(
             cut_queries(
@@ -145,14 +145,14 @@ class _Here:
     def add(self, sums: Sums, queries: Queries, keys: Keys, pairs: Pairs) -> Sums:
         """Adds the keys of some pairs to the sums."""
         if self.by_kernel:
-            is_causal = pairs is self.own_pairs
+            is_causal = pairs is self.causal_pairs
             return attend_part(sums, queries, keys, self.scoring, is_causal=is_causal)
         return attend(sums, queries, keys, pairs, self.scoring)
 
     def differentiate(self, queries: Queries, seen: Seen, keys: Keys, pairs: Pairs) -> Any:
         """Computes some pairs' gradients: of the queries, and of keys and values together."""
         if self.by_kernel:
-            is_causal = pairs is self.own_pairs
+            is_causal = pairs is self.causal_pairs
             of_query, *of_pair = attend_part_backward(
                 queries, seen, keys, self.scoring, is_causal=is_causal
             )
@@ -203,10 +203,10 @@ def _forward(
         return _pick(is_before, some, of_early), _pick(is_before, of_late, some)
 
     pair = jnp.stack([key, value])
-    own, _ = here.keys(pair, 0)
-    of_early = here.add(no_sums(early), early, own[0], here.own_pairs)
-    of_late = here.add(no_sums(late), late, own[0], here.pairs)
-    of_late = here.add(of_late, late, own[1], here.own_pairs)
+    first_keys, _ = here.keys(pair, 0)
+    of_early = here.add(no_sums(early), early, first_keys[0], here.causal_pairs)
+    of_late = here.add(no_sums(late), late, first_keys[0], here.pairs)
+    of_late = here.add(of_late, late, first_keys[1], here.causal_pairs)
     of_early, of_late = _go_around(step, (of_early, of_late), pair, axis)
     sums: Sums = jax.tree.map(_join, of_early, of_late)
     out = here.join(sums.values / sums.weights[..., None]).astype(value.dtype)
@@ -224,8 +224,8 @@ def _ring_forward(
     return out, (query, key, value, documents, out, log_weights)
 
 
-def _ring_backward(rule: _Rule, kept: Any, g: jax.Array) -> tuple[Any, Any, Any, None]:
-    query, key, value, documents, out, log_weights = kept
+def _ring_backward(rule: _Rule, residuals: Any, g: jax.Array) -> tuple[Any, Any, Any, None]:
+    query, key, value, documents, out, log_weights = residuals
     axis, here = rule.axis, _Here(query, key, documents, rule)
     early, late = here.queries
     of_out = {"num_groups": here.num_groups, "size": here.size, "parts": 2}
@@ -238,9 +238,7 @@ def _ring_backward(rule: _Rule, kept: Any, g: jax.Array) -> tuple[Any, Any, Any,
 
     def step(grads: Any, pair: jax.Array, index: Any) -> Any:
         of_query, of_pair = grads
-        of_pair = _shift(
-            of_pair, axis
-        )  # Gradients are sent along with their keys, until they are home.
+        of_pair = _shift(of_pair, axis)  # Gradients follow their keys, all the way home.
         keys, is_before = here.keys(pair, index)
         of_late, of_early_pair = here.differentiate(late, seen[1], keys[0], here.pairs)
         queries, some_seen = _pick(is_before, early, late), _pick(is_before, *seen)
@@ -251,10 +249,10 @@ def _ring_backward(rule: _Rule, kept: Any, g: jax.Array) -> tuple[Any, Any, Any,
         return of_query, of_pair + join_pair(first, _pick(is_before, 0, of_some_pair))
 
     pair = jnp.stack([key, value])
-    own, _ = here.keys(pair, 0)
-    of_early, of_early_pair = here.differentiate(early, seen[0], own[0], here.own_pairs)
-    of_late, of_same_pair = here.differentiate(late, seen[1], own[0], here.pairs)
-    of_late_too, of_late_pair = here.differentiate(late, seen[1], own[1], here.own_pairs)
+    first_keys, _ = here.keys(pair, 0)
+    of_early, of_early_pair = here.differentiate(early, seen[0], first_keys[0], here.causal_pairs)
+    of_late, of_same_pair = here.differentiate(late, seen[1], first_keys[0], here.pairs)
+    of_late_too, of_late_pair = here.differentiate(late, seen[1], first_keys[1], here.causal_pairs)
     of_query = _join(of_early, of_late + of_late_too)
     of_pair = join_pair(of_early_pair + of_same_pair, of_late_pair)
     of_query, of_pair = _go_around(step, (of_query, of_pair), pair, axis)

@@ -4,9 +4,10 @@ With a capacity, each expert has `C` slots for the tokens of each sequence. All 
 sizes, so that an all-to-all can exchange them.
 
 Without a capacity, no choice is dropped. The rows are sorted by expert, and a grouped product
-(`jax.lax.ragged_dot`; Gale et al., https://arxiv.org/abs/2211.15841) multiplies each group with the weights of its expert. Where the backend has a ragged all-to-all, each device
-sends each row to the device that computes it. XLA has none on CPUs: there every device gathers all
-tokens and computes the choices of its experts, and a reduce-scatter returns the results.
+(`jax.lax.ragged_dot`; Gale et al., https://arxiv.org/abs/2211.15841) multiplies each group with the
+weights of its expert. Where the backend has a ragged all-to-all, each device sends each row to the
+device that computes it. XLA has none on CPUs: there every device gathers all tokens and computes
+the choices of its experts, and a reduce-scatter returns the results.
 
 Symbols: `B` sequences, `S` positions, `D` features, `F` features inside an expert, `E` experts, `K`
 choices of a token, `C` slots of an expert for a sequence, `N` devices along the expert axis. Inside
@@ -37,15 +38,15 @@ class Experts(NamedTuple):
       weights: `gate` and `up` `[E/N, D, F]`, and `down` `[E/N, F, D]`.
       num_experts: All experts, `E`.
       axes: The bound mesh axes that they are divided over.
-      travel: Whether tokens differ along these axes, so that they are sent to their experts.
+      tokens_differ: Whether tokens differ along these axes, so that they are sent to their experts.
     """
 
     weights: tuple[jax.Array, jax.Array, jax.Array]
     num_experts: int
     axes: tuple[str, ...]
-    travel: bool
+    tokens_differ: bool
 
-    def own(self) -> tuple[jax.Array | int, int]:
+    def on_device(self) -> tuple[jax.Array | int, int]:
         """Returns the first of this device's experts, and their number."""
         if not self.axes:
             return 0, self.num_experts
@@ -95,14 +96,14 @@ def compute_with_capacity(
     """
     B, S, D = x_BSD.shape
     K, C = chosen_BSK.shape[-1], min(capacity, S)
-    first, H = (0, experts.num_experts) if experts.travel else experts.own()
+    first, H = (0, experts.num_experts) if experts.tokens_differ else experts.on_device()
     place_BSK = places(chosen_BSK, experts.num_experts, context)
     # The positions of one device may take all room of an expert.
-    own_place_BSK = places(chosen_BSK, experts.num_experts) if context.size > 1 else place_BSK
+    device_place_BSK = places(chosen_BSK, experts.num_experts) if context.size > 1 else place_BSK
     here_BSK, has_room_BSK = chosen_BSK - first, place_BSK < capacity
     is_computed_BSK = (here_BSK >= 0) & (here_BSK < H) & has_room_BSK
     # The slot of each choice, and the position in each slot. A too large number stands for none.
-    slot_BSK = jnp.where(is_computed_BSK, here_BSK * C + own_place_BSK, H * C)
+    slot_BSK = jnp.where(is_computed_BSK, here_BSK * C + device_place_BSK, H * C)
     position_BM = jax.vmap(_positions, (0, None))(slot_BSK, H * C)
     slots_BMD = _take(x_BSD, position_BM)
     slots_HTD = slots_BMD.reshape(B, H, C, D).swapaxes(0, 1).reshape(H, B * C, D)
@@ -131,19 +132,19 @@ def compute_dropless(
     B, S, D = x_BSD.shape
     K = chosen_BSK.shape[-1]
     x_TD, chosen_TK, gates_TK = (v.reshape(B * S, -1) for v in (x_BSD, chosen_BSK, gates_BSK))
-    if experts.travel and has_ragged_all_to_all():
+    if experts.tokens_differ and has_ragged_all_to_all():
         y_TKD = _exchange_ragged(x_TD, chosen_TK, experts)
         return _weighted(y_TKD.reshape(B, S, K, D), gates_BSK)
-    if experts.travel:
+    if experts.tokens_differ:
         with jax.named_scope(EXPERT_SCOPE):
             x_TD, chosen_TK, gates_TK = (
                 jax.lax.all_gather(v, experts.axes, axis=0, tiled=True)
                 for v in (x_TD, chosen_TK, gates_TK)
             )
-    first, _ = experts.own()
+    first, _ = experts.on_device()
     y_TKD = _compute_groups(x_TD, chosen_TK - first, experts)
     y_TD = _weighted(y_TKD[None], gates_TK[None])[0]
-    if experts.travel:
+    if experts.tokens_differ:
         with jax.named_scope(EXPERT_SCOPE):
             y_TD = jax.lax.psum_scatter(y_TD, experts.axes, scatter_dimension=0, tiled=True)
     return y_TD.reshape(B, S, D)
@@ -154,58 +155,58 @@ def has_ragged_all_to_all() -> bool:
     return (platform_traced_for() or jax.default_backend()) != "cpu"
 
 
-def _compute_groups(x_TD: jax.Array, own_TK: jax.Array, experts: Experts) -> jax.Array:
+def _compute_groups(x_TD: jax.Array, expert_TK: jax.Array, experts: Experts) -> jax.Array:
     """Computes the outputs `[T, K, D]` of this device's experts.
 
-    `own_TK` numbers them from 0. Other numbers are experts elsewhere, whose outputs are 0.
+    `expert_TK` numbers them from 0. Other numbers are experts elsewhere, whose outputs are 0.
     """
-    (T, D), K, (_, H) = x_TD.shape, own_TK.shape[-1], experts.own()
-    own_R = jnp.where((own_TK >= 0) & (own_TK < H), own_TK, H).reshape(T * K)
+    (T, D), K, (_, H) = x_TD.shape, expert_TK.shape[-1], experts.on_device()
+    expert_R = jnp.where((expert_TK >= 0) & (expert_TK < H), expert_TK, H).reshape(T * K)
     # Choices of experts elsewhere come last. A token cannot choose an expert twice.
-    order_R = jnp.argsort(own_R, stable=True)[: T * min(K, H)]
-    group_sizes = jnp.bincount(own_R, length=H + 1)[:H].astype(jnp.int32)
-    is_own_R1 = own_R[order_R][:, None] < H
+    order_R = jnp.argsort(expert_R, stable=True)[: T * min(K, H)]
+    group_sizes = jnp.bincount(expert_R, length=H + 1)[:H].astype(jnp.int32)
+    is_here_R1 = expert_R[order_R][:, None] < H
     # A grouped product's results for rows without a group are undefined, and so are the gradients.
-    rows_RD = jnp.where(is_own_R1, x_TD[order_R // K], 0)
+    rows_RD = jnp.where(is_here_R1, x_TD[order_R // K], 0)
     product = functools.partial(jax.lax.ragged_dot, group_sizes=group_sizes)
     y_RD = swiglu(rows_RD, *experts.weights, product)
-    return _put(jnp.where(is_own_R1, y_RD, 0), order_R, T * K).reshape(T, K, D)
+    return _put(jnp.where(is_here_R1, y_RD, 0), order_R, T * K).reshape(T, K, D)
 
 
 def _exchange_ragged(x_TD: jax.Array, chosen_TK: jax.Array, experts: Experts) -> jax.Array:
     """Computes the outputs `[T, K, D]` of all choices, each on the device of its expert."""
-    (T, D), K, (_, H) = x_TD.shape, chosen_TK.shape[-1], experts.own()
+    (T, D), K, (_, H) = x_TD.shape, chosen_TK.shape[-1], experts.on_device()
     axes, N = experts.axes, jax.lax.axis_size(experts.axes)
     chosen_R = chosen_TK.reshape(T * K)
     order_R = jnp.argsort(chosen_R, stable=True)
     counts_NH = jnp.bincount(chosen_R, length=N * H + 1)[:-1].astype(jnp.int32).reshape(N, H)
     with jax.named_scope(EXPERT_SCOPE):
         counts_SNH = jax.lax.all_gather(counts_NH, axes, axis=0)  # Of all senders.
-        sizes_SN, me = counts_SNH.sum(-1), jax.lax.axis_index(axes)
+        sizes_SN, device = counts_SNH.sum(-1), jax.lax.axis_index(axes)
         # Rows leave in the order of their receivers, and arrive in the order of their senders.
         leave_SN, arrive_SN = _starts(sizes_SN, 1), _starts(sizes_SN, 0)
         rows_RD = jax.lax.ragged_all_to_all(
             x_TD[order_R // K],
             cast_to_varying(jnp.zeros((N * T * min(K, H), D), x_TD.dtype), varying_axes(x_TD)),
-            leave_SN[me],
-            sizes_SN[me],
-            arrive_SN[me],
-            sizes_SN[:, me],
+            leave_SN[device],
+            sizes_SN[device],
+            arrive_SN[device],
+            sizes_SN[:, device],
             axis_name=axes,
         )
     # Each sender's rows arrive in the order of this device's experts.
-    ends = jnp.cumsum(counts_SNH[:, me])
+    ends = jnp.cumsum(counts_SNH[:, device])
     run_R = jnp.cumsum(jnp.zeros(len(rows_RD), jnp.int32).at[ends].add(1, mode="drop"))
-    own_R = jnp.where(run_R < N * H, run_R % H, H)
-    y_RD = _compute_groups(rows_RD, own_R[:, None], experts)[:, 0]
+    expert_R = jnp.where(run_R < N * H, run_R % H, H)
+    y_RD = _compute_groups(rows_RD, expert_R[:, None], experts)[:, 0]
     with jax.named_scope(EXPERT_SCOPE):
         y_RD = jax.lax.ragged_all_to_all(
             y_RD,
             cast_to_varying(jnp.zeros((T * K, D), y_RD.dtype), varying_axes(y_RD)),
-            arrive_SN[:, me],
-            sizes_SN[:, me],
-            leave_SN[:, me],
-            sizes_SN[me],
+            arrive_SN[:, device],
+            sizes_SN[:, device],
+            leave_SN[:, device],
+            sizes_SN[device],
             axis_name=axes,
         )
     return _put(y_RD, order_R, T * K).reshape(T, K, D)
@@ -237,7 +238,7 @@ def _take(x_BND: jax.Array, index_BM: jax.Array) -> jax.Array:
 
 
 def _send(x: jax.Array, experts: Experts, split_dim: int, concat_dim: int) -> jax.Array:
-    if not experts.travel:
+    if not experts.tokens_differ:
         return x
     with jax.named_scope(EXPERT_SCOPE):
         return jax.lax.all_to_all(x, experts.axes, split_dim, concat_dim, tiled=True)

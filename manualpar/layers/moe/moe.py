@@ -165,14 +165,14 @@ class MoE(nn.Module):
 
     def _compute(self, x_BSD: jax.Array, mask_BS: jax.Array | None, context: Context) -> jax.Array:
         axes = bound_axes("MoE", self.axis)
-        travel = _tokens_travel(x_BSD, axes)
-        sum_axes = () if travel else axes
+        tokens_differ = _tokens_differ(x_BSD, axes)
+        sum_axes = () if tokens_differ else axes
         sequence_dim = 1 if self.sequence else None
 
         logits_BSE = self._logits(x_BSD)
         routing, choices_BE = self._route(logits_BSE, mask_BS)
         x_BSD = enter(x_BSD, self.model_axis, sequence_dim)
-        experts = self._experts(x_BSD.shape[-1], axes, travel)
+        experts = self._experts(x_BSD.shape[-1], axes, tokens_differ)
         gates_BSK = enter(enter(routing.gates, self.model_axis), sum_axes, scope=EXPERT_SCOPE)
         tokens = enter(x_BSD, sum_axes, scope=EXPERT_SCOPE), routing.chosen, gates_BSK
         if self.capacity_factor is None:
@@ -221,7 +221,7 @@ class MoE(nn.Module):
             bias.value = moved_bias(bias.value, choices_BE, self.bias_rate)
         return routing, choices_BE
 
-    def _experts(self, hidden_size: int, axes: tuple[str, ...], travel: bool) -> Experts:
+    def _experts(self, hidden_size: int, axes: tuple[str, ...], tokens_differ: bool) -> Experts:
         D, E, F = hidden_size, self.num_experts, self.mlp_size
         axis, model_axis = self.axis or None, self.model_axis or None
         into, out = (axis, None, model_axis), (axis, model_axis, None)
@@ -233,7 +233,7 @@ class MoE(nn.Module):
             ),
             num_experts=E,
             axes=axes,
-            travel=travel,
+            tokens_differ=tokens_differ,
         )
 
     def _shared(self, x_BSD: jax.Array) -> jax.Array:
@@ -291,7 +291,7 @@ def _normal(scale: float) -> Callable[..., jax.Array]:
     return init
 
 
-def _tokens_travel(x: jax.Array, axes: tuple[str, ...]) -> bool:
+def _tokens_differ(x: jax.Array, axes: tuple[str, ...]) -> bool:
     """Returns whether, by the type, tokens differ along the axes; refuses only some axes."""
     differing = [axis for axis in axes if axis in varying_axes(x)]
     if differing and len(differing) < len(axes):
