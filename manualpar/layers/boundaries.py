@@ -41,7 +41,7 @@ def enter(
       axis: The mesh axis, or tuple of axes, that the products are split over. Axes that no
         `shard_map` binds are left out: without any axis it is a layer of one device.
       sequence_dim: The dimension along which `x` is split between layers; `None` if it is not.
-      scope: The named scope of the all-reduce, which says for what purpose it is.
+      scope: The named scope of the all-reduce, which names its purpose.
 
     Returns:
       The whole input, typed as varying over `axis`.
@@ -64,8 +64,8 @@ def enter(
             x,
             axes,
             not varying_axes(x) & set(axes),
-            f"varies over {axes} by its type, expected the same on all devices along it. What a "
-            "row-parallel product returns has to be summed first: apply leave to it; and enter an "
+            f"varies over {axes} by its type, expected the same on all devices along it. Apply "
+            "leave to the result of a row-parallel product, which is not summed yet; and enter an "
             "input once",
         )
         with jax.named_scope(scope):
@@ -98,7 +98,7 @@ def leave(
       axis: The mesh axis, or tuple of axes, that the product is split over; as for `enter`.
       sequence_dim: The dimension along which the result is split between layers; `None` if it is
         not.
-      scope: The named scope of the all-reduce, which says for what purpose it is.
+      scope: The named scope of the all-reduce, which names its purpose.
 
     Returns:
       The sum, the same on all devices along `axis`; with `sequence_dim` this device's part of it,

@@ -18,8 +18,8 @@ input that has not been entered is refused.
 With `enter_ring` in the place of `enter`, and `overlap="ring"` for the row-parallel product, both
 send while they compute, see `manualpar.layers.ring`. Column-parallel products then return `Chunks`.
 
-Invariants: parameters and their initial bits are those of one device. Where the axis is not bound,
-the layer is a dense layer of one device.
+Invariants: parameters and their initial bits are the same as on one device. Where the axis is not
+bound, the layer is a dense layer of one device.
 
 Symbols: `N` devices along the axis.
 """
@@ -173,8 +173,8 @@ class SplitDense(nn.Module):
             self._refuse(f"has overlap={self.overlap!r}, expected 'none' or 'ring'")
         if self.overlap == "ring" and self.sequence_dim is None:
             self._refuse(
-                "has overlap='ring' and no sequence_dim, expected that of a row-parallel product. "
-                "What comes before a column-parallel one overlaps with it by enter_ring"
+                "has overlap='ring' and no sequence_dim, expected the sequence_dim of a "
+                "row-parallel product. Before a column-parallel product use enter_ring"
             )
         if isinstance(x, Chunks) and self.overlap == "none" and not set(x.axes) <= set(outputs):
             self._refuse(

@@ -45,7 +45,7 @@ def enter_ring(x: jax.Array, axis: AxisName | None, sequence_dim: int) -> jax.Ar
     """Sends the chunks of a sequence around, for column-parallel products of all of it.
 
     It takes the place of `enter` with a `sequence_dim`. Call it once for all products of the same
-    input, such as those of query, key and value, and give the result to `gather_matmul` or to
+    input, such as query, key and value, and give the result to `gather_matmul` or to
     column-parallel `SplitDense`s.
 
     Args:
@@ -177,7 +177,7 @@ def _check_product(
     if x.shape[-contracted:] != kernel.shape[:contracted]:
         raise ValueError(
             f"{function}: x of shape {x.shape} and a kernel of shape {kernel.shape}, expected the "
-            f"last {contracted} dims of the one to be the first of the other."
+            f"last {contracted} dims of x to equal the first {contracted} of the kernel."
         )
     if not 0 <= dim < x.ndim - contracted:
         raise ValueError(
@@ -196,7 +196,7 @@ def _check_varies(function: str, axes: tuple[str, ...], expected: str, *arrays: 
 
 
 def _alike(arrays: Any) -> Any:
-    """Casts all arrays to one dtype and one type, as a handwritten gradient rule needs."""
+    """Casts all arrays to one dtype and type, because a handwritten gradient rule keeps them."""
     leaves = jax.tree.leaves(arrays)
     dtype = jnp.result_type(*leaves)
     arrays = jax.tree.map(lambda x: x.astype(dtype), arrays)

@@ -1,9 +1,9 @@
 """A sequence in chunks, one on each device: sent around a ring, or summed on the way.
 
 Both directions of the ring are used. The chunks of the devices `1, 2, ...` ahead arrive from one
-side, and those of the devices `1, 2, ...` behind from the other. With even `N` the last chunk is
-equally far both ways, and half of it comes from each side. Sums are sent the same ways in reverse:
-autodiff derives each of the two rings from the other.
+side, and the chunks of the devices `1, 2, ...` behind from the other. With even `N` the last chunk
+is equally far both ways, and half of it comes from each side. Sums are sent the same ways in
+reverse: autodiff derives each of the two rings from the other.
 
 Symbols: `N` devices along the axis. The *offset* of a chunk is the number of devices that its
 place in the sequence is ahead; a device's chunk has offset 0. Chunks are in the order in which they

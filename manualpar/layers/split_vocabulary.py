@@ -120,7 +120,7 @@ def index_here(
 
 
 def is_split(function: str, x: jax.Array, axes: tuple[str, ...]) -> bool:
-    """Returns whether `x` varies over the axes by its type; refuses only some of the axes."""
+    """Returns whether `x` varies over the axes by its type; raises if only over some of them."""
     varying = varying_axes(x) & set(axes)
     if varying and varying != set(axes):
         raise ValueError(
@@ -131,7 +131,7 @@ def is_split(function: str, x: jax.Array, axes: tuple[str, ...]) -> bool:
 
 
 def check_labels(function: str, x: jax.Array, labels: jax.Array, *, what: str = "logits") -> None:
-    """Refuses labels that are not one integer for each row of `x`, which the message calls `what`.
+    """Refuses labels that are not one integer for each row of `x` (`what` in the message).
 
     Raises:
       ValueError: The shapes differ.

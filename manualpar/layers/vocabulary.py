@@ -99,7 +99,7 @@ def split_cross_entropy(
         label from `-V` to -1 counts from the end, and any other gives NaN.
       axis: The mesh axis, or tuple of axes, that the columns are split over, `()` for none; by
         default the axis that the logits vary over by their type and the labels do not.
-      label_smoothing: The share of a label that is spread evenly over all columns but those of -inf
+      label_smoothing: The share of a label that is spread evenly over all columns that are not -inf
         (Szegedy et al., https://arxiv.org/abs/1512.00567, section 7).
       z_loss: The factor of `log(Z)**2`, where `Z` is the sum of the exponentials, which keeps the
         logits from drifting; 1e-4 in PaLM (Chowdhery et al., https://arxiv.org/abs/2204.02311,

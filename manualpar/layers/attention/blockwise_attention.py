@@ -32,7 +32,7 @@ ATTENDED = "attended"
 MASKED = -1e30  # Not -inf: a query may see no key of a block, and the difference must be a number.
 # The most positions of a block; on CPUs the scores of a block fit into a core's cache.
 CPU_BLOCK, BLOCK = 128, 512
-MAX_BLOCKS = 1024  # Of a sequence, because the pairs are a constant of the program.
+MAX_BLOCKS = 1024  # The limit for a sequence: its pairs are a constant of the program.
 # Pairs of indices (block of queries, block of keys) to compute, `int32[P, 2]`.
 Pairs = jax.Array | np.ndarray
 
@@ -101,7 +101,7 @@ class Scoring(NamedTuple):
     """The options that change scores.
 
     Attributes:
-      window: How many positions a query sees, its own and those right before it; `None` for all.
+      window: How many positions a query sees, up to and including its own; `None` for all.
       soft_cap: `c`, which bounds a score by `c * tanh(score / c)`; `None` for none.
     """
 
@@ -112,7 +112,7 @@ class Scoring(NamedTuple):
 def block_size(length: int, longest: int = 0) -> int:
     """Returns the positions of a block: equal blocks, as few as the limits allow.
 
-    `longest` is the length of the other sequence (that of the keys), if that is longer.
+    `longest` is the length of the other sequence, the keys, if it is longer.
     """
     most = CPU_BLOCK if platform_traced_for() == "cpu" else BLOCK
     most = max(most, -(-max(length, longest) // MAX_BLOCKS))
@@ -128,7 +128,7 @@ def cut_queries(
     size: int,
     parts: int = 1,
 ) -> Queries:
-    """Cuts queries `[B, L, N, H]` into blocks, each of `parts` equal parts of `L` by itself.
+    """Cuts queries `[B, L, N, H]` into blocks, after a split of `L` into `parts` equal parts.
 
     The padding of a part's last block comes after all positions and has no gradient.
     """
@@ -204,11 +204,8 @@ def attend(sums: Sums, queries: Queries, keys: Keys, pairs: Pairs, scoring: Scor
     """Adds the keys of some pairs to the sums."""
 
     def add(all_sums: Sums, pair: jax.Array) -> tuple[Sums, None]:
-        sums, key_block, query_block = (
-            _at(all_sums, pair[0]),
-            _at(keys, pair[1]),
-            _at(queries, pair[0]),
-        )
+        query_block, key_block = _at(queries, pair[0]), _at(keys, pair[1])
+        sums = _at(all_sums, pair[0])
         scores, _ = _scores(query_block, key_block, scoring)
         largest = jnp.maximum(sums.largest, scores.max(-1))
         weights, fading = jnp.exp(scores - largest[..., None]), jnp.exp(sums.largest - largest)
@@ -235,11 +232,8 @@ def attend_backward(
     scale = queries.query.shape[-1] ** -0.5
 
     def add(totals: Any, pair: jax.Array) -> tuple[Any, None]:
-        query_block, key_block, known = (
-            _at(queries, pair[0]),
-            _at(keys, pair[1]),
-            _at(seen, pair[0]),
-        )
+        query_block, key_block = _at(queries, pair[0]), _at(keys, pair[1])
+        known = _at(seen, pair[0])
         scores, slope = _scores(query_block, key_block, scoring)
         weights = jnp.exp(scores - known.log_weights[..., None])
         of_weights = _product("bkgsh,bkth->bkgst", known.gradient, key_block.value)

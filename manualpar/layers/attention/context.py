@@ -1,9 +1,9 @@
 """Sequences whose positions are split over the devices along a context axis.
 
 Each of `C` devices holds two half-blocks of the `2 C` of a sequence: device `c` has half-blocks `c`
-and `2 C - 1 - c` (zig-zag). Under a causal mask all devices then have equal work. Everything that
-treats positions by themselves stays as it is. Attention and sums along the sequence have to
-handle the axis, which `Context` describes.
+and `2 C - 1 - c` (zig-zag). Under a causal mask all devices then have equal work. Code that treats
+each position by itself needs no change. Attention and sums along the sequence have to handle the
+axis, by the methods of `Context`.
 
 Outside of a `shard_map` that binds the axis, everything runs as on one device. Inside, everything
 is in the named scope of context parallelism, which the check of a model trusts, see
@@ -53,9 +53,9 @@ class Context:
 
     Attributes:
       axis: The mesh axis; `None` for none. A mesh need not have it.
-      how: What attention sends. `"ring"`: keys and values go around a ring while each device
-        computes, and memory does not grow with the sequence. `"ulysses"`: each device gets all
-        positions of some of the heads (Jacobs et al., https://arxiv.org/abs/2309.14509).
+      how: The communication of attention. `"ring"`: keys and values go around a ring
+        while each device computes, and memory does not grow with the sequence. `"ulysses"`: each
+        device gets all positions of some heads (Jacobs et al., https://arxiv.org/abs/2309.14509).
         `"gather"`: each device gets all keys and values.
     """
 
@@ -109,7 +109,7 @@ class Context:
         """Returns the positions that this device has in the sequence.
 
         Args:
-          length: The number of its positions, `S`, even if the axis has several devices.
+          length: The number of its positions, `S`; an even number if the axis has several devices.
 
         Returns:
           `int32[S]`, ascending.
@@ -193,8 +193,7 @@ class Context:
             sequence is one document.
           kind: The implementation, see `manualpar.layers.attention.kinds`. `"ring"` and `"gather"`
             compute in blocks; on TPUs the kernel computes the blocks of a ring where it can.
-          window: How many positions a query sees, its own and those right before it; `None` for
-            all.
+          window: How many positions a query sees, up to and including its own; `None` for all.
           soft_cap: Bounds scores, see `manualpar.layers.attention.kinds`; `None` for none.
 
         Returns:

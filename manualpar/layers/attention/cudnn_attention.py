@@ -31,9 +31,11 @@ def cudnn_misfit(query: jax.Array, key: jax.Array, documents: jax.Array | None) 
 
     This process's GPU decides, because JAX traces the kernel only where cuDNN is installed.
     """
-    platform, here = platform_traced_for(), jax.default_backend()
-    if platform not in ("gpu", None) or here != "gpu":
-        return f"the devices are {here if platform in ('gpu', None) else platform}s, no NVIDIA GPUs"
+    platform, backend = platform_traced_for(), jax.default_backend()
+    if platform not in ("gpu", None) or backend != "gpu":
+        return (
+            f"the devices are {backend if platform in ('gpu', None) else platform}s, no NVIDIA GPUs"
+        )
     capability = str(getattr(jax.local_devices()[0], "compute_capability", ""))
     major = capability.partition(".")[0]
     if not major.isdecimal() or int(major) < FIRST:
@@ -64,7 +66,7 @@ def cudnn_attention(
       key: `[B, S, K, H]`, of the same dtype, where `K` divides `N`.
       value: `[B, S, K, H]`, of the same dtype.
       documents: `int32[B, S]`, or `None` if each sequence is one document.
-      window: How many positions a query sees, its own and those right before it; `None` for all.
+      window: How many positions a query sees, up to and including its own; `None` for all.
 
     Returns:
       `[B, S, N, H]`.

@@ -3,7 +3,7 @@
 - `"splash"`: jax's kernel for TPUs, see `splash_attention`.
 - `"cudnn"`: NVIDIA's kernel, in 16 bits, without caps, see `cudnn_attention`.
 - `"blockwise"`: plain JAX, one pair of blocks after the other, see `chunked_attention`. It runs
-  everywhere. On CPUs it is faster than XLA's own at every length, and takes less memory.
+  everywhere. On CPUs it is faster than `"xla"` at every length, and takes less memory.
 - `"xla"`: scores `[B, N, S, S]` that XLA writes out, and a mask as large where there are documents.
 
 `""` is the best that runs on the devices that a program is traced for: splash on TPUs, cuDNN on
@@ -52,7 +52,7 @@ def attention(
       documents: `int32[B, S]`. A query sees the keys of the same number, in whatever order the
         numbers come; `None` if each sequence is one document.
       kind: The implementation; `""` for the best on the devices that are traced for.
-      window: How many positions a query sees, its own and those right before it; `None` for all.
+      window: How many positions a query sees, up to and including its own; `None` for all.
       soft_cap: `c`, which bounds scores by `c * tanh(score / c)`; `None` for none.
 
     Returns:
@@ -132,7 +132,7 @@ def _best(
 ) -> AttentionKind:
     """Chooses the kernel of the devices that are traced for if it fits, else blockwise."""
     is_alone = not jax.sharding.get_abstract_mesh().empty or jax.device_count() == 1
-    # Without a mesh XLA may split what several devices compute, and it cannot split the kernel.
+    # Without a mesh XLA may partition a program over several devices, but not the kernel.
     if platform_traced_for() == "tpu" and is_alone and splash_misfit(query, key) is None:
         return "splash"
     _, S, N, H = query.shape

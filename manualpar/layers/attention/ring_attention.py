@@ -143,14 +143,14 @@ class _Here:
         return _halves(keys), device < self.device
 
     def add(self, sums: Sums, queries: Queries, keys: Keys, pairs: Pairs) -> Sums:
-        """Adds the keys of some pairs to the sums."""
+        """Adds the keys of chosen pairs to the sums."""
         if self.by_kernel:
             is_causal = pairs is self.causal_pairs
             return attend_part(sums, queries, keys, self.scoring, is_causal=is_causal)
         return attend(sums, queries, keys, pairs, self.scoring)
 
     def differentiate(self, queries: Queries, seen: Seen, keys: Keys, pairs: Pairs) -> Any:
-        """Computes some pairs' gradients: of the queries, and of keys and values together."""
+        """Computes chosen pairs' gradients: of the queries, and of keys and values together."""
         if self.by_kernel:
             is_causal = pairs is self.causal_pairs
             of_query, *of_pair = attend_part_backward(
@@ -197,10 +197,10 @@ def _forward(
         of_early, of_late = sums
         keys, is_before = here.keys(pair, index)
         of_late = here.add(of_late, late, keys[0], here.pairs)
-        some = _pick(is_before, of_early, of_late)
-        queries, some_keys = _pick(is_before, early, late), _pick(is_before, *keys)
-        some = here.add(some, queries, some_keys, here.pairs)
-        return _pick(is_before, some, of_early), _pick(is_before, of_late, some)
+        chosen = _pick(is_before, of_early, of_late)
+        queries, chosen_keys = _pick(is_before, early, late), _pick(is_before, *keys)
+        chosen = here.add(chosen, queries, chosen_keys, here.pairs)
+        return _pick(is_before, chosen, of_early), _pick(is_before, of_late, chosen)
 
     pair = jnp.stack([key, value])
     first_keys, _ = here.keys(pair, 0)
@@ -241,12 +241,14 @@ def _ring_backward(rule: _Rule, residuals: Any, g: jax.Array) -> tuple[Any, Any,
         of_pair = _shift(of_pair, axis)  # Gradients follow their keys, all the way home.
         keys, is_before = here.keys(pair, index)
         of_late, of_early_pair = here.differentiate(late, seen[1], keys[0], here.pairs)
-        queries, some_seen = _pick(is_before, early, late), _pick(is_before, *seen)
-        some_keys = _pick(is_before, *keys)
-        of_some, of_some_pair = here.differentiate(queries, some_seen, some_keys, here.pairs)
-        of_query += _join(_pick(is_before, of_some, 0), of_late + _pick(is_before, 0, of_some))
-        first = of_early_pair + _pick(is_before, of_some_pair, 0)
-        return of_query, of_pair + join_pair(first, _pick(is_before, 0, of_some_pair))
+        queries, chosen_seen = _pick(is_before, early, late), _pick(is_before, *seen)
+        chosen_keys = _pick(is_before, *keys)
+        of_chosen, of_chosen_pair = here.differentiate(
+            queries, chosen_seen, chosen_keys, here.pairs
+        )
+        of_query += _join(_pick(is_before, of_chosen, 0), of_late + _pick(is_before, 0, of_chosen))
+        first = of_early_pair + _pick(is_before, of_chosen_pair, 0)
+        return of_query, of_pair + join_pair(first, _pick(is_before, 0, of_chosen_pair))
 
     pair = jnp.stack([key, value])
     first_keys, _ = here.keys(pair, 0)

@@ -1,4 +1,4 @@
-"""Attention on TPUs by JAX's own kernel, splash attention, which never writes out the scores.
+"""Attention on TPUs by JAX's kernel, splash attention, which never writes out the scores.
 
 It is FlashAttention (Dao et al., https://arxiv.org/abs/2205.14135) over blocks of queries and keys,
 and it skips the blocks that a mask hides. The mask is a rule and not an array, so that nothing of
@@ -68,8 +68,7 @@ def splash_attention(
       value: `[B, S, K, H]`, of the same dtype.
       documents: `int32[B, S]`, in any order. A query sees the keys of the same number; `None` if
         each sequence is one document.
-      window: How many keys a query sees at most, the one at its own position included; `None` for
-        all before it.
+      window: How many positions a query sees, up to and including its own; `None` for all.
       soft_cap: The bound of scores `x`, which become `soft_cap * tanh(x / soft_cap)`; `None` for
         none.
       interpret: Whether to run the kernel step by step in plain JAX, on any device.

@@ -1,4 +1,4 @@
-"""Attention to a part of the keys by JAX's kernel for TPUs, for keys that come around a ring.
+"""Attention to a part of the keys by JAX's kernel for TPUs; the keys come around a ring.
 
 Forward, the kernel returns the result for only these keys, and the logarithm of each query's sum of
 weights. The two are sums that can be added to the sums of other keys, see
@@ -107,7 +107,7 @@ def _backward(
     traced = jax.make_jaxpr(lambda g, *x: jax.vjp(attend, *x)[1](g))(g, *arrays[:3])
     named = [eqn.outvars[0].aval.ndim for eqn in all_equations(traced.jaxpr) if _is_named(eqn)]
     if sorted(named) != [log_weights.ndim, out.ndim]:
-        raise ValueError(  # Otherwise the gradient would be that of these keys alone.
+        raise ValueError(  # Otherwise the gradient would be of only these keys.
             f"attention: JAX's kernel for TPUs names {len(named)} values that its gradient uses, "
             "expected its result and the logarithms of its sums, because a ring puts those of all "
             "keys in their place. Take attention='blockwise', or another version of JAX."
@@ -143,8 +143,10 @@ def _kernel(
     return run
 
 
-def _run_with(closed: ClosedJaxpr, args: Sequence[Any], kept: Sequence[jax.Array]) -> list[Any]:
-    """Runs the needed part of a traced program, with `kept` in place of the named values."""
+def _run_with(
+    closed: ClosedJaxpr, args: Sequence[Any], replacements: Sequence[jax.Array]
+) -> list[Any]:
+    """Runs the needed part of a traced program, with other values for the named ones."""
     jaxpr = closed.jaxpr
     needed, eqns = {x for x in jaxpr.outvars if isinstance(x, Var)}, []
     for eqn in reversed(jaxpr.eqns):
@@ -159,12 +161,12 @@ def _run_with(closed: ClosedJaxpr, args: Sequence[Any], kept: Sequence[jax.Array
 
     for eqn in reversed(eqns):
         if _is_named(eqn):
-            out = [next(x for x in kept if x.shape == eqn.outvars[0].aval.shape)]
+            out = [next(x for x in replacements if x.shape == eqn.outvars[0].aval.shape)]
         else:
             operands = list(map(read, eqn.invars))
             if eqn.primitive.name in CALLS:
                 with jax.named_scope(str(eqn.source_info.name_stack)):
-                    out = _run_with(eqn.params["jaxpr"], operands, kept)
+                    out = _run_with(eqn.params["jaxpr"], operands, replacements)
             else:
                 out = run_equations(jaxpr, [eqn], eqn.invars, eqn.outvars, operands)
         values.update(zip(eqn.outvars, out, strict=True))

@@ -5,7 +5,7 @@ vary. Kernels that were written for one device, such as those that come with JAX
 `run_unchecked` runs such a function in a nested `shard_map` that splits nothing and checks nothing,
 and types the results by hand. It is the only place in this package with `check_vma=False`.
 
-This is right because the function computes on each device with the values of this device alone:
+This is right because the function computes on each device with only this device's values:
 
 - It contains no collective and does not ask for the device's index. So its results can differ only
   along the axes over which an argument varies, and that is how they are typed. A function that

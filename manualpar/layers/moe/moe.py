@@ -65,7 +65,7 @@ class MoE(nn.Module):
     one device, and the parameters and their initial values are the same on every mesh. Parameters
     and routing are float32, and the experts compute in the dtype of their input.
 
-    Each sequence has a capacity, an order and a balance loss of its own, so that the result does
+    Capacity, order and balance loss are separate for each sequence, so that the result does
     not depend on how sequences are divided among devices and minibatches.
 
     The layer sows into `losses`, for each sequence, `load_balance` and `router_z`, and into
@@ -90,7 +90,7 @@ class MoE(nn.Module):
       num_shared: Shared experts, which compute every token, with a gate of 1 (DeepSeekMoE, Dai et
         al., https://arxiv.org/abs/2401.06066). They are not divided over `axis`.
       shared_size: The features of all shared experts together, `F'`, in place of `num_shared`.
-      shared_is_gated: Whether their output has a gate, the sigmoid of its own product with a token.
+      shared_is_gated: Whether their output has a gate: `sigmoid(x @ shared_router)`.
       router_bias: Whether a bias is added to the scores for the choice of experts. It begins with
         0, for weights that come with one.
       bias_rate: The change of the bias in a minibatch, such as 0.001, see `routing.moved_bias`; it
@@ -105,7 +105,7 @@ class MoE(nn.Module):
       model_axis: The mesh axis, or tuple of axes, that each expert is split over.
       sequence: Whether positions are split over `model_axis` between layers.
       context_axis: The mesh axis that sequences are split over, see `Context`; `None` for none.
-        Without it, capacity, order and balance would be those of a device's part of a sequence.
+        Without it, capacity, order and balance would refer to one device's part of a sequence.
         With a capacity, one device's positions may take all slots of an expert. So each device
         has slots for all of them: more than without the axis, by a factor up to the devices along
         it. Without a capacity, only chosen tokens are computed, on any mesh.
@@ -153,8 +153,8 @@ class MoE(nn.Module):
           With `n = B C E D` elements in the dtype of `x`, where tokens are sent: two all-to-alls
           forward and two backward, each `(N - 1) / N` of the bytes of `n`, see `all_to_all_bytes`.
           Where they do not: an all-reduce of `x` forward and one of it and the gates backward.
-          Over a model axis the same, or, with `sequence`, what `enter` and `leave` say of `x`, and
-          an all-gather of the logits. With `bias_rate` an all-reduce of `E` counts. Over a context
+          Over a model axis the same, or, with `sequence`, as `enter` and `leave` for `x`, and an
+          all-gather of the logits. With `bias_rate` an all-reduce of `E` counts. Over a context
           axis sums for each sequence, see `places`, `load_balance_loss` and `router_z_loss`.
         """
         _check(self, x_BSD, mask_BS)
@@ -292,7 +292,11 @@ def _normal(scale: float) -> Callable[..., jax.Array]:
 
 
 def _tokens_differ(x: jax.Array, axes: tuple[str, ...]) -> bool:
-    """Returns whether, by the type, tokens differ along the axes; refuses only some axes."""
+    """Returns whether tokens differ along the axes, by the type: along all or along none.
+
+    Raises:
+      ValueError: They differ along some of the axes only.
+    """
     differing = [axis for axis in axes if axis in varying_axes(x)]
     if differing and len(differing) < len(axes):
         raise ValueError(
@@ -347,7 +351,7 @@ def _check(moe: MoE, x: jax.Array, mask: jax.Array | None) -> None:
     if x.ndim != 3:
         raise ValueError(
             f"MoE: x has the shape {x.shape}, expected [batch, sequence, features]. Capacity and "
-            "balance are those of a sequence, so give a single one a leading dimension of 1."
+            "balance refer to a sequence, so give a single one a leading dimension of 1."
         )
     if moe.capacity_factor is None and any(jax.typeof(x).sharding.spec):
         raise ValueError(

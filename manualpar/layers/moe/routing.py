@@ -2,7 +2,7 @@
 
 A router gives every token a score for each expert. The token goes to the `top_k` experts with the
 highest scores, and the sum of their outputs is weighted by the scores, which are called gates then.
-The experts may form groups. A token then chooses a few groups, and experts in these groups only, so
+The experts may form groups. A token then chooses a few groups, and only experts in these groups, so
 that it is sent to few devices (DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.2.2).
 An expert may take a limited number of tokens of each sequence, its capacity (Lepikhin et al.,
 https://arxiv.org/abs/2006.16668). The choices that find the expert full are dropped.
@@ -78,7 +78,7 @@ def route(
       scale: The factor of the gates after that.
       bias_E: `float32[E]`, added to the scores only for the choice of experts; `None` for no bias.
       groups: Into how many groups of neighbours the experts are divided; 1 for none.
-      groups_per_token: The number of groups, those of the highest scores, that a token may use.
+      groups_per_token: The number of groups that a token may use; the highest scores win.
       group_score: The score of a group: the sum of its two best experts' scores (`"best_two"`), or
         its best expert's (`"best"`), in both cases with the bias.
       mask_BS: `bool[B, S]`, which tokens are routed; `None` for all of them.
@@ -115,7 +115,7 @@ def places(
 ) -> jax.Array:
     """Computes the place of each choice in its expert's queue, `int32[B, S, K]`, from 0.
 
-    Each sequence has queues of its own. All first choices come before all second ones, so that a
+    Each sequence has separate queues. All first choices come before all second ones, so that a
     full expert drops those whose gates are smaller. Choices of one rank come in order of position.
 
     Communication:
