@@ -143,14 +143,14 @@ class _Here:
         return _halves(keys), device < self.device
 
     def add(self, sums: Sums, queries: Queries, keys: Keys, pairs: Pairs) -> Sums:
-        """Adds the keys of chosen pairs to the sums."""
+        """Adds the keys of some pairs to the sums."""
         if self.by_kernel:
             is_causal = pairs is self.causal_pairs
             return attend_part(sums, queries, keys, self.scoring, is_causal=is_causal)
         return attend(sums, queries, keys, pairs, self.scoring)
 
     def differentiate(self, queries: Queries, seen: Seen, keys: Keys, pairs: Pairs) -> Any:
-        """Computes chosen pairs' gradients: of the queries, and of keys and values together."""
+        """Computes the gradients of some pairs: of the queries, and of keys and values together."""
         if self.by_kernel:
             is_causal = pairs is self.causal_pairs
             of_query, *of_pair = attend_part_backward(
