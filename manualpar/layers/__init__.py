@@ -1,4 +1,4 @@
-"""Layers that compute with a part of their parameters, and send what makes the result whole."""
+"""Layers that compute with a part of their parameters, and combine the parts of the result."""
 
 from manualpar.core.parameters.split_parameter import split
 from manualpar.layers.attention.context import Context

@@ -7,11 +7,11 @@ and an all-reduce backward. `leave` is g: an all-reduce forward and nothing back
 
 With `sequence_dim` the activations outside of the split part are split along their sequence
 (Korthikanti et al., https://arxiv.org/abs/2205.05198): an all-gather and a reduce-scatter take the
-place of each all-reduce. The bytes are the same, and what lies between the layers takes a part of
-the memory.
+place of each all-reduce. The bytes are the same, and each device stores only its part of the
+activations between layers.
 
 Under `check_vma=True` the types say which values differ along the axis. Most mistakes are therefore
-errors: a sum that is forgotten does not compile. These functions refuse those that would.
+errors: a forgotten sum does not compile. These functions refuse the mistakes that would compile.
 
 Symbols: `N` devices along the axis.
 """
@@ -32,23 +32,23 @@ def enter(
 ) -> jax.Array:
     """Makes activations the input of column-parallel products.
 
-    Call it once for all products of the same input, such as those of query, key and value: each
-    call sends.
+    Call it once for all products of the same input (query, key and value), because each call
+    sends.
 
     Args:
       x: The input, the same on all devices along `axis`; with `sequence_dim` this device's part of
         it, `[..., S/axis, ...]`.
       axis: The mesh axis, or tuple of axes, that the products are split over. Axes that no
-        `shard_map` binds are left out: outside, the layer is one of one device.
+        `shard_map` binds are left out: without any axis it is a layer of one device.
       sequence_dim: The dimension along which `x` is split between layers; `None` if it is not.
-      scope: The named scope of the all-reduce, which says for what purpose it is.
+      scope: The named scope of the all-reduce, which names its purpose.
 
     Returns:
       The whole input, typed as varying over `axis`.
 
     Raises:
       ValueError: `x` varies over `axis` already, because nothing has summed it; with
-        `sequence_dim`, it does not vary, so that it is not split. Or types are not checked.
+        `sequence_dim`, `x` does not vary, so it is not split; or types are not checked.
 
     Communication:
       Forward none, backward one all-reduce of the gradient: a device sends `2 (N - 1) / N` of its
@@ -64,8 +64,8 @@ def enter(
             x,
             axes,
             not varying_axes(x) & set(axes),
-            f"varies over {axes} by its type, expected the same on all devices along it. What a "
-            "row-parallel product returns has to be summed first: apply leave to it; and enter an "
+            f"varies over {axes} by its type, expected the same on all devices along it. Apply "
+            "leave to the result of a row-parallel product, which is not summed yet; and enter an "
             "input once",
         )
         with jax.named_scope(scope):
@@ -89,16 +89,16 @@ def leave(
     *,
     scope: str = TENSOR_SCOPE,
 ) -> jax.Array:
-    """Sums what the devices' row-parallel products have contributed.
+    """Sums the contributions of the devices' row-parallel products.
 
-    A bias is added after it: added before, it would be added once for each device.
+    Add a bias after it: before it, the bias would be added once for each device.
 
     Args:
       x: This device's contribution, of the shape of the result.
       axis: The mesh axis, or tuple of axes, that the product is split over; as for `enter`.
       sequence_dim: The dimension along which the result is split between layers; `None` if it is
         not.
-      scope: The named scope of the all-reduce, which says for what purpose it is.
+      scope: The named scope of the all-reduce, which names its purpose.
 
     Returns:
       The sum, the same on all devices along `axis`; with `sequence_dim` this device's part of it,
@@ -139,7 +139,7 @@ def leave(
 
 
 def bound_axes(function: str, axis: AxisName | None) -> tuple[str, ...]:
-    """Those of some axes that the surrounding `shard_map` binds, which must check types."""
+    """Returns the axes in `axis` that the enclosing `shard_map` binds; it must check types."""
     axes = tuple(axis for axis in axis_tuple(axis or None) if is_axis_bound(axis))
     if axes and not is_vma_checked(axes[0]):
         raise ValueError(
@@ -150,19 +150,19 @@ def bound_axes(function: str, axis: AxisName | None) -> tuple[str, ...]:
 
 
 def has_lost_types(x: jax.Array, axes: tuple[str, ...]) -> bool:
-    """Whether `x` may be of `nn.scan`'s first look at its body, in which values have no types.
+    """Returns whether `x` may come from `nn.scan`'s first trace of its body, without types.
 
-    (The loop itself is traced after it, with types.) Activations vary over the axes that split the
-    batch at least, if there are others than `axes`.
+    (`nn.scan` then traces the loop itself with types.) With types, activations vary at least over
+    the axes that split the batch, if the mesh has axes in addition to `axes`.
     """
     return not varying_axes(x) and set(jax.sharding.get_abstract_mesh().manual_axes) > set(axes)
 
 
 def platform_traced_for() -> str | None:
-    """The platform of the devices that the code being traced is for, such as `"tpu"`.
+    """Returns the platform for which the code is traced, such as `"tpu"`.
 
-    A program for TPUs may be traced on a host without one. `None` if the mesh is an abstract one,
-    of which no device is known.
+    A program for TPUs may be traced on a host without one. `None` if the mesh is abstract and
+    names no device.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:

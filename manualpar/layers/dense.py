@@ -1,6 +1,6 @@
 """A dense layer whose kernel may be split over a model axis.
 
-The names of the kernel's dims say which of Megatron-LM's two products it is (Shoeybi et al.,
+The names of the kernel's dims decide which of Megatron-LM's two products it is (Shoeybi et al.,
 https://arxiv.org/abs/1909.08053). A product with a named output dim is *column-parallel*: each
 device computes its part of the features, and nothing is sent. A product with a named contracted dim
 is *row-parallel*: each device computes its part of every sum, which is summed over the axis.
@@ -18,8 +18,8 @@ input that has not been entered is refused.
 With `enter_ring` in the place of `enter`, and `overlap="ring"` for the row-parallel product, both
 send while they compute, see `manualpar.layers.ring`. Column-parallel products then return `Chunks`.
 
-Invariants: parameters and their initial bits are those of one device. Where the axis is not bound,
-the layer is a dense layer of one device.
+Invariants: parameters and their initial bits are the same as on one device. Where the axis is not
+bound, the layer is a dense layer of one device.
 
 Symbols: `N` devices along the axis.
 """
@@ -44,27 +44,27 @@ Initializer = Callable[..., Any]
 
 
 class SplitDense(nn.Module):
-    """A dense layer over the last dims of its input, of which each device computes a part.
+    """A dense layer over the last dims of its input; each device computes a part of it.
 
     Its parameters are `kernel`, of the shape `shape`, and `bias`, of the output dims' shape.
 
     Attributes:
-      shape: The whole kernel's: the contracted dims, then the output dims.
+      shape: The shape of the whole kernel: the contracted dims, then the output dims.
       names: For each dim of the kernel the mesh axis, or tuple of axes, that it is split over, or
         `None`. All `None`: the layer is one of one device on any mesh.
       contracted: How many dims are summed over: the last of the input, the first of the kernel.
       use_bias: Whether a bias is added, after the sum over devices.
-      kernel_init: The initializer of the kernel, which is called with all of `shape`. One that
-        scales by fan-in has to be told which dims are contracted. `None` for the distribution that
-        `nn.DenseGeneral` draws from.
+      kernel_init: The initializer of the kernel, called with all of `shape`. If it scales by
+        fan-in, give it the contracted dims. `None` for the distribution that `nn.DenseGeneral`
+        draws from.
       bias_init: The initializer of the bias.
-      dtype: The dtype of the computation; `None` for the one that input and parameters promote to.
+      dtype: The dtype of the computation; `None` for the promoted dtype of input and parameters.
       sequence_dim: The dim along which a row-parallel product leaves its result split, see `leave`;
         `None` if every device gets all of it.
       overlap: `"ring"`: a row-parallel product computes while it sends, see `matmul_scatter`; needs
         a `sequence_dim`. `"none"`: it sends when it has computed.
-      shared: Whether an output dim may have fewer entries than there are devices, of which each
-        then computes one that it shares; see `split`.
+      shared: Whether an output dim may have fewer entries than devices. A group of devices then
+        shares and computes each entry; see `split`.
     """
 
     shape: tuple[int, ...]
@@ -84,8 +84,8 @@ class SplitDense(nn.Module):
         """Sums over the last dims of `x`.
 
         Args:
-          x: The input. Of a column-parallel product what `enter` or `enter_ring` has returned,
-            `[..., D]`, and of a row-parallel one this device's features, `[..., F/axis]`.
+          x: The input: of a column-parallel product the result of `enter` or `enter_ring`,
+            `[..., D]`; of a row-parallel product this device's features, `[..., F/axis]`.
 
         Returns:
           `[..., F/axis]`, different on each device, if the product is column-parallel; `Chunks` of
@@ -97,7 +97,7 @@ class SplitDense(nn.Module):
             entered it.
 
         Communication:
-          Column-parallel: none. Row-parallel: that of `leave` or `matmul_scatter`, of the result in
+          Column-parallel: none. Row-parallel: as `leave` or `matmul_scatter`, for the result in
           the dtype of the computation; with `sequence_dim` and a bias also an all-reduce of the
           bias's gradient.
         """
@@ -131,7 +131,7 @@ class SplitDense(nn.Module):
         return self.kernel_init or nn.initializers.lecun_normal(contracted, outputs)
 
     def _names_of_both_sides(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The axes of the contracted dims and those of the output dims, once they are checked."""
+        """Checks the names; returns the axes of the contracted and of the output dims."""
         if len(self.names) != len(self.shape):
             self._refuse("expected a mesh axis or None for each dim of shape")
         if not 0 < self.contracted < len(self.shape):
@@ -173,8 +173,8 @@ class SplitDense(nn.Module):
             self._refuse(f"has overlap={self.overlap!r}, expected 'none' or 'ring'")
         if self.overlap == "ring" and self.sequence_dim is None:
             self._refuse(
-                "has overlap='ring' and no sequence_dim, expected that of a row-parallel product. "
-                "What comes before a column-parallel one overlaps with it by enter_ring"
+                "has overlap='ring' and no sequence_dim, expected the sequence_dim of a "
+                "row-parallel product. Before a column-parallel product use enter_ring"
             )
         if isinstance(x, Chunks) and self.overlap == "none" and not set(x.axes) <= set(outputs):
             self._refuse(

@@ -1,11 +1,11 @@
 """The head of a language model, and the cross entropy of its logits without the logits.
 
 The logits of `T` tokens are `T V` float32 numbers, often the largest array of a step, and autodiff
-keeps one for the backward pass and makes another of their gradients. Here they are computed for
-some columns at a time. What is kept of a chunk are a few numbers for each token: the largest logit
+keeps it for the backward pass and makes another array of their gradients. Here they are computed
+for some columns at a time. A chunk leaves a few numbers for each token: the largest logit
 and the sum of the exponentials so far (Milakov and Gimelshein, https://arxiv.org/abs/1805.02867),
-and the label's logit. The backward pass computes the chunk again and turns it into its gradient,
-which goes into that of the input and of the head (Wijmans et al.,
+and the label's logit. The backward pass computes the chunk's logits again. Their gradient is
+added to the gradients of the input and of the head (Wijmans et al.,
 https://arxiv.org/abs/2411.09009).
 
 Symbols: `T` tokens of a device, `D` features, `V` columns of the head on a device.
@@ -52,7 +52,7 @@ class _Static(NamedTuple):
     Attributes:
       chunk: The columns of a chunk.
       soft_cap: See `head_logits`.
-      sums_all: Whether the sum of all logits is wanted.
+      sums_all: Whether to sum all logits.
     """
 
     chunk: int
@@ -61,14 +61,14 @@ class _Static(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """What is left of a token's logits, `[...]` each.
+    """The numbers that are kept of a token's logits, `[...]` each.
 
     Attributes:
       log_normalizer: `log(sum(exp(logits)))`.
       target: The label's logit; 0 if the label has none of these columns.
-      of_all: The sum of the logits, if it is wanted.
-      largest: The largest one.
-      best: `int32`, its column, the first of equals.
+      of_all: The sum of the logits; 0 without `sums_all`.
+      largest: The largest logit.
+      best: `int32`, the column of the largest logit, the first of equals.
     """
 
     log_normalizer: jax.Array
@@ -86,18 +86,18 @@ def head_logits(
     vocab_size: int | None = None,
     soft_cap: float | None = None,
 ) -> jax.Array:
-    """The logits of a head.
+    """Computes the logits of a head.
 
     Args:
       x: `[..., D]`.
       head: `[D, V/axis]`; the product is of the dtype of `x`.
       axis: The mesh axis, or tuple of axes, that the columns are split over; `None` for none.
       vocab_size: The tokens of the vocabulary; columns from it on are -inf. `None` for all.
-      soft_cap: The most that a logit may be, which becomes `soft_cap * tanh(logit / soft_cap)`
+      soft_cap: Bounds logits: they become `soft_cap * tanh(logit / soft_cap)`
         (Gemma 2, https://arxiv.org/abs/2408.00118, section 2); `None` for no bound.
 
     Returns:
-      Float32, or float64 if `x` is, `[..., V/axis]`; not rounded to the dtype of `x` on their way.
+      Float32, or float64 if `x` is, `[..., V/axis]`; never rounded to the dtype of `x`.
 
     Communication:
       None.
@@ -119,12 +119,12 @@ def head_cross_entropy(
     z_loss: float = 0.0,
     soft_cap: float | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The cross entropy of labels, and whether the largest logit is the label's, of a head.
+    """Computes a head's cross entropy, and whether the largest logit is the label's.
 
     It is `split_cross_entropy` and `split_argmax` of `head_logits`, without an array of all logits.
-    A head of at most `FEWEST_COLUMNS` is computed like that, and one that is no wider than the
-    `chunk` that is named. So is one in a program of global arrays (modes `auto` and `explicit`),
-    where a chunk of columns is no shard.
+    All logits are computed at once only if the head has at most `chunk` columns (by default
+    `FEWEST_COLUMNS`), or in a program of global arrays (modes `auto` and `explicit`), where a chunk
+    of columns is no shard.
 
     Args:
       x: Floating `[..., D]`; where the columns are split, the same on all devices along `axis` or
@@ -135,11 +135,11 @@ def head_cross_entropy(
         from `-V` to -1 counts from the end, and any other that the head does not have gives NaN.
       axis: The mesh axis, or tuple of axes, that the columns are split over; `None` for none. Axes
         that no `shard_map` binds are left out.
-      vocab_size: The tokens of the vocabulary; columns from it on have no part. `None` for all.
-      chunk: The columns that are computed at a time, the last ones with fewer; `None` for
+      vocab_size: The tokens of the vocabulary; columns from it on are ignored. `None` for all.
+      chunk: The columns that are computed at a time (the last chunk may have fewer); `None` for
         `default_chunk`.
       label_smoothing: See `split_cross_entropy`.
-      z_loss: Likewise.
+      z_loss: See `split_cross_entropy`.
       soft_cap: See `head_logits`.
 
     Returns:
@@ -151,14 +151,15 @@ def head_cross_entropy(
       TypeError: The labels are no integers, or `x` is no floats.
 
     Communication:
-      Forward that of `split_cross_entropy` and `split_argmax`. Backward none, but for the sum of
-      the gradient of `x` over `axis`, which is that of `enter`.
+      Forward as `split_cross_entropy` and `split_argmax`. Backward none, except the sum of the
+      gradient of `x` over `axis`, which `enter` does.
 
     Gradient:
       Written by hand: it computes the logits once more. Each chunk's products are of the dtype of
-      `x`. The gradient of `x` is added up over chunks in float32, and that of the head written
-      chunk by chunk in the dtype of `head`. If `x` has 16 bits and no more tokens than features,
-      the chunks' gradients of logits are kept, in bfloat16, and both gradients are one product.
+      `x`. The gradient of `x` is added up over chunks in float32. The gradient of the head is
+      written chunk by chunk in the dtype of `head`. If `x` has 16 bits and no more tokens than
+      features, the gradients of all logits are kept in bfloat16, and each of the two gradients is
+      one product.
     """
     _check_arguments(x, head, label_smoothing, soft_cap, chunk)
     check_labels("head_cross_entropy", x, labels, what="inputs")
@@ -167,7 +168,7 @@ def head_cross_entropy(
     check_same_labels("head_cross_entropy", labels, axes)
     columns = head.shape[1]
     visible = _visible_columns(head, vocab_size, axes)
-    # Not by the number of tokens, of which the check of a context compares programs.
+    # The number of tokens must not decide: the check of a context compares programs of several.
     if columns <= (chunk or FEWEST_COLUMNS) or _is_of_global_arrays():
         logits = _logits(x, head, 0, visible, soft_cap)
         losses = split_cross_entropy(
@@ -192,14 +193,14 @@ def head_cross_entropy(
 
 
 def default_chunk(tokens: int) -> int:
-    """The columns of a chunk: `CHUNK_ELEMENTS` logits at a time, in whole tiles of 128 columns."""
+    """Returns the columns of a chunk: `CHUNK_ELEMENTS` logits, in whole tiles of 128 columns."""
     return max(FEWEST_COLUMNS, CHUNK_ELEMENTS // max(tokens, 1) // 128 * 128)
 
 
 def _logits(
     x: jax.Array, weights: jax.Array, first: Any, visible: Any, soft_cap: float | None
 ) -> jax.Array:
-    """The logits of some columns, the first of which is column `first` of the device."""
+    """Computes the logits of some columns, from column `first` of the device on."""
     return _capped(_product(x, weights), first, visible, soft_cap)
 
 
@@ -209,7 +210,7 @@ def _product(x: jax.Array, weights: jax.Array) -> jax.Array:
 
 
 def _capped(logits: jax.Array, first: Any, visible: Any, soft_cap: float | None) -> jax.Array:
-    """Logits with their bound, and -inf in columns that stand for no token."""
+    """Caps logits, and masks columns that are no token with -inf."""
     if soft_cap:
         logits = soft_cap * jnp.tanh(logits / soft_cap)
     if visible is None:
@@ -221,7 +222,7 @@ def _capped(logits: jax.Array, first: Any, visible: Any, soft_cap: float | None)
 def _visible_columns(
     head: jax.Array, vocab_size: int | None, axes: tuple[str, ...]
 ) -> jax.Array | None:
-    """How many of this device's columns stand for tokens; `None` if all of all devices do."""
+    """Counts this device's columns that are tokens; `None` if no column is padding."""
     columns = head.shape[1]
     parts = jax.lax.axis_size(axes) if axes else 1
     if vocab_size is None or vocab_size >= columns * parts:
@@ -230,7 +231,7 @@ def _visible_columns(
 
 
 def _is_of_global_arrays() -> bool:
-    """Whether the code sees the whole arrays of several devices."""
+    """Returns whether the code sees global arrays of several devices."""
     mesh = jax.sharding.get_abstract_mesh()
     kinds = zip(mesh.axis_types, mesh.axis_sizes, strict=True)
     return any(kind != AxisType.Manual and size > 1 for kind, size in kinds)
@@ -240,7 +241,7 @@ def _is_of_global_arrays() -> bool:
 def _summed(
     x: jax.Array, head: jax.Array, index: jax.Array, visible: jax.Array | None, static: _Static
 ) -> _Sums:
-    """The sums over all columns; `index` is the label's column, which may be none of these."""
+    """Sums over all columns; `index` is the label's column, which may be on another device."""
     dtype = jnp.promote_types(x.dtype, jnp.float32)
     zero = jnp.zeros_like(index, dtype)
 
@@ -249,7 +250,7 @@ def _summed(
         logits = _logits(x, weights, first, visible, static.soft_cap)
         top = logits.max(axis=-1)
         largest = jnp.maximum(sums.largest, top)
-        # What exponentials are relative to is a number, so that no difference is NaN.
+        # The base of the exponentials is finite, so that no difference is NaN.
         base = jnp.where(jnp.isfinite(largest), largest, 0)
         total = total * jnp.exp(sums.largest - base) + jnp.exp(logits - base[..., None]).sum(-1)
         is_larger = (top > sums.largest) | (jnp.isnan(top) & ~jnp.isnan(sums.largest))
@@ -278,8 +279,8 @@ def _summed_forward(
     return sums, (x, head, index, visible, sums.log_normalizer)
 
 
-def _summed_backward(static: _Static, kept: Any, grads: Any) -> tuple[Any, ...]:
-    x, head, index, visible, log_normalizer = kept
+def _summed_backward(static: _Static, residuals: Any, grads: Any) -> tuple[Any, ...]:
+    x, head, index, visible, log_normalizer = residuals
     dtype = jnp.promote_types(x.dtype, jnp.bfloat16)  # Float16 would lose small gradients.
     rows, tokens = x.reshape(-1, x.shape[-1]), math.prod(index.shape)
 
@@ -294,7 +295,7 @@ def _summed_backward(static: _Static, kept: Any, grads: Any) -> tuple[Any, ...]:
         return pull(of_logits)[0].astype(dtype)
 
     def of_weights(of_columns: jax.Array) -> jax.Array:
-        # It is rounded by the product: XLA overlaps the scatter of a product, not that of a cast.
+        # The product rounds, not a cast: XLA overlaps the scatter of a product, not of a cast.
         wider = jnp.promote_types(dtype, head.dtype)
         of_columns = of_columns.reshape(tokens, -1)
         return jnp.matmul(rows.T, of_columns, preferred_element_type=wider).astype(head.dtype)
@@ -309,12 +310,12 @@ def _summed_backward(static: _Static, kept: Any, grads: Any) -> tuple[Any, ...]:
         return _written(of_logits, of_product(first, weights), first)
 
     if dtype.itemsize < 4 and tokens <= head.shape[0]:
-        # The gradients of all logits are no larger than the head's, which is one product of them
-        # then, so that a compiler can scatter it while it is computed.
+        # The gradients of all logits are no larger than the head's gradient. One product then
+        # computes the head's, so that a compiler can scatter it while it is computed.
         start = jnp.zeros_like(x, dtype, shape=(*index.shape, head.shape[1]))
-        whole = _over_chunks(keep, start, head, static.chunk)
+        of_logits = _over_chunks(keep, start, head, static.chunk)
         with jax.named_scope(CONTEXT_SCOPE):
-            of_x, of_head = _product(whole, head.T), of_weights(whole)
+            of_x, of_head = _product(of_logits, head.T), of_weights(of_logits)
     else:
         zero = jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32))
         of_x, of_head = _over_chunks(add, (zero, jnp.zeros_like(head)), head, static.chunk)
@@ -324,8 +325,8 @@ def _summed_backward(static: _Static, kept: Any, grads: Any) -> tuple[Any, ...]:
 _summed.defvjp(_summed_forward, _summed_backward)
 
 
-def _written(whole: jax.Array, columns: jax.Array, first: Any) -> jax.Array:
-    return jax.lax.dynamic_update_slice_in_dim(whole, columns, first, whole.ndim - 1)
+def _written(array: jax.Array, columns: jax.Array, first: Any) -> jax.Array:
+    return jax.lax.dynamic_update_slice_in_dim(array, columns, first, array.ndim - 1)
 
 
 def _is_label(logits: jax.Array, index: jax.Array, first: Any) -> jax.Array:
@@ -336,18 +337,18 @@ def _is_label(logits: jax.Array, index: jax.Array, first: Any) -> jax.Array:
 def _over_chunks(
     step: Callable[[Carry, Any, jax.Array], Carry], carry: Carry, head: jax.Array, chunk: int
 ) -> Carry:
-    """Runs `step(carry, first, weights)` on `chunk` columns after the other, and on the rest."""
-    whole = head.shape[1] // chunk
+    """Runs `step(carry, first, weights)` on each chunk of columns, and on the rest."""
+    full_chunks = head.shape[1] // chunk
 
     def run(carry: Carry, first: jax.Array) -> tuple[Carry, None]:
         return step(carry, first, jax.lax.dynamic_slice_in_dim(head, first, chunk, 1)), None
 
-    # How many chunks there are may depend on the positions, and the check of models with a context
-    # axis takes what stands in this scope for right.
+    # The number of chunks may depend on the positions. The check of models with a context axis
+    # trusts the code in this scope.
     with jax.named_scope(CONTEXT_SCOPE):
-        carry, _ = jax.lax.scan(run, carry, jnp.arange(whole, dtype=jnp.int32) * chunk)
+        carry, _ = jax.lax.scan(run, carry, jnp.arange(full_chunks, dtype=jnp.int32) * chunk)
         if head.shape[1] % chunk:
-            carry = step(carry, jnp.int32(whole * chunk), head[:, whole * chunk :])
+            carry = step(carry, jnp.int32(full_chunks * chunk), head[:, full_chunks * chunk :])
     return carry
 
 

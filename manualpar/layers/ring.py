@@ -1,11 +1,11 @@
 """Collective matmuls: sequence parallelism whose communication is overlapped with its products.
 
 With sequence parallelism an all-gather comes before the column-parallel products, and a
-reduce-scatter after the row-parallel one. A product here begins with the chunk of the sequence that
-a device has, while the chunks of its neighbours are on their way; and sums go from device to device
-while the next part of them is computed (Wang et al., "Overlap communication with dependent
+reduce-scatter after the row-parallel one. A product here begins with the device's chunk of the
+sequence while the chunks of its neighbours arrive. Sums are sent from device to device while the
+next part of them is computed (Wang et al., "Overlap communication with dependent
 computation via decomposition", ASPLOS 2023, https://dl.acm.org/doi/10.1145/3567955.3567959). The
-bytes are those of the all-gather and the reduce-scatter.
+bytes are the same as with the all-gather and the reduce-scatter.
 
 ```python
 x = enter_ring(x, "model", 1)  # Once for all products of the same input.
@@ -15,8 +15,8 @@ x = matmul_scatter(hidden, down_kernel, "model", 1)
 ```
 
 The sequence stays in `Chunks` between the products, where the compiler makes an activation a part
-of the product before it. Attention, and everything else that looks at positions, needs
-`whole_sequence(...)`; `matmul_scatter` takes either.
+of the product before it. Attention, and everything else that combines positions, needs
+`whole_sequence(...)`; `matmul_scatter` takes chunks and whole sequences.
 
 Symbols: `N` devices along the axis, `S` positions of the sequence.
 """
@@ -45,7 +45,7 @@ def enter_ring(x: jax.Array, axis: AxisName | None, sequence_dim: int) -> jax.Ar
     """Sends the chunks of a sequence around, for column-parallel products of all of it.
 
     It takes the place of `enter` with a `sequence_dim`. Call it once for all products of the same
-    input, such as those of query, key and value, and give the result to `gather_matmul` or to
+    input, such as query, key and value, and give the result to `gather_matmul` or to
     column-parallel `SplitDense`s.
 
     Args:
@@ -62,9 +62,9 @@ def enter_ring(x: jax.Array, axis: AxisName | None, sequence_dim: int) -> jax.Ar
         not checked.
 
     Communication:
-      Forward `N - 1` permutes of a chunk, two of them at a time; with even `N > 2` the last is two
-      of half a chunk, if halves are whole. They are the bytes of an all-gather. Backward the same
-      of the gradient, which is summed on the way.
+      Forward `N - 1` permutes of a chunk, two at a time; with even `N > 2` the last is two of half
+      a chunk, if halves are whole. The bytes are those of an all-gather. Backward the same for the
+      gradient, which is summed on the way.
     """
     axes = bound_axes("enter_ring", axis)
     if not axes:
@@ -80,7 +80,7 @@ def gather_matmul(
     """Multiplies a whole sequence with this device's part of a column-parallel kernel.
 
     Args:
-      x: What `enter_ring` has returned: `Chunks`, or an array where no axis is bound.
+      x: The result of `enter_ring`: `Chunks`, or an array where no axis is bound.
       kernel: `[D, F/axis]`, or with more dims of either kind, such as `[D, N/axis, H]`.
       contracted: How many dims are summed over: the last of `x`, the first of the kernel.
 
@@ -91,11 +91,11 @@ def gather_matmul(
       ValueError: The kernel does not fit `x`, or the sequence is one of the contracted dims.
 
     Communication:
-      None beyond that of `enter_ring`.
+      None after `enter_ring`.
 
     Gradient:
-      Written by hand for the local products: one of the chunk for each chunk, one of the whole
-      sequence for the kernel.
+      Written by hand for each device's products: one product for each chunk's gradient, and one of
+      the whole sequence for the kernel's.
     """
     if not isinstance(x, Chunks):
         return multiply_rows(x, kernel, contracted)
@@ -132,18 +132,18 @@ def matmul_scatter(
         varies over `axis`, so that the sum would be `N` times too large.
 
     Communication:
-      Forward the permutes of `enter_ring`, of chunks of the result. Backward the same of its
+      Forward the permutes of `enter_ring`, of chunks of the result. Backward the same for its
       gradient.
 
     Gradient:
-      Written by hand for the local products, as in `gather_matmul`.
+      Written by hand for each device's products, as in `gather_matmul`.
     """
     axes = bound_axes("matmul_scatter", axis)
     if not axes:
         return multiply_rows(whole_sequence(x), kernel, contracted)
-    some = x.parts[0] if isinstance(x, Chunks) else x
-    dim = sequence_dim + (some.ndim + kernel.ndim - 2 * contracted) * (sequence_dim < 0)
-    _check_product("matmul_scatter", some, dim, kernel, contracted)
+    chunk = x.parts[0] if isinstance(x, Chunks) else x
+    dim = sequence_dim + (chunk.ndim + kernel.ndim - 2 * contracted) * (sequence_dim < 0)
+    _check_product("matmul_scatter", chunk, dim, kernel, contracted)
     if not isinstance(x, Chunks):
         _check_varies("matmul_scatter", axes, "what the devices contribute to a sum", x, kernel)
         size = jax.lax.axis_size(axes)
@@ -177,7 +177,7 @@ def _check_product(
     if x.shape[-contracted:] != kernel.shape[:contracted]:
         raise ValueError(
             f"{function}: x of shape {x.shape} and a kernel of shape {kernel.shape}, expected the "
-            f"last {contracted} dims of the one to be the first of the other."
+            f"last {contracted} dims of x to equal the first {contracted} of the kernel."
         )
     if not 0 <= dim < x.ndim - contracted:
         raise ValueError(
@@ -196,7 +196,7 @@ def _check_varies(function: str, axes: tuple[str, ...], expected: str, *arrays: 
 
 
 def _alike(arrays: Any) -> Any:
-    """One dtype and one type for all, because a rule written by hand returns those it was given."""
+    """Casts all arrays to one dtype and type, because a handwritten gradient rule keeps them."""
     leaves = jax.tree.leaves(arrays)
     dtype = jnp.result_type(*leaves)
     arrays = jax.tree.map(lambda x: x.astype(dtype), arrays)

@@ -1,13 +1,13 @@
-"""A sequence in chunks, of which each device has one: sent around a ring, or summed on the way.
+"""A sequence in chunks, one on each device: sent around a ring, or summed on the way.
 
 Both directions of the ring are used. The chunks of the devices `1, 2, ...` ahead arrive from one
-side, and those of the devices `1, 2, ...` behind from the other. With even `N` the last chunk is as
-far either way, and half of it comes from each side. Sums travel the same ways backwards: autodiff
-makes either of the two rings from the other.
+side, and the chunks of the devices `1, 2, ...` behind from the other. With even `N` the last chunk
+is equally far both ways, and half of it comes from each side. Sums are sent the same ways in
+reverse: autodiff derives each of the two rings from the other.
 
-Symbols: `N` devices along the axis. The *offset* of a chunk says how many devices ahead its place
-in the sequence is; offset 0 is a device's own. Chunks stand in the order in which they arrive: 0,
-1, -1, 2, -2, ...
+Symbols: `N` devices along the axis. The *offset* of a chunk is the number of devices that its
+place in the sequence is ahead; a device's chunk has offset 0. Chunks are in the order in which they
+arrive: 0, 1, -1, 2, -2, ...
 """
 
 import functools
@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 
 from manualpar.core.tracing.scopes import SEQUENCE_SCOPE
 
-# Whether layers send while they compute. Only what is split along its sequence goes in a ring.
+# Whether layers send while they compute. Only activations split along the sequence use a ring.
 LayerOverlap = Literal["none", "ring"]
 LAYER_OVERLAPS: tuple[LayerOverlap, ...] = ("none", "ring")
 
@@ -31,8 +31,8 @@ LAYER_OVERLAPS: tuple[LayerOverlap, ...] = ("none", "ring")
 class Chunks:
     """A whole sequence in chunks, a pytree.
 
-    `jax.tree.map` applies to it what treats each position by itself. `whole_sequence` puts it
-    together for anything else.
+    `jax.tree.map` applies functions that treat each position by itself. For any other function
+    `whole_sequence` joins the chunks.
 
     Attributes:
       parts: The chunks `[..., S/axis, ..., D]`, in the order in which they arrive.
@@ -50,7 +50,7 @@ def gather_chunks(x: jax.Array, axes: tuple[str, ...], dim: int) -> Chunks:
 
     Communication:
       `N - 1` permutes of a chunk; with even `N > 2` the last is two of half a chunk, if halves are
-      whole. Backward those of `scatter_chunks`.
+      whole. Backward the permutes of `scatter_chunks`.
     """
     size = jax.lax.axis_size(axes)
     parts, ahead, behind = [x], x, x
@@ -65,35 +65,36 @@ def gather_chunks(x: jax.Array, axes: tuple[str, ...], dim: int) -> Chunks:
 
 
 def scatter_chunks(x: Chunks) -> jax.Array:
-    """The sum of what all devices have in the place of this device's chunk.
+    """Sums over all devices their values for this device's chunk.
 
     Communication:
-      The permutes of `gather_chunks`, in the other order. Backward those of `gather_chunks`.
+      The permutes of `gather_chunks` in reverse order. Backward the permutes of `gather_chunks`.
     """
-    own, *others = x.parts
+    mine, *others = x.parts
     ahead: jax.Array | int = 0  # The sums on their way to devices ahead, and to those behind.
     behind: jax.Array | int = 0
     if len(x.parts) % 2 == 0:
         first, *second = _split_last(others.pop(), x.axes, x.dim)
-        rest = own.shape[x.dim] - first.shape[x.dim]
+        rest = mine.shape[x.dim] - first.shape[x.dim]
         ahead = _pad(shift(first, x.axes, 1), x.dim, (0, rest))
         for half in second:
             behind = _pad(shift(half, x.axes, -1), x.dim, (rest, 0))
     for index in reversed(range(0, len(others), 2)):
         ahead = shift(others[index] + ahead, x.axes, 1)
         behind = shift(others[index + 1] + behind, x.axes, -1)
-    return own + ahead + behind
+    return mine + ahead + behind
 
 
 def shift(
     x: jax.Array, axes: tuple[str, ...], by: int, *, scope: str = SEQUENCE_SCOPE
 ) -> jax.Array:
-    """Sends `x` to the device that is `by` ahead, in the named scope that says for what purpose.
+    """Sends `x` to the device that is `by` ahead, in the named scope `scope`.
 
     Communication:
       One permute: each device sends all of `x`.
     """
-    # Of several axes `ppermute` counts devices in the order of the mesh, `axis_index` in theirs.
+    # Over several axes `ppermute` counts devices in the order of the mesh, and `axis_index` in the
+    # order of `axes`.
     ordered = [axis for axis in jax.sharding.get_abstract_mesh().axis_names if axis in axes]
     sizes = [jax.lax.axis_size(axis) for axis in ordered]
     devices = np.arange(math.prod(sizes)).reshape(sizes)
@@ -104,7 +105,7 @@ def shift(
 
 
 def _split_last(x: jax.Array, axes: tuple[str, ...], dim: int) -> list[jax.Array]:
-    """The parts of the farthest chunk that go either way; one part if it goes one way."""
+    """Halves the farthest chunk, one half for each direction; one part if it goes one way."""
     # On two devices both ways are the same.
     is_halved = jax.lax.axis_size(axes) > 2 and x.shape[dim] % 2 == 0
     return jnp.split(x, 2, dim) if is_halved else [x]
@@ -116,7 +117,7 @@ def _pad(x: jax.Array, dim: int, widths: tuple[int, int]) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def cut(x: jax.Array, axes: tuple[str, ...], dim: int) -> tuple[jax.Array, ...]:
-    """The chunks of a whole sequence; `join_chunks` is its transpose."""
+    """Cuts a whole sequence into chunks; `join_chunks` is its transpose."""
     length = x.shape[dim] // jax.lax.axis_size(axes)
     with jax.named_scope(SEQUENCE_SCOPE):
         return tuple(
@@ -126,7 +127,7 @@ def cut(x: jax.Array, axes: tuple[str, ...], dim: int) -> tuple[jax.Array, ...]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def join_chunks(parts: tuple[jax.Array, ...], axes: tuple[str, ...], dim: int) -> jax.Array:
-    """The whole sequence of which `parts` are the chunks; `cut` is its transpose."""
+    """Joins chunks to the whole sequence; `cut` is its transpose."""
     shape = list(parts[0].shape)
     shape[dim] *= len(parts)
     with jax.named_scope(SEQUENCE_SCOPE):
@@ -150,27 +151,27 @@ join_chunks.defvjp(
 
 
 def _places(axes: tuple[str, ...]) -> list[jax.Array]:
-    """The places in the sequence of the chunks, in the order in which they arrive."""
-    own, size = jax.lax.axis_index(axes), jax.lax.axis_size(axes)
-    # An offset is the same as one by `size` more.
+    """Returns each chunk's place in the sequence, in the order in which the chunks arrive."""
+    device, size = jax.lax.axis_index(axes), jax.lax.axis_size(axes)
+    # Offsets are equal modulo `size`.
     offsets = [0, *(i // 2 if i % 2 == 0 else size - i // 2 for i in range(2, size + 1))]
-    return [(own + offset) % size for offset in offsets]
+    return [(device + offset) % size for offset in offsets]
 
 
 def multiply_rows(
     x: jax.Array, kernel: jax.Array, contracted: int, dtype: DTypeLike | None = None
 ) -> jax.Array:
-    """The product of an array with a kernel, computed as that of a matrix.
+    """Multiplies an array with a kernel as one matrix product.
 
-    All dims of `x` that stay become one before the product. So the gradient of the kernel is a sum
-    over one dim. For a sum over several, XLA:CPU first writes transposed copies of both factors,
-    which doubles the time of an MLP. Values are the same to the bit.
+    All dims of `x` that are not contracted become one before the product. So the gradient of the
+    kernel is a sum over one dim. For a sum over several dims, XLA:CPU first writes transposed
+    copies of both factors, which doubles the time of an MLP. Values are the same to the bit.
 
     Args:
       x: `[..., D]`.
       kernel: `[D, F]`, or with more dims of either kind.
       contracted: How many dims are summed over: the last of `x`, the first of the kernel.
-      dtype: That of the product; by default that of its factors.
+      dtype: The dtype of the product; by default the dtype of the factors.
 
     Returns:
       `[..., F]`.
@@ -181,7 +182,7 @@ def multiply_rows(
 
 
 def _rows(x: jax.Array, num_dims: int) -> jax.Array:
-    """The first dims of an array as one."""
+    """Merges the first dims of an array into one."""
     return x.reshape(math.prod(x.shape[:num_dims]), *x.shape[num_dims:])
 
 
@@ -189,11 +190,11 @@ def _rows(x: jax.Array, num_dims: int) -> jax.Array:
 def multiply(
     parts: tuple[jax.Array, ...], kernel: jax.Array, contracted: int
 ) -> tuple[jax.Array, ...]:
-    """The product of every chunk with a kernel, of one dtype and one type.
+    """Multiplies every chunk with a kernel; all have one dtype and one type.
 
     Gradient:
-      Written by hand. That of the kernel is one product of whole sequences, as it is without
-      chunks: autodiff would add up one for each chunk, and round each sum to the dtype.
+      Written by hand. The kernel's gradient is one product of whole sequences, as without chunks.
+      Autodiff would add up one product for each chunk, and round each sum to the dtype.
     """
     return tuple(multiply_rows(part, kernel, contracted) for part in parts)
 
@@ -211,9 +212,9 @@ def _multiply_backward(
     num_batch = parts[0].ndim - contracted
     outputs = (*range(num_batch, gs[0].ndim),), (*range(contracted, kernel.ndim),)
     grads = tuple(jnp.tensordot(g, kernel, outputs) for g in gs)
-    # In any order, as long as it is the same.
-    whole, g = (_rows(jnp.concatenate(x), num_batch) for x in (parts, gs))
-    return grads, jnp.tensordot(whole, g, (0, 0))
+    # The order of the rows does not matter, if it is the same in both.
+    x, g = (_rows(jnp.concatenate(chunks), num_batch) for chunks in (parts, gs))
+    return grads, jnp.tensordot(x, g, (0, 0))
 
 
 multiply.defvjp(_multiply_forward, _multiply_backward)

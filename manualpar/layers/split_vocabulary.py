@@ -1,6 +1,6 @@
-"""What devices know of their columns of a split vocabulary, put together: a few numbers a label.
+"""Combines the devices' results for a split vocabulary: a few numbers for each label.
 
-Where `axes` is `()` a device has all columns, and nothing is sent.
+If `axes` is `()`, a device has all columns and sends nothing.
 """
 
 import jax
@@ -11,7 +11,7 @@ from manualpar.core.tracing.scopes import CROSS_ENTROPY_SCOPE
 
 
 def largest_of_all(top: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """The largest of what devices along some axes have, as what sums of exponentials are taken to.
+    """Returns the largest `top` of all devices, to subtract before exponentials are summed.
 
     It is 0 where it is infinite or NaN, and has no gradient.
 
@@ -33,15 +33,16 @@ def losses_of_sums(
     label_smoothing: float,
     z_loss: float,
 ) -> jax.Array:
-    """The cross entropy, from what each device along some axes sums of its columns.
+    """Computes the cross entropy from each device's sums over its columns.
 
     Args:
-      sums: `exp(logits - top)`; the label's logit, 0 if it is another device's; and with
-        `label_smoothing` the logits that are not -inf, and their number; `[...]` each.
+      sums: `[...]` each. The sum of `exp(logits - top)`; the label's logit, 0 if another device
+        has it; and with `label_smoothing` the sum of the logits that are not -inf, and their
+        number.
       top: `[...]`, the same on all devices along `axes`.
       axes: The mesh axes that the columns are split over; `()` for none.
       label_smoothing: See `split_cross_entropy`.
-      z_loss: Likewise.
+      z_loss: See `split_cross_entropy`.
 
     Returns:
       `[...]`, the same on all devices along `axes`.
@@ -65,7 +66,7 @@ def losses_of_sums(
 def first_of_largest(
     top: jax.Array, index: jax.Array, size: int, axes: tuple[str, ...]
 ) -> jax.Array:
-    """The index of the largest logit of all devices, from each device's own.
+    """Finds the index of the largest logit of all devices, from the largest of each.
 
     Args:
       top: `[...]`, a device's largest logit.
@@ -77,7 +78,7 @@ def first_of_largest(
       `int32[...]`, the same on all devices along `axes`; the first of equals.
 
     Communication:
-      One all-gather of two float32 numbers for each of the results.
+      One all-gather of two float32 numbers for each result.
     """
     top = jax.lax.stop_gradient(top)
     # As a float an index is exact up to 2**24.
@@ -90,9 +91,9 @@ def first_of_largest(
 
 
 def label_index(labels: jax.Array, size: int, axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
-    """The labels' columns among the `size` of this device, and which labels are this device's.
+    """Returns the labels' columns among this device's `size`, and which labels it has.
 
-    A label that nobody has is one of the first or the last device, and its index is `size`.
+    A label outside of the vocabulary belongs to the first or the last device, with index `size`.
     """
     parts = jax.lax.axis_size(axes) if axes else 1
     labels = labels.astype(jnp.int32)
@@ -107,8 +108,8 @@ def index_here(
 ) -> tuple[jax.Array, jax.Array]:
     """Indices into this device's part of a dim, and which of them are this device's.
 
-    An index that the whole dim does not have counts as one of the first or the last part, which has
-    no such index either.
+    An index outside of the whole dim belongs to the first or the last part, where it is out of
+    bounds too.
     """
     indices = indices.astype(jnp.int32)
     if not axes:
@@ -119,7 +120,7 @@ def index_here(
 
 
 def is_split(function: str, x: jax.Array, axes: tuple[str, ...]) -> bool:
-    """Whether `x` varies over the axes by its type; raises if it varies over some of them only."""
+    """Returns whether `x` varies over the axes by its type; raises if only over some of them."""
     varying = varying_axes(x) & set(axes)
     if varying and varying != set(axes):
         raise ValueError(
@@ -130,7 +131,7 @@ def is_split(function: str, x: jax.Array, axes: tuple[str, ...]) -> bool:
 
 
 def check_labels(function: str, x: jax.Array, labels: jax.Array, *, what: str = "logits") -> None:
-    """Refuses labels that are not one integer for each row of `x`, which the message calls `what`.
+    """Refuses labels that are not one integer for each row of `x` (`what` in the message).
 
     Raises:
       ValueError: The shapes differ.

@@ -1,13 +1,13 @@
 """A vocabulary that is split over a model axis: its embedding, and the loss of its logits.
 
 Each device has the rows of some tokens of the embedding, and computes the logits of the same
-tokens. Neither rows nor logits are gathered. A lookup adds up the rows, of which one device has the
-right one and the others zeros. The cross entropy needs the largest logit, the sum of exponentials
+tokens. Neither rows nor logits are gathered. A lookup adds up the rows: one device has the right
+row and the other devices zeros. The cross entropy needs the largest logit, the sum of exponentials
 and the label's logit, a few numbers for each label (Megatron-LM, Shoeybi et al.,
 https://arxiv.org/abs/1909.08053, section 3).
 
 Where no axis is bound, or the table or the logits are whole by their type, these are the ordinary
-functions of one device. An index that the whole vocabulary does not have gives the same in both.
+functions of one device. An index outside of the vocabulary gives the same in both.
 
 The vocabulary has to divide over the devices. A model may have more columns than tokens: logits of
 -inf hide them from each of these functions.
@@ -55,11 +55,11 @@ def split_lookup(
 
     Raises:
       ValueError: The tokens vary over `axis`, so that rows of different tokens would be added up;
-        the table varies over some of its axes alone; or what `leave` refuses.
+        the table varies over only some of the axes; or `leave` refuses.
 
     Communication:
-      That of `leave`: forward one all-reduce of the rows, of which a device sends `2 (N - 1) / N`
-      of the bytes, backward none. With `sequence_dim` a reduce-scatter forward and an all-gather
+      As `leave`: forward one all-reduce of the rows (a device sends `2 (N - 1) / N` of the bytes),
+      backward none. With `sequence_dim` a reduce-scatter forward and an all-gather
       backward, and an all-reduce of the gradient if the table is whole.
     """
     axes = bound_axes("split_lookup", axis)
@@ -72,7 +72,7 @@ def split_lookup(
             "expected the same tokens on all devices along it, because the rows that the devices "
             "find are added up. Hand in the whole sequence, and let sequence_dim split the result."
         )
-    # Of a whole table the first device has all rows.
+    # If the table is replicated, the first device looks up all rows.
     parts = jax.lax.axis_size(axes) if has_parts else 1
     index, is_mine = index_here(tokens, table.shape[0], axes, parts)
     rows = _look_up(table, index)
@@ -87,7 +87,7 @@ def split_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> jax.Array:
-    """The cross entropy of labels, from logits that may be split over devices.
+    """Computes the cross entropy of labels, from logits that may be split over devices.
 
     Without options it is `optax.softmax_cross_entropy_with_integer_labels`, and exactly that where
     the logits are whole.
@@ -98,8 +98,8 @@ def split_cross_entropy(
       labels: `int[...]`, from 0 to `V - 1`, the same on all devices along `axis`. As for optax a
         label from `-V` to -1 counts from the end, and any other gives NaN.
       axis: The mesh axis, or tuple of axes, that the columns are split over, `()` for none; by
-        default the one that the logits vary over by their type and the labels do not.
-      label_smoothing: The share of a label that is spread evenly over all columns but those of -inf
+        default the axis that the logits vary over by their type and the labels do not.
+      label_smoothing: The share of a label that is spread evenly over all columns that are not -inf
         (Szegedy et al., https://arxiv.org/abs/1512.00567, section 7).
       z_loss: The factor of `log(Z)**2`, where `Z` is the sum of the exponentials, which keeps the
         logits from drifting; 1e-4 in PaLM (Chowdhery et al., https://arxiv.org/abs/2204.02311,
@@ -138,7 +138,7 @@ def split_cross_entropy(
 
 
 def split_argmax(logits: jax.Array, axis: AxisName | None) -> jax.Array:
-    """The index of the largest logit, the first of equals, of logits that may be split.
+    """Finds the index of the largest logit (the first of equals); logits may be split.
 
     Args:
       logits: `[..., V/axis]`, this device's columns; `[..., V]` where they are whole.
@@ -149,24 +149,24 @@ def split_argmax(logits: jax.Array, axis: AxisName | None) -> jax.Array:
       is larger than any number.
 
     Raises:
-      ValueError: The logits vary over some of the axes alone, or types are not checked.
+      ValueError: The logits vary over only some of the axes, or types are not checked.
 
     Communication:
-      One all-gather over `axis` of two float32 numbers for each of the results: a device sends
+      One all-gather over `axis` of two float32 numbers for each result: a device sends
       `8 (N - 1)` bytes for each. There is no gradient.
     """
     axes = bound_axes("split_argmax", axis)
-    here = logits.argmax(axis=-1)
+    index = logits.argmax(axis=-1)
     if not is_split("split_argmax", logits, axes):
-        return here
-    return first_of_largest(logits.max(axis=-1), here, logits.shape[-1], axes)
+        return index
+    return first_of_largest(logits.max(axis=-1), index, logits.shape[-1], axes)
 
 
 def vocabulary_axes(logits: jax.Array, labels: jax.Array) -> tuple[str, ...]:
-    """The mesh axis that columns of logits are split over, by the types; `()` if they are whole.
+    """Finds the mesh axis that splits the columns of logits, by the types; `()` for none.
 
-    Logits and labels vary over the axes that split the examples, and logits alone over the one that
-    splits the vocabulary.
+    Logits and labels vary over the axes that split the examples. Only logits vary over the axis
+    that splits the vocabulary.
 
     Raises:
       ValueError: The labels are constants, or logits vary over several more axes, so that types do
@@ -190,8 +190,8 @@ def vocabulary_axes(logits: jax.Array, labels: jax.Array) -> tuple[str, ...]:
 
 
 def _look_up(table: jax.Array, indices: jax.Array) -> jax.Array:
-    """The rows of a table; NaN for an index that it does not have."""
-    # In explicit mode a gather needs the sharding of its result: that of the indices.
+    """Looks up rows of a table; NaN for an index that it does not have."""
+    # In explicit mode a gather needs the sharding of its result: the sharding of the indices.
     names = jax.typeof(indices).sharding.spec
     spec = PartitionSpec(*names, None) if any(names) else None
     rows = jnp.asarray(table).at[indices]
@@ -199,7 +199,7 @@ def _look_up(table: jax.Array, indices: jax.Array) -> jax.Array:
 
 
 def _pick(x: jax.Array, labels: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """The labels' logits; where columns are split, 0 on all devices but one."""
+    """Picks the labels' logits; where columns are split, 0 on all devices but one."""
     index, is_mine = label_index(labels, x.shape[-1], axes)
     picked = jnp.take_along_axis(x, index[..., None], axis=-1, mode="fill")[..., 0]
     return jnp.where(is_mine, picked, 0)

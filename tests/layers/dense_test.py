@@ -223,7 +223,7 @@ ROW = SplitDense((8, 4), ("model", None))
         (
             dataclasses.replace(ROW, overlap="ring"),
             8,
-            "no sequence_dim, expected that of a row",
+            "no sequence_dim, expected the sequence_dim of a row",
         ),
         (dataclasses.replace(ROW, overlap="rings"), 8, "expected 'none' or 'ring'"),
         (COLUMN, 5, r"got x of shape \(2, 5\), expected last dims \(4,\)\."),

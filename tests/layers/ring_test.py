@@ -146,7 +146,7 @@ def test_rings_rematerialised_and_in_16_bits(
         ),
         (
             lambda x, w: gather_matmul(enter_ring(x, "model", 0), w.T),
-            "last 1 dims of the one to be the first of the other",
+            "last 1 dims of x to equal the first 1 of the kernel",
         ),
         (
             lambda x, w: matmul_scatter(x, w, "model", 0),

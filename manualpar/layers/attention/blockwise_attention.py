@@ -1,15 +1,15 @@
 """Attention of blocks of queries to blocks of keys, one pair of blocks after the other.
 
-The softmax of a query is over all keys that it may see. Its sums are kept for the keys that have
-come so far, relative to the largest score so far (Milakov and Gimelshein,
+The softmax of a query is over all keys that it may see. Its sums are kept for the keys seen so
+far, relative to the largest score so far (Milakov and Gimelshein,
 https://arxiv.org/abs/1805.02867), so that the keys may come in any order and from any device. The
 scores of a pair are computed, used and dropped, and the backward pass computes them again
 (FlashAttention, Dao et al., https://arxiv.org/abs/2205.14135). So memory grows with the number of
-queries and not with its product with that of the keys.
+queries and not with queries times keys.
 
-A query sees the keys of its document that are not after it. Positions say which these are, so it
-does not matter in which order they stand. Pairs whose queries see none of the keys are left out by
-the caller, who knows where the blocks are from.
+A query sees the keys of its document that are not after it. Positions decide which keys these
+are, so the order of the blocks does not matter. The caller leaves out pairs whose queries see no
+key, because it has the positions of the blocks.
 
 Symbols: `B` examples, `K` key and value heads, `G` query heads that share one, `H` features of a
 head, `n` blocks of `S` queries each, `m` blocks of `T` keys each.
@@ -27,18 +27,18 @@ from manualpar.core.parameters.collectives import cast_to_varying, varying_axes
 from manualpar.core.tracing.attention_blocks import blocks_scope
 from manualpar.layers.boundaries import platform_traced_for
 
-# The name of what attention returns, for the policies of checkpoints.
+# The checkpoint name of attention's result, for rematerialisation policies.
 ATTENDED = "attended"
 MASKED = -1e30  # Not -inf: a query may see no key of a block, and the difference must be a number.
-# Positions of a block at most: on CPUs as many as a core's cache holds the scores of.
+# The most positions of a block; on CPUs the scores of a block fit into a core's cache.
 CPU_BLOCK, BLOCK = 128, 512
-MAX_BLOCKS = 1024  # Of a sequence: the pairs are a constant of the program.
-# A block of queries and a block of keys that meet, and the next, `int32[P, 2]`.
+MAX_BLOCKS = 1024  # The limit for a sequence: its pairs are a constant of the program.
+# Pairs of indices (block of queries, block of keys) to compute, `int32[P, 2]`.
 Pairs = jax.Array | np.ndarray
 
 
 class Queries(NamedTuple):
-    """What looks for keys.
+    """Blocks of queries.
 
     Attributes:
       query: `[n, B, K, G, S, H]`.
@@ -52,7 +52,7 @@ class Queries(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """What is looked at.
+    """Blocks of keys and values.
 
     Attributes:
       key: `[m, B, K, T, H]`.
@@ -68,11 +68,11 @@ class Keys(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """The sums over the keys that have come so far.
+    """The sums over the keys seen so far.
 
     Attributes:
-      values: `float32[n, B, K, G, S, H]`, of values, each weighted by `exp(score - largest)`.
-      weights: `float32[n, B, K, G, S]`, of these weights.
+      values: `float32[n, B, K, G, S, H]`, the sum of values weighted by `exp(score - largest)`.
+      weights: `float32[n, B, K, G, S]`, the sum of these weights.
       largest: `float32[n, B, K, G, S]`, the largest score.
     """
 
@@ -82,11 +82,11 @@ class Sums(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What a backward pass must know of all the keys that a query has seen.
+    """The numbers that a backward pass needs of all the keys that a query has seen.
 
     Attributes:
       log_weights: `float32[n, B, K, G, S]`, `log(sum(exp(score)))`.
-      gradient: `[n, B, K, G, S, H]`, of the result.
+      gradient: `[n, B, K, G, S, H]`, the gradient of the result.
       product: `float32[n, B, K, G, S]`, the inner product of the result and its gradient.
       out: `[n, B, K, G, S, H]`, the result.
     """
@@ -98,10 +98,10 @@ class Seen(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """What becomes of scores.
+    """The options that change scores.
 
     Attributes:
-      window: How many positions a query sees, its own and those right before it; `None` for all.
+      window: How many positions a query sees, up to and including its own; `None` for all.
       soft_cap: `c`, which bounds a score by `c * tanh(score / c)`; `None` for none.
     """
 
@@ -110,9 +110,9 @@ class Scoring(NamedTuple):
 
 
 def block_size(length: int, longest: int = 0) -> int:
-    """The positions of a block: of equal blocks, as few as there may be.
+    """Returns the positions of a block: equal blocks, as few as the limits allow.
 
-    They meet blocks of a sequence of length `longest`, if that is longer.
+    `longest` is the length of the other sequence, the keys, if it is longer.
     """
     most = CPU_BLOCK if platform_traced_for() == "cpu" else BLOCK
     most = max(most, -(-max(length, longest) // MAX_BLOCKS))
@@ -128,9 +128,9 @@ def cut_queries(
     size: int,
     parts: int = 1,
 ) -> Queries:
-    """Blocks of queries `[B, L, N, H]`, `parts` equal parts of a sequence, cut each by itself.
+    """Cuts queries `[B, L, N, H]` into blocks, after a split of `L` into `parts` equal parts.
 
-    What fills the last block of a part stands after all positions and has no gradient.
+    The padding of a part's last block comes after all positions and has no gradient.
     """
     return Queries(
         cut_heads(query, num_groups, size, parts), *_cut_labels(positions, documents, size, parts)
@@ -146,7 +146,7 @@ def cut_keys(
     size: int,
     parts: int = 1,
 ) -> Keys:
-    """Blocks of keys and values `[B, L, K, H]`, see `cut_queries`."""
+    """Cuts keys and values `[B, L, K, H]` into blocks, see `cut_queries`."""
     key, value = (cut_heads(x, x.shape[2], size, parts)[:, :, :, 0] for x in (key, value))
     return Keys(key, value, *_cut_labels(positions, documents, size, parts))
 
@@ -160,33 +160,33 @@ def seen_of(
     size: int,
     parts: int = 1,
 ) -> Seen:
-    """What is known of the queries of a result `[B, L, N, H]`, from its gradient."""
+    """Prepares a backward pass from a result `[B, L, N, H]` and its gradient."""
     gradient, out = (cut_heads(x, num_groups, size, parts) for x in (gradient, out))
     product = (gradient.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1)
     return Seen(log_weights, gradient, product, out)
 
 
 def cut_heads(x: jax.Array, num_groups: int, size: int, parts: int = 1) -> jax.Array:
-    """`[n, B, K, G, S, H]` of `[B, L, N, H]`."""
+    """Cuts `[B, L, N, H]` into blocks `[n, B, K, G, S, H]`."""
     n, B, S, N, H = (x := _cut(x, size, parts)).shape
     return x.reshape(n, B, S, num_groups, N // num_groups, H).transpose(0, 1, 3, 4, 2, 5)
 
 
 def join_heads(blocks: jax.Array, length: int, parts: int = 1) -> jax.Array:
-    """`[B, L, N, H]` of `[n, B, K, G, S, H]`, without what fills them."""
+    """Joins blocks `[n, B, K, G, S, H]` to `[B, L, N, H]`, without their padding."""
     n, B, K, G, S, H = blocks.shape
     x = blocks.transpose(1, 0, 4, 2, 3, 5).reshape(B, parts, n // parts * S, K * G, H)
     return x[:, :, : length // parts].reshape(B, length, K * G, H)
 
 
 def spans(length: int, size: int, start: int = 0) -> np.ndarray:
-    """The first and the last position of each block, `[n, 2]`, of positions from `start` on."""
+    """Returns the first and last position of each block, `[n, 2]`; the first begins at `start`."""
     first = np.arange(0, length, size)
     return start + np.stack([first, np.minimum(first + size, length) - 1], axis=1)
 
 
 def seen_pairs(queries: np.ndarray, keys: np.ndarray, window: int | None = None) -> np.ndarray:
-    """The pairs of which a query sees a key by its position, of blocks with these spans."""
+    """Returns the pairs of blocks in which a query sees a key by its position, `[P, 2]`."""
     (first_query, last_query), (first_key, last_key) = queries.T[..., None], keys.T[:, None]
     is_seen = last_query >= first_key
     if window is not None:
@@ -195,7 +195,7 @@ def seen_pairs(queries: np.ndarray, keys: np.ndarray, window: int | None = None)
 
 
 def no_sums(queries: Queries) -> Sums:
-    """The sums over no keys."""
+    """Returns the sums over no keys."""
     zeros = _zeros(queries.query, queries)
     return Sums(zeros, zeros[..., 0], zeros[..., 0] + MASKED)
 
@@ -204,12 +204,15 @@ def attend(sums: Sums, queries: Queries, keys: Keys, pairs: Pairs, scoring: Scor
     """Adds the keys of some pairs to the sums."""
 
     def add(all_sums: Sums, pair: jax.Array) -> tuple[Sums, None]:
-        sums, block, own = _at(all_sums, pair[0]), _at(keys, pair[1]), _at(queries, pair[0])
-        scores, _ = _scores(own, block, scoring)
+        query_block, key_block = _at(queries, pair[0]), _at(keys, pair[1])
+        sums = _at(all_sums, pair[0])
+        scores, _ = _scores(query_block, key_block, scoring)
         largest = jnp.maximum(sums.largest, scores.max(-1))
         weights, fading = jnp.exp(scores - largest[..., None]), jnp.exp(sums.largest - largest)
-        values = _product("bkgst,bkth->bkgsh", weights.astype(block.value.dtype), block.value)
-        # What a query that has seen no key has added up fades to exactly 0 when it sees one.
+        values = _product(
+            "bkgst,bkth->bkgsh", weights.astype(key_block.value.dtype), key_block.value
+        )
+        # The sums of a query that has seen no key fade to exactly 0 when it sees one.
         values += sums.values * fading[..., None]
         sums = Sums(values, sums.weights * fading + weights.sum(-1), largest)
         return _put(all_sums, sums, pair[0]), None
@@ -221,7 +224,7 @@ def attend(sums: Sums, queries: Queries, keys: Keys, pairs: Pairs, scoring: Scor
 def attend_backward(
     queries: Queries, seen: Seen, keys: Keys, pairs: Pairs, scoring: Scoring
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What the queries and keys of some pairs contribute to each other's gradients.
+    """Computes the contributions of some pairs to the gradients.
 
     Returns:
       The gradients of queries, keys and values, in float32.
@@ -229,15 +232,16 @@ def attend_backward(
     scale = queries.query.shape[-1] ** -0.5
 
     def add(totals: Any, pair: jax.Array) -> tuple[Any, None]:
-        own, block, known = _at(queries, pair[0]), _at(keys, pair[1]), _at(seen, pair[0])
-        scores, slope = _scores(own, block, scoring)
+        query_block, key_block = _at(queries, pair[0]), _at(keys, pair[1])
+        known = _at(seen, pair[0])
+        scores, slope = _scores(query_block, key_block, scoring)
         weights = jnp.exp(scores - known.log_weights[..., None])
-        of_weights = _product("bkgsh,bkth->bkgst", known.gradient, block.value)
+        of_weights = _product("bkgsh,bkth->bkgst", known.gradient, key_block.value)
         of_scores = weights * (of_weights - known.product[..., None]) * (slope * scale)
-        of_scores = of_scores.astype(block.key.dtype)
+        of_scores = of_scores.astype(key_block.key.dtype)
         g = known.gradient
-        of_query = _product("bkgst,bkth->bkgsh", of_scores, block.key)
-        of_key = _product("bkgst,bkgsh->bkth", of_scores, own.query)
+        of_query = _product("bkgst,bkth->bkgsh", of_scores, key_block.key)
+        of_key = _product("bkgst,bkgsh->bkth", of_scores, query_block.query)
         of_value = _product("bkgst,bkgsh->bkth", weights.astype(g.dtype), g)
         places = (pair[0], pair[1], pair[1])
         new = (
@@ -258,7 +262,7 @@ def _zeros(x: jax.Array, like: Any) -> jax.Array:
 
 
 def _cut(x: jax.Array, size: int, parts: int, filling: int = 0) -> jax.Array:
-    """`[n, B, size, ...]` of `[B, L, ...]`."""
+    """Cuts `[B, L, ...]` into blocks `[n, B, size, ...]`."""
     B, length, rest = x.shape[0], x.shape[1] // parts, x.shape[2:]
     count = -(-length // size)
     x = x.reshape(B, parts, length, *rest)
@@ -280,8 +284,8 @@ def _at(tree: Any, index: jax.Array) -> Any:
 
 
 def _put(tree: Any, block: Any, index: jax.Array) -> Any:
-    def put(x: jax.Array, own: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_index_in_dim(x, own, index, 0)
+    def put(x: jax.Array, entry: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_index_in_dim(x, entry, index, 0)
 
     return jax.tree.map(put, tree, block)
 
@@ -291,7 +295,10 @@ def _product(subscripts: str, x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def _scores(queries: Queries, keys: Keys, scoring: Scoring) -> tuple[jax.Array, jax.Array | float]:
-    """`float32[B, K, G, S, T]`, `MASKED` where a query does not see a key; the slope of its cap."""
+    """Computes scores `float32[B, K, G, S, T]` and the derivative of their cap.
+
+    Scores are `MASKED` where a query does not see a key.
+    """
     scores = _product("bkgsh,bkth->bkgst", queries.query, keys.key) * keys.key.shape[-1] ** -0.5
     slope: jax.Array | float = 1.0
     if scoring.soft_cap is not None:

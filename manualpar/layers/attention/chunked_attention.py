@@ -37,7 +37,7 @@ from manualpar.layers.attention.blockwise_attention import (
 
 
 class _Labels(NamedTuple):
-    """Where queries and keys stand, and which blocks of them meet."""
+    """Positions and documents of queries and keys, and the pairs of blocks to compute."""
 
     query_positions: jax.Array
     key_positions: jax.Array
@@ -47,10 +47,10 @@ class _Labels(NamedTuple):
 
 
 class _Cut(NamedTuple):
-    """How queries are cut, and what becomes of scores."""
+    """How queries are cut, and the options of scores."""
 
     size: int
-    parts: int  # Of the sequence that queries are of.
+    parts: int  # Equal parts of the queries, each cut by itself.
     scoring: Scoring
 
 
@@ -107,7 +107,7 @@ def attend_from_half_blocks(
       key: `[B, C S, K, H]`, where `K` divides `N`, in the order of the sequence.
       value: `[B, C S, K, H]`, of the dtype of `key`.
       positions: `int32[S]`, of the queries.
-      documents: Those of the queries, `int32[B, S]`, and those of the keys, `int32[B, C S]`; or
+      documents: The documents of the queries, `int32[B, S]`, and of the keys, `int32[B, C S]`; or
         `(None, None)` if each sequence is one document.
       axis: The mesh axis over which the sequence is split.
       scoring: The window, and the cap of scores.
@@ -119,7 +119,7 @@ def attend_from_half_blocks(
       None.
 
     Gradient:
-      As that of `attend_in_blocks`.
+      As `attend_in_blocks`.
     """
     devices, half = jax.lax.axis_size(axis), query.shape[1] // 2
     device, size = jax.lax.axis_index(axis), block_size(half, key.shape[1])
@@ -130,12 +130,12 @@ def attend_from_half_blocks(
 
 
 def _pairs_of_devices(devices: int, half: int, size: int, window: int | None) -> np.ndarray:
-    """The pairs of each device, `[C, P, 2]`, where a half-block has `half` positions."""
+    """Returns the pairs of each device, `[C, P, 2]`; a half-block has `half` positions."""
     keys, lists = spans(2 * devices * half, size), []
     for device in range(devices):
-        own = [spans(half, size, block * half) for block in (device, 2 * devices - 1 - device)]
-        lists.append(seen_pairs(np.concatenate(own), keys, window))
-    # Some have fewer. No device's first queries see anything of the last keys.
+        halves = [spans(half, size, block * half) for block in (device, 2 * devices - 1 - device)]
+        lists.append(seen_pairs(np.concatenate(halves), keys, window))
+    # Devices with fewer pairs repeat one that has no effect: first queries never see last keys.
     most, unseen = max(map(len, lists)), np.array([[0, len(keys) - 1]], np.int32)
     return np.stack([np.concatenate([x, unseen.repeat(most - len(x), 0)]) for x in lists])
 
@@ -156,7 +156,7 @@ def _attend(
 def _forward(
     query: jax.Array, key: jax.Array, value: jax.Array, labels: _Labels, cut: _Cut
 ) -> tuple[jax.Array, jax.Array]:
-    """The result, and the logarithm of each query's sum of weights, `float32[n, B, K, G, S]`."""
+    """Returns the result, and the log of each query's weight sum, `float32[n, B, K, G, S]`."""
     queries, keys = _blocks(query, key, value, labels, cut)
     sums = attend(no_sums(queries), queries, keys, labels.pairs, cut.scoring)
     out = join_heads(sums.values / sums.weights[..., None], query.shape[1], cut.parts)
@@ -179,8 +179,8 @@ def _attend_forward(
     return out, (query, key, value, labels, out, log_weights)
 
 
-def _attend_backward(cut: _Cut, kept: Any, g: jax.Array) -> tuple[Any, Any, Any, None]:
-    query, key, value, labels, out, log_weights = kept
+def _attend_backward(cut: _Cut, residuals: Any, g: jax.Array) -> tuple[Any, Any, Any, None]:
+    query, key, value, labels, out, log_weights = residuals
     queries, keys = _blocks(query, key, value, labels, cut)
     seen = seen_of(log_weights, out, g, num_groups=key.shape[2], size=cut.size, parts=cut.parts)
     grads = attend_backward(queries, seen, keys, labels.pairs, cut.scoring)

@@ -1,12 +1,12 @@
 """Sequences whose positions are split over the devices along a context axis.
 
 Each of `C` devices holds two half-blocks of the `2 C` of a sequence: device `c` has half-blocks `c`
-and `2 C - 1 - c` (zig-zag). Under a causal mask all devices then have equal work. Everything that
-treats positions by themselves stays as it is. Attention and what counts along the sequence has to
-know of the axis, and `Context` is what it knows.
+and `2 C - 1 - c` (zig-zag). Under a causal mask all devices then have equal work. Code that treats
+each position by itself needs no change. Attention and sums along the sequence have to handle the
+axis, by the methods of `Context`.
 
-Outside of a `shard_map` that binds the axis, all of it is what one device does. Inside, all of it
-stands in the scope of context parallelism, which the check of a model takes for right, see
+Outside of a `shard_map` that binds the axis, everything runs as on one device. Inside, everything
+is in the named scope of context parallelism, which the check of a model trusts, see
 `manualpar.core.checks.sequence_walk`.
 
 Symbols: `C` devices along the axis, `B` examples, `S` positions of a device, `N` query heads, `K`
@@ -33,7 +33,7 @@ from manualpar.layers.attention.ring_attention import ring_attention, zigzag_pos
 from manualpar.layers.attention.splash_ring import fits_parts
 from manualpar.layers.boundaries import bound_axes, has_lost_types
 
-# How queries come together with the keys of other devices.
+# How queries reach the keys of other devices.
 ContextAttention = Literal["ring", "ulysses", "gather"]
 CONTEXT_ATTENTIONS: tuple[ContextAttention, ...] = get_args(ContextAttention)
 
@@ -49,13 +49,13 @@ def _in_scope(method: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """How sequences lie along a mesh axis, and attention across it.
+    """How sequences are sharded along a mesh axis, and attention across it.
 
     Attributes:
       axis: The mesh axis; `None` for none. A mesh need not have it.
-      how: What attention sends. `"ring"`: keys and values go around a ring while each device
-        computes, and memory does not grow with the sequence. `"ulysses"`: each device gets all
-        positions of some of the heads (Jacobs et al., https://arxiv.org/abs/2309.14509).
+      how: The communication of attention. `"ring"`: keys and values go around a ring
+        while each device computes, and memory does not grow with the sequence. `"ulysses"`: each
+        device gets all positions of some heads (Jacobs et al., https://arxiv.org/abs/2309.14509).
         `"gather"`: each device gets all keys and values.
     """
 
@@ -74,10 +74,9 @@ class Context:
         return jax.lax.axis_size(axes) if axes else 1
 
     def scope(self) -> contextlib.AbstractContextManager[None]:
-        """The named scope of context parallelism, where the axis is bound.
+        """Returns the named scope of context parallelism, where the axis is bound.
 
-        What stands in it is right for a part of each sequence, because its author knows of the
-        axis.
+        Checks trust the code in this scope: its author handles the axis.
         """
         if self.axis is not None and is_axis_bound(self.axis):
             return jax.named_scope(CONTEXT_SCOPE)
@@ -107,10 +106,10 @@ class Context:
 
     @_in_scope
     def positions(self, length: int) -> jax.Array:
-        """The positions in the sequence that this device has.
+        """Returns the positions that this device has in the sequence.
 
         Args:
-          length: How many it has, `S`, an even number if there are other devices.
+          length: The number of its positions, `S`; an even number if the axis has several devices.
 
         Returns:
           `int32[S]`, ascending.
@@ -128,7 +127,7 @@ class Context:
 
     @_in_scope
     def cumsum(self, x: jax.Array) -> jax.Array:
-        """Sums what comes up to each position in the whole sequence.
+        """Sums the entries up to each position in the whole sequence.
 
         Args:
           x: `[B, S/axis, ...]`, numbers or booleans.
@@ -151,15 +150,15 @@ class Context:
         sums = jnp.concatenate([of_devices[:, 0], of_devices[::-1, 1]])
         before = jnp.cumsum(jnp.concatenate([jnp.zeros_like(sums[:1]), sums[:-1]]), axis=0)
         low = jax.lax.axis_index(self.axis)
-        own = jnp.stack([before[low], before[2 * self.size - 1 - low]])
-        first, second = jnp.cumsum(halves, axis=2) + own[:, :, None]
+        before_halves = jnp.stack([before[low], before[2 * self.size - 1 - low]])
+        first, second = jnp.cumsum(halves, axis=2) + before_halves[:, :, None]
         return jnp.concatenate([first, second], axis=1)
 
     def total(self, x: jax.Array) -> jax.Array:
-        """Sums what the devices along the axis have.
+        """Sums `x` over the devices along the axis.
 
         Args:
-          x: This device's part of the sum, such as that over its positions.
+          x: This device's part of the sum, such as the sum over its positions.
 
         Returns:
           The sum, the same on all devices along the axis.
@@ -192,10 +191,9 @@ class Context:
           value: `[B, S/axis, K, H]`, of the dtype of `key`.
           documents: `int32[B, S/axis]`. A query sees the keys of the same number; `None` if each
             sequence is one document.
-          kind: What computes it, see `manualpar.layers.attention.kinds`. Rings and gathered keys
-            are computed with in blocks; on TPUs the kernel computes those of a ring where it can.
-          window: How many positions a query sees, its own and those right before it; `None` for
-            all.
+          kind: The implementation, see `manualpar.layers.attention.kinds`. `"ring"` and `"gather"`
+            compute in blocks; on TPUs the kernel computes the blocks of a ring where it can.
+          window: How many positions a query sees, up to and including its own; `None` for all.
           soft_cap: Bounds scores, see `manualpar.layers.attention.kinds`; `None` for none.
 
         Returns:
@@ -213,7 +211,7 @@ class Context:
           sends each as often as needed. Documents cost an all-gather of `int32[B, S]`.
 
         Gradient:
-          That of the ring is written by hand, see `ring_attention`.
+          The ring's is written by hand, see `ring_attention`.
         """
         scoring = Scoring(window, soft_cap)
         attend = functools.partial(attention, kind=kind, window=window, soft_cap=soft_cap)
@@ -274,14 +272,14 @@ class Context:
         )
 
     def _gather_in_order(self, x: Any) -> Any:
-        """Whole sequences `[B, S, ...]` of this device's part of them; `None` of `None`."""
+        """Gathers whole sequences `[B, C S, ...]` in their order; returns `None` for `None`."""
         if x is None:
             return None
         whole = jnp.concatenate(self._gather(x), axis=1)
         return _reordered(whole, np.argsort(self._half_blocks()))
 
     def _gather(self, x: jax.Array) -> jax.Array:
-        """What all devices have, `[C, ...]`."""
+        """Gathers `x` from all devices, `[C, ...]`."""
         with jax.named_scope(CONTEXT_SCOPE):
             return jax.lax.all_gather(x, self.axis)
 
@@ -290,7 +288,7 @@ class Context:
             return jax.lax.all_to_all(x, self.axis, split_dim, concat_dim, tiled=True)
 
     def _half_blocks(self) -> np.ndarray:
-        """The half-blocks of all devices, one device after the other, `[2 C]`."""
+        """Returns the half-blocks of all devices, one device after the other, `[2 C]`."""
         devices = np.arange(self.size)
         return np.stack([devices, 2 * self.size - 1 - devices], axis=1).ravel()
 
@@ -304,6 +302,6 @@ class Context:
 
 
 def _reordered(x: jax.Array, blocks: np.ndarray) -> jax.Array:
-    """A sequence whose half-blocks are taken in another order."""
+    """Puts the half-blocks of a sequence into another order."""
     halves = x.reshape(x.shape[0], len(blocks), -1, *x.shape[2:])
     return halves[:, blocks].reshape(x.shape)

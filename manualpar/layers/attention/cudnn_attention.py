@@ -1,11 +1,12 @@
 """Attention on NVIDIA GPUs by cuDNN's kernel, which JAX calls.
 
 Its forward pass returns the result and the logarithm of each query's sum of weights, `[B, N, S]`,
-and its backward pass takes both. JAX keeps them where no policy of checkpoints can name them, so
-that a layer that is computed again would run the forward kernel again. Here they have a name.
+and its backward pass takes both. JAX gives them no name that a
+rematerialisation policy could save, so a rematerialised layer would run the forward kernel again.
+Here they have a name.
 
-JAX's public function has no numbers of documents. It makes a mask of them a bias `[B, 1, S, S]`,
-and its backward pass computes the gradient of that bias too.
+JAX's public function takes no document numbers. It turns a mask of documents into a bias
+`[B, 1, S, S]`, and its backward pass computes the gradient of that bias too.
 
 Symbols: `B` examples, `S` positions, `N` query heads, `K` key and value heads, `H` features of a
 head.
@@ -28,11 +29,13 @@ FIRST, LARGE = 8, 9
 def cudnn_misfit(query: jax.Array, key: jax.Array, documents: jax.Array | None) -> str | None:
     """Says why the kernel cannot run on some arrays here; `None` if it can.
 
-    What the GPU can do is asked of this process: JAX traces the kernel only where cuDNN is.
+    This process's GPU decides, because JAX traces the kernel only where cuDNN is installed.
     """
-    platform, here = platform_traced_for(), jax.default_backend()
-    if platform not in ("gpu", None) or here != "gpu":
-        return f"the devices are {here if platform in ('gpu', None) else platform}s, no NVIDIA GPUs"
+    platform, backend = platform_traced_for(), jax.default_backend()
+    if platform not in ("gpu", None) or backend != "gpu":
+        return (
+            f"the devices are {backend if platform in ('gpu', None) else platform}s, no NVIDIA GPUs"
+        )
     capability = str(getattr(jax.local_devices()[0], "compute_capability", ""))
     major = capability.partition(".")[0]
     if not major.isdecimal() or int(major) < FIRST:
@@ -63,7 +66,7 @@ def cudnn_attention(
       key: `[B, S, K, H]`, of the same dtype, where `K` divides `N`.
       value: `[B, S, K, H]`, of the same dtype.
       documents: `int32[B, S]`, or `None` if each sequence is one document.
-      window: How many positions a query sees, its own and those right before it; `None` for all.
+      window: How many positions a query sees, up to and including its own; `None` for all.
 
     Returns:
       `[B, S, N, H]`.
@@ -72,7 +75,7 @@ def cudnn_attention(
       None.
 
     Gradient:
-      That of the kernel. The result and the logarithms of the sums of weights have the name
+      The kernel's. The result and the logarithms of the sums of weights have the name
       `ATTENDED` in checkpoints. With a policy that saves the name, the forward kernel does not run
       again.
     """
@@ -100,7 +103,7 @@ def dot_product_attention(
     window: int | None,
     implementation: Any,
 ) -> jax.Array:
-    """JAX's own attention; the arguments are those of `cudnn_attention`."""
+    """Calls `jax.nn.dot_product_attention`; the arguments are as in `cudnn_attention`."""
     mask = None
     if documents is not None:
         mask = documents[:, None, :, None] == documents[:, None, None, :]
@@ -128,8 +131,8 @@ def _attend_forward(
     out, pullback = jax.vjp(attend, query, key, value)
 
     def named(x: jax.Array) -> jax.Array:
-        # The others are the arguments, which need no name, and the mask, which is as large as the
-        # scores.
+        # The other residuals are the arguments, which need no name, and the mask, which is as
+        # large as the scores.
         return checkpoint_name(x, ATTENDED) if x is out or x.ndim == 3 else x
 
     return named(out), jax.tree.map(named, pullback)

@@ -2,13 +2,12 @@
 
 Generation begins with the prompts: a forward pass as in training, whose keys and values are kept
 (`Prompts`). Each row of the batch then takes one token at a time (`Past`). The new token attends to
-what is kept and to itself. What it adds is returned and not written here, so that a loop over
+the cache and to itself. Its keys and values are returned and not written here, so that a loop over
 layers reads the cache and does not copy it.
 
 A layer keeps the latest `C` positions of each row in a ring: position `p` is in slot `p % C`. A
-layer that sees a window keeps the window alone. Prompts are padded on the right. What stands behind
-a prompt is in no slot that a query sees, because slots are told apart by the number of positions of
-their row.
+layer with a window keeps only the window. Prompts are padded on the right. No query sees a slot of
+the padding, because the length of each row decides which slots hold positions.
 
 Symbols: `B` rows, `S` positions of a prompt, `C` slots, `N` query heads, `K` key and value heads,
 `G` query heads that share one, `H` features of a head.
@@ -24,17 +23,17 @@ import jax.numpy as jnp
 
 from manualpar.layers.attention.blockwise_attention import MASKED, Scoring
 
-# The collections of what earlier tokens have left, and of what a call adds to it.
+# The collections of the cached keys and values, and of those that a call adds.
 CACHE, NEW_KEYS = "cache", "new_keys"
 
 
 @flax.struct.dataclass
 class Prompts:
-    """Rows that begin: a call with whole prompts, whose keys and values are to be kept.
+    """A call with whole prompts, whose keys and values are to be kept.
 
     Attributes:
-      length: `int32[B]`, the tokens of each prompt; what stands behind them is padding.
-      size: How many positions a row can have at most, prompt and answer together.
+      length: `int32[B]`, the tokens of each prompt; padding follows them.
+      size: The most positions of a row, prompt and answer together.
     """
 
     length: jax.Array
@@ -42,10 +41,10 @@ class Prompts:
 
 
 class Past(NamedTuple):
-    """Rows that go on: a call with one new token for each.
+    """A call with one new token for each row.
 
     Attributes:
-      position: `int32[B]`, the position of the new token: how many have come before it.
+      position: `int32[B]`, the position of the new token: the number of tokens before it.
       start: `int32[B]`, the position at which the document of the new token begins.
     """
 
@@ -54,20 +53,20 @@ class Past(NamedTuple):
 
 
 def kept_positions(position_B: jax.Array, slots: int) -> jax.Array:
-    """The position that each slot holds before position `position_B` comes, `int32[B, C]`.
+    """Returns the position in each slot before `position_B` is written, `int32[B, C]`.
 
-    A slot that holds none has a negative one.
+    An empty slot has a negative position.
     """
     last_B1 = position_B[:, None] - 1
     return last_B1 - (last_B1 - jnp.arange(slots)[None]) % slots
 
 
 def keep_prompts(x_BSKH: jax.Array, prompts: Prompts, window: int | None) -> jax.Array:
-    """The slots of a layer after the prompts, `[B, C, K, H]`, of its keys or values.
+    """Returns a layer's slots after the prompts, of its keys or of its values.
 
     Args:
-      x_BSKH: `[B, S, K, H]`, those of all positions of the padded prompts.
-      prompts: How long they are.
+      x_BSKH: `[B, S, K, H]`, keys or values at all positions of the padded prompts.
+      prompts: The lengths of the prompts.
       window: How many positions the layer sees; `None` for all.
 
     Returns:
@@ -111,7 +110,7 @@ def attend_to_kept(
     past: Past,
     scoring: Scoring,
 ) -> jax.Array:
-    """Attends from one new token of each row to what is kept and to itself.
+    """Attends from one new token of each row to the cache and to itself.
 
     Args:
       query: `[B, 1, N, H]`, rotated.

@@ -1,15 +1,15 @@
-"""Causal attention within documents: one function, and the choice of what computes it.
+"""Causal attention within documents: one function, and the choice of its implementation.
 
 - `"splash"`: jax's kernel for TPUs, see `splash_attention`.
 - `"cudnn"`: NVIDIA's kernel, in 16 bits, without caps, see `cudnn_attention`.
-- `"blockwise"`: plain JAX, a pair of blocks after the other, see `sequence_attention`. It runs
-  everywhere. On CPUs it is faster than XLA's own at every length, and takes less memory.
+- `"blockwise"`: plain JAX, one pair of blocks after the other, see `chunked_attention`. It runs
+  everywhere. On CPUs it is faster than `"xla"` at every length, and takes less memory.
 - `"xla"`: scores `[B, N, S, S]` that XLA writes out, and a mask as large where there are documents.
 
 `""` is the best that runs on the devices that a program is traced for: splash on TPUs, cuDNN on
-NVIDIA GPUs while its mask of documents is no larger than the queries, and else blockwise. The mesh
-around the code says what the devices are. (`jax.lax.platform_dependent` would trace all of them,
-and counts of operations, plans and guards would see branches of which only one runs.)
+NVIDIA GPUs if its mask of documents is no larger than the queries, otherwise blockwise. The
+enclosing mesh decides which devices these are. (`jax.lax.platform_dependent` would trace all kinds,
+and counts of operations, plans and guards would see branches that do not run.)
 
 Symbols: `B` examples, `S` positions, `N` query heads, `K` key and value heads, `H` features of a
 head.
@@ -51,8 +51,8 @@ def attention(
       value: `[B, S, K, H]`, of the dtype of `key`.
       documents: `int32[B, S]`. A query sees the keys of the same number, in whatever order the
         numbers come; `None` if each sequence is one document.
-      kind: What computes it; `""` for the best that runs where the program is traced for.
-      window: How many positions a query sees, its own and those right before it; `None` for all.
+      kind: The implementation; `""` for the best on the devices that are traced for.
+      window: How many positions a query sees, up to and including its own; `None` for all.
       soft_cap: `c`, which bounds scores by `c * tanh(score / c)`; `None` for none.
 
     Returns:
@@ -91,7 +91,11 @@ def check_attention(
     documents: jax.Array | None,
     scoring: Scoring,
 ) -> None:
-    """Refuses, with a ValueError, what `attention` cannot compute in any way."""
+    """Refuses arguments that no kind of attention can compute.
+
+    Raises:
+      ValueError: Shapes do not fit, or an option is out of range.
+    """
 
     def shown(x: jax.Array) -> str:
         return f"{x.dtype}{list(x.shape)}"
@@ -126,9 +130,9 @@ def check_attention(
 def _best(
     query: jax.Array, key: jax.Array, documents: jax.Array | None, scoring: Scoring
 ) -> AttentionKind:
-    """The kernel of the devices that are traced for, where it fits, else blocks."""
+    """Chooses the kernel of the devices that are traced for if it fits, else blockwise."""
     is_alone = not jax.sharding.get_abstract_mesh().empty or jax.device_count() == 1
-    # Without a mesh XLA may split what several devices compute, and it cannot split the kernel.
+    # Without a mesh XLA may partition a program over several devices, but not the kernel.
     if platform_traced_for() == "tpu" and is_alone and splash_misfit(query, key) is None:
         return "splash"
     _, S, N, H = query.shape
@@ -146,7 +150,7 @@ def _misfit(
     documents: jax.Array | None,
     scoring: Scoring,
 ) -> str | None:
-    """Why a kind cannot run, or `None`."""
+    """Returns why a kind cannot run, or `None`."""
     if kind == "splash":
         platform = platform_traced_for()
         if platform not in ("tpu", None):

@@ -1,7 +1,7 @@
 """Causal attention of a sequence that is split over devices: keys and values go around a ring.
 
-Each device computes with the keys and values that it has, and hands them on at the same time (Liu
-et al., https://arxiv.org/abs/2310.01889). The `2 C` half-blocks of the sequence lie in zig-zag:
+Each device computes with the keys and values that it has while it sends them to the next (Liu
+et al., https://arxiv.org/abs/2310.01889). The `2 C` half-blocks of the sequence are in zig-zag:
 device `c` has half-blocks `c` and `2 C - 1 - c`, an early and a late one. Of the keys of another
 device
 
@@ -53,7 +53,7 @@ Tree = TypeVar("Tree")
 
 
 def zigzag_positions(device: jax.Array | int, length: int, devices: int) -> jax.Array:
-    """`int32[S]`, the positions in the sequence that one of `devices` has, `length` of them."""
+    """Returns the positions that `device` has in the sequence, `int32[length]`."""
     half = jnp.arange(length // 2, dtype=jnp.int32)
     blocks = (device, 2 * devices - 1 - device)
     return jnp.concatenate([block * (length // 2) + half for block in blocks])
@@ -72,14 +72,14 @@ def ring_attention(
     """Attends causally within documents.
 
     Args:
-      query: `[B, S, N, H]`, those of this device's positions.
+      query: `[B, S, N, H]`, at this device's positions.
       key: `[B, S, K, H]`, where `K` divides `N`.
       value: `[B, S, K, H]`, of the dtype of `key`.
       documents: `int32[C, B, S]`, the documents of the positions of every device; `None` if each
         sequence is one document.
       axis: The mesh axis over which the sequence is split in zig-zag. `S` is even.
-      scoring: The window, and the cap of scores. Keys outside of a window go around too.
-      by_kernel: Whether JAX's kernel for TPUs computes half-blocks, see `splash_parts`.
+      scoring: The window, and the cap of scores. Keys outside of the window are sent too.
+      by_kernel: Whether JAX's kernel for TPUs computes half-blocks, see `splash_ring`.
 
     Returns:
       `[B, S, N, H]`, of the dtype of `value`.
@@ -100,7 +100,7 @@ def ring_attention(
 
 
 class _Rule(NamedTuple):
-    """How keys go around, what becomes of scores, and what computes them."""
+    """The static arguments of the ring: its axis, the options of scores, and the kernel."""
 
     axis: str
     scoring: Scoring
@@ -108,7 +108,7 @@ class _Rule(NamedTuple):
 
 
 class _Here:
-    """What this device has: its queries, and what it knows of all keys."""
+    """This device's queries, and the positions and documents of all keys."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class _Here:
         self.size = half if self.by_kernel else block_size(half)
         blocks = spans(half, self.size)
         self.pairs = seen_pairs(blocks + half, blocks)  # All blocks of two different half-blocks.
-        self.own_pairs = seen_pairs(blocks, blocks)
+        self.causal_pairs = seen_pairs(blocks, blocks)
         self.device = jax.lax.axis_index(axis)
         self.queries = _halves(
             cut_queries(
@@ -137,7 +137,7 @@ class _Here:
         )
 
     def keys(self, pair: jax.Array, step: Any) -> tuple[tuple[Keys, Keys], jax.Array]:
-        """The early and late keys that are here in a step; whether they are of a lower device."""
+        """Returns a step's early and late keys, and whether they are from a lower device."""
         device = (self.device - step) % jax.lax.axis_size(self.axis)
         keys = cut_keys(pair[0], pair[1], *self._labels(device), size=self.size, parts=2)
         return _halves(keys), device < self.device
@@ -145,14 +145,14 @@ class _Here:
     def add(self, sums: Sums, queries: Queries, keys: Keys, pairs: Pairs) -> Sums:
         """Adds the keys of some pairs to the sums."""
         if self.by_kernel:
-            is_causal = pairs is self.own_pairs
+            is_causal = pairs is self.causal_pairs
             return attend_part(sums, queries, keys, self.scoring, is_causal=is_causal)
         return attend(sums, queries, keys, pairs, self.scoring)
 
     def differentiate(self, queries: Queries, seen: Seen, keys: Keys, pairs: Pairs) -> Any:
-        """The gradients of queries, and of keys and values together, of some pairs."""
+        """Computes the gradients of some pairs: of the queries, and of keys and values together."""
         if self.by_kernel:
-            is_causal = pairs is self.own_pairs
+            is_causal = pairs is self.causal_pairs
             of_query, *of_pair = attend_part_backward(
                 queries, seen, keys, self.scoring, is_causal=is_causal
             )
@@ -167,7 +167,7 @@ class _Here:
         return positions, jax.lax.dynamic_index_in_dim(self.documents, device, keepdims=False)
 
     def join(self, blocks: jax.Array) -> jax.Array:
-        """`[B, S, N, H]` of this device's blocks `[n, B, K, G, S, H]`."""
+        """Joins this device's blocks `[n, B, K, G, S, H]` to `[B, S, N, H]`."""
         return join_heads(blocks, self.length, parts=2)
 
 
@@ -189,7 +189,7 @@ def _forward(
     documents: jax.Array | None,
     rule: _Rule,
 ) -> tuple[jax.Array, jax.Array]:
-    """The result, and the logarithm of each query's sum of weights, `float32[n, B, K, G, S]`."""
+    """Returns the result, and the log of each query's weight sum, `float32[n, B, K, G, S]`."""
     axis, here = rule.axis, _Here(query, key, documents, rule)
     early, late = here.queries
 
@@ -197,16 +197,16 @@ def _forward(
         of_early, of_late = sums
         keys, is_before = here.keys(pair, index)
         of_late = here.add(of_late, late, keys[0], here.pairs)
-        some = _pick(is_before, of_early, of_late)
-        queries, some_keys = _pick(is_before, early, late), _pick(is_before, *keys)
-        some = here.add(some, queries, some_keys, here.pairs)
-        return _pick(is_before, some, of_early), _pick(is_before, of_late, some)
+        chosen = _pick(is_before, of_early, of_late)
+        queries, chosen_keys = _pick(is_before, early, late), _pick(is_before, *keys)
+        chosen = here.add(chosen, queries, chosen_keys, here.pairs)
+        return _pick(is_before, chosen, of_early), _pick(is_before, of_late, chosen)
 
     pair = jnp.stack([key, value])
-    own, _ = here.keys(pair, 0)
-    of_early = here.add(no_sums(early), early, own[0], here.own_pairs)
-    of_late = here.add(no_sums(late), late, own[0], here.pairs)
-    of_late = here.add(of_late, late, own[1], here.own_pairs)
+    first_keys, _ = here.keys(pair, 0)
+    of_early = here.add(no_sums(early), early, first_keys[0], here.causal_pairs)
+    of_late = here.add(no_sums(late), late, first_keys[0], here.pairs)
+    of_late = here.add(of_late, late, first_keys[1], here.causal_pairs)
     of_early, of_late = _go_around(step, (of_early, of_late), pair, axis)
     sums: Sums = jax.tree.map(_join, of_early, of_late)
     out = here.join(sums.values / sums.weights[..., None]).astype(value.dtype)
@@ -224,35 +224,37 @@ def _ring_forward(
     return out, (query, key, value, documents, out, log_weights)
 
 
-def _ring_backward(rule: _Rule, kept: Any, g: jax.Array) -> tuple[Any, Any, Any, None]:
-    query, key, value, documents, out, log_weights = kept
+def _ring_backward(rule: _Rule, residuals: Any, g: jax.Array) -> tuple[Any, Any, Any, None]:
+    query, key, value, documents, out, log_weights = residuals
     axis, here = rule.axis, _Here(query, key, documents, rule)
     early, late = here.queries
     of_out = {"num_groups": here.num_groups, "size": here.size, "parts": 2}
     seen = _halves(seen_of(log_weights, out, g, **of_out))
 
     def join_pair(early: jax.Array, late: jax.Array) -> jax.Array:
-        """The gradients of two half-blocks `[n, 2, B, K, S, H]` as keys and values travel."""
+        """Joins two half-blocks' gradients `[n, 2, B, K, S, H]` in the shape that is sent."""
         blocks = _join(early, late)[:, :, :, :, None]
         return jnp.stack([here.join(blocks[:, 0]), here.join(blocks[:, 1])])
 
     def step(grads: Any, pair: jax.Array, index: Any) -> Any:
         of_query, of_pair = grads
-        of_pair = _shift(of_pair, axis)  # Home, together with the keys that it is of.
+        of_pair = _shift(of_pair, axis)  # Gradients follow their keys, all the way home.
         keys, is_before = here.keys(pair, index)
         of_late, of_early_pair = here.differentiate(late, seen[1], keys[0], here.pairs)
-        queries, some_seen = _pick(is_before, early, late), _pick(is_before, *seen)
-        some_keys = _pick(is_before, *keys)
-        of_some, of_some_pair = here.differentiate(queries, some_seen, some_keys, here.pairs)
-        of_query += _join(_pick(is_before, of_some, 0), of_late + _pick(is_before, 0, of_some))
-        first = of_early_pair + _pick(is_before, of_some_pair, 0)
-        return of_query, of_pair + join_pair(first, _pick(is_before, 0, of_some_pair))
+        queries, chosen_seen = _pick(is_before, early, late), _pick(is_before, *seen)
+        chosen_keys = _pick(is_before, *keys)
+        of_chosen, of_chosen_pair = here.differentiate(
+            queries, chosen_seen, chosen_keys, here.pairs
+        )
+        of_query += _join(_pick(is_before, of_chosen, 0), of_late + _pick(is_before, 0, of_chosen))
+        first = of_early_pair + _pick(is_before, of_chosen_pair, 0)
+        return of_query, of_pair + join_pair(first, _pick(is_before, 0, of_chosen_pair))
 
     pair = jnp.stack([key, value])
-    own, _ = here.keys(pair, 0)
-    of_early, of_early_pair = here.differentiate(early, seen[0], own[0], here.own_pairs)
-    of_late, of_same_pair = here.differentiate(late, seen[1], own[0], here.pairs)
-    of_late_too, of_late_pair = here.differentiate(late, seen[1], own[1], here.own_pairs)
+    first_keys, _ = here.keys(pair, 0)
+    of_early, of_early_pair = here.differentiate(early, seen[0], first_keys[0], here.causal_pairs)
+    of_late, of_same_pair = here.differentiate(late, seen[1], first_keys[0], here.pairs)
+    of_late_too, of_late_pair = here.differentiate(late, seen[1], first_keys[1], here.causal_pairs)
     of_query = _join(of_early, of_late + of_late_too)
     of_pair = join_pair(of_early_pair + of_same_pair, of_late_pair)
     of_query, of_pair = _go_around(step, (of_query, of_pair), pair, axis)
@@ -269,7 +271,7 @@ def _go_around(
 ) -> Tree:
     """Runs `step(carry, pair, index)` on the keys and values of each other device.
 
-    A device sends what it has before it computes with it, so that both may go on at once.
+    A device sends the pair before it computes with it, so that the two can overlap.
     """
     size = jax.lax.axis_size(axis)
     pair = _shift(pair, axis)
@@ -289,7 +291,7 @@ def _shift(x: jax.Array, axis: str) -> jax.Array:
 
 
 def _halves(tree: Tree) -> tuple[Tree, Tree]:
-    """The blocks of this device's early half-block, and those of its late one."""
+    """Splits this device's blocks into its early and its late half-block."""
 
     def half(which: int) -> Tree:
         return jax.tree.map(lambda x: jnp.split(x, 2)[which], tree)

@@ -1,13 +1,12 @@
-"""Attention on TPUs by JAX's own kernel, splash attention, which never writes out the scores.
+"""Attention on TPUs by JAX's kernel, splash attention, which never writes out the scores.
 
 It is FlashAttention (Dao et al., https://arxiv.org/abs/2205.14135) over blocks of queries and keys,
 and it skips the blocks that a mask hides. The mask is a rule and not an array, so that nothing of
 the size of the scores exists.
 
-The kernel is one device's. In a `shard_map` that checks types
-`manualpar.layers.attention.unchecked` runs it. Where XLA shards arrays by itself, because the mesh
-around the call has automatic axes, XLA could not partition it, so that each device gets its
-examples in a `shard_map` here.
+The kernel runs on one device. In a `shard_map` that checks types
+`manualpar.layers.attention.unchecked` runs it. XLA cannot partition the kernel. So if the enclosing
+mesh has automatic axes, a `shard_map` here gives each device its examples.
 
 Symbols: `B` examples, `S` positions, `N` query heads, `K` key and value heads, `H` features of a
 head.
@@ -69,8 +68,7 @@ def splash_attention(
       value: `[B, S, K, H]`, of the same dtype.
       documents: `int32[B, S]`, in any order. A query sees the keys of the same number; `None` if
         each sequence is one document.
-      window: How many keys a query sees at most, the one at its own position included; `None` for
-        all before it.
+      window: How many positions a query sees, up to and including its own; `None` for all.
       soft_cap: The bound of scores `x`, which become `soft_cap * tanh(x / soft_cap)`; `None` for
         none.
       interpret: Whether to run the kernel step by step in plain JAX, on any device.
@@ -83,11 +81,11 @@ def splash_attention(
 
     Communication:
       None. Where the mesh has automatic axes XLA may have to reshard the arguments: the batch is
-      split over the axes that divide it, in the order of the mesh, and heads over those that the
+      split over the axes that divide it, in the order of the mesh, and heads over the axes that the
       logical rules of `heads` and `kv_heads` both name.
 
     Gradient:
-      That of the kernel, which computes the scores again. The result and the logarithms of the sums
+      The kernel's, which computes the scores again. The result and the logarithms of the sums
       of weights have the name `ATTENDED` in checkpoints. With a policy that saves the name, the
       forward kernel does not run again.
     """
@@ -114,7 +112,7 @@ def splash_attention(
 
 
 def _axes(mesh: AbstractMesh, query: jax.Array, key: jax.Array) -> tuple[Any, Any]:
-    """The axes that split the batch, and those that split heads."""
+    """Returns the axes that split the batch, and the axes that split heads."""
     if mesh.explicit_axes:  # The types say it.
         of_batch, _, of_heads, _ = jax.typeof(query).sharding.spec
         return of_batch, of_heads if of_heads == jax.typeof(key).sharding.spec[2] else None
@@ -143,7 +141,7 @@ def _attend(
     soft_cap: float | None,
     interpret: bool,
 ) -> jax.Array:
-    """Attention on one device."""
+    """Attends on one device."""
     _, length, num_heads, size = query.shape
     padded, block = _padded_length(length)
 
@@ -172,7 +170,7 @@ def _attend(
         return out
 
     index = np.arange(padded // block)
-    apart = index[:, None] - index  # Of a block of queries and one of keys, in blocks.
+    apart = index[:, None] - index  # Distance of query and key blocks.
     is_seen = (apart >= 0) & (apart * block < (window or padded) + block - 1)
 
     arrays = jax.tree.map(prepare, (query * size**-0.5, key, value, documents))
@@ -182,7 +180,7 @@ def _attend(
 
 
 def _padded_length(length: int) -> tuple[int, int]:
-    """The length that is computed with, and that of a block: small ones cost more than padding."""
+    """Returns the padded length and the block's: small blocks cost more than padding."""
     for block in BLOCKS:
         if length % block == 0:
             return length, block
@@ -192,7 +190,7 @@ def _padded_length(length: int) -> tuple[int, int]:
 
 
 def block_sizes(length: int, block: int) -> kernels.BlockSizes:
-    """The sizes of the kernels' blocks, and whether the backward pass is one kernel or two."""
+    """Returns the kernels' block sizes, and whether the backward pass is one kernel or two."""
     is_fused = length <= LONGEST_FUSED
     return kernels.BlockSizes(
         block_q=block,

@@ -1,13 +1,13 @@
-"""Attention to a part of the keys by JAX's kernel for TPUs, for keys that come around a ring.
+"""Attention to a part of the keys by JAX's kernel for TPUs; the keys come around a ring.
 
-Forward the kernel gives the result for these keys alone, and the logarithm of each query's sum of
-weights. Both together are sums that can be added to those of other keys, see
+Forward, the kernel returns the result for only these keys, and the logarithm of each query's sum of
+weights. The two are sums that can be added to the sums of other keys, see
 `blockwise_attention.Sums`.
 
-Backward it has to weigh these keys as in the softmax over all keys. Its gradient uses the result
-and the logarithm that its forward pass has kept. They have a name there, for the policies of
-checkpoints. So the gradient is traced with the values for all keys in the place of those that have
-the name. The forward kernel is then dead code, and is left out.
+Backward, it has to weigh these keys as in the softmax over all keys. Its gradient uses the result
+and the logarithm that its forward pass keeps under a checkpoint name. So the gradient is traced,
+and the values for all keys replace the values with that name. The forward kernel is then dead code
+and is left out.
 
 Symbols: `B` examples, `K` key and value heads, `G` query heads that share one, `S` queries, `T`
 keys, `H` features of a head.
@@ -39,10 +39,9 @@ from manualpar.layers.boundaries import platform_traced_for
 
 
 def fits_parts(query: jax.Array, key: jax.Array, length: int, scoring: Scoring) -> bool:
-    """Whether the kernel attends to parts of `length` keys, in what is traced for TPUs.
+    """Returns whether the kernel can attend to parts of `length` keys, when traced for TPUs.
 
-    It has no window, because that lies elsewhere on each device, and the kernel's mask is a
-    constant.
+    It cannot with a window: each device would need another mask, and the kernel's is a constant.
     """
     is_tpu = platform_traced_for() == "tpu" and splash_misfit(query, key) is None
     return is_tpu and scoring.window is None and length % LANES == 0
@@ -51,9 +50,10 @@ def fits_parts(query: jax.Array, key: jax.Array, length: int, scoring: Scoring) 
 def attend_part(
     sums: Sums, queries: Queries, keys: Keys, scoring: Scoring, *, is_causal: bool
 ) -> Sums:
-    """Adds keys to the sums; queries and keys are one block each, of as many positions.
+    """Adds keys to the sums; queries and keys are one block each, of equal length.
 
-    With `is_causal` a query sees the keys up to its own place, otherwise all of its document.
+    With `is_causal` a query sees keys up to its place in the block, otherwise all; both within its
+    document.
     """
     run = functools.partial(_forward, is_causal=is_causal, scoring=scoring)
     out, log_weights = run_unchecked(run, *_arrays(queries, keys))
@@ -68,7 +68,7 @@ def attend_part(
 def attend_part_backward(
     queries: Queries, seen: Seen, keys: Keys, scoring: Scoring, *, is_causal: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What the queries and these keys contribute to each other's gradients, in float32."""
+    """Computes the contributions of these keys to the gradients, in float32."""
     run = functools.partial(_backward, is_causal=is_causal, scoring=scoring)
     arrays = _arrays(queries, keys)
     shape = arrays[0].shape
@@ -81,7 +81,7 @@ def attend_part_backward(
 
 
 def _arrays(queries: Queries, keys: Keys) -> tuple[Any, ...]:
-    """Queries `[B, N, S, H]`, keys, values, and the documents of both if there are some."""
+    """Returns queries `[B, N, S, H]`, keys, values, and the documents of both if any."""
     _, B, K, G, S, H = queries.query.shape
     documents: tuple[jax.Array, ...] = ()
     if queries.document is not None and keys.document is not None:
@@ -107,7 +107,7 @@ def _backward(
     traced = jax.make_jaxpr(lambda g, *x: jax.vjp(attend, *x)[1](g))(g, *arrays[:3])
     named = [eqn.outvars[0].aval.ndim for eqn in all_equations(traced.jaxpr) if _is_named(eqn)]
     if sorted(named) != [log_weights.ndim, out.ndim]:
-        raise ValueError(  # Otherwise the gradient would be that of these keys alone.
+        raise ValueError(  # Otherwise the gradient would be of only these keys.
             f"attention: JAX's kernel for TPUs names {len(named)} values that its gradient uses, "
             "expected its result and the logarithms of its sums, because a ring puts those of all "
             "keys in their place. Take attention='blockwise', or another version of JAX."
@@ -118,7 +118,7 @@ def _backward(
 def _kernel(
     arrays: Sequence[jax.Array], is_causal: bool, scoring: Scoring, **options: Any
 ) -> Callable[..., Any]:
-    """The kernel for examples with these documents."""
+    """Builds the kernel for examples with these documents."""
     (_, num_heads, length, size), documents = arrays[0].shape, arrays[3:]
     block = next(block for block in (*BLOCKS, LANES) if length % block == 0)
     mask: Any = masks.CausalMask if is_causal else masks.FullMask
@@ -143,8 +143,10 @@ def _kernel(
     return run
 
 
-def _run_with(closed: ClosedJaxpr, args: Sequence[Any], kept: Sequence[jax.Array]) -> list[Any]:
-    """Runs what a traced program needs, with other values in the place of those with the name."""
+def _run_with(
+    closed: ClosedJaxpr, args: Sequence[Any], replacements: Sequence[jax.Array]
+) -> list[Any]:
+    """Runs the needed part of a traced program, with other values for the named ones."""
     jaxpr = closed.jaxpr
     needed, eqns = {x for x in jaxpr.outvars if isinstance(x, Var)}, []
     for eqn in reversed(jaxpr.eqns):
@@ -159,12 +161,12 @@ def _run_with(closed: ClosedJaxpr, args: Sequence[Any], kept: Sequence[jax.Array
 
     for eqn in reversed(eqns):
         if _is_named(eqn):
-            out = [next(x for x in kept if x.shape == eqn.outvars[0].aval.shape)]
+            out = [next(x for x in replacements if x.shape == eqn.outvars[0].aval.shape)]
         else:
             operands = list(map(read, eqn.invars))
             if eqn.primitive.name in CALLS:
                 with jax.named_scope(str(eqn.source_info.name_stack)):
-                    out = _run_with(eqn.params["jaxpr"], operands, kept)
+                    out = _run_with(eqn.params["jaxpr"], operands, replacements)
             else:
                 out = run_equations(jaxpr, [eqn], eqn.invars, eqn.outvars, operands)
         values.update(zip(eqn.outvars, out, strict=True))

@@ -5,7 +5,7 @@ vary. Kernels that were written for one device, such as those that come with JAX
 `run_unchecked` runs such a function in a nested `shard_map` that splits nothing and checks nothing,
 and types the results by hand. It is the only place in this package with `check_vma=False`.
 
-This is right because the function computes on each device with the values of this device alone:
+This is right because the function computes on each device with only this device's values:
 
 - It contains no collective and does not ask for the device's index. So its results can differ only
   along the axes over which an argument varies, and that is how they are typed. A function that
@@ -32,7 +32,7 @@ def run_unchecked(function: Callable[..., Any], *args: Any) -> Any:
     Args:
       function: A function of arrays to arrays that names no mesh axis. Other values that it uses
         are constants.
-      *args: Trees of arrays, this device's. Those of integers get no gradient.
+      *args: Trees of this device's arrays. Integer arrays get no gradient.
 
     Returns:
       `function(*args)`, typed as varying over all axes over which an argument varies.
@@ -44,7 +44,7 @@ def run_unchecked(function: Callable[..., Any], *args: Any) -> Any:
       None.
 
     Gradient:
-      That of `function`. A policy of `jax.checkpoint` sees the names that it gives its values.
+      As `function`. A policy of `jax.checkpoint` sees the names that it gives its values.
     """
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return function(*args)
@@ -92,5 +92,5 @@ def _nest(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _without_type(x: jax.Array) -> jax.Array:
-    """The array; no operation's result has a type here, though arguments bring theirs along."""
+    """Drops the varying axes of an argument: results of operations have none here."""
     return jax.lax.squeeze(jax.lax.expand_dims(x, (0,)), (0,))

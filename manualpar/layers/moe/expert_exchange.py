@@ -1,19 +1,19 @@
-"""How tokens come to their experts, and the experts' outputs back to the tokens.
+"""The exchange of tokens with their experts, and of the outputs back.
 
 With a capacity, each expert has `C` slots for the tokens of each sequence. All buffers have fixed
 sizes, so that an all-to-all can exchange them.
 
-Without one, nothing is dropped. The rows of all experts stand one expert after another, and a
-grouped product (`jax.lax.ragged_dot`; Gale et al., https://arxiv.org/abs/2211.15841) multiplies
-each group with the weights of its expert. Where the backend has a ragged all-to-all, each device
-sends the rows that others compute. XLA has none on CPUs: there every device gathers all tokens,
-computes those of its experts, and the results are scattered.
+Without a capacity, no choice is dropped. The rows are sorted by expert, and a grouped product
+(`jax.lax.ragged_dot`; Gale et al., https://arxiv.org/abs/2211.15841) multiplies each group with the
+weights of its expert. Where the backend has a ragged all-to-all, each device sends each row to the
+device that computes it. XLA has none on CPUs: there every device gathers all tokens and computes
+the choices of its experts, and a reduce-scatter returns the results.
 
 Symbols: `B` sequences, `S` positions, `D` features, `F` features inside an expert, `E` experts, `K`
 choices of a token, `C` slots of an expert for a sequence, `N` devices along the expert axis. Inside
-`shard_map`, `B`, `S` and `F` are this device's. `H` experts are *here*: those that this device
-sends tokens to, all `E` of them if tokens travel, else its own `E / N`. `M` are the slots of a
-sequence, `H C`; `T` tokens are `B S`; `R` are rows in the order of their experts.
+`shard_map`, `B`, `S` and `F` are this device's. `H` experts are *here*: the experts for which this
+device has slots, all `E` if tokens are sent, else its `E / N`. `M` are the slots of a sequence,
+`H C`; `T` tokens are `B S`; `R` are rows in the order of their experts.
 """
 
 import functools
@@ -32,22 +32,22 @@ from manualpar.layers.moe.routing import places
 
 
 class Experts(NamedTuple):
-    """The weights of this device's experts, and where experts and tokens are.
+    """The weights of this device's experts, and how experts and tokens are sharded.
 
     Attributes:
       weights: `gate` and `up` `[E/N, D, F]`, and `down` `[E/N, F, D]`.
       num_experts: All experts, `E`.
       axes: The bound mesh axes that they are divided over.
-      travel: Whether tokens differ along these axes, so that they travel to their experts.
+      tokens_differ: Whether tokens differ along these axes, so that they are sent to their experts.
     """
 
     weights: tuple[jax.Array, jax.Array, jax.Array]
     num_experts: int
     axes: tuple[str, ...]
-    travel: bool
+    tokens_differ: bool
 
-    def own(self) -> tuple[jax.Array | int, int]:
-        """The first of this device's experts, and how many it has."""
+    def on_device(self) -> tuple[jax.Array | int, int]:
+        """Returns the first of this device's experts, and their number."""
         if not self.axes:
             return 0, self.num_experts
         count = self.num_experts // jax.lax.axis_size(self.axes)
@@ -62,7 +62,7 @@ def swiglu(
     down: jax.Array,
     product: Callable[..., jax.Array] = jnp.matmul,
 ) -> jax.Array:
-    """`down(silu(gate(x)) * up(x))` in the dtype of `x`; a product is `product(x, weights)`."""
+    """Computes `down(silu(gate(x)) * up(x))` in the dtype of `x`, by `product(x, weights)`."""
     gate, up, down = (weights.astype(x.dtype) for weights in (gate, up, down))
     return product(nn.silu(product(x, gate)) * product(x, up), down)
 
@@ -75,35 +75,35 @@ def compute_with_capacity(
     capacity: int,
     context: Context,
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes the choices that find room at their experts.
+    """Computes the choices for which their experts have room.
 
     Args:
       x_BSD: `[B/data, S, D]`, the tokens.
-      chosen_BSK: `int32[B/data, S, K]`, their experts; `E` for none.
+      chosen_BSK: `int32[B/data, S, K]`, the experts of each token; `E` for none.
       gates_BSK: `[B/data, S, K]`, the weights of these experts' outputs.
       experts: The experts.
       capacity: How many tokens of a sequence an expert takes.
       context: How sequences are split over devices.
 
     Returns:
-      `[B/data, S, D]`, the weighted sums of the outputs, if tokens do not travel without those of
-      experts elsewhere; and `int32[B/data]`, how many choices were dropped.
+      `[B/data, S, D]`, the weighted sums of the outputs (of only this device's experts, if tokens
+      are not sent); and `int32[B/data]`, the number of dropped choices.
 
     Communication:
-      If tokens travel, an all-to-all before the experts and one after them, and the same backward.
-      A device sends `(N - 1) / N` of `E B/data C D` elements in each. With a context axis also
-      that of `places`.
+      If tokens are sent, an all-to-all before the experts and one after them, and the same
+      backward. A device sends `(N - 1) / N` of `E B/data C D` elements in each. With a context
+      axis also the collectives of `places`.
     """
     B, S, D = x_BSD.shape
     K, C = chosen_BSK.shape[-1], min(capacity, S)
-    first, H = (0, experts.num_experts) if experts.travel else experts.own()
+    first, H = (0, experts.num_experts) if experts.tokens_differ else experts.on_device()
     place_BSK = places(chosen_BSK, experts.num_experts, context)
-    # All room of an expert may be taken by the positions of one device.
-    own_place_BSK = places(chosen_BSK, experts.num_experts) if context.size > 1 else place_BSK
+    # The positions of one device may take all room of an expert.
+    device_place_BSK = places(chosen_BSK, experts.num_experts) if context.size > 1 else place_BSK
     here_BSK, has_room_BSK = chosen_BSK - first, place_BSK < capacity
     is_computed_BSK = (here_BSK >= 0) & (here_BSK < H) & has_room_BSK
-    # The slot of each choice, and the position in each slot. A number that is too large is none.
-    slot_BSK = jnp.where(is_computed_BSK, here_BSK * C + own_place_BSK, H * C)
+    # The slot of each choice, and the position in each slot. A too large number stands for none.
+    slot_BSK = jnp.where(is_computed_BSK, here_BSK * C + device_place_BSK, H * C)
     position_BM = jax.vmap(_positions, (0, None))(slot_BSK, H * C)
     slots_BMD = _take(x_BSD, position_BM)
     slots_HTD = slots_BMD.reshape(B, H, C, D).swapaxes(0, 1).reshape(H, B * C, D)
@@ -120,90 +120,93 @@ def compute_dropless(
     """Computes all choices; the arguments and the first result are as in `compute_with_capacity`.
 
     Communication:
-      If tokens travel and the backend has a ragged all-to-all, one before the experts and one after
-      them, and the same backward; with equal load, a device sends `(N - 1) / N` of `K B/data S D`
-      elements in each. And `E` counts are gathered. The buffer that they arrive in has room for
+      If tokens are sent and the backend has a ragged all-to-all, one before the experts and one
+      after them, and the same backward; with equal load, a device sends `(N - 1) / N` of
+      `K B/data S D` elements in each. And `E` counts are gathered. The receive buffer has room for
       the worst case, all choices of all devices.
 
       If the backend has none, an all-gather of the tokens, their choices and gates, and a
-      reduce-scatter of the results, and the reverse backward. A device sends `N - 1` times its own
+      reduce-scatter of the results, and the reverse backward. A device sends `N - 1` times its
       `B/data S D` elements in each.
     """
     B, S, D = x_BSD.shape
     K = chosen_BSK.shape[-1]
     x_TD, chosen_TK, gates_TK = (v.reshape(B * S, -1) for v in (x_BSD, chosen_BSK, gates_BSK))
-    if experts.travel and has_ragged_all_to_all():
+    if experts.tokens_differ and has_ragged_all_to_all():
         y_TKD = _exchange_ragged(x_TD, chosen_TK, experts)
         return _weighted(y_TKD.reshape(B, S, K, D), gates_BSK)
-    if experts.travel:
+    if experts.tokens_differ:
         with jax.named_scope(EXPERT_SCOPE):
             x_TD, chosen_TK, gates_TK = (
                 jax.lax.all_gather(v, experts.axes, axis=0, tiled=True)
                 for v in (x_TD, chosen_TK, gates_TK)
             )
-    first, _ = experts.own()
+    first, _ = experts.on_device()
     y_TKD = _compute_groups(x_TD, chosen_TK - first, experts)
     y_TD = _weighted(y_TKD[None], gates_TK[None])[0]
-    if experts.travel:
+    if experts.tokens_differ:
         with jax.named_scope(EXPERT_SCOPE):
             y_TD = jax.lax.psum_scatter(y_TD, experts.axes, scatter_dimension=0, tiled=True)
     return y_TD.reshape(B, S, D)
 
 
 def has_ragged_all_to_all() -> bool:
-    """Whether XLA has a ragged all-to-all for the devices that are traced for."""
+    """Returns whether XLA has a ragged all-to-all for the devices that are traced for."""
     return (platform_traced_for() or jax.default_backend()) != "cpu"
 
 
-def _compute_groups(x_TD: jax.Array, own_TK: jax.Array, experts: Experts) -> jax.Array:
-    """The outputs `[T, K, D]` of this device's experts, numbered from 0; 0 for other numbers."""
-    (T, D), K, (_, H) = x_TD.shape, own_TK.shape[-1], experts.own()
-    own_R = jnp.where((own_TK >= 0) & (own_TK < H), own_TK, H).reshape(T * K)
+def _compute_groups(x_TD: jax.Array, expert_TK: jax.Array, experts: Experts) -> jax.Array:
+    """Computes the outputs `[T, K, D]` of this device's experts.
+
+    `expert_TK` numbers them from 0. Other numbers are experts elsewhere, whose outputs are 0.
+    """
+    (T, D), K, (_, H) = x_TD.shape, expert_TK.shape[-1], experts.on_device()
+    expert_R = jnp.where((expert_TK >= 0) & (expert_TK < H), expert_TK, H).reshape(T * K)
     # Choices of experts elsewhere come last. A token cannot choose an expert twice.
-    order_R = jnp.argsort(own_R, stable=True)[: T * min(K, H)]
-    group_sizes = jnp.bincount(own_R, length=H + 1)[:H].astype(jnp.int32)
-    is_own_R1 = own_R[order_R][:, None] < H
-    # What a grouped product makes of rows without a group is undefined, and so are their gradients.
-    rows_RD = jnp.where(is_own_R1, x_TD[order_R // K], 0)
+    order_R = jnp.argsort(expert_R, stable=True)[: T * min(K, H)]
+    group_sizes = jnp.bincount(expert_R, length=H + 1)[:H].astype(jnp.int32)
+    is_here_R1 = expert_R[order_R][:, None] < H
+    # A grouped product's results for rows without a group are undefined, and so are the gradients.
+    rows_RD = jnp.where(is_here_R1, x_TD[order_R // K], 0)
     product = functools.partial(jax.lax.ragged_dot, group_sizes=group_sizes)
     y_RD = swiglu(rows_RD, *experts.weights, product)
-    return _put(jnp.where(is_own_R1, y_RD, 0), order_R, T * K).reshape(T, K, D)
+    return _put(jnp.where(is_here_R1, y_RD, 0), order_R, T * K).reshape(T, K, D)
 
 
 def _exchange_ragged(x_TD: jax.Array, chosen_TK: jax.Array, experts: Experts) -> jax.Array:
-    """The outputs `[T, K, D]` of all choices, each computed where its expert is."""
-    (T, D), K, (_, H) = x_TD.shape, chosen_TK.shape[-1], experts.own()
+    """Computes the outputs `[T, K, D]` of all choices, each on the device of its expert."""
+    (T, D), K, (_, H) = x_TD.shape, chosen_TK.shape[-1], experts.on_device()
     axes, N = experts.axes, jax.lax.axis_size(experts.axes)
     chosen_R = chosen_TK.reshape(T * K)
     order_R = jnp.argsort(chosen_R, stable=True)
     counts_NH = jnp.bincount(chosen_R, length=N * H + 1)[:-1].astype(jnp.int32).reshape(N, H)
     with jax.named_scope(EXPERT_SCOPE):
         counts_SNH = jax.lax.all_gather(counts_NH, axes, axis=0)  # Of all senders.
-        sizes_SN, me = counts_SNH.sum(-1), jax.lax.axis_index(axes)
+        sizes_SN, device = counts_SNH.sum(-1), jax.lax.axis_index(axes)
         # Rows leave in the order of their receivers, and arrive in the order of their senders.
         leave_SN, arrive_SN = _starts(sizes_SN, 1), _starts(sizes_SN, 0)
         rows_RD = jax.lax.ragged_all_to_all(
             x_TD[order_R // K],
             cast_to_varying(jnp.zeros((N * T * min(K, H), D), x_TD.dtype), varying_axes(x_TD)),
-            leave_SN[me],
-            sizes_SN[me],
-            arrive_SN[me],
-            sizes_SN[:, me],
+            leave_SN[device],
+            sizes_SN[device],
+            arrive_SN[device],
+            sizes_SN[:, device],
             axis_name=axes,
         )
-    # From each sender arrive the rows of the first own expert, then those of the second.
-    ends = jnp.cumsum(counts_SNH[:, me])
+    # Each sender's rows arrive in the order of this device's experts.
+    ends = jnp.cumsum(counts_SNH[:, device])
     run_R = jnp.cumsum(jnp.zeros(len(rows_RD), jnp.int32).at[ends].add(1, mode="drop"))
-    own_R = jnp.where(run_R < N * H, run_R % H, H)
-    y_RD = _compute_groups(rows_RD, own_R[:, None], experts)[:, 0]
+    expert_R = jnp.where(run_R < N * H, run_R % H, H)
+    y_RD = _compute_groups(rows_RD, expert_R[:, None], experts)[:, 0]
     with jax.named_scope(EXPERT_SCOPE):
         y_RD = jax.lax.ragged_all_to_all(
             y_RD,
             cast_to_varying(jnp.zeros((T * K, D), y_RD.dtype), varying_axes(y_RD)),
-            arrive_SN[:, me],
-            sizes_SN[:, me],
-            leave_SN[:, me],
-            sizes_SN[me],
+            arrive_SN[:, device],
+            sizes_SN[:, device],
+            leave_SN[:, device],
+            sizes_SN[device],
             axis_name=axes,
         )
     return _put(y_RD, order_R, T * K).reshape(T, K, D)
@@ -214,7 +217,7 @@ def _starts(sizes: jax.Array, dim: int) -> jax.Array:
 
 
 def _put(rows_RD: jax.Array, order_R: jax.Array, count: int) -> jax.Array:
-    """The rows where they were before they were sorted, and zeros elsewhere."""
+    """Puts sorted rows back into their places, with zeros elsewhere."""
     return jnp.zeros((count, rows_RD.shape[1]), rows_RD.dtype).at[order_R].set(rows_RD)
 
 
@@ -223,19 +226,19 @@ def _weighted(y_BSKD: jax.Array, gates_BSK: jax.Array) -> jax.Array:
 
 
 def _positions(slot_SK: jax.Array, num_slots: int) -> jax.Array:
-    """The position whose choice is in each slot; `S` for an empty slot."""
+    """Returns the position whose choice is in each slot; `S` for an empty slot."""
     S, K = slot_SK.shape
     position_SK = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32)[:, None], (S, K))
     return jnp.full(num_slots, S, jnp.int32).at[slot_SK].set(position_SK, mode="drop")
 
 
 def _take(x_BND: jax.Array, index_BM: jax.Array) -> jax.Array:
-    """Rows of each sequence, `[B, M, D]`; zeros for an index that is too large."""
+    """Takes rows of each sequence, `[B, M, D]`; zeros for an index that is too large."""
     return jax.vmap(lambda x, index: x.at[index].get(mode="fill", fill_value=0))(x_BND, index_BM)
 
 
 def _send(x: jax.Array, experts: Experts, split_dim: int, concat_dim: int) -> jax.Array:
-    if not experts.travel:
+    if not experts.tokens_differ:
         return x
     with jax.named_scope(EXPERT_SCOPE):
         return jax.lax.all_to_all(x, experts.axes, split_dim, concat_dim, tiled=True)

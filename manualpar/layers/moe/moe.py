@@ -1,13 +1,13 @@
 """A mixture of experts: each token is computed by a few of many MLPs.
 
 On a mesh the experts are divided over an axis, `N` devices each holding `E / N` of them. There are
-two ways to bring tokens and experts together. The types tell which one is needed:
+two ways to bring tokens and experts together. The types decide which one is used:
 
-- The axis is one of those that split the batch, so the tokens differ along it. They travel to the
-  experts by an all-to-all, and the results travel back (GShard, Lepikhin et al.,
+- The axis is one of the axes that split the batch, so the tokens differ along it. An all-to-all
+  sends them to the experts, and another sends the results back (GShard, Lepikhin et al.,
   https://arxiv.org/abs/2006.16668).
-- Every device along the axis has the same tokens. Each computes what its own experts add to them,
-  and `leave` takes the sum.
+- Every device along the axis has the same tokens. Each computes the outputs of its experts,
+  and `leave` sums them.
 
 The MLPs themselves may be split over a model axis, as in `boundaries`. Then the sum over that axis
 is taken once, of the finished tokens, because weighing and sending results are linear.
@@ -65,13 +65,13 @@ class MoE(nn.Module):
     one device, and the parameters and their initial values are the same on every mesh. Parameters
     and routing are float32, and the experts compute in the dtype of their input.
 
-    Each sequence has a capacity, an order and a balance loss of its own, so that the result does
+    Capacity, order and balance loss are separate for each sequence, so that the result does
     not depend on how sequences are divided among devices and minibatches.
 
     The layer sows into `losses`, for each sequence, `load_balance` and `router_z`, and into
     `intermediates` the counts `choices` `[B, E]` and `dropped` `[B]`. `auxiliary_loss` makes a loss
-    and metrics of them. In `nn.scan`, name both in `variable_axes`, because flax leaves out without
-    a word what is sown into others.
+    and metrics of them. In `nn.scan`, name both in `variable_axes`, because flax silently drops
+    values sown into other collections.
 
     With `router_bias` or `bias_rate` the layer has a variable `bias` `float32[E]` in the collection
     `router`, which a program carries from step to step and no optimizer sees. With a rate it moves
@@ -90,25 +90,25 @@ class MoE(nn.Module):
       num_shared: Shared experts, which compute every token, with a gate of 1 (DeepSeekMoE, Dai et
         al., https://arxiv.org/abs/2401.06066). They are not divided over `axis`.
       shared_size: The features of all shared experts together, `F'`, in place of `num_shared`.
-      shared_is_gated: Whether their output has a gate, the sigmoid of its own product with a token.
+      shared_is_gated: Whether their output has a gate: `sigmoid(x @ shared_router)`.
       router_bias: Whether a bias is added to the scores for the choice of experts. It begins with
         0, for weights that come with one.
-      bias_rate: The change of the bias in a minibatch, see `routing.moved_bias`, such as 0.001;
-        then there is one. With 0 it stays as it is.
+      bias_rate: The change of the bias in a minibatch, such as 0.001, see `routing.moved_bias`; it
+        implies a bias. With 0 the bias does not change.
       gates: How the router's logits become scores, see `routing.route`, as the next five.
       normalize_gates: Whether the gates of a token are divided by their sum.
-      gate_scale: What the gates are multiplied by after that.
+      gate_scale: The factor of the gates after that.
       groups: Into how many groups of neighbours the experts are divided; 1 for none.
-      groups_per_token: In how many of them a token may choose experts.
-      group_score: The scores that a group is chosen by.
+      groups_per_token: The number of groups in which a token may choose experts.
+      group_score: The score that decides which groups a token chooses.
       axis: The mesh axis, or tuple of axes, that the experts are divided over; `None` for none.
       model_axis: The mesh axis, or tuple of axes, that each expert is split over.
       sequence: Whether positions are split over `model_axis` between layers.
       context_axis: The mesh axis that sequences are split over, see `Context`; `None` for none.
-        Without it, capacity, order and balance would be those of a device's part of a sequence.
-        With a capacity, each device has slots for all positions of an expert that may be its own:
-        up to as many times more than without the axis as there are devices along it. Experts
-        without one compute what is chosen, on any mesh.
+        Without it, capacity, order and balance would refer to one device's part of a sequence.
+        With a capacity, one device's positions may take all slots of an expert. So each device
+        has slots for all of them: more than without the axis, by a factor up to the devices along
+        it. Without a capacity, only chosen tokens are computed, on any mesh.
       down_scale: The standard deviation of the initial `down` in multiples of `F**-0.5`.
     """
 
@@ -150,11 +150,11 @@ class MoE(nn.Module):
           ValueError: A field is out of range, or does not fit the input or the mesh.
 
         Communication:
-          With `n = B C E D` elements in the dtype of `x`, where tokens travel: two all-to-alls
+          With `n = B C E D` elements in the dtype of `x`, where tokens are sent: two all-to-alls
           forward and two backward, each `(N - 1) / N` of the bytes of `n`, see `all_to_all_bytes`.
           Where they do not: an all-reduce of `x` forward and one of it and the gates backward.
-          Over a model axis the same, or, with `sequence`, what `enter` and `leave` say of `x`, and
-          an all-gather of the logits. With `bias_rate` an all-reduce of `E` counts. Over a context
+          Over a model axis the same, or, with `sequence`, as `enter` and `leave` for `x`, and an
+          all-gather of the logits. With `bias_rate` an all-reduce of `E` counts. Over a context
           axis sums for each sequence, see `places`, `load_balance_loss` and `router_z_loss`.
         """
         _check(self, x_BSD, mask_BS)
@@ -165,14 +165,14 @@ class MoE(nn.Module):
 
     def _compute(self, x_BSD: jax.Array, mask_BS: jax.Array | None, context: Context) -> jax.Array:
         axes = bound_axes("MoE", self.axis)
-        travel = _tokens_travel(x_BSD, axes)
-        sum_axes = () if travel else axes
+        tokens_differ = _tokens_differ(x_BSD, axes)
+        sum_axes = () if tokens_differ else axes
         sequence_dim = 1 if self.sequence else None
 
         logits_BSE = self._logits(x_BSD)
         routing, choices_BE = self._route(logits_BSE, mask_BS)
         x_BSD = enter(x_BSD, self.model_axis, sequence_dim)
-        experts = self._experts(x_BSD.shape[-1], axes, travel)
+        experts = self._experts(x_BSD.shape[-1], axes, tokens_differ)
         gates_BSK = enter(enter(routing.gates, self.model_axis), sum_axes, scope=EXPERT_SCOPE)
         tokens = enter(x_BSD, sum_axes, scope=EXPERT_SCOPE), routing.chosen, gates_BSK
         if self.capacity_factor is None:
@@ -221,7 +221,7 @@ class MoE(nn.Module):
             bias.value = moved_bias(bias.value, choices_BE, self.bias_rate)
         return routing, choices_BE
 
-    def _experts(self, hidden_size: int, axes: tuple[str, ...], travel: bool) -> Experts:
+    def _experts(self, hidden_size: int, axes: tuple[str, ...], tokens_differ: bool) -> Experts:
         D, E, F = hidden_size, self.num_experts, self.mlp_size
         axis, model_axis = self.axis or None, self.model_axis or None
         into, out = (axis, None, model_axis), (axis, model_axis, None)
@@ -233,7 +233,7 @@ class MoE(nn.Module):
             ),
             num_experts=E,
             axes=axes,
-            travel=travel,
+            tokens_differ=tokens_differ,
         )
 
     def _shared(self, x_BSD: jax.Array) -> jax.Array:
@@ -249,16 +249,16 @@ class MoE(nn.Module):
         if not self.shared_is_gated:
             return y_BSD
         router_D1 = self.param("shared_router", nn.initializers.normal(D**-0.5), (D, 1))
-        # Each device of the model axis has a part of the sum that this multiplies.
+        # This multiplies each device's part of a sum over the model axis.
         logits_BS1 = jnp.matmul(x_BSD.astype(jnp.float32), enter(router_D1, self.model_axis))
         return y_BSD * jax.nn.sigmoid(logits_BS1).astype(y_BSD.dtype)
 
 
 def capacity_of(moe: MoE, sequence_length: int) -> int:
-    """How many tokens of a sequence an expert may take, `C`.
+    """Computes how many tokens of a sequence an expert may take, `C`.
 
-    It is `capacity_factor` times what each expert would take if the load were equal, `S K / E`,
-    rounded up, and no more than the sequence has.
+    It is `capacity_factor` times an equal share, `S K / E`, rounded up, and at most the tokens of
+    the sequence.
     """
     if moe.capacity_factor is None:
         return sequence_length
@@ -269,7 +269,7 @@ def capacity_of(moe: MoE, sequence_length: int) -> int:
 def all_to_all_bytes(
     moe: MoE, shape: tuple[int, int, int], *, devices: int, itemsize: int = 4
 ) -> int:
-    """The bytes that a device sends in one all-to-all of a layer with a capacity.
+    """Computes the bytes that a device sends in one all-to-all of a layer with a capacity.
 
     A training step has four for each layer: two forward and two backward. With `nn.remat` it has
     six, because the forward pass is computed again.
@@ -277,7 +277,7 @@ def all_to_all_bytes(
     Args:
       moe: The layer.
       shape: `[B/data, S, D]`, a device's tokens of one minibatch.
-      devices: The devices along the layer's axis, `N`, among which the tokens travel.
+      devices: The devices along the layer's axis, `N`, among which the tokens are exchanged.
       itemsize: The bytes of an element.
     """
     B, S, D = shape
@@ -291,8 +291,12 @@ def _normal(scale: float) -> Callable[..., jax.Array]:
     return init
 
 
-def _tokens_travel(x: jax.Array, axes: tuple[str, ...]) -> bool:
-    """Whether devices along the axes have different tokens, by the type."""
+def _tokens_differ(x: jax.Array, axes: tuple[str, ...]) -> bool:
+    """Returns whether tokens differ along the axes, by the type: along all or along none.
+
+    Raises:
+      ValueError: They differ along some of the axes only.
+    """
     differing = [axis for axis in axes if axis in varying_axes(x)]
     if differing and len(differing) < len(axes):
         raise ValueError(
@@ -347,7 +351,7 @@ def _check(moe: MoE, x: jax.Array, mask: jax.Array | None) -> None:
     if x.ndim != 3:
         raise ValueError(
             f"MoE: x has the shape {x.shape}, expected [batch, sequence, features]. Capacity and "
-            "balance are those of a sequence, so give a single one a leading dimension of 1."
+            "balance refer to a sequence, so give a single one a leading dimension of 1."
         )
     if moe.capacity_factor is None and any(jax.typeof(x).sharding.spec):
         raise ValueError(

@@ -2,10 +2,10 @@
 
 A router gives every token a score for each expert. The token goes to the `top_k` experts with the
 highest scores, and the sum of their outputs is weighted by the scores, which are called gates then.
-The experts may form groups, of which a token chooses a few before it chooses experts in them, so
-that it travels to few devices (DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.2.2).
+The experts may form groups. A token then chooses a few groups, and only experts in these groups, so
+that it is sent to few devices (DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.2.2).
 An expert may take a limited number of tokens of each sequence, its capacity (Lepikhin et al.,
-https://arxiv.org/abs/2006.16668). The choices that come too late are dropped.
+https://arxiv.org/abs/2006.16668). The choices that find the expert full are dropped.
 
 Three things balance the load:
 
@@ -14,9 +14,9 @@ Three things balance the load:
   follows the load without any gradient (Wang et al., https://arxiv.org/abs/2408.15664),
 - and a loss that keeps the logits small (Zoph et al., https://arxiv.org/abs/2202.08906).
 
-Invariants: capacity, order and losses are those of each sequence alone. So they do not depend on
-how sequences are divided among devices and minibatches, nor on how the positions of a sequence are
-(`Context`). All of it is computed in float32.
+Invariants: each sequence has its capacity, order and losses, independent of other sequences. So
+they do not depend on how sequences are divided among devices and minibatches, nor on how the
+positions of a sequence are divided (`Context`). All of it is computed in float32.
 
 Symbols: `B` sequences, `S` positions, `E` experts, `K` choices of a token, `C` the capacity.
 """
@@ -31,7 +31,7 @@ from manualpar.core.state.metrics import Metrics
 from manualpar.core.tracing.scopes import CONTEXT_SCOPE, EXPERT_SCOPE
 from manualpar.layers.attention.context import Context
 
-# The collections that `MoE` sows its losses and counts into, and that of its balancing bias.
+# The collections of `MoE` for its losses, its counts and its balancing bias.
 LOSSES, COUNTS, BIAS = "losses", "intermediates", "router"
 LOAD_BALANCE, ROUTER_Z, CHOICES, DROPPED = "load_balance", "router_z", "choices", "dropped"
 
@@ -75,12 +75,12 @@ def route(
       top_k: The number of experts of a token, `K`.
       gates: How logits become scores: `"softmax"` over the experts, or `"sigmoid"` of each.
       normalize: Whether the gates of a token are divided by their sum; only with `top_k > 1`.
-      scale: What gates are multiplied by after that.
-      bias_E: `float32[E]`, added to the scores for the choice alone; `None` for no bias.
+      scale: The factor of the gates after that.
+      bias_E: `float32[E]`, added to the scores only for the choice of experts; `None` for no bias.
       groups: Into how many groups of neighbours the experts are divided; 1 for none.
-      groups_per_token: In how many groups a token may choose experts: those of the highest scores.
-      group_score: The score of a group is the sum of those of its two best experts, or that of
-        the `"best"`, in both cases with the bias.
+      groups_per_token: The number of groups that a token may use; the highest scores win.
+      group_score: The score of a group: the sum of its two best experts' scores (`"best_two"`), or
+        its best expert's (`"best"`), in both cases with the bias.
       mask_BS: `bool[B, S]`, which tokens are routed; `None` for all of them.
 
     Returns:
@@ -113,9 +113,9 @@ def route(
 def places(
     chosen_BSK: jax.Array, num_experts: int, context: Context = WHOLE_SEQUENCES
 ) -> jax.Array:
-    """The place of each choice in its expert's queue, `int32[B, S, K]`, from 0.
+    """Computes the place of each choice in its expert's queue, `int32[B, S, K]`, from 0.
 
-    Each sequence has queues of its own. All first choices come before all second ones, so that a
+    Each sequence has separate queues. All first choices come before all second ones, so that a
     full expert drops those whose gates are smaller. Choices of one rank come in order of position.
 
     Communication:
@@ -129,18 +129,18 @@ def places(
 
 
 def choices_per_expert(chosen_BSK: jax.Array, num_experts: int) -> jax.Array:
-    """How many tokens of each sequence have chosen each expert, `int32[B, E]`."""
+    """Counts the tokens of each sequence that chose each expert, `int32[B, E]`."""
     return jax.nn.one_hot(chosen_BSK, num_experts, dtype=jnp.int32).sum((1, 2))
 
 
 def load_balance_loss(
     routing: Routing, mask_BS: jax.Array | None = None, context: Context = WHOLE_SEQUENCES
 ) -> jax.Array:
-    """The balance loss of each sequence, `float32[B]`.
+    """Computes the balance loss of each sequence, `float32[B]`.
 
     It is `E sum_e f_e p_e`, with the share `f_e` of the choices that fall on expert `e` and the
     mean `p_e` of its scores, normalised over the experts. It is 1 if both are equal for all experts
-    (Fedus et al., https://arxiv.org/abs/2101.03961). The gradient is that of the scores.
+    (Fedus et al., https://arxiv.org/abs/2101.03961). Only the scores have a gradient.
 
     Communication:
       With a context axis, all-reduces of `[B, E]` choices, as many scores, and numbers of tokens.
@@ -155,7 +155,7 @@ def load_balance_loss(
 def router_z_loss(
     logits_BSE: jax.Array, mask_BS: jax.Array | None = None, context: Context = WHOLE_SEQUENCES
 ) -> jax.Array:
-    """The mean square of `logsumexp(logits)` of each sequence, `float32[B]`.
+    """Computes the mean square of `logsumexp(logits)` of each sequence, `float32[B]`.
 
     It keeps logits small, because large ones are rounded coarsely (Zoph et al.,
     https://arxiv.org/abs/2202.08906).
@@ -168,7 +168,7 @@ def router_z_loss(
 
 
 def moved_bias(bias_E: jax.Array, count_BE: jax.Array, rate: float) -> jax.Array:
-    """The balancing bias after a minibatch.
+    """Returns the balancing bias after a minibatch.
 
     Experts with less than the mean load gain `rate`, and those with more lose it (Wang et al.,
     https://arxiv.org/abs/2408.15664, algorithm 1).
@@ -199,7 +199,7 @@ def auxiliary_loss(
     load_balance: float = 0.01,
     router_z: float = 0.001,
 ) -> tuple[jax.Array, Metrics]:
-    """Turns what the layers of a model have sown into a loss and metrics.
+    """Combines the values that a model's layers have sown into a loss and metrics.
 
     ```python
     logits, sown = apply_fn(
@@ -210,13 +210,13 @@ def auxiliary_loss(
 
     Args:
       sown: The collections `losses` and, for metrics of the load, `intermediates`. Other values in
-        them are left alone.
+        them are ignored.
       weight_B: `[B]`, the weight of each sequence in the loss that this is added to. If that loss
         is a mean over valid tokens, it is the number of valid tokens of each sequence. Otherwise
         devices and minibatches with different numbers of them would change the sum. Sequences
         of weight 0 are not counted in any metric. `None` stands for equal weights.
-      load_balance: What `load_balance_loss` is multiplied by.
-      router_z: What `router_z_loss` is multiplied by.
+      load_balance: The factor of `load_balance_loss`.
+      router_z: The factor of `router_z_loss`.
 
     Returns:
       The weighted sum of both losses, summed over the layers and averaged over this device's
@@ -240,7 +240,7 @@ def auxiliary_loss(
         )
     choices_LBE, dropped_LB = _sown(sown, CHOICES, ndim=2), _sown(sown, DROPPED, ndim=1)
     weight_B = jnp.ones_like(balance_LB[0]) if weight_B is None else weight_B.astype(jnp.float32)
-    # Losses are of whole sequences. What is split over more axes is of a part of each.
+    # Losses are of whole sequences. Counts that vary over more axes are of parts of sequences.
     axes = tuple(sorted(varying_axes((weight_B, choices_LBE)) - varying_axes(balance_LB)))
     whole_weight_B = weight_B
     if axes:
@@ -265,7 +265,7 @@ def auxiliary_loss(
 
 
 def _sown(sown: Any, name: str, ndim: int) -> jax.Array | None:
-    """What all layers have sown under a name, stacked: `[L, ...]`; `None` if it is nothing."""
+    """Stacks the values that all layers sowed under a name, `[L, ...]`; `None` for none."""
     found = [
         x.reshape(-1, *x.shape[x.ndim - ndim :])  # A scan stacks the layers in front.
         for path, x in jax.tree_util.tree_leaves_with_path(sown)
@@ -275,7 +275,7 @@ def _sown(sown: Any, name: str, ndim: int) -> jax.Array | None:
 
 
 def _within_groups(score_BSE: jax.Array, groups: int, count: int, best: int) -> jax.Array:
-    """The scores, with -inf outside of the `count` groups whose `best` experts have the most."""
+    """Masks all but `count` groups with -inf: those with the largest sum of `best` scores."""
     B, S, E = score_BSE.shape
     score_BSGE = score_BSE.reshape(B, S, groups, E // groups)
     of_group_BSG = jax.lax.top_k(score_BSGE, best)[0].sum(-1)
@@ -285,7 +285,7 @@ def _within_groups(score_BSE: jax.Array, groups: int, count: int, best: int) -> 
 
 
 def _mean_over_tokens(x_BSX: jax.Array, mask_BS: jax.Array | None, context: Context) -> jax.Array:
-    """The mean over the valid tokens of each sequence; 0 where there is none."""
+    """Averages over the valid tokens of each sequence; 0 where there is none."""
     if mask_BS is None:
         return context.total(x_BSX.sum(1)) / (x_BSX.shape[1] * context.size)
     weight_BS1 = mask_BS[..., None].astype(x_BSX.dtype)
