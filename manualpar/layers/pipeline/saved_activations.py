@@ -3,8 +3,8 @@
 With `"inputs"` a stage keeps the input of the chunk, and the backward pass computes the chunk
 again. With `"residuals"` it keeps the residuals of autodiff (a remat policy in the layers chooses
 them), except values that do not depend on the chunk's input: parameters, their casts, masks and
-random bits. The backward pass computes these again from the parameters and the microbatch, so that they
-take no slot.
+random bits. The backward pass computes these again from the parameters and the microbatch, so
+that they take no slot.
 """
 
 from collections.abc import Callable, Sequence

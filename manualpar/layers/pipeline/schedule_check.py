@@ -28,8 +28,9 @@ def check_table(table: Table) -> None:
 
     Raises:
       ValueError: An F or B is missing, comes twice or comes before a pass that it depends on. A
-        value is never read, or replaces a value that is still needed. The number of slots is not
-        the number in use. Rows have an entry where no pass is, or disagree with the events.
+        value is put where no pass reads it, or replaces a value that is still needed. The number
+        of slots is not the number in use. Rows have an entry where no pass is, or disagree with the
+        events.
     """
     names = {*FORWARD_ROWS, *BACKWARD_ROWS, *HOP_ROWS}
     if set(table.rows) != names:
@@ -65,27 +66,27 @@ class _Slots:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.contents: dict[int, _Value] = {}
-        self.most = 0  # Maximum of slots in use at one time.
+        self.used: dict[int, _Value] = {}
+        self.most = 0  # Maximum number of slots in use at one time.
 
     def put(self, slot: int, value: _Value) -> None:
         if not 0 <= slot < self.size:
             raise ValueError(f"puts {_describe(value)} into slot {slot} of {self.size}")
-        if slot in self.contents:
+        if slot in self.used:
             raise ValueError(
-                f"puts {_describe(value)} into slot {slot}, where {_describe(self.contents[slot])} is "
+                f"puts {_describe(value)} into slot {slot}, where {_describe(self.used[slot])} is "
                 "still needed"
             )
-        self.contents[slot] = value
-        self.most = max(self.most, len(self.contents))
+        self.used[slot] = value
+        self.most = max(self.most, len(self.used))
 
     def read(self, slot: int, value: _Value, *, ends: bool) -> None:
         """Checks that a slot holds `value`, and frees the slot if this is the last read."""
-        if self.contents.get(slot) != value:
-            found = _describe(self.contents[slot]) if slot in self.contents else "nothing"
+        if self.used.get(slot) != value:
+            found = _describe(self.used[slot]) if slot in self.used else "nothing"
             raise ValueError(f"reads slot {slot} for {_describe(value)}, but it holds {found}")
         if ends:
-            del self.contents[slot]
+            del self.used[slot]
 
 
 class _Run:

@@ -78,11 +78,13 @@ class Table:
       events: Every F and B, by ticks.
       rows: The arrays that an executor reads, each int32[T, S]: -1 where there is no entry, 0 or 1
         where the name is a question. `forward_microbatch`, `forward_chunk` (of v) and
-        `forward_slot`, where the chunk's input is kept; `is_first` and `is_last`, whether the F is of the first or last
-        chunk of all; `last_gradient_slot`, where the F of the last chunk puts its gradient.
+        `forward_slot`, where the chunk's input is kept; `is_first` and `is_last`, whether the F is
+        of the first or last chunk of all stages; `last_gradient_slot`, where the F of the last
+        chunk puts its gradient.
         `backward_microbatch`, `backward_chunk`, `backward_slot` of the chunk's input,
         `gradient_slot` of its output's gradient, `backward_is_first`. `arriving_slot` and
-        `arriving_gradient_slot`, where the hop of the tick puts what arrives.
+        `arriving_gradient_slot`, where the hop of the tick puts the arriving
+        values.
       activation_slots: Slots that a device needs for inputs of chunks.
       gradient_slots: Slots that it needs for gradients; 0 without backward passes.
     """

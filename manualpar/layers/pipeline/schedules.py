@@ -113,7 +113,7 @@ def _simulate(schedule: str, stages: int, orders: Mapping[PassKind, list[_Place]
                 if not queue or (kind == "B" and schedule == "gpipe" and queues["F"]):
                     continue
                 microbatch, chunk = queue[0][0], queue[0][1] * stages + stage
-                # A neighbour's pass has to be in an earlier tick; this stage's F may be in this tick.
+                # A neighbour's pass must be in an earlier tick; this stage's F may be in this one.
                 if kind == "F":
                     ready = chunk == 0 or done.get(("F", microbatch, chunk - 1), tick) < tick
                 elif chunk == last:
