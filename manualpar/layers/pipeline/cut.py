@@ -35,7 +35,7 @@ def find_stacked(jaxpr: ClosedJaxpr, paths: Sequence[str]) -> frozenset[str]:
     """Finds the parameters with layers in dim 0: the scan over layers runs over them.
 
     Args:
-      jaxpr: A traced loss. Its first inputs are the whole parameters.
+      jaxpr: A traced loss. Its first inputs are the full parameters.
       paths: The paths of these parameters.
 
     Raises:
@@ -70,21 +70,23 @@ class LossPiece:
     """
 
     def __init__(
-        self, program: Jaxpr, results: Sequence[Any], *, cut: Any, given: bool = False
+        self, program: Jaxpr, results: Sequence[Any], *, cut: Any, after_cut: bool = False
     ) -> None:
         """Keeps the equations of `program` that `results` need, without the equation `cut`.
 
-        With `given` the outputs of `cut` are further inputs. This piece then also has all effects,
-        such as prints, of the equations around `cut`.
+        With `after_cut` the outputs of `cut` are further inputs, and the piece also has all
+        effects, such as prints, of the equations around `cut`.
         """
-        invars = [*program.invars, *(cut.outvars if given else ())]
+        invars = [*program.invars, *(cut.outvars if after_cut else ())]
         # An unused result is a DropVar, which cannot be an input.
         invars = [Var(v.aval) if isinstance(v, DropVar) else v for v in invars]
         jaxpr = program.replace(
             invars=invars,
             outvars=list(results),
             eqns=[
-                eqn for eqn in program.eqns if eqn is not cut and (given or not has_effects(eqn))
+                eqn
+                for eqn in program.eqns
+                if eqn is not cut and (after_cut or not has_effects(eqn))
             ],
         )
         number = len(program.invars)
@@ -92,9 +94,9 @@ class LossPiece:
         self.jaxpr, are_read = dce_jaxpr(jaxpr, [True] * len(results), instantiate=are_kept)
         self.reads = tuple(i for i in range(number) if are_read[i])
 
-    def __call__(self, inputs: Inputs, given: Sequence[Any] = ()) -> list[Any]:
-        """Computes the results from the program's inputs and, if `given`, the outputs of `cut`."""
-        results = run_retyped(self.jaxpr, [*(inputs[i] for i in self.reads), *given])
+    def __call__(self, inputs: Inputs, outputs: Sequence[Any] = ()) -> list[Any]:
+        """Computes the results from the program's inputs and, after the cut, its outputs."""
+        results = run_retyped(self.jaxpr, [*(inputs[i] for i in self.reads), *outputs])
         pairs: Any = zip(self.jaxpr.outvars, results, strict=True)
         return [x if isinstance(v, Var) else jnp.asarray(x, v.aval.dtype) for v, x in pairs]
 
@@ -121,7 +123,7 @@ class Cut:
     """
 
     def __init__(self, closed: ClosedJaxpr, paths: Sequence[str]) -> None:
-        """Cuts a traced loss whose first inputs are the whole parameters at `paths`.
+        """Cuts a traced loss whose first inputs are the full parameters at `paths`.
 
         Raises:
           ValueError: See `find_stacked`.
@@ -141,9 +143,9 @@ class Cut:
         self.carry = [jax.eval_shape(lambda x: x, v.aval) for v in carry]
         self.ys = [jax.eval_shape(lambda x: x, v.aval) for v in scan.outvars[size:]]
         self.prefix = LossPiece(program, carry, cut=scan)
-        others = [v for v, is_weight in pairs if not is_weight]
-        self.sides = LossPiece(program, [*consts, *others], cut=scan)
-        self.suffix = LossPiece(program, program.outvars, cut=scan, given=True)
+        scanned = [v for v, is_weight in pairs if not is_weight]
+        self.sides = LossPiece(program, [*consts, *scanned], cut=scan)
+        self.suffix = LossPiece(program, program.outvars, cut=scan, after_cut=True)
         self._weights = LossPiece(program, [v for v, is_weight in pairs if is_weight], cut=scan)
         self._layers = found
 
@@ -175,10 +177,12 @@ class Cut:
         params, fewer = self._layers.eqn.params, len(inputs[self.stacked[0]])
         num_consts, num_carry = scan_sizes(params)
         sides = self.sides(inputs)
-        consts, others = sides[:num_consts], iter(sides[num_consts:])
+        consts, scanned = sides[:num_consts], iter(sides[num_consts:])
         weights = iter(self._run_weights(inputs, fewer))
         xs = [
-            next(weights) if is_weight else jax.lax.dynamic_slice_in_dim(next(others), first, fewer)
+            next(weights)
+            if is_weight
+            else jax.lax.dynamic_slice_in_dim(next(scanned), first, fewer)
             for is_weight in self._layers.weights
         ]
         body = params["jaxpr"]

@@ -146,7 +146,7 @@ class PipelineRun:
         def combined_loss(combined: Any, *args: Any) -> Any:
             return loss(_split_as(params, combined), *args)
 
-        is_trained = jax.tree.leaves(combine(_marked(params)))
+        is_trained = jax.tree.leaves(combine(_mark_trained(params)))
         return self._work(combined_loss, combine(params), collections, parts, is_trained)
 
     def _work(
@@ -173,7 +173,7 @@ class PipelineRun:
         )
 
     def exchange_layers(self, tree: Any, *, back: bool = False) -> Any:
-        """Exchanges the layers that are stored on a stage for those that run there.
+        """Exchanges the layers that a stage stores for the layers that it runs.
 
         Args:
           tree: Parameters as they are stored, boxes allowed; or gradients as they were added up.
@@ -195,7 +195,7 @@ class PipelineRun:
         return jax.tree.unflatten(structure, leaves)
 
 
-def _marked(params: tuple[Any, Any]) -> tuple[Any, Any]:
+def _mark_trained(params: tuple[Any, Any]) -> tuple[Any, Any]:
     """Replaces each parameter of the two trees by whether it is trained."""
     trained, frozen = params
     return jax.tree.map(lambda _: True, trained), jax.tree.map(lambda _: False, frozen)
@@ -221,7 +221,7 @@ def _check_unchanged(loss: StagedLoss, collections: Any) -> None:
         if loss.cut.results[first + i] != loss.first_other + i:
             raise ValueError(
                 f"pipeline: the loss changes collection {jax.tree_util.keystr(path)}, expected "
-                "none to change, because every stage sees the layers of its own alone. Take "
+                "none to change, because every stage runs only its own layers. Take "
                 "LayerNorm or GroupNorm in place of BatchNorm, and leave collections out of "
                 "mutable=[...]."
             )

@@ -90,7 +90,8 @@ def find_layer_scan(jaxpr: Jaxpr, paths: Sequence[str]) -> LayerScan:
     walk = _Walk(jaxpr, {v: frozenset({i}) for i, v in enumerate(params) if _has_dims(v)})
     if len(walk.scans) > 1:
         lengths = " and ".join(
-            f"{eqn.params['length']} layers ({_some(paths, found)})" for eqn, found in walk.scans
+            f"{eqn.params['length']} layers ({_list_paths(paths, found)})"
+            for eqn, found in walk.scans
         )
         raise ValueError(
             f"pipeline: {len(walk.scans)} scans run over parameters, of {lengths}; expected one, "
@@ -101,7 +102,7 @@ def find_layer_scan(jaxpr: Jaxpr, paths: Sequence[str]) -> LayerScan:
         raise ValueError(_why_none(jaxpr, walk, paths))
     eqn, stacked = walk.scans[0]
     params, first = eqn.params, sum(scan_sizes(eqn.params))
-    layers = f"pipeline: the scan over {params['length']} layers ({_some(paths, stacked)})"
+    layers = f"pipeline: the scan over {params['length']} layers ({_list_paths(paths, stacked)})"
     if params["reverse"]:
         raise ValueError(f"{layers} runs backwards, expected reverse=False.")
     if not scan_sizes(params)[1]:
@@ -111,7 +112,7 @@ def find_layer_scan(jaxpr: Jaxpr, paths: Sequence[str]) -> LayerScan:
             raise ValueError(
                 f"pipeline: parameter {paths[index]!r} has a layer in each entry of dim 0, and is "
                 f"read by {reader} besides the scan over layers; expected only the scan to "
-                "read it, because each stage has the parameters of its own layers alone. For a "
+                "read it, because each stage has only the parameters of its own layers. For a "
                 "penalty on weights use the optimizer, such as optax.add_decayed_weights."
             )
     return LayerScan(eqn, stacked, tuple(bool(walk.origin(v)) for v in eqn.invars[first:]))
@@ -155,7 +156,7 @@ class _Walk:
             return
         where = str(eqn.source_info.name_stack)
         reader = f"{eqn.primitive.name} ({where})" if where else f"{eqn.primitive.name}"
-        self.reads += [(i, reader) for some in used for i in sorted(some)]
+        self.reads += [(i, reader) for params in used for i in sorted(params)]
 
 
 def _keeps_layers(eqn: Any, origins: Sequence[frozenset[int]]) -> bool:
@@ -179,7 +180,7 @@ def _why_none(jaxpr: Jaxpr, walk: _Walk, paths: Sequence[str]) -> str:
         "pipeline: no scan runs over parameters, expected one, over parameters with a layer in "
         "each entry of dim 0. Write the layers as nn.scan(Layer, variable_axes={'params': 0}, "
         "split_rngs={'params': True}, length=...), or as nnx.scan over a module made by nnx.vmap. "
-        f"The model's parameters are {_some(paths, range(len(paths)))}."
+        f"The model's parameters are {_list_paths(paths, range(len(paths)))}."
     )
 
 
@@ -202,7 +203,7 @@ def _has_dims(variable: Any) -> bool:
     return bool(variable.aval.shape)
 
 
-def _some(paths: Sequence[str], which: Iterable[int]) -> str:
+def _list_paths(paths: Sequence[str], which: Iterable[int]) -> str:
     """Shows the first three of the paths at the indices `which`."""
     names = [repr(paths[i]) for i in sorted(which)]
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -27,8 +27,8 @@ def run_retyped(jaxpr: Jaxpr, args: Sequence[Any], consts: Sequence[Any] = ()) -
     """Runs a program on arguments that may vary over more axes than its inputs.
 
     Raises:
-      ValueError: Such a value goes into a loop of unknown length, or a function with a gradient of
-        its own.
+      ValueError: Such a value goes into a loop of unknown length, or a function with a custom
+        gradient.
     """
     if not _are_wider(jaxpr.invars, args):
         return list(jaxpr_as_fun(ClosedJaxpr(jaxpr, consts))(*args))
@@ -79,8 +79,9 @@ def _run_wider(jaxpr: Jaxpr, eqn: Any, operands: list[Any]) -> list[Any]:
     if any(inner_jaxprs(eqn)):
         raise ValueError(
             f"pipeline: a value that differs between layers, and not between examples, goes into a "
-            f"{name} ({eqn.source_info.name_stack}), expected none, because the types of what is "
-            "in there are those of one device. Add the value times zero of an activation to it."
+            f"{name} ({eqn.source_info.name_stack}), expected none, because the code inside "
+            "of it was traced with the types of one device. Add the value times zero of an "
+            "activation to it."
         )
     operands = cast_to_varying(operands, varying_axes(operands))
     variables = [Var(jax.typeof(x)) for x in operands]  # Literals are replaced too.

@@ -117,7 +117,7 @@ class StageWork:
         self._kept = KeptInputs(chunk)
         if table.has_backward and keep == "residuals":
             x = zeros(staged.types)
-            params, frozen = self._parts_of(self._chunk_params(0))
+            params, frozen = self._split_trained(self._chunk_params(0))
             fixed = x.exact, first, self._stage, frozen
             self._kept = KeptResiduals(chunk, params, x.inexact, fixed)
         returned = staged.returns[1][0] if table.has_backward else staged.returns
@@ -174,12 +174,12 @@ class StageWork:
             x = self._where(
                 "is_first",
                 row,
-                lambda: self._prefix(self._some(loss.prefix_params), others),
+                lambda: self._prefix(self._pick(loss.prefix_params), others),
                 types,
                 otherwise=lambda: arrived,
                 permutes=cut.prefix.permutes,
             )
-            params, frozen = self._parts_of(self._chunk_params(mine["forward_chunk"]))
+            params, frozen = self._split_trained(self._chunk_params(mine["forward_chunk"]))
             fixed = x.exact, others, index, frozen
             y, kept = self._kept.forward(params, x.inexact, fixed)
             return x, y, kept if together else put(state.kept, mine["forward_slot"], kept)
@@ -205,7 +205,7 @@ class StageWork:
         before = self._sums(state, self.loss.suffix_params)
 
         def run() -> Any:
-            params, frozen = self._parts_of(self._some(self.loss.suffix_params))
+            params, frozen = self._split_trained(self._pick(self.loss.suffix_params))
 
             def call(params: Any, inexact: list[Any]) -> Any:
                 return self._suffix({**params, **frozen}, inexact, (y.exact, others))
@@ -239,7 +239,7 @@ class StageWork:
         before = self._sums(state, (*loss.chunk_params, *cut.stacked))
 
         def run() -> Any:
-            params, frozen = self._parts_of(self._chunk_params(mine["backward_chunk"]))
+            params, frozen = self._split_trained(self._chunk_params(mine["backward_chunk"]))
             fixed = x.exact, others, index, frozen
             grads, dx = self._kept.backward(params, x.inexact, fixed, kept, gradient)
             return dx, self._summed(before, grads, mine["backward_chunk"])
@@ -258,7 +258,7 @@ class StageWork:
             return state, dx
 
         def run_prefix() -> Any:
-            params, frozen = self._parts_of(self._some(loss.prefix_params))
+            params, frozen = self._split_trained(self._pick(loss.prefix_params))
 
             def prefix(params: Any) -> tuple[list[Any], list[Any]]:
                 x = self._prefix({**params, **frozen}, others)
@@ -306,10 +306,10 @@ class StageWork:
         """Counts a chunk of this stage over the chunks of all stages."""
         return jnp.maximum(chunk, 0) * self._table.num_stages + self._stage
 
-    def _some(self, numbers: Sequence[int]) -> dict[int, Any]:
+    def _pick(self, numbers: Sequence[int]) -> dict[int, Any]:
         return {i: self._params[i] for i in numbers}
 
-    def _parts_of(self, params: dict[int, Any]) -> tuple[dict[int, Any], dict[int, Any]]:
+    def _split_trained(self, params: dict[int, Any]) -> tuple[dict[int, Any], dict[int, Any]]:
         """Splits parameters into those to differentiate and the frozen parameters."""
         trained = {i: x for i, x in params.items() if i in self._trained}
         return trained, {i: x for i, x in params.items() if i not in self._trained}
@@ -322,7 +322,7 @@ class StageWork:
         """Gathers the parameters that a chunk reads; stacked ones are cut to its layers."""
         size = self.loss.chunk_layers
         first = jnp.maximum(chunk, 0) * size
-        return self._some(self.loss.chunk_params) | {
+        return self._pick(self.loss.chunk_params) | {
             i: jax.lax.dynamic_slice_in_dim(self._params[i], first, size)
             for i in self.loss.cut.stacked
         }

@@ -68,7 +68,7 @@ class StagedLoss:
         Raises:
           ValueError: The loss cannot be cut, or the scan over layers carries random keys.
         """
-        whole = [
+        full_types = [
             jax.eval_shape(lambda x: jnp.concatenate([x] * num_stages), x) if is_stacked else x
             for x, is_stacked in zip(params.values(), stacked, strict=True)
         ]
@@ -76,7 +76,7 @@ class StagedLoss:
         number = len(params)
         closed, self.returns = jax.make_jaxpr(
             lambda *args: loss(args[:number], args[number:]), return_shape=True
-        )(*whole, *others)
+        )(*full_types, *others)
         self.cut = cut = Cut(closed, list(params))
         for i, (path, is_stacked) in enumerate(zip(params, stacked, strict=True)):
             if is_stacked != (i in cut.stacked):

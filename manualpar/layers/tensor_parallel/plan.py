@@ -212,7 +212,7 @@ class TensorParallelInterface(LinenModel):
         return _split_param(self.planned, f"{path}/kernel", kernel)
 
     def check(self, trace: Callable[[Any], None]) -> None:
-        """Compares the calls of the loss on shards with those on whole arrays."""
+        """Compares the calls of the loss on shards with its calls on whole arrays."""
         if self.planned.verify:
             trace(dataclasses.replace(self, is_checked=True))
 
@@ -239,11 +239,11 @@ def _split_params(planned: TensorParallel, params: Any) -> Any:
         for n in range(len(parts) + 1)
     }
     for key, style in planned.plan:
-        fitting, kind = modules, "module that has parameters of its own"
+        candidates, kind = modules, "module that has parameters of its own"
         if isinstance(style, PerDevice):
-            fitting, kind = parents, "module"
-        if not fnmatch.filter(fitting, key):
-            near = difflib.get_close_matches(key, sorted(fitting), n=3, cutoff=0.0)
+            candidates, kind = parents, "module"
+        if not fnmatch.filter(candidates, key):
+            near = difflib.get_close_matches(key, sorted(candidates), n=3, cutoff=0.0)
             raise ValueError(
                 f"tensor_parallel: the plan's key {key!r} ({style}) matches no {kind}, expected "
                 f"one, such as {', '.join(map(repr, near))}."

@@ -240,7 +240,7 @@ class PlannedCalls:
                 "before it."
             ) from error
         except (ArithmeticError, AssertionError, IndexError, TypeError, ValueError) as error:
-            if _is_ours(error):
+            if _is_from_this_package(error):
                 raise
             message = str(error).partition("\n")[0].rstrip(".")
             raise ValueError(
@@ -257,8 +257,8 @@ class PlannedCalls:
                 "layers; or say sequence=False."
             )
         if isinstance(style, PerDevice):
-            others = numbers_to_name(module, error)
-            such = f", such as {', '.join(map(repr, others))}," if others else ""
+            names = numbers_to_name(module, error)
+            such = f", such as {', '.join(map(repr, names))}," if names else ""
             return (
                 f"Name in PerDevice the other numbers{such} that count what the plan splits, or "
                 "have the module write -1, or the size of its input, in their place."
@@ -296,7 +296,7 @@ def replace_features(
     return replace_fields(module, {"features": tuple(features)})
 
 
-def _is_ours(error: Exception) -> bool:
+def _is_from_this_package(error: Exception) -> bool:
     """Returns whether this package raised an error."""
     frame = error.__traceback__
     while frame is not None and frame.tb_next is not None:

@@ -54,7 +54,7 @@ from manualpar.layers.tensor_parallel.plan_styles import PerDevice, Row
 
 _PLANNED_SCOPE = "planned_module"
 # Attention is in the scope of a context axis, and computes each head separately.
-_OURS = frozenset({_PLANNED_SCOPE, CONTEXT_SCOPE, SEQUENCE_SCOPE, TENSOR_SCOPE})
+_TRUSTED_SCOPES = frozenset({_PLANNED_SCOPE, CONTEXT_SCOPE, SEQUENCE_SCOPE, TENSOR_SCOPE})
 # Modules that are known to be right under any style; the code of other modules is checked.
 _PRODUCTS = (nn.Dense, nn.DenseGeneral, nn.Conv, nn.Embed, SplitDense)
 _ROW_SCOPE = "planned_row"
@@ -72,25 +72,25 @@ _WHOLE_SIZE = (
 )
 _MENDS: Mapping[Reason, str] = {
     "axis": "Name the axis of the plan",
-    "constant": "Make it of the size of the whole, or split another dim",
+    "constant": "Make it from the size of the array that is not split, or split another dim",
     "convolution": "Give the convolution a style, Column() or Row()",
     "examples": "Gather examples over axes that split them",
-    "loop": "Scan over dims that are whole",
+    "loop": "Scan over dims that are not split",
     "mixed": "Split both, or neither",
-    "pad": "Pad dims that are whole",
+    "pad": "Pad dims that are not split",
     "parts": "The parts are on different devices. Have one product for each part, such as query, "
     "key and value, or split each head into its parts, as in reshape(..., num_heads, 3 * "
     "head_size); or leave the modules before and behind it out of the plan",
     "product": "Give the module that contracts it the style Row",
-    "program": "Have the code not depend on sizes of what is split",
+    "program": "Have the code not depend on sizes of split arrays",
     "random": "Have nn.Dropout draw them",
     "reduction": "A norm, a mean or a softmax needs all of it: put it behind a Row",
-    "reshape": "A device's part lies apart in it. Keep the split dim in front of those that it is "
-    "merged with: heads before their features, as in reshape(..., -1, head_size); or give the "
-    "module that says how many heads there are the style PerDevice('num_heads')",
+    "reshape": "A device's part is not contiguous in it. Keep the split dim in front of the dims "
+    "that it is merged with: heads before their features, as in reshape(..., -1, head_size); or "
+    "give the module that says how many heads there are the style PerDevice('num_heads')",
     "size": _WHOLE_SIZE,
-    "sum": "Have a Row be a product, and a bias, alone",
-    "two dims": "Combine no two split dims: one has to be whole, behind a Row",
+    "sum": "Have a Row be only a product and a bias",
+    "two dims": "Combine no two split dims: put one of them behind a Row, which makes it whole",
     "unknown": "It is not known whether that is right",
 }
 
@@ -188,7 +188,7 @@ class _WholeCalls:
             return next_fun(*args, **kwargs)
         devices = jax.lax.axis_size(self._axis)
 
-        def each(size: int) -> int:
+        def unshared_size(size: int) -> int:
             """Returns the size of a dim, where shared entries count once for each device."""
             return max(size, devices) if style.shared else size
 
@@ -199,7 +199,7 @@ class _WholeCalls:
             shape = list(declared.shape)
             dim = style.split_dim(name, len(shape))
             if dim is not None:
-                shape[dim] = each(shape[dim])
+                shape[dim] = unshared_size(shape[dim])
             like = nn.unbox(module.get_variable("params", name))
             if isinstance(style, Row) and name == "bias":  # Zeros on shards too.
                 zeros = jnp.zeros(shape, like.dtype)
@@ -210,7 +210,7 @@ class _WholeCalls:
             is_varying = self._axis in varying_axes(entry)
             return jnp.broadcast_to(leave(entry, self._axis) if is_varying else entry, shape)
 
-        with overridden(module, param=param), replace_features(module, style, each):
+        with overridden(module, param=param), replace_features(module, style, unshared_size):
             return next_fun(*args, **kwargs)
 
 
@@ -238,7 +238,7 @@ def _compare(
         for eqn in jaxprs[-1].eqns:
             if eqn.primitive.name in CASTS:
                 constants[eqn.outvars[0]] = _constant(eqn.invars[0], constants)
-    for one, other in paired(*map(_foreign, jaxprs)):
+    for one, other in paired(*map(_checked_equations, jaxprs)):
         where = "/".join(filter(None, (path, module_of_equation(one or other, _SCOPES))))
         try:
             check_same_operation(one, other)
@@ -247,8 +247,8 @@ def _compare(
             if is_product and stands_in(one, _SCOPES):
                 summed.add(where)
             elif where in summed and not _is_linear(one):
-                what = f"applies {one.primitive.name} to a part of a sum, before the devices' parts"
-                refuse(f"{what} are added up", "sum")
+                action = f"applies {one.primitive.name} to a part of a sum"
+                refuse(f"{action}, before the devices' parts are added up", "sum")
             else:
                 check_operation(one, other, axis=axis, devices=devices)
         except WrongOnShardsError as error:
@@ -266,12 +266,12 @@ def _is_linear(eqn: Any) -> bool:
     return is_scaling or eqn.primitive.name in _LINEAR
 
 
-def _foreign(jaxpr: Jaxpr) -> Iterator[Any]:
+def _checked_equations(jaxpr: Jaxpr) -> Iterator[Any]:
     """Yields the equations that are neither a planned module's nor this package's."""
     for eqn in jaxpr.eqns:
-        is_ours = stands_in(eqn, _OURS)
+        is_trusted = stands_in(eqn, _TRUSTED_SCOPES)
         # `enter` and `leave` use an axis_index to find out whether types are checked.
-        if not is_ours and eqn.primitive.name not in (*CASTS, "axis_index"):
+        if not is_trusted and eqn.primitive.name not in (*CASTS, "axis_index"):
             yield eqn
 
 
@@ -279,8 +279,8 @@ def _check_constants(one: Any, other: Any, constants: dict[Any, Any]) -> None:
     for variables in zip(one.invars, other.invars, strict=False):
         a, b = (_constant(x, constants) for x in variables)
         if a is not None and b is not None and not np.array_equal(a, b, equal_nan=_has_nan(a)):
-            what = f"applies {one.primitive.name} with a constant"
-            refuse(f"{what} that is made of the size of what is split", "constant")
+            action = f"applies {one.primitive.name} with a constant"
+            refuse(f"{action} that is made of the size of a split array", "constant")
 
 
 def _constant(variable: Any, constants: dict[Any, Any]) -> Any:

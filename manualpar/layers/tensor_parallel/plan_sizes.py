@@ -88,7 +88,7 @@ def local_sizes(where: str, module: nn.Module, style: PerDevice, devices: int) -
                 )
             field, _, rest = name.partition(".")
             before, share = getattr(module, field), LocalSize(whole // devices, whole)
-            value = _with(before, rest, share) if rest else share
+            value = _replace_at(before, rest, share) if rest else share
             stack.enter_context(replace_fields(module, {field: value}))
             if _look_up(module, name) != share:
                 raise ValueError(
@@ -153,11 +153,11 @@ def _look_up(owner: Any, name: str) -> Any:
     return owner
 
 
-def _with(owner: Any, name: str, value: Any) -> Any:
+def _replace_at(owner: Any, name: str, value: Any) -> Any:
     """Copies an object, with another value of the attribute or entry at a dotted name."""
     part, _, rest = name.partition(".")
     if rest:
-        value = _with(_look_up(owner, part), rest, value)
+        value = _replace_at(_look_up(owner, part), rest, value)
     if isinstance(owner, Mapping):
         return {**owner, part: value}
     other = copy.copy(owner)
