@@ -29,7 +29,7 @@ def sent_in_round(num_stages: int, chunks: int, index: int) -> list[int]:
 
 
 def exchange(x: Any, axis: str, chunks: int, *, back: bool = False) -> Any:
-    """Sends the layers that a stage stores to the stages that run them, or their gradients back.
+    """Sends stored layers to the stages that run them, or gradients back.
 
     Args:
       x: `[L/S, ...]`, the contiguous layers that this stage stores; with `back` the layers that it

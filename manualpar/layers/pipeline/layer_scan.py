@@ -80,7 +80,7 @@ def find_layer_scan(jaxpr: Jaxpr, paths: Sequence[str]) -> LayerScan:
     """Finds the scan that runs over parameters.
 
     Args:
-      jaxpr: A program as `written_out` makes it. Its first inputs are the parameters.
+      jaxpr: A program that `written_out` returned. Its first inputs are the parameters.
       paths: The paths of the parameters.
 
     Raises:

@@ -75,7 +75,7 @@ class Table:
       num_stages: S.
       num_microbatches: M.
       chunks: v.
-      events: Every F and B, by ticks.
+      events: Every F and B, ordered by tick.
       rows: The arrays that an executor reads, each int32[T, S]: -1 where there is no entry, 0 or 1
         where the name is a question. `forward_microbatch`, `forward_chunk` (of v) and
         `forward_slot`, where the chunk's input is kept; `is_first` and `is_last`, whether the F is
@@ -128,11 +128,11 @@ class Table:
 
     @property
     def bubble(self) -> float:
-        """The share of its time in which a device idles, if only chunks take time."""
+        """The share of time in which a device idles, if only chunks take time."""
         return self.idle_share(Costs())
 
     def busy(self, costs: Costs) -> np.ndarray:
-        """Returns how long each F and B takes a stage, by ticks: `[2, T, S]`."""
+        """Returns the time of each F and B for each tick and stage: `[2, T, S]`."""
         rows = self.rows
         forward = (
             costs.forward * (rows["forward_microbatch"] >= 0)
@@ -153,6 +153,6 @@ class Table:
         return np.asarray(self.busy(costs).sum(axis=0).max(axis=1))
 
     def idle_share(self, costs: Costs) -> float:
-        """Returns the share of its time in which a device idles, on average over the stages."""
+        """Returns the share of time in which a device idles, on average over the stages."""
         computing = self.busy(costs).sum() / self.num_stages
         return float(1 - computing / self.tick_times(costs).sum())

@@ -2,8 +2,8 @@
 
 A *plan* says which modules compute with shards of their parameters. Its keys are globs on module
 paths and its values are styles: `Column` modules compute some of the outputs on each device, `Row`
-modules take some of the inputs and their products are summed, `Vocab` modules are embeddings of
-which each device has some rows. A module whose code uses the number of heads is
+modules take some of the inputs and sum their products, and `Vocab` modules are embeddings with some
+rows on each device. A module whose code uses the number of heads is
 `PerDevice`. As in Megatron-LM (Shoeybi et al., https://arxiv.org/abs/1909.08053), a row follows
 a column, and the operations between them, such as the heads of attention, run in parallel.
 
@@ -134,7 +134,7 @@ class TensorParallel:
       plan: The pairs of a glob on module paths and a style.
       axis: The mesh axis.
       sequence: Whether activations between layers are split along their sequence.
-      overlap: Whether products send while they compute.
+      overlap: Whether products send while they compute, see `tensor_parallel`.
       verify: Whether a program checks the operations of the model on shards.
     """
 

@@ -1,4 +1,4 @@
-"""The calls of a planned model's modules, on shards.
+"""Intercepts the calls of a planned model's modules on shards.
 
 While a module of the plan runs, this replaces everything that differs from one device: the shapes
 that it expects of its parameters, the features that `nn.DenseGeneral` reshapes to, its input, and
@@ -30,7 +30,7 @@ StyleOf = Callable[[str], Style | None]
 
 
 class PlannedCalls:
-    """The interceptor of one application of a planned model."""
+    """Intercepts the module calls in one application of a planned model."""
 
     def __init__(
         self, style_of: StyleOf, axis: str, *, sequence: bool, overlap: LayerOverlap

@@ -26,7 +26,7 @@ class DerivedPlan(dict[str, Style]):
     """A plan, styles by module path.
 
     Attributes:
-      whole: For each parameter that the rules split and the plan does not, the reason.
+      whole: The reason for each parameter that the rules split but the plan does not.
     """
 
     whole: dict[str, str]

@@ -1,4 +1,4 @@
-"""How a module of a plan computes with shards of its parameters."""
+"""Styles: the ways in which a module computes with shards of its parameters."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -58,7 +58,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Vocab:
-    """An `nn.Embed` of which each device has some rows; `attend` gives its part of the logits."""
+    """An `nn.Embed` with some rows on each device; `attend` returns a device's part of the logits."""
 
     shared: ClassVar[bool] = False
 
