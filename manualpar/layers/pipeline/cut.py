@@ -1,16 +1,16 @@
-"""Cuts a traced loss at its scan over layers: what is before it, the layers, and what is after it.
+"""Cuts a traced loss at its scan over layers into the parts before it, in it, and after it.
 
 Model and loss are written for one device. In the traced loss one `scan` runs over parameters that
-are stacked in dim 0. There the loss is cut into pieces, each the least program that its results
-need:
+are stacked in dim 0. There the loss is cut into pieces, each with only the
+equations that its results need:
 
-- the *prefix* computes what goes into the first layer,
+- the *prefix* computes the input of the first layer,
 - the *layers* are the body of the scan,
-- the *sides* are the values besides that all layers read, such as masks, angles and keys,
-- and the *suffix* makes loss and metrics of what comes out of the last layer.
+- the *sides* are the other values that all layers read, such as masks, angles and keys,
+- and the *suffix* computes loss and metrics from the output of the last layer.
 
-A value from before the layers that the suffix reads is computed by both. So is what two pieces
-share of anything else, such as a tied embedding.
+If two pieces need the same value, both compute it. This holds for a value from before the layers
+that the suffix reads too, and for a tied embedding.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,15 +27,15 @@ from manualpar.layers.pipeline.layer_scan import find_layer_scan, written_out
 from manualpar.layers.pipeline.per_layer_ops import for_fewer_layers
 from manualpar.layers.pipeline.replay import run_retyped
 
-# The inputs of a traced loss by number; its constants have the numbers after the last input.
+# The inputs of a traced loss by index; its constants have the indices after the last input.
 Inputs = Mapping[int, Any]
 
 
 def find_stacked(jaxpr: ClosedJaxpr, paths: Sequence[str]) -> frozenset[str]:
-    """The parameters with layers in dim 0: those that the scan over layers runs over.
+    """Finds the parameters with layers in dim 0: the scan over layers runs over them.
 
     Args:
-      jaxpr: A traced loss. Its first inputs are the whole parameters.
+      jaxpr: A traced loss. Its first inputs are the full parameters.
       paths: The paths of these parameters.
 
     Raises:
@@ -63,28 +63,30 @@ def check_divides(length: int, num_stages: int, chunks: int) -> None:
 
 
 class LossPiece:
-    """A part of a program: the least of it that some values need.
+    """The part of a program that some values need.
 
     Attributes:
-      reads: The numbers of the program's inputs that it reads.
+      reads: The indices of the program's inputs that it reads.
     """
 
     def __init__(
-        self, program: Jaxpr, results: Sequence[Any], *, cut: Any, given: bool = False
+        self, program: Jaxpr, results: Sequence[Any], *, cut: Any, after_cut: bool = False
     ) -> None:
-        """The part of `program`, without its equation `cut`, that computes `results`.
+        """Keeps the equations of `program` that `results` need, without the equation `cut`.
 
-        Where results need what `cut` computes, it is `given`. That part also has all effects, such
-        as prints, of what surrounds `cut`.
+        With `after_cut` the outputs of `cut` are further inputs, and the piece also has all
+        effects, such as prints, of the equations around `cut`.
         """
-        invars = [*program.invars, *(cut.outvars if given else ())]
-        # A result that nobody needs has no name that an input could have.
+        invars = [*program.invars, *(cut.outvars if after_cut else ())]
+        # An unused result is a DropVar, which cannot be an input.
         invars = [Var(v.aval) if isinstance(v, DropVar) else v for v in invars]
         jaxpr = program.replace(
             invars=invars,
             outvars=list(results),
             eqns=[
-                eqn for eqn in program.eqns if eqn is not cut and (given or not has_effects(eqn))
+                eqn
+                for eqn in program.eqns
+                if eqn is not cut and (after_cut or not has_effects(eqn))
             ],
         )
         number = len(program.invars)
@@ -92,15 +94,15 @@ class LossPiece:
         self.jaxpr, are_read = dce_jaxpr(jaxpr, [True] * len(results), instantiate=are_kept)
         self.reads = tuple(i for i in range(number) if are_read[i])
 
-    def __call__(self, inputs: Inputs, given: Sequence[Any] = ()) -> list[Any]:
-        """Its results, from the program's inputs and what is given besides."""
-        results = run_retyped(self.jaxpr, [*(inputs[i] for i in self.reads), *given])
+    def __call__(self, inputs: Inputs, outputs: Sequence[Any] = ()) -> list[Any]:
+        """Computes the results from the program's inputs and, after the cut, its outputs."""
+        results = run_retyped(self.jaxpr, [*(inputs[i] for i in self.reads), *outputs])
         pairs: Any = zip(self.jaxpr.outvars, results, strict=True)
         return [x if isinstance(v, Var) else jnp.asarray(x, v.aval.dtype) for v, x in pairs]
 
     @property
     def permutes(self) -> bool:
-        """Whether it sends anything by a permute."""
+        """Whether the piece contains a permute."""
         return permutes(self.jaxpr)
 
 
@@ -109,19 +111,19 @@ class Cut:
 
     Attributes:
       length: The number of layers, `L`.
-      stacked: The numbers of the parameters that the scan runs over.
-      constants: The loss's constants by number.
-      results: For each result of the loss the number of the input that it is, or `None`.
-      carry: The types of what a layer hands on.
-      ys: The types of what all layers return besides, `[L, ...]`.
-      prefix: Computes what goes into the first layer.
-      sides: Computes the values that all layers read, and after them those, `[L, ...]`, of which
-        each layer reads its own.
-      suffix: Computes the loss's results; it is given what the scan computes.
+      stacked: The indices of the parameters that the scan runs over.
+      constants: The loss's constants by index.
+      results: For each result of the loss, the index of the input that it equals, or `None`.
+      carry: The types of the scan's carry: the activations between layers.
+      ys: The types of the scan's stacked outputs, `[L, ...]`.
+      prefix: Computes the input of the first layer.
+      sides: Computes the values that all layers read, then the scanned values `[L, ...]` that are
+        not parameters.
+      suffix: Computes the loss's results; the outputs of the scan are further inputs.
     """
 
     def __init__(self, closed: ClosedJaxpr, paths: Sequence[str]) -> None:
-        """Cuts a traced loss whose first inputs are the whole parameters at `paths`.
+        """Cuts a traced loss whose first inputs are the full parameters at `paths`.
 
         Raises:
           ValueError: See `find_stacked`.
@@ -141,20 +143,20 @@ class Cut:
         self.carry = [jax.eval_shape(lambda x: x, v.aval) for v in carry]
         self.ys = [jax.eval_shape(lambda x: x, v.aval) for v in scan.outvars[size:]]
         self.prefix = LossPiece(program, carry, cut=scan)
-        others = [v for v, is_weight in pairs if not is_weight]
-        self.sides = LossPiece(program, [*consts, *others], cut=scan)
-        self.suffix = LossPiece(program, program.outvars, cut=scan, given=True)
+        scanned = [v for v, is_weight in pairs if not is_weight]
+        self.sides = LossPiece(program, [*consts, *scanned], cut=scan)
+        self.suffix = LossPiece(program, program.outvars, cut=scan, after_cut=True)
         self._weights = LossPiece(program, [v for v, is_weight in pairs if is_weight], cut=scan)
         self._layers = found
 
     @property
     def side_params(self) -> frozenset[int]:
-        """The numbers of the inputs besides `stacked` that layers read."""
+        """The indices of the inputs that layers read, without `stacked`."""
         return frozenset((*self.sides.reads, *self._weights.reads)) - set(self.stacked)
 
     @property
     def layers_permute(self) -> bool:
-        """Whether layers, or what is computed for them, send anything by a permute."""
+        """Whether the layers, or the values computed for them, contain a permute."""
         body = self._layers.eqn.params["jaxpr"].jaxpr
         return self.sides.permutes or self._weights.permutes or permutes(body)
 
@@ -164,21 +166,23 @@ class Cut:
         """Runs some of the layers.
 
         Args:
-          inputs: The inputs that layers read; of stacked parameters those of these layers alone,
+          inputs: The inputs that layers read; stacked parameters have only these layers,
             `[k, ...]`.
-          carry: What goes into the first of these layers.
-          first: The number of that layer.
+          carry: The input of the first of these layers.
+          first: The index of that layer.
 
         Returns:
-          What comes out of the last of them, and what they return besides, `[k, ...]`.
+          The output of the last of these layers, and their stacked outputs, `[k, ...]`.
         """
         params, fewer = self._layers.eqn.params, len(inputs[self.stacked[0]])
         num_consts, num_carry = scan_sizes(params)
         sides = self.sides(inputs)
-        consts, others = sides[:num_consts], iter(sides[num_consts:])
+        consts, scanned = sides[:num_consts], iter(sides[num_consts:])
         weights = iter(self._run_weights(inputs, fewer))
         xs = [
-            next(weights) if is_weight else jax.lax.dynamic_slice_in_dim(next(others), first, fewer)
+            next(weights)
+            if is_weight
+            else jax.lax.dynamic_slice_in_dim(next(scanned), first, fewer)
             for is_weight in self._layers.weights
         ]
         body = params["jaxpr"]
@@ -191,7 +195,7 @@ class Cut:
         return jax.lax.scan(layer, list(carry), xs, unroll=min(params["unroll"], fewer))
 
     def _run_weights(self, inputs: Inputs, fewer: int) -> list[Any]:
-        """What the scan runs over, of some layers."""
+        """Computes the scanned parameters of `fewer` layers."""
         jaxpr, reads = self._weights.jaxpr, self._weights.reads
         stacked = {v for v, i in zip(jaxpr.invars, reads, strict=True) if i in self.stacked}
         eqns = []
@@ -204,5 +208,5 @@ class Cut:
 
 
 def permutes(jaxpr: Jaxpr) -> bool:
-    """Whether a program sends anything by a permute."""
+    """Returns whether a program contains a permute."""
     return any(eqn.primitive.name == "ppermute" for eqn in all_equations(jaxpr))

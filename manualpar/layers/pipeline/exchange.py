@@ -1,13 +1,12 @@
 """Exchanges layers between stages, so that chunks interleave.
 
-Stored are stacked parameters in one contiguous run of layers on each stage, because that is what a
-`PartitionSpec` can say. With `v` chunks on each of `S` stages, chunk `k` of `v S` runs on stage
-`k % S` as its chunk number `k // S`. So it is sent there once a step, and its gradient is sent
-back.
+Each stage stores a contiguous run of layers, because a `PartitionSpec` cannot express interleaving.
+With `v` chunks on each of `S` stages, chunk `k` of `v S` runs on stage `k % S`, as chunk `k // S`
+of that stage. So it is sent there once a step, and its gradient is sent back.
 
 In each of `v` rounds every stage sends one chunk and receives one. Stage `a` stores the chunks
 `a v, ..., a v + v - 1`. With `g` the greatest common divisor of `S` and `v`, it sends in round `i`
-that at `(i // g) g + (i + a g // S) % g`. Two stages never send to the same one in a round.
+the stored chunk at `(i // g) g + (i + a g // S) % g`. No stage receives two chunks in a round.
 """
 
 import math
@@ -20,21 +19,21 @@ from manualpar.core.tracing.scopes import PIPELINE_SCOPE
 
 
 def sent_in_round(num_stages: int, chunks: int, index: int) -> list[int]:
-    """The number, of all chunks, of the one that each stage sends in a round."""
+    """Returns the chunk that each stage sends in round `index`, counted over all stages."""
     shared = math.gcd(num_stages, chunks)
-    local = [
+    places = [
         index // shared * shared + (index + stage * shared // num_stages) % shared
         for stage in range(num_stages)
     ]
-    return [stage * chunks + place for stage, place in enumerate(local)]
+    return [stage * chunks + place for stage, place in enumerate(places)]
 
 
 def exchange(x: Any, axis: str, chunks: int, *, back: bool = False) -> Any:
-    """Sends the layers that a stage stores to the stages that run them, or their gradients back.
+    """Sends stored layers to the stages that run them, or gradients back.
 
     Args:
-      x: `[L/S, ...]`, this stage's contiguous layers; with `back` those that it runs, chunk after
-        chunk.
+      x: `[L/S, ...]`, the contiguous layers that this stage stores; with `back` the layers that it
+        runs, chunk after chunk.
       axis: The mesh axis of stages.
       chunks: The number of chunks on a stage, a divisor of `L/S`.
       back: Whether to undo the exchange.
@@ -51,7 +50,7 @@ def exchange(x: Any, axis: str, chunks: int, *, back: bool = False) -> Any:
     for index in range(chunks):
         sent = sent_in_round(num_stages, chunks, index)
         there = [chunk % num_stages for chunk in sent]
-        # The places of what each stage sends and of what it receives.
+        # The places of the chunk that each stage sends and of the chunk that it receives.
         home = [chunk % chunks for chunk in sent]
         away = [sent[there.index(stage)] // num_stages for stage in range(num_stages)]
         pairs = list(enumerate(there))

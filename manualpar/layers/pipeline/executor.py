@@ -1,21 +1,22 @@
-"""Runs a pipeline: microbatches that are in different layers, on different devices, at one time.
+"""Runs a pipeline: several microbatches at once, each in the layers of another stage.
 
-A pipeline is another way to accumulate gradients. Its result is that of `core.gradients.scanned`.
-Each device along the axis is a stage, with the parameters of some layers, and with all parameters
-that are not of layers. A table says what each stage does in each tick, see `schedules`: at most the
-forward pass F of a microbatch through a chunk of layers, then at most one backward pass B, and then
-activations go one stage on and gradients one back. A `lax.scan` runs the ticks.
+A pipeline is another way to accumulate gradients. It returns the same as `core.gradients.scanned`.
+Each device along the axis is a stage. It has the parameters of some layers, and all parameters
+that do not belong to layers. A table gives the work of each stage in each tick, see `schedules`: at
+most one forward pass F of a microbatch through a chunk of layers, then at most one backward pass B,
+and then activations are sent to the next stage and gradients to the stage before. A `lax.scan` runs
+the ticks.
 
 The stage of the first chunk runs the prefix of the loss before it, and the stage of the last chunk
-runs the suffix after it, and its backward pass at once. All of them differentiate the same function
-of the parameters. So each stage has a part of the gradient of a parameter that is not of layers,
-and the sum over stages is the gradient.
+runs the suffix after it, and its backward pass at once. All stages differentiate the same
+function of the parameters. So each stage has a part of the gradient of a parameter outside the
+layers, and the sum over stages is the gradient.
 
 Invariants: activations and gradients are sent in every tick, by all devices, outside of any
-condition. What a condition contains is sent among devices of one stage. A permute is in no
-condition that differs between devices, because some backends wait in it for all of them. Where
-layers permute, all stages compute a chunk in the ticks in which one has to, and the others leave
-the result out.
+condition. Collectives inside a condition run among the devices of one stage. A permute is in no
+condition that differs between devices, because some backends wait in it for all devices. If layers
+permute, all stages compute a chunk in each tick in which one stage has to, and the other stages
+ignore the result.
 
 Symbols: `S` stages, `v` chunks of layers on a stage, `M` microbatches, `L` layers.
 """
@@ -43,16 +44,16 @@ from manualpar.layers.pipeline.staged_loss import StagedLoss
 
 @dataclasses.dataclass(frozen=True)
 class PipelineRun:
-    """A `Accumulation` whose minibatches pass through stages.
+    """An `Accumulation` whose minibatches pass through stages.
 
     Attributes:
       axis: The mesh axis of stages.
       schedule: The name of the schedule.
       num_stages: The number of stages, `S`.
-      chunks: Chunks of layers on a stage, `v`; more than one are interleaved.
+      chunks: Chunks of layers on a stage, `v`; if there are several, they are interleaved.
       num_microbatches: The number of microbatches of a step, `M`.
       stacked: For each parameter, whether layers are stacked in dim 0.
-      keep: What is kept of a chunk until its backward pass: its input, or what autodiff keeps.
+      keep: What a chunk saves for its backward pass: its input, or the residuals of autodiff.
       regathers: Whether gathered parameters are dropped after the forward pass of a chunk, and
         gathered again for its backward pass.
     """
@@ -74,7 +75,7 @@ class PipelineRun:
     def staged(
         self, loss: WeightedLoss, params: Any, collections: Any, minibatches: Any
     ) -> StagedLoss:
-        """The loss as stages run it; arguments as those of a call."""
+        """Traces the loss and cuts it into stages. Arguments are as in `__call__`."""
         return self._differentiated(loss, params, collections, minibatches).loss
 
     def __call__(
@@ -84,23 +85,24 @@ class PipelineRun:
 
         Args:
           loss: The loss of a microbatch, times its count.
-          params: A stage's parameters that are trained, and its frozen ones; boxes allowed,
-            varying over the axes of the batch; those that are stacked `[L/S, ...]`, as
-            `exchange_layers` gives them.
+          params: A stage's trained parameters, and its frozen parameters; boxes allowed,
+            varying over the axes of the batch; stacked parameters are `[L/S, ...]`, as
+            `exchange_layers` returns them.
           collections: The collections, which the loss must not change.
           minibatches: The microbatches and their keys, `[M, ...]`.
           reduce: Applied to the sum of the gradients.
 
         Returns:
-          The sums of the gradients, those of stacked parameters this stage's, those of others this
-          stage's part; the sums of the metrics, the same on all stages; and the collections.
+          The sums of the gradients (complete for this stage's stacked parameters, this stage's
+          part for other parameters); the sums of the metrics, the same on all stages; and the
+          collections.
 
         Raises:
           ValueError: The loss cannot be cut into stages, or it changes collections.
 
         Communication:
-          In each tick a permute of the activations of a microbatch to the next stage, and one of
-          their gradients to the one before. One all-reduce of the metrics over `axis`.
+          In each tick a permute of the activations of a microbatch to the next stage, and a permute
+          of their gradients to the stage before. One all-reduce of the metrics over `axis`.
         """
         work = self._differentiated(loss, params, collections, minibatches)
         _check_unchanged(work.loss, collections)
@@ -110,14 +112,14 @@ class PipelineRun:
     def metrics(
         self, measure: Callable[..., Metrics], params: Any, collections: Any, batch: Any, rng: Any
     ) -> Metrics:
-        """The metrics of a batch, from the forward pass alone.
+        """Computes the metrics of a batch with forward passes only.
 
         Args:
           measure: `measure(params, collections, batch, rng)`, the metrics of some examples.
           params: A stage's parameters, in one tree.
           collections: The collections, which are read.
-          batch: A device's examples, `[B, ...]`. They are split into as many microbatches as
-            divide them, at most `M`.
+          batch: A device's examples, `[B, ...]`. They are split into `n` microbatches, where
+            `n` is the largest divisor of `B` that is at most `M`.
           rng: A key.
 
         Returns:
@@ -139,14 +141,13 @@ class PipelineRun:
     def _differentiated(
         self, loss: WeightedLoss, params: Any, collections: Any, parts: Any
     ) -> StageWork:
-        """The work on parameters in two trees, of which the first has those that are trained."""
+        """Makes the stage's work for `params`, a pair of trained and frozen parameters."""
 
-        def of_whole(whole: Any, *args: Any) -> Any:
-            return loss(_split_as(params, whole), *args)
+        def combined_loss(combined: Any, *args: Any) -> Any:
+            return loss(_split_as(params, combined), *args)
 
-        whole = combine(params)
-        is_trained = jax.tree.leaves(combine(_marked(params)))
-        return self._work(of_whole, whole, collections, parts, is_trained)
+        is_trained = jax.tree.leaves(combine(_mark_trained(params)))
+        return self._work(combined_loss, combine(params), collections, parts, is_trained)
 
     def _work(
         self,
@@ -172,17 +173,17 @@ class PipelineRun:
         )
 
     def exchange_layers(self, tree: Any, *, back: bool = False) -> Any:
-        """Exchanges the layers that are stored on a stage for those that run there.
+        """Exchanges the layers that a stage stores for the layers that it runs.
 
         Args:
           tree: Parameters as they are stored, boxes allowed; or gradients as they were added up.
-          back: Whether gradients go to where the parameters are stored.
+          back: Whether to send gradients back to the stages that store the parameters.
 
         Returns:
           The tree. It is the same with `chunks=1`, because a stage runs the layers that it stores.
 
         Communication:
-          That of `exchange` for stacked parameters.
+          As `exchange`, for each stacked parameter.
         """
         if self.chunks == 1:
             return tree
@@ -194,33 +195,33 @@ class PipelineRun:
         return jax.tree.unflatten(structure, leaves)
 
 
-def _marked(params: tuple[Any, Any]) -> tuple[Any, Any]:
-    """The two trees with whether a parameter is trained in its place."""
+def _mark_trained(params: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Replaces each parameter of the two trees by whether it is trained."""
     trained, frozen = params
     return jax.tree.map(lambda _: True, trained), jax.tree.map(lambda _: False, frozen)
 
 
-def _split_as(params: tuple[Any, Any], whole: Any) -> tuple[Any, ...]:
-    """A tree in the two parts of which `combine` makes such a one."""
+def _split_as(params: tuple[Any, Any], tree: Any) -> tuple[Any, ...]:
+    """Splits a tree into trained and frozen parts, as `params` is split; undoes `combine`."""
 
     def is_leaf(x: Any) -> bool:
         return is_masked(x) or is_box(x)
 
-    def choose(own: Any, x: Any) -> Any:
-        return own if is_masked(own) else x
+    def choose(param: Any, x: Any) -> Any:
+        return param if is_masked(param) else x
 
-    return tuple(jax.tree.map(choose, part, whole, is_leaf=is_leaf) for part in params)
+    return tuple(jax.tree.map(choose, part, tree, is_leaf=is_leaf) for part in params)
 
 
 def _check_unchanged(loss: StagedLoss, collections: Any) -> None:
-    """Refuses a loss that changes collections: microbatches overtake each other."""
+    """Refuses a loss that changes collections, because microbatches overtake each other."""
     paths = jax.tree_util.tree_leaves_with_path(collections)
     first = len(loss.cut.results) - len(paths)
     for i, (path, _) in enumerate(paths):
         if loss.cut.results[first + i] != loss.first_other + i:
             raise ValueError(
                 f"pipeline: the loss changes collection {jax.tree_util.keystr(path)}, expected "
-                "none to change, because every stage sees the layers of its own alone. Take "
+                "none to change, because every stage runs only its own layers. Take "
                 "LayerNorm or GroupNorm in place of BatchNorm, and leave collections out of "
                 "mutable=[...]."
             )

@@ -15,8 +15,8 @@ class LayerScan(NamedTuple):
 
     Attributes:
       eqn: Its equation.
-      stacked: The numbers of the parameters that it runs over.
-      weights: For each value that it runs over, whether it is made of parameters.
+      stacked: The indices of the parameters that it runs over.
+      weights: For each scanned value, whether it is computed from parameters.
     """
 
     eqn: Any
@@ -25,7 +25,7 @@ class LayerScan(NamedTuple):
 
 
 def written_out(closed: ClosedJaxpr) -> tuple[Jaxpr, list[Any]]:
-    """A program without calls and without what its results do not need.
+    """Inlines all calls of a program and removes the equations that its results do not need.
 
     Returns:
       The program, and its constants, which are its last inputs.
@@ -45,7 +45,7 @@ def written_out(closed: ClosedJaxpr) -> tuple[Jaxpr, list[Any]]:
 def _inline(
     closed: ClosedJaxpr, operands: Sequence[Any], scope: Any
 ) -> tuple[list[Any], list[Any], dict[Var, Any]]:
-    """The equations of a program applied to operands, its results, and constants.
+    """Inlines a program on operands: returns its equations, its results, and its constants.
 
     Variables are new, because a function that is called twice is traced once.
     """
@@ -77,20 +77,21 @@ def _inline(
 
 
 def find_layer_scan(jaxpr: Jaxpr, paths: Sequence[str]) -> LayerScan:
-    """The scan that runs over parameters.
+    """Finds the scan that runs over parameters.
 
     Args:
-      jaxpr: A program as `written_out` makes it. Its first inputs are the parameters.
+      jaxpr: A program that `written_out` returned. Its first inputs are the parameters.
       paths: The paths of the parameters.
 
     Raises:
-      ValueError: There is none, or several, or it cannot be cut there.
+      ValueError: There is no such scan, or several, or the program cannot be cut there.
     """
     params = jaxpr.invars[: len(paths)]
     walk = _Walk(jaxpr, {v: frozenset({i}) for i, v in enumerate(params) if _has_dims(v)})
     if len(walk.scans) > 1:
         lengths = " and ".join(
-            f"{eqn.params['length']} layers ({_some(paths, found)})" for eqn, found in walk.scans
+            f"{eqn.params['length']} layers ({_list_paths(paths, found)})"
+            for eqn, found in walk.scans
         )
         raise ValueError(
             f"pipeline: {len(walk.scans)} scans run over parameters, of {lengths}; expected one, "
@@ -101,7 +102,7 @@ def find_layer_scan(jaxpr: Jaxpr, paths: Sequence[str]) -> LayerScan:
         raise ValueError(_why_none(jaxpr, walk, paths))
     eqn, stacked = walk.scans[0]
     params, first = eqn.params, sum(scan_sizes(eqn.params))
-    layers = f"pipeline: the scan over {params['length']} layers ({_some(paths, stacked)})"
+    layers = f"pipeline: the scan over {params['length']} layers ({_list_paths(paths, stacked)})"
     if params["reverse"]:
         raise ValueError(f"{layers} runs backwards, expected reverse=False.")
     if not scan_sizes(params)[1]:
@@ -111,7 +112,7 @@ def find_layer_scan(jaxpr: Jaxpr, paths: Sequence[str]) -> LayerScan:
             raise ValueError(
                 f"pipeline: parameter {paths[index]!r} has a layer in each entry of dim 0, and is "
                 f"read by {reader} besides the scan over layers; expected only the scan to "
-                "read it, because each stage has the parameters of its own layers alone. For a "
+                "read it, because each stage has only the parameters of its own layers. For a "
                 "penalty on weights use the optimizer, such as optax.add_decayed_weights."
             )
     return LayerScan(eqn, stacked, tuple(bool(walk.origin(v)) for v in eqn.invars[first:]))
@@ -122,7 +123,7 @@ class _Walk:
 
     Attributes:
       scans: The scans over parameters, with the parameters that each runs over.
-      reads: Other uses, each by its parameter and its reader.
+      reads: Other uses of parameters: (index of the parameter, description of its reader).
     """
 
     def __init__(self, jaxpr: Jaxpr, origins: Mapping[Var, frozenset[int]]) -> None:
@@ -135,7 +136,7 @@ class _Walk:
             self.reads += [(i, "the caller, as a result of the loss") for i in self.origin(v)]
 
     def origin(self, variable: Any) -> frozenset[int]:
-        """The parameters that a value is made of, layer by layer; none of any other value."""
+        """Returns the parameters from which a value is computed layer by layer, if any."""
         found = None if isinstance(variable, Literal) else self._origins.get(variable)
         return found or frozenset()
 
@@ -155,17 +156,17 @@ class _Walk:
             return
         where = str(eqn.source_info.name_stack)
         reader = f"{eqn.primitive.name} ({where})" if where else f"{eqn.primitive.name}"
-        self.reads += [(i, reader) for some in used for i in sorted(some)]
+        self.reads += [(i, reader) for params in used for i in sorted(params)]
 
 
 def _keeps_layers(eqn: Any, origins: Sequence[frozenset[int]]) -> bool:
-    """Whether an equation treats each layer of parameters alone."""
+    """Returns whether an equation treats each layer of parameters separately."""
     lengths = {v.aval.shape[0] for v, found in zip(eqn.invars, origins, strict=True) if found}
     return len(lengths) == 1 and keeps_layers(eqn, [bool(x) for x in origins], lengths.pop())
 
 
 def _why_none(jaxpr: Jaxpr, walk: _Walk, paths: Sequence[str]) -> str:
-    """Why there is no scan over parameters, and what to do about it."""
+    """Explains why there is no scan over parameters, and what to do about it."""
     for eqn in jaxpr.eqns:
         for scan, _ in _scans_inside(eqn, [walk.origin(v) for v in eqn.invars]):
             return (
@@ -179,14 +180,14 @@ def _why_none(jaxpr: Jaxpr, walk: _Walk, paths: Sequence[str]) -> str:
         "pipeline: no scan runs over parameters, expected one, over parameters with a layer in "
         "each entry of dim 0. Write the layers as nn.scan(Layer, variable_axes={'params': 0}, "
         "split_rngs={'params': True}, length=...), or as nnx.scan over a module made by nnx.vmap. "
-        f"The model's parameters are {_some(paths, range(len(paths)))}."
+        f"The model's parameters are {_list_paths(paths, range(len(paths)))}."
     )
 
 
 def _scans_inside(
     eqn: Any, origins: Sequence[frozenset[int]]
 ) -> Iterator[tuple[Any, frozenset[int]]]:
-    """The scans over parameters in the programs of an equation."""
+    """Yields the scans over parameters in the inner programs of an equation."""
     if not any(origins):
         return
     for _, inner in inner_jaxprs(eqn):
@@ -202,7 +203,7 @@ def _has_dims(variable: Any) -> bool:
     return bool(variable.aval.shape)
 
 
-def _some(paths: Sequence[str], which: Iterable[int]) -> str:
-    """The first few of some paths."""
+def _list_paths(paths: Sequence[str], which: Iterable[int]) -> str:
+    """Shows the first three of the paths at the indices `which`."""
     names = [repr(paths[i]) for i in sorted(which)]
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,14 +1,14 @@
-"""Operations on stacked parameters that treat every layer alone.
+"""Operations on stacked parameters that treat every layer separately.
 
-Between a parameter and the scan over layers may stand a cast or a factor. A stage has some of the
-layers, and applies these operations to them alone. That is right if dim 0, the layers, goes through
-an operation untouched.
+A model may cast or scale a parameter before the scan over layers. A stage has some of the layers,
+and applies these operations only to them. This is right if an operation keeps dim 0, the layers, as
+it is.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
-# Whatever their operands' shapes, these do the same to each element, or move it along its layer.
+# These treat every element in the same way, or move it within its layer, for any shapes.
 _ELEMENTWISE = frozenset(
     {
         "abs",
@@ -46,11 +46,11 @@ _GATHERS = frozenset({"all_gather", "all_gather_invariant"})
 
 
 def keeps_layers(eqn: Any, stacked: Sequence[bool], length: int) -> bool:
-    """Whether an equation treats each of `length` layers, which are dim 0 of operands, alone.
+    """Returns whether an equation treats each layer (dim 0 of its operands) separately.
 
     Args:
       eqn: An equation.
-      stacked: For each operand, whether its dim 0 are the layers.
+      stacked: For each operand, whether its dim 0 is the layers.
       length: The number of layers.
     """
     name = eqn.primitive.name
@@ -66,9 +66,9 @@ def keeps_layers(eqn: Any, stacked: Sequence[bool], length: int) -> bool:
 
 
 def for_fewer_layers(eqn: Any, length: int, fewer: int) -> Any:
-    """An equation that names `length` layers in its parameters as one of `fewer`.
+    """Changes an equation for `length` layers into an equation for `fewer` layers.
 
-    `None` if it names none, or treats layers not alone.
+    Returns `None` if no parameter of the equation has the number of layers, or if it mixes layers.
     """
     name, params = eqn.primitive.name, eqn.params
 

@@ -1,8 +1,8 @@
-"""Runs traced programs on values that differ between stages, where they were traced for one value.
+"""Runs traced programs on values that differ between stages, but did not when they were traced.
 
-In the loss as it is written a layer's number, say, is the same on all devices. On stages it is not,
-because each has other layers. The types in the traced program would be wrong, so its equations are
-traced again with those of the values.
+For example, a layer's index is the same on all devices in the loss as the user wrote it. It differs
+between stages, because each has other layers. The types in the traced program would be wrong, so
+its equations are traced again with the types of the values.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,11 +24,11 @@ from manualpar.core.tracing.jaxprs import (
 
 
 def run_retyped(jaxpr: Jaxpr, args: Sequence[Any], consts: Sequence[Any] = ()) -> list[Any]:
-    """The results of a program for arguments that may vary over more axes than its inputs.
+    """Runs a program on arguments that may vary over more axes than its inputs.
 
     Raises:
-      ValueError: Such a value goes into a loop of unknown length, or a function with a gradient of
-        its own.
+      ValueError: Such a value goes into a loop of unknown length, or a function with a custom
+        gradient.
     """
     if not _are_wider(jaxpr.invars, args):
         return list(jaxpr_as_fun(ClosedJaxpr(jaxpr, consts))(*args))
@@ -49,7 +49,7 @@ def run_retyped(jaxpr: Jaxpr, args: Sequence[Any], consts: Sequence[Any] = ()) -
 
 
 def _are_wider(variables: Sequence[Any], values: Sequence[Any]) -> bool:
-    """Whether some values vary over axes over which their variables do not."""
+    """Returns whether some values vary over axes over which their variables do not."""
     return any(
         not isinstance(v, Literal) and varying_axes(x) - v.aval.mat.varying
         for v, x in zip(variables, values, strict=True)
@@ -79,11 +79,12 @@ def _run_wider(jaxpr: Jaxpr, eqn: Any, operands: list[Any]) -> list[Any]:
     if any(inner_jaxprs(eqn)):
         raise ValueError(
             f"pipeline: a value that differs between layers, and not between examples, goes into a "
-            f"{name} ({eqn.source_info.name_stack}), expected none, because the types of what is "
-            "in there are those of one device. Add the value times zero of an activation to it."
+            f"{name} ({eqn.source_info.name_stack}), expected none, because the code inside "
+            "of it was traced with the types of one device. Add the value times zero of an "
+            "activation to it."
         )
     operands = cast_to_varying(operands, varying_axes(operands))
-    variables = [Var(jax.typeof(x)) for x in operands]  # Not even a literal remains as it was.
+    variables = [Var(jax.typeof(x)) for x in operands]  # Literals are replaced too.
     eqn = eqn.replace(invars=variables)
     return run_equations(jaxpr, [eqn], variables, eqn.outvars, operands)
 
@@ -114,7 +115,7 @@ def _run_scan(params: dict[str, Any], operands: list[Any]) -> list[Any]:
         return list(map(cast_to_varying, out[:number], axes)), out[number:]
 
     slices = [jax.eval_shape(lambda x: x[0], x) for x in xs]
-    for _ in carry:  # A carry keeps its type, and each round can only add axes to some.
+    for _ in carry:  # A carry must keep its type, and each round can only add axes to it.
         types, _ = jax.eval_shape(iteration, carry, slices)
         carry = [cast_to_varying(x, varying_axes(t)) for x, t in zip(carry, types, strict=True)]
     options = {key: params[key] for key in ("length", "reverse", "unroll")}

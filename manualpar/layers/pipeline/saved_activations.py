@@ -1,10 +1,10 @@
-"""What a stage keeps of a chunk between its forward and its backward pass.
+"""The values that a stage keeps between the forward and the backward pass of a chunk.
 
-With `"inputs"` it is the input of the chunk, and the backward pass computes the chunk again. With
-`"residuals"` it is what autodiff keeps, as a remat policy in the layers says, but for values that
-do not depend on the chunk's input. Parameters, their casts, masks and random bits are the same for
-every microbatch, or made again from it. The backward pass makes them again, so that they take no
-slot.
+With `"inputs"` a stage keeps the input of the chunk, and the backward pass computes the chunk
+again. With `"residuals"` it keeps the residuals of autodiff (a remat policy in the layers chooses
+them), except values that do not depend on the chunk's input: parameters, their casts, masks and
+random bits. The backward pass computes these again from the parameters and the microbatch, so
+that they take no slot.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ class KeptInputs:
     """Keeps the input of a chunk.
 
     Attributes:
-      types: The types of what is kept besides the input.
+      types: The types of the kept values, without the input.
       keeps_input: Whether the backward pass reads the input.
     """
 
@@ -38,13 +38,13 @@ class KeptInputs:
         self.types: list[Any] = []
 
     def forward(self, params: Any, inexact: list[Any], fixed: Any) -> tuple[Activations, list[Any]]:
-        """Runs the chunk; returns its result and what is kept."""
+        """Runs the chunk; returns its result and the kept values."""
         return self._chunk(params, inexact, fixed), []
 
     def backward(
         self, params: Any, inexact: list[Any], fixed: Any, kept: list[Any], gradient: list[Any]
     ) -> tuple[Any, list[Any]]:
-        """The gradients of the parameters and of the input, from that of the result."""
+        """Computes the gradients of parameters and input from the gradient of the result."""
         del kept
         with jax.named_scope(RECOMPUTED_SCOPE):
             _, pullback, _ = _vjp(self._chunk, params, inexact, fixed)
@@ -53,10 +53,10 @@ class KeptInputs:
 
 
 class KeptResiduals(KeptInputs):
-    """Keeps what autodiff would, as far as it depends on the chunk's input."""
+    """Keeps the residuals of autodiff that depend on the chunk's input."""
 
     def __init__(self, chunk: Chunk, params: Any, inexact: list[Any], fixed: Any) -> None:
-        """Traces a chunk for arguments of some types; `fixed[0]` are the exact activations."""
+        """Traces a chunk for arguments of these types; `fixed[0]` is the exact activations."""
         super().__init__(chunk)
 
         def differentiated(params: Any, inexact: list[Any], fixed: Any) -> Any:
@@ -79,7 +79,7 @@ class KeptResiduals(KeptInputs):
         number = len(jax.tree.leaves(out))
         residuals = jaxpr.outvars[number:]
         inputs = {v: i - len(consts) for i, v in enumerate(jaxpr.invars) if is_input[i]}
-        # A residual is an input, is kept, or is made again.
+        # A residual is an input, is kept, or is computed again.
         self._inputs = [inputs.get(v) if isinstance(v, Var) else None for v in residuals]
         self._is_kept = [
             place is None and _depends(jaxpr, number + i, is_input)
@@ -98,7 +98,7 @@ class KeptResiduals(KeptInputs):
         self.keeps_input = any(place is not None for place in self._inputs)
 
     def forward(self, params: Any, inexact: list[Any], fixed: Any) -> tuple[Activations, list[Any]]:
-        """Runs the chunk; returns its result and what is kept."""
+        """Runs the chunk; returns its result and the kept values."""
         results = self._run(self._forward, (params, inexact, fixed))
         out: Activations = jax.tree.unflatten(self._out, results[: self._number])
         return out, results[self._number :]
@@ -106,7 +106,7 @@ class KeptResiduals(KeptInputs):
     def backward(
         self, params: Any, inexact: list[Any], fixed: Any, kept: list[Any], gradient: list[Any]
     ) -> tuple[Any, list[Any]]:
-        """The gradients of the parameters and of the input, from that of the result."""
+        """Computes the gradients of parameters and input from the gradient of the result."""
         args = params, inexact, fixed
         leaves = jax.tree.leaves(args)
         with jax.named_scope(RECOMPUTED_SCOPE):
@@ -135,11 +135,11 @@ def _vjp(chunk: Chunk, params: Any, inexact: list[Any], fixed: Any) -> Any:
 
 
 def _depends(jaxpr: Jaxpr, result: int, on: Sequence[bool]) -> bool:
-    """Whether a result of a program depends on some of its inputs."""
+    """Returns whether a result of a program depends on some of the inputs marked in `on`."""
     wanted = [i == result for i in range(len(jaxpr.outvars))]
     return any(is_read and i for is_read, i in zip(dce_jaxpr(jaxpr, wanted)[1], on, strict=True))
 
 
 def _reduced(jaxpr: Jaxpr, outvars: list[Any]) -> tuple[Jaxpr, list[bool]]:
-    """The part of a program that computes some variables, and which inputs it reads."""
+    """Keeps the equations that some variables need; returns also which inputs they read."""
     return dce_jaxpr(jaxpr.replace(outvars=outvars), [True] * len(outvars))

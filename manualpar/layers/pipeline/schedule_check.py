@@ -1,7 +1,7 @@
-"""Checks a table by carrying it out, without regard to how it was made.
+"""Checks a table by simulating it, independently of how it was made.
 
-Slots hold the names of values here. Every F and B has to find the values that it reads, and no
-value may be put where another one is still needed.
+Here slots hold the names of values. Every F and B has to find the values that it reads, and no
+value may replace a value that is still needed.
 """
 
 from collections.abc import Mapping
@@ -27,9 +27,10 @@ def check_table(table: Table) -> None:
     """Refuses a table that an executor could not carry out, or that contradicts itself.
 
     Raises:
-      ValueError: An F or B is missing, comes twice or comes before something that it depends on. A
-        value is put where nobody reads it, or over one that is still needed. There are fewer slots
-        than it takes, or more. Rows say something where there is nothing, or disagree with events.
+      ValueError: An F or B is missing, comes twice or comes before a pass that it depends on. A
+        value is put where no pass reads it, or replaces a value that is still needed. The number
+        of slots is not the number in use. Rows have an entry where no pass is, or disagree with the
+        events.
     """
     names = {*FORWARD_ROWS, *BACKWARD_ROWS, *HOP_ROWS}
     if set(table.rows) != names:
@@ -65,31 +66,31 @@ class _Slots:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.held: dict[int, _Value] = {}
-        self.most = 0  # In use at one time.
+        self.used: dict[int, _Value] = {}
+        self.most = 0  # Maximum number of slots in use at one time.
 
     def put(self, slot: int, value: _Value) -> None:
         if not 0 <= slot < self.size:
             raise ValueError(f"puts {_describe(value)} into slot {slot} of {self.size}")
-        if slot in self.held:
+        if slot in self.used:
             raise ValueError(
-                f"puts {_describe(value)} into slot {slot}, where {_describe(self.held[slot])} is "
+                f"puts {_describe(value)} into slot {slot}, where {_describe(self.used[slot])} is "
                 "still needed"
             )
-        self.held[slot] = value
-        self.most = max(self.most, len(self.held))
+        self.used[slot] = value
+        self.most = max(self.most, len(self.used))
 
     def read(self, slot: int, value: _Value, *, ends: bool) -> None:
-        """Finds a value, which nobody needs afterwards if its life ends here."""
-        if self.held.get(slot) != value:
-            found = _describe(self.held[slot]) if slot in self.held else "nothing"
+        """Checks that a slot holds `value`, and frees the slot if this is the last read."""
+        if self.used.get(slot) != value:
+            found = _describe(self.used[slot]) if slot in self.used else "nothing"
             raise ValueError(f"reads slot {slot} for {_describe(value)}, but it holds {found}")
         if ends:
-            del self.held[slot]
+            del self.used[slot]
 
 
 class _Run:
-    """What has been done of a table, and what the slots hold."""
+    """The passes of a table simulated so far, and the contents of the slots."""
 
     def __init__(self, table: Table) -> None:
         self.table = table
@@ -99,12 +100,12 @@ class _Run:
         self.gradients = [_Slots(table.gradient_slots) for _ in range(table.num_stages)]
         self.events: list[Event] = []
         self.done: set[tuple[PassKind, int, int]] = set()
-        # What arrives in this tick's hop, by the stage that gets it.
+        # Values that arrive in this tick's hop, by the receiving stage.
         self.arriving: dict[int, _Value] = {}
         self.arriving_gradients: dict[int, _Value] = {}
 
     def compute(self, tick: int, stage: int, row: Mapping[str, int]) -> None:
-        """Does a stage's F and then its B, if there are any."""
+        """Simulates a stage's F and then its B, if there are any."""
         if (m := row["forward_microbatch"]) == -1:
             _expect(row, {name: NOTHING.get(name, -1) for name in FORWARD_ROWS})
         else:
@@ -117,11 +118,13 @@ class _Run:
             self.backward(stage, row, m, k)
 
     def note(self, event: Event) -> int:
-        """Returns the chunk among all of an F or B that names the chunk of its stage."""
-        table, (_, stage, kind, m, local) = self.table, event
-        if not (0 <= m < table.num_microbatches and 0 <= local < table.chunks):
-            raise ValueError(f"there is no {kind} of microbatch {m}, chunk {local} of the stage")
-        k = local * table.num_stages + stage
+        """Records an F or B; returns its chunk, counted over all stages."""
+        table, (_, stage, kind, m, stage_chunk) = self.table, event
+        if not (0 <= m < table.num_microbatches and 0 <= stage_chunk < table.chunks):
+            raise ValueError(
+                f"there is no {kind} of microbatch {m}, chunk {stage_chunk} of the stage"
+            )
+        k = stage_chunk * table.num_stages + stage
         if (kind, m, k) in self.done:
             raise ValueError(f"{kind} of {_describe((m, k))} comes again")
         self.done.add((kind, m, k))
@@ -151,7 +154,7 @@ class _Run:
             self.arriving_gradients[(stage - 1) % self.table.num_stages] = (m, k - 1)
 
     def hop(self, tick: int, stage: int, row: Mapping[str, int]) -> None:
-        """Puts what has been sent to a stage in this tick."""
+        """Puts the values that were sent to a stage in this tick into slots."""
         for name, slots, arriving in (
             ("arriving_slot", self.inputs[stage], self.arriving),
             ("arriving_gradient_slot", self.gradients[stage], self.arriving_gradients),
@@ -162,7 +165,7 @@ class _Run:
                 _expect(row, {name: -1})
 
     def finish(self) -> None:
-        """Refuses what is missing, and slots and events that are not those of the rows."""
+        """Refuses missing passes, and slots or events that disagree with the rows."""
         table = self.table
         passes = 1 + self.has_backward
         expected = passes * (self.last_chunk + 1) * table.num_microbatches

@@ -1,10 +1,10 @@
-"""What a schedule of a pipeline is: a table of which stage computes what in which tick.
+"""A schedule of a pipeline: a table of the passes that each stage computes in each tick.
 
-S stages take M microbatches through v S chunks of layers. Chunk k lies on stage k % S, where it is
+S stages take M microbatches through v S chunks of layers. Chunk k runs on stage k % S, where it is
 chunk k // S of v. A *tick* is the same for all devices: at most one F (a microbatch forward through
-a chunk), then at most one B (backward), then a *hop*: activations move to the next stage, and
-gradients to the one before. The F of the last chunk computes the loss and its gradient too, so that
-its B may follow in the same tick.
+a chunk), then at most one B (backward), then a *hop*: activations are sent to the next stage,
+and gradients to the stage before. The F of the last chunk also computes the loss and its gradient,
+so that its B may follow in the same tick.
 
 A device keeps the inputs of its chunks, and the gradients of their outputs, in *slots*.
 """
@@ -31,7 +31,7 @@ BACKWARD_ROWS = (
     "backward_is_first",
 )
 HOP_ROWS = ("arriving_slot", "arriving_gradient_slot")
-# The value of a row where there is nothing, if not -1.
+# The value of a row where it has no entry, if it is not -1.
 NOTHING = {"is_first": 0, "is_last": 0, "backward_is_first": 0}
 
 TableRows: TypeAlias = Mapping[str, np.ndarray]
@@ -49,11 +49,11 @@ class Event(NamedTuple):
 
 
 class Costs(NamedTuple):
-    """What the parts of a tick take, in any unit.
+    """Times of the parts of a tick, in any unit.
 
     Attributes:
       forward: A chunk forward.
-      backward: A chunk backward; with its forward pass if that is computed again.
+      backward: A chunk backward, with its forward pass if it is computed again.
       before: The part of the model before its layers, forward, in the F of the first chunk.
       before_backward: The same part backward, in the B of the first chunk.
       after: The part of the model after its layers, forward and backward, in the F of the last.
@@ -75,16 +75,18 @@ class Table:
       num_stages: S.
       num_microbatches: M.
       chunks: v.
-      events: Every F and B, by ticks.
-      rows: What an executor reads, int32[T, S] each: -1 where there is nothing, 0 or 1 where the
-        name is a question. `forward_microbatch`, `forward_chunk` (of v) and `forward_slot`, where
-        the chunk's input is kept; `is_first` and `is_last`, whether the F is of the first or last
-        chunk of all; `last_gradient_slot`, where the F of the last chunk puts its gradient.
+      events: Every F and B, ordered by tick.
+      rows: The arrays that an executor reads, each int32[T, S]: -1 where there is no entry, 0 or 1
+        where the name is a question. `forward_microbatch`, `forward_chunk` (of v) and
+        `forward_slot`, where the chunk's input is kept; `is_first` and `is_last`, whether the F is
+        of the first or last chunk of all stages; `last_gradient_slot`, where the F of the last
+        chunk puts its gradient.
         `backward_microbatch`, `backward_chunk`, `backward_slot` of the chunk's input,
         `gradient_slot` of its output's gradient, `backward_is_first`. `arriving_slot` and
-        `arriving_gradient_slot`, where the hop of the tick puts what arrives.
-      activation_slots: How many slots for inputs of chunks a device needs.
-      gradient_slots: How many for gradients; 0 without backward passes.
+        `arriving_gradient_slot`, where the hop of the tick puts the arriving
+        values.
+      activation_slots: Slots that a device needs for inputs of chunks.
+      gradient_slots: Slots that it needs for gradients; 0 without backward passes.
     """
 
     name: str
@@ -107,13 +109,13 @@ class Table:
         return self.gradient_slots > 0
 
     def is_run(self, row: str, *, together: bool = False) -> np.ndarray:
-        """`bool[T, S]`: where this row has something; `together`, where it has on any stage."""
+        """Returns, as `bool[T, S]`, where a row has an entry; `together`: on any stage."""
         is_run = self.rows[row] > NOTHING.get(row, -1)
         return is_run | (together & is_run.any(axis=1, keepdims=True))
 
     @property
     def kept(self) -> np.ndarray:
-        """How many inputs each stage has between their F and their last use, `[T, S]`."""
+        """The number of inputs between their F and their last use, on each stage: `[T, S]`."""
         started = np.cumsum(self.rows["forward_microbatch"] >= 0, axis=0)
         ends = "backward_microbatch" if self.has_backward else "forward_microbatch"
         ended = np.cumsum(self.rows[ends] >= 0, axis=0)
@@ -121,16 +123,16 @@ class Table:
 
     @property
     def in_flight(self) -> tuple[int, ...]:
-        """For each stage, the most of `kept`."""
+        """The maximum of `kept` for each stage."""
         return tuple(self.kept.max(axis=0).tolist())
 
     @property
     def bubble(self) -> float:
-        """The share of its time in which a device idles, if only chunks take time."""
+        """The share of time in which a device idles, if only chunks take time."""
         return self.idle_share(Costs())
 
     def busy(self, costs: Costs) -> np.ndarray:
-        """Returns how long each F and B takes a stage, by ticks: `[2, T, S]`."""
+        """Returns the time of each F and B for each tick and stage: `[2, T, S]`."""
         rows = self.rows
         forward = (
             costs.forward * (rows["forward_microbatch"] >= 0)
@@ -151,6 +153,6 @@ class Table:
         return np.asarray(self.busy(costs).sum(axis=0).max(axis=1))
 
     def idle_share(self, costs: Costs) -> float:
-        """Returns the share of its time in which a device idles, on average over the stages."""
+        """Returns the share of time in which a device idles, on average over the stages."""
         computing = self.busy(costs).sum() / self.num_stages
         return float(1 - computing / self.tick_times(costs).sum())

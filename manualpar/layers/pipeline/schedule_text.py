@@ -6,14 +6,14 @@ from manualpar.layers.pipeline.schedule_table import Table
 
 
 def describe_schedule(table: Table, *, width: int = 100) -> str:
-    """Draws a table, and says above how large its bubble is and how many slots it takes.
+    """Draws a table below a summary of its bubble and its slots.
 
-    A number is a microbatch. A letter behind it is the chunk, if a stage has several: `a` is the
-    one that is nearest to the input of the model.
+    A number is a microbatch. If a stage has several chunks, a letter after it is the chunk: `a` is
+    the chunk nearest to the input of the model.
 
     Args:
       table: The table.
-      width: The most characters in a line. Ticks that do not fit follow below.
+      width: The maximum of characters in a line. Ticks that do not fit follow below.
     """
     rows = {}
     for stage in range(table.num_stages):
@@ -39,7 +39,7 @@ def describe_schedule(table: Table, *, width: int = 100) -> str:
 
 
 def describe_place(table: Table, microbatch: int, chunk: int) -> str:
-    """A microbatch in a chunk of a stage, such as `3` or, where there are several chunks, `3b`."""
+    """Writes a microbatch in a chunk as `3`, or `3b` if a stage has several chunks."""
     if table.chunks == 1:
         return str(microbatch)
     letters = string.ascii_lowercase

@@ -3,14 +3,15 @@
 - `gpipe` (https://arxiv.org/abs/1811.06965): a stage does all its F before its first B.
 - `1f1b` (https://arxiv.org/abs/2104.04473): a stage does each B as soon as it can. With v > 1
   chunks a stage, microbatches go through them in groups of at least S, so that no stage waits for
-  the first of a group to come around.
+  the first microbatch of a group to come around.
 
 Both idle for (S - 1) / (v M + S - 1) of the time if M >= S. `1f1b` keeps (v + 1) S - 1 inputs if S
 divides M, however many microbatches there are, and `gpipe` keeps v M.
 
-A tick has an F *and* a B, where 1F1B is usually drawn with one of them. In one program for all
-devices a tick lasts as long as its slowest device. Ticks of one F or one B would all last as long
-as a B once both are under way, and a quarter of the time would be lost where a B takes two F.
+A tick has an F *and* a B, although 1F1B is usually drawn with one of them in a tick. In one program
+for all devices a tick lasts as long as its slowest device. If a tick had one F or one B, some stage
+would run a B in almost every tick, and all ticks would last as long as a B. That would lose a
+quarter of the time if a B takes as long as two F.
 """
 
 import collections
@@ -51,8 +52,8 @@ def make_table(
     Args:
       schedule: `gpipe` or `1f1b`.
       num_stages: S, at least 1.
-      num_microbatches: M, at least 1: also fewer than stages, and no multiple of them.
-      chunks: v, how many chunks of layers lie on a stage, at least 1.
+      num_microbatches: M, at least 1; it may be less than S, or no multiple of S.
+      chunks: v, the number of chunks of layers on a stage, at least 1.
       backward: Whether there are backward passes; without them both schedules are the same.
 
     Raises:
@@ -91,7 +92,7 @@ def _table_of_events(
 
 
 def _orders(stages: int, microbatches: int, chunks: int) -> dict[PassKind, list[_Place]]:
-    """The order in which every stage does its F, and that of its B; chunks are those of a stage."""
+    """Returns the order of F, and of B, on every stage; chunks are counted within a stage."""
     groups = np.array_split(range(microbatches), max(microbatches // stages, 1))
     return {
         "F": [(int(m), c) for group in groups for c in range(chunks) for m in group],
@@ -100,7 +101,7 @@ def _orders(stages: int, microbatches: int, chunks: int) -> dict[PassKind, list[
 
 
 def _simulate(schedule: str, stages: int, orders: Mapping[PassKind, list[_Place]]) -> list[Event]:
-    """Each stage does the next of its F and of its B in the first tick in which it can."""
+    """Simulates stages that run their next F, and their next B, as soon as they can."""
     last = max(chunk for _, chunk in orders["F"]) * stages + stages - 1
     left = [{kind: collections.deque(orders[kind]) for kind in orders} for _ in range(stages)]
     done: dict[tuple[PassKind, int, int], int] = {}
@@ -112,7 +113,7 @@ def _simulate(schedule: str, stages: int, orders: Mapping[PassKind, list[_Place]
                 if not queue or (kind == "B" and schedule == "gpipe" and queues["F"]):
                     continue
                 microbatch, chunk = queue[0][0], queue[0][1] * stages + stage
-                # The neighbour's tick has to be over, the own F has not.
+                # A neighbour's pass must be in an earlier tick; this stage's F may be in this one.
                 if kind == "F":
                     ready = chunk == 0 or done.get(("F", microbatch, chunk - 1), tick) < tick
                 elif chunk == last:
@@ -130,7 +131,7 @@ def _simulate(schedule: str, stages: int, orders: Mapping[PassKind, list[_Place]
 def _allocate(
     events: Sequence[Event], stages: int, chunks: int
 ) -> tuple[dict[tuple[PassKind, int, int], int], int, int]:
-    """The slots of what each F and B reads, and how many slots of both sorts there are.
+    """Allocates a slot to each value that an F or B reads, and counts the slots of both kinds.
 
     An F reads the input of its chunk. A B reads that input too, and the gradient of its output.
     """
@@ -148,7 +149,7 @@ def _allocate(
     slots: dict[tuple[PassKind, int, int], int] = {}
     most: dict[PassKind, int] = {"F": 0, "B": 0}
     for (kind, _), intervals in lives.items():
-        used: list[tuple[tuple[int, int], int]] = []  # The end of each slot's last life.
+        used: list[tuple[tuple[int, int], int]] = []  # The end of the last lifetime in each slot.
         free: list[int] = []
         for start, end, value in sorted(intervals):
             while used and used[0][0] < start:
@@ -165,7 +166,7 @@ def _rows(
     stages: int,
     chunks: int,
 ) -> dict[str, np.ndarray]:
-    """What an executor reads, see `Table`."""
+    """Writes the rows that an executor reads, see `Table`."""
     ticks, last = 1 + max(event.tick for event in events), stages * chunks - 1
     rows = {
         name: np.full((ticks, stages), NOTHING.get(name, -1), np.int32)

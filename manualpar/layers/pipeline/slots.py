@@ -1,8 +1,8 @@
 """Buffers of slots, and branches that do not copy them.
 
-XLA copies a buffer that a branch of a `cond` reads a slot of. So slots are read outside of
-branches, by every stage in every tick. A branch may write one: its counterpart hands the buffers
-through.
+XLA copies a buffer if a branch of a `cond` reads a slot of it. So slots are read outside of
+branches, by every stage in every tick. A branch may write a slot: the other branch returns the
+buffers unchanged.
 """
 
 import functools
@@ -16,34 +16,34 @@ from manualpar.core.parameters.collectives import cast_to_varying, varying_axes
 
 
 def zeros(types: Any) -> Any:
-    """Zeros of some types, varying over the axes that these say."""
+    """Makes zeros of these types, varying over the same axes."""
     return jax.tree.map(
         lambda t: cast_to_varying(jnp.zeros(t.shape, t.dtype), varying_axes(t)), types
     )
 
 
 def slots(types: Any, number: int) -> Any:
-    """Buffers with a number of slots for arrays of some types."""
+    """Makes buffers with `number` slots for arrays of these types."""
     return jax.tree.map(
         lambda t: zeros(jax.eval_shape(lambda x: jnp.stack([x] * number), t)), types
     )
 
 
 def read(buffers: Any, slot: Any) -> Any:
-    """The arrays in a slot of buffers; of slot -1, which nobody uses, any."""
+    """Reads the arrays in a slot of buffers; slot -1 gives arbitrary arrays, which are unused."""
     slot = jnp.maximum(slot, 0)
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, slot, keepdims=False), buffers)
 
 
 def put(buffers: Any, slot: Any, values: Any) -> Any:
-    """Buffers with arrays put into a slot that there is."""
+    """Puts arrays into an existing slot; returns the buffers."""
     return jax.tree.map(
         lambda buffer, x: jax.lax.dynamic_update_index_in_dim(buffer, x, slot, 0), buffers, values
     )
 
 
 def write(buffers: Any, slot: Any, values: Any) -> Any:
-    """Buffers with arrays put into a slot; as they are if that is -1."""
+    """Puts arrays into a slot, or changes nothing if the slot is -1; returns the buffers."""
     chosen = jax.tree.map(lambda old, x: jnp.where(slot >= 0, x, old), read(buffers, slot), values)
     return put(buffers, jnp.maximum(slot, 0), chosen)
 
@@ -57,10 +57,10 @@ def branch(
     otherwise: Callable[[], Any] | None = None,
     anywhere: Any = None,
 ) -> Any:
-    """`run()` where a condition holds, and otherwise zeros or `otherwise()`, of some types.
+    """Runs `run` if a condition holds, otherwise `otherwise` (or makes zeros), of these types.
 
-    A permute may stand in no branch that some devices take and others do not. If there is one in
-    `run`, `anywhere` says whether the condition holds on any device, and then all of them run it.
+    A permute may not be in a branch that only some devices take. If `run` contains a permute,
+    `anywhere` is whether the condition holds on any device, and then all devices run it.
     `scope` is the named scope around the `cond`.
     """
 

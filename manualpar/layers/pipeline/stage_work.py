@@ -1,7 +1,7 @@
-"""What a stage does in each tick of a pipeline, see `executor`.
+"""The computation of a stage in each tick of a pipeline, see `executor`.
 
-Slots are read by every stage in every tick, and activations and gradients are sent in every tick.
-All else is done where the table says so.
+In every tick every stage reads its slots and sends activations and gradients. It does everything
+else only in the ticks of which the table says so.
 """
 
 import functools
@@ -23,14 +23,14 @@ from manualpar.layers.pipeline.staged_loss import Activations, StagedLoss
 
 
 class _State(NamedTuple):
-    """What a tick leaves to the next one.
+    """The state that a tick passes to the next tick.
 
     Attributes:
       inputs: The inputs of chunks, in slots.
-      kept: What is kept of chunks besides, in slots.
-      gradients: The gradients of what chunks return, in slots.
+      kept: The other saved values of chunks, in slots.
+      gradients: The gradients of the outputs of chunks, in slots.
       sums: The sums of the gradients of all parameters; an `optax.MaskedNode` for frozen ones.
-      results: The sums of what the loss returns.
+      results: The sums of the results of the loss.
     """
 
     inputs: Activations
@@ -41,14 +41,14 @@ class _State(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """What the table says of a tick: of this stage, and of all stages, `[S]`."""
+    """The entries of the table for a tick: for this stage, and for all stages, `[S]`."""
 
     mine: Mapping[str, Any]
     of_stages: Mapping[str, Any]
 
 
 class StageWork:
-    """What a stage does, tick by tick.
+    """Runs the ticks of a stage.
 
     Attributes:
       loss: The loss in pieces.
@@ -72,14 +72,14 @@ class StageWork:
         Args:
           loss: `loss(params, collections, minibatch, key)`. With backward passes it returns a
             scalar and a pair, otherwise metrics.
-          params: A stage's parameters; those that are stacked in the order in which they run.
+          params: A stage's parameters; stacked layers are in the order in which they run.
           others: The collections, and the microbatches with their keys, `[M, ...]`.
           table: The schedule.
           axis: The mesh axis of stages. All inputs vary over it.
           stacked: For each parameter, whether layers are stacked in dim 0.
           trained: For each parameter, whether it is differentiated; `()` with no backward passes.
-          keep: What is kept of a chunk.
-          regathers: Whether what is differentiated gathers parameters again.
+          keep: What a chunk saves for its backward pass, see `PipelineRun`.
+          regathers: Whether the backward passes gather parameters again.
         """
         self._table, self._axis = table, axis
         self._stage = jax.lax.axis_index(axis)
@@ -89,14 +89,14 @@ class StageWork:
         self._collections, self._parts = map(jax.tree.leaves, others)
         tree = jax.tree.structure(others)
 
-        def flat(params: Sequence[Any], given: Sequence[Any]) -> Any:
-            collections, (minibatch, key) = jax.tree.unflatten(tree, given)
+        def flat_loss(params: Sequence[Any], leaves: Sequence[Any]) -> Any:
+            collections, (minibatch, key) = jax.tree.unflatten(tree, leaves)
             params = jax.tree.unflatten(self._structure, params)
             return loss(params, collections, minibatch, key)
 
         first = self._others(0)
         self.loss = staged = StagedLoss(
-            flat,
+            flat_loss,
             {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in named},
             first,
             stacked=stacked,
@@ -105,7 +105,7 @@ class StageWork:
             axis=axis,
         )
 
-        # What is not differentiated is fixed.
+        # `fixed` has all arguments that are not differentiated.
         def run_chunk(params: Any, inexact: list[Any], fixed: Any) -> Activations:
             *others, frozen = fixed
             return staged.chunk({**params, **frozen}, inexact, tuple(others))
@@ -117,14 +117,14 @@ class StageWork:
         self._kept = KeptInputs(chunk)
         if table.has_backward and keep == "residuals":
             x = zeros(staged.types)
-            params, frozen = self._parts_of(self._chunk_params(0))
+            params, frozen = self._split_trained(self._chunk_params(0))
             fixed = x.exact, first, self._stage, frozen
             self._kept = KeptResiduals(chunk, params, x.inexact, fixed)
         returned = staged.returns[1][0] if table.has_backward else staged.returns
         self._results = jax.tree.map(functools.partial(_summed, axes={axis}), returned)
 
     def run(self) -> tuple[Any, Any]:
-        """Runs all ticks; returns the sums of gradients, and of what the loss returns."""
+        """Runs all ticks; returns the sums of the gradients, and of the results of the loss."""
         table, types = self._table, self.loss.types
         state = _State(
             slots(types, table.activation_slots),
@@ -138,7 +138,7 @@ class StageWork:
         )
         rows = {name: jnp.asarray(row) for name, row in table.rows.items()}
         state, _ = jax.lax.scan(lambda state, row: (self._tick(state, row), None), state, rows)
-        with jax.named_scope(PIPELINE_SCOPE):  # Only the last stage has any.
+        with jax.named_scope(PIPELINE_SCOPE):  # They are zero except on the last stage.
             results = jax.lax.psum(state.results, self._axis)
         if not table.has_backward:
             return None, results
@@ -157,28 +157,29 @@ class StageWork:
         return state._replace(inputs=inputs, gradients=gradients)
 
     def _forward(self, state: _State, row: _Row) -> tuple[_State, Activations]:
-        """Runs a chunk, with prefix or suffix where it is the first or the last."""
+        """Runs a chunk, with the prefix before the first and the suffix after the last chunk."""
         mine = row.mine
         loss, cut, types = self.loss, self.loss.cut, self.loss.types
         others = self._others(mine["forward_microbatch"])
         index = self._index(mine["forward_chunk"])
-        # Here and not in the branch: XLA copies a buffer that a branch reads a slot of.
+        # Not in the branch, because XLA copies a buffer if a branch reads a slot of it.
         arrived = read(state.inputs, mine["forward_slot"])
         together = cut.layers_permute
-        # Written in the branch: after it they would be copied again, in every tick. Not where all
-        # stages run it, because what an idle stage leaves out is then selected, buffer by buffer.
+        # The branch writes the kept values, because after it XLA would copy the buffers in every
+        # tick. If all stages run the branch, it does not write them, because a `where` over each
+        # whole buffer would then discard the results of idle stages.
         before = zeros(self._kept.types) if together else state.kept
 
         def run() -> Any:
             x = self._where(
                 "is_first",
                 row,
-                lambda: self._prefix(self._some(loss.prefix_params), others),
+                lambda: self._prefix(self._pick(loss.prefix_params), others),
                 types,
                 otherwise=lambda: arrived,
                 permutes=cut.prefix.permutes,
             )
-            params, frozen = self._parts_of(self._chunk_params(mine["forward_chunk"]))
+            params, frozen = self._split_trained(self._chunk_params(mine["forward_chunk"]))
             fixed = x.exact, others, index, frozen
             y, kept = self._kept.forward(params, x.inexact, fixed)
             return x, y, kept if together else put(state.kept, mine["forward_slot"], kept)
@@ -204,7 +205,7 @@ class StageWork:
         before = self._sums(state, self.loss.suffix_params)
 
         def run() -> Any:
-            params, frozen = self._parts_of(self._some(self.loss.suffix_params))
+            params, frozen = self._split_trained(self._pick(self.loss.suffix_params))
 
             def call(params: Any, inexact: list[Any]) -> Any:
                 return self._suffix({**params, **frozen}, inexact, (y.exact, others))
@@ -228,7 +229,7 @@ class StageWork:
         return state._replace(gradients=gradients, sums=_put(state.sums, sums), results=results)
 
     def _backward(self, state: _State, row: _Row) -> tuple[_State, list[Any]]:
-        """Runs the backward pass of a chunk, and of the prefix where it is the first."""
+        """Runs the backward pass of a chunk, and of the prefix if it is the first chunk."""
         mine = row.mine
         loss, cut, types = self.loss, self.loss.cut, self.loss.types.inexact
         others = self._others(mine["backward_microbatch"])
@@ -238,7 +239,7 @@ class StageWork:
         before = self._sums(state, (*loss.chunk_params, *cut.stacked))
 
         def run() -> Any:
-            params, frozen = self._parts_of(self._chunk_params(mine["backward_chunk"]))
+            params, frozen = self._split_trained(self._chunk_params(mine["backward_chunk"]))
             fixed = x.exact, others, index, frozen
             grads, dx = self._kept.backward(params, x.inexact, fixed, kept, gradient)
             return dx, self._summed(before, grads, mine["backward_chunk"])
@@ -257,7 +258,7 @@ class StageWork:
             return state, dx
 
         def run_prefix() -> Any:
-            params, frozen = self._parts_of(self._some(loss.prefix_params))
+            params, frozen = self._split_trained(self._pick(loss.prefix_params))
 
             def prefix(params: Any) -> tuple[list[Any], list[Any]]:
                 x = self._prefix({**params, **frozen}, others)
@@ -280,7 +281,7 @@ class StageWork:
     def _where(
         self, name: str, row: _Row, run: Any, types: Any, *, permutes: bool, **options: Any
     ) -> Any:
-        """`branch`, run where the table has something of that name for this stage."""
+        """Runs `branch` under the condition that row `name` has an entry for this stage."""
         nothing = NOTHING.get(name, -1)
         if permutes:
             options["anywhere"] = (row.of_stages[name] > nothing).any()
@@ -288,7 +289,7 @@ class StageWork:
         return branch(row.mine[name] > nothing, run, types, scope=scope, **options)
 
     def _hop(self, values: Any, step: int) -> Any:
-        """Sends values to the next stage, or to the one before."""
+        """Sends values to the next stage (`step=1`) or to the stage before (`step=-1`)."""
         number, wraps = self._table.num_stages, self._table.chunks > 1
         pairs = [(i, i + 1) for i in range(number - 1)] + [(number - 1, 0)] * wraps
         pairs = pairs if step > 0 else [(b, a) for a, b in pairs]
@@ -298,36 +299,36 @@ class StageWork:
             return jax.tree.map(lambda x: jax.lax.ppermute(x, self._axis, pairs), values)
 
     def _others(self, microbatch: Any) -> list[Any]:
-        """The inputs of the loss besides parameters."""
+        """Reads the inputs of the loss that are not parameters, for a microbatch."""
         return [*self._collections, *read(self._parts, microbatch)]
 
     def _index(self, chunk: Any) -> Any:
-        """The number among all chunks of a chunk of this stage."""
+        """Counts a chunk of this stage over the chunks of all stages."""
         return jnp.maximum(chunk, 0) * self._table.num_stages + self._stage
 
-    def _some(self, numbers: Sequence[int]) -> dict[int, Any]:
+    def _pick(self, numbers: Sequence[int]) -> dict[int, Any]:
         return {i: self._params[i] for i in numbers}
 
-    def _parts_of(self, params: dict[int, Any]) -> tuple[dict[int, Any], dict[int, Any]]:
-        """Parameters that are differentiated, and others."""
+    def _split_trained(self, params: dict[int, Any]) -> tuple[dict[int, Any], dict[int, Any]]:
+        """Splits parameters into those to differentiate and the frozen parameters."""
         trained = {i: x for i, x in params.items() if i in self._trained}
         return trained, {i: x for i, x in params.items() if i not in self._trained}
 
     def _sums(self, state: _State, numbers: Sequence[int]) -> dict[int, Any]:
-        """The sums of the gradients of some parameters."""
+        """Picks the gradient sums of the trained parameters among `numbers`."""
         return {i: state.sums[i] for i in numbers if i in self._trained}
 
     def _chunk_params(self, chunk: Any) -> dict[int, Any]:
-        """The parameters that a chunk of this stage reads; of stacked ones its layers."""
+        """Gathers the parameters that a chunk reads; stacked ones are cut to its layers."""
         size = self.loss.chunk_layers
         first = jnp.maximum(chunk, 0) * size
-        return self._some(self.loss.chunk_params) | {
+        return self._pick(self.loss.chunk_params) | {
             i: jax.lax.dynamic_slice_in_dim(self._params[i], first, size)
             for i in self.loss.cut.stacked
         }
 
     def _summed(self, sums: Any, grads: Any, chunk: Any = 0) -> dict[int, Any]:
-        """Sums with gradients added; those of stacked parameters are of the layers of a chunk."""
+        """Adds gradients to their sums; stacked gradients belong to the layers of `chunk`."""
         first = jnp.maximum(chunk, 0) * self.loss.chunk_layers
         new = {}
         for i, g in grads.items():
@@ -340,7 +341,7 @@ class StageWork:
 
 
 def _summed(t: Any, axes: Any = ()) -> Any:
-    """The type in which values of a type are summed; it varies over some axes besides."""
+    """Returns the type in which values of a type are summed; it also varies over `axes`."""
 
     def cast(x: Any) -> Any:
         x = cast_to_varying(x, frozenset(axes))

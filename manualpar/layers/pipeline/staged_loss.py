@@ -1,9 +1,9 @@
 """A loss whose layers run in chunks: the functions that a stage calls and differentiates.
 
-Activations travel from chunk to chunk: the values that a layer hands on, and a buffer `[L, ...]`
-for each value that layers return besides, in which every chunk fills in the entries of its layers.
-So the suffix sees the values of all layers, and the gradients of the buffers travel back as those
-of other activations.
+Activations are sent from chunk to chunk: the carry of the scan, and a buffer `[L, ...]` for each
+stacked output of the scan, in which every chunk fills in the entries of its layers. So the suffix
+sees the outputs of all layers, and the gradients of the buffers are sent back with the gradients of
+the carry.
 
 Symbols: `S` stages, `L` layers of the model, `k` layers of a chunk.
 """
@@ -18,29 +18,29 @@ from manualpar.core.parameters.collectives import cast_to_varying, varying_axes
 from manualpar.layers.pipeline.cut import Cut, check_divides
 from manualpar.layers.pipeline.slots import zeros
 
-# Parameters, or their gradients, by number; of stacked ones the layers of a chunk, `[k, ...]`.
+# Parameters, or their gradients, by index; stacked ones have the layers of a chunk, `[k, ...]`.
 Params = Mapping[int, Any]
 
 
 class Activations(NamedTuple):
-    """The arrays that travel: floating or complex ones, which have a gradient, and others."""
+    """The arrays sent between stages: inexact arrays, which have a gradient, and the others."""
 
     inexact: list[Any]
     exact: list[Any]
 
 
 class StagedLoss:
-    """A loss as functions of what one stage has.
+    """A loss as functions of the arrays of one stage.
 
     Attributes:
       cut: The traced loss in pieces.
       types: The types of the activations.
       chunk_layers: The layers of a chunk, `k`.
-      prefix_params: The numbers of the parameters that the prefix reads.
-      chunk_params: Those that every chunk reads, besides the parameters of its own layers.
-      suffix_params: Those that the suffix reads.
-      returns: The tree of the types of what the loss returns.
-      first_other: The number of the first input that is no parameter.
+      prefix_params: The indices of the parameters that the prefix reads.
+      chunk_params: The indices of the parameters that every chunk reads, without its layers'.
+      suffix_params: The indices of the parameters that the suffix reads.
+      returns: The tree of the types of the results of the loss.
+      first_other: The index of the first input that is not a parameter.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class StagedLoss:
 
         Args:
           loss: `loss(params, others)`, a tree of arrays.
-          params: A stage's parameters by path, those that are stacked `[L/S, ...]`.
+          params: A stage's parameters by path; stacked ones are `[L/S, ...]`.
           others: The other inputs, such as a microbatch and a key.
           stacked: For each parameter, whether layers are stacked in dim 0.
           num_stages: The number of stages, `S`.
@@ -66,9 +66,9 @@ class StagedLoss:
           axis: The mesh axis of stages, over which all inputs vary.
 
         Raises:
-          ValueError: The loss cannot be cut, or layers hand on keys.
+          ValueError: The loss cannot be cut, or the scan over layers carries random keys.
         """
-        whole = [
+        full_types = [
             jax.eval_shape(lambda x: jnp.concatenate([x] * num_stages), x) if is_stacked else x
             for x, is_stacked in zip(params.values(), stacked, strict=True)
         ]
@@ -76,7 +76,7 @@ class StagedLoss:
         number = len(params)
         closed, self.returns = jax.make_jaxpr(
             lambda *args: loss(args[:number], args[number:]), return_shape=True
-        )(*whole, *others)
+        )(*full_types, *others)
         self.cut = cut = Cut(closed, list(params))
         for i, (path, is_stacked) in enumerate(zip(params, stacked, strict=True)):
             if is_stacked != (i in cut.stacked):
@@ -103,7 +103,7 @@ class StagedLoss:
         self.suffix_params = self._params_of(cut.suffix.reads)
 
     def prefix(self, params: Params, others: Sequence[Any]) -> Activations:
-        """What goes into the first chunk."""
+        """Computes the input of the first chunk."""
         carry = self.cut.prefix(self._inputs(params, others))
         buffers = zeros(self._types[len(carry) :])
         return self._sort(map(self._typed, [*carry, *buffers], self._types))
@@ -111,7 +111,7 @@ class StagedLoss:
     def chunk(
         self, params: Params, inexact: list[Any], fixed: tuple[list[Any], Sequence[Any], Any]
     ) -> Activations:
-        """Runs a chunk; `fixed` are the exact activations, the other inputs, and its number."""
+        """Runs a chunk; `fixed`: exact activations, the other inputs, the index of the chunk."""
         exact, others, index = fixed
         number, first = len(self.cut.carry), index * self.chunk_layers
         values = self._merge(inexact, exact)
@@ -126,15 +126,15 @@ class StagedLoss:
     def suffix(
         self, params: Params, inexact: list[Any], fixed: tuple[list[Any], Sequence[Any]]
     ) -> Any:
-        """What the loss returns; `fixed` are the exact activations and the other inputs."""
+        """Computes the results of the loss; `fixed`: exact activations and the other inputs."""
         exact, others = fixed
         results = self.cut.suffix(self._inputs(params, others), self._merge(inexact, exact))
         return jax.tree.unflatten(jax.tree.structure(self.returns), results)
 
     def _typed(self, x: Any, t: Any) -> Any:
-        """A value that varies as a type does."""
+        """Casts a value to vary over the axes of a type."""
         if self._axis not in varying_axes(x):
-            # A constant, because all inputs vary. Its gradient would be summed over stages.
+            # It is a constant, because all inputs vary. Its gradient would be summed over stages.
             x = jax.lax.stop_gradient(x)
         return cast_to_varying(x, varying_axes(t))
 
@@ -156,5 +156,5 @@ class StagedLoss:
 
 
 def _varying(t: Any, axis: str) -> Any:
-    """A type that varies over an axis besides its own."""
+    """Adds an axis to the axes over which a type varies."""
     return jax.eval_shape(lambda x: cast_to_varying(x, (axis,)), t)

@@ -19,31 +19,32 @@ from manualpar.layers.pipeline.schedules import ScheduleName
 
 SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 KEEPS: tuple[PipelineSaves, ...] = get_args(PipelineSaves)
-# Forward passes in a table, of all microbatches through all chunks. To lay out and check so many
-# takes 10 s of a processor.
+# Upper limit for the forward passes in a table (microbatches times all chunks). To make and check a
+# table of this size takes 10 s of one processor.
 MOST_PASSES = 2**18
 
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
-    """Spreads the layers of a model over devices, through which microbatches go one behind another.
+    """Spreads the layers of a model over devices; microbatches pass through them one after another.
 
     The model and the loss stay as they are written for one device: the traced loss is cut at its
-    scan over layers. The microbatches are the minibatches of the builder, any number of them; with
-    `M` of them and `S` stages a device waits for `(S - 1) / (chunks M + S - 1)` of the time.
+    scan over layers. The microbatches are the minibatches of the builder, in any number. With `M`
+    microbatches and `S` stages a device waits for `(S - 1) / (chunks M + S - 1)` of the time.
 
     Attributes:
-      axis: The mesh axis that has a stage on each of its devices.
+      axis: The mesh axis; each device along it is a stage.
       schedule: `"1f1b"` (the default) begins the backward pass of a microbatch as soon as it can,
-        so that what is kept does not grow with their number. `"gpipe"` runs all forward passes
+        so that the kept values do not grow with their number. `"gpipe"` runs all forward passes
         first. (Narayanan et al., https://arxiv.org/abs/2104.04473, section 2.2; Huang et al.,
         https://arxiv.org/abs/1811.06965.)
-      chunks: How many runs of layers a stage has. With more of them a device waits less and sends
-        more; what is kept grows.
-      keep: What is kept of a microbatch in a stage until its backward pass: `"residuals"`, as
-        autodiff does, or `"inputs"`, from which the stage is computed again, at the price of a
-        third more operations. 1F1B keeps up to `2 S - 1` microbatches on a stage, so residuals take
-        much memory, and moving them takes time; `docs/pipelines.md` has measurements.
+      chunks: The number of runs of layers on a stage. With more chunks a device waits less, sends
+        more, and keeps more.
+      keep: What a stage keeps of a microbatch until its backward pass: `"residuals"` (as
+        autodiff), or `"inputs"`, from which the backward pass computes the stage again, at
+        the cost of a third more operations. 1F1B keeps up to `2 S - 1` microbatches on a stage, so
+        residuals take much memory, and moving them takes time; `docs/pipelines.md` has
+        measurements.
     """
 
     axis: str = "stage"
@@ -52,7 +53,7 @@ class Pipeline:
     keep: PipelineSaves = "residuals"
 
     def __post_init__(self) -> None:
-        """Refuses values of fields that are none."""
+        """Refuses invalid values of fields."""
         check_choice("Pipeline", "schedule", self.schedule, SCHEDULES)
         check_choice("Pipeline", "keep", self.keep, KEEPS)
         if isinstance(self.chunks, bool) or not isinstance(self.chunks, int) or self.chunks < 1:
@@ -61,11 +62,11 @@ class Pipeline:
             raise TypeError(f"Pipeline: axis={self.axis!r}, expected the name of a mesh axis.")
 
     def check(self, strategy: Strategy, options: Mapping[str, Any]) -> None:
-        """Refuses what a pipeline does not go with.
+        """Refuses strategies and options that a pipeline cannot be combined with.
 
         Raises:
-          ValueError: XLA writes the collectives; minibatches are to run in a scan of their own; the
-            strategy reduces gradients in each minibatch and gathers parameters more rarely.
+          ValueError: `mode` is not `"manual"`, `use_scan` is set, or the strategy reduces gradients
+            in each minibatch but does not gather parameters in each.
         """
         name = strategy.name
         if (mode := options.get("mode", "manual")) != "manual":
@@ -87,7 +88,7 @@ class Pipeline:
             )
 
     def stacked(self, loss: ClosedJaxpr, paths: Sequence[str], size: int) -> frozenset[str]:
-        """The parameters with layers in dim 0, see `cut.find_stacked`.
+        """Finds the parameters with layers in dim 0, see `cut.find_stacked`.
 
         Raises:
           ValueError: The loss cannot be cut, or its layers do not divide into the chunks of `size`
@@ -102,11 +103,11 @@ class Pipeline:
     def on_mesh(
         self, mesh: Mesh, strategy: Strategy, placements: Any, num_minibatches: int
     ) -> PipelineRun:
-        """The schedule on a mesh, see `manualpar.core.modes.strategy.Stages`.
+        """Makes the run of the schedule on a mesh, see `manualpar.core.modes.strategy.Stages`.
 
         Raises:
-          ValueError: A parameter of layers is to be kept once it is gathered, or the schedule has
-            more passes than can be laid out one by one.
+          ValueError: `keep_gathered` names a parameter of the layers, or the schedule has more than
+            `MOST_PASSES` passes.
         """
         num_stages = mesh.shape[self.axis]
         if num_stages * self.chunks * num_minibatches > MOST_PASSES:

@@ -1,1 +1,1 @@
-"""Tensor parallelism of a model that does not know of it, by a plan of its parameters."""
+"""Tensor parallelism, by a plan of its parameters, of a model written for one device."""

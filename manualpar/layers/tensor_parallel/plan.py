@@ -1,12 +1,11 @@
-"""Tensor parallelism of a Linen model that knows nothing of it.
+"""Tensor parallelism of a Linen model that is written for one device.
 
 A *plan* says which modules compute with shards of their parameters. Its keys are globs on module
 paths and its values are styles: `Column` modules compute some of the outputs on each device, `Row`
-modules take some of the inputs and their products are summed, `Vocab` modules are embeddings of
-which each device has some rows. A module whose own code says how many heads there are is
-`PerDevice`. As in Megatron-LM (Shoeybi et al.,
-https://arxiv.org/abs/1909.08053), a column is followed by a row, and what lies between them, such
-as attention's heads, is computed in parallel.
+modules take some of the inputs and sum their products, and `Vocab` modules are embeddings with some
+rows on each device. A module whose code uses the number of heads is
+`PerDevice`. As in Megatron-LM (Shoeybi et al., https://arxiv.org/abs/1909.08053), a row follows
+a column, and the operations between them, such as the heads of attention, run in parallel.
 
 ```python
 model = tensor_parallel(
@@ -25,8 +24,8 @@ program = manualpar.fsdp(model, tx, loss_fn, mesh=make_mesh({"data": 2, "model":
 ```
 
 Invariants: outside of a `shard_map` that binds the axis, and in the initial values of parameters,
-the model is the one that was given. Types say whether a value differs between devices, not along
-which dimension it is split, so that a mean over split features compiles and is wrong: see
+the model computes the same as the given model. Types say whether a value differs between devices,
+but not along which dimension it is split. So a mean over split features compiles and is wrong; see
 `plan_check`.
 """
 
@@ -79,23 +78,23 @@ def tensor_parallel(
         their sequence, dim -2 (Korthikanti et al., https://arxiv.org/abs/2205.05198).
       overlap: `"ring"` with `sequence`, for products of `nn.Dense` and `nn.DenseGeneral` over their
         last dims that send while they compute, see `manualpar.layers.ring`.
-      verify: Whether a program refuses, when it is built, what the model's own code would compute
-        wrongly on shards, such as a norm over split features; see `plan_check`. The loss is not
-        looked at: types see what is wrong there.
+      verify: Whether building a program refuses operations of the model that are wrong on shards,
+        such as a norm over split features; see `plan_check`. The loss is not checked this way,
+        because types show its errors.
 
     Returns:
-      The model for any builder of a program. Its `init` and `apply` are those of the given model
-      outside of a `shard_map` that binds `axis`.
+      The model for any builder of a program. Outside of a `shard_map` that binds `axis` its `init`
+      and `apply` do the same as the given model's.
 
     Raises:
       TypeError: An argument is of the wrong kind.
-      ValueError: When a program is built: the plan does not fit the model, or the model's code the
-        plan; the path of the module is in the message.
+      ValueError: `overlap` is invalid; or, when a program is built, the plan does not fit the model
+        or its code (the message names the module).
 
     Communication:
-      Over `axis`, in training, for every input that columns share and for every row one all-reduce
-      of the activations: 4 in a layer of attention and MLP. With `sequence` an all-gather and a
-      reduce-scatter take the place of each, of the same bytes together.
+      In training, one all-reduce of the activations over `axis` for every input that columns share,
+      and one for every row: 4 in a layer of attention and MLP. With `sequence` an all-gather and a
+      reduce-scatter replace each all-reduce; together they send the same bytes.
     """
     if isinstance(model, nnx.Module):
         raise TypeError(
@@ -128,15 +127,15 @@ def tensor_parallel(
 
 @dataclasses.dataclass(frozen=True)
 class TensorParallel:
-    """A Linen model and the plan by which it is computed in parallel; see `tensor_parallel`.
+    """A Linen model and the plan of its tensor parallelism; see `tensor_parallel`.
 
     Attributes:
-      module: The model as it was given.
+      module: The given model.
       plan: The pairs of a glob on module paths and a style.
       axis: The mesh axis.
       sequence: Whether activations between layers are split along their sequence.
-      overlap: Whether products send while they compute.
-      verify: Whether a program checks what the model computes on shards.
+      overlap: Whether products send while they compute, see `tensor_parallel`.
+      verify: Whether a program checks the operations of the model on shards.
     """
 
     module: nn.Module
@@ -147,27 +146,27 @@ class TensorParallel:
     verify: bool
 
     def init(self, rngs: Any, *args: Any, **kwargs: Any) -> Any:
-        """The model's own `init`."""
+        """Calls the `init` of `module`."""
         return self.module.init(rngs, *args, **kwargs)
 
     def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
-        """The model's `apply`, on shards where the axis is bound."""
+        """Calls the `apply` of `module`, on shards if the axis is bound."""
         return self.call(self.module.apply, variables, *args, **kwargs)
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Calls a function that applies the module, on shards where the axis is bound."""
+        """Calls a function that applies the module, on shards if the axis is bound."""
         if not is_axis_bound(self.axis):
             return function(*args, **kwargs)
         with nn.intercept_methods(self.calls()):
             return function(*args, **kwargs)
 
     def calls(self) -> PlannedCalls:
-        """The interceptor of one application on shards."""
+        """Makes the interceptor for one application on shards."""
         options: Any = {"sequence": self.sequence, "overlap": self.overlap}
         return PlannedCalls(self.style_of, self.axis, **options)
 
     def style_of(self, path: str) -> Style | None:
-        """The style of the module at a path; `None` if the plan does not name it.
+        """Looks up the style of the module at a path; `None` if the plan does not name it.
 
         Raises:
           ValueError: Two keys give it different styles.
@@ -184,7 +183,7 @@ class TensorParallel:
 @register_interface
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class TensorParallelInterface(LinenModel):
-    """The adapter of a `TensorParallel`."""
+    """How a program calls a `TensorParallel`."""
 
     planned: Any = None
     is_checked: bool = False
@@ -194,7 +193,7 @@ class TensorParallelInterface(LinenModel):
 
     @classmethod
     def wrap(cls, model: Any) -> Self | None:
-        """The adapter of a planned model."""
+        """Wraps a planned model; returns `None` for any other model."""
         return cls(model.module, planned=model) if isinstance(model, TensorParallel) else None
 
     @property
@@ -204,21 +203,21 @@ class TensorParallelInterface(LinenModel):
         return apply
 
     def init(self, rngs: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """`module.init`, with a `SplitParameter` around each parameter that the plan splits."""
+        """Calls `module.init`, and boxes the parameters that the plan splits."""
         variables = super().init(rngs, *args, **kwargs)
         return variables | {"params": _split_params(self.planned, variables.get("params", {}))}
 
     def annotated(self, path: str, kernel: Any) -> Any:
-        """The kernel of the module at a path, in a `SplitParameter` if the plan splits it."""
+        """Boxes the kernel of the module at a path in a `SplitParameter` if the plan splits it."""
         return _split_param(self.planned, f"{path}/kernel", kernel)
 
     def check(self, trace: Callable[[Any], None]) -> None:
-        """Compares the calls of the loss on shards with those on whole arrays."""
+        """Compares the calls of the loss on shards with its calls on whole arrays."""
         if self.planned.verify:
             trace(dataclasses.replace(self, is_checked=True))
 
     def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
-        """`LinenModel.apply`, on shards where the axis is bound."""
+        """Calls `LinenModel.apply`, on shards if the axis is bound; with `is_checked` checks it."""
         planned = self.planned
         if self.is_checked and is_axis_bound(planned.axis):
             calls = dataclasses.replace(planned, overlap="none").calls()
@@ -240,11 +239,11 @@ def _split_params(planned: TensorParallel, params: Any) -> Any:
         for n in range(len(parts) + 1)
     }
     for key, style in planned.plan:
-        fitting, kind = modules, "module that has parameters of its own"
+        candidates, kind = modules, "module that has parameters of its own"
         if isinstance(style, PerDevice):
-            fitting, kind = parents, "module"
-        if not fnmatch.filter(fitting, key):
-            near = difflib.get_close_matches(key, sorted(fitting), n=3, cutoff=0.0)
+            candidates, kind = parents, "module"
+        if not fnmatch.filter(candidates, key):
+            near = difflib.get_close_matches(key, sorted(candidates), n=3, cutoff=0.0)
             raise ValueError(
                 f"tensor_parallel: the plan's key {key!r} ({style}) matches no {kind}, expected "
                 f"one, such as {', '.join(map(repr, near))}."
@@ -253,13 +252,13 @@ def _split_params(planned: TensorParallel, params: Any) -> Any:
 
 
 def _split_param(planned: TensorParallel, path: str, x: Any) -> Any:
-    """A parameter as the plan has it: in a box if it is split."""
+    """Boxes a parameter if the plan splits it, otherwise returns its value."""
     module, _, name = path.rpartition("/")
     style = planned.style_of(module)
     if style is None or isinstance(style, PerDevice):
         return x
     value = x
-    if isinstance(x, nn.LogicallyPartitioned):  # The plan takes the place of its rules.
+    if isinstance(x, nn.LogicallyPartitioned):  # The plan replaces its rules.
         value = x.value
     elif is_box(x):
         raise ValueError(

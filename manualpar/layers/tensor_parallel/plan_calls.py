@@ -1,7 +1,8 @@
-"""The calls of a planned model's modules, on shards.
+"""Intercepts the calls of a planned model's modules on shards.
 
-While a module of the plan runs, what differs from one device is replaced: the shapes of which its
-parameters are expected, the features that `nn.DenseGeneral` reshapes to, its input and its result.
+While a module of the plan runs, this replaces everything that differs from one device: the shapes
+that it expects of its parameters, the features that `nn.DenseGeneral` reshapes to, its input, and
+its result.
 """
 
 import contextlib
@@ -29,14 +30,14 @@ StyleOf = Callable[[str], Style | None]
 
 
 class PlannedCalls:
-    """The interceptor of one application of a planned model."""
+    """Intercepts the module calls in one application of a planned model."""
 
     def __init__(
         self, style_of: StyleOf, axis: str, *, sequence: bool, overlap: LayerOverlap
     ) -> None:
         self._style_of, self.axis = style_of, axis
         self._sequence, self._overlap = sequence, overlap
-        # Inputs with what became of them, by what, and in which trace.
+        # Cache: (input, entering function, trace, entered input).
         self._entered: list[tuple[Any, Any, Any, Any]] = []
 
     def __call__(self, next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
@@ -46,7 +47,7 @@ class PlannedCalls:
             return next_fun(*args, **kwargs)
         path = "/".join(module.path)
         style = self._style_of(path)
-        # A module in nn.remat or nn.scan calls the same one without it, which computes.
+        # A module in nn.remat or nn.scan only calls the same module without the transform.
         is_lifted = type(module).__module__ == "flax.linen.transforms"
         is_within = method == "setup" or (is_lifted and method in vars(type(module)))
         if isinstance(style, PerDevice) and not is_within:
@@ -132,7 +133,7 @@ class PlannedCalls:
             kind = type(module).__name__
             raise ValueError(f"{where}: {kind} has a __call__ of its own, expected nn.Embed's.")
         tokens = [*args, *kwargs.values()][0]
-        # As on one device, a negative token counts from the end.
+        # A negative token counts from the end, as on one device.
         tokens = jnp.where(tokens < 0, tokens + module.num_embeddings, tokens)
         tables = module.promote_dtype(module.embedding, dtype=module.dtype, inexact=False)
         table = cast(jax.Array, tables[0])
@@ -142,17 +143,20 @@ class PlannedCalls:
         return jax.tree.map(lambda x: self._enter(where, x) if _is_activation(x) else x, tree)
 
     def _overlaps(self, module: nn.Module, x: Any) -> bool:
-        """Whether a module's product is sent while it is computed: flax's own, of the last dims."""
+        """Returns whether to send a module's product while it is computed.
+
+        This works for flax's own products over the last dims.
+        """
         if self._overlap == "none" or not isinstance(module, nn.Dense | nn.DenseGeneral):
             return False
-        own = (module.precision, module.dot_general, module.dot_general_cls)
+        overrides = (module.precision, module.dot_general, module.dot_general_cls)
         dims = getattr(module, "axis", -1)
         dims = [dims] if isinstance(dims, int) else list(dims)
         is_last = [dim % x.ndim for dim in dims] == list(range(x.ndim - len(dims), x.ndim))
-        return is_last and own == (None,) * 3 and not getattr(module, "batch_dims", ())
+        return is_last and overrides == (None,) * 3 and not getattr(module, "batch_dims", ())
 
     def _enter(self, where: str, x: jax.Array, how: Callable[..., Any] = enter) -> Any:
-        """`enter` or `enter_ring`, once for all modules that have the same input."""
+        """Calls `how` (`enter` or `enter_ring`) once for all modules with the same input."""
         trace = get_opaque_trace_state(convention="flax")
         for before, how_before, trace_before, entered in self._entered:
             if before is x and how_before is how and trace_before == trace:
@@ -184,31 +188,31 @@ class PlannedCalls:
 
     @contextlib.contextmanager
     def _on_shards(self, module: nn.Module, style: Style) -> Iterator[None]:
-        """Has a module expect its shards in the place of its parameters."""
+        """Makes a module accept its shards as parameters, for a while."""
         size = jax.lax.axis_size(self.axis)
         original = module.param
 
-        def local(whole: int) -> int:
-            return 1 if style.shared and whole < size else whole // size
+        def per_device(number: int) -> int:
+            return 1 if style.shared and number < size else number // size
 
         def param(name: str, init_fn: Any, *args: Any, **kwargs: Any) -> Any:
             if not module.has_variable("params", name):
                 return original(name, init_fn, *args, **kwargs)
             value = jax.eval_shape(nn.unbox, module.get_variable("params", name))
 
-            def local_init(key: Any, *args: Any, **kwargs: Any) -> Any:
+            def shard_init(key: Any, *args: Any, **kwargs: Any) -> Any:
                 declared = nn.unbox(init_fn(key, *args, **kwargs))
                 shape = list(declared.shape)
                 dim = style.split_dim(name, len(shape))
                 if dim is not None and declared.shape != value.shape:
-                    shape[dim] = local(shape[dim])
+                    shape[dim] = per_device(shape[dim])
                 return jnp.zeros(shape, declared.dtype)
 
-            x = original(name, local_init, *args, **kwargs)
+            x = original(name, shard_init, *args, **kwargs)
             # A row's bias is added after the sum.
             return jnp.zeros_like(x) if isinstance(style, Row) and name == "bias" else x
 
-        with overridden(module, param=param), replace_features(module, style, local):
+        with overridden(module, param=param), replace_features(module, style, per_device):
             yield
 
     def _call_with_local_sizes(
@@ -236,16 +240,16 @@ class PlannedCalls:
                 "before it."
             ) from error
         except (ArithmeticError, AssertionError, IndexError, TypeError, ValueError) as error:
-            if _is_ours(error):
+            if _is_from_this_package(error):
                 raise
-            what = str(error).partition("\n")[0].rstrip(".")
+            message = str(error).partition("\n")[0].rstrip(".")
             raise ValueError(
-                f"{where} cannot compute with what the plan splits: {what}. "
-                f"{self._mend(module, style, what)}"
+                f"{where} cannot compute with what the plan splits: {message}. "
+                f"{self._mend(module, style, message)}"
             ) from error
 
     def _mend(self, module: nn.Module, style: Style | None, error: str) -> str:
-        """What to do about an error that a module raises on shards."""
+        """Explains how to mend an error that a module raises on shards."""
         if self._sequence and "reshape" not in error:
             return (
                 "With sequence=True modules outside of the plan get a part of the positions: make "
@@ -253,8 +257,8 @@ class PlannedCalls:
                 "layers; or say sequence=False."
             )
         if isinstance(style, PerDevice):
-            others = numbers_to_name(module, error)
-            such = f", such as {', '.join(map(repr, others))}," if others else ""
+            names = numbers_to_name(module, error)
+            such = f", such as {', '.join(map(repr, names))}," if names else ""
             return (
                 f"Name in PerDevice the other numbers{such} that count what the plan splits, or "
                 "have the module write -1, or the size of its input, in their place."
@@ -282,7 +286,7 @@ def overridden(module: nn.Module, **methods: Any) -> Iterator[None]:
 def replace_features(
     module: nn.Module, style: Style, size: Callable[[int], int]
 ) -> contextlib.AbstractContextManager[None]:
-    """Gives an `nn.DenseGeneral` other features for a while: it reshapes its bias to them."""
+    """Gives an `nn.DenseGeneral`, which reshapes its bias, other features for a while."""
     if not (isinstance(style, Column) and isinstance(module, nn.DenseGeneral)):
         return contextlib.nullcontext()
     features = module.features
@@ -292,8 +296,8 @@ def replace_features(
     return replace_fields(module, {"features": tuple(features)})
 
 
-def _is_ours(error: Exception) -> bool:
-    """Whether an error is a sentence of this package already."""
+def _is_from_this_package(error: Exception) -> bool:
+    """Returns whether this package raised an error."""
     frame = error.__traceback__
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next

@@ -1,14 +1,15 @@
-"""Finds what a planned model computes wrongly on shards, before anything runs.
+"""Finds operations that a planned model computes wrongly on shards, before anything runs.
 
-Types say that a value differs between devices, and not along which dimension it is split. So a norm
-over split features, or a reshape that puts them behind others, compiles and is wrong. To find it, a
-call of the model is traced twice in the same place, on shards and whole, and the two programs are
-walked side by side. Outside of the plan's products they consist of the same operations, and each
-must give the shard of its whole result, see `shard_operations`. A module of the user's own that the
-plan names is looked into: a Row must be linear behind its product.
+Types say that a value differs between devices, but not along which dimension it is split. So a norm
+over split features, or a reshape that merges them into a dim behind another one, compiles and is
+wrong. To find it, a call of the model is traced twice in the same place, on shards and on whole
+arrays, and the two programs are compared equation by equation. Outside of the plan's products they
+have the same operations. Each must return the shard of its result on whole arrays, see
+`shard_operations`. If the plan names a module of the user, its code is checked too: a Row must be
+linear after its product.
 
-Invariant: values of the same shape in both programs are equal, and others are shards, because every
-operation before them was right.
+Invariant: values of the same shape in both programs are equal, and values of other shapes are
+shards, because every operation before them was right.
 """
 
 import itertools
@@ -52,13 +53,13 @@ from manualpar.layers.tensor_parallel.plan_calls import (
 from manualpar.layers.tensor_parallel.plan_styles import PerDevice, Row
 
 _PLANNED_SCOPE = "planned_module"
-# In the scope of a context axis stands attention, which computes each head for itself.
-_OURS = frozenset({_PLANNED_SCOPE, CONTEXT_SCOPE, SEQUENCE_SCOPE, TENSOR_SCOPE})
-# Modules that are known to be right under any style; others are looked into.
+# Attention is in the scope of a context axis, and computes each head separately.
+_TRUSTED_SCOPES = frozenset({_PLANNED_SCOPE, CONTEXT_SCOPE, SEQUENCE_SCOPE, TENSOR_SCOPE})
+# Modules that are known to be right under any style; the code of other modules is checked.
 _PRODUCTS = (nn.Dense, nn.DenseGeneral, nn.Conv, nn.Embed, SplitDense)
 _ROW_SCOPE = "planned_row"
 _SCOPES = frozenset({_ROW_SCOPE})
-# A sum over devices of what these make is what they make of the sum.
+# Linear operations: applied to the parts of a sum, they return the parts of their result.
 _LINEAR = frozenset(
     """
     add broadcast_in_dim convert_element_type jit name neg reduce_sum reshape squeeze sub transpose
@@ -71,25 +72,25 @@ _WHOLE_SIZE = (
 )
 _MENDS: Mapping[Reason, str] = {
     "axis": "Name the axis of the plan",
-    "constant": "Make it of the size of the whole, or split another dim",
+    "constant": "Make it from the size of the array that is not split, or split another dim",
     "convolution": "Give the convolution a style, Column() or Row()",
     "examples": "Gather examples over axes that split them",
-    "loop": "Scan over dims that are whole",
+    "loop": "Scan over dims that are not split",
     "mixed": "Split both, or neither",
-    "pad": "Pad dims that are whole",
+    "pad": "Pad dims that are not split",
     "parts": "The parts are on different devices. Have one product for each part, such as query, "
     "key and value, or split each head into its parts, as in reshape(..., num_heads, 3 * "
     "head_size); or leave the modules before and behind it out of the plan",
     "product": "Give the module that contracts it the style Row",
-    "program": "Have the code not depend on sizes of what is split",
+    "program": "Have the code not depend on sizes of split arrays",
     "random": "Have nn.Dropout draw them",
     "reduction": "A norm, a mean or a softmax needs all of it: put it behind a Row",
-    "reshape": "A device's part lies apart in it. Keep the split dim in front of those that it is "
-    "merged with: heads before their features, as in reshape(..., -1, head_size); or give the "
-    "module that says how many heads there are the style PerDevice('num_heads')",
+    "reshape": "A device's part is not contiguous in it. Keep the split dim in front of the dims "
+    "that it is merged with: heads before their features, as in reshape(..., -1, head_size); or "
+    "give the module that says how many heads there are the style PerDevice('num_heads')",
     "size": _WHOLE_SIZE,
-    "sum": "Have a Row be a product, and a bias, alone",
-    "two dims": "Combine no two split dims: one has to be whole, behind a Row",
+    "sum": "Have a Row be only a product and a bias",
+    "two dims": "Combine no two split dims: put one of them behind a Row, which makes it whole",
     "unknown": "It is not known whether that is right",
 }
 
@@ -97,16 +98,16 @@ _MENDS: Mapping[Reason, str] = {
 def check_on_shards(
     apply: Callable[..., Any], style_of: StyleOf, calls: PlannedCalls, *args: Any, **kwargs: Any
 ) -> None:
-    """Refuses a call that does not compute on shards what it computes whole.
+    """Refuses a call that computes something else on shards than on whole arrays.
 
     It is called within a `shard_map`, with the variables and arguments of one device.
 
     Args:
-      apply: Applies the module, which knows nothing of the plan.
+      apply: Applies the module without the plan.
       style_of: The styles by module path.
       calls: The interceptor of calls on shards.
       *args: The arguments of the call, the variables first.
-      **kwargs: The other ones.
+      **kwargs: The keyword arguments of the call.
 
     Raises:
       ValueError: An operation on a split dimension is wrong or unknown; its module is named.
@@ -153,7 +154,7 @@ def check_on_shards(
 
 
 def _with_scoped_parameters(module: nn.Module, function: Callable[..., Any]) -> Any:
-    """A method of a module that asks for its parameters in our scope."""
+    """Wraps a method so that it asks for its module's parameters in `_PLANNED_SCOPE`."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         param = vars(module)["param"]
@@ -172,7 +173,7 @@ def _with_scoped_parameters(module: nn.Module, function: Callable[..., Any]) -> 
 
 
 class _WholeCalls:
-    """The interceptor of a model's calls as on one device, although its variables are shards."""
+    """Intercepts calls so that they run as on one device, although the variables are shards."""
 
     def __init__(self, style_of: StyleOf, axis: str) -> None:
         self._style_of, self._axis = style_of, axis
@@ -187,8 +188,8 @@ class _WholeCalls:
             return next_fun(*args, **kwargs)
         devices = jax.lax.axis_size(self._axis)
 
-        def each(size: int) -> int:
-            """As if what is shared stood there once for each device."""
+        def unshared_size(size: int) -> int:
+            """Returns the size of a dim, where shared entries count once for each device."""
             return max(size, devices) if style.shared else size
 
         def param(name: str, init_fn: Any, *args: Any, unbox: bool = True, **kwargs: Any) -> Any:
@@ -198,22 +199,23 @@ class _WholeCalls:
             shape = list(declared.shape)
             dim = style.split_dim(name, len(shape))
             if dim is not None:
-                shape[dim] = each(shape[dim])
+                shape[dim] = unshared_size(shape[dim])
             like = nn.unbox(module.get_variable("params", name))
             if isinstance(style, Row) and name == "bias":  # Zeros on shards too.
                 zeros = jnp.zeros(shape, like.dtype)
                 return cast_to_varying(zeros, varying_axes(like) - {self._axis})
-            # Made of the shard, so that what nn.scan takes out of a loop is the same on shards.
+            # It is made from the shard, so that nn.scan hoists the same values out of a loop
+            # in both programs.
             entry = like[(0,) * like.ndim]
             is_varying = self._axis in varying_axes(entry)
             return jnp.broadcast_to(leave(entry, self._axis) if is_varying else entry, shape)
 
-        with overridden(module, param=param), replace_features(module, style, each):
+        with overridden(module, param=param), replace_features(module, style, unshared_size):
             return next_fun(*args, **kwargs)
 
 
 def _without_sequence(module: nn.Module) -> dict[str, Any]:
-    """The fields by which a layer of ours, such as `MoE`, splits sequences, with other values."""
+    """Turns off, in a layer of this package such as `MoE`, the fields that split sequences."""
     if type(module).__module__.split(".")[0] != __name__.split(".")[0]:
         return {}
     return {name: value for name, value in _WHOLE_SEQUENCES.items() if hasattr(module, name)}
@@ -222,7 +224,7 @@ def _without_sequence(module: nn.Module) -> dict[str, Any]:
 def _compare(
     shards: Any, whole: Any, axis: str, devices: int, path: str, is_sum: bool = False
 ) -> None:
-    """Refuses a program on shards that is not the one on whole arrays.
+    """Refuses a program on shards that differs from the program on whole arrays.
 
     With `is_sum` its inputs are parts of a sum.
     """
@@ -236,7 +238,7 @@ def _compare(
         for eqn in jaxprs[-1].eqns:
             if eqn.primitive.name in CASTS:
                 constants[eqn.outvars[0]] = _constant(eqn.invars[0], constants)
-    for one, other in paired(*map(_foreign, jaxprs)):
+    for one, other in paired(*map(_checked_equations, jaxprs)):
         where = "/".join(filter(None, (path, module_of_equation(one or other, _SCOPES))))
         try:
             check_same_operation(one, other)
@@ -245,8 +247,8 @@ def _compare(
             if is_product and stands_in(one, _SCOPES):
                 summed.add(where)
             elif where in summed and not _is_linear(one):
-                what = f"applies {one.primitive.name} to a part of a sum, before the devices' parts"
-                refuse(f"{what} are added up", "sum")
+                action = f"applies {one.primitive.name} to a part of a sum"
+                refuse(f"{action}, before the devices' parts are added up", "sum")
             else:
                 check_operation(one, other, axis=axis, devices=devices)
         except WrongOnShardsError as error:
@@ -264,12 +266,12 @@ def _is_linear(eqn: Any) -> bool:
     return is_scaling or eqn.primitive.name in _LINEAR
 
 
-def _foreign(jaxpr: Jaxpr) -> Iterator[Any]:
-    """The equations that are neither a planned module's nor our own."""
+def _checked_equations(jaxpr: Jaxpr) -> Iterator[Any]:
+    """Yields the equations that are neither a planned module's nor this package's."""
     for eqn in jaxpr.eqns:
-        is_ours = stands_in(eqn, _OURS)
-        # `enter` and `leave` look at an index for whether types are checked.
-        if not is_ours and eqn.primitive.name not in (*CASTS, "axis_index"):
+        is_trusted = stands_in(eqn, _TRUSTED_SCOPES)
+        # `enter` and `leave` use an axis_index to find out whether types are checked.
+        if not is_trusted and eqn.primitive.name not in (*CASTS, "axis_index"):
             yield eqn
 
 
@@ -277,12 +279,12 @@ def _check_constants(one: Any, other: Any, constants: dict[Any, Any]) -> None:
     for variables in zip(one.invars, other.invars, strict=False):
         a, b = (_constant(x, constants) for x in variables)
         if a is not None and b is not None and not np.array_equal(a, b, equal_nan=_has_nan(a)):
-            what = f"applies {one.primitive.name} with a constant"
-            refuse(f"{what} that is made of the size of what is split", "constant")
+            action = f"applies {one.primitive.name} with a constant"
+            refuse(f"{action} that is made of the size of a split array", "constant")
 
 
 def _constant(variable: Any, constants: dict[Any, Any]) -> Any:
-    """The value of a variable that every run has; `None` if there is none."""
+    """Returns the value of a constant; `None` if a variable is not constant."""
     value = variable.val if isinstance(variable, Literal) else constants.get(variable)
     return None if isinstance(value, jax.core.Tracer) else value
 

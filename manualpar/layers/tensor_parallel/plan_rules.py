@@ -1,8 +1,9 @@
-"""A plan from the logical names that a model gives the dims of its parameters.
+"""Derives a plan from the logical names that a model gives the dims of its parameters.
 
-A model whose parameters are annotated for XLA (`nn.with_logical_partitioning`, with rules from
-names to mesh axes) says already which dims are split. A dim of a kernel that is summed over makes
-its module a `Row`, another one a `Column`, and the rows of an `nn.Embed` make it a `Vocab`.
+If a model's parameters are annotated for XLA (`nn.with_logical_partitioning`, with rules from names
+to mesh axes), the annotations already say which dims are split. If the product sums over the split
+dim of a kernel, the module is a `Row`, otherwise a `Column`. An `nn.Embed` with split rows is a
+`Vocab`.
 """
 
 from typing import Any
@@ -25,7 +26,7 @@ class DerivedPlan(dict[str, Style]):
     """A plan, styles by module path.
 
     Attributes:
-      whole: For each parameter that the rules split and the plan does not, the reason.
+      whole: The reason for each parameter that the rules split but the plan does not.
     """
 
     whole: dict[str, str]
@@ -47,15 +48,16 @@ def plan_from_rules(
     program = manualpar.fsdp(tensor_parallel(model, plan), tx, loss_fn, rules=rules, ...)
     ```
 
-    What the plan leaves whole is stored as the program's `rules` say, and gathered where it is
-    used. Heads of a `Column` may be shared by devices, as grouped-query attention needs it.
+    A parameter that the plan does not split is stored by the program's `rules`, and gathered where
+    it is used. Devices may share heads of a `Column`, which grouped-query attention needs.
 
     Args:
       model: The model. It is initialised abstractly.
-      batch: A batch as for a program, or the model's one input; arrays or `jax.ShapeDtypeStruct`s.
+      batch: A batch as for a program, or the single input of the model; arrays or
+        `jax.ShapeDtypeStruct`s.
       rules: Pairs of a logical name and a mesh axis, a tuple of axes or `None`, as for a program.
       axis: The mesh axis that the plan is for.
-      init_args: The arguments of the model's call, made of the batch, as for a program.
+      init_args: Makes the arguments of the model's call from the batch, as for a program.
 
     Returns:
       The plan, which names each module by its path.
@@ -110,7 +112,7 @@ def plan_from_rules(
 
 
 def _style(module: nn.Module, name: str, dim: int) -> Style | str:
-    """The style of a module whose parameter is split along a dim, or why there is none."""
+    """Returns the style of a module whose parameter is split along `dim`, or why it has none."""
     kind = type(module).__name__
     if isinstance(module, nn.Embed):
         return Vocab() if dim == -2 else "the features of an nn.Embed are never split"
@@ -119,12 +121,12 @@ def _style(module: nn.Module, name: str, dim: int) -> Style | str:
         return f"{kind} does not say which dims of it are summed over"
     if name not in ("kernel", "bias"):
         return f"it is neither the kernel nor the bias of its {kind}"
-    # Heads, which have features behind them, may be shared.
+    # Heads may be shared. They are dims that features follow.
     return Column(dim, shared=dim < -1) if -dim <= outputs else Row(dim)
 
 
 def _number_of_outputs(module: nn.Module) -> int | None:
-    """How many dims of a module's kernel, the last ones, are not summed over."""
+    """Counts the last dims of a module's kernel that its product does not sum over."""
     if isinstance(module, SplitDense):
         return len(module.shape) - module.contracted
     if isinstance(module, nn.DenseGeneral):

@@ -1,8 +1,8 @@
-"""The numbers of a module of which a planned call gets this device's share.
+"""Gives planned calls the per-device share of numbers of their module, such as the head count.
 
-A module that reshapes what a `Column` makes to heads says how many there are: by a field, by an
-attribute that its `setup` has set, or by its config. While one of its methods runs on shards, the
-number is a `LocalSize`. `setup` and the modules that are made in a call get the whole number,
+A module that reshapes the output of a `Column` to heads needs their number. It is in a field, in an
+attribute that `setup` sets, or in its config. While one of the module's methods runs on shards, the
+number is a `LocalSize`. `setup` and the modules that are made in a call get the undivided number,
 because the plan divides their parameters itself.
 """
 
@@ -22,8 +22,8 @@ from manualpar.layers.tensor_parallel.plan_styles import PerDevice
 class LocalSize(int):
     """This device's share of a number.
 
-    A number that it divides is a whole one: `hidden_size // num_heads` is the size of a head. Its
-    multiples are shares too: `num_heads * head_size`.
+    An undivided number is divided by `whole`: `hidden_size // num_heads` is the size of a head. The
+    multiples of a share are shares too: `num_heads * head_size`.
 
     Attributes:
       whole: The number on all devices together.
@@ -31,9 +31,9 @@ class LocalSize(int):
 
     whole: int
 
-    def __new__(cls, local: int, whole: int) -> "LocalSize":
-        """A share of `whole`."""
-        size = super().__new__(cls, local)
+    def __new__(cls, share: int, whole: int) -> "LocalSize":
+        """Makes a share of `whole`."""
+        size = super().__new__(cls, share)
         size.whole = whole
         return size
 
@@ -47,15 +47,15 @@ class LocalSize(int):
         return self * other
 
     def __rfloordiv__(self, other: Any) -> Any:
-        """Divides a whole number."""
+        """Divides an undivided number by `whole`."""
         return other // self.whole
 
     def __rtruediv__(self, other: Any) -> Any:
-        """Divides a whole number."""
+        """Divides an undivided number by `whole`."""
         return other / self.whole
 
     def __rmod__(self, other: Any) -> Any:
-        """Returns what is left of a whole number."""
+        """Returns the remainder of an undivided number divided by `whole`."""
         return other % self.whole
 
 
@@ -72,7 +72,7 @@ def local_sizes(where: str, module: nn.Module, style: PerDevice, devices: int) -
                 whole = _look_up(module, name)
             except (AttributeError, KeyError):
                 whole = None
-            if isinstance(whole, LocalSize):  # One of its methods calls another one.
+            if isinstance(whole, LocalSize):  # One method of the module calls another.
                 continue
             if not isinstance(whole, int):
                 raise ValueError(
@@ -88,7 +88,7 @@ def local_sizes(where: str, module: nn.Module, style: PerDevice, devices: int) -
                 )
             field, _, rest = name.partition(".")
             before, share = getattr(module, field), LocalSize(whole // devices, whole)
-            value = _with(before, rest, share) if rest else share
+            value = _replace_at(before, rest, share) if rest else share
             stack.enter_context(replace_fields(module, {field: value}))
             if _look_up(module, name) != share:
                 raise ValueError(
@@ -100,7 +100,7 @@ def local_sizes(where: str, module: nn.Module, style: PerDevice, devices: int) -
 
 
 def forget_shares(module: nn.Module) -> None:
-    """Gives the fields of a module that was made of shares the whole numbers."""
+    """Restores the undivided numbers in the fields of a module that was made with shares."""
     for field in dataclasses.fields(module):
         value = getattr(module, field.name, None)
         if isinstance(value, LocalSize):
@@ -111,20 +111,21 @@ def forget_shares(module: nn.Module) -> None:
 
 
 def numbers_to_name(module: nn.Module, error: str, suffixes: tuple[str, ...] = ("",)) -> list[str]:
-    """Names the whole numbers of a module, or of its config, to which a failed reshape goes.
+    """Finds the numbers of a module or its config that a failed reshape has in its shape.
 
     Args:
       module: The module that reshapes.
-      error: What JAX says, "cannot reshape array of shape (4, 8, 2) into shape (4, 8, 8)".
+      error: The message of JAX, "cannot reshape array of shape (4, 8, 2) into shape (4, 8, 8)".
       suffixes: Ends of names.
 
     Returns:
-      The names, those of the module's own if it has some.
+      The names: the fields and attributes of the module if there are any, otherwise entries of its
+      config.
     """
     shapes = [part.split(", ") for part in re.findall(r"shape \(([-\d, ]+)\)", error)]
     if len(shapes) < 2:
         return []
-    # The dims in front of the split one are those of before.
+    # The dims in front of the split dim are equal in both shapes.
     same = [a == b for a, b in zip(*shapes, strict=False)][:-1]
     made = set(shapes[1][same.index(False) if False in same else len(same) :])
     found = [
@@ -152,11 +153,11 @@ def _look_up(owner: Any, name: str) -> Any:
     return owner
 
 
-def _with(owner: Any, name: str, value: Any) -> Any:
-    """A copy of an object in which an attribute, or an entry, is another one."""
+def _replace_at(owner: Any, name: str, value: Any) -> Any:
+    """Copies an object, with another value of the attribute or entry at a dotted name."""
     part, _, rest = name.partition(".")
     if rest:
-        value = _with(_look_up(owner, part), rest, value)
+        value = _replace_at(_look_up(owner, part), rest, value)
     if isinstance(owner, Mapping):
         return {**owner, part: value}
     other = copy.copy(owner)

@@ -1,4 +1,4 @@
-"""How a module of a plan computes with shards of its parameters."""
+"""Styles: the ways in which a module computes with shards of its parameters."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -10,11 +10,12 @@ class Column:
     """Each device computes some of a module's outputs.
 
     Attributes:
-      dim: The dimension of kernel and bias, counted from the end, that is split: -1, or -2 for the
-        heads of a kernel `[D, N, H]`.
-      shared: Whether devices may share what is too little to give each its own, such as the key
-        heads of grouped-query attention; see `manualpar.core.parameters.split_parameter.split`.
-      bias_dim: The dimension of the bias that is split, if it is not `dim`: -1 for a kernel
+      dim: The split dimension of kernel and bias, counted from the end: -1, or -2 for the heads
+        of a kernel `[D, N, H]`.
+      shared: Whether devices may share entries of a dim that is too small for one entry each, such
+        as the key heads of grouped-query attention; see
+        `manualpar.core.parameters.split_parameter.split`.
+      bias_dim: The split dimension of the bias, if it is not `dim`: -1 for a kernel
         `[F, D]` that its module transposes, with `dim=-2`.
     """
 
@@ -29,7 +30,7 @@ class Column:
             _check_dim(self, "bias_dim")
 
     def split_dim(self, name: str, ndim: int) -> int | None:
-        """The dim of a parameter that is split; `None` for one of fewer dims, which stays whole."""
+        """Returns the split dim of a parameter; `None` (not split) if it has too few dims."""
         dim = self.bias_dim if name == "bias" and self.bias_dim is not None else self.dim
         return dim if ndim >= -dim else None
 
@@ -39,8 +40,8 @@ class Row:
     """Each device takes some of a module's inputs; the products are summed, then `bias` is added.
 
     Attributes:
-      dim: The dimension of the kernel, counted from the end, that is split: -2, or -3 for the heads
-        of a kernel `[N, H, D]`.
+      dim: The split dimension of the kernel, counted from the end: -2, or -3 for the heads of a
+        kernel `[N, H, D]`.
     """
 
     dim: int = -2
@@ -51,34 +52,35 @@ class Row:
         _check_dim(self)
 
     def split_dim(self, name: str, ndim: int) -> int | None:
-        """The dim of a parameter that is split; `None` for the bias, which stays whole."""
+        """Returns the split dim of a parameter; `None` (not split) for the bias."""
         return None if name == "bias" or ndim < -self.dim else self.dim
 
 
 @dataclasses.dataclass(frozen=True)
 class Vocab:
-    """An `nn.Embed` of which each device has some rows; `attend` gives its part of the logits."""
+    """An `nn.Embed` with some rows on each device; `attend` gives its part of the logits."""
 
     shared: ClassVar[bool] = False
 
     def split_dim(self, name: str, ndim: int) -> int | None:
-        """The dim of the embedding that is split."""
+        """Returns the split dim of the embedding."""
         del name
         return -2 if ndim >= 2 else None
 
 
 @dataclasses.dataclass(frozen=True, init=False)
 class PerDevice:
-    """A module whose own code gets this device's share of some of its numbers.
+    """A module whose code gets the per-device share of some of its numbers.
 
-    Some modules reshape what their `Column`s make: `query.reshape(B, S, self.num_heads, head_size)`
-    in the module that calls `query`. On shards there are fewer heads, which
-    `PerDevice("num_heads")`, as the style of that module, makes so while one of its methods runs.
+    Some modules reshape the output of their `Column`s, as in `query.reshape(B, S, self.num_heads,
+    head_size)` in the module that calls `query`. On shards there are fewer heads. With the style
+    `PerDevice("num_heads")` for that module, `self.num_heads` is this device's number of heads
+    while one of its methods runs.
 
     Attributes:
       names: The numbers: fields, attributes that `setup` sets, or entries of one of these, such as
         `"config.num_attention_heads"`. The devices must divide them. Name the number of heads, and
-        what heads are merged to if the module says so (`"embed_dim"`).
+        the size of the merged heads if the module uses it (`"embed_dim"`).
     """
 
     names: tuple[str, ...]
@@ -91,7 +93,7 @@ class PerDevice:
           *names: The numbers, see the class.
 
         Raises:
-          ValueError: There is none, or one is not a name.
+          ValueError: There are no names, or one is not a nonempty string.
         """
         if not names or not all(isinstance(name, str) and name for name in names):
             raise ValueError(
@@ -104,7 +106,7 @@ class PerDevice:
         return f"PerDevice({', '.join(map(repr, self.names))})"
 
     def split_dim(self, name: str, ndim: int) -> None:
-        """`None`, because parameters of the module's own stay whole."""
+        """Returns `None`, because the parameters of this module are not split."""
         del name, ndim
 
 
