@@ -221,6 +221,18 @@ def test_collections_that_change_are_refused() -> None:
 
 
 @pytest.mark.usefixtures("devices8")
+def test_collections_that_stay_are_taken() -> None:
+    def loss_fn(params: Any, apply_fn: Any, batch: Batch, rng: jax.Array) -> Any:
+        del rng
+        scores = apply_fn({"params": params}, batch.inputs)  # Its norm takes the running averages.
+        return scores.mean(), {"loss": (scores.sum(), jnp.float32(scores.size))}
+
+    mesh = make_mesh({"data": 2, "stage": 2}, jax.devices()[:4])
+    options = {"batch": make_classes(), "mesh": mesh, "num_minibatches": 2}
+    fsdp(Stack(norm=True), optax.sgd(1.0), loss_fn, pipeline=Pipeline(), **options)
+
+
+@pytest.mark.usefixtures("devices8")
 def test_parameters_of_layers_that_are_to_be_kept_are_refused() -> None:
     with pytest.raises(ValueError, match=r"keep_gathered, which names 'layers/.*', a parameter of"):
         fsdp(
