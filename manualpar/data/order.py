@@ -26,7 +26,7 @@ Order = Callable[[np.ndarray], np.ndarray]
 
 
 def endless_order(num_examples: int, *seed: int) -> Order:
-    """Permutations of examples without end, a new one for each epoch.
+    """Makes permutations of examples without end, a new one for each epoch.
 
     Grain's own shuffle looks up one position at a time, which takes longer than reading small
     examples. An epoch's order takes 8 bytes an example. The latest two are kept, because a batch

@@ -203,7 +203,7 @@ def _fixed_part(pattern: pathlib.Path) -> pathlib.Path:
 
 
 def _cut(file: TextFile) -> Iterator[TextFile]:
-    """Pieces of whole lines, about equally long."""
+    """Cuts a file into pieces of whole lines, about equally long."""
     ends = {file.size}
     with open_for_reading(file.path) as opened:
         for piece in range(1, PIECES):

@@ -83,7 +83,7 @@ def _patterns(node: Any) -> Iterator[str]:
 
 
 def _texts(pattern: str) -> Iterator[str]:
-    """Texts that a regular expression may match for long, and then does not."""
+    """Yields texts on which a regular expression may try for long, and then not match."""
     literal = "".join(dict.fromkeys(c for c in pattern if c.isalnum()))[:MAX_TRIED]
     for unit in dict.fromkeys((*literal, literal, "0", " ", "-", "a")):
         yield unit * REPEATED + "!\0"

@@ -106,7 +106,7 @@ def label_index(labels: jax.Array, size: int, axes: tuple[str, ...]) -> tuple[ja
 def index_here(
     indices: jax.Array, size: int, axes: tuple[str, ...], parts: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Indices into this device's part of a dim, and which of them are this device's.
+    """Returns indices into this device's part of a dim, and which of them are this device's.
 
     An index outside of the whole dim belongs to the first or the last part, where it is out of
     bounds too.

@@ -131,7 +131,7 @@ def score_documents(
 
 
 def cut_windows(tokens: list[int], max_length: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Contexts and completions that score all tokens but the first, each once."""
+    """Yields contexts and completions that score all tokens but the first, each once."""
     for start in range(1, len(tokens), max_length):
         end = min(start + max_length, len(tokens))
         yield tokens[max(0, end - 1 - max_length) : start], tokens[start:end]

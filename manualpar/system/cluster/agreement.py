@@ -37,7 +37,7 @@ def gather(value: JSON) -> list[JSON]:
 
 
 def from_first(value: JSON) -> JSON:
-    """Process 0's value, in every process; communicates as `gather`."""
+    """Returns process 0's value in every process; communicates as `gather`."""
     return gather(value)[0]
 
 

@@ -218,7 +218,7 @@ def test_modules_of_the_plan_that_are_no_layers_of_flax_are_looked_into() -> Non
     with pytest.raises(ValueError, match=r"'OwnNet/up' .*reduce_max along dim 2"):
         check(OwnNet(up=nn.softmax))
     for wrong in (nn.relu, jax.checkpoint(jnp.tanh), lambda x: x * x):
-        with pytest.raises(ValueError, match=r"'OwnNet/down' .* to a part of a sum.* alone"):
+        with pytest.raises(ValueError, match=r"'OwnNet/down' .* a part of a sum.* only a product"):
             check(OwnNet(down=wrong))
 
 
