@@ -22,7 +22,7 @@ CORE = ("tracing", "mesh", "parameters", "state", "modes", "model", "checks", "p
 # Loose files: the public names, those that have moved, and what `python -m` finds.
 FRONT = ("manualpar", "manualpar._moved", "manualpar.launch", "manualpar.doctor")
 USERS = ("manualpar", "experiments", "benchmarks", "configs")
-# The half hour that README promises, in reading order: modules of the core.
+# The half hour that CONTRIBUTING promises, in reading order: modules of the core.
 READ = (
     "mesh.roles",
     "parameters.placement",
