@@ -216,8 +216,7 @@ class Cluster(contextlib.AbstractContextManager["Cluster", None]):
     def connect(
         self, hosts: Sequence[str], port: int, terms: Terms, hub: Hub | None = None
     ) -> None:
-        """Joins the hub on one of the hosts; process 0 passes its hub. Only `initialize` calls
-        it."""
+        """Joins the hub on one of the hosts; process 0 passes its own `hub`. For `initialize`."""
         self._hub = hub
         # The thread starts now, because a process without memory cannot start a thread at its end.
         threading.Thread(target=self._flush_at_end, name="cluster-flush", daemon=True).start()

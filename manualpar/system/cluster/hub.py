@@ -136,8 +136,7 @@ class Hub:
             stranger.transport.abort()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serves a connection; its process is a stranger until it has shown that it is of the
-        run."""
+        """Serves a connection, which is a stranger's until its process is admitted."""
         process, challenge = None, secrets.token_hex(16)
         try:
             send(writer, {"kind": "challenge", "challenge": challenge})
@@ -233,7 +232,7 @@ class Hub:
             self._lose(*hung)
         if not (missing := [process for process in members if not members[process].writer]):
             return
-        # Other processes may still import modules, so it warns only after half the timeout.
+        # Process 0 has already spent time on its imports, so it warns after half the timeout.
         warn_seconds, join_seconds = timeout_seconds / 2, self._terms.join_seconds
         self._waited += awake
         if self._waited > join_seconds:
