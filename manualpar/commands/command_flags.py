@@ -87,7 +87,7 @@ def write_output(path: AnyPath, text: str) -> None:
     """Writes the file of `--output`, once in a cluster.
 
     Raises:
-      UsageError: It cannot be written.
+      UsageError: The file cannot be written.
     """
     if not is_main():
         return
@@ -104,7 +104,7 @@ def read_lines(path: str) -> list[dict[str, Any]]:
       UsageError: The file cannot be read, or a line of a `.jsonl` file is no JSON object.
 
     Communication:
-      Process 0 reads it, and the others get it by two small all-gathers.
+      Process 0 reads the file, and the others get its content by two small all-gathers.
     """
     return from_first(_read_lines(path) if is_main() else [])
 

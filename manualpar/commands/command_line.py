@@ -2,8 +2,8 @@
 
 A command declares its flags in a `Syntax`. `--config` names a Python file with `get_config()`, and
 `--config.<field>=<value>` sets a field, through `ml_collections.config_flags`. A command that takes
-several configs sets it in all of them. A user's mistake is a `UsageError`. It is shown as one
-sentence, and the exit code is 2. Our own errors keep their traceback.
+several configs sets the field in all of them. A user's mistake is a `UsageError`: it is shown as
+one sentence, and the exit code is 2. Errors of this package keep their traceback.
 """
 
 import contextlib
@@ -53,7 +53,7 @@ EXPECTED: Mapping[type, str] = {
 
 
 class Flag(NamedTuple):
-    """A flag of a command: its help, the type of its value, and the value if it is not given."""
+    """A flag of a command: its help, the type of its value, and its default."""
 
     help: str
     kind: type = str
@@ -100,7 +100,7 @@ class Syntax(NamedTuple):
     Attributes:
       flags: The flags by name.
       takes_several: Whether `--config` may be given several times.
-      refused: Flags of other commands that mean nothing here, each with the reason.
+      refused: Flags of other commands that this command refuses, each with the reason.
       refine: Checks the values of the flags, and may replace them; a mistake is a `UsageError`.
     """
 
@@ -138,7 +138,8 @@ def flags_parser(
 ) -> Callable[[list[str]], CommandLine]:
     """Makes the parser for `absl.app.run`; `--help` shows `description` first.
 
-    It ends the process with code 0 for `--help`, and with code 2 and a sentence for a mistake.
+    The parser ends the process with code 0 for `--help`, and with code 2 and a sentence for a
+    mistake.
     """
 
     def parse_or_end(argv: list[str]) -> CommandLine:
@@ -369,7 +370,7 @@ def results_folder(folder: Path | None, parent: Path, *, flag: str = "--workdir"
     """Creates the folder that a flag names, or the next of `parent`, to write results into.
 
     Raises:
-      UsageError: It cannot be written to, now or inside the context.
+      UsageError: The folder cannot be written to, now or inside the context.
     """
     try:
         folder = folder or create_numbered_folder(parent)

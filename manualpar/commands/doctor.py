@@ -5,8 +5,8 @@
     python -m manualpar.launch --processes=2 -- python -m manualpar.doctor
 
 It prints versions, settings, devices, the mesh and its links, and the loss of one small step of
-FSDP over all devices, compared with one device. With a config it does all that a run does before it
-compiles: the fields are checked, the data is opened, the program is traced and its memory counted.
+FSDP over all devices, compared with one device. With a config it does everything that a run does
+before it compiles: it checks the fields, opens the data, traces the program and counts its memory.
 It shows only environment variables that JAX, XLA and this package read, and no value of a secret.
 
 The exit code is 0, or 2 if something would not run.

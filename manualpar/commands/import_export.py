@@ -1,4 +1,4 @@
-"""Imports a model of Hugging Face's into a workdir, and exports a workdir's model as files.
+"""Imports a Hugging Face model into a workdir, and exports a workdir's model as files.
 
 An imported model is a checkpoint at step 0. Its `config.json` and tokenizer are copied into the
 workdir's folder `model`, so that training does not need the original directory.
@@ -212,7 +212,7 @@ def _copy_small_files(source: Path, folder: AnyPath) -> None:
         if (source / name).exists():
             with open_file(source / name, follow_links=True) as file:
                 (folder / name).write_bytes(file.read())
-        elif isinstance(folder, BucketPath):  # Of another model, whose import failed.
+        elif isinstance(folder, BucketPath):  # From a failed import of another model.
             (folder / name).delete()
         else:
             (folder / name).unlink(missing_ok=True)

@@ -139,7 +139,7 @@ def read_collectives(ledger: Json) -> list[Json]:
 
 
 def describe_fit(peak: int, name: str, size: int) -> str:
-    """Describes whether a step with this peak fits into some memory, and with how much room."""
+    """Describes whether a step with this peak fits into a memory, and how much memory is left."""
     there = f"the {name}'s {describe_bytes(size)}"
     if peak > size:
         return f"does not fit {there}, by {describe_bytes(peak - size)}"
@@ -266,7 +266,7 @@ def _print_parts(
     numbers: Mapping[str, int],
     describe: Callable[[float | None], str],
 ) -> None:
-    """Prints numbers of which the last one is the sum of the others."""
+    """Prints numbers; the last number is the sum of the others."""
     *parts, (last, total) = numbers.items()
     rows = [(name, describe(part), describe_share(part, total)) for name, part in parts]
     print_table(console, (title, "", "share"), rows, last=(last, describe(total), ""))

@@ -19,8 +19,8 @@ MOST_TICKS = 100  # Ticks of a table that is printed.
 def read_schedule(program: Program) -> Json | None:
     """Reads the schedule of a step, its parts' FLOPs, and its bubble; `None` if it has none.
 
-    `bubble` is a device's share of idle time if it computes only chunks. `idle_share` counts the
-    rest of the model too, which only the first and the last stage compute.
+    `bubble` is a device's share of idle time if only chunks are computed. `idle_share` also counts
+    the rest of the model, which only the first and the last stage compute.
     """
     run = program.step.pipeline
     if not isinstance(run, PipelineRun):

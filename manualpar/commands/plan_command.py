@@ -165,7 +165,7 @@ def plan_command(command: CommandLine) -> int:
 
 
 def _plan(command: CommandLine, console: rich.console.Console) -> Callable[[Path], None]:
-    """Estimates the config as it is, prints that, and returns a function that writes it."""
+    """Estimates the config, prints the estimates, and returns a function that writes them."""
     config, topology = command.config, command.flags.topology
     plans: list[StepEstimate] = []
     experiment = _prepare(command)
@@ -227,7 +227,7 @@ def _wants_compiler(command: CommandLine, console: rich.console.Console) -> bool
 def _sweep(command: CommandLine, console: rich.console.Console) -> Callable[[Path], None]:
     """Compares candidates, and the scaling of some; returns a function that writes the results."""
     config, topology = command.config, command.flags.topology
-    # This refuses a config that no candidate could mend.
+    # This refuses a config that is wrong for every candidate.
     builder = Builder(config, _prepare(command).task)
     report = functools.partial(print_line, console)
     outcomes = sweep(builder, topology, report=report)

@@ -44,7 +44,7 @@ def draw_schedule(table: Table, path: Path, *, title: str, costs: Costs | None =
 
 
 def _starts(table: Table, costs: Costs) -> np.ndarray:
-    """Returns when each tick starts, and when the last one ends."""
+    """Returns the start of each tick, and the end of the last tick."""
     return np.concatenate([[0.0], np.cumsum(table.tick_times(costs))])
 
 

@@ -1,4 +1,4 @@
-"""Reads programs: what they store and where, what they send, and what they compute."""
+"""Reads programs: where they store arrays, the bytes that they send, and their operations."""
 
 from manualpar.inspect.communication import (
     Collective,

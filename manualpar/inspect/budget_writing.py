@@ -1,8 +1,9 @@
 """Writes budgets from the numbers of a ledger, into a file that may hold other budgets.
 
 The numbers of a traced step are the same on every machine and with every supported version of jax
-and flax, so they are written exactly. Those of a compiled step are not, so they get room:
-from jax 0.10.0 to 0.10.2 the temporaries of `configs/fsdp_lm.py` grew from 28.6 to 32.7 MiB.
+and flax, so they are written exactly. The numbers of a compiled step vary, so their limits are
+higher: from jax 0.10.0 to 0.10.2 the temporaries of `configs/fsdp_lm.py` grew from 28.6 to 32.7
+MiB.
 """
 
 import math
@@ -26,7 +27,7 @@ from manualpar.inspect.budgets import (
 from manualpar.inspect.ledger_difference import Json, sent_by
 
 COMPILED_ROOM = 1.2
-ROUNDED_TO = 1024  # Bytes of a compiled step are rounded up to a multiple of it.
+ROUNDED_TO = 1024  # Bytes of a compiled step are rounded up to a multiple of this.
 
 # The first line of a table, with the empty lines and comments above it.
 _HEADER = re.compile(r"((?:^[ \t]*(?:#.*)?\n)*^[ \t]*\[.*\n?)", re.MULTILINE)
@@ -77,7 +78,7 @@ def budget_text(name: str, ledger: Json, earlier: Budget | None = None) -> str:
 def replace_budget(text: str, name: str, budget: str) -> str:
     """Puts the text of `budget_text` into a file, in place of the program's earlier budget.
 
-    Other budgets, the comments above them, and those above the replaced one stay.
+    The other budgets and all comments above budgets stay.
 
     Raises:
       BudgetError: The earlier budget cannot be replaced line by line, for example because it is an

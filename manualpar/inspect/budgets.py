@@ -1,11 +1,11 @@
-"""Budgets: the most that a step may send, hold and compute, in a file that is checked in.
+"""Budgets: upper limits for the bytes and operations of a step, in a file under version control.
 
-A budget is an older ledger with fewer numbers, and it turns a newer ledger into a test: more than
-the budget allows is an error. The file is TOML with a table for each program. Every number is an
-upper limit for one device in one step:
+A budget holds some numbers of an older ledger. A newer ledger is tested against it: a number above
+its limit is an error. The file is TOML with a table for each program. Every number is an upper
+limit for one device in one step:
 
     [fsdp]
-    devices = 8                  # the numbers are for this many; other numbers are refused
+    devices = 8                  # the limits are for this number; others are refused
     bytes = 3_022_180            # sent by the traced step; "2.9 MiB" is allowed, too
     collectives = 53             # run by the traced step
     flops = 40_000_000
@@ -23,9 +23,10 @@ upper limit for one device in one step:
     [fsdp.modules]
     "layers_*/mlp" = {bytes = 600_000, flops = 9_000_000}
 
-The name of a module is a glob: `*` stands for anything but a slash, `**` for anything. Its limit
-holds for each module that it matches, not for their sum. No key is required. An unknown key is an
-error, and so is a name that matches nothing in the step, because such a limit would never fail.
+The name of a module is a glob: `*` stands for anything but a slash, `**` for anything. The limit
+holds for each module that matches, not for their sum. No key is required. An unknown key is an
+error. A name that matches nothing in the step is an error too, because its limit could never be
+exceeded.
 """
 
 import difflib
@@ -88,7 +89,7 @@ class BudgetKey(NamedTuple):
         return ".".join([*inside, self.quantity])
 
     def limits(self, measured: "BudgetKey") -> bool:
-        """Returns whether a limit with this key applies to a number with the key `found`."""
+        """Returns whether a limit with this key applies to the number whose key is `measured`."""
         if (self.group, self.quantity) != (measured.group, measured.quantity):
             return False
         if self.group == "modules":
@@ -112,8 +113,8 @@ class Verdict(NamedTuple):
     """The result of checking a ledger against a budget.
 
     Attributes:
-      broken: A sentence for each limit that does not hold.
-      slack: A sentence for each limit that holds by so much that it would not notice a change.
+      broken: A sentence for each limit that is exceeded.
+      slack: A sentence for each limit that is too high to notice a change.
       unchecked: The keys of limits on numbers that the ledger lacks, because nothing was compiled
         or the memory is unknown.
     """
@@ -124,7 +125,7 @@ class Verdict(NamedTuple):
 
 
 def read_budgets(path: Path) -> dict[str, Budget]:
-    """Reads a file of budgets; a `BudgetError` says what is wrong with it."""
+    """Reads a file of budgets; raises a `BudgetError` if something in it is wrong."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -204,7 +205,7 @@ def amounts(ledger: Json) -> dict[BudgetKey, int]:
     known = {"purposes": purposes, "axes": tuple(ledger["mesh"]), "modules": tuple(flops)}
     for group, field in FIELDS.items():
         sums = sent_by(ledger["collectives"], field)
-        # Names with collectives first, then the known names without any.
+        # First the names with collectives, then the known names without collectives.
         for (name,) in dict.fromkeys([*sums, *((name,) for name in known[group])]):
             sent = sums.get((name,), Sent(0, 0.0))
             found[BudgetKey(group, name, "bytes")] = whole(sent.bytes)
@@ -297,13 +298,13 @@ def _no_such_name(key: BudgetKey, measured: Iterable[BudgetKey]) -> str:
 
 
 def _offenders(budget: Budget, limit: BudgetKey, ledger: Json) -> str:
-    """Says which modules to look at: those above limits of their own, or else the largest ones."""
+    """Names the modules to look at: modules above their own limits, or else the largest."""
     if limit.quantity in ("peak_memory", "temporaries"):
         classes = ledger["memory"] or {}
         return _most_of_it({name: size for name, size in classes.items() if name != "peak"})
     is_compiled = limit.quantity in COMPILED
     collectives = (ledger["compiled"] if is_compiled else ledger)["collectives"]
-    if is_compiled:  # XLA keeps the names of most of them, and no axes.
+    if is_compiled:  # XLA keeps no axes, and most modules.
         collectives = [{**x, "axes": ""} for x in collectives if "module" in x]
     if limit.group:
         collectives = [x for x in collectives if x[FIELDS[limit.group]] == limit.name]

@@ -1,16 +1,18 @@
 """Lists the collectives of a traced step, how often each runs, and the bytes that it sends.
 
 The jaxpr of a program contains exactly the collectives that were written. XLA may still merge them,
-move them out of loops, or drop those with an unused result; outside `shard_map`, and along axes
-that are left to it, it inserts others. `manualpar.inspect.compiled` reads those.
+move them out of loops, or drop collectives with an unused result. Outside `shard_map`, and along
+axes that are left to XLA, it inserts other collectives. `manualpar.inspect.compiled` reads the
+collectives of the compiled program.
 
-Bytes are those that one device sends to its neighbour with ring algorithms on `N` devices (Thakur
-et al., https://doi.org/10.1177/1094342005051521); a tuple of axes is one ring over their product.
-They are exact fractions, because `(N - 1) / N` of an operand need not be an integer.
+Bytes are the bytes that one device sends to its neighbour with ring algorithms on `N` devices
+(Thakur et al., https://doi.org/10.1177/1094342005051521). A tuple of axes is one ring over the
+product of the axes. They are exact fractions, because `(N - 1) / N` of an operand need not be an
+integer.
 
-No collective is left out silently: a primitive that names a mesh axis is a collective with a
+No collective is left out silently. A primitive that names a mesh axis is a collective with a
 formula, or is known to send nothing, or is refused. Copies between devices inside a Pallas kernel
-and callbacks on the host name no axis, so they are not seen.
+and callbacks on the host name no axis, so this module does not see them.
 """
 
 import dataclasses
@@ -31,9 +33,9 @@ Key = TypeVar("Key")
 Amount = TypeVar("Amount", int, float, Fraction)
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute"]
 
-# JAX primitive -> kind. With check_vma=True a psum of varying values is psum_invariant;
-# all_gather(to="invarying"), all_gather(to="reduced") and values typed unreduced have primitives of
-# their own.
+# JAX primitive -> kind. With check_vma=True a psum of varying values is psum_invariant. There are
+# separate primitives for all_gather(to="invarying"), for all_gather(to="reduced") and for values of
+# the type unreduced.
 KIND_OF_PRIMITIVE: Mapping[str, Kind] = {
     "all_gather": "all_gather",
     "all_gather_invariant": "all_gather",
@@ -62,9 +64,9 @@ class Collective:
     Attributes:
       axis_size: The number of devices that the axes span together.
       shape: The operand's shape on one device.
-      times: How many times a step runs it.
+      times: How many times a step runs the collective.
       scope: The `jax.named_scope`s and transformations around it, outermost first.
-      root: The name of the whole model, `""` if it is not known.
+      root: The name of the top module, `""` if it is not known.
       data_axes: The mesh axes that split the batch, none if they are not known.
     """
 
@@ -80,7 +82,7 @@ class Collective:
 
     @property
     def bytes_sent(self) -> Fraction:
-        """The bytes that a device sends for it in a step, see `ring_bytes`."""
+        """The bytes that a device sends for the collective in a step, see `ring_bytes`."""
         size = math.prod(self.shape) * self.dtype.itemsize
         return self.times * ring_bytes(self.kind, size, self.axis_size)
 
@@ -91,12 +93,12 @@ class Collective:
 
     @functools.cached_property
     def module(self) -> str:
-        """The path of its module or parameter, see `module_of`."""
+        """The path of the collective's module or parameter, see `module_of`."""
         return module_of(self.scope, self.root)
 
     @property
     def phase(self) -> Phase:
-        """The part of a step that it runs in, see `phase_of`."""
+        """The part of a step in which the collective runs, see `phase_of`."""
         return phase_of(self.scope)
 
     def to_json(self) -> dict[str, Any]:
@@ -119,9 +121,10 @@ class Collective:
 def ring_bytes(kind: Kind, operand_bytes: int, group_size: int) -> Fraction:
     """Returns the bytes that each device of a ring of `N = group_size` sends for one collective.
 
-    An all-gather sends `N - 1` operands (of one device), a reduce-scatter `(N - 1) / N`, and an
-    all-reduce `2 (N - 1) / N`. An all-to-all sends the `(N - 1) / N` that are for other devices,
-    and a permutation one operand, however far it goes. A ring of one device sends nothing.
+    In an all-gather a device sends `N - 1` operands (each the operand of one device), in a
+    reduce-scatter `(N - 1) / N` of its operand, and in an all-reduce `2 (N - 1) / N`. In an
+    all-to-all it sends `(N - 1) / N`, the part for the other devices. In a permutation it sends one
+    operand, whatever the distance. In a ring of one device it sends nothing.
     """
     others = group_size - 1
     operands: dict[Kind, Fraction] = {
@@ -143,10 +146,10 @@ def trace_collectives(
     """Returns the collectives of a traced program.
 
     Args:
-      program: What `jax.jit(f).trace(*args)` or `jax.make_jaxpr(f)(*args)` returns; the arguments
-        may be `jax.ShapeDtypeStruct`s. For a `Program` it is
+      program: The result of `jax.jit(f).trace(*args)` or `jax.make_jaxpr(f)(*args)`; the arguments
+        may be `jax.ShapeDtypeStruct`s. For a `Program`, pass
         `program.train_step.trace(program.abstract_state, program.abstract_batch)`.
-      while_trips: The number of rounds to count for a `while` whose number is not known.
+      while_trips: The number of rounds to count for a `while` whose number of rounds is not known.
       stage: The stage of a pipeline to read; `None` for the stage that sends the most.
 
     Returns:
@@ -155,10 +158,10 @@ def trace_collectives(
       of the branch that sends the most bytes are listed (if equal, of the first).
 
     Raises:
-      TypeError: `program` is neither.
+      TypeError: `program` is neither of the two.
       ValueError: A `while` contains a collective, and `while_trips` does not give its number of
         rounds; or the bytes of a collective are not known here; or no `shard_map` binds the axis of
-        one; or there is no such stage.
+        a collective; or the stage does not exist.
     """
     jaxpr = program.jaxpr if isinstance(program, jax.stages.Traced) else program
     if not isinstance(jaxpr, ClosedJaxpr):
@@ -177,7 +180,7 @@ def count_by_kind(collectives: Iterable[Any]) -> dict[str, int]:
 
 
 def bytes_by_axes(collectives: Iterable[Collective]) -> dict[tuple[str, ...], Fraction]:
-    """Sums the bytes that a device sends in a step by axis, or by tuple of axes as written."""
+    """Sums the bytes that a device sends in a step over each axis, or each tuple of axes."""
     return summed((collective.axes, collective.bytes_sent) for collective in collectives)
 
 
@@ -195,7 +198,7 @@ def summed(amounts: Iterable[tuple[Key, Amount]]) -> dict[Key, Amount]:
 
 
 def as_number(value: Fraction) -> int | float:
-    """Converts bytes for JSON: to an integer if they are one, else to a float."""
+    """Converts bytes for JSON: to an integer if there is no fraction, else to a float."""
     return value.numerator if value.denominator == 1 else float(value)
 
 
@@ -269,10 +272,10 @@ class CollectiveReader(EquationReader[Collective]):
 def read_stage(
     caller: str, jaxpr: Jaxpr, around: Around = OUTSIDE, *, stage: int | None, **options: Any
 ) -> tuple[CollectiveReader, tuple[Collective, ...]]:
-    """Reads the collectives of a stage; also returns the reader with `options` that has read them.
+    """Reads the collectives of a stage with a reader with `options`, and returns both.
 
-    A program without a pipeline has one stage. `None` means the stage that sends the most (if
-    equal, the first).
+    A program without a pipeline has one stage. With `stage=None` the stage that sends the most is
+    read (if equal, the first).
     """
 
     def read(stage: int) -> tuple[CollectiveReader, tuple[Collective, ...]]:
@@ -296,7 +299,7 @@ def read_stage(
 
 
 def _named_axes(eqn: Any) -> list[str]:
-    """Returns the mesh axes in an equation's parameters for axes; positional axes are left out."""
+    """Returns the mesh axes that an equation's parameters name, without positional axes."""
     values = [value for name, value in eqn.params.items() if "axis" in name or "axes" in name]
     values = [sorted(value) if isinstance(value, frozenset) else value for value in values]
     return [axis for axis in jax.tree.leaves(values) if isinstance(axis, str)]

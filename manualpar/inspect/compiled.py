@@ -1,15 +1,15 @@
 """Reads the collectives and the memory of a compiled program from its optimised HLO.
 
-Where XLA writes the collectives, as in a plain `jax.jit` over sharded arrays, no jaxpr contains
-them: they appear when the program is compiled. XLA also changes collectives that are written out:
-it merges several into one with several operands, moves others out of loops, and drops those with an
-unused result. So this module reads the program that runs, and `manualpar.inspect.communication` the
+In a plain `jax.jit` over sharded arrays XLA inserts the collectives. No jaxpr contains them: they
+appear when the program is compiled. XLA also changes collectives that the program writes: it merges
+several into one with several operands, moves others out of loops, and drops collectives with an
+unused result. This module reads the program that runs; `manualpar.inspect.communication` reads the
 program that was written. Both count bytes in the same way.
 
 The text is specific to the backend. XLA:CPU turns collectives of bfloat16 into float32, so on the
-CPU read the dtype that is sent from the traced program. A GPU splits a collective into a start and
-a done, which count as one. Kernels that send by themselves, and callbacks on the host, are not
-seen.
+CPU read the dtype that is sent from the traced program. On a GPU a collective is a pair, a start
+and a done, which counts as one. This module does not see kernels that send by themselves, and
+callbacks on the host.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ KIND_OF_OPCODE: Mapping[str, Kind] = {
     "collective-permute": "permute",
 }
 
-# Opcodes of which the text does not say how much they send, or for which there is no formula here.
+# Opcodes whose bytes the text does not say, or for which there is no formula here.
 UNKNOWN_OPCODES = frozenset({"collective-broadcast", "ragged-all-to-all", "recv", "send"})
 
 # Prefix of the fusions that are XLA:TPU's reduce-scatter: an all-reduce and a slice.
@@ -55,12 +55,12 @@ class CompiledCollective:
     """A collective of a compiled program.
 
     Attributes:
-      group_size: The number of devices in its largest group; for a permutation, the devices that
-        pass something on to one another.
+      group_size: The number of devices in its largest group; a group of a permutation is a set of
+        devices connected by sends.
       shapes: The shape of each operand on one device.
       dtypes: The dtype of each operand, as HLO writes it: `"f32"`, `"bf16"`, `"pred"`.
-      times: How many times a step runs it.
-      scope: The name stack of the operation that it was made from, "" where XLA kept none.
+      times: How many times a step runs the collective.
+      scope: The name stack of its source operation, "" if XLA kept none.
     """
 
     kind: Kind
@@ -77,7 +77,7 @@ class CompiledCollective:
 
     @property
     def bytes_sent(self) -> Fraction:
-        """The bytes that a device sends for it in a step, all operands together."""
+        """The bytes that a device sends for all operands in a step."""
         return self.times * ring_bytes(self.kind, self.operand_bytes, self.group_size)
 
     def names(self, root: str) -> list[tuple[str, str]]:
@@ -100,14 +100,14 @@ class CompiledCollective:
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """A program as XLA compiled it: the collectives of a device, and the bytes that it holds.
+    """A compiled program: the collectives of a device, and the bytes that the device holds.
 
     Attributes:
       aliased: The bytes of the results that reuse the memory of donated arguments.
-      temporaries: The most bytes of everything else that it holds at one time.
-      peak: Arguments, results that are not aliased, and temporaries together.
-      flops: XLA's count of floating point operations, which includes elementwise ones and counts
-        the body of a loop once; `None` where the backend does not count.
+      temporaries: The bytes of everything else at the fullest moment.
+      peak: The sum of arguments, results that are not aliased, and temporaries.
+      flops: XLA's count of floating point operations. It includes elementwise operations, and
+        counts the body of a loop once. `None` if the backend does not count.
     """
 
     collectives: tuple[CompiledCollective, ...]
@@ -130,13 +130,13 @@ class Compiled:
 
 
 def read_compiled(compiled: jax.stages.Compiled, *, stage: int | None = None) -> Compiled:
-    """Reads the collectives and the memory of what `jax.jit(f).lower(*args).compile()` returns.
+    """Reads the collectives and the memory of the result of `jax.jit(f).lower(*args).compile()`.
 
     `stage` is as in `compiled_collectives`.
 
     Raises:
-      ValueError: See `compiled_collectives`; or the backend does not say how much memory a program
-        holds.
+      ValueError: As in `compiled_collectives`; or the backend does not say how much memory a
+        program holds.
     """
     memory = compiled.memory_analysis()
     if memory is None:
@@ -164,14 +164,14 @@ def compiled_collectives(
     """Returns the collectives of a compiled program.
 
     Args:
-      compiled: What `jax.jit(f).lower(*args).compile()` returns, or its `as_text()`.
+      compiled: The result of `jax.jit(f).lower(*args).compile()`, or its `as_text()`.
       stage: The stage of a pipeline to read; `None` for the stage that sends the most.
 
     Returns:
-      The collectives in the order of the program. One in a loop is listed once, with the loop's
-      trip count as `times`. For a conditional, only the collectives of the branch that sends the
-      most bytes are listed (if equal, of the first); in the ticks of a pipeline `times` is the
-      number of runs by the stage.
+      The collectives in the order of the program. A collective in a loop is listed once, with the
+      loop's trip count as `times`. For a conditional, only the collectives of the branch that sends
+      the most bytes are listed (if equal, of the first branch). In the ticks of a pipeline `times`
+      is the number of ticks in which the stage runs the collective.
 
     Raises:
       ValueError: A loop with a collective has no known trip count; a collective's bytes or groups
@@ -187,7 +187,7 @@ def compiled_collectives(
 
 
 def ticks_of(instruction: Instruction) -> TickRuns | None:
-    """Returns the ticks of a pipeline in which a conditional runs, if its scope says them."""
+    """Returns the ticks of a pipeline in which a conditional runs, if its scope names them."""
     if instruction.opcode != "conditional":
         return None
     return ticks_run(instruction.op_name.rpartition("/")[0])
@@ -196,20 +196,20 @@ def ticks_of(instruction: Instruction) -> TickRuns | None:
 class Reading:
     """Follows a computation that runs `times` times, and collects the collectives of its calls too.
 
-    A collective is one instruction; or a pair, such as `all-gather-start` and `all-gather-done`; or
-    XLA:TPU has *fused* it with compute: a fusion that ends in the custom call
+    A collective is one instruction, or a pair such as `all-gather-start` and `all-gather-done`, or
+    XLA:TPU has *fused* it with compute. A fused collective is a fusion that ends in the custom call
     `AsyncCollectiveStart`, then products that each carry a part of the collective and hold a copy
-    of its instruction, then a fusion with `AsyncCollectiveDone`. All of them name one channel. A
-    subclass of the planner follows the same instructions with a clock
+    of its instruction, then a fusion with `AsyncCollectiveDone`. All of these name one channel. A
+    subclass in the planner follows the same instructions with a clock
     (`manualpar.planner.tpu_timeline`).
 
-    In the ticks of a pipeline a conditional counts as often as `stage` runs it; if `stage` is
-    `None`, once for each tick in which any stage runs it, because a clock follows all stages
-    together. `runs` is that number of ticks for the computation itself.
+    In the ticks of a pipeline a conditional counts once for each tick in which `stage` runs it. If
+    `stage` is `None`, it counts once for each tick in which any stage runs it, because a clock
+    follows all stages together. `runs` is this number of ticks for the computation itself.
     """
 
     reader = "compiled_collectives"  # The caller's name, for error messages.
-    passes_over_hosts = True  # Transfers between devices and hosts are no collectives.
+    passes_over_hosts = True  # Skips transfers between a device and its host.
 
     def __init__(
         self,
@@ -233,7 +233,7 @@ class Reading:
         return total_bytes(self.collectives)
 
     def turn(self, name: str, turns: int | Fraction, runs: int | None = None) -> Self:
-        """Reads one of `turns` turns of a loop, or a branch that runs in `runs` ticks."""
+        """Reads one turn of a loop that has `turns`, or a branch that runs in `runs` ticks."""
         times, runs = int(self.times * turns), self.runs if runs is None else runs
         return type(self)(self.module, name, times, stage=self.stage, runs=runs)
 
@@ -242,7 +242,7 @@ class Reading:
         return self.turn(name, 1)
 
     def add(self, inner: Self, turns: int | Fraction | None = None) -> None:
-        """Adds a loop, given by one of its `turns` turns, or a computation that was called."""
+        """Adds a called computation, or all `turns` of a loop, of which `inner` is one."""
         self.collectives += inner.collectives
 
     def begin(
@@ -311,7 +311,7 @@ class Reading:
             self.add(max(branches, key=lambda branch: branch.cost), share)
 
     def _inside(self, instruction: Instruction) -> list[tuple[Instructions, Instruction]]:
-        """Returns the collectives in all that an instruction calls, each with its computation."""
+        """Returns the collectives in the computations that an instruction calls, with these."""
         found = []
         for computation in (self.module.computations[name] for name in instruction.called):
             for inner in computation.values():
@@ -321,7 +321,7 @@ class Reading:
     def _follow_fused(
         self, fusion: Instruction, inside: list[tuple[Instructions, Instruction]]
     ) -> None:
-        """Follows the start of a fused collective, a product that carries it, its end, or all."""
+        """Follows a fusion that holds the start, a part or the end of a collective, or all."""
         called = [self.module.computations[name] for name in fusion.called]
         targets = {inner.target for computation in called for inner in computation.values()}
         channels = [f"channel {x.attribute('channel_id').partition(',')[0]}" for _, x in inside]

@@ -3,12 +3,12 @@
 An `EquationReader` looks at one equation after another and collects findings, such as collectives
 or products. It runs the body of a `scan` as often as the scan is long, takes the most expensive
 branch of a `cond`, and looks into `jit`, `shard_map`, `jax.checkpoint` and custom derivatives. The
-number of rounds of a `while` is not known before it runs: a `while` with findings is refused, or
-counted with a number of rounds that the caller gives. Every choice of this kind is noted.
+number of rounds of a `while` is not known before it runs. So a `while` with findings is refused, or
+counted with a number of rounds that the caller gives. The reader notes each of these choices.
 
-In a pipeline devices run a `cond` in some of the ticks only. How often is not a choice: the named
-scope around it says so for each stage (`manualpar.core.tracing.tick_scopes`), and one stage is
-read.
+In a pipeline a device runs a `cond` only in some of the ticks. The named scope around the `cond`
+gives their number for each stage (`manualpar.core.tracing.tick_scopes`), and the reader reads one
+stage.
 """
 
 import math
@@ -27,9 +27,10 @@ Finding = TypeVar("Finding")
 class Around(NamedTuple):
     """The surroundings of an equation: mesh axes of each `shard_map`, and how often a step runs it.
 
-    The compiler spreads its values over `spread` devices: all of them outside of `shard_map`;
-    inside, where shapes are per device, the axes that are left to the compiler. In a pipeline
-    `runs` is the number of ticks in which the stage runs the equation, `None` if no scope says it.
+    The compiler spreads the equation's values over `spread` devices. Outside of `shard_map` these
+    are all devices. Inside, where shapes are per device, they are the devices along the axes that
+    are left to the compiler. In a pipeline `runs` is the number of ticks in which the stage runs
+    the equation; `None` if no scope gives it.
     """
 
     sizes: Mapping[str, int] = {}
@@ -40,7 +41,7 @@ class Around(NamedTuple):
 
     @property
     def place(self) -> str:
-        """Its scope, for messages."""
+        """The equation's scope, for messages."""
         return f"(scope: {self.scope or 'none'})"
 
 
@@ -130,7 +131,7 @@ class EquationReader(Generic[Finding]):
     def _read_ticks(self, cond: Any, ticks: TickRuns, around: Around) -> tuple[Finding, ...]:
         """Reads a `cond` that the stage runs in some ticks of a pipeline only."""
         self.num_stages = len(ticks.runs)
-        # `times` may count the ticks of an enclosing `cond` already.
+        # `times` may already count the ticks of an enclosing `cond`.
         ticks_counted = ticks.ticks if around.runs is None else around.runs
         runs = ticks.runs[self.stage]
         if not runs:
@@ -166,6 +167,6 @@ def _manual_axes(shard_map: Any) -> frozenset[str]:
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     already = {axis for axis, kind in kinds if kind == AxisType.Manual}
     params = shard_map.params
-    # The older supported versions of jax have another name for it.
+    # The older supported versions of jax have another name for this parameter.
     newly = params.get("newly_manual_axes", params.get("manual_axes", frozenset()))
     return frozenset(already | newly)

@@ -1,9 +1,9 @@
 """The bytes that a step sends for its parameters and gradients, in closed form.
 
 A strategy says how many times a step gathers a parameter, scatters its gradient and gathers its new
-value, see `manualpar.core.modes.strategy.CommCounts`. Here the counts become bytes. For a parameter
-of `P` elements (padding included) of `b` bytes that is sharded over `S` devices, a device sends for
-each
+value, see `manualpar.core.modes.strategy.CommCounts`. This module converts the counts to bytes. A
+parameter has `P` elements (padding included) of `b` bytes and is sharded over `S` devices. A device
+sends for each
 
     all-gather or reduce-scatter                                    b P (S - 1) / S
     all-reduce over the `R` groups that each have all shards        2 b (P / S) (R - 1) / R
@@ -11,37 +11,39 @@ each
 The all-reduce happens once a step (`S = 1` under data parallelism). `b` belongs to the dtype that
 is sent: `gather_dtype` for a gather, `reduce_dtype` (else `gather_dtype`) for a reduction, the
 parameter's dtype for the gather of a new value. With `gather_code` or `reduce_code`, quantized
-numbers are sent: with `c(n)` the `quantized_bytes` of `n` numbers,
+numbers are sent. If `c(n)` is the `quantized_bytes` of `n` numbers, a device sends for each
 
     all-gather, or all-to-all in place of a reduce-scatter          c(P / S) (S - 1)
     all-to-all and all-gather in place of an all-reduce             2 c(P / S / R) (R - 1)
 
-for each layer of a loop by itself, where that is fewer bytes than without.
+This is done for each layer of a loop separately, and only if it sends fewer bytes than without
+quantization.
 
-A frozen parameter costs only its gathers, in the dtype that it is stored in if that is as narrow as
-`gather_dtype`. Where nothing before it is trained, the backward pass does not need it either.
+A frozen parameter costs only its gathers. They have the dtype in which it is stored if this is as
+narrow as `gather_dtype`. If nothing before a frozen parameter is trained, the backward pass does
+not need the parameter either.
 
-Over two axes of sizes `A, B` with `axis_by_axis`, a gather is one over `B` of `P / A` elements and
-one over `A` of all elements: `b P (1 / A) (B - 1) / B + b P (A - 1) / A`. The total is the same,
-with more of it over the major axis.
+Over two axes of sizes `A, B` with `axis_by_axis`, a gather is one gather over `B` of `P / A`
+elements and one gather over `A` of all elements: `b P (1 / A) (B - 1) / B + b P (A - 1) / A`. The
+total is the same, but more of it is sent over the major axis.
 
 The closed form assumes that each parameter is used once in a minibatch and needed in the backward
-pass. If parameters are dropped after the forward pass, it is therefore an upper bound: biases and
-the kernel of the first layer are not gathered again. A parameter that is used several times is
-gathered for each use (once, if it is kept), and a replicated one costs the same for any number of
-uses.
+pass. It is an upper bound if parameters are dropped after the forward pass, because biases and the
+kernel of the first layer are not gathered again. A parameter that is used several times is gathered
+for each use (once, if it is kept). A replicated parameter costs the same for any number of uses.
 
 A parameter that is split (see `manualpar.core.parameters.split_parameter`) is not gathered over the
-axes that it is split over, and `P` is a device's part of it. Where `N` devices share `K` entries,
-`1 / K` of the parameter is gathered, and its gradient is summed in each minibatch: `2 b P (N - 1) /
-N` over these axes.
+axes that split it, and `P` counts a device's part of it. If `N` devices share `K` entries, `1 / K`
+of the parameter is gathered, and its gradient is summed in each minibatch: `2 b P (N - 1) / N` over
+these axes.
 
-In a pipeline `P` of a stacked parameter counts one stage's part. How often each stage uses it is in
-`manualpar.inspect.pipeline_formulas`. Gradients of parameters that are not stacked are summed over
-the `N` stages once a step, `2 b (P / S) (N - 1) / N`.
+In a pipeline `P` of a stacked parameter counts one stage's part.
+`manualpar.inspect.pipeline_formulas` gives the number of uses by each stage. Gradients of
+parameters that are not stacked are summed over the `N` stages once a step: `2 b (P / S) (N - 1) /
+N`.
 
-With `diloco` a step sends the bytes of one replica on its part of the mesh; see `outer_step_bytes`
-for the outer step.
+With `diloco` a step sends the bytes of one replica on its part of the mesh. `outer_step_bytes`
+counts the bytes of the outer step.
 
 This does not count: collectives of split layers, metrics, example counts and collections; other
 sends of stages; what the compiler inserts for an optimizer that is not elementwise.
@@ -88,13 +90,13 @@ def step_bytes(program: Program, *, stage: int | None = None) -> dict[tuple[str,
     """Predicts the bytes that a device sends in a step for parameters and gradients.
 
     Args:
-      program: The program. In modes `auto` and `explicit` the prediction is what is asked of the
-        compiler, which may compile something else.
+      program: The program. In modes `auto` and `explicit` the prediction holds for the program that
+        the compiler is asked for; it may compile another.
       stage: The stage of a pipeline; `None` for the stage that sends the most.
 
     Returns:
-      The bytes over each axis, or tuple of axes, equal to `bytes_by_axes` of the traced program in
-      mode `manual`; an upper bound for parameters that are gathered again in the backward pass.
+      The bytes over each axis, or tuple of axes. In mode `manual` they equal `bytes_by_axes` of the
+      traced program; they are an upper bound if parameters are gathered again in the backward pass.
 
     Raises:
       ValueError: The mode is `auto-unconstrained`, in which the compiler may send activations
@@ -135,15 +137,15 @@ def total_step_bytes(program: Program, *, stage: int | None = None) -> Fraction:
 def outer_step_bytes(
     program: DiLoCoProgram, *, fragment: int | None = None
 ) -> dict[tuple[str, ...], Fraction]:
-    """Predicts the bytes that a device sends in outer steps for parameters and their differences.
+    """Predicts the bytes that a device sends in outer steps for parameters.
 
-    A device sends `2 b (P / S) (R - 1) / R` bytes over `R` replicas for each trained parameter of
-    `P` elements, sharded over `S` devices as its optimizer state is; quantized `2 c(P / S / R) (R -
-    1)`, where that is less. Where the parameter itself is replicated within a replica, its new
-    value is gathered there: `b P (S - 1) / S`.
+    A trained parameter has `P` elements, and its optimizer state is sharded over `S` devices. For
+    the difference of `R` replicas from it a device sends `2 b (P / S) (R - 1) / R` bytes;
+    quantized, `2 c(P / S / R) (R - 1)`, if this is less. If the parameter itself is replicated
+    within a replica, its new value is gathered there: `b P (S - 1) / S`.
 
     Args:
-      program: What `diloco` returns.
+      program: The program that `diloco` returns.
       fragment: The fragment that is exchanged; `None` for all of them, each once.
 
     Returns:
@@ -177,9 +179,9 @@ def _mean_bytes(wire: CommPolicy, n: int, dtype: Any, axes: tuple[str, ...], siz
 def of_parameters(collectives: Iterable[Collective]) -> tuple[Collective, ...]:
     """Returns the collectives of a traced step that `step_bytes` predicts.
 
-    They are none of metrics, of collections or of layers. A collective that this package did not
-    write is included, so that it shows as a difference, unless it is known to run over no data
-    axis.
+    Collectives of metrics, of collections and of layers are left out. A collective that this
+    package did not write is included, so that it shows as a difference, unless it is known to run
+    over no data axis.
     """
     return tuple(x for x in collectives if is_of_parameters(x.scope, x.purpose))
 
@@ -196,8 +198,8 @@ class _DimGather(NamedTuple):
 
     Attributes:
       elements: The number of elements in a device's operand.
-      rows: The number of shards that they were in before the dimension's first round.
-      calls: The number of calls that gather them: one for each layer of a loop.
+      rows: The number of shards of these elements before the dimension's first round.
+      calls: The number of calls that gather the elements: one for each layer of a loop.
     """
 
     axes: tuple[str, ...]
@@ -208,7 +210,7 @@ class _DimGather(NamedTuple):
     calls: int
 
     def gather_bytes(self, itemsize: int, wire: CommPolicy = EXACT, dtype: Any = None) -> Fraction:
-        """Returns the bytes that a device sends for it; `dtype` is the parameter's."""
+        """Returns the bytes that a device sends for the gather; `dtype` is the parameter's."""
         n = self.elements // self.rows // self.calls
         size = n * itemsize
         if self.is_data and (code := wire.gather_quantizer(n, dtype)):
@@ -255,9 +257,9 @@ def _of_parameter(
             continue
         times = sends.gathers if gather.is_data else sends.uses
         if gather.is_data and not {*gather.axes} <= {*(strategy.regather_axes or gather.axes)}:
-            times = strategy.sends(program.num_minibatches, True).gathers  # It is kept.
+            times = strategy.sends(program.num_minibatches, True).gathers  # It stays gathered.
         yield gather.axes, times * gather.gather_bytes(itemsize, wire, info.dtype)
-        if gather.is_data and not once_a_step:  # The gradient goes back the way it came.
+        if gather.is_data and not once_a_step:  # The gradient is scattered over the same axes.
             yield gather.axes, sends.scatters * gather.scatter_bytes(wire, reduced)
     if not place.trainable:
         return
@@ -290,7 +292,7 @@ def _gathers(
     *,
     once_a_step: bool,
 ) -> list[_DimGather]:
-    """Returns the gathers of a parameter for its use by the model, in their order."""
+    """Returns the gathers of a parameter before the model uses it, in their order."""
     dims = [axes for axes in map(axis_tuple, names) if axes and not place.split_axes & {*axes}]
     is_data = [bool(set(axes) & set(program.data_axes)) for axes in dims]
     if sum(is_data) > 1:

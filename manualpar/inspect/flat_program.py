@@ -1,8 +1,8 @@
 """Flattens a traced program to a list of operations on numbered values, each with its bytes.
 
-A jaxpr nests jitted functions, `shard_map`s, rematerialised functions and custom derivatives, where
-XLA sees one function. Here they are inlined; only the bodies of `scan`, `while` and `cond`, which
-run several times or perhaps never, keep lists of their own. An equation that only gives an array
+A jaxpr nests jitted functions, `shard_map`s, rematerialised functions and custom derivatives, but
+XLA sees one function. This module inlines them. Only the bodies of `scan`, `while` and `cond`,
+which run several times or perhaps never, get separate lists. An equation that only gives an array
 another view (a reshape, a transposition, a cast between types of `check_vma`) is not an operation:
 its result is the value of its operand.
 
@@ -22,9 +22,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from manualpar.core.tracing.jaxprs import COMPOSITE, TYPE_CASTS, inner_jaxprs, scan_sizes
 
 AnyJaxpr = ClosedJaxpr | Jaxpr
-# Primitives whose result is the operand, as far as memory is concerned. Transpositions are among
-# them because XLA chooses layouts, and dot products take operands in any layout (but see
-# `_transposed`).
+# Primitives whose result uses the operand's memory. Transpositions are among them because XLA
+# chooses layouts, and dot products take operands in any layout (but see `_transposed`).
 _VIEW_WORDS = """
 copy copy_p expand_dims mesh_cast name optimization_barrier relayout reshape reshard squeeze
 stop_gradient transpose
@@ -74,7 +73,7 @@ class Body:
 class Operation:
     """An operation that reads its inputs, constants left out, and makes its outputs.
 
-    It has the name of its primitive; `store` writes a part of an array that exists already.
+    Its name is the name of its primitive; `store` writes a part of an existing array.
     `written_over` pairs an input with an output that may take its place. It is empty for
     elementwise operations, because any of their outputs may replace any input of the same size.
     """
@@ -157,7 +156,7 @@ class FlatProgram:
         made = [self.add_value(v.aval, parts=self._parts(eqn, values)) for v in eqn.outvars]
         bodies: tuple[Body, ...] = ()
         starts = values
-        if name == "while":  # Its condition is left out, because it holds next to nothing.
+        if name == "while":  # Its condition holds almost nothing.
             skipped = eqn.params["cond_nconsts"]
             first = skipped + eqn.params["body_nconsts"]
             inner, starts = eqn.params["body_jaxpr"], values[first:]
@@ -196,7 +195,7 @@ class FlatProgram:
     ) -> list[int | None]:
         """Appends a loop; each iteration stores its part of the stacked results."""
         inner: ClosedJaxpr = eqn.params["jaxpr"]
-        if eqn.params["length"] == 1:  # Compilers do not make a loop of it.
+        if eqn.params["length"] == 1:  # Compilers make no loop of one iteration.
             return self._inline(inner, values, operations, scope=scope)
         first, size = scan_sizes(eqn.params)
         arguments = self._like(inner.jaxpr.invars[first:], values[first:])
@@ -216,7 +215,7 @@ class FlatProgram:
         return [*made]
 
     def _like(self, variables: Sequence[Any], values: Sequence[int | None]) -> list[int]:
-        """Adds a value for each variable, in as many parts as the value at its position."""
+        """Adds a value for each variable, split as the value at the same position."""
         return [
             self.add_value(
                 variable.aval,

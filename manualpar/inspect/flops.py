@@ -1,20 +1,20 @@
 """Counts the floating point operations of the products in a traced program.
 
-A multiplication and an addition count as two operations; those with numbers that are known to be
+A multiplication and an addition count as two operations. Operations on numbers that are known to be
 zero (the padding of a convolution, the holes of a dilation) do not count. `dot_general`,
 `conv_general_dilated` and `ragged_dot_general` are counted exactly, and attention by cuDNN by its
 shapes. A pallas kernel counts as its own estimate, or else as the products of its body in each step
 of its grid; a kernel of attention counts only the blocks that it computes
 (`manualpar.core.tracing.attention_blocks`). Elementwise operations, reductions, and linear algebra
-such as `cholesky` are left out, so the figures do not describe a program that spends its time
-there; `uncounted` names the linear algebra.
+such as `cholesky` are not counted, so the figures do not describe a program that spends its time on
+them. `uncounted` names the linear algebra.
 
 The planner also needs memory traffic. It counts the operands and results of products and the
-operands of reductions, because elementwise operations, fused to chains, read and write those. With
-`fused_attention` the largest array of a product with a batch dimension, the scores of attention,
-stays on the chip, and the half that a causal mask hides is not computed, as in a flash attention
-kernel (https://arxiv.org/abs/2205.14135). Attention by blocks computes no such half. It and a
-kernel compute the scores again in the backward pass; these operations are left out.
+operands of reductions, because chains of fused elementwise operations read and write these arrays.
+With `fused_attention` the largest array of a product with a batch dimension, the scores of
+attention, stays on the chip, and the half that a causal mask hides is not computed, as in a flash
+attention kernel (https://arxiv.org/abs/2205.14135). Attention by blocks does not compute the hidden
+half either. Both compute the scores again in the backward pass; these operations are not counted.
 """
 
 import math
@@ -53,9 +53,9 @@ REDUCTIONS = frozenset(
 class CountedProduct(NamedTuple):
     """A product of a traced program, or a reduction, which counts no operations.
 
-    Its operations of a step are spread evenly over `spread` devices, and `flops` are per device.
-    `traffic` is the number of bytes that a device reads and writes for it, `dtype` the dtype of its
-    widest operand. `is_fused` says whether it is part of a fused kernel of attention.
+    Its operations in a step are spread evenly over `spread` devices, and `flops` are per device.
+    `traffic` is the number of bytes that a device reads and writes for it. `dtype` is the dtype of
+    its widest operand. `is_fused` says whether it is part of a fused kernel of attention.
     """
 
     scope: str
@@ -78,7 +78,7 @@ class Computation(NamedTuple):
 
 
 def flops_of(eqn: Any, scope: str = "") -> int | None:
-    """Returns the operations of one run of an equation; `None` for no product or an unknown number.
+    """Returns the operations of one run of a product; `None` if unknown, or if `eqn` is no product.
 
     The scope says how many blocks of scores a kernel of attention computes.
     """
@@ -165,14 +165,14 @@ class TrafficReader(ProductReader):
 
 
 def _is_of_scores(eqn: Any, is_product: bool) -> bool:
-    """Returns whether it computes or reduces scores: products with two batch dims, 4D operands."""
+    """Returns whether an equation is a product with two batch dims, or reduces a 4D operand."""
     if not is_product:
         return len(eqn.invars[0].aval.shape) >= 4
     return eqn.primitive.name == "dot_general" and len(eqn.params["dimension_numbers"][1][0]) > 1
 
 
 def uncounted(eqns: Iterable[Any]) -> Iterator[str]:
-    """Yields the names of equations that multiply, with an unknown number of operations."""
+    """Yields the names of equations that multiply matrices in an unknown number of operations."""
     for eqn in eqns:
         if eqn.primitive.name in UNCOUNTED_PRIMITIVES and flops_of(eqn) is None:
             yield eqn.primitive.name
@@ -204,8 +204,8 @@ def _dot(eqn: Any, not_free: set[int]) -> int:
 def _kernel(eqn: Any, scope: str) -> int | None:
     """Returns a kernel's own estimate, or the products of its body in all steps of its grid.
 
-    Attention takes a step for each block of each head, in an order of its own; its first floating
-    operand is the queries, `[..., S, H]`.
+    An attention kernel takes a step for each block of each head, and chooses the order. Its first
+    floating operand is the queries, `[..., S, H]`.
     """
     if estimate := eqn.params["cost_estimate"]:
         return int(estimate.flops)
@@ -224,7 +224,7 @@ def _kernel(eqn: Any, scope: str) -> int | None:
 
 
 def _product_of_scores(eqn: Any) -> int:
-    """Counts queries times keys; a causal mask hides half of them, a window all but its keys."""
+    """Counts queries times keys, half of them with a causal mask; a window limits the keys."""
     query, key = (x.aval.shape for x in eqn.invars[:2])
     length, heads = (1, 2) if eqn.params["layout"] == 0 else (2, 1)
     pairs = query[length] * key[length]

@@ -3,9 +3,9 @@
 The text is the only public form of a compiled program. A computation begins in the first column;
 each of its instructions is one indented line, `name = shape opcode(operands), attributes`.
 
-XLA:CPU and XLA:GPU write the trip count of a loop next to it. XLA:TPU does not, so `trip_count`
-derives it from a counter that starts at a constant, grows by a constant, and is compared with a
-constant.
+XLA:CPU and XLA:GPU write the trip count of a loop next to the loop. XLA:TPU does not, so
+`trip_count` derives it from a counter that starts at a constant, grows by a constant, and is
+compared with a constant.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ NO_CYCLES = 2**63 - 1  # XLA:TPU's estimate after an overflow.
 
 
 class Instruction(NamedTuple):
-    """One line of a computation: its result's name and shape as HLO writes them, and its opcode.
+    """One line of a computation: the name and shape of its result in HLO, and its opcode.
 
     `operands` are names (a constant's operand is its value), and `attributes` the rest of the line.
     The result of the root is the result of the computation.
@@ -46,12 +46,12 @@ class Instruction(NamedTuple):
 
     @property
     def op_name(self) -> str:
-        """The scope and primitive that it was made from, "" where XLA kept none."""
+        """The scope and primitive of the source operation, "" if XLA kept none."""
         return self.found(r'op_name="((?:[^"\\]|\\.)*)"')
 
     @property
     def called(self) -> list[str]:
-        """The computations that it runs, without those of a loop."""
+        """The computations that it calls, without a loop's condition and body."""
         one = r"\b(?:to_apply|calls|true_computation|false_computation)=%?([\w.\-]+)"
         several = r"\b(?:branch_computations|called_computations)=\{([^}]*)\}"
         listed = ",".join(re.findall(several, self.attributes))
@@ -69,7 +69,7 @@ class Instruction(NamedTuple):
 
     @property
     def cycles(self) -> int | None:
-        """The cycles that XLA:TPU estimates for it, `None` where there is no estimate."""
+        """The cycles that XLA:TPU estimates, `None` if there is no estimate."""
         found = self.found(r'"estimated_cycles":"(\d+)"')
         return int(found) if found and int(found) < NO_CYCLES else None
 
@@ -142,8 +142,8 @@ def array_bytes(dtype: str, shape: tuple[int, ...]) -> int:
 def trip_count(module: HloModule, around: Instructions, loop: Instruction) -> int | None:
     """Returns how often the body of a `while` in the computation `around` runs.
 
-    `None` if XLA has written no number, and the loop does not count from a constant to a constant
-    by a constant.
+    It is `None` if XLA has written no number, and the loop does not count from a constant to a
+    constant by a constant.
     """
     if known := loop.found(r'"known_trip_count":\{"n":"(\d+)"'):
         return int(known)
@@ -194,7 +194,7 @@ def _integer(constant: Instruction | None) -> int | None:
 
 
 def _increment(body: Instructions, step: Instruction | None, index: int) -> int | None:
-    """Returns the constant that each turn adds to the counter, `None` if it does something else."""
+    """Returns the constant that each turn adds to the counter, `None` if it adds no constant."""
     if step is None or step.opcode != "add":
         return None
     terms = [term for name in step.operands if (term := _origin(body, name)) is not None]
@@ -206,10 +206,10 @@ def _increment(body: Instructions, step: Instruction | None, index: int) -> int 
 
 
 def device_groups(module: HloModule, collective: Instruction) -> Groups:
-    """Returns the groups of devices that a collective joins, by the devices' places in the program.
+    """Returns a collective's groups of devices, by the devices' places in the program.
 
-    A permutation joins the devices that pass something on to one another, so a permutation without
-    pairs has no groups.
+    A group of a permutation is a set of devices connected by sends, so a permutation without pairs
+    has no groups.
 
     Raises:
       ValueError: The groups are missing, or written in a form that is not known here.
@@ -311,7 +311,7 @@ def axes_of(groups: Groups, mesh: Mapping[str, int]) -> tuple[str, ...]:
 def scope_of(module: HloModule, computation: Instructions, instruction: Instruction) -> str:
     """Returns the scope of an instruction, or of a computation that it calls, or of its operands.
 
-    Instructions that the compiler adds, such as padding, have no scope of their own; they serve
+    Instructions that the compiler adds, such as padding, have no scope, so they get the scope of
     their operands.
     """
     waiting, seen = [instruction], {instruction.name}

@@ -20,15 +20,15 @@ al., https://arxiv.org/abs/2205.05198; GShard, https://arxiv.org/abs/2006.16668)
 A context of `N` devices has `S / N` positions of each sequence on a device. Keys and values are two
 arrays of `[B, S / N, K, H]` in the dtype of activations, and the gradients of both are sent in
 float32 (Liu et al., https://arxiv.org/abs/2310.01889). A forward pass that is run again sends
-again, except that of a ring, whose result is kept.
+again, except the forward pass of a ring, because its result is kept.
 
-With sequence parallelism devices apply the scale of a norm to different positions, so its gradient
-is summed over them: 1 all-reduce of `D` numbers a norm. The gradient of a norm of queries or keys
-is summed too, because devices have different heads: 1 all-reduce of `H` numbers. The collectives of
-parameters are in `manualpar.inspect.expected_bytes`.
+With sequence parallelism devices apply the scale of a norm to different positions, so the gradient
+of the scale is summed over them: 1 all-reduce of `D` numbers for each norm. The gradient of a norm
+of queries or keys is summed too, because devices have different heads: 1 all-reduce of `H` numbers.
+The collectives of parameters are in `manualpar.inspect.expected_bytes`.
 
 Symbols: `B` examples of a device, `S` positions, `D` features, `K` heads of keys with `H` features,
-`E` experts, `C` the capacity.
+  `E` experts, a capacity of `C`.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ from manualpar.core.tracing.scopes import (
 )
 from manualpar.inspect.communication import Collective, Kind
 
-FLOAT32 = jnp.dtype("float32")  # Norms' scales and losses have it in every program.
+FLOAT32 = jnp.dtype("float32")  # The dtype of norms' scales and of losses in every program.
 INT32 = jnp.dtype("int32")
 
 
@@ -58,7 +58,7 @@ class LayerActivations:
     Attributes:
       shape: `[B, S, D]`, all positions.
       axis: The model axis.
-      devices: The number of devices along it, `N`.
+      devices: The number of devices along the axis, `N`.
       sequence: Whether each device has a part of the positions between layers.
     """
 
@@ -92,8 +92,9 @@ def block_collectives(
     """Yields the collectives of a block: attention and MLP, each after a norm.
 
     `passes` is the number of complete forward passes. `recomputed` says whether the backward pass
-    runs the forward pass again, except for its last sum, which only a norm after it needs, one of
-    `post_norms`. `head_norms` are the sizes of norms that heads of all devices share.
+    runs the forward pass again. Its last sum is run again only with `post_norms`, because only a
+    norm after it needs the sum. `head_norms` are the sizes of norms that heads of all devices
+    share.
     """
     yield from _enter(x, 2, forward=2 * (passes + recomputed))
     yield from _leave(x, 2, forward=2 * passes + recomputed * (1 + post_norms))
@@ -120,8 +121,8 @@ def cross_entropy_collectives(
 ) -> Iterator[Collective]:
     """Yields the collectives of the loss and the accuracy of split logits.
 
-    For each label they are the largest logit, two sums (four with label smoothing), and each
-    device's largest logit and index.
+    For each label they send the largest logit, two sums (four with label smoothing), and each
+    device's largest logit with its index.
     """
     labels, sums = x.shape[:2], 4 if smoothed else 2
     yield x.collective(CROSS_ENTROPY_SCOPE, "all_reduce", 1, labels, FLOAT32)
@@ -137,7 +138,7 @@ def expert_collectives(
     passes: int = 1,
     recomputed: bool = False,
 ) -> Iterator[Collective]:
-    """Yields the all-to-alls of a layer of experts over an axis whose devices have other tokens.
+    """Yields the all-to-alls of a layer of experts over an axis; its devices have different tokens.
 
     `x.axis` is the axis of the experts.
     """
@@ -155,11 +156,11 @@ def router_collectives(
     passes: int = 1,
     recomputed: bool = False,
 ) -> Iterator[Collective]:
-    """Yields the collectives that experts split over a model axis run in addition to a block's MLP.
+    """Yields the collectives of experts split over a model axis, beyond those of a block's MLP.
 
-    The gradients of the gates are summed, and the gradient of the weights of shared experts' gate.
-    With sequence parallelism the logits of all positions are gathered, and the router's gradient is
-    summed.
+    The gradients of the gates are summed, and also the gradient of the weights of the shared
+    experts' gate. With sequence parallelism the logits of all positions are gathered, and the
+    router's gradient is summed.
     """
     examples, positions, hidden_size = x.shape
     gates = (examples, positions, top_k)
@@ -210,13 +211,13 @@ def document_collectives(
     counted: bool = True,
     recomputed: bool = False,
 ) -> Iterator[Collective]:
-    """Yields the gathers of document numbers over a context axis: to count them, and in each layer.
+    """Yields the gathers of document numbers over a context axis: for counting, and in each layer.
 
-    They are counted, with `counted`, unless the batch has them.
+    `counted` says whether the step counts the documents, because the batch has no numbers.
 
     The body of the loop has `in_loop` layers, and `after` layers are outside of it. Layers in a
-    loop gather the same numbers each time, so JAX takes these gathers out of the loop. `copies` of
-    them are left; with `recomputed`, one, and one for each layer that is run again.
+    loop gather the same numbers each time, so JAX takes these gathers out of the loop and leaves
+    `copies` of them. With `recomputed` it leaves one, and one for each layer that is run again.
     """
     if counted:
         yield x.collective(CONTEXT_SCOPE, "all_gather", 1, (2, x.part[0]), INT32)

@@ -14,10 +14,10 @@ Json = Mapping[str, Any]
 
 
 class Sent(NamedTuple):
-    """The sum over some collectives.
+    """The sums over a group of collectives.
 
     Attributes:
-      times: The number of them that a step runs.
+      times: The number of these collectives that a step runs.
       bytes: The bytes that a device sends for them in a step.
       dtypes: The dtypes that are sent, sorted; empty for compiled collectives.
       shapes: The shapes of the operands on a device, sorted; empty for compiled collectives.
@@ -48,7 +48,7 @@ class Changed(NamedTuple):
 
     @property
     def bytes_more(self) -> float:
-        """The bytes that a device sends for them now, less the bytes that it sent before."""
+        """The bytes that a device sends for them in the new ledger, less those in the old."""
         return (self.after.bytes if self.after else 0) - (self.before.bytes if self.before else 0)
 
 

@@ -1,10 +1,10 @@
 """Estimates the bytes of a device at the fullest moment of a training step, by class.
 
-The bytes held between steps are known exactly from the layout. The temporaries of a step come from
-a model of the compiler, applied to the traced step (`manualpar.inspect.peak_memory`). Nothing is
-compiled, so the mesh may be an abstract one of thousands of devices.
+The layout gives the exact bytes held between steps. The temporaries of a step come from a model of
+the compiler, applied to the traced step (`manualpar.inspect.peak_memory`). Nothing is compiled, so
+the mesh may be an abstract mesh of thousands of devices.
 
-Classes, all at the same moment, the fullest:
+The classes, all at the fullest moment:
 
     parameters   as they are stored between steps: shards
     optimizer    its state, as it is stored
@@ -14,16 +14,16 @@ Classes, all at the same moment, the fullest:
     activations  everything else that is computed, whether or not it is kept for the backward pass
     other        the step, the key, the model's other collections, and metrics
 
-In modes `auto` and `explicit` XLA decides what is held. The memory is then that of the same step in
-mode `manual`, in which a parameter is gathered only where it is used, and activations are split
-over the data axes as the batch is. XLA is asked for this, but may hold more.
+In modes `auto` and `explicit` XLA decides which arrays are held. The estimate is then the memory of
+the same step in mode `manual`: a parameter is gathered only where it is used, and activations are
+split over the data axes like the batch. XLA is asked to do the same, but may hold more.
 
-Compared with XLA's compiler for TPUs (jax 0.10.2, libtpu 0.0.42.1, `v5e:2x4`), for a transformer of
-eight scanned layers of 1,024 features and 1,024 positions, the peak is 0.92 of the compiled one
-with data parallelism. With FSDP it is 1.14 with full rematerialisation, 0.99 with that of `dots`,
-1.06 with none, and 1.18 with four minibatches and in float32. For one of 2,048 features and as many
-positions on `v5e:4x4`, whose layers are split over four chips, it is 1.01, and 0.99 with sequence
-parallelism.
+The ratio of the estimated peak to the peak that XLA's compiler for TPUs reports was measured with
+jax 0.10.2 and libtpu 0.0.42.1. On `v5e:2x4`, for a transformer of eight scanned layers of 1,024
+features and 1,024 positions, the ratio is 0.92 with data parallelism. With FSDP it is 1.14 with
+full rematerialisation, 0.99 with the policy `dots`, 1.06 without rematerialisation, and 1.18 with
+four minibatches and in float32. For a transformer of 2,048 features and 2,048 positions on
+`v5e:4x4`, with layers split over four chips, it is 1.01, and 0.99 with sequence parallelism.
 """
 
 import dataclasses
@@ -50,12 +50,14 @@ from manualpar.inspect.peak_memory import FUSIONS, find_peak
 from manualpar.inspect.state_layout import state_bytes
 from manualpar.strategies.diloco.program import DiLoCoProgram
 
-# Primitives whose result is a parameter if their operand is one. All-gathers are too.
+# Primitives whose result is a parameter if their operand is a parameter. All-gathers are handled
+# too.
 _SAME_WEIGHT_WORDS = """
 broadcast_in_dim convert_element_type dynamic_slice pad reduce_precision sharding_constraint slice
 """
 _SAME_WEIGHT = frozenset(_SAME_WEIGHT_WORDS.split())
-# Primitives whose operands are gradients if their result is one. Reductions over devices are too.
+# Primitives whose operands are gradients if their result is a gradient. Reductions over devices are
+# handled too.
 _SAME_GRADIENT_WORDS = """
 add add_any concatenate cond convert_element_type div dynamic_slice mul neg pad reduce_precision
 scan scatter-add select_n sharding_constraint slice stack store sub while
@@ -112,7 +114,7 @@ def step_memory(program: Program, *, platform: str = "tpu") -> Memory:
             f"{', '.join(map(repr, FUSIONS))}: how others fuse has not been measured. Take the one "
             "that is nearer."
         )
-    if isinstance(program, DiLoCoProgram):  # One replica's memory, and the common parameters.
+    if isinstance(program, DiLoCoProgram):  # One replica, and the common parameters.
         state = program.abstract_state
         common, _ = state_bytes((state.params, state.opt_state, state.collections))
         inner = step_memory(program.inner, platform=platform)
@@ -197,7 +199,7 @@ def _label_weights(operations: Sequence[Operation], values: Sequence[FlatValue])
 
 
 def _label_gradients(operations: Sequence[Operation], values: Sequence[FlatValue]) -> None:
-    """Labels the values that the optimizer reads, and the gradients that they were made of."""
+    """Labels the values that the optimizer reads, and the gradients that were summed to them."""
     made = {value for op in operations for value in op.outputs}
     read: set[int] = set()
     for op in operations:
@@ -209,7 +211,7 @@ def _label_gradients(operations: Sequence[Operation], values: Sequence[FlatValue
 def _trace_back(
     operations: Sequence[Operation], values: Sequence[FlatValue], gradients_found: set[int]
 ) -> None:
-    """Labels `gradients_found` as gradients, and also the gradients that they were made of."""
+    """Labels `gradients_found` as gradients, and all gradients that they were computed from."""
     for op in reversed(operations):
         gradients = [value for value in op.outputs if value in gradients_found]
         if not gradients:

@@ -1,27 +1,25 @@
 """Finds the arrays that a program holds at its fullest moment.
 
-Operations run in the order in which they are written, except that gathers run where they are first
-read; on CPUs they run in the order of `manualpar.inspect.xla_cpu_schedule`. An array is held from
-the operation that makes it to the last operation that reads it. Not every value is an array in
+Operations run in the order of the program, except that a gather runs where its result is first
+read. On CPUs operations run in the order of `manualpar.inspect.xla_cpu_schedule`. An array is held
+from the operation that makes it to the last operation that reads it. Not every value is an array in
 memory, because XLA *fuses*. The model of XLA's fusion is:
 
 - An elementwise operation, a broadcast, a cast, a slice or a lookup is computed where it is read,
   if all of its readers end up in one fusion. Its operands are then held until the fusion runs.
-- An operation with readers in several fusions is computed again in each, if it is cheap (no
-  exponential, division or root), if it reads at most one array, and if it does not take more memory
-  to keep that array than to keep the result. Broadcasts of scalars and counters are always computed
-  again.
+- An operation with readers in several fusions is computed again in each fusion, if it is cheap (no
+  exponential, division or root), if it reads at most one array, and if keeping this array takes no
+  more memory than keeping the result. Broadcasts of scalars and counters are always computed again.
 - Every other result is an array in memory: a result that a collective or a loop reads, a result of
   the program, and the result of a reduction, a matrix product or any operation not named here.
 
-Compilers differ: XLA's for TPUs fuses into matrix products, and repeats operations that are not
-cheap (`FUSIONS`). GPUs have not been measured; most of their products are calls of a library, as on
-the CPU.
+Compilers differ: XLA:TPU fuses into matrix products, and repeats operations that are not cheap
+(`FUSIONS`). GPUs have not been measured; most of their products are library calls, as on the CPU.
 
-A fusion may write over an operand of the same size that no later operation reads; so may a scatter,
-an all-reduce, and a loop over its carry. A loop's carry stays in its place; a new carry that is
-made before the last read of the old one takes memory of its own. Only the fullest branch of a
-conditional counts. Values that are never read are left out.
+A fusion may write over an operand of the same size that no later operation reads. A scatter and an
+all-reduce may do the same, and so may a loop with its carry. A loop's carry stays in its place; a
+new carry that is made before the last read of the old carry takes additional memory. Only the
+fullest branch of a conditional counts. Values that are never read are left out.
 
 This is a model: XLA reorders operations, merges equal ones, hoists some out of loops, pads arrays,
 and chooses layouts of its own. `benchmarks/planned_memory.py` measures the error on the CPU.
@@ -50,7 +48,7 @@ acos acosh asin asinh atan atan2 atanh cbrt cos cosh digamma div erf erf_inv erf
 gather integer_pow lgamma log log1p log2 logistic polynomial pow rem rsqrt sin sinh sqrt tan tanh
 """
 DEAR = frozenset(_DEAR_WORDS.split())
-# Operations that are fused with their operands, and whose result is an array.
+# Operations that are fused with their operands, but whose result is an array.
 _REDUCTIONS_WORDS = """
 argmax argmin reduce reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor
 store
@@ -81,16 +79,16 @@ def find_peak(
     fusion: Fusion,
     elsewhere: Collection[int] = (),
 ) -> Counter[str]:
-    """Finds the bytes at the fullest moment of operations, by label, without their arguments.
+    """Finds the bytes at the fullest moment of operations by label, without their arguments.
 
     Args:
       operations: The operations, in their order.
-      values: Every value, by number; those that a compiler adds are appended.
+      values: Every value, by number; the values that a compiler adds are appended.
       kept: The values that are held to the end.
       replaced: Pairs of an argument and the value that takes its place; the value is held to the
         end, too.
       fusion: The operations that the compiler fuses.
-      elsewhere: Values that take the place of arrays that exist already.
+      elsewhere: Values that are stored in the place of existing arrays.
     """
     kept = {*kept, *(new for _, new in replaced)}
     operations = _needed(operations, kept)
@@ -110,7 +108,7 @@ def find_peak(
         read = last_read.get(old, -1)
         if not _takes_place(operations[made_at[new]], read - made_at[new]):
             dying[read].append(new)  # It is held in addition until the old value is read.
-        # It takes the old value's place, and so does the value that it was written over.
+        # The new value takes the old value's place, and so does the value that it was written over.
         while new in made_at and _takes_place(operations[made_at[new]], read - made_at[new]):
             in_place.add(new)
             maker = made_at[new]
@@ -200,7 +198,8 @@ class _Fusing(NamedTuple):
             for value in op.inputs:
                 readers[value].append(index)
         fused: set[int] = set()
-        # Operation -> the fusions that compute it, each given by the place of its last operation.
+        # Operation -> the fusions that compute it; a fusion is named by the place of its last
+        # operation.
         roots: dict[int, frozenset[int]] = {}
         for index in reversed(range(len(self.operations))):
             op = self.operations[index]
@@ -244,7 +243,7 @@ class _Fusing(NamedTuple):
 
 
 def _last_reads(operations: Sequence[Operation], fused: Collection[int]) -> dict[int, int]:
-    """Maps each value to its last reader; operations fused into a reader read through it."""
+    """Maps each value to its last reader, after operations are fused into their readers."""
     behind: dict[int, frozenset[int]] = {}
     last: dict[int, int] = {}
     for index, op in enumerate(operations):

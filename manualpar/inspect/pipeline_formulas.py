@@ -8,14 +8,14 @@
     parameters          with v > 1: v permutes of 1 / v of the stage's layers, in shards
     their gradients     with v > 1: v permutes of 1 / v of them, in shards
 
-over the axis of stages. The permutes of a tick are written once for all stages, so a device also
-counts as sending in the ticks in which it sends zeros or has no neighbour.
+over the axis of stages. The program writes the permutes of a tick once for all stages, so they also
+count on a device that sends zeros in this tick or has no neighbour.
 
 A parameter is used in the prefix (on the first stage), in chunks of layers (on each stage), or in
-the suffix (on the last). The forward pass of a chunk is not differentiated when it runs. Its
-backward pass gathers parameters again, because slots keep only values that depend on activations.
-It gathers them once more if it runs the whole chunk again and drops gathered parameters in between.
-The prefix has a backward pass if something in it is trained.
+the suffix (on the last stage). The forward pass of a chunk is not differentiated when it runs. The
+chunk's backward pass gathers parameters again, because slots keep only values that depend on
+activations. It gathers them a second time if it runs the whole chunk again and drops gathered
+parameters in between. The prefix has a backward pass if a parameter in it is trained.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ class _FoundStages(Exception):  # noqa: N818 (it is no error)
 
 @dataclasses.dataclass(frozen=True)
 class _Seeker:
-    """Replaces the pipeline of a step that is traced, and ends the trace with the staged loss."""
+    """Replaces the pipeline while a step is traced, and ends the trace with the staged loss."""
 
     run: PipelineRun
 
@@ -79,7 +79,7 @@ class PipelineForm:
             self.loss: StagedLoss = found.args[0]
 
     def stages(self, stage: int | None) -> range:
-        """Returns a range of the one stage, or of all; refuses a stage that does not exist."""
+        """Returns the range of one stage, or of all stages; refuses a stage that does not exist."""
         every = range(self.run.num_stages)
         if stage is None:
             return every
@@ -163,11 +163,11 @@ class PipelineForm:
 
 
 def pipeline_collectives(program: Program) -> tuple[Collective, ...]:
-    """Predicts a pipeline step's collectives that are not for parameters and not of layers.
+    """Predicts a pipeline step's collectives, without those of parameters and of layers.
 
     Returns:
-      The collectives over the axis of stages that are not sums of gradients, the same on every
-      stage; none if the program has no pipeline.
+      The collectives over the axis of stages, except sums of gradients. They are the same on every
+      stage; there are none if the program has no pipeline.
     """
     return tuple(PipelineForm(program).sends()) if program.step.pipeline else ()
 

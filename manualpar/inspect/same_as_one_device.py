@@ -1,10 +1,10 @@
 """Compares a program's step with the step of plain flax on one device.
 
-Types tell whether values differ between devices, but not whether a number is right. A loss that
-couples examples, statistics of the examples of one device, or a loss that is no mean give other
-numbers on many devices, and no type says so. Here the loss, the metrics and the gradient of every
-parameter, as SGD would apply it, are compared with those of the same model and loss function on one
-device that has the whole batch.
+Types tell whether values differ between devices, but not whether a number is right. Numbers change
+with the number of devices if the loss couples examples, if the model uses statistics of one
+device's examples, or if the loss is no mean. No type shows this. So this module compares the loss,
+the metrics and the gradient of every parameter, as SGD would apply it, with the values that the
+same model and loss function give on one device with the whole batch.
 """
 
 import dataclasses
@@ -46,34 +46,34 @@ def assert_same_as_one_device(
     rtol: float | None = None,
     atol: float = 1e-6,
 ) -> None:
-    """Asserts that a training step's loss, metrics and gradients are those of one device.
+    """Asserts that a training step has the same loss, metrics and gradients as one device.
 
     The one device has the whole batch at once, in plain flax: the model's `apply` on arrays without
     boxes, `jax.grad`, and no code of the strategy. Mesh axes that the model or the loss names have
-    one device there. Parameters are those of `program.init(rng)`, cast to `gather_dtype` where they
-    are used if the program does that.
+    one device there. Parameters come from `program.init(rng)`, and are cast to `gather_dtype` where
+    they are used if the program does the same.
 
     Args:
       program: The program, on devices of this process. Its optimizer does not matter.
       batch: A batch for `train_step`, of float32 or integers `[B, ...]`.
       rng: The key for the program's `init`.
       rtol: The largest error of the loss, of each metric's mean and of each gradient, relative to
-        one device's; the norm of a difference is compared with the norm. By default 1e-4, or 0.05
-        if parameters are stored, gathered or reduced in bfloat16. A model that computes in bfloat16
-        needs more too.
-      atol: An additional error: of a metric as it is, of a gradient as a fraction of the norm of
-        all gradients together. Some gradients are zero but for rounding, such as that of a bias
-        before a softmax.
+        the value on one device. For a gradient, the norm of the difference is compared with the
+        norm of the gradient. By default 1e-4, or 0.05 if parameters are stored, gathered or reduced
+        in bfloat16. A model that computes in bfloat16 needs a larger value too.
+      atol: An additional error: absolute for a metric; for a gradient, a fraction of the norm of
+        all gradients together. Some gradients are zero except for rounding, such as the gradient of
+        a bias before a softmax.
 
     Raises:
-      AssertionError: Something differs. The message names the loss and the metrics that differ, the
-        worst gradients and their ratios to one device's, and the known causes of such a difference
-        that the model or the loss has.
-      ValueError: The loss depends on its key, as with dropout, so that there is nothing to compare;
-        or the program cannot be run here.
+      AssertionError: Something differs. The message names the loss and the metrics that differ, and
+        the worst gradients with their ratios to one device's gradients. It also names known causes
+        of such a difference in the model or the loss.
+      ValueError: The loss depends on its key, as with dropout, so there is nothing to compare; or
+        the program cannot be run here.
 
     Communication:
-      That of one training step of the program, up to the optimizer.
+      The communication of one training step of the program, up to the optimizer.
     """
     mesh: Any = program.mesh
     if isinstance(mesh, AbstractMesh) or jax.process_count() > 1:
@@ -112,7 +112,7 @@ def assert_same_as_one_device(
         )
 
 
-# Whether it is a value and no gradient, its ratio to the allowed error, and a sentence.
+# Whether a value differs (else a gradient), the ratio to the allowed error, and a sentence.
 _Difference = tuple[bool, float, str]
 
 
@@ -122,7 +122,8 @@ def _on_one_device(
     """Builds a function from a key to one device's gradients and means of metrics."""
     mesh = program.mesh
     is_manual = program.step.mode.writes_collectives
-    # A layer that is split over an axis computes with its full weights if the axis is not bound.
+    # A layer that is split over an axis computes with its complete weights if the axis is not
+    # bound.
     split = frozenset[str]().union(*(place.split_axes for _, place in program.parameters))
     unbound = split - set(program.data_axes) if is_manual else frozenset()
     axes = [axis for axis in mesh.axis_names if axis not in unbound]
@@ -143,7 +144,7 @@ def _on_one_device(
 
         params, frozen = partition(step.placements, params)
         grads, metrics = jax.grad(loss_fn, has_aux=True)(params)
-        # A leading dim for the one device, because some types say that values may differ.
+        # Add a leading dim for the one device, because some types say that values may differ.
         return jax.tree.map(lambda x: x[None], (grads, _means(metrics)))
 
     def spec(info: ParameterInfo) -> PartitionSpec:

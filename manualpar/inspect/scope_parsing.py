@@ -2,12 +2,12 @@
 
 A scope lists the names and transformations around an operation, outermost first, separated by
 slashes. It holds the names of modules (from flax) and of collectives (from this package);
-transformations around some of them, `transpose(jvp(Model))`; and names that JAX and XLA add:
-`jit(train)`, `while/body`, `rematted_computation`. The names without the rest are the path of a
-module, which is the same in the forward pass, in a recomputation, and in the backward pass.
+transformations around some names, such as `transpose(jvp(Model))`; and names that JAX and XLA add,
+such as `jit(train)`, `while/body` and `rematted_computation`. The names of modules form the path of
+a module. The path is the same in the forward pass, in a recomputation, and in the backward pass.
 
 A transformed or rematerialised function is traced with the names around its call, so a scope may
-repeat a prefix of the path for each transformation. A path contains it once.
+repeat a prefix of the path for each transformation. The path contains the prefix once.
 """
 
 import re
@@ -45,7 +45,7 @@ LAYER_SCOPES = (
     CONTEXT_SCOPE,
     PIPELINE_SCOPE,
 )
-OTHER = "other"  # The purpose of collectives whose scope and axes do not say more.
+OTHER = "other"  # The purpose of a collective whose scope and axes do not tell it.
 
 _RECOMPUTED = "rematted_computation"
 # Operations on gradients that autodiff does not write; they belong to the backward pass.
@@ -68,8 +68,8 @@ def module_of(scope: str, root: str = "") -> str:
     Args:
       scope: The operation's scope, as in a jaxpr or, without the primitive at its end, in a
         compiled program.
-      root: The name of the whole model. Paths leave it out, as the paths of parameters do; only
-        operations of the model itself keep it.
+      root: The name of the top module. Paths do not contain it, like the paths of parameters; only
+        the paths of the top module's own operations do.
 
     Returns:
       The path, `""` for operations in no module.
@@ -104,11 +104,12 @@ def phase_of(scope: str) -> Phase:
 def purpose_in(scope: str, axes: Collection[str], data_axes: Collection[str] = ()) -> str:
     """Returns the purpose of a collective, by its scope and its axes; see `scopes.purpose_of`.
 
-    If this package did not write the collective, its axes decide. Over none of the data axes, which
-    split the batch, it belongs to a parallel layer: `TENSOR_SCOPE`, or `CAST_SCOPE` in the backward
-    pass. There autodiff sums the gradient of a value that is the same on all devices and was
-    combined with values that differ between them. A norm's scale is such a value where the sequence
-    is split. Over data axes, or if those are not known, the purpose is `OTHER`.
+    If this package did not write the collective, its axes decide. If they contain no data axis (the
+    data axes split the batch), the collective belongs to a parallel layer: `TENSOR_SCOPE`, or
+    `CAST_SCOPE` in the backward pass. In the backward pass autodiff sums the gradient of a value
+    that is the same on all devices and was combined with values that differ between them. A norm's
+    scale is such a value if the sequence is split. Over data axes, or if the data axes are not
+    known, the purpose is `OTHER`.
     """
     if ours := purpose_of(scope):
         return ours
@@ -120,7 +121,7 @@ def purpose_in(scope: str, axes: Collection[str], data_axes: Collection[str] = (
 def compiled_scopes(op_name: str) -> tuple[str, ...]:
     """Splits the `op_name` of a compiled instruction into scopes, without their last primitives.
 
-    There are several if XLA has merged several operations: `prefix/(a/psum:b/psum)` was made from
+    There are several scopes if XLA has merged operations: `prefix/(a/psum:b/psum)` was made from
     operations in `prefix/a` and in `prefix/b`.
     """
     prefix, is_merged, rest = op_name.partition("/(")

@@ -43,13 +43,13 @@ def layout_table(program: Program) -> Table:
 
     Returns:
       A `rich.table.Table` with a row for each parameter: shape, dtype, partition spec, bytes on a
-      device. After the spec come the spec of the gradient and the optimizer's state, where it
-      differs; the axes over which the parameter is split, so that the model computes with its
-      shards; and the axes whose devices share its entries. Then comes the reason why the strategy
-      has sharded it over the data axes along this dimension ("whole tiles", "largest", "only one
-      that divides", "annotated"), or why it has not; and "frozen" for a frozen parameter. Below are
-      the totals of parameters, optimizer state and other collections, also as a share of the bytes
-      that a single device would hold.
+      device. After the spec the row gives the spec of the gradient and the optimizer's state, if it
+      differs; the axes that split the parameter for a model that computes with its shards; and the
+      axes whose devices share its entries. Then comes the reason why the strategy has sharded the
+      parameter over the data axes along this dimension ("whole tiles", "largest", "only one that
+      divides", "annotated"), or why it has not. A frozen parameter is marked "frozen". The last
+      rows are the totals of parameters, optimizer state and other collections, also as a share of
+      the bytes that a single device would hold.
     """
     mesh = " x ".join(f"{axis}={size}" for axis, size in program.mesh.shape.items())
     mode = "" if program.mode == "manual" else f", mode {program.mode},"
@@ -89,8 +89,8 @@ def layout_table(program: Program) -> Table:
 def draw_sharding(params: Any, path: str = ALL) -> None:
     """Prints which devices store which part of a parameter, or of all, on standard output.
 
-    `jax.debug.visualize_sharding` draws arrays of one or two dims. For an array with more, the
-    sharded dims are drawn, filled up to two with the last of the other dims.
+    `jax.debug.visualize_sharding` draws arrays of one or two dims. For an array with more dims, the
+    sharded dims are drawn; if there are fewer than two, the last of the other dims are added.
 
     Args:
       params: A tree of `jax.Array`s, or of `jax.ShapeDtypeStruct`s with shardings such as

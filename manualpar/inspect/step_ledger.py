@@ -1,13 +1,13 @@
 """The ledger: the collectives and operations of a step, read off the program before it has run.
 
-It has three readings of the same step. The closed form of the strategy says what the step must
-send (`manualpar.inspect.expected_bytes`). The jaxpr shows the program as written, equation by
-equation (`manualpar.inspect.communication`, `manualpar.inspect.flops`). The compiled program shows
-it as XLA changed it (`manualpar.inspect.compiled`), and every difference between the last two has a
-name (`manualpar.inspect.xla_changes`).
+The ledger reads the same step in three ways. The closed form of the strategy gives the bytes that
+the step must send (`manualpar.inspect.expected_bytes`). The jaxpr shows the program as it was
+written, equation by equation (`manualpar.inspect.communication`, `manualpar.inspect.flops`). The
+compiled program shows the changes by XLA (`manualpar.inspect.compiled`). Every difference between
+the jaxpr and the compiled program has a name (`manualpar.inspect.xla_changes`).
 
-All numbers are per device and step. Bytes are those that a device sends with ring algorithms, see
-`manualpar.inspect.communication.ring_bytes`; operations are those of products.
+All numbers are per device and step. Bytes are the bytes that a device sends with ring algorithms,
+see `manualpar.inspect.communication.ring_bytes`. Operations are the operations of products.
 """
 
 import dataclasses
@@ -59,13 +59,14 @@ class Ledger:
       collectives: The collectives of the jaxpr.
       computations: The operations of products, by phase and module.
       predicted: The bytes over each axis, or tuple of axes, by the strategy's closed form; `None`
-        where there is none.
-      memory: The memory of the step at its peak; `None` for a function, or where XLA chooses.
+        if there is no closed form.
+      memory: The memory of the step at its peak; `None` for a function, or if XLA chooses what it
+        holds.
       compiled: The compiled step; `None` if it was not compiled.
       changes: The changes that XLA made: the bytes of `collectives` and of all changes add up to
-        those of `compiled`.
-      notes: Assumptions and choices behind these numbers.
-      stage: The stage of a pipeline whose device this is; `None` where there are no stages.
+        the bytes of `compiled`.
+      notes: The assumptions and choices behind the numbers.
+      stage: The pipeline stage of the device; `None` if there are no stages.
     """
 
     name: str
@@ -85,7 +86,7 @@ class Ledger:
         return total_bytes(self.collectives)
 
     def bytes_by_axis(self) -> dict[tuple[str, ...], Fraction]:
-        """Returns the bytes over each axis, or over each tuple of axes as written."""
+        """Returns the bytes over each axis, or over each tuple of axes."""
         return bytes_by_axes(self.collectives)
 
     def bytes_by_purpose(self) -> dict[str, Fraction]:
@@ -93,7 +94,7 @@ class Ledger:
         return summed((one.purpose, one.bytes_sent) for one in self.collectives)
 
     def bytes_by_module(self) -> dict[str, Fraction]:
-        """Returns the bytes of each module or parameter, `""` for collectives of none."""
+        """Returns the bytes of each module or parameter; `""` stands for no module."""
         return summed((one.module, one.bytes_sent) for one in self.collectives)
 
     def counts(self) -> dict[str, int]:
@@ -111,7 +112,7 @@ class Ledger:
         return none | summed((one.phase, one.flops) for one in self.computations)
 
     def flops_by_module(self) -> dict[str, int]:
-        """Returns the operations of each module, all phases together."""
+        """Returns the operations of each module in all phases."""
         return summed((one.module, one.flops) for one in self.computations)
 
     def to_json(self) -> dict[str, Any]:
@@ -155,23 +156,23 @@ def ledger(
     """Reads what a step sends, computes and holds, without running it.
 
     Args:
-      program: A `Program`, whose `train_step` is read; or any function, jitted or not, ours or not,
-        `jax.shard_map`s inside it or none; or what `jax.jit(f).trace(*args)` returns.
-      *abstract_args: A function's arguments: arrays or, because no value is looked at, trees of
-        `jax.ShapeDtypeStruct`s, with shardings if those matter. None with a program.
-      while_trips: The number of rounds to count for a `while` whose number is not known.
+      program: A `Program`, whose `train_step` is read; or any function, with or without `jax.jit`,
+        `jax.shard_map` and this package; or the result of `jax.jit(f).trace(*args)`.
+      *abstract_args: The function's arguments: arrays or trees of `jax.ShapeDtypeStruct`s, because
+        no value is read, with shardings if they matter. A program takes no arguments.
+      while_trips: The number of rounds to count for a `while` whose number of rounds is not known.
       stage: The stage of a pipeline to read; `None` for the stage that sends the most.
-      compile: Whether to compile the step with XLA too and to compare; this needs the devices of
-        the mesh.
+      compile: Whether to compile the step with XLA too, and to compare the two programs; this needs
+        the devices of the mesh.
 
     Returns:
       The ledger.
 
     Raises:
       TypeError: `program` is no program and no function, or the arguments do not fit it.
-      ValueError: Something in it cannot be counted: a `while` of unknown length, a collective of
-        unknown bytes, axes that nothing binds, a stage that does not exist; or it cannot be
-        compiled here.
+      ValueError: Something in the program cannot be counted: a `while` of unknown length, a
+        collective of unknown bytes, axes that nothing binds, a stage that does not exist. Or the
+        program cannot be compiled here.
     """
     traced = _trace(program, abstract_args)
     jaxpr = traced.jaxpr.jaxpr
@@ -237,7 +238,7 @@ def ledger(
 
 
 def trace_outer_steps(program: DiLoCoProgram) -> tuple[Collective, ...]:
-    """Traces the collectives of DiLoCo's outer steps, each fragment's once."""
+    """Traces the collectives of DiLoCo's outer steps, with each fragment once."""
     traced = (step.trace(program.abstract_state) for step in program.outer_steps)
     return tuple(itertools.chain.from_iterable(map(trace_collectives, traced)))
 
@@ -323,7 +324,7 @@ def _meshes(program: Any, traced: jax.stages.Traced, args: tuple[Any, ...]) -> I
 
 
 def _called(function: Callable[..., Any], args: tuple[Any, ...]) -> Jaxpr:
-    """Returns the jaxpr of a call; arguments that are not arrays may be static, and stay."""
+    """Returns the jaxpr of a call; arguments that are not arrays are passed without tracing."""
     leaves, tree = jax.tree.flatten(args)
 
     def call(*arrays: Any) -> Any:

@@ -1,9 +1,10 @@
 """Finds the parts of a pipeline's tick in a traced step.
 
 The named scopes of `manualpar.core.tracing.tick_scopes` say in how many ticks each stage runs a
-part. That distinguishes a chunk of layers, which all stages run, from the operations before the
-layers and after them. A part and its backward pass run equally often, but in another phase of the
-step. All stages run a part that permutes together, in the ticks in which at least one has to.
+part. This number distinguishes a chunk of layers, which all stages run, from the operations before
+and after the layers. A part and its backward pass run equally often, but in different phases of the
+step. If a part has permutes, all stages run it together, in the ticks in which at least one stage
+has to.
 """
 
 import itertools
@@ -37,7 +38,7 @@ class TickParts:
             self._by_scope.setdefault(scope, []).append(part)
 
     def of(self, scope: str) -> str:
-        """Returns the part of an operation; "" for operations that do not depend on the table.
+        """Returns the part of an operation; "" if the operation does not depend on the table.
 
         The operations after the layers are one part, forward and backward. With one stage all parts
         run as often as a chunk, so all of them count as chunks.

@@ -1,4 +1,4 @@
-"""How much of a program is trained, and the cost of that: arrays, bytes stored, bytes sent."""
+"""How much of a program is trained, and what training costs: arrays, bytes stored, bytes sent."""
 
 import math
 from collections.abc import Iterable
@@ -17,17 +17,17 @@ GATHERS = (GATHER_SCOPE, REGATHER)
 
 
 def trained_parts(program: Program, collectives: Iterable[Collective]) -> dict[str, Any]:
-    """Counts what is trained and what is frozen; all but `elements` is per device.
+    """Counts the trained and the frozen parameters; all numbers except `elements` are per device.
 
     Args:
       program: The program.
-      collectives: The collectives of its traced step; there are none in modes other than `manual`.
+      collectives: The collectives of its traced step; none in modes other than `manual`.
 
     Returns:
       `trained` and `frozen`, each with the number of `arrays`, all their `elements` and their
       `bytes`; `optimizer`, the bytes of the optimizer's state; `gradients_sent` and `gathers_sent`,
-      the bytes that a step sends for gradients and for gathered parameters, `None` where XLA
-      chooses them.
+      the bytes that a step sends for gradients and for gathered parameters, `None` if XLA chooses
+      the collectives.
     """
     counts: dict[str, Any] = {}
     parts = partition(program.step.placements, program.abstract_state.params)

@@ -1,13 +1,13 @@
 """Names the differences between the collectives that a program writes and those that XLA runs.
 
-Each operand of a compiled collective is paired with the operand in the jaxpr that it was made from.
-The two have the same purpose and module (XLA keeps their names), kind, group and number of
-elements; where there is no such operand, another dtype or another kind will do. Operands of the
+Each operand of a compiled collective is paired with its source, an operand in the jaxpr. The two
+have the same purpose and module (XLA keeps their names), kind, group and number of elements. If
+there is no such operand, an operand with another dtype or another kind is taken. Operands of the
 jaxpr without a partner were hoisted out of a loop, merged with an equal collective, or removed by
 XLA. Operands of the compiled program without a partner were added by XLA.
 
-Invariant: the bytes of the jaxpr, plus the bytes after less the bytes before of every change, are
-the bytes of the compiled program. No part of the difference is left without a name.
+Invariant: the bytes of the jaxpr, plus `bytes_after - bytes_before` of every change, are the bytes
+  of the compiled program. So every part of the difference has a name.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from manualpar.inspect.hlo import array_bytes
 from manualpar.inspect.scope_parsing import OTHER
 
 ChangeKind = Literal["merged", "hoisted", "retyped", "replaced", "removed", "added"]
-UNLIKE = 7  # Difference of a pair that does not match, see `_difference`.
+UNLIKE = 7  # The difference of a pair that does not match, see `_difference`.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,11 +35,12 @@ class Change:
     """A change that XLA made to some collectives of one purpose.
 
     Attributes:
-      kind: `"merged"`: several became one, because XLA joined them or because they had the same
-        result; `"hoisted"`: one in a loop runs less often; `"retyped"`: another dtype is sent;
-        `"replaced"`: another kind has the same result; `"removed"`; `"added"`: it was not written.
-      purpose: Their purpose, see `Collective.purpose`.
-      modules: The modules of those that have one.
+      kind: `"merged"`: several collectives became one, because XLA joined them or because they had
+        the same result; `"hoisted"`: a collective in a loop runs less often; `"retyped"`: another
+        dtype is sent; `"replaced"`: another kind has the same result; `"removed"`; `"added"`: the
+        program did not write it.
+      purpose: The collectives' purpose, see `Collective.purpose`.
+      modules: The collectives' modules, as far as they have one.
       bytes_before: The bytes that a device would have sent for them in a step.
       bytes_after: The bytes that it sends.
       words: The change as a sentence.
@@ -84,7 +85,7 @@ def find_changes(
             if found == difference and w.left and r.left and is_preferred(w, r):
                 notes.extend(_pair(w, r))
 
-    # Among equals, prefer the ones that run equally often.
+    # Among equal pairs, prefer those that run equally often.
     pair_up(0, lambda w, r: w.left == r.left)
     pair_up(0, lambda w, r: not w.found)
     for difference in range(UNLIKE):
@@ -100,7 +101,7 @@ def find_changes(
 
 @dataclasses.dataclass
 class _Written:
-    """A collective of the jaxpr: how many of its runs are `left` to find, and how many `found`."""
+    """A collective of the jaxpr, and how many of its runs are `left` to find and are `found`."""
 
     collective: Collective
     left: int
@@ -113,7 +114,7 @@ class _Written:
         self.elements = math.prod(self.collective.shape) * words
         self.bytes_each = self.collective.bytes_sent / self.collective.times
         self.noun = _noun(self.collective.kind, self.dtype)
-        # Collectives that agree in this have the same result.
+        # Collectives with equal keys have the same result.
         operation = (self.collective.kind, self.collective.axes, self.elements, self.dtype)
         self.result = (_family(self.collective.purpose), self.collective.module, *operation)
 
@@ -158,7 +159,7 @@ def _parts(compiled: CompiledCollective, root: str) -> Iterator[_Running]:
 
 
 def _difference(written: _Written, running: _Running) -> int:
-    """Returns how much the two differ, from 0; `UNLIKE` if one is not made from the other."""
+    """Returns how much the two differ, from 0; `UNLIKE` if they do not belong together."""
     traced, compiled, names = written.collective, running.collective, running.names
     same_group = traced.axis_size == compiled.group_size
     is_alike = same_group and traced.kind == compiled.kind and written.elements == running.elements
@@ -180,7 +181,7 @@ def _difference(written: _Written, running: _Running) -> int:
 
 
 def _pair(written: _Written, running: _Running) -> Iterator[Change]:
-    """Joins as many runs as both have left, and notes how they differ."""
+    """Pairs the runs that both have left, and notes how they differ."""
     runs = min(written.left, running.left)
     written.left -= runs
     written.found += runs
@@ -269,7 +270,7 @@ def hlo_dtype(dtype: Any) -> str:
 
 
 def _family(purpose: str) -> str:
-    """Returns the purpose as far as XLA keeps it: of equal gathers it may keep any one's name."""
+    """Returns the purpose as far as XLA keeps it; of equal gathers XLA keeps any one's name."""
     return GATHER_SCOPE if purpose == REGATHER else purpose
 
 

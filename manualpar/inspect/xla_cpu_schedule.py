@@ -1,4 +1,4 @@
-"""Models XLA's schedule of a program for CPUs, whose arrays `manualpar.inspect.peak_memory` counts.
+"""Models XLA's schedule of a program for CPUs; `manualpar.inspect.peak_memory` counts its arrays.
 
 The rules were read off the schedules and live ranges of compiled steps (jax 0.10.2,
 `--xla_dump_to`):
@@ -11,8 +11,8 @@ The rules were read off the schedules and live ranges of compiled steps (jax 0.1
   from outside of it.
 - Reductions over devices that do not wait for each other become one, which does not write over its
   operands.
-- A product with a result of 16 bits is computed in float32, from operands that are cast. A stack of
-  16 bits is cast as a whole before a loop takes slices of it.
+- A product with a 16-bit result is computed in float32, from operands that are cast. A complete
+  16-bit stack is cast before a loop takes slices of it.
 """
 
 import dataclasses
@@ -29,21 +29,21 @@ _CAST = "convert_element_type"
 def as_compiled(
     operations: Sequence[Operation], values: list[FlatValue], kept: Collection[int]
 ) -> list[Operation]:
-    """Returns the operations that the compiler makes of these; appends new values to `values`.
+    """Returns the operations after the compiler's changes; appends new values to `values`.
 
     Args:
       operations: The operations, in their order.
       values: Every value, by number.
-      kept: The values that are held to the end, which keep their numbers.
+      kept: The values that are held to the end; they keep their numbers.
     """
     merged = _without_repeats(operations, values, kept)
     return _widened(_with_stacks(_with_joint_reductions(merged), values), values)
 
 
 def eager_order(operations: Sequence[Operation], fused: Collection[int]) -> list[int]:
-    """Orders operations breadth first; a fused one comes before the first operation it is in."""
+    """Orders operations breadth first; a fused operation comes just before its first user."""
     made_at = {v: i for i, op in enumerate(operations) for v in op.outputs}
-    inside: dict[int, set[int]] = {}  # Place -> operations that are computed there.
+    inside: dict[int, set[int]] = {}  # Place -> the operations of its fusion.
     awaited: dict[int, set[int]] = {}
     readers: defaultdict[int, list[int]] = defaultdict(list)
     for index, op in enumerate(operations):
@@ -86,7 +86,7 @@ def _without_repeats(
 
 
 def _with_joint_reductions(operations: Sequence[Operation]) -> list[Operation]:
-    after: dict[int, int] = {}  # Value -> number of reductions before it, one after the other.
+    after: dict[int, int] = {}  # Value -> length of the longest chain of reductions before it.
     others: defaultdict[int, list[Operation]] = defaultdict(list)
     reductions: defaultdict[int, list[Operation]] = defaultdict(list)
     for op in operations:

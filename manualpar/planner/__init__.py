@@ -1,9 +1,9 @@
 """Plans a step on devices that are not here: its collectives, its memory and its time.
 
 In reading order: `hardware` and `topology` describe the devices, `step_work` the work of a traced
-step on each, and `roofline` turns both into a `StepEstimate` (in `plan`). For TPUs `tpu_compiler`
-has XLA compile the step, in the process of `tpu_worker`; `tpu_timeline` follows the compiled
-program with a clock, and `compiled_plan` turns that into a `StepEstimate`, or `out_of_memory` says
-which buffers do not fit. `sweep` compares strategies by the roofline. `plan_report` and
-`plan_picture` show the results.
+step on each device, and `roofline` makes a `StepEstimate` (in `plan`) of the devices and the work.
+For TPUs `tpu_compiler` lets XLA compile the step, in the process of `tpu_worker`. `tpu_timeline`
+follows the compiled program with a clock, and `compiled_plan` makes a `StepEstimate` of the
+timeline. If the program does not fit, `out_of_memory` names the largest buffers. `sweep` compares
+strategies by the roofline. `plan_report` and `plan_picture` show the results.
 """

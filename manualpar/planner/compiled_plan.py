@@ -1,7 +1,7 @@
 """Estimates a step that XLA has compiled for TPUs.
 
-The schedule, its collectives and the memory on a chip are facts. The time is an estimate: the
-compiler's cycles for compute, and the links' bandwidth for collectives.
+The schedule, its collectives and the memory on a chip are facts. The time is an estimate: compute
+takes the compiler's cycles, and collectives follow from the links' bandwidth.
 """
 
 import dataclasses
@@ -32,10 +32,10 @@ NUM_NOTED = 5
 class CompiledStep:
     """A training step as XLA has compiled it for a topology.
 
-    The worker returns its `facts`: name, mesh, sizes, and versions; and either its `memory`, bytes
-    on a chip by `arguments`, `outputs`, `aliased` (outputs in the place of arguments),
-    `temporaries`, `code` and `peak`; or the compiler's message, `out_of_memory`. In the second case
-    `text` is "".
+    The worker returns the step's `facts`: name, mesh, sizes, and versions. If the step fits, the
+    worker also returns its `memory`, the bytes on a chip by `arguments`, `outputs`, `aliased`
+    (outputs in the place of arguments), `temporaries`, `code` and `peak`. Otherwise it returns the
+    compiler's message, `out_of_memory`, and `text` is "".
     """
 
     topology: Topology
@@ -104,8 +104,8 @@ def schedule_of(step: CompiledStep, *, by_links: bool = False) -> Timeline:
 
     Args:
       step: The step.
-      by_links: Whether every link is a resource of its own, see `manualpar.planner.link_timeline`,
-        or each collective uses all links.
+      by_links: Whether every link is a separate resource, see `manualpar.planner.link_timeline`;
+        otherwise each collective uses all links.
     """
     topology, mesh, facts = step.topology, step.facts["mesh"], step.facts
     ordered = in_order(mesh, facts["order"])
@@ -131,8 +131,8 @@ def schedule_of(step: CompiledStep, *, by_links: bool = False) -> Timeline:
 def _memory(memory: Mapping[str, int], state: Mapping[str, int]) -> dict[str, int]:
     """Returns the bytes on a chip at the peak, by class.
 
-    The bytes of the state follow from the layout, the other classes are the compiler's, which pads
-    arguments to complete tiles.
+    The bytes of the state follow from the layout. The other classes come from the compiler, which
+    pads arguments to complete tiles.
     """
     outputs = memory["outputs"] - memory["aliased"]
     return {
@@ -144,7 +144,7 @@ def _memory(memory: Mapping[str, int], state: Mapping[str, int]) -> dict[str, in
 
 
 def purpose_and_module(collective: ScheduledCollective) -> tuple[str, str]:
-    """Returns a collective's purpose and its module, as far as its scope says them."""
+    """Returns a collective's purpose and its module, as far as its scope names them."""
     return next(iter(collective.names(root="Transformer")), (OTHER, ""))
 
 

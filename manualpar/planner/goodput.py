@@ -1,24 +1,24 @@
-"""Computes how often to save, and which share of the time trains, on devices that fail.
+"""Computes how often to save on devices that fail, and the share of the time that trains.
 
-Devices fail independently and at random, one of `n` every `M = device_mtbf / n` seconds. After a
-failure the run starts again, restores the newest checkpoint and computes again the steps after it.
-With a save of `d` seconds after every `t` seconds of training, and `R` seconds from a failure until
-training goes on, the expected time for `t` seconds of training is
+Devices fail independently and at random: one of `n` devices fails every `M = device_mtbf / n`
+seconds on average. After a failure the run starts again, restores the newest checkpoint and
+computes again the steps after it. A save of `d` seconds follows every `t` seconds of training, and
+training goes on `R` seconds after a failure. Then the expected time for `t` seconds of training is
 
     T(t) = M exp(R / M) (exp((t + d) / M) - 1)
 
-in which saves, restarts and recomputed steps fail like everything else (Daly, "A higher order
-estimate of the optimum checkpoint interval for restart dumps", 2006,
-https://doi.org/10.1016/j.future.2004.11.016). `T(t) / t` is least where
-`(1 - t / M) exp((t + d) / M) = 1`, for any `R`. Young's estimate and Daly's are closed forms for
-that interval.
+This assumes that saves, restarts and recomputed steps can fail too (Daly, "A higher order estimate
+of the optimum checkpoint interval for restart dumps", 2006,
+https://doi.org/10.1016/j.future.2004.11.016). `T(t) / t` is smallest for the `t` with `(1
+- t / M) exp((t + d) / M) = 1`, for any `R`. Young's and Daly's estimates of this interval are
+closed forms.
 
-A save here blocks the loop only while the state is copied, for `blocked` seconds, and is complete
-`background` seconds later. A failure loses the steps since the last complete save was begun, which
-is `background` seconds more than in Daly's model. They are counted in `R`.
+In this package a save blocks the loop only while the state is copied, for `blocked` seconds, and is
+complete `background` seconds later. A failure loses the steps since the last complete save was
+begun. This is `background` seconds more than in Daly's model; `R` contains them.
 
-The model leaves out failures that come together, devices that are merely slow, and people who have
-to wake up.
+The model leaves out simultaneous failures, devices that are only slow, and the time until a person
+reacts.
 """
 
 import dataclasses
@@ -37,9 +37,9 @@ class CheckpointCosts:
 
     Attributes:
       blocked: The time that the training loop waits for a save.
-      background: The time from then until the checkpoint is complete.
+      background: The time from the end of this wait until the checkpoint is complete.
       restore: The time from the start of restoring to a state on the devices.
-      restart: The time from a failure until restoring begins: until it is noticed, and the devices
+      restart: The time from a failure until restoring begins: the failure is noticed, the devices
         are replaced, and all processes run again and have compiled.
     """
 
@@ -56,20 +56,20 @@ class CheckpointCosts:
 
     @property
     def recovery(self) -> float:
-        """The time from a failure to training, and the loss of an unfinished save: `R`."""
+        """The time from a failure to training, plus the loss of an unfinished save: `R`."""
         return self.restart + self.restore + self.background
 
 
 @dataclasses.dataclass(frozen=True)
 class Goodput:
-    """How a run spends its time, in shares of it.
+    """How a run spends its time, as shares of the time.
 
     Attributes:
       interval: Seconds of training between two saves.
-      training: The share that trains, and is not lost.
+      training: The share of training that is not lost.
       saving: The share in which the loop waits for saves.
-      repeating: The share in which it computes again what a failure lost.
-      recovering: The share in which it restarts and restores.
+      repeating: The share in which the run repeats steps that a failure lost.
+      recovering: The share in which the run restarts and restores.
     """
 
     interval: float
@@ -106,7 +106,7 @@ def daly_interval(blocked: float, mtbf: float) -> float:
 
 
 def best_interval(blocked: float, mtbf: float) -> float:
-    """Finds the interval that loses least, to the precision of floats; 0 if saves cost nothing."""
+    """Finds the interval that loses the least time, to float precision; 0 if saves cost nothing."""
     low, high = 0.0, 1.0  # As shares of the time between failures.
     for _ in range(100):
         middle = (low + high) / 2
@@ -157,8 +157,9 @@ def scaled_costs(
 ) -> CheckpointCosts:
     """Estimates the costs of a large run from the rates of one measured process.
 
-    Every process writes an equal part of the state and reads the part of its devices, all at the
-    same time, at the measured rates, unless the file system is slower than all of them together.
+    Every process writes an equal part of the state, and reads the part of its devices. All
+    processes do this at the same time and at the measured rates, unless the file system is slower
+    than their total rate.
 
     Args:
       state_bytes: Bytes of the complete state.
@@ -183,7 +184,7 @@ def scaled_costs(
 
 
 def longest_recovery(training: float, *, blocked: float, mtbf: float) -> float:
-    """Returns the longest time from a failure to training with which `training` is the share left.
+    """Returns the longest time from a failure to training that leaves a share of `training`.
 
     Saves come at the best interval.
 

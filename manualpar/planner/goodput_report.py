@@ -1,4 +1,4 @@
-"""Plans how often a run should save and what its failures cost, as a table and as plain values.
+"""Plans how often a run should save, and the cost of its failures, as a table and plain values.
 
 A process has the devices of a node, or four chips of a TPU.
 """

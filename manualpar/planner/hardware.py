@@ -1,22 +1,24 @@
 """Chips and the networks between them, with the source of each number.
 
 Peaks are not repeated here: they come from `manualpar.training.monitoring.throughput.PEAKS`. Every
-number is per `jax.Device`, so for a chip that is two devices (TPU7x) it is a half. Bandwidths are
-bytes per second in one direction; vendors mostly print both directions together, or bits.
+number is per `jax.Device`, so for a chip that is two devices (TPU7x) it is half of the chip's
+number. Bandwidths are bytes per second in one direction. (Vendors mostly print the sum of both
+directions, or bits.)
 
 There are two kinds of networks. In a *torus* (TPU) every chip has two links for each dimension, to
 its neighbours; slices, each a torus, are joined by the data center's network. In *nodes* (GPU) all
-devices of a node reach one another at full speed, and each has its own card to the other nodes.
+devices of a node reach one another at full speed, and each device has its own network card to the
+other nodes.
 
 `Chip.source` marks numbers that vendors do not print as "assumed": latencies, and the shares of a
-bandwidth that large transfers reach. Those are round numbers, chosen before any comparison with a
-measurement, and the same for all chips of a kind.
+bandwidth that large transfers reach. The assumed numbers are round, chosen before any comparison
+with a measurement, and the same for all chips of a kind.
 
 Two kinds of numbers are fitted to published speeds (`python -m benchmarks.calibration`): the share
-of the peak that products reach, by chip (`FITTED_PRODUCTS`), and the share that kernels of
-attention reach, by kind of network (`FITTED_ATTENTION`). Half of the published rows were left out
-of the fit, and `docs/scale.md` gives the errors of the estimates for these rows. A chip without a
-published row keeps a round number for its products, and says so in its `calibration`.
+of the peak that products reach, by chip (`FITTED_PRODUCTS`), and the share that attention kernels
+reach, by kind of network (`FITTED_ATTENTION`). Half of the published rows were left out of the fit,
+and `docs/scale.md` gives the errors of the estimates for these rows. A chip without a published row
+keeps a round number for its products, and says so in its `calibration`.
 """
 
 import dataclasses
@@ -42,7 +44,7 @@ FITTED_PRODUCTS = {
     "h100-500w": 0.434,
 }
 FITTED_ATTENTION = {"torus": 0.432, "nodes": 0.429}
-# Chip -> chip with the same die, and so the same speed of products.
+# Chip -> chip with the same die, and therefore the same speed of products.
 SAME_PRODUCTS = {"h200": "h100"}
 ASSUMED_PRODUCTS = 0.7
 
@@ -84,17 +86,17 @@ class Chip:
       name: Its name in a topology, such as `v5p`.
       device_kind: Its `jax.Device.device_kind`, which `PEAKS` matches by a regular expression.
       flops: Peak FLOP/s by dtype.
-      hbm_bytes: The bytes of a device's memory that a program can use.
+      hbm_bytes: The bytes of the device's memory that a program can use.
       hbm_bandwidth: Bytes per second between a device and its memory.
       flops_efficiency: The share of the peak that large products reach.
       attention_efficiency: The share of the peak that a fused kernel of attention reaches, counting
         operations that a causal mask leaves, two products forward and four backward.
       hbm_efficiency: The share of the memory's bandwidth that long reads and writes reach.
-      clock: Cycles per second; 0 where it is not used.
+      clock: Cycles per second; 0 if it is not used.
       source: The source of the numbers, and which of them are assumed.
       calibration: The data that estimates for it were calibrated on; "" if there are none.
       devices_per_chip: The number of `jax.Device`s of a chip.
-      max_devices: The most devices of one slice, or of a cluster.
+      max_devices: The largest number of devices in a slice, or in a cluster.
     """
 
     name: str
@@ -114,11 +116,11 @@ class Chip:
 
     @property
     def is_tpu(self) -> bool:
-        """Whether it is a TPU, whose compiler needs no device."""
+        """Whether the chip is a TPU; the compiler for TPUs needs no device."""
         return self.network.kind == "torus"
 
     def peak(self, dtype: str) -> float:
-        """Returns peak FLOP/s with operands of a dtype; a `ValueError` if none is known."""
+        """Returns the peak FLOP/s for operands of a dtype; raises `ValueError` if unknown."""
         if dtype not in self.flops:
             raise ValueError(
                 f"chip {self.name}: no peak is known for dtype {dtype!r}, expected one of "
@@ -127,10 +129,11 @@ class Chip:
         return self.flops[dtype]
 
 
-# ICI is a chip's bidirectional bandwidth in the documents: of all its links, both ways. DCN is a
-# chip's share of its host's network cards. XLA's TPU compiler says how much memory is usable if a
-# program does not fit (libtpu 0.0.42): "exceeds available HBM (95.74G)". Clocks are assumed.
-# name: kind, usable GiB, HBM GB/s, ICI GB/s, dims, DCN Gbit/s, GHz, devices a chip, largest slice
+# ICI is a chip's bidirectional bandwidth in the documents, the sum over all its links and both
+# directions. DCN is a chip's share of its host's network cards. XLA's TPU compiler says how much
+# memory is usable if a program does not fit (libtpu 0.0.42): "exceeds available HBM (95.74G)".
+# Clocks are assumed. name: kind, usable GiB, HBM GB/s, ICI GB/s, dims, DCN Gbit/s, GHz, devices a
+# chip, largest slice
 TPUS = {
     "v4": ("TPU v4", 31.25, 1228, 600, 3, 50, 1.05, 1, 4096),
     "v5e": ("TPU v5 lite", 15.75, 819, 400, 2, 25, 1.5, 1, 256),
@@ -138,7 +141,7 @@ TPUS = {
     "v6e": ("TPU v6 lite", 31.25, 1600, 800, 2, 100, 1.75, 1, 256),
     "tpu7x": ("TPU7x", 94.75, 7380, 1200, 3, 100, 2.2, 2, 2 * 9216),
 }
-# NVLink is NVIDIA's number, both directions together. Each GPU of a node has a network card.
+# NVLink is NVIDIA's number, the sum of both directions. Each GPU of a node has a network card.
 # name: kind, GiB, HBM GB/s, NVLink GB/s, network card Gbit/s
 GPUS = {
     "a100": ("NVIDIA A100-SXM4-80GB", 80, 2039, 600, 200),
@@ -246,7 +249,7 @@ CHIPS = (*map(_tpu, TPUS), *map(_gpu, GPUS))
 
 
 def chip_named(name: str) -> Chip:
-    """Returns the chip of a name such as `v5p` or `h100`; a `ValueError` names the known chips."""
+    """Returns the chip of a name such as `v5p`; for an unknown name, raises a `ValueError`."""
     chips = {chip.name: chip for chip in CHIPS}
     if name not in chips:
         near = difflib.get_close_matches(name, chips, n=1)

@@ -1,8 +1,9 @@
 """Times Mosaic kernels, for which XLA's compiler for TPUs estimates no cycles.
 
-The traced program says how many operations a kernel computes (`manualpar.inspect.flops`), and the
-compiled program how often it runs. Name, operands and blocks of scores match the two. A kernel
-reaches a share of the chip's peak, unless its bytes take longer from and to the memory.
+The traced program gives the number of operations of a kernel (`manualpar.inspect.flops`), and the
+compiled program gives the number of its runs. A kernel is found in both by its name, its operands
+and its blocks of scores. A kernel reaches a share of the chip's peak, unless reading and writing
+its bytes takes longer.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,7 +29,7 @@ class Kernel(NamedTuple):
 
     Attributes:
       shapes: The shapes of its operands on one device.
-      blocks: The number of blocks of scores that it computes, if its scope says so.
+      blocks: The number of blocks of scores that it computes, if its scope gives it.
       flops: Its operations in one run.
       dtype: The dtype in which it multiplies.
     """
@@ -41,7 +42,7 @@ class Kernel(NamedTuple):
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """The properties that it shares with its instruction."""
+        """The properties that a kernel shares with its instruction."""
         return self.name, tuple(map(tuple, self.shapes)), self.blocks
 
 

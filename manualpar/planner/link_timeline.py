@@ -1,11 +1,11 @@
-"""Models every directed link of a torus as a resource of its own.
+"""Models every directed link of a torus as a separate resource.
 
-A permutation loads the links on its way, first along x, then y, then z, the shorter way around
-where a dimension is closed. It takes as long as its most loaded link, and starts when all of its
-links are free: permutations in opposite directions run at once, and a permutation between devices
-that are no neighbours loads several links. Other collectives take as long as in the timeline where
-each uses all links, but occupy only the links along the dimensions that their devices span. A
-collective that crosses slices occupies all links.
+A permutation loads the links on its way, first along x, then y, then z; in a closed dimension it
+goes the shorter way around. It takes as long as its most loaded link, and starts when all of its
+links are free. So permutations in opposite directions run at the same time, and a permutation
+between devices that are no neighbours loads several links. Any other collective takes as long as in
+the timeline in which each collective uses all links, but it occupies only the links along the
+dimensions that its devices span. A collective that crosses slices occupies all links.
 """
 
 from collections import Counter

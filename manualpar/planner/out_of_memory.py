@@ -1,8 +1,8 @@
 """Reads the TPU compiler's message about a program that does not fit into HBM.
 
 The message has one of two forms. If the compiler has placed all buffers and they exceed HBM, it
-lists the largest of them with their origins. If it sees before that no placement will fit, it says
-only how much is needed and how much there is.
+lists the largest of them with their origins. If it sees earlier that no placement will fit, it only
+gives the needed and the available bytes.
 """
 
 import re
@@ -22,9 +22,9 @@ _BUFFER = re.compile(rf"^\s*\d+\. Size: {_SIZE}[ \t]*$((?:\n(?!.*=====).*)*)", r
 
 
 class OutOfMemory(NamedTuple):
-    """The bytes that a program needs on a chip and that are available, 0 if not known.
+    """The bytes that a program needs on a chip, and the available bytes; 0 if not known.
 
-    The sentences say how much is missing, and name the largest buffers.
+    The sentences give the missing bytes, and name the largest buffers.
     """
 
     needed: int

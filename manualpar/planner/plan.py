@@ -1,9 +1,9 @@
 """The estimate of a step on devices that are not here: its collectives, memory and time.
 
-Two planners make estimates of one form. XLA's compiler compiles the step for the topology, and
-`manualpar.planner.compiled_plan` reads its program; `manualpar.planner.roofline` calculates with a
-traced program. Both estimate time, and state their assumptions. Seconds are per step, bytes per
-device.
+Two planners make estimates of the same form. In the first, XLA compiles the step for the topology,
+and `manualpar.planner.compiled_plan` reads the compiled program. In the second,
+`manualpar.planner.roofline` calculates with a traced program. Both estimate time, and state their
+assumptions. Seconds are per step, bytes per device.
 """
 
 import dataclasses
@@ -19,14 +19,14 @@ class PlannedCollective:
     """Collectives of a step that differ only in numbers.
 
     Attributes:
-      axes: The mesh axes; empty where a compiled program does not say them.
-      times: The number of them that a step runs.
-      bytes_sent: Bytes that a device sends for all of them.
-      slow_bytes: Bytes of these that cross the network between slices or nodes, as a mean over
-        devices; 0 if no model of the network was used.
-      seconds: The time of all of them by themselves; `None` if not estimated.
-      hidden_seconds: The part of that time hidden behind compute; `None` if not estimated.
-      is_async: Whether compute can run meanwhile; `None` where a model assumes it.
+      axes: The mesh axes; empty if a compiled program does not name them.
+      times: The number of these collectives that a step runs.
+      bytes_sent: Bytes that a device sends for all of these.
+      slow_bytes: The part of `bytes_sent` that crosses the network between slices or nodes, as a
+        mean over devices; 0 if no model of the network was used.
+      seconds: The time to send all of these, without overlap; `None` if not estimated.
+      hidden_seconds: The part of `seconds` hidden behind compute; `None` if not estimated.
+      is_async: Whether compute can run at the same time; `None` if a model assumes it.
     """
 
     kind: str
@@ -69,24 +69,24 @@ class StepEstimate:
 
     Attributes:
       name: The strategy and the mode, such as `fsdp manual`.
-      is_model: Whether it is calculated, rather than read off a program compiled for the topology.
+      is_model: Whether the estimate is calculated, and not read off a compiled program.
       source: Its source, such as `roofline` or `XLA's TPU compiler, libtpu 0.0.42`.
       hbm_bytes: The bytes of a device's memory that a program can use.
       memory: Bytes at the peak by class: parameters, gradients, optimizer, gathered, activations,
-        batch, other; a compiled program, without classes, gives arguments, temporaries, outputs.
-      peak_bytes: The bytes of all classes; if the program does not fit, the bytes that it needs, as
-        far as they are known.
+        batch, other. For a compiled program the classes are arguments, temporaries, outputs.
+      peak_bytes: The bytes of all classes. If the program does not fit: the needed bytes, as far as
+        they are known.
       fits: Whether `peak_bytes` are at most `hbm_bytes`.
       compute_seconds: The time of products and memory without collectives.
-      hbm_seconds: The part of that time that waits for memory and not for products; `None` if not
-        known.
-      exposed_seconds: The time of collectives while nothing is computed.
-      overlapped_seconds: The time of collectives behind compute.
+      hbm_seconds: The part of `compute_seconds` that waits for memory and not for products; `None`
+        if not known.
+      exposed_seconds: The time in which the step waits for collectives and computes nothing.
+      overlapped_seconds: The time of collectives that is hidden behind compute.
       bubble_seconds: The time in which a stage of a pipeline waits for other stages, on average;
-        `None` where there are no stages, or if it is not known.
+        `None` if there are no stages, or if the time is not known.
       step_seconds: The estimated step time; `None` if there is none.
-      step_seconds_by_links: The same with every link of a torus as a resource of its own; `None`
-        without a compiled program to follow.
+      step_seconds_by_links: The same, with every link of a torus as a separate resource; `None`
+        without a compiled program.
       tokens_per_second: Of all devices; `None` if examples have no tokens.
       examples_per_second: Of all devices.
       mfu: Model FLOPs of a step divided by the peak FLOPs of the devices; `None` if not known.
@@ -135,7 +135,7 @@ class StepEstimate:
 
     @property
     def slow_seconds(self) -> float:
-        """The seconds of all collectives that cross that network, by themselves."""
+        """The seconds of all collectives that cross this network, without overlap."""
         return sum(each.seconds or 0.0 for each in self.collectives if each.slow_bytes)
 
     def with_rates(self, throughput: Throughput) -> "StepEstimate":

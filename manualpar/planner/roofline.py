@@ -1,23 +1,24 @@
-"""Estimates the time of a step by arithmetic: a model, which states its assumptions.
+"""Estimates the time of a step by a model, which states its assumptions.
 
 A step is the computation of its devices, `C`, and its collectives, `S`. Each product takes the
 longer of two times: its operations at the chip's peak, and its bytes at the memory's bandwidth. A
-product reaches only a share of both, and a fused kernel of attention another share
-(`manualpar.planner.hardware`). Elementwise operations between products take one more pass over the
-bytes that the products read and write. Each collective takes its bytes on a ring over its mesh
-axes, laid onto the topology (`manualpar.planner.topology`), and waits for each hop.
+product reaches only a share of the peak and of the bandwidth; a fused attention kernel reaches
+another share (`manualpar.planner.hardware`). Elementwise operations between products take one more
+pass over the bytes that the products read and write. Each collective takes its bytes on a ring over
+its mesh axes, laid onto the topology (`manualpar.planner.topology`), and waits for each hop.
 
 Collectives inside the differentiated model, which gather parameters and scatter their gradients,
-run while a neighbouring layer computes: in the forward pass and in the backward pass each,
-`max(S - C, S of one layer)` is exposed, because the first layer's have nothing to hide behind.
-Collectives of activations, which tensor, sequence and expert parallelism send, are exposed, because
-the next product waits for them; the steps of a ring of permutations hide like gathers. Collectives
-outside, which reduce complete gradients, gather ZeRO's new parameters, or sum metrics, are exposed.
+run while a neighbouring layer computes. In each of the two passes, `max(S - C, S of one layer)` is
+exposed, because no layer hides the collectives of the first layer. Collectives of activations, in
+tensor, sequence and expert parallelism, are exposed, because the next product waits for them. The
+steps of a ring of permutations are hidden like gathers. Collectives outside the model are exposed:
+they reduce complete gradients, gather ZeRO's new parameters, or sum metrics.
 
 The stages of a pipeline take its ticks together, so a tick lasts as long as its slowest stage
-(`manualpar.layers.pipeline.schedule_table.Table.tick_times`). In each part of a tick, such as a
-chunk of layers forward, collectives hide as in a pass. Compute and collectives are means over the
-stages, and the rest of the ticks' time is the *bubble*. The hop of a tick is exposed.
+(`manualpar.layers.pipeline.schedule_table.Table.tick_times`). In each part of a tick, such as the
+forward pass of a chunk of layers, collectives are hidden as in a pass. Compute and collectives are
+means over the stages, and the rest of the ticks' time is the *bubble*. The hop of a tick, its send
+to the next stage, is exposed.
 
 (Williams et al., "Roofline", https://doi.org/10.1145/1498765.1498785; Austin et al., "How to scale
 your model", https://jax-ml.github.io/scaling-book.)
@@ -41,7 +42,7 @@ from manualpar.planner.plan import PlannedCollective, StepEstimate, merge_alike
 from manualpar.planner.step_work import MINIBATCH, Load, PipelineWork, StepWork
 from manualpar.planner.topology import Ring, Topology, describe_axes, ring_over
 
-# The phases of each pass; its collectives hide behind their compute.
+# The phases of each pass; their compute hides the pass's collectives.
 PASSES = (("forward",), ("backward", "recomputed"))
 MENDS = {
     "parameters": "Shard them (fsdp), store them in bfloat16, or use more devices.",
@@ -62,22 +63,22 @@ class _Timed:
     is_doubled: bool
     slow_bytes: float
     hidden_seconds: float = 0.0
-    share: float = 1.0  # The share of it that one step is charged with.
+    share: float = 1.0  # The share that counts for one step.
 
     @property
     def is_awaited(self) -> bool:
-        """Whether it sends activations, which the layer needs to go on."""
+        """Whether the collective sends activations, for which the layer waits."""
         return self.collective.purpose in LAYER_SCOPES and self.collective.kind != "permute"
 
     @property
     def is_inside(self) -> bool:
-        """Whether it is inside the differentiated model and can hide behind a layer's compute."""
+        """Whether it is inside the differentiated model, so that a layer's compute can hide it."""
         scope = self.collective.scope
         return ("jvp(" in scope or bool(innermost_ticks(scope))) and not self.is_awaited
 
     @property
     def is_hop(self) -> bool:
-        """Whether it is between stages."""
+        """Whether the collective sends between stages."""
         return self.collective.purpose == PIPELINE_SCOPE
 
     @property
@@ -89,7 +90,7 @@ class _Timed:
 
 
 def estimate(work: StepWork, topology: Topology) -> StepEstimate:
-    """Estimates a step on a topology of as many devices as the work's mesh has.
+    """Estimates a step on a topology; the work's mesh has the same number of devices.
 
     Raises:
       ValueError: The mesh does not fit into the topology, or no peak is known for the dtype.
@@ -151,7 +152,7 @@ def _outside_ticks(work: StepWork) -> StepWork:
 
 
 def _time_outer_steps(work: StepWork, topology: Topology) -> list[_Timed]:
-    """Times the collectives of outer steps, charged to each step by its share."""
+    """Times the collectives of outer steps; each step counts its share of them."""
     share = 1 / work.every
     return [
         dataclasses.replace(
@@ -193,7 +194,7 @@ def _in_ticks(
         seconds += runs_per_stage * np.array(
             [compute, _flops_seconds(work_of_part, chip), sent, hidden]
         )
-    # Work outside of all parts is no idle time: all stages do the same.
+    # Work outside of all parts is no idle time, because all stages do it.
     all_costs: Any = {"forward": 0.0, "backward": 0.0} | costs
     of_ticks = table.tick_times(Costs(**all_costs)).sum()
     idle = of_ticks - table.busy(Costs(**all_costs)).sum() / table.num_stages
@@ -206,19 +207,19 @@ def _flops_seconds(work: StepWork, chip: Chip) -> float:
 
 
 def compute_seconds(work: StepWork, chip: Chip, phases: Iterable[str]) -> float:
-    """Returns the compute time of some phases, where its slower bound limits each operation."""
+    """Returns the compute time of some phases; each operation takes the longer of its two times."""
     phases, hbm = set(phases), chip.hbm_bandwidth * chip.hbm_efficiency
     total = 0.0
     for load in work.loads:
         if load.phase in phases:
             passing = load.traffic / hbm
             total += max(load.flops / _flops_rate(chip, load), passing)
-            total += passing if load.flops else 0.0  # Elementwise operations around a product.
+            total += passing if load.flops else 0.0  # The elementwise operations around a product.
     return total
 
 
 def _flops_rate(chip: Chip, load: Load) -> float:
-    """Returns the FLOP/s that products reach; products of other than floats are negligible."""
+    """Returns the FLOP/s that products reach; products of integers are negligible."""
     known = load.dtype if load.dtype in chip.flops or "float" in load.dtype else "float32"
     return chip.peak(known) * (
         chip.attention_efficiency if load.is_fused else chip.flops_efficiency
@@ -249,9 +250,9 @@ def _time_collectives(
 def is_made_an_all_reduce(topology: Topology, ring: Ring) -> bool:
     """Returns whether XLA for TPU turns a reduce-scatter on this ring into an all-reduce.
 
-    It does (libtpu 0.0.42) for one flat axis that fills a torus: seen on 4x4, 8x8 and 16x16 chips,
-    not on 8, 4x8 or 8x16, and on 4x4x8; for other shapes in three dimensions it is assumed. Options
-    that `parallel.overlap` chooses may keep it from that.
+    XLA (libtpu 0.0.42) does this for one flat axis that fills a torus. It was seen on 4x4, 8x8,
+    16x16 and 4x4x8 chips, but not on 8, 4x8 or 8x16; for other shapes in three dimensions it is
+    assumed. Options that `parallel.overlap` chooses may prevent it.
     """
     if not topology.chip.is_tpu or ring.outside > 1:
         return False
@@ -266,7 +267,7 @@ def _keeps_scatters(topology: Topology, ring: Ring, overlap: Overlap) -> bool:
 
 
 def _hide(inside: Sequence[_Timed], compute: float, *, runs: int = 1) -> float:
-    """Hides the collectives of one or several passes behind compute; returns the hidden share."""
+    """Hides the collectives of one or more passes behind compute; returns the hidden share."""
     total = sum(x.seconds for x in inside)
     layers = summed((x.layer, x.seconds / x.collective.times) for x in inside)
     exposed = max(total - compute, runs * max(layers.values(), default=0.0))

@@ -1,16 +1,17 @@
 """The work of a device in a step: the collectives, products and memory that the roofline adds up.
 
-`read_work` reads it off the traced program, with the ledger's readers. A sweep also needs the work
-of steps that were not traced, and derives it from one that was:
+`read_work` reads the work off the traced program, with the ledger's readers. A sweep also needs the
+work of steps that were not traced, and derives it from the work of a traced step:
 
-- `with_minibatches`: in `m` minibatches a device computes the same in `m` parts. It sends the
-  collectives of parameters in each minibatch, `m` times, and activations in `m` parts.
-- `with_gather_dtype`: with another dtype to send shapes stay and bytes change.
+- `with_minibatches`: with `m` minibatches a device does the same computation in `m` parts. It runs
+  the collectives of parameters `m` times, once in each minibatch, and sends activations in `m`
+  parts.
+- `with_gather_dtype`: with another dtype the shapes that are sent stay, and their bytes change.
 
-Both are exact in compute and collectives (except that the rows of a split embedding are summed in
-the other dtype too, which is left out). Memory is estimated: an `m`-th of the activations, and
-gathered parameters by the ratio of the dtypes. That weights are read again in each minibatch is not
-counted. So a sweep traces the programs that it ranks first.
+Both are exact in compute and collectives, with one exception: the rows of a split embedding are
+summed in the other dtype too, which is left out. Memory is estimated: activations are divided by
+`m`, and gathered parameters scale with the ratio of the dtypes. Repeated reads of weights in each
+minibatch are not counted. So a sweep traces the programs that it ranks first.
 """
 
 import dataclasses
@@ -44,9 +45,9 @@ MINIBATCH = re.compile(r"\bminibatch(_\d+)?\b")
 class Load(NamedTuple):
     """The work of a device for a product, or for a reduction, which has no FLOPs.
 
-    `dtype` is the wider one of its operands' dtypes, `traffic` the bytes that it reads and writes,
-    and `part` its part of a pipeline's tick, see `PipelineWork`. `is_fused` says whether it is part
-    of a fused kernel of attention.
+    `dtype` is the wider of its operands' dtypes, `traffic` is the bytes that it reads and writes,
+    and `part` is its part of a pipeline's tick, see `PipelineWork`. `is_fused` says whether it is
+    part of a fused kernel of attention.
     """
 
     phase: str
@@ -69,7 +70,7 @@ class PipelineWork(NamedTuple):
     """The work of a pipeline's stages in its ticks.
 
     Attributes:
-      parts: The parts of its ticks.
+      parts: The parts of the pipeline's ticks.
       works: Name of a part, as in `Costs` -> work of a stage that runs it.
     """
 
@@ -78,7 +79,7 @@ class PipelineWork(NamedTuple):
 
 
 class _Read(NamedTuple):
-    """The collectives and products of a stage, and how often it runs each part of a tick."""
+    """The collectives and products of a stage, and the runs of each part of a tick."""
 
     collectives: tuple[Collective, ...]
     loads: tuple[Load, ...]
@@ -95,12 +96,11 @@ class StepWork:
       mesh: The sizes of the mesh axes, the axis on the slowest links first.
       throughput: Turns the time of a step into rates; without devices and their peak.
       update_traffic: Bytes that the update reads and writes.
-      overlap: The compiler options that it is planned with, see
-        `manualpar.core.mesh.compiler_options`.
+      overlap: The compiler options assumed by the plan, see `manualpar.core.mesh.compiler_options`.
       pipeline: The work of the stages if the step has a pipeline. `collectives` and `loads` are
-        then those of the stage that sends the most.
-      outer_collectives: The collectives of DiLoCo's outer steps, each fragment's once.
-      every: The number of steps in which all of them run once.
+        then the numbers of the stage that sends the most.
+      outer_collectives: The collectives of DiLoCo's outer steps, with each fragment once.
+      every: The number of steps in which all `outer_collectives` run once.
       notes: Choices and assumptions of the readers.
     """
 
@@ -145,7 +145,7 @@ def read_work(
       throughput: The examples of a step, their tokens and their FLOPs.
       order: The axes of the mesh, the axis on the slowest links first; see `make_mesh`.
       fused_attention: Whether causal attention is timed as one kernel, see `has_kernel` and
-        `manualpar.inspect.flops`. Memory is the program's own in any case, scores included.
+        `manualpar.inspect.flops`. Memory is always the memory of the program itself, with scores.
       overlap: The config's `parallel.overlap`.
 
     Raises:
@@ -181,7 +181,7 @@ def read_work(
         return _Read(sent, tuple(loads), runs, [*sending.notes, *computing.notes])
 
     collectives, loads, _, notes = read(None)
-    # With DiLoCo, the state of one replica.
+    # With DiLoCo, count the state of one replica.
     inner = program.inner if isinstance(program, DiLoCoProgram) else program
     state = inner.abstract_state
     trained, _ = partition(program.step.placements, state.params)
@@ -193,7 +193,8 @@ def read_work(
         num_minibatches=program.num_minibatches,
         collectives=collectives,
         loads=loads,
-        # Both are read and written, and a gradient of the parameters' size is read.
+        # Parameters and optimizer state are read and written; a gradient of the parameters' size is
+        # read.
         update_traffic=3 * parameters + 2 * optimizer,
         memory=step_memory(program),
         notes=tuple(dict.fromkeys(notes)),
@@ -210,10 +211,11 @@ def _outer_steps(program: Program) -> dict[str, Any]:
 
 
 def has_kernel(config: ml_collections.ConfigDict) -> bool:
-    """Returns whether a config makes its chips compute attention by a kernel of theirs.
+    """Returns whether attention runs in a kernel on the config's chips.
 
-    If the config leaves the choice to the chips, it is traced without them as attention in blocks.
-    The ring of split sequences, which has a kernel only on TPUs, is taken as it is traced.
+    If the config leaves the choice to the chips, the trace, which is made without them, has
+    attention in blocks. The ring of split sequences, which has a kernel only on TPUs, is planned as
+    it is traced.
     """
     is_kernel = config.model.get("attention") in ("", "splash", "cudnn")
     return is_kernel and CONTEXT_AXIS not in config.parallel.mesh
@@ -237,7 +239,7 @@ def _works(parts: TickParts, read: Callable[[int], _Read]) -> dict[str, PartWork
 
 
 def with_minibatches(work: StepWork, num_minibatches: int) -> StepWork:
-    """Derives the work in several minibatches from that in one minibatch; memory is estimated."""
+    """Derives the work in several minibatches from the work in one; memory is estimated."""
     assert work.num_minibatches == 1
     assert work.pipeline is None  # A pipeline's schedule of microbatches has to be traced.
     if num_minibatches == 1:
@@ -267,8 +269,8 @@ def with_gather_dtype(work: StepWork, gather_dtype: str, *, reduce_dtype: str = 
     """Derives the work with parameters gathered in another dtype; its memory is an estimate.
 
     Args:
-      work: The work of a step that gathers them as they are stored. Quantized numbers, which are
-        bytes, stay.
+      work: The work of a step that gathers parameters in the stored dtype. Quantized numbers, which
+        are bytes, do not change.
       gather_dtype: A dtype's name; `""` leaves the work unchanged.
       reduce_dtype: The dtype in which gradients are summed; `""` for `gather_dtype`.
     """

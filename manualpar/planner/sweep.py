@@ -1,13 +1,13 @@
 """Compares strategies, meshes, numbers of minibatches, remat and gather dtypes by step time.
 
 For each strategy, mesh and remat a program is traced on an abstract mesh, in one minibatch; the
-other candidates follow by closed forms (`manualpar.planner.step_work`), exact in time but not in
-memory. The candidates that rank first, and those near the limit of memory, are then traced
-themselves.
+other candidates are derived by closed forms (`manualpar.planner.step_work`), which are exact in
+time but not in memory. Then the programs of the candidates that rank first, and of candidates near
+the limit of memory, are traced too.
 
 If a model supports it, its layers are also split over a model axis, the last of the mesh, whose
-devices are neighbours; or its experts are divided over an axis of their own. (Both at once are not
-tried.) The builder refuses a size that the model or the data does not divide by; the sweep passes
+devices are neighbours; or its experts are divided over an expert axis. (The sweep does not try both
+together.) The builder refuses a size that does not divide the model or the data; the sweep passes
 its message on.
 """
 
@@ -39,11 +39,11 @@ from manualpar.training.task import EXPERT_AXIS, SPLIT_AXIS, Task, splits_layers
 REMATS = ("none", "dots", "full")
 MINIBATCHES = (1, 2, 4, 8)
 GATHER_DTYPES = ("", "bfloat16")
-# A second axis to shard over, after the first, as suits a torus.
+# A second axis to shard over, after the first; it suits a torus.
 MINOR_AXIS = "data_minor"
-# A plan with estimated memory is traced if it exceeds a device's by no more than this share.
+# A plan with estimated memory is traced if it exceeds the device's memory by at most this share.
 NEARLY = 0.3
-# The most devices that layers are split over.
+# The largest number of devices to split layers over.
 MOST_SPLIT = 16
 CHIP_COUNTS = tuple(2**k for k in range(3, 13))
 
@@ -53,7 +53,7 @@ class Candidate:
     """A strategy, a mesh and options that a sweep compares.
 
     Attributes:
-      remat: The model's `remat`; "" where the model has no such option.
+      remat: The model's `remat`; "" if the model has no such option.
       gather_dtype: The dtype in which parameters are gathered; "" for the stored dtype.
     """
 
@@ -65,7 +65,7 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """Its name in a table."""
+        """The candidate's name in a table."""
         return f"{self.strategy}, {' x '.join(f'{a}={n}' for a, n in self.mesh.items())}"
 
 
@@ -75,8 +75,9 @@ class Outcome:
 
     Attributes:
       plan: Its plan; `None` if no program could be built.
-      reason: Why it is not ranked, in words; "" if it is.
-      is_traced: Whether the candidate's own program was traced, rather than another's scaled.
+      reason: Why the candidate is not ranked, in words; "" if it is ranked.
+      is_traced: Whether the candidate's own program was traced; otherwise its plan was derived from
+        another candidate's program.
     """
 
     candidate: Candidate
@@ -172,14 +173,14 @@ def sweep(
     Args:
       builder: Builder for a config in mode `manual`; fields that are not swept stay unchanged.
       topology: The devices.
-      traced: How many of the first candidates are traced themselves.
+      traced: How many of the first candidates are traced.
       report: Called with a line of progress.
 
     Returns:
-      All candidates: those that fit, the fastest first, then the other ones.
+      All candidates: first the candidates that fit, the fastest first, then the others.
 
     Raises:
-      ValueError: The config has an order of its mesh axes, which does not suit the candidates'
+      ValueError: The config sets an order of its mesh axes, which does not fit the candidates'
         meshes.
     """
     if order := builder.config.parallel.mesh_order:
@@ -268,9 +269,9 @@ def split_sizes(topology: Topology) -> list[int]:
 
 
 def group_sizes(topology: Topology) -> list[int]:
-    """Returns sizes of groups to shard within: the first is the largest within a node or a slice.
+    """Returns group sizes to shard within, beginning with the largest in a node or slice.
 
-    In a single slice the first leaves one dimension of the torus to the replicas.
+    In a single slice the first size leaves one dimension of the torus to the replicas.
     """
     count, levels = topology.num_devices, levels_of(topology)
     products = [math.prod(levels[i:]) for i in range(1, len(levels))]
@@ -306,7 +307,7 @@ def _meshes(kind: StrategyKind, topology: Topology) -> Iterator[dict[str, int]]:
 
 
 def _meshes_with(axis: str, kind: StrategyKind, topology: Topology) -> Iterator[dict[str, int]]:
-    """Yields the first of a strategy's meshes, with an axis of each size for layers."""
+    """Yields a strategy's first mesh with an axis to split layers, for each size of this axis."""
     for data_mesh, size in itertools.product(
         itertools.islice(_meshes(kind, topology), 1), split_sizes(topology)
     ):
@@ -355,7 +356,7 @@ def _planned(
 
 
 def _nearly_fits(outcome: Outcome, *, fastest: float) -> bool:
-    """Returns whether an untraced candidate would be the fastest and might fit if it is traced."""
+    """Returns whether an untraced candidate would be the fastest, and may fit when traced."""
     plan = outcome.plan
     return (
         plan is not None

@@ -1,15 +1,16 @@
 """Topologies of devices, such as `v5p:8x8x4`, `2xv5e:16x16`, `h100:128`, and mesh axes on them.
 
 A topology is a chip and a shape: for TPUs the shape of a slice in chips, with a factor for several
-slices; for GPUs their number, in nodes of eight. Mesh axes are laid onto it in the order in which
-they are given (`manualpar.core.mesh.mesh_order.in_order`), the last one onto the fastest part.
+slices; for GPUs the number of GPUs, in nodes of eight. Mesh axes are placed on the topology in the
+order in which they are given (`manualpar.core.mesh.mesh_order.in_order`), the last axis on the
+fastest part.
 
 `ring_over` computes the speed of a ring over mesh axes. In a torus a mesh axis takes complete
-dimensions where the sizes allow it: `k` dimensions carry `k` rings at once. A dimension that is
-closed to a ring carries data both ways; a dimension that is open, or of size two, counts one link.
-Axes that share a dimension take its inner and its outer part: neighbours on the outer part are
-apart, and their rings share links. A part that does not fit into a slice or a node crosses the slow
-network, which all devices of the slice or node on the axis share.
+dimensions if the sizes allow it: `k` dimensions carry `k` rings at once. A dimension that is closed
+to a ring carries data in both directions; a dimension that is open, or of size two, counts one
+link. Axes that share a dimension take its inner and its outer part: neighbours on the outer part
+are not adjacent, and their rings share links. The part of an axis that does not fit into a slice or
+a node crosses the slow network, which all devices of the slice or node on the axis share.
 """
 
 import dataclasses
@@ -29,8 +30,8 @@ _PATTERN = re.compile(r"(?:(\d+)x)?([a-zA-Z][\w-]*):(\d+(?:x\d+)*)")
 class Topology:
     """Devices of one kind and how they are joined.
 
-    For TPUs `shape` has the dimensions of a slice, in chips. For GPUs it has their number, and all
-    of them are one slice.
+    For TPUs `shape` has the dimensions of a slice, in chips. For GPUs it has the number of GPUs,
+    which form one slice.
     """
 
     chip: Chip
@@ -49,7 +50,7 @@ class Topology:
 
     @property
     def slice_name(self) -> str:
-        """The name of one slice, as `jax.experimental.topologies` takes it."""
+        """The name of one slice, for `jax.experimental.topologies`."""
         return f"{self.chip.name}:{'x'.join(map(str, self.shape))}"
 
     @property
@@ -64,8 +65,8 @@ class Ring:
 
     Attributes:
       fast: Bytes per second that a device sends within a slice or a node.
-      inside: Devices of the ring in a slice or a node.
-      outside: Slices or nodes that the ring goes through.
+      inside: The number of devices of the ring in a slice or a node.
+      outside: The number of slices or nodes that the ring goes through.
       steps: The number of fast latencies that a collective waits.
       torus_dims: Dimensions of the torus that the ring fills completely.
     """
@@ -79,7 +80,7 @@ class Ring:
 
     @property
     def is_slow(self) -> bool:
-        """Whether it leaves a slice or a node."""
+        """Whether the ring leaves a slice or a node."""
         return self.outside > 1
 
     def seconds(self, sent: float, times: int = 1) -> float:
@@ -99,8 +100,8 @@ class Ring:
         """Returns the bytes per device that enter a group, if each device sends `sent` bytes.
 
         A ring over `n` groups of `s` devices on which each device sends `b` bytes (`ring_bytes`)
-        moves `b S / (S - 1)` bytes (`S = n s`) around. Of those `(n - 1) / n` enter a group through
-        its `s` slow links, and the rest stays inside.
+        moves `b S / (S - 1)` bytes (`S = n s`) around. Of these bytes `(n - 1) / n` enter a group
+        through its `s` slow links, and the rest stays inside.
         """
         size = self.inside * self.outside
         if self.outside == 1:
@@ -126,7 +127,7 @@ def parse_topology(name: str) -> Topology:
 
 
 def _problem(topology: Topology) -> str:
-    """Says why the chip's network has no such shape, "" if it has."""
+    """Says why the chip's network does not have this shape; "" if it has."""
     chip, shape, network = topology.chip, topology.shape, topology.chip.network
     if topology.num_devices == 0:
         return f"has a size of 0, expected positive ones, {EXAMPLES}."
@@ -192,13 +193,12 @@ def levels_of(topology: Topology) -> tuple[int, ...]:
 
 
 def place_axes(topology: Topology, mesh: Mapping[str, int]) -> dict[str, list[tuple[int, int]]]:
-    """Lays mesh axes, the axis on the slowest links first, onto a topology.
+    """Places mesh axes on a topology; the axis on the slowest links comes first.
 
-    The first axes go across slices or nodes, as far as the sizes allow, as in `make_mesh`.
+    The first axes go across slices or nodes as far as the sizes allow, like in `make_mesh`.
 
     Returns:
-      For each axis the parts of levels that it takes: pairs of a level, see `levels_of`, and a
-        size.
+      The parts of levels that each axis takes: pairs of a level, see `levels_of`, and a size.
 
     Raises:
       ValueError: The sizes do not fit.
@@ -230,7 +230,7 @@ def place_axes(topology: Topology, mesh: Mapping[str, int]) -> dict[str, list[tu
 
 
 def describe_axes(topology: Topology, mesh: Mapping[str, int]) -> str:
-    """Says over which network each axis goes, and in a torus the sizes of its dimensions.
+    """Names the networks that each axis goes over, and in a torus the sizes of its dimensions.
 
     Returns:
       Words such as `data 4 over InfiniBand and 2 over NVLink, model 4 over NVLink`.
@@ -255,7 +255,7 @@ def _complete_levels(left: list[int], needed: int) -> list[int]:
 
 
 def ring_over(topology: Topology, mesh: Mapping[str, int], axes: tuple[str, ...]) -> Ring:
-    """Returns the ring over some axes of a mesh together; refuses a mesh that does not fit."""
+    """Returns one ring over some axes of a mesh; refuses a mesh that does not fit."""
     placed, chip = place_axes(topology, mesh), topology.chip
     network, sizes = chip.network, levels_of(topology)
     taken: dict[int, int] = {}
@@ -276,7 +276,8 @@ def ring_over(topology: Topology, mesh: Mapping[str, int], axes: tuple[str, ...]
         size = sizes[level]
         filled_dims += [size] if part == size else []
         is_ring = part == size and is_closed(topology, size)
-        # Faster axes take the inside of a dimension, so neighbours on `axes` are `stride` apart.
+        # Faster axes take the inner part of a dimension, so neighbours on `axes` are `stride`
+        # apart.
         stride = math.prod(part for axis in faster for at, part in placed[axis] if at == level)
         bandwidth += network.bandwidth * (2 if is_ring else 1) / stride
         steps += (part // 2 if is_ring else part - 1) * stride

@@ -1,8 +1,8 @@
 """Compiles a config's step for TPUs that are not here, with XLA's own compiler for them.
 
-libtpu has the compiler and a description of every topology, and needs no TPU for either. It runs in
-a process of its own, `manualpar.planner.tpu_worker`, which leaves the program's text and some facts
-in a folder; `manualpar.planner.compiled_plan` makes a `StepEstimate` of them.
+libtpu contains the compiler and a description of every topology, and neither needs a TPU. It runs
+in a separate process, `manualpar.planner.tpu_worker`, which writes the program's text and some
+facts to a folder. `manualpar.planner.compiled_plan` makes a `StepEstimate` of them.
 """
 
 import inspect
@@ -58,7 +58,7 @@ def compile_for_tpu(
       vocab_size: The tokens of a language model's vocabulary; 0 for the vocabulary of its data.
 
     Raises:
-      ValueError: The config does not fit itself or the topology.
+      ValueError: The config contradicts itself or does not fit the topology.
       TpuCompilerError: libtpu is not installed, does not know the topology or an option, crashes,
         or takes too long.
     """

@@ -1,18 +1,18 @@
 """Follows the schedule of a program that XLA has compiled for a TPU, with a clock.
 
 A chip runs one computation at a time, and a link carries one collective at a time, in the order in
-which they start; the two run at once. A collective uses all links, unless the caller knows which
-(`manualpar.planner.link_timeline`). An instruction computes for as many cycles as the compiler
-estimates. A collective is sent as soon as it has started and its links are free. An instruction
-that waits for it stalls the chip until it has ended: that part of it is *exposed*, the rest is
-hidden. An *asynchronous* collective has other instructions between its start and the wait, which
-can hide it. A turn of a loop begins with free links, because the turn before has waited for all of
-its collectives; so one turn is followed, and counts as often as the loop turns.
+which they start; chip and links work at the same time. A collective uses all links, unless the
+caller names the links that it uses (`manualpar.planner.link_timeline`). An instruction computes for
+as many cycles as the compiler estimates. A collective is sent as soon as it has started and its
+links are free. An instruction that waits for a collective stalls the chip until the collective has
+ended: this part of its time is *exposed*, the rest is hidden. An *asynchronous* collective has
+other instructions between its start and the wait, which can hide it. A turn of a loop begins with
+free links, because the turn before has waited for all of its collectives. So one turn is followed,
+and counts once for each turn of the loop.
 
 The compiler estimates no cycles for a collective, and its estimate of a product that carries a part
-of a collective leaves that part out (`tests/planner/tpu_timeline_test.py` shows both). So
-cycles are compute, and the caller says how long a collective is sent, on which links, and how long
-a kernel computes.
+of a collective leaves that part out (`tests/planner/tpu_timeline_test.py` shows both). So cycles
+are compute, and the caller gives the time and the links of a collective, and the time of a kernel.
 """
 
 import dataclasses
@@ -49,10 +49,10 @@ ALL_LINKS = "all links"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScheduledCollective(CompiledCollective):
-    """A collective of a scheduled program, with the `name` of the instruction that starts it.
+    """A collective of a scheduled program; `name` is the instruction that starts it.
 
     Attributes:
-      axes: The mesh axes it runs over; none where its groups of devices follow no axes.
+      axes: The mesh axes that it runs over; none if its groups of devices follow no axes.
       cycles_between: The cycles of compute between its start and the wait for it, in each run.
       wire_seconds: The time to send it in all its runs.
       exposed_seconds: The time that the step waits for it in all its runs.
@@ -66,18 +66,18 @@ class ScheduledCollective(CompiledCollective):
 
     @property
     def is_async(self) -> bool:
-        """Whether anything computes between its start and the wait for it."""
+        """Whether there is compute between the start of the collective and the wait for it."""
         return self.cycles_between > 0
 
     @property
     def hidden_seconds(self) -> float:
-        """The time to send it for which the step does not wait; 0 if only a rounding error."""
+        """The part of `wire_seconds` for which the step does not wait; 0 if negligible."""
         is_exposed = self.exposed_seconds > self.wire_seconds * (1 - 1e-9)
         return 0.0 if is_exposed else self.wire_seconds - self.exposed_seconds
 
 
 class KernelRuns(NamedTuple):
-    """The runs of a kernel in a step, and their time; the compiler estimates no cycles for it."""
+    """A step's runs of a kernel, and their time; the compiler does not estimate its cycles."""
 
     name: str
     times: int
@@ -91,10 +91,10 @@ class Timeline:
     Attributes:
       collectives: Its collectives, in the order of the program.
       compute_cycles: The cycles of all compute in a step, kernels included.
-      compute_seconds: The same in seconds.
-      kernels: The kernels among that, each once.
-      unestimated: How often a step runs instructions that work on a MiB or more and have no
-        estimate of their cycles, by opcode. They count as 0 cycles.
+      compute_seconds: The time of these cycles.
+      kernels: The kernels in this compute, each once.
+      unestimated: The number of runs, by opcode, of instructions that work on a MiB or more and
+        have no estimate of their cycles. They count as 0 cycles.
       num_carried: The number of collectives that start in one turn of a loop and are waited for in
         the next. They are assumed to end with the turn in which they start.
     """
@@ -113,7 +113,7 @@ class Timeline:
 
     @property
     def hidden_seconds(self) -> float:
-        """The time of collectives while something computes."""
+        """The time of collectives that is hidden behind compute."""
         return sum(collective.hidden_seconds for collective in self.collectives)
 
     @property
@@ -130,7 +130,7 @@ class OnWire(NamedTuple):
 
 
 WireSeconds = Callable[[ScheduledCollective], float]
-# Arguments: a collective, the instruction that says which devices it joins, and their groups.
+# Arguments: a collective, the instruction that names its devices, and the groups of devices.
 SendModel = Callable[[ScheduledCollective, Instruction, Groups], OnWire]
 # Arguments: an instruction without cycles, and its computation; `None` if it is no known kernel.
 KernelSeconds = Callable[[Instruction, Instructions], float | None]
@@ -155,12 +155,12 @@ def read_timeline(
       text: The `as_text()` of the compiled program.
       mesh: The sizes of the mesh axes, the major one first.
       clock: Cycles per second.
-      wire: The seconds and links that one run of a collective takes by itself.
+      wire: The seconds and links that one run of a collective takes, without overlap.
       kernel_seconds: The seconds of a kernel, for which the compiler estimates no cycles.
 
     Returns:
-      Its schedule. For a conditional it takes the branch that computes most (if equal, the one that
-      sends most).
+      The program's timeline. A conditional takes the branch that computes most (if equal, the
+      branch that sends most).
 
     Raises:
       ValueError: The text is no scheduled module; a loop has no known number of turns; or a

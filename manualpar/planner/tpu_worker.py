@@ -1,11 +1,12 @@
-"""Compiles a training step for a TPU topology, in a process of its own.
+"""Compiles a training step for a TPU topology, in a separate process.
 
     python -m manualpar.planner.tpu_worker FOLDER
 
-It reads `request.json` in the folder, and writes the program's text to `program.txt` and everything
-else, errors too, to `result.json`. `manualpar.planner.tpu_compiler` starts it, with the environment
-that libtpu needs where there is no TPU. It is a process of its own because that environment would
-keep a training process from looking for a TPU, and because a crash in libtpu ends the process.
+The worker reads `request.json` in the folder, and writes the program's text to `program.txt` and
+everything else, also errors, to `result.json`. `manualpar.planner.tpu_compiler` starts the worker,
+with the environment that libtpu needs without a TPU. It is a separate process because this
+environment would keep a training process from looking for a TPU, and because a crash in libtpu ends
+the process.
 """
 
 import importlib.metadata
@@ -65,7 +66,7 @@ def _compile(request: dict[str, Any], folder: Path, stage: list[str]) -> dict[st
     stage[0] = PREPARE
     config = ml_collections.ConfigDict(_tuples(request["config"])).lock()
     if config.parallel.strategy not in strategy_kinds():
-        runpy.run_path(request["strategy_file"])  # It registers itself.
+        runpy.run_path(request["strategy_file"])  # The strategy registers itself.
     experiment = prepare_planned(config, devices=devices, vocab_size=request["vocab_size"])
     program = experiment.program
     traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
@@ -89,12 +90,12 @@ def _compile(request: dict[str, Any], folder: Path, stage: list[str]) -> dict[st
 
 
 def is_out_of_hbm(message: str) -> bool:
-    """Returns whether the compiler says that HBM does not suffice: it can lack other memory too."""
+    """Returns whether the compiler lacks HBM, and not another memory."""
     return "RESOURCE_EXHAUSTED" in message and "hbm" in message.lower().partition("vmem")[0]
 
 
 def _facts(experiment: Experiment) -> dict[str, Any]:
-    """Returns the facts that need a built program, for which the parent has no devices."""
+    """Returns the facts of a built program, which the parent cannot build without devices."""
     program = experiment.program
     state = program.abstract_state
     batch = state_bytes(program.abstract_batch)[0]

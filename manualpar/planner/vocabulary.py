@@ -24,13 +24,13 @@ def prepare_planned(
     devices: Sequence[jax.Device] | int | None = None,
     vocab_size: int = 0,
 ) -> Experiment:
-    """Checks a config and builds its experiment, as `manualpar.training.experiment.prepare`.
+    """Checks a config and builds its experiment, like `manualpar.training.experiment.prepare`.
 
-    With `vocab_size`, in place of the vocabulary of the data, the experiment can be planned but not
-    run.
+    If `vocab_size` replaces the vocabulary of the data, the experiment can be planned but not run.
 
     Raises:
-      ValueError: The config does not fit itself or the devices, or its model has no vocabulary.
+      ValueError: The config contradicts itself or does not fit the devices, or its model has no
+        vocabulary.
     """
     task = planned_task(config, vocab_size)
     return prepare(config, devices=devices, task=task)
@@ -40,7 +40,7 @@ def planned_task(config: ml_collections.ConfigDict, vocab_size: int = 0) -> Task
     """Checks a config and makes its task, with `vocab_size` tokens; 0 takes the data's vocabulary.
 
     Raises:
-      ValueError: As for `prepare_planned`, except for errors about devices.
+      ValueError: As in `prepare_planned`, except for errors about devices.
     """
     check_config(config)
     task = make_task(config)

@@ -3,8 +3,8 @@
 A config file is Python with a `get_config()`. Its config is a locked `ml_collections.ConfigDict` of
 plain values, so that every field can be set by a flag and stored as JSON, where tuples are lists.
 `FIELDS` lists the fields of every config and `MODEL_FIELDS` the fields that a model adds. A config
-has each of them and no other, but it may leave out fields with a default, which `complete_config`
-fills in. A field that its strategy does not have is checked and not used.
+has exactly these fields. It may leave out fields with a default; `complete_config` fills them in. A
+field that its strategy does not have is checked but not used.
 """
 
 import difflib
@@ -186,7 +186,7 @@ DICT_FIELDS = frozenset({"parallel.mesh"})
 def load_config(path: Path) -> ml_collections.ConfigDict:
     """Runs a config file and returns the config of its `get_config()`, complete and locked.
 
-    It is not checked.
+    The config is not checked.
 
     Raises:
       UsageError: There is no such file, it is not Python, it raises an error or asks to exit, or it

@@ -62,7 +62,7 @@ def ending_all(
 
 
 def end_all(cluster: Cluster, error: Exception) -> None:
-    """Ends all processes because of an error in this one; does nothing if there is no other.
+    """Ends all processes because of an error in this process; does nothing for a single process.
 
     The others wait for this process in a collective, and an ordinary exit would wait for them.
     """

@@ -14,7 +14,7 @@ FINE_TUNING_FIELDS = ("lora", "lora_alpha", "int8")
 
 
 def fine_tuned(model: nn.Module, config: ml_collections.ConfigDict) -> Any:
-    """Adapts a model as `config.model` says; returns the model itself if it says nothing.
+    """Adapts a model as `config.model` says; returns the model itself if nothing is set.
 
     Raises:
       ValueError: An entry of `lora` or `int8` is no pair of a glob and a number, or repeats a glob

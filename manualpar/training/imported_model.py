@@ -1,4 +1,4 @@
-"""Imports a model of Hugging Face's from the directory `config.model.from_hf`.
+"""Imports a Hugging Face model from the directory `config.model.from_hf`.
 
 Its `config.json` sets the fields of `config.model` that define the model, and its tokenizer makes
 tokens of texts unless `config.data.tokenizer` names another. The fields are filled in before the

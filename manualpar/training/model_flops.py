@@ -1,4 +1,4 @@
-"""The model FLOPs of an example where some parameters are frozen.
+"""The model FLOPs of an example if some parameters are frozen.
 
 A task counts the FLOPs of training all parameters of a model, in closed form. If some are frozen,
 a step needs neither their gradients nor the gradients of activations before the first trained

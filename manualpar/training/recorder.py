@@ -1,7 +1,7 @@
 """Fetches metrics from the device, a few steps behind the step being dispatched, and reports them.
 
-Dispatching a step takes no time, but waiting for its metrics does, and meanwhile a device with
-an empty queue idles. So metrics stay on the device in a queue, and the metrics of a step are
+Dispatching a step takes no time. Waiting for its metrics takes time, and a device with an empty
+queue idles during the wait. So metrics stay on the device in a queue, and the metrics of a step are
 fetched once `LAG` later steps have been dispatched. Evaluation uses the same queue. A checkpoint
 and the end of the training empty it.
 """

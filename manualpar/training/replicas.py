@@ -1,9 +1,9 @@
 """The replica sentinel checks that copies on several devices are the same, bit for bit.
 
 If a sharding leaves a mesh axis out, the devices along that axis hold copies. A device that
-computes or stores wrongly, or an update that was not synchronised, makes the copies differ, and
-nothing notices: such an array is read from the first device that has it. So each device takes a
-fingerprint of its part, and the host compares the fingerprints of copies.
+computes or stores wrongly, or an update that was not synchronised, makes the copies differ. Nothing
+notices the difference, because JAX reads such an array from the first device that has it. So each
+device computes a fingerprint of its part, and the host compares the fingerprints of copies.
 
 A device's part of an array is read as `uint32` words `w_i`; an element of up to 32 bits is one
 word. With the finaliser `m` of MurmurHash3, a bijection, and `p_i = m(i)`, its fingerprint is two
@@ -75,8 +75,8 @@ class ReplicaSentinel:
         axes = tuple(mesh.axis_names)
 
         def fingerprints_on_device(leaves: tuple[jax.Array, ...]) -> jax.Array:
-            # By its type a copy, and so its fingerprint, is the same on all devices. `out_specs`
-            # lets each device return its own.
+            # By its type a copy is the same on all devices, and so is its fingerprint. `out_specs`
+            # lets each device return the fingerprint of its own copy.
             return jnp.stack([_fingerprint(x) for x in leaves])[None]
 
         self._on_devices = jax.jit(

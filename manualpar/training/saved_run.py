@@ -44,7 +44,7 @@ def saved_config(workdir: AnyPath) -> ml_collections.ConfigDict:
     """Reads the config of the newest checkpoint of a language model, complete and locked.
 
     Raises:
-      UsageError: There is no checkpoint, none with a config, or one of another model.
+      UsageError: There is no checkpoint, or it has no config, or it is of another model.
     """
     steps = open_folder(workdir / FOLDER).steps()
     if not steps:

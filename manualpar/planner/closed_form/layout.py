@@ -1,4 +1,4 @@
-"""Layouts of a transformer on many devices, and the sizes that one device then computes with.
+"""Layouts of a transformer on many devices, and the sizes of the arrays on one device.
 
 A `Layout` gives every axis a size: `replica` and `data` split examples, `context` splits
 positions, `model` splits layers (with sequence parallelism), `expert` divides experts and splits
@@ -34,19 +34,20 @@ class Layout:
     """Sizes of mesh axes, and how a step runs on them.
 
     `remats` maps a choice of `remat` to the share of each part of a layer that the backward pass
-    runs again. `keeps_logits` says whether the logits of a wide vocabulary are kept for it. Other
-    people's programs differ in both.
+    runs again. `keeps_logits` says whether the logits of a wide vocabulary are kept for the
+    backward pass. Programs of others differ in both.
 
     Attributes:
-      num_minibatches: Minibatches of a step; with stages they are the microbatches.
-      chunks: Chunks of layers that each stage has; more make the bubble smaller.
-      remat: What the backward pass computes again, a key of `remats`.
+      num_minibatches: Minibatches of a step; with stages, its microbatches.
+      chunks: Chunks of layers on each stage; more chunks make the bubble smaller.
+      remat: A key of `remats`, which names the parts that the backward pass computes again.
       communicate: How often FSDP gathers parameters and scatters gradients.
-      keep: What a stage keeps of a chunk for its backward pass: what remat keeps of its layers
-        (`"residuals"`), or its input, from which it is computed again (`"inputs"`).
+      keep: The values of a chunk that a stage keeps for the backward pass: the values that remat
+        keeps of its layers (`"residuals"`), or the chunk's input, from which the chunk is computed
+        again (`"inputs"`).
       gather_code: Quantization of gathered parameters; `""` for bfloat16.
-      reduce_code: Quantization of reduced gradients, only between replicas if there are several;
-        `""` for float32.
+      reduce_code: Quantization of reduced gradients; `""` for float32. If there are several
+        replicas, only the reduction between them is quantized.
     """
 
     replica: int = 1
@@ -112,11 +113,11 @@ class DeviceSizes:
     """Sizes of a device's arrays in a minibatch; see the module for the symbols.
 
     Attributes:
-      positions: Positions of a complete sequence, which a query may see.
+      positions: Positions of a complete sequence.
       router: Experts that a token chooses among; 0 without experts.
       experts_per_device: Experts that this device stores.
       tied: Whether the embedding is also the head.
-      seen: Positions that a query sees, two times the mean over queries and layers.
+      seen: Two times the number of positions that a query sees, as a mean over queries and layers.
       norms: Norms of a layer that are as large as `D`.
       vectors: The sizes of all norms and biases of a layer.
     """
@@ -141,7 +142,7 @@ class DeviceSizes:
 
     @property
     def tensors(self) -> int:
-        """Parameters of a layer: four of attention, three of the MLP, norms and biases."""
+        """Parameter arrays of a layer: four of attention, three of the MLP, norms and biases."""
         return 7 + len(self.vectors)
 
     @property
@@ -183,7 +184,7 @@ class DeviceSizes:
 
 
 def check_closed_form(model: Transformer) -> None:
-    """Refuses a model whose layers these closed forms do not describe, with a ValueError."""
+    """Raises a `ValueError` for a model whose layers these closed forms do not describe."""
     for field in ("shared_experts_size", "dense_layers"):
         if value := getattr(model, field):
             raise ValueError(

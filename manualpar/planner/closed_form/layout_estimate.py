@@ -1,18 +1,18 @@
 """Estimates a step on a layout that has not been traced: the roofline's model, in closed form.
 
 Products, memory, rings and the overlap of communication with compute are modelled as in
-`manualpar.planner.roofline`; a layout that can be traced gets nearly the same figure there. The
-closed form adds:
+`manualpar.planner.roofline`. For a layout that can be traced, the roofline gives nearly the same
+time. The closed form adds:
 
-- With `S` stages of `v` chunks and `M` microbatches the layers of a device wait for
-  `(S - 1) / (v M)` of the time that they take. All stages have ticks of one length, so the loss,
-  which the last stage computes, takes the time of all. Activations and gradients hop after each
-  tick, and nothing hides that.
-- Along `context` keys with values are sent around a ring: `C - 1` steps forward and the same
-  backward, and their gradients in `C` steps. They hide behind attention. Remat keeps the output of
+- With `S` stages of `v` chunks and `M` microbatches the layers of a device wait for `(S - 1) / (v
+  M)` of their own time. The ticks of all stages have the same length, so all stages spend the time
+  of the loss, which the last stage computes. Activations and gradients are sent to the next stage
+  after each tick, and nothing hides these hops.
+- Along `context` keys and values are sent around a ring: in `C - 1` steps forward and `C - 1` steps
+  backward, and their gradients in `C` steps. Attention hides these steps. Remat keeps the output of
   attention.
-- Quantized numbers have the bytes of long rows. Quantizing and dequantizing take no time, and no
-  memory is saved.
+- The bytes of a quantized number are its bytes in a long row. Quantizing and dequantizing take no
+  time, and save no memory.
 """
 
 import dataclasses
@@ -79,7 +79,7 @@ class LayoutEstimate:
 
     @property
     def fits(self) -> bool:
-        """Whether it fits into a device's memory."""
+        """Whether the step fits into a device's memory."""
         return self.memory.peak <= self.hbm_bytes
 
 
@@ -117,12 +117,12 @@ def estimate_layout(
 
 @functools.cache
 def _operands(kind: Kind, devices: int) -> float:
-    """Returns the number of its operands that a device sends, see `ring_bytes`."""
+    """Returns how many of its operands a device sends, see `ring_bytes`."""
     return float(ring_bytes(kind, 1, devices))
 
 
 def _number_bytes(code: AnyCode, exact: int) -> float:
-    """Returns the bytes of a number that is sent in a long row; `exact` if it is not quantized."""
+    """Returns the bytes of a number sent in a long row; `exact` if it is not quantized."""
     return quantized_bytes(ROW_BLOCK, code) / ROW_BLOCK if code else exact
 
 
@@ -168,7 +168,7 @@ class _Step:
         awaited = layers * self.awaited_by_layer(passes_again)
         ring_forward, ring_backward = (layers * s for s in self.ring_of_layer())
         awaited += m * self.awaited_outside()
-        # Gathers and scatters hide behind a neighbouring layer, the ring behind the same layer.
+        # A neighbouring layer hides gathers and scatters; the same layer hides the ring.
         to_hide = self.inside(forward=True) + ring_forward
         parameters = max(to_hide - forward - head_forward, self.first_layer(forward=True))
         to_hide = self.inside(forward=False) + ring_backward
@@ -199,7 +199,7 @@ class _Step:
         return dataclasses.replace(estimated, mfu=mfu, tokens_per_second=speed)
 
     def products(self, products: Iterable[Product]) -> float:
-        """Returns the time of products, with elementwise operations around them, and reductions."""
+        """Returns the time of products and reductions, elementwise operations included."""
         seconds = 0.0
         for p in products:
             rate = self.attention_rate if p.part == "scores" else self.rate
@@ -208,7 +208,7 @@ class _Step:
         return seconds
 
     def send(self, kind: Kind, axes: tuple[str, ...], size: float, times: int = 1) -> float:
-        """Returns the time of `times` collectives whose complete operands have `size` bytes in all.
+        """Returns the time of `times` collectives; their complete operands have `size` bytes.
 
         The complete operand of an all-gather is its result.
         """
@@ -238,7 +238,7 @@ class _Step:
         return seconds
 
     def awaited_outside(self) -> float:
-        """Returns the seconds that lookup, head and loss wait in a minibatch."""
+        """Returns the seconds that the lookup, the head and the loss wait in a minibatch."""
         x = self.x
         tokens, labels = HALF * x.tokens * x.D, SINGLE * x.tokens
         seconds = self.send("all_gather", ("model",), 2 * tokens, 2)
@@ -254,9 +254,9 @@ class _Step:
         return values, (1 + self.layout.runs_chunks_again) * values + gradients
 
     def gathered(self, times: int, *, stacked: bool) -> tuple[float, float]:
-        """Returns the seconds of all gathers, and of all scatters, of parameters, `times` times.
+        """Returns the seconds to gather, and to scatter, all parameters `times` times.
 
-        `stacked` sends all layers at once.
+        With `stacked` all layers are sent at once.
         """
         x = self.x
         dense = times * (x.L * x.dense_weights + x.outer_weights)
@@ -286,7 +286,7 @@ class _Step:
         return gathers if forward else (1 + self.layout.runs_chunks_again) * gathers + scatters
 
     def first_layer(self, *, forward: bool) -> float:
-        """Returns the seconds of one layer's collectives, which have nothing to hide behind."""
+        """Returns the seconds of one layer's collectives, which nothing hides."""
         m = self.layout.num_minibatches
         gathers_of_layer = self.inside(forward=forward) / (m * self.x.L)
         return gathers_of_layer + self.ring_of_layer()[0 if forward else 1]
@@ -306,7 +306,7 @@ class _Step:
         # Embedding, head and last norm are on all stages.
         shards = layout.data * layout.context * layout.expert
         seconds += self.send("all_reduce", ("stage",), SINGLE * x.outer_weights / shards, 3)
-        if layout.chunks > 1:  # Stages exchange shards of layers for their chunks, and back.
+        if layout.chunks > 1:  # Stages exchange shards of chunks, and back.
             moved = 2 * SINGLE * (stored - x.outer_weights / shards)
             times = 2 * layout.chunks * x.tensors
             seconds += self.send("permute", ("stage",), moved, times)

@@ -83,7 +83,7 @@ def print_traced(
 
 
 def _quoted(flag: str) -> str:
-    """Quotes a flag for a shell; values have single quotes, and no double ones."""
+    """Quotes a flag for a shell; values contain single quotes, but no double quotes."""
     name, _, value = flag.partition("=")
     return f'{name}="{value}"' if " " in value else flag
 

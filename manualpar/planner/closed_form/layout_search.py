@@ -1,9 +1,9 @@
-"""Finds the fastest layouts of a transformer on many devices, among all that divide.
+"""Finds the fastest layouts of a transformer on many devices, among all layouts that divide.
 
 Every product of axis sizes that makes the number of devices is estimated in closed form, with every
 number of minibatches and way to communicate, and with as little remat as fits into memory. Without
-stages, once nothing is computed again more minibatches are not tried. `manualpar.planner.sweep`
-traces programs, and tries fewer. So 16,384 devices take a minute and not hours.
+stages, more minibatches are not tried once nothing is computed again. This takes a minute for
+16,384 devices. `manualpar.planner.sweep` traces programs, so it tries fewer.
 
 Layers are split only over devices of a node, or of one slice. Replicas are slices, nodes, or groups
 of nodes, because the network between them is slow.
@@ -45,7 +45,7 @@ def rank_layouts(
     gather_code: AnyCode = "",
     reduce_code: AnyCode = "",
 ) -> list[LayoutEstimate]:
-    """Estimates the layouts that divide and fit, each with the least remat, the fastest first.
+    """Estimates the layouts that divide and fit, with the least remat, and sorts the fastest first.
 
     Args:
       model: The model on one device.
@@ -70,7 +70,7 @@ def rank_layouts(
             if layout is None:
                 continue
             if layout.stage == 1 and layout.remat == "none":
-                fully_kept.add(layout.communicate)  # More minibatches only send more.
+                fully_kept.add(layout.communicate)  # More minibatches only send more bytes.
             try:
                 estimates.append(estimate_layout(model, layout, topology, rings=rings, **sizes))
             except ValueError:
@@ -86,7 +86,7 @@ def factorisations(
     positions: int,
     axes: Iterable[str],
 ) -> Iterator[Layout]:
-    """Yields the layouts of all devices, in one minibatch, that model and batch divide by."""
+    """Yields the layouts in one minibatch that use all devices and divide model and batch."""
     count, inside = topology.num_devices, topology.num_devices // levels_of(topology)[0]
     axes = tuple(axes)
     choices = {
@@ -131,7 +131,7 @@ def _runs(model: Transformer, layout: Layout, *, examples: int, positions: int) 
 def _with_remat(
     model: Transformer, layout: Layout, hbm_bytes: int, *, examples: int, positions: int
 ) -> Layout | None:
-    """Returns the layout with the least remat that fits, the fastest one; `None` if none fits."""
+    """Returns the layout with the least remat that fits into memory; `None` if none fits."""
     for remat in Layout.remats:
         layout = dataclasses.replace(layout, remat=remat)
         x = sizes_on_device(model, layout, examples=examples, positions=positions)

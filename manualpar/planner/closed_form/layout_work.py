@@ -1,13 +1,13 @@
 """The products and the memory of a device in a step, in closed form, for an untraced layout.
 
-The products are those of the traced program, forward and backward, with attention as one fused
-kernel that keeps its scores on the chip and computes the half that a causal mask leaves.
+The products are the products of the traced program, forward and backward. Attention is one fused
+kernel, which keeps its scores on the chip and computes the half that a causal mask leaves.
 `tests/planner/closed_form/layout_estimate_test.py` compares them with `read_work`.
 
-Memory is that of the fullest moment: the state, the activations that layers keep for their backward
-pass, and the arrays that the loss or one layer makes in it. A pipeline of `S` stages with `v`
-chunks each keeps the activations of `(v + 1) S - 1` chunks (1F1B), or their inputs and the
-activations of the one that is run again.
+Memory is the memory at the fullest moment: the state, the activations that layers keep for their
+backward pass, and the arrays that the loss or one layer makes in its backward pass. A pipeline of
+`S` stages with `v` chunks each keeps the activations of `(v + 1) S - 1` chunks (1F1B), or the
+inputs of these chunks and the activations of the chunk that is run again.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from manualpar.planner.closed_form.layout import DeviceSizes, Layout
 
 HALF, SINGLE = 2, 4  # Bytes of an element: computed with and sent in bfloat16; stored in float32.
 STATE = 2  # Adam's averages.
-# The loss reads the logits for the largest, the sum, the label's and the accuracy.
+# The loss reads the logits for the largest logit, the sum, the label's logit and the accuracy.
 LOGIT_READS = 4
 
 
@@ -27,8 +27,8 @@ class Product(NamedTuple):
     """One or several products of `[m, k]` with `[k, n]`, or a reduction.
 
     `flops` counts all of them, and is 0 for a reduction; `traffic` is the bytes that they read and
-    write. `part` is the part of the layer that `Layout.recomputed` looks up to say what remat runs
-    again in the backward pass; "" is never run again.
+    write. `part` is their part of the layer, a key of `Layout.recomputed`, which says how much of
+    it remat runs again in the backward pass; "" is never run again.
     """
 
     flops: float
@@ -39,7 +39,7 @@ class Product(NamedTuple):
 def layer_products(x: DeviceSizes, layout: Layout) -> Iterator[Product]:
     """Yields a layer's products in the forward pass of a minibatch.
 
-    The backward pass has two for each of them.
+    The backward pass has two products for each of them.
     """
     T, D = x.tokens, x.D
     yield Product(0.0, SINGLE * x.norms * T * D / layout.model, "norms")
@@ -56,7 +56,8 @@ def layer_products(x: DeviceSizes, layout: Layout) -> Iterator[Product]:
         yield _product(T, x.F, D)
         return
     rows = x.R // x.experts_per_device
-    # The products of several experts have a batch dimension, and `dots` does not keep these.
+    # The products of several experts have a batch dimension, and `dots` does not keep such
+    # products.
     part = "experts" if x.experts_per_device > 1 else "mlp"
     yield _product(rows, D, x.F, 2 * x.experts_per_device)._replace(part=part)
     yield _product(rows, x.F, D, x.experts_per_device)._replace(part=part)
@@ -75,7 +76,7 @@ def head_products(
     if layout.keeps_logits or not is_head_chunked(x):
         forward = (Product(flops, HALF * (tokens + weights) + SINGLE * logits), reads)
         return forward, 2 * forward
-    # Every chunk of columns reads all tokens, and adds to the gradient of all.
+    # Every chunk of columns reads all tokens, and adds to the gradient of all tokens.
     chunks = -(-x.V // default_chunk(x.tokens))
     logits_again = Product(flops, HALF * (chunks * tokens + weights) + SINGLE * logits)
     of_tokens = Product(flops, HALF * (logits + weights) + SINGLE * chunks * tokens)
@@ -84,7 +85,7 @@ def head_products(
 
 
 def is_head_chunked(x: DeviceSizes) -> bool:
-    """Returns whether logits are computed by chunks, and again backward.
+    """Returns whether logits are computed in chunks, and again in the backward pass.
 
     See `manualpar.layers.head_loss.head_cross_entropy`.
     """
@@ -111,7 +112,7 @@ def activation_slots(layout: Layout) -> int:
 def step_memory_of(x: DeviceSizes, layout: Layout) -> Memory:
     """Computes the bytes that a device holds at the fuller of two moments, by class.
 
-    The moments are the backward pass of the loss, and that of the first layer.
+    The moments are the backward pass of the loss, and the backward pass of the first layer.
     """
     stored, layer = state_elements(x, layout), x.dense_weights + x.expert_weights
     all_weights = x.L * layer + x.outer_weights
@@ -128,13 +129,13 @@ def step_memory_of(x: DeviceSizes, layout: Layout) -> Memory:
     gradients_now = SINGLE * layer
     if layout.communicate == "step":
         summed = SINGLE * all_weights if layout.num_minibatches > 1 else 0.0
-        # A stage adds the gradients of a chunk to its earlier ones.
+        # A stage adds the gradients of a chunk to its earlier gradients.
         gradients_now = SINGLE * (x.L // layout.chunks * layer if layout.stage > 1 else all_weights)
     elif layout.communicate == "gather-step":
         gradients_now += HALF * all_weights
     is_gathered_once = layout.communicate != "minibatch"
     logits, head = SINGLE * x.tokens * min(x.V, default_chunk(x.tokens)), x.D * x.V
-    # Logits and their gradient, or their gradient and the head's; with chunks all three.
+    # Logits and their gradient, or the gradients of logits and head; with chunks all three arrays.
     of_head = SINGLE * head if is_head_chunked(x) else max(SINGLE * head - logits, 0)
     at_loss = (
         HALF * (all_weights if is_gathered_once else head),
@@ -176,7 +177,7 @@ def _kept_by_layer(x: DeviceSizes, layout: Layout) -> int:
 
 
 def _made_by_layer(x: DeviceSizes, layout: Layout) -> int:
-    """Counts the bytes that a layer's backward pass holds in addition to what was kept."""
+    """Counts the bytes that a layer's backward pass holds in addition to the kept activations."""
     entered = HALF * 2 * x.tokens * x.D  # The gathered inputs of attention and MLP.
     # Rotated queries and keys, and their gradients.
     attention = HALF * x.tokens * x.H * (2 * x.N + 2 * x.K)

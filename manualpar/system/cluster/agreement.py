@@ -1,8 +1,8 @@
-"""Exchanges facts between processes, so that all processes decide alike.
+"""Exchanges facts between processes, so that all processes make the same decisions.
 
 Processes on a shared file system may not see the same checkpoints at the same time. These functions
 are collective: every process calls them in the same order, from the thread that also runs the
-training steps. A different order in one process would be a deadlock.
+training steps. A different order in one process would cause a deadlock.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ def first_failure(failure: str) -> str:
 
 @contextlib.contextmanager
 def failing_together() -> Iterator[None]:
-    """Raises an error of one process in all of them, so that no process waits for another.
+    """Raises an error of one process in all processes, so that no process waits for another.
 
     Communication:
       As `gather`, at the end.

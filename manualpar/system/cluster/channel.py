@@ -1,7 +1,7 @@
 """A process's connection to the hub: it sends heartbeats and news, and receives the hub's messages.
 
 A daemon thread runs the event loop of the connection. It ends with the connection: when all
-processes are done, when they differ, or when one is lost.
+processes are done, when their facts differ, or when a process is lost.
 """
 
 import asyncio
@@ -80,12 +80,12 @@ class Channel:
         self._admitted.result()
 
     def send(self, message: Message) -> None:
-        """Hands a message to the thread; safe anywhere, also in signal handlers; never waits."""
+        """Hands a message to the thread without waiting; safe anywhere, also in signal handlers."""
         with contextlib.suppress(RuntimeError):  # The loop is closed: the connection has ended.
             self._loop.call_soon_threadsafe(send, self._writer, message)
 
     def agree(self, facts: Facts) -> None:
-        """Compares the facts of all processes, as `Cluster.agree`."""
+        """Compares the facts of all processes, see `Cluster.agree`."""
         self.send({"kind": "facts", "value": dict(facts)})
         if differences := self._differences.get():
             raise DisagreementError(differences)
@@ -185,10 +185,10 @@ def _can_get_memory() -> bool:
 async def knock(
     hosts: Sequence[str], port: int, terms: Terms
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, dict[str, Any]]:
-    """Connects to the hub as soon as it listens on one of the hosts, and introduces this process.
+    """Connects to the hub once it listens on one of the hosts, and introduces this process.
 
     Returns the connection on which the hub has admitted this process, and the hub's host and
-    process id. If that takes half the timeout, it announces that process 0 is missing.
+    process id. If this takes half the timeout, a message says that process 0 is missing.
 
     Raises:
       ConnectionError: Process 0 was not there in time.

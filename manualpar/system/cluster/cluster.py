@@ -1,13 +1,13 @@
 """The processes that train together, as one of them sees them.
 
-They make the same steps, so they end together. If a process dies, is stopped, fails or hangs, all
-processes end within `timeout_seconds`, each with a sentence that names it. A request to stop, made
-to any process, stops all after the same step. A single process makes the same calls; calls that
-concern other processes do nothing.
+The processes make the same steps, so they end together. If a process dies, is stopped, fails or
+hangs, all processes end within `timeout_seconds`, each with a sentence that names the lost process.
+A request to any process to stop ends all of them after the same step. A single process makes the
+same calls; calls that concern other processes do nothing.
 
 When another process is lost, a thread ends this one at once by `os._exit`, because the main thread
 may wait in a collective that never finishes. So everything that must be on disk is written when it
-is reported, and checkpoints are committed in one step.
+is reported, and a checkpoint becomes visible in one step.
 """
 
 import contextlib
@@ -27,20 +27,20 @@ from manualpar.system.cluster.hub import LEAVING_SECONDS, Hub
 from manualpar.system.cluster.messages import Terms
 from manualpar.system.cluster.stopping import StopGate, on_sigterm
 
-# The codes that a process of a cluster ends with, for schedulers to tell them apart.
-# An error of this process's own; its traceback is on the screen.
+# The exit codes of a process of a cluster, so that schedulers can distinguish the causes. An error
+# of this process's own; its traceback is on the screen.
 FAILED_EXIT_CODE = 1
-# Another process is gone. Nothing is wrong with this one: start the run again.
+# Another process is lost. Nothing is wrong with this process: start the run again.
 LOST_PROCESS_EXIT_CODE = 4
-# A second SIGTERM, before the run had come to its end: 128 + 15, as in a shell.
+# A second SIGTERM before the end of the run: 128 + 15, as in a shell.
 TERMINATED_EXIT_CODE = 143
 
-# After another process's error, a process has this time to report its own, often the same.
+# After another process's error, a process has this time to report its own error, often the same.
 OWN_ERROR_SECONDS = 0.5
 FLUSH_SECONDS = 0.5
-# How long an error of the runtime waits for the news that another process is lost.
+# How long an error of the runtime waits for the message that another process is lost.
 NEWS_SECONDS = 2.0
-# How long `close` waits for processes that live but do not end.
+# How long `close` waits for processes that are alive but do not end.
 CLOSE_SECONDS = 300.0
 # The kinds of errors that a lost process causes in other processes.
 FROM_OTHERS = (jax.errors.JaxRuntimeError, OSError, TimeoutError)
@@ -50,9 +50,9 @@ class Cluster(contextlib.AbstractContextManager["Cluster", None]):
     """The processes of a run, made by `initialize`. Use it as a context manager.
 
     Attributes:
-      process_id: Which of the processes this is.
-      num_processes: How many there are.
-      timeout_seconds: How long a process may be silent before it is taken for lost.
+      process_id: The number of this process.
+      num_processes: The number of processes.
+      timeout_seconds: How long a process may be silent before it counts as lost.
     """
 
     def __init__(
@@ -78,15 +78,15 @@ class Cluster(contextlib.AbstractContextManager["Cluster", None]):
     def should_stop(self, step: int) -> bool:
         """Returns whether to stop between two steps; true after the same step in all processes.
 
-        Every process calls it equally often and in the same place of its loop. Usually it costs a
-        microsecond; once, after a request to stop, it takes as long as a few messages. Once true,
-        it stays true. `step` is the number of updates made, for `steps`.
+        Every process calls it equally often and in the same place of its loop. Usually a call costs
+        a microsecond; once, after a request to stop, it takes as long as a few messages. A result
+        of true stays true. `step` is the number of updates made, for `steps`.
         """
         self._pace.at_step(step)
         return self._gate.should_stop()
 
     def request_stop(self) -> None:
-        """Asks all processes to stop after the same step, soon; safe in a signal handler."""
+        """Asks all processes to stop soon, after the same step; safe in a signal handler."""
         if self._channel:
             self._channel.send({"kind": "stop"})
         else:
@@ -94,11 +94,11 @@ class Cluster(contextlib.AbstractContextManager["Cluster", None]):
 
     @contextlib.contextmanager
     def stop_on_sigterm(self) -> Iterator[None]:
-        """Stops all processes on the first SIGTERM, and ends this one at once on the second.
+        """Stops all processes on the first SIGTERM, and ends this process at once on the second.
 
-        Call it in the main thread. The second ends the process with `TERMINATED_EXIT_CODE`. After
-        `nothing_to_lose`, SIGTERM changes nothing. One of several processes can only end then, so
-        it ignores SIGTERM afterwards too.
+        Call it in the main thread. The second SIGTERM ends the process with `TERMINATED_EXIT_CODE`.
+        After `nothing_to_lose`, SIGTERM changes nothing. If there are several processes, a process
+        can only end then, so it ignores SIGTERM after the context too.
         """
 
         def first() -> None:
@@ -119,21 +119,21 @@ class Cluster(contextlib.AbstractContextManager["Cluster", None]):
     def nothing_to_lose(self) -> None:
         """Declares that everything is saved, so that SIGTERM no longer changes the exit code.
 
-        Schedulers send SIGTERM to the remaining processes when the first one has ended.
+        Schedulers send SIGTERM to the remaining processes when the first process has ended.
         """
         self._has_nothing_to_lose = True
 
     def enter(self, phase: str, *, limit: float = 0.0, varies: bool = False) -> None:
-        """Enters a phase, so that the other processes notice when this one hangs.
+        """Enters a phase, so that the other processes notice when this process hangs.
 
         Every process enters the same number of phases in the same order. A process that is behind
         for `timeout_seconds` longer than any phase has taken so far is lost. A call costs a
-        microsecond. A phase is such as `"in a step"`; `UNWATCHED` is not watched.
+        microsecond. The phase `UNWATCHED` is not watched.
 
         Args:
-          phase: The name of the phase.
-          limit: How many seconds the phase may take the first times; 0 for ten minutes longer than
-            any phase so far, and for ever if all processes are in it.
+          phase: The name of the phase, such as `"in a step"`.
+          limit: The seconds that the phase may take the first times. With 0 it may take ten minutes
+            longer than any phase so far, or any time if all processes are in it.
           varies: Whether `limit` always counts, however long phases have taken so far.
         """
         self._pace.enter(phase, limit=limit, varies=varies)
@@ -141,10 +141,11 @@ class Cluster(contextlib.AbstractContextManager["Cluster", None]):
     def agree(self, facts: Facts) -> None:
         """Compares the facts of all processes, and waits until all have called it.
 
-        It needs no device and no collective.
+        The comparison needs no device and no collective.
 
         Raises:
-          DisagreementError: Something differs. Every process raises it, and the channel has ended.
+          DisagreementError: A fact differs. Every process raises this error, and the channel has
+            ended.
         """
         if self._channel:
             self._channel.agree(facts)
@@ -153,7 +154,7 @@ class Cluster(contextlib.AbstractContextManager["Cluster", None]):
         """Returns the last step of each process, and the seconds since that step.
 
         Processes that have not made a step are missing. The numbers of other processes are as old
-        as their last beat, a second at most.
+        as their last heartbeat, at most a second.
         """
         steps = self._channel.steps() if self._channel else {}
         own = self._pace.progress()
@@ -162,12 +163,13 @@ class Cluster(contextlib.AbstractContextManager["Cluster", None]):
         return steps
 
     def explain_failure(self, error: BaseException) -> str | None:
-        """Returns a sentence that names the lost process, if the error follows from the loss.
+        """Returns a sentence that names the lost process, if its loss caused the error.
 
         When a process is lost, the collectives of other processes fail, often before they know
-        which process it is. So after an error of the runtime this waits `NEWS_SECONDS` for the
-        news. Usually it does not return then, because the channel's thread ends the process with
-        the sentence and `LOST_PROCESS_EXIT_CODE`. Returns `None` for an error of this process.
+        which process it is. So after an error of the runtime this method waits `NEWS_SECONDS` for a
+        message of the hub. If a process was lost, it usually does not return, because the channel's
+        thread ends the process with the sentence and `LOST_PROCESS_EXIT_CODE`. It returns `None`
+        for an error of this process.
         """
         if not self._channel or not any(isinstance(one, FROM_OTHERS) for one in causes(error)):
             return None
@@ -176,10 +178,11 @@ class Cluster(contextlib.AbstractContextManager["Cluster", None]):
         return None if loss is None or loss.process == self.process_id else str(loss)
 
     def failed(self, error: BaseException) -> None:
-        """Tells the other processes that this one ends with an error; then end it with `os._exit`.
+        """Tells the others that this process ends with an error; afterwards call `os._exit`.
 
-        An ordinary end would wait in JAX's exit barrier for processes that wait for this one. It
-        returns when the others know, in process 0 when they have ended: a second or two.
+        An ordinary end would wait in JAX's exit barrier for processes that wait for this process.
+        The method returns when the others know, in process 0 when they have ended: after a second
+        or two.
         """
         self._has_failed = True
         if self._channel:
@@ -188,9 +191,9 @@ class Cluster(contextlib.AbstractContextManager["Cluster", None]):
             self._channel.is_over.wait(2 * LEAVING_SECONDS)
 
     def close(self) -> None:
-        """Ends without an error: waits for all processes, then leaves JAX's cluster with them.
+        """Ends without an error: waits for all processes, then all leave JAX's cluster together.
 
-        If a process is lost meanwhile, all still end. Afterwards nothing may be computed on
+        If a process is lost while this waits, all still end. Afterwards nothing may be computed on
         several processes.
         """
         if self._channel is None:
@@ -213,9 +216,9 @@ class Cluster(contextlib.AbstractContextManager["Cluster", None]):
     def connect(
         self, hosts: Sequence[str], port: int, terms: Terms, hub: Hub | None = None
     ) -> None:
-        """Joins the hub on one of the hosts, in process 0 its own; only `initialize` calls it."""
+        """Joins the hub on one of the hosts; process 0 passes its own `hub`. For `initialize`."""
         self._hub = hub
-        # Started now, because a process without memory cannot start a thread at its end.
+        # The thread starts now, because a process without memory cannot start a thread at its end.
         threading.Thread(target=self._flush_at_end, name="cluster-flush", daemon=True).start()
         self._channel = Channel(
             hosts, port, terms, gate=self._gate, pace=self._pace, on_loss=self._end_because_of
@@ -241,10 +244,10 @@ class Cluster(contextlib.AbstractContextManager["Cluster", None]):
         os._exit(FAILED_EXIT_CODE if is_own_failure else LOST_PROCESS_EXIT_CODE)
 
     def _flush_at_end(self) -> None:
-        """Flushes the streams in a thread of its own, because another may hold their locks."""
+        """Flushes the streams in a separate thread, because another thread may hold their locks."""
         self._ends.wait()
         for stream in (sys.stdout, sys.stderr):
-            # The stream may be closed, or have no reader any more.
+            # The stream may be closed, or may no longer have a reader.
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
         self._has_flushed.set()

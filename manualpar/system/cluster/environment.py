@@ -1,7 +1,7 @@
-"""Which processes train together: from flags, from our own variables, or from a cluster's.
+"""Which processes train together: by flags, by our variables, or by the variables of a cluster.
 
-A cluster's environment only shows whether there are several processes; JAX finds the processes
-(`jax.distributed.initialize`). It supports Slurm, Open MPI 4, Kubernetes jobs and TPU pods.
+The environment of a cluster only shows whether there are several processes; JAX finds the processes
+(`jax.distributed.initialize`). JAX supports Slurm, Open MPI 4, Kubernetes jobs and TPU pods.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 COORDINATOR_VARIABLE = "MANUALPAR_COORDINATOR_ADDRESS"
 COUNT_VARIABLE = "MANUALPAR_NUM_PROCESSES"
 ID_VARIABLE = "MANUALPAR_PROCESS_ID"
-# In place of an address: lets JAX find the cluster, whatever the environment contains.
+# Given in place of an address: lets JAX find the cluster, whatever the environment contains.
 AUTO = "auto"
 
 MEND = (
@@ -26,10 +26,10 @@ class Assignment:
     coordinator_address: str | None  # `host:port` of JAX's coordination service.
     num_processes: int | None
     process_id: int | None
-    # Whether this process is to see all devices of its host. Otherwise JAX chooses: in Slurm and
-    # Open MPI one device a process.
+    # Whether this process uses all devices of its host. Otherwise JAX chooses: one device per
+    # process in Slurm and Open MPI.
     sees_all_devices: bool
-    # The variable that shows that there are several processes, if JAX is to find them.
+    # The variable that shows that there are several processes, if JAX has to find them.
     evidence: str = dataclasses.field(default="", compare=False)
 
 
@@ -39,7 +39,7 @@ def find_assignment(
     process_id: int | None,
     environment: Mapping[str, str],
 ) -> Assignment | None:
-    """Finds out which process this is, `None` if it is the only one; see `initialize`.
+    """Finds out which process this is; returns `None` for a single process. See `initialize`.
 
     Raises:
       ValueError: Only some of the arguments are given, or they contradict each other.
@@ -92,7 +92,7 @@ def find_assignment(
 
 
 def _check(arguments: Mapping[str, str | int | None], sees_all: bool) -> Assignment:
-    """Makes an assignment of address, count and id, given in this order by their names."""
+    """Makes an assignment of address, count and id; `arguments` names them in this order."""
     missing = [name for name, value in arguments.items() if value in (None, "")]
     present = [name for name in arguments if name not in missing]
     if missing:

@@ -1,7 +1,7 @@
 """How the processes of a run differ, in sentences.
 
 A fact has to be the same in every process: a field of the config, a version, the fingerprint of the
-data. Users know its name; its value is text.
+data. The name of a fact is one that users know; its value is text.
 """
 
 import os

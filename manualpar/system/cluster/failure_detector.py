@@ -1,13 +1,14 @@
-"""Finds the lost process, by its silence, a closed connection, an error, or a phase that hangs.
+"""Finds the lost process by silence, a closed connection, an error, or a phase that hangs.
 
-A process may hang although its threads live. All processes do the same work in the same order, so
-each counts the phases that it enters: reading a batch, a step, a save. The process with the lowest
-count is behind, and sooner or later the others wait for it in a collective. It hangs if it has been
-in its phase for `timeout_seconds` longer than any phase has taken so far in any process.
+A process may hang although its threads are alive. All processes do the same work in the same order,
+so each process counts the phases that it enters: reading a batch, a step, a save. The process with
+the lowest count is behind, and sooner or later the others wait for it in a collective. This process
+hangs if it has been in its phase for `timeout_seconds` longer than any phase has taken so far in
+any process.
 
-A phase that was completed fewer than `KNOWN_AFTER` times may become slower than it was, because the
-first steps compile. It is allowed `FIRST_SECONDS` instead, or a limit of its own. A phase that
-takes another time whenever it runs, such as waiting for a disk, always has a limit of its own.
+A phase that was completed fewer than `KNOWN_AFTER` times may take much longer, because the first
+steps compile. It may take `FIRST_SECONDS` longer, or has its own limit. A phase whose time varies,
+such as waiting for a disk, always has its own limit.
 """
 
 import dataclasses
@@ -21,7 +22,7 @@ from manualpar.system.cluster.facts import name_processes
 
 KNOWN_AFTER = 3
 FIRST_SECONDS = 600.0
-# A phase that is not watched: the process may take any time.
+# A phase that is not watched: it may take any time.
 UNWATCHED = ""
 CLOSED = "its connection closed"
 NONSENSE = "it sent what no process of this run sends"
@@ -30,12 +31,12 @@ SILENT = "it has been silent for {:g} s"  # The process is stopped, or the netwo
 
 @dataclasses.dataclass(frozen=True)
 class LostProcess:
-    """A process that the others cannot go on without."""
+    """A process without which the others cannot go on."""
 
     process: int | None  # Its number; `None` if it is not known.
     host: str  # The name of its host, and its process id there; empty if they are unknown.
     pid: int
-    reason: str  # How the loss shows.
+    reason: str  # The sign of the loss.
     is_failure: bool = False  # Whether it reported its own failure; `reason` is then its error.
 
     def __str__(self) -> str:
@@ -69,7 +70,7 @@ class ProcessProgress:
     longest: float = 0.0  # How long its longest phase has taken so far.
     stuck: float = 0.0  # How long it has been in this phase.
     step: int | None = None  # Its last step; `None` before the first.
-    step_age: float = 0.0  # How long ago it came to that step.
+    step_age: float = 0.0  # How long ago it reached that step.
 
 
 def parse_progress(said: Mapping[str, Any]) -> ProcessProgress:
@@ -108,7 +109,7 @@ class Pace:
             longest = max(longest, now - self._entered_at)
             self._completed[earlier.phase] += 1
         self._entered_at = now
-        # In one assignment, because another thread reads it.
+        # One assignment sets all fields, because another thread reads them.
         self._progress = ProcessProgress(
             earlier.count + 1,
             phase,
@@ -118,7 +119,7 @@ class Pace:
         )
 
     def at_step(self, step: int) -> None:
-        """Notes the step that this process has come to."""
+        """Notes the step that this process has reached."""
         if self._step is None or self._step[0] != step:
             self._step = (step, self._get_time())
 
@@ -130,7 +131,7 @@ class Pace:
     def progress(self) -> ProcessProgress:
         """Returns the current progress of this process."""
         step, since = self._step or (None, self._get_time())
-        # The count may be newer than the seconds, which then belong to an earlier phase.
+        # The count may be newer than the seconds; then the seconds belong to an earlier phase.
         progress, (count, seconds) = self._progress, self._stuck
         return dataclasses.replace(
             progress,
@@ -143,10 +144,10 @@ class Pace:
 def find_hung(
     processes: Mapping[int, ProcessProgress], *, timeout_seconds: float
 ) -> tuple[int | None, str] | None:
-    """Finds the process that is hung: its number and the reason; `None` if there is none.
+    """Finds the process that hangs: its number and the reason; `None` if no process hangs.
 
-    The number is `None` if all have the same count, because then it is not known which process
-    hangs. A process may take `timeout_seconds` longer than the longest phase so far.
+    The number is `None` if all processes have the same count, because then it is not known which
+    process hangs. A process may take `timeout_seconds` longer than the longest phase so far.
     """
     longest = max(one.longest for one in processes.values())
     lowest = min(one.count for one in processes.values())

@@ -6,11 +6,12 @@ hangs (`failure_detector`). The hub then tells the others at once, and ends.
 
 The processes connect to the hub before JAX connects them. So the hub reports missing processes and
 differing facts before any process waits in a collective. The hub listens on the coordinator's port,
-and frees it for JAX's coordination service when all processes have connected. So one port is
+and frees the port for JAX's coordination service when all processes have connected. So one port is
 enough, and no stranger can reach the hub while the run trains.
 
-Invariant: process 0 hears the end last, when the others are gone or have had `LEAVING_SECONDS`.
-JAX's coordination service lives in process 0, and XLA aborts the others if that ends first.
+Invariant: process 0 learns of the end last, when the others have ended or have had
+  `LEAVING_SECONDS`. JAX's coordination service runs in process 0, and XLA aborts the other
+  processes if it ends first.
 """
 
 import asyncio
@@ -46,9 +47,9 @@ from manualpar.system.cluster.messages import (
     send,
 )
 
-# How long the others have to leave before process 0 does.
+# The time that the other processes have to end before process 0 ends.
 LEAVING_SECONDS = 2.0
-# A stranger may take this long to say who it is, and this many may be connected at once.
+# The time that a stranger has to introduce itself, and how many may be connected at once.
 STRANGER_SECONDS = 10.0
 MAX_STRANGERS = 64
 
@@ -68,12 +69,12 @@ class Hub:
     """Serves the processes from a thread."""
 
     def __init__(self, listener: socket.socket, terms: Terms) -> None:
-        """Starts the thread on a listening socket, which process 0 connects to as well."""
+        """Starts the thread on a listening socket; process 0 connects to it too."""
         self._terms = terms
         self._members = {process: _Member() for process in range(terms.num_processes)}
         # All connections, the oldest first, with the tasks that end when they have closed.
         self._connections: dict[asyncio.StreamWriter, asyncio.Task[None]] = {}
-        # Messages that all processes must send before any goes on: by kind and process.
+        # Messages that all processes must send before any process goes on: by kind and process.
         self._said: defaultdict[str, dict[int, Any]] = defaultdict(dict)
         self._waited = 0.0
         self._has_warned = False
@@ -85,7 +86,7 @@ class Hub:
         self.thread.start()
 
     async def _run(self, listener: socket.socket) -> None:
-        """Serves until all are done or one is lost."""
+        """Serves until all processes are done or one is lost."""
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(self._handle_exception)
         # The message that ends all processes, and the lost process.
@@ -111,7 +112,7 @@ class Hub:
         await self._wait_until_closed(self._connections)
 
     async def _wait_until_closed(self, writers: Iterable[asyncio.StreamWriter]) -> None:
-        """Waits until the other ends have closed, but no longer than `LEAVING_SECONDS`."""
+        """Waits until the other ends have closed the connections, at most `LEAVING_SECONDS`."""
         if tasks := [self._connections[one] for one in writers if one in self._connections]:
             await asyncio.wait(tasks, timeout=LEAVING_SECONDS)
 
@@ -123,7 +124,7 @@ class Hub:
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._connections[writer] = asyncio.create_task(self._serve(reader, writer))
         self._connections[writer].add_done_callback(lambda _: self._connections.pop(writer))
-        # Closes the oldest, because processes of the run answer sooner.
+        # Close the oldest connections, because processes of the run answer sooner.
         self._turn_away(self._strangers()[: -MAX_STRANGERS - len(self._members)])
 
     def _strangers(self) -> list[asyncio.StreamWriter]:
@@ -135,7 +136,7 @@ class Hub:
             stranger.transport.abort()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serves a connection: a stranger's, until it has shown that it is one of the processes."""
+        """Serves a connection, which is a stranger's until its process is admitted."""
         process, challenge = None, secrets.token_hex(16)
         try:
             send(writer, {"kind": "challenge", "challenge": challenge})
@@ -151,10 +152,10 @@ class Hub:
                     if not self._end.done():
                         self._members[process].silence = 0.0
                         self._handle(process, message)
-                except NonsenseError:  # `_run` closes the connection, so that process 0's is last.
+                except NonsenseError:  # `_run` closes the connection, so that process 0 is last.
                     self._lose(process, NONSENSE)
         except OSError:
-            pass  # It has closed, or does not follow the protocol.
+            pass  # The connection has closed, or breaks the protocol.
         finally:
             writer.close()
             if process is not None and process not in self._said["done"]:
@@ -231,7 +232,7 @@ class Hub:
             self._lose(*hung)
         if not (missing := [process for process in members if not members[process].writer]):
             return
-        # Process 0 spent time on its imports before, so it warns after half the timeout.
+        # Process 0 has already spent time on its imports, so it warns after half the timeout.
         warn_seconds, join_seconds = timeout_seconds / 2, self._terms.join_seconds
         self._waited += awake
         if self._waited > join_seconds:

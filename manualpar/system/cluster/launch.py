@@ -2,16 +2,16 @@
 
     python -m manualpar.launch --processes=2 [--devices-per-process=4] [--grace=15] -- <command ...>
 
-Each process finds out from its environment which one it is (`manualpar.system.cluster.initialize`).
-Their output is printed line by line behind `[0] `, `[1] ` and so on. SIGINT and SIGTERM go to all
-processes, and a second signal kills them. When a process ends with an error, the others have
-`--grace` seconds to end by themselves, with a sentence that names it; then they get SIGTERM, and
-two seconds later SIGKILL. After a SIGTERM to the launcher they also have `--grace` seconds to save
-and end before SIGKILL.
+Each process reads its number from its environment (`manualpar.system.cluster.initialize`). The
+output of the processes is printed line by line with the prefixes `[0] `, `[1] ` and so on. SIGINT
+and SIGTERM go to all processes, and a second signal kills them. When a process ends with an error,
+the others have `--grace` seconds to end by themselves, with a sentence that names the failed
+process. Then they get SIGTERM, and two seconds later SIGKILL. After a SIGTERM to the launcher they
+also have `--grace` seconds to save and end before SIGKILL.
 
 The processes connect on the loopback interface only, and share a secret token. But the CPU
 collectives (gloo) of every process listen at the address of this host's name, and jax 0.10.2 has no
-setting for that; see docs/clusters.md.
+setting for this address; see docs/clusters.md.
 
 The exit code is 0, or the code of the first process that failed: 128 plus the signal if a signal
 ended it. A mistake on the command line ends with 2, a command that cannot be started with 127.
@@ -40,7 +40,7 @@ POLL_SECONDS = 0.05
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command line, by default that of this process; returns the exit code."""
+    """Runs a command line, by default the arguments of this process; returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     at = arguments.index("--") if "--" in arguments else len(arguments)
     command = arguments[at + 1 :]
@@ -104,8 +104,8 @@ def _launch(command: Sequence[str], processes: int, devices: int | None, grace: 
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
                     env={**variables, "MANUALPAR_PROCESS_ID": str(process)},
-                    # Ctrl-C in a terminal goes to a process group. In a group of its own a process
-                    # gets it only from here.
+                    # Ctrl-C in a terminal goes to a process group. In a separate group a process
+                    # gets the signal only from the launcher.
                     start_new_session=True,
                 )
             except OSError as error:
@@ -131,7 +131,7 @@ def _launch(command: Sequence[str], processes: int, devices: int | None, grace: 
 def _watch(
     started: Sequence[subprocess.Popen[bytes]], signals: queue.SimpleQueue[int], grace: float
 ) -> int:
-    """Waits until all have ended, passing signals on; returns the exit code."""
+    """Waits until all processes have ended, and passes signals on; returns the exit code."""
     code: int | None = None
     num_signals = 0
     terminate_at = kill_at = float("inf")
@@ -139,7 +139,7 @@ def _watch(
         if code is None and (code := _first_failure(started)) is not None:
             terminate_at = time.monotonic() + grace
             for number, one in enumerate(started):
-                # A process that a signal ended could not report it.
+                # A process that a signal ended could not report this.
                 if not num_signals and (one.returncode or 0) < 0:
                     name = signal.Signals(-one.returncode).name
                     print(f"process {number} was ended by {name}", file=sys.stderr, flush=True)
@@ -165,15 +165,15 @@ def _watch(
 
 
 def _first_failure(started: Sequence[subprocess.Popen[bytes]]) -> int | None:
-    """Returns the exit code of a process that failed, preferably of one that a signal ended."""
+    """Returns the exit code of a failed process, preferably of a process that a signal ended."""
     codes = [one.returncode for one in started if one.returncode]
-    # The other codes only say that the processes noticed.
+    # The other processes only noticed the loss.
     signalled = [128 - code for code in codes if code < 0]
     return (signalled or codes or [None])[0]
 
 
 def _pass_on(source: IO[bytes], target: IO[bytes], prefix: bytes, lock: threading.Lock) -> None:
-    """Copies complete lines, each behind the prefix."""
+    """Copies complete lines, each with the prefix in front."""
     with source:
         for line in source:
             with lock:
@@ -182,7 +182,7 @@ def _pass_on(source: IO[bytes], target: IO[bytes], prefix: bytes, lock: threadin
 
 
 def _send(one: subprocess.Popen[bytes], number: int) -> None:
-    """Sends a signal to a process; SIGKILL goes to the processes that it started too."""
+    """Sends a signal to a process; SIGKILL also goes to the processes that it started."""
     if number != signal.SIGKILL:
         one.send_signal(number)  # Does nothing if the process has ended.
         return

@@ -1,14 +1,14 @@
 """Messages between the processes and the hub, and the proof that a process belongs to the run.
 
-A message is a JSON object behind its length in four bytes. Received bytes are never executed or
-unpickled: at worst the connection ends. `asyncio` buffers bytes that the other end does not read,
-so sending never waits.
+A message is its length in four bytes, followed by a JSON object. Received bytes are never executed
+or unpickled: at worst the connection ends. `asyncio` buffers bytes that the other end does not
+read, so sending never waits.
 
 The hub sends every new connection a challenge, a number that it uses once. The process answers with
-a hello, and with an HMAC of both under the token that all processes of the run share
-(`MANUALPAR_TOKEN`). The token itself is never sent, and an overheard answer is useless. Without a
-token, anybody who can reach the port may answer. Every field of a hello is checked, because it
-comes from a stranger until its proof is right.
+a hello, and with an HMAC of the challenge and the hello under the token that all processes of the
+run share (`MANUALPAR_TOKEN`). The token itself is never sent, and an overheard answer is useless.
+Without a token, anybody who can reach the port may answer. Every field of a hello is checked,
+because it comes from a stranger until its proof is right.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from typing import Any
 from manualpar.system.storage.untrusted import parse_object
 
 TOKEN_VARIABLE = "MANUALPAR_TOKEN"
-# Messages of a run's processes are far shorter.
+# The messages of a run's processes are much shorter.
 MAX_MESSAGE_BYTES = 2**20
 MAX_HELLO_BYTES = 4096
 MAX_NAME_CHARACTERS = 255
@@ -88,7 +88,7 @@ async def beats(end: asyncio.Future[Any], timeout_seconds: float) -> AsyncIterat
     """Yields the seconds since the last beat, until `end` is done.
 
     The interval is at most an eighth of the timeout, so several beats must be missing before it.
-    Seconds in which this process itself was stopped are left out, because they say nothing about
+    Seconds in which this process itself was stopped do not count, because they say nothing about
     the other end.
     """
     interval, last = min(timeout_seconds / 8, 1.0), time.monotonic()

@@ -2,8 +2,9 @@
 
 If the coordinator's address is given, the processes first connect to the hub
 (`manualpar.system.cluster.hub`) and then JAX connects them (`jax.distributed.initialize`). If JAX
-finds the coordinator itself, JAX goes first, and process 0 sends the hub's address to the others by
-a collective. JAX's failure detection stays on in addition, for a process whose threads do not run.
+finds the coordinator itself, JAX connects the processes first, and process 0 sends the hub's
+address to the others by a collective. JAX's failure detection stays on too, because it finds a
+process whose threads do not run.
 """
 
 import dataclasses
@@ -27,7 +28,7 @@ from manualpar.system.cluster.hub import Hub
 from manualpar.system.cluster.messages import TOKEN_VARIABLE, Terms
 
 BIND_VARIABLE = "JAX_COORDINATOR_BIND_ADDRESS"
-# JAX's own timeouts are longer than ours by this.
+# JAX's timeouts are longer than ours by this.
 JAX_EXTRA_SECONDS = 20
 # JAX retries a refused connection only after a second, so process 0 goes first.
 HEAD_START_SECONDS = 0.2
@@ -44,7 +45,7 @@ def initialize(
     environment: Mapping[str, str] | None = None,
     facts: Facts | None = None,
 ) -> Cluster:
-    """Joins the processes of a run; call it before anything has asked jax for a device.
+    """Joins the processes of a run; call it before any code asks jax for a device.
 
     Without arguments the environment decides: the variables `MANUALPAR_COORDINATOR_ADDRESS` (or
     `JAX_COORDINATOR_ADDRESS`), `MANUALPAR_NUM_PROCESSES` and `MANUALPAR_PROCESS_ID`, then the
@@ -58,17 +59,18 @@ def initialize(
 
     Args:
       coordinator_address: `host:port` for JAX's coordination service, on the host of process 0;
-        with `num_processes` and `process_id`. `"auto"` without the two lets JAX find all three.
-      num_processes: How many processes there are. `1` without the other two means only this one.
-      process_id: Which of them this is, from 0.
+        pass `num_processes` and `process_id` too. With `"auto"` and without the other two, JAX
+        finds all three.
+      num_processes: The number of processes. `1` without the other two means only this process.
+      process_id: The number of this process, from 0.
       timeout_seconds: How long a process may be silent before the others end.
       start_timeout_seconds: How long to wait for all processes to start.
       environment: The environment variables, by default `os.environ`.
-      facts: Values that must be equal in all processes, by a name that users know. Compared before
-        JAX connects them, if the coordinator's address is given.
+      facts: Values that must be equal in all processes, by a name that users know. They are
+        compared before JAX connects the processes, if the coordinator's address is given.
 
     Returns:
-      The cluster, its processes connected.
+      The cluster, with connected processes.
 
     Raises:
       ValueError: Only some of the arguments are given, or they do not fit; or the processes differ
@@ -145,7 +147,7 @@ def _start_jax(
 
     Raises:
       ValueError: JAX does not find the processes by itself.
-      ConnectionError: They have not connected in time, or cannot.
+      ConnectionError: The processes have not connected in time, or cannot connect.
       RuntimeError: jax already has its devices.
     """
     jax.config.update("jax_enable_preemption_service", False)
@@ -209,7 +211,7 @@ def _not_met(own: Assignment, seconds: float, error: Exception) -> ConnectionErr
 def _meet_before_jax(cluster: Cluster, terms: Terms, address: str, listen_at: str) -> str | None:
     """Connects the processes at the coordinator's address.
 
-    In process 0, returns the address for JAX's service: the hub's, which is free by then.
+    In process 0, returns the address for JAX's service: the hub's address, which is free by then.
     """
     host, port = split_address(address)
     if not cluster.is_main:
@@ -222,7 +224,7 @@ def _meet_before_jax(cluster: Cluster, terms: Terms, address: str, listen_at: st
             "it; see SECURITY.md"
         )
     name, port = listener.getsockname()[:2]
-    # A listener at all addresses is reached at this address from its host.
+    # On its own host, a listener at all addresses is reached at this address.
     reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(name, name)
     cluster.connect([reachable], port, terms, Hub(listener, terms))
     return f"[{name}]:{port}" if ":" in name else f"{name}:{port}"
@@ -241,7 +243,7 @@ def _meet_after_jax(cluster: Cluster, terms: Terms) -> None:
 
 
 def _own_hosts() -> list[str]:
-    """Returns names and addresses of this host for the other processes, the likeliest first."""
+    """Returns names and addresses of this host for other processes, the likeliest first."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # Sends nothing; the kernel chooses the interface.
@@ -251,7 +253,7 @@ def _own_hosts() -> list[str]:
 
 
 def listen(address: str) -> socket.socket:
-    """Opens the port `host:port` for the processes' connections, on that address only.
+    """Opens the port `host:port` for the processes' connections, only on this address.
 
     Raises:
       ConnectionError: The address is not one of this host's, or its port is taken.

@@ -1,12 +1,13 @@
 """Stops all processes after the same step, when one of them is asked to stop (by SIGTERM, say).
 
-Between two steps each process asks whether to stop, all of them equally often: the n-th call in one
-process belongs to the n-th in every other. To stop, the hub asks each process how many calls it has
-made, and all stop in the call after the largest number, which none has made yet.
+Between two steps each process asks whether to stop. All processes ask equally often: the n-th call
+in one process belongs to the n-th call in every other process. To stop, the hub asks each process
+for the number of its calls. All processes stop in the call after the largest number, because no
+process has made this call yet.
 
 A thread of the process answers, and from then on the process's calls wait until the hub has sent
-the number. So no process waits for another's *step*: a process in the middle of a collective needs
-the others, which wait in their calls only as long as the messages take.
+the number of the last call. So no process waits for another's *step*. A process in the middle of a
+collective needs the others, and they wait in their calls only as long as the messages take.
 """
 
 import contextlib
@@ -55,9 +56,10 @@ def on_sigterm(
     is_over: Callable[[], bool] = lambda: False,
     stays_over: bool = False,
 ) -> Iterator[None]:
-    """Calls `first` for the first SIGTERM and `second` for every later one, in a thread.
+    """Calls `first` for the first SIGTERM and `second` for every later SIGTERM, in a thread.
 
-    Once `is_over`, SIGTERM does nothing any more; with `stays_over` not even after the context.
+    Once `is_over` returns true, SIGTERM does nothing; with `stays_over` it does nothing after the
+    context either.
 
     Python would run a signal handler in the main thread, which may be in a compilation or a
     collective, and would run it once for two signals in a row. So Python's C handler writes each

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from manualpar.errors import require
 from manualpar.system.reports.tables import describe_bytes
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart.
+# Okabe and Ito's colours, which colour-blind readers can distinguish.
 BLUE, SKY, GREEN, YELLOW = "#0072B2", "#56B4E9", "#009E73", "#F0E442"
 ORANGE, RED, PINK = "#E69F00", "#D55E00", "#CC79A7"
 INK, DARK, GREY, FAINT = "#222222", "#555555", "#B8BEC6", "#DDDDDD"
@@ -58,7 +58,7 @@ class Bar(NamedTuple):
 
     @property
     def length(self) -> float:
-        """The length of all parts."""
+        """The sum of the parts' lengths."""
         return sum(length for length, _ in self.parts)
 
 
@@ -109,7 +109,7 @@ def draw_bars(axes: Any, bars: Sequence[Bar], *, end: float = 0.0) -> None:
 def scale_in_bytes(axes: Any) -> None:
     """Writes the numbers of the x axis as bytes."""
     end, step = axes.get_xlim()[1], 1.0
-    while end / step > 5.5:  # Powers of two, because they are round numbers of KiB and of MiB.
+    while end / step > 5.5:  # Powers of two are round numbers of KiB and MiB.
         step *= 2
     ticks = [step * i for i in range(int(end / step) + 1)]
     axes.set_xticks(ticks, [describe_bytes(tick) if tick else "0" for tick in ticks])

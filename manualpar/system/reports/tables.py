@@ -1,7 +1,7 @@
 """Numbers in words, and tables of them, as all commands print them.
 
-A number has three digits and a unit; an unknown number is a dash. In a table columns of words come
-first, aligned to the left, and columns of numbers follow, aligned to the right.
+A number has three digits and a unit; an unknown number is a dash. In a table the columns of words
+come first, aligned to the left. The columns of numbers follow, aligned to the right.
 """
 
 from collections.abc import Callable, Sequence
@@ -57,7 +57,7 @@ def _three_digits(value: float | None, units: Sequence[str], step: int) -> str:
 
 
 def print_line(console: rich.console.Console, text: str) -> None:
-    """Prints a line as it is: no markup, no colour, no wrapping that would break a path.
+    """Prints a line without markup, colours or wrapping, because wrapping would break a path.
 
     Unprintable characters are escaped, because names out of files may hold them.
     """
@@ -81,7 +81,7 @@ def print_table(
     last: Sequence[str] = (),
     most: int | None = None,
 ) -> None:
-    """Prints a title and, if there are rows, a table with an empty line behind it.
+    """Prints a title and, if there are rows, a table followed by an empty line.
 
     Args:
       console: The console to print on.
@@ -89,8 +89,8 @@ def print_table(
       rows: The cells.
       title: A line above the table.
       words: Number of the first columns that hold words; all other columns hold numbers.
-      last: A row that is set apart below the others, such as their sum.
-      most: Number of rows to show; the command's files have the rows that are left out.
+      last: A separate row below the others, such as their sum.
+      most: Number of rows to show; the command's files contain all rows.
     """
     if title:
         console.print(Text(title, style="bold"), soft_wrap=True)
@@ -99,7 +99,7 @@ def print_table(
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0), show_edge=False)
     for index, header in enumerate(headers):
         is_words = index < words
-        # In a narrow terminal words are broken, and no digit is left out.
+        # In a narrow terminal words are broken, but no digit is left out.
         table.add_column(Text(header), justify="left" if is_words else "right", overflow="fold")
     for row in rows[:most]:
         table.add_row(*map(Text, row))

@@ -10,8 +10,8 @@ from typing import Any
 from manualpar.system.storage.bucket_path import BucketPath
 from manualpar.system.storage.requests import BucketError
 
-# tensorstore's retries of a request; `manualpar.system.storage.requests` repeats requests later,
-# and reports that.
+# tensorstore's retries of a request. `manualpar.system.storage.requests` repeats failed requests
+# later, and reports the repetition.
 RETRIES = {"max_retries": 3, "initial_delay": "500ms", "max_delay": "4s"}
 # Resources of requests, by tensorstore's names. Nothing is cached.
 CONTEXT = {

@@ -114,11 +114,11 @@ class BucketPath:
         self._ask(lambda files: files.pipe_file(self._address, data))
 
     def upload(self, path: Path) -> None:
-        """Puts a local file of any size, as `write_bytes` puts bytes."""
+        """Puts a local file of any size, like `write_bytes` puts bytes."""
         self._ask(lambda files: files.put_file(str(path), self._address, chunksize=UPLOADED_BYTES))
 
     def create(self, data: bytes) -> bool:
-        """Puts an object if there is none of that name; returns whether it did."""
+        """Puts an object unless the name is taken; returns whether it put the object."""
         try:
             self._ask(lambda files: files.pipe_file(self._address, data, mode="create"))
         except FileExistsError:
@@ -170,7 +170,7 @@ class BucketPath:
 
     def glob(self) -> dict["BucketPath", int]:
         """Finds the sizes of objects whose paths match this pattern of `*`, `?`, `[]` and `**`."""
-        file_system(self.scheme)  # Says which package is missing.
+        file_system(self.scheme)  # Reports a missing package.
         from fsspec.utils import glob_translate
 
         parts, folders = self.parts, [""]
@@ -289,8 +289,8 @@ def as_path(text: GivenPath) -> AnyPath:
     """Parses a text into a local path or a path in a bucket.
 
     Raises:
-      ValueError: It is of another scheme than `s3` or `gs`, names no bucket, or holds a password;
-        the message does not repeat it.
+      ValueError: The text has another scheme than `s3` or `gs`, names no bucket, or holds a
+        password; the message does not repeat the text.
     """
     if isinstance(text, BucketPath):
         return text
@@ -318,7 +318,7 @@ def as_path(text: GivenPath) -> AnyPath:
 class BucketFile(io.RawIOBase):
     """An object as a file that is read, by ranges and from any position.
 
-    All reads are of the version that was current when it was opened.
+    All reads use the version that was current when the object was opened.
     """
 
     def __init__(self, path: BucketPath, version: Version | None = None) -> None:

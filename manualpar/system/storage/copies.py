@@ -82,17 +82,17 @@ def user_cache() -> Path:
 def copied_folder(
     path: BucketPath, cache: Path, *, keep: Callable[[str], bool] = lambda name: True
 ) -> Path:
-    """Copies a folder once for each state of its files; returns the copy, which is whole.
+    """Copies a folder once for each state of its files; returns the complete copy.
 
     Every file is read in the version at the beginning, and at the end no file may have another
     version, so that no copy holds files of two states. If the folder changes meanwhile, it is
-    copied once more. The path of the copy has the folder's address in it, because messages about
-    files show it.
+    copied once more. The path of the copy contains the folder's address, because messages about
+    files show the path.
 
     Args:
       path: The folder.
       cache: The folder of copies. Only one process copies into it at a time.
-      keep: Which files are copied, by their paths from the folder.
+      keep: Whether to copy a file, by its path from the folder.
 
     Raises:
       ContentError: The folder changes again while it is copied, or the server sends other content

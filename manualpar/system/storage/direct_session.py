@@ -1,9 +1,10 @@
 """Connections to a server of S3 that follow no redirect.
 
-aiobotocore lets aiohttp follow them. A request is signed for one host, so another host could only
-refuse it. But it would receive the session token, and its answer to a list request would be
-believed. So a redirect is an error here. If it names a region, as Amazon's do, it is returned as
-the answer: botocore then signs the request again and sends it to that region.
+aiobotocore lets aiohttp follow redirects. A request is signed for one host, so another host could
+only refuse it. But the other host would receive the session token, and its answer to a list request
+would be trusted. So a redirect is an error here. A redirect that names a region, like Amazon's
+redirects, is returned as the answer: botocore then signs the request again and sends it to this
+region.
 """
 
 import functools

@@ -1,6 +1,6 @@
 """A folder that one process writes under a draft's name, and then renames to its target.
 
-A draft of `models/tuned` is `models/.tuned.NUMBER.partial`, and no two drafts have one number.
+A draft of `models/tuned` is `models/.tuned.NUMBER.partial`, and no two drafts have the same number.
 The process that holds the lock on `models/.tuned.lock` owns the draft, and no other process renames
 or deletes it. A draft without an owner was left by a killed process; the next owner deletes it.
 """
@@ -29,7 +29,7 @@ FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 class FolderError(OSError, ValueError):
     """A folder cannot be written; the message is a sentence.
 
-    It is a `ValueError` as well because commands show those as one sentence.
+    It is also a `ValueError`, because commands show a `ValueError` as one sentence.
     """
 
 
@@ -94,7 +94,7 @@ def path_of_draft(target: Path, number: str) -> Path:
 
 
 def publish(draft: Path, target: Path) -> None:
-    """Gives a draft, whose files are on the disk, the name of its target.
+    """Renames a draft, whose files are on the disk, to its target.
 
     Raises:
       FolderError: The target exists by now.

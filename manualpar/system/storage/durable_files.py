@@ -1,4 +1,4 @@
-"""Files that are complete whenever the process ends, and whose errors are one sentence.
+"""Files that are complete whenever the process ends; their errors are one sentence.
 
 A killed process loses its buffers, and a full disk may take only a part of a write. So lines are
 appended without a buffer, and a file is replaced by renaming a new one over it. An open file takes
@@ -38,7 +38,7 @@ def explained(path: AnyPath) -> Iterator[None]:
 
 
 def replace_file(path: Path, text: str | bytes) -> None:
-    """Replaces a file, which has the old content or the new whenever the process ends.
+    """Replaces a file; whenever the process ends, it has the old content or the new content.
 
     A link of that name is replaced, not followed. Raises a `WriteError` if the disk refuses.
     """
@@ -76,7 +76,7 @@ def check_in_place(path: Path, opened: os.stat_result) -> None:
 
 
 class LineFile:
-    """A file of JSON lines to append to, without a buffer. It holds a complete line or none of it.
+    """A file to which JSON lines are appended without a buffer, each completely or not at all.
 
     Every method raises `WriteError` if the disk refuses. `append` and `sync` also raise it if the
     file was deleted or replaced. A deleted file is first written again, if its folder exists, so

@@ -7,8 +7,8 @@ again every `BEAT_SECONDS`, and at the end marks it as free. If a lock was not w
 `LEASE_SECONDS`, by the clock of the waiting process, its owner has ended, and the next number may
 be created. So no process deletes an object that another may rely on, and clocks need not agree.
 
-A process that was only cut off that long finds the higher number when it comes back: `check` raises
-before it writes anything else.
+An owner that was only cut off for this time finds the higher number when it comes back: `check`
+raises before the owner writes anything else.
 """
 
 import contextlib
@@ -48,9 +48,9 @@ def hold(
     Args:
       folder: The folder.
       report: Called with a sentence if a lock is taken over, or if the server cannot lock.
-      remains: Whether the lock stays as a free one. If it does not, two processes may get a lock at
-        once while a third gives up its own; `check` tells the process with the lower number. So in
-        the context check again whatever decides that the folder is free.
+      remains: Whether the lock stays, marked as free. If it does not, two processes may get a lock
+        at once while a third process gives up its lock; `check` then raises in the process with the
+        lower number. So repeat, in the context, the test that the folder is free.
 
     Raises:
       HeldError: Another process has the lock.

@@ -1,9 +1,10 @@
-"""A folder of results in a bucket: written on a disk, and copied to the bucket now and then.
+"""A folder of results in a bucket: written on a disk, and regularly copied to the bucket.
 
-Results are appended to, and objects cannot be. So the same code as for any results writes into a
-local folder, and `publish` puts every file that has changed as one object. It is called before each
-checkpoint, every `PUT_SECONDS` in between, and at the end. A killed process loses the lines after
-the last call, and a run that goes on from its last checkpoint writes these lines again.
+Results are appended to files, but nothing can be appended to an object. So the same code as for
+local results writes into a local folder, and `publish` puts every file that has changed as one
+object. `publish` is called before each checkpoint, every `PUT_SECONDS` in between, and at the end.
+A killed process loses the lines after the last call, and a run that goes on from its last
+checkpoint writes these lines again.
 
 Files in `FIRST` are put before other files: they hold the lines that were cut off from other files,
 so that no line is missing from both.
@@ -86,7 +87,7 @@ def mirrored(
       is_main: Whether this process writes results. Other processes get an empty folder.
 
     Raises:
-      BucketError: They cannot be read or written.
+      BucketError: The results cannot be read or written.
     """
     if not isinstance(folder, BucketPath):
         yield folder, check

@@ -1,4 +1,4 @@
-"""Requests to a bucket: repeated while an error may pass, or else an error of one sentence.
+"""Requests to a bucket: repeated while an error is temporary, and else an error of one sentence.
 
 If a server is busy, a connection is cut off or a request takes too long, the request is repeated
 `WAITS` seconds later, with a message on standard error. If it still fails, it is a `BucketError`.
@@ -62,7 +62,7 @@ ADDRESSES = {
 class BucketError(OSError, ValueError):
     """A bucket cannot be read or written; the message is a sentence without its full stop.
 
-    It is a `ValueError` as well because commands show those as one sentence.
+    It is also a `ValueError`, because commands show a `ValueError` as one sentence.
     """
 
 
@@ -88,7 +88,7 @@ def request(path: Any, action: Callable[[], T]) -> T:
 
     Raises:
       FileNotFoundError: There is no such object.
-      FileExistsError: There is one, and the request was to create it.
+      FileExistsError: The object exists, and the request was to create it.
       BucketError: Anything else.
     """
     for wait in (*WAITS, None):

@@ -1,4 +1,4 @@
-"""A training state as plain arrays in a bucket: the files that Orbax would write, without Orbax.
+"""A training state as plain arrays in a bucket: the same files as Orbax's, written without Orbax.
 
 Orbax writes only to local folders and `gs://`. It uses tensorstore, which has a driver for S3 too,
 so this module calls tensorstore directly, for both. `saved_state` defines the stored content. The
@@ -6,8 +6,8 @@ files are the same as Orbax's: copy every object of a checkpoint to a file, and 
 local checkpoint. A local checkpoint can be copied into a bucket in the same way.
 
 Each process writes its own database, `state/ocdbt.process_3/`. When it is complete, the process
-puts `written.3.json` with the size and the SHA-256 of each of its objects. Process 0 waits for all
-of these files, makes one database that refers to all others, and adds the JSON files.
+puts `written.3.json` with the size and the SHA-256 of each of the database's objects. Process 0
+waits for all of these files, makes one database that refers to all others, and adds the JSON files.
 """
 
 import concurrent.futures

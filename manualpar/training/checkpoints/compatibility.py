@@ -1,7 +1,7 @@
 """Decides whether a run may go on with another config.
 
-Fields that choose the trained function, or the examples and their order, must stay: otherwise the
-rest of the run would belong to another experiment. Fields for parallelism, duration and reports
+Fields that determine the trained function, the examples or their order must not change: otherwise
+the rest of the run would belong to another experiment. Fields for parallelism, duration and reports
 may change.
 """
 
@@ -74,7 +74,7 @@ def check_resumable(
     from `defaults` (the fields that a config may leave out).
 
     Raises:
-      ValueError: A field differs that has to stay.
+      ValueError: A field that must not change differs.
     """
     gone = [
         f"{name} was {saved[name]!r} and has been removed: {why}"

@@ -30,7 +30,7 @@ class CheckpointError(Exception):
 def explain_failure(error: BaseException) -> str:
     """Returns the meaning of an error, or else its type and the first line of its text.
 
-    It looks at the errors behind it too, and at their texts, because tensorstore has the operating
+    It also reads the causes of the error and their texts, because tensorstore names the operating
     system's error only there.
     """
     for cause in causes(error):

@@ -2,7 +2,7 @@
 
 Neither Orbax nor its array files notice a flipped byte in an array. So once everything is written,
 every file is read again, hashed and forced to the disk. The manifest holds a checksum of its own
-content too, and there is only one way to write it down, so that any changed byte in it shows.
+content too. A manifest has only one valid text, so any changed byte in it is noticed.
 
 SHA-256 hashes 1.4 GB/s on processors that support it (BLAKE2b 0.8, measured), which is faster than
 most disks, and `sha256sum` checks it by hand.

@@ -1,8 +1,8 @@
 """Keeps Orbax's messages off the screen.
 
-Orbax logs every phase of a save, and when a write fails asyncio reports hundreds of others that
-no code waits for. All that a user has to know is in one `CheckpointError`. Setting absl's
-verbosity to DEBUG (`absl.logging.set_verbosity(1)`) shows the rest.
+Orbax logs every phase of a save, and when a write fails asyncio reports hundreds of others that no
+code waits for. One `CheckpointError` tells the user everything necessary. Setting absl's verbosity
+to DEBUG (`absl.logging.set_verbosity(1)`) shows the rest.
 """
 
 import contextlib

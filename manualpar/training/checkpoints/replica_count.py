@@ -1,8 +1,8 @@
 """Reads DiLoCo checkpoints into a program with another number of replicas.
 
 Each array of `state.local` has the replicas in its first dimension. A checkpoint of more or fewer
-replicas is first read with its own number of replicas, where each device reads its part of all of
-them. Then it is regrouped to the program's number.
+replicas is first read with its own number of replicas; each device reads its part of all replicas.
+Then the state is regrouped to the program's number.
 """
 
 from collections.abc import Mapping

@@ -30,7 +30,7 @@ SUPERSEDED = ".superseded"
 
 @dataclasses.dataclass(frozen=True)
 class Retention:
-    """Which checkpoints stay: the last, those at round numbers, the best; see `Checkpoints`."""
+    """The checkpoints to keep: the last, multiples of a step, the best; see `Checkpoints`."""
 
     keep: int
     keep_every_steps: int
@@ -100,7 +100,7 @@ def delete_steps(folder: Path, steps: list[int]) -> None:
 
 
 def delete_leftovers(folder: Path) -> None:
-    """Deletes what `find_leftovers` finds.
+    """Deletes the folders that `find_leftovers` finds.
 
     Some files of a failed save may still be being written. They are written by name, so that a
     renamed folder does not change while it is deleted.

@@ -57,7 +57,7 @@ class Checkpoints:
     # On a file system that all processes share, or in a bucket. The first save creates it.
     folder: AnyPath
     _: dataclasses.KW_ONLY
-    keep: int = 3  # How many of the last to keep.
+    keep: int = 3  # How many of the last checkpoints to keep.
     keep_every_steps: int = 0  # Checkpoints of a multiple of this are kept for good; 0 for none.
     best_metric: str = ""  # The metric by which the best one is kept as well; '' for none.
     best_mode: Literal["min", "max"] = "min"  # Whether small or large values are better.
@@ -333,7 +333,7 @@ class Checkpoints:
             state, extra = self._arrays.read(path, program, report=report)
         except CheckpointError:
             raise
-        except Exception as error:  # Orbax and tensorstore raise any.
+        except Exception as error:  # Orbax and tensorstore raise any type.
             raise CheckpointError(
                 f"checkpoint {path} can't be read, though its files are as they were written: "
                 f"{explain_failure(error)}."

@@ -1,9 +1,9 @@
-"""A profile of a few steps, asked for with `--config.profile=10:13`.
+"""Profiles a few steps, by the flag `--config.profile=10:13`.
 
 `a:b` means the steps from `a` to `b`, both included; the first step of a training is 1. The trace
 begins when the device has finished all earlier steps and ends when it has finished step `b`, so it
-holds whole steps. Nothing waits in between, so they overlap as they do without a profile. The first
-step compiles: ask for later ones.
+holds complete steps. Nothing waits between them, so they overlap like steps without a profile. The
+first step compiles, so choose later steps.
 
 A profile is a folder that XProf and TensorBoard open, with a `perfetto_trace.json.gz`, which
 https://ui.perfetto.dev opens. The names given with `jax.named_scope` are in the file that XProf

@@ -1,7 +1,7 @@
 """Shows the progress of a run: a bar in a terminal, plain lines anywhere else.
 
-The bar has one line. The most important numbers come first, the bar itself gives way before a
-number does, and a number that does not fit is left out; the files have every number.
+The bar has one line. The most important numbers come first. If there is not enough room, first the
+bar becomes shorter, and then numbers are left out; the files have every number.
 """
 
 import io

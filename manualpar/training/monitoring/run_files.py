@@ -11,14 +11,14 @@ A line of `metrics.jsonl` or `throughput.jsonl` is an object with `step`, `split
 or `test`) and numbers by name. JSON has no infinities and no NaN: they are `null` there; the event
 file has them as they are.
 
-A run that goes on from a checkpoint computes everything after it again. A *place* is the size in
-bytes of those two files at the checkpoint, which is the end of a line. The rest of the files moves
-to `discarded.jsonl` before it is cut off. If the process is killed in between, both hold it, and
-the next resume discards it once more.
+A run that goes on from a checkpoint repeats all steps after the checkpoint. A *place* is the size
+in bytes of those two files at the checkpoint, which is the end of a line. The rest of the files
+moves to `discarded.jsonl` before it is cut off. If the process is killed in between, both hold it,
+and the next resume discards it once more.
 
 Lines and events are with the operating system before `write` returns, so a killed run loses none.
-tensorboardX writes the events, without its `SummaryWriter`: when a disk is full, that one's thread
-dies, and then its queue keeps the process from ending.
+tensorboardX writes the events, without its `SummaryWriter`: when a disk is full, the thread of a
+`SummaryWriter` dies, and then its queue keeps the process from ending.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Reads the files of a run, and makes charts of them: lines of points by the step.
+"""Reads the files of a run, and makes charts of them: lines of points over the steps.
 
 A chart is only data, which `charts` draws. A value that was not finite is `None`: a gap in its
 line.

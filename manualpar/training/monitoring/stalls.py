@@ -1,8 +1,9 @@
 """Reports why a run stalls: every thread's stack, and the late process.
 
-A hanging training looks like a slow one. The loop calls `beat` in every step. If a thread gets no
-beat for a configured time, it reports that: once, and again whenever the silence has doubled. It
-ends nothing. A first step that takes longer to compile is reported too, which does no harm.
+A hanging training looks like a slow training. The loop calls `beat` in every step. If the
+detector's thread gets no beat for a configured time, it reports a stall, and again whenever the
+silence has doubled. It ends nothing. A first step that takes longer to compile is reported too,
+which does no harm.
 
 Python reads the stacks, so a thread that hangs in C code and keeps Python's lock stops the detector
 too. `py-spy dump` shows such a thread from outside.

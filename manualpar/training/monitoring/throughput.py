@@ -4,10 +4,10 @@ Model FLOPs utilization (MFU) is the FLOPs that the model asks for, divided by w
 could do in the time. Recomputation for the backward pass does not count (PaLM, appendix B,
 https://arxiv.org/abs/2204.02311).
 
-A peak is for dense matrix products, without structured sparsity, on one `jax.Device`, with
-operands of a dtype at JAX's default precision: for float32 that is TF32 on NVIDIA GPUs that have it
-and one pass in bfloat16 on TPUs. CPUs and unlisted devices have none, because no number is better
-than a wrong one.
+A peak is for dense matrix products, without structured sparsity, on one `jax.Device`, with operands
+of a dtype at JAX's default precision. For float32 this precision is TF32 on NVIDIA GPUs that
+support it, and one pass in bfloat16 on TPUs. CPUs and unlisted devices have no peak, because no
+number is better than a wrong number.
 """
 
 import dataclasses
