@@ -124,8 +124,8 @@ def is_deleted(x: Any) -> bool:
 def check_state(function: str, abstract: TrainState, state: Any) -> None:
     """Refuses a state whose shapes or shardings are not the program's, before JAX gets it.
 
-    Tracers are accepted. Arrays that are not committed to a device are accepted too, because JAX
-    places them.
+    The sharding of a tracer is not checked. The sharding of an array that is not committed to a
+    device is not checked either, because JAX places the array.
     """
     if not isinstance(state, TrainState):
         raise TypeError(
