@@ -1,7 +1,7 @@
-"""The strategies: one file each, and an entry here.
+"""The strategies: each has a file, and an entry in this module.
 
 Read `data_parallel` first, because it is the simplest, and then `zero`, `fsdp` and `hsdp`. `diloco`
-puts another optimizer around one of these.
+adds an outer optimizer to one of these strategies.
 """
 
 from manualpar.strategies import data_parallel, fsdp, hsdp, zero

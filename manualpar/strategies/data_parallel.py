@@ -1,4 +1,4 @@
-"""Data parallelism: the state is replicated, and every device sees a part of the batch."""
+"""Data parallelism: the state is replicated, and each device trains on a part of the batch."""
 
 from typing import Unpack
 
@@ -23,7 +23,7 @@ def data_parallel(
     See `manualpar.core.program.program.build_program` for arguments, result and errors.
 
     Communication:
-      One all-reduce of the gradients a step, however many minibatches there are: a device sends
+      One all-reduce of the gradients in each step, for any number of minibatches: a device sends
       `2 b P (N - 1) / N` bytes for `P` parameters of `b` bytes on `N` devices.
     """
     strategy = Strategy(

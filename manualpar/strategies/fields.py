@@ -1,4 +1,4 @@
-"""The allowed values of a config's field, and the fields of options that strategies share."""
+"""The allowed values of config fields, and the fields of options that several strategies have."""
 
 import dataclasses
 import math
@@ -13,13 +13,13 @@ class Field:
     """The allowed values of a field.
 
     Attributes:
-      kind: Its type; an integer passes for a float.
+      kind: The type of the values; an integer is allowed for a float.
       minimum: The smallest number allowed.
-      below: A number that it must be less than.
+      below: The upper limit of a number; the limit itself is not allowed.
       choices: All values allowed.
-      holds_names: Whether a tuple holds names; otherwise it holds pairs of a name and a mesh axis,
-        a tuple of axes or `None`.
-      default: The value if a config leaves the field out. It keeps the behaviour from before the
+      holds_names: Whether a tuple contains names. If not, it contains pairs of a name and one of:
+        a mesh axis, a tuple of axes, `None`.
+      default: The value for a config without the field. It gives the behaviour from before the
         field existed. `None` if every config must set the field.
     """
 
@@ -75,8 +75,8 @@ def _is_rule(value: Any) -> bool:
     return all(isinstance(axis, str) for axis in axes)
 
 
-# The options that a config may set. (`replicate` is missing: the models that configs describe need
-# no parameter replicated.)
+# The options that a config may set. (`replicate` is not among them, because no model of a config
+# needs it.)
 STATE_SHARDING_FIELDS: Mapping[str, Field] = {
     "min_weight_size": Field(int, 0),
     "pad": Field(bool),

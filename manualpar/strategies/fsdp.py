@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism, also called ZeRO-3; `sharded_parameter` cites it."""
+"""Fully sharded data parallelism, also called ZeRO-3; `sharded_parameter` cites the papers."""
 
 import functools
 from typing import Any, Unpack
@@ -23,16 +23,17 @@ def fsdp(
     loss_fn: LossFn,
     **options: Unpack[ParameterShardingOptions],
 ) -> Program:
-    """Builds fully sharded training: parameters gathered where used, gradients scattered back.
+    """Builds fully sharded training: gathers parameters where they are used, scatters gradients.
 
     See `manualpar.core.program.program.build_program` for arguments, result and errors.
 
     Communication:
-      A device sends `3 m b P (N - 1) / N` bytes a step for `P` parameters of `b` bytes, each used
-      once, on `N` devices, in `m` minibatches: an all-gather for each pass and a reduce-scatter of
-      the gradient. It sends `2 m b P (N - 1) / N` if parameters are kept, `2 b P (N - 1) / N` with
-      `communicate_every="step"` and `(m + 1) b P (N - 1) / N` with `"gather-step"`. The second
-      gather stays within `regather_axes`, if they are given.
+      A device sends `3 m b P (N - 1) / N` bytes a step: for each of `m` minibatches, an all-gather
+      in the forward pass, an all-gather in the backward pass, and a reduce-scatter of the gradient.
+      `P` is the number of parameters, each used once, `b` their bytes, and `N` the number of
+      devices. A device sends `2 m b P (N - 1) / N` if parameters are kept, `2 b P (N - 1) / N` with
+      `communicate_every="step"`, and `(m + 1) b P (N - 1) / N` with `"gather-step"`. If
+      `regather_axes` are given, the second all-gather runs over these axes only.
     """
     strategy = functools.partial(fully_sharded, "fsdp", ())
     return build_sharded("fsdp", strategy, model, tx, loss_fn, options, PARAMETER_SHARDING)

@@ -1,8 +1,7 @@
 """Hybrid sharded data parallelism: sharded within a group of devices, replicated across groups.
 
-Gathers stay within a group, whose links are fast. Only a shard of each gradient crosses the slow
-links between groups, once a step (Zhao et al., https://arxiv.org/abs/2304.11277,
-section 3.2.2).
+Gathers use only the fast links within a group. The slow links between groups carry only a shard of
+each gradient, once a step (Zhao et al., https://arxiv.org/abs/2304.11277, section 3.2.2).
 """
 
 import functools
@@ -34,11 +33,12 @@ def hsdp(
 
     See `manualpar.core.program.program.build_program` for the other arguments, result and errors.
     `replica_axis` is the mesh axis, or tuple of axes, over which the state is replicated. The batch
-    is split over it and over `axis_name`.
+    is split over `replica_axis` and `axis_name`.
 
     Communication:
-      Within a group of `S` devices as in `fsdp`: `3 m b P (S - 1) / S` bytes a step. Across `R`
-      groups one all-reduce of each gradient's shard: `2 b (P / S) (R - 1) / R` bytes a device.
+      Within a group of `S` devices, the communication of `fsdp`: `3 m b P (S - 1) / S` bytes a
+      step. Across `R` groups, one all-reduce of each gradient's shard: `2 b (P / S) (R - 1) / R`
+      bytes per device.
     """
     strategy = functools.partial(fully_sharded, "hsdp", axis_tuple(replica_axis))
     return build_sharded("hsdp", strategy, model, tx, loss_fn, options, PARAMETER_SHARDING)

@@ -1,11 +1,11 @@
 """The strategies that configs can name.
 
 A strategy is one file and one registration. The file has a `StrategyKind`: the builder, the config
-fields that only this strategy has, and its colour. After `register(kind)` configs can name it,
-`experiments.compare` and `experiments.plan` try it, and pictures show it in its colour. (Its
-closed form, which the ledger is compared with, is part of the `Strategy` that its builder makes.)
+fields that only this strategy has, and its colour. After `register(kind)` configs can name the
+strategy, `experiments.compare` and `experiments.plan` try it, and pictures show it in its colour.
+(The builder makes a `Strategy`, which has the closed form that the ledger is compared with.)
 
-Importing a module may change only three tables of the package: this one, the modes
+Importing a module may change only three tables of the package: the strategies, the modes
 (`manualpar.core.modes.manual`) and the model libraries (`manualpar.core.model.interface`).
 """
 
@@ -29,17 +29,17 @@ class StrategyKind:
       builder: `builder(model, tx, loss_fn, **options) -> Program`, see
         `manualpar.core.program.program.build_program`.
       color: Its colour in pictures, `#RRGGBB`.
-      fields: The fields of `config.parallel` that not every strategy has, by the names of the
-        builder's options, and the allowed values of each.
+      fields: The fields of `config.parallel` that not every strategy has, and the allowed values of
+        each. The keys are the names of the builder's options.
       constants: Options of the builder that a config does not set.
-      replicates: Whether it replicates over the mesh axis `replica`, which the config's mesh must
-        then have, and shards over the batch's other axes.
-      fewest_minibatches: The fewest minibatches that a plan tries it with. With fewer it equals
-        another strategy.
-      on_torus: Whether a plan also tries it axis by axis on a TPU's torus.
-      has_curve: Whether a plan shows how its step time changes with the number of devices.
-      is_exact: Whether its steps equal the steps of one device. Otherwise it is planned and
-        compared only on request.
+      replicates: Whether the strategy replicates over the mesh axis `replica` and shards over the
+        batch's other axes. The config's mesh must then have this axis.
+      fewest_minibatches: The fewest minibatches with which a plan tries the strategy. With fewer
+        minibatches it equals another strategy.
+      on_torus: Whether a plan also tries the option `axis_by_axis` on a TPU's torus.
+      has_curve: Whether a plan shows how the step time changes with the number of devices.
+      is_exact: Whether the strategy's steps equal the steps of one device. If not, it is planned
+        and compared only on request.
     """
 
     name: str
@@ -60,15 +60,15 @@ _KINDS: dict[str, StrategyKind] = {}
 def register(kind: StrategyKind) -> None:
     """Registers a strategy under its name.
 
-    It may be registered again, because a config's file may run several times.
+    A strategy may be registered again, because a config's file may run several times.
 
     Args:
       kind: The strategy.
 
     Raises:
-      TypeError: Its builder is not a function that takes options, or its fields are not `Field`s.
-      ValueError: Another strategy has that name, or has a field with the same name and other
-        allowed values; or a field or constant is an option of all builders; or the colour is not
+      TypeError: The builder is not a function that takes options, or a field is not a `Field`.
+      ValueError: Another strategy has the same name, or a field with the same name and other
+        allowed values. Or a field or constant is an option of all builders. Or the colour is not
         `#RRGGBB`.
     """
     if not inspect.isfunction(kind.builder):

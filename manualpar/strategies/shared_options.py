@@ -1,4 +1,4 @@
-"""Explains and checks the options that several strategies share."""
+"""Explains and checks the options that several strategies have."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -21,17 +21,17 @@ class StateShardingOptions(ProgramOptions, total=False):
     """The keyword arguments of builders that shard the optimizer's state.
 
     Attributes:
-      min_weight_size: The fewest elements of a parameter that is sharded, or whose state is; 2**18
-        if not given. A smaller parameter is replicated. A parameter is sharded along a dimension
-        that the number of devices divides. Dimensions whose shards are whole tiles of a TPU's
+      min_weight_size: The number of elements from which a parameter, or its optimizer state, is
+        sharded; by default 2**18. A smaller parameter is replicated. A parameter is sharded along a
+        dimension that the number of devices divides. Dimensions whose shards are full tiles of TPU
         memory are preferred, then the largest. Dimensions that `nn.scan` or `nn.vmap` runs over are
         not sharded.
-      replicate: The names of parameters, or of modules that contain them, that are replicated with
-        their state, even if the model annotates them. Use it for a parameter that the model cannot
-        read from a shard, as in `nn.WeightNorm`.
+      replicate: The names of parameters or modules to replicate, with their optimizer state, even
+        if the model annotates them. Use it for a parameter that the model cannot read from a shard,
+        as in `nn.WeightNorm`.
       pad: Whether a parameter is padded with zeros and sharded if the number of devices divides
         none of its dimensions. The state then has the padded parameter. Losses are the same, and
-        the optimizer does not see the zeros.
+        the optimizer does not get the zeros.
     """
 
     min_weight_size: int
@@ -44,22 +44,23 @@ class ParameterShardingOptions(StateShardingOptions, total=False):
 
     Attributes:
       reshard_after_forward: Whether gathered parameters are dropped after the forward pass and
-        gathered again for the backward pass (the default), or kept until then.
-      communicate_every: `"minibatch"` (the default) gathers and scatters in each minibatch, and a
-        device never holds more than the layers at work. `"step"` gathers once and scatters once,
-        and a device holds all parameters and all gradients in between. `"gather-step"` gathers once
-        and scatters in each minibatch: a device holds all parameters and its shard of the
-        accumulated gradients. The last two keep the parameters, whatever `reshard_after_forward`.
-      keep_gathered: The names of parameters, or of modules that contain them (`("head",)` for
-        `head/kernel`), that are gathered once in each minibatch and kept until the backward pass,
-        whatever `reshard_after_forward`. Use it for the last layer, because the backward pass
-        begins with it, and for parameters that are used several times. With a pipeline, do not use
-        it for parameters of the pipeline's layers.
+        gathered again for the backward pass (the default), or kept until the backward pass.
+      communicate_every: `"minibatch"` (the default) gathers and scatters in each minibatch: a
+        device holds only the layers that it computes. `"step"` gathers once and scatters once: a
+        device holds all parameters and all gradients in between. `"gather-step"` gathers once and
+        scatters in each minibatch: a device holds all parameters and its shard of the accumulated
+        gradients. `"step"` and `"gather-step"` keep the parameters and ignore
+        `reshard_after_forward`.
+      keep_gathered: The names of parameters or modules (`("head",)` for `head/kernel`) that are
+        gathered once in each minibatch and kept until the backward pass. They ignore
+        `reshard_after_forward`. Use it for the last layer, because the backward pass begins with
+        it, and for parameters that are used several times. With a pipeline, do not use it for
+        parameters of the pipeline's layers.
       regather_axes: The axes to gather over again for the backward pass: the first axes of
-        `axis_name`, by default all. The part that was gathered over the other axes, whose links are
-        slower, is kept from the forward pass. This secondary shard is `1 / D` of the parameters on
-        `D` devices along `regather_axes` (hpZ of ZeRO++, https://arxiv.org/abs/2306.10209). It
-        implies `axis_by_axis`. For mode `"manual"`, without a pipeline.
+        `axis_name`, by default all. The other axes have slower links. The part gathered over them
+        is kept from the forward pass. This secondary shard is `1 / D` of the parameters on
+        `D` devices along `regather_axes` (hpZ of ZeRO++, https://arxiv.org/abs/2306.10209). The
+        option implies `axis_by_axis`. It needs mode `"manual"` and no pipeline.
     """
 
     reshard_after_forward: bool
@@ -68,7 +69,7 @@ class ParameterShardingOptions(StateShardingOptions, total=False):
     regather_axes: tuple[str, ...]
 
 
-# The options of each group, and their values if they are not given.
+# The options of each group, and their default values.
 STATE_SHARDING: Mapping[str, Any] = {"min_weight_size": 2**18, "replicate": (), "pad": False}
 PARAMETER_SHARDING: Mapping[str, Any] = {
     **STATE_SHARDING,
@@ -88,7 +89,7 @@ def build_sharded(
     options: Mapping[str, Any],
     own: Mapping[str, Any],
 ) -> Program:
-    """Builds the program of a strategy that takes some of the options in this file.
+    """Builds the program of a strategy that has some of the options in this file.
 
     Args:
       builder: The name of the builder, for messages.
@@ -97,7 +98,7 @@ def build_sharded(
       tx: The optimizer.
       loss_fn: The loss.
       options: The keyword arguments of the builder.
-      own: The options that the strategy takes, with their defaults.
+      own: The options that `strategy` takes, with their defaults.
     """
     values = {name: options.get(name, default) for name, default in own.items()}
     for name, value in values.items():
@@ -132,7 +133,7 @@ def _check(builder: str, name: str, value: Any) -> None:
 def _check_regather(
     builder: str, values: Mapping[str, Any], program_options: Mapping[str, Any]
 ) -> None:
-    """Refuses `regather_axes` without a second gather, or that are not the first axes."""
+    """Refuses `regather_axes` if nothing is gathered again or they are not the first axes."""
     axes, names = values["regather_axes"], axis_tuple(program_options.get("axis_name", "data"))
     needed = {
         "mode": "manual",

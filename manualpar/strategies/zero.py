@@ -1,7 +1,8 @@
 """ZeRO: parameters are replicated, and the optimizer's state is sharded.
 
 Stages 1 and 2 of Rajbhandari et al., https://arxiv.org/abs/1910.02054; stage 3 is `manualpar.fsdp`.
-With AdamW in float32 the state is two thirds of what data parallelism replicates.
+With AdamW in float32 the optimizer's state is two thirds of the bytes that data parallelism
+replicates.
 """
 
 import functools
@@ -26,18 +27,18 @@ def zero(
     stage: int = 1,
     **options: Unpack[StateShardingOptions],
 ) -> Program:
-    """Builds training with a sharded optimizer: gradients scattered, new parameters gathered.
+    """Builds training with a sharded optimizer: scatters gradients, gathers new parameters.
 
     See `manualpar.core.program.program.build_program` for the other arguments, result and errors.
     With `stage=1` gradients are scattered once a step, so a device accumulates the gradients of all
-    parameters. With `stage=2` they are scattered in each minibatch, so it accumulates only its
-    shard.
+    parameters. With `stage=2` gradients are scattered in each minibatch, so a device accumulates
+    only its shard of the gradients.
 
     Communication:
       A reduce-scatter of the gradients (at stage 2 in each of `m` minibatches), and one all-gather
       of the new parameters. A device sends `2 b P (N - 1) / N` bytes a step at stage 1, and
-      `(m + 1) b P (N - 1) / N` at stage 2, for `P` parameters of `b` bytes on `N` devices. A
-      parameter whose state is not sharded costs one all-reduce.
+      `(m + 1) b P (N - 1) / N` at stage 2, for `P` parameters of `b` bytes on `N` devices. If the
+      state of a parameter is not sharded, its gradient costs one all-reduce.
     """
     check_choice("zero", "stage", stage, (1, 2))
 

@@ -1,19 +1,20 @@
 """Chooses compiler options that make XLA overlap collectives with compute, by chip and mesh.
 
-`"auto"` uses one table, `CHOICES`. It has the options for each generation of TPUs, the largest ring
-for which they pay, and the figures that show it. The compiler keeps its own options for a larger
-ring, for a mesh with axes where they do not pay or were not measured, and for other devices.
+`"auto"` uses one table, `CHOICES`. For each generation of TPUs it has the options, the largest ring
+for which they make a step faster, and figures that show the gain. The compiler's default options
+are kept in three cases: a larger ring, a mesh with other axes for which the options were slower or
+not measured, and other devices.
 
-The figures are estimates of a full step of eight layers of width 2,048, FSDP on all devices of a
-topology. They come from the program that libtpu 0.0.42.1 compiles and from the planner's clock; no
-TPU ran. `benchmarks.compiled_for_tpu` makes them again.
+The figures are estimates of a full step of eight layers of width 2,048, with FSDP on all devices of
+a topology. The planner estimates the time of the program that libtpu 0.0.42.1 compiles; no TPU ran.
+`benchmarks.compiled_for_tpu` repeats the estimates.
 
 GPUs have no entry, because none was measured: `XLA_FLAGS` takes the options that
 https://docs.jax.dev/en/latest/gpu_performance_tips.html describes.
 
 A compiler refuses an option that it does not know, and versions differ. So options are first tried
-on a program of one operation. An option that the compiler refuses, by itself or together with the
-options before it, is left out, and the run says so.
+on a program of one operation. An option is left out if the compiler refuses it, separately or
+together with earlier options. The run reports it.
 """
 
 import dataclasses
@@ -30,9 +31,9 @@ OVERLAPS: tuple[Overlap, ...] = ("auto", "none")
 
 _WINDOWS = "xla_tpu_decompose_einsum_reduce_scatter"
 _OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload"
-# Without these options XLA sends twice the bytes. Over a mesh of two or three dimensions it writes
-# a reduce-scatter as an all-reduce of which each chip keeps a part, and over large meshes a gather
-# as an all-reduce of arrays padded with zeros.
+# Without these options XLA sends twice the bytes. Over a mesh of two or three dimensions it turns a
+# reduce-scatter into an all-reduce, and each chip keeps a part of the result. Over large meshes it
+# turns a gather into an all-reduce of arrays padded with zeros.
 _SCATTER = f"{_OFFLOAD}_nd_reduce_scatter"
 _GATHER = "xla_tpu_prefer_async_allgather_to_allreduce"
 # With any of these XLA does not turn a reduce-scatter into an all-reduce.
@@ -45,10 +46,10 @@ class Choice:
 
     Attributes:
       device_kind: A regular expression that must match `jax.Device.device_kind` completely.
-      most: The size of the largest ring for which they pay.
+      most: The size of the largest ring for which the options make a step faster.
       options: The options, as `jax.jit` takes them.
       measured: The figures.
-      beside: Other axes that the mesh may have (of more than one device) for the options to pay.
+      beside: The other axes of more than one device that the mesh may have.
     """
 
     device_kind: str
@@ -110,7 +111,7 @@ CHOICES: tuple[Choice, ...] = (
 
 @dataclasses.dataclass(frozen=True)
 class ChosenOptions:
-    """Compiler options and the reason for them; `why` is "" where there was no choice."""
+    """Compiler options and the reason for them; `why` is "" if nothing was chosen."""
 
     options: Mapping[str, str | bool] = dataclasses.field(default_factory=dict)
     why: str = ""
@@ -134,7 +135,7 @@ def choose_options(
       device_kind: `jax.Device.device_kind`, such as `TPU v5 lite`.
       rings: The sizes of the rings over which gradients are reduced, one after the other.
       others: The names of the mesh's other axes with more than one device.
-      overlap: `"auto"` for the options in `CHOICES`, `"none"` for the compiler's own.
+      overlap: `"auto"` for the options in `CHOICES`, `"none"` for the compiler's default options.
 
     Raises:
       ValueError: `overlap` is not known.
@@ -163,7 +164,7 @@ def choose_options(
 def keep_if_known(chosen: ChosenOptions, device: jax.Device) -> ChosenOptions:
     """Drops the options that a device's compiler refuses; `why` names them with its message.
 
-    It compiles one operation for this one device: once if all options are accepted, else once more
+    It compiles one operation for this device: once with all options; if they are refused, once more
     for each option.
     """
     if not chosen.options or not _refusal(chosen.options, device):

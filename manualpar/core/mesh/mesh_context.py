@@ -1,12 +1,12 @@
 """Sets the mesh around a call, and explains errors where a model's shardings do not fit a mode.
 
-Under `jax.set_mesh(mesh)` the type of every array in a trace is on that mesh. A program has its own
-mesh. So it is built, and its functions are called, with no mesh set, whatever the caller has set.
-Each mode sets a mesh for the model if it needs one.
+Under `jax.set_mesh(mesh)` the type of every array in a trace is on that mesh. A program has another
+mesh. So it is built, and its functions are called, with no mesh set, even if the caller has set
+one. Each mode sets a mesh for the model if it needs one.
 
 Some ways to state a sharding belong to one mode: `with_sharding_constraint` is for automatic axes,
-`out_sharding=` for explicit axes. In another mode JAX refuses them, with various messages. Here
-they get one sentence, which names the mode to use.
+`out_sharding=` for explicit axes. In another mode JAX refuses them, with various messages. This
+module replaces these messages by one sentence that names the mode to use.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Orders the devices of a mesh: axes that send most, and wait for it, are put on fast links.
+"""Orders the devices of a mesh: axes that send and wait the most get the fastest links.
 
 The order of a mesh's axes goes from the slowest links to the fastest. The axes' names decide it,
 not the order in which they are written (`DEFAULT_ORDER`):
@@ -10,19 +10,19 @@ not the order in which they are written (`DEFAULT_ORDER`):
 - `expert` sends tokens and waits for them, in each layer;
 - `model` sends activations and waits for them, several times in each layer.
 
-(Narayanan et al., https://arxiv.org/abs/2104.04473, keep tensor parallelism within a host and let
-pipelines go across. Llama 3, https://arxiv.org/abs/2407.21783, section 3.3, has the same order, but
-with `data` on slower links than `stage`.)
+(Narayanan et al., https://arxiv.org/abs/2104.04473, keep tensor parallelism within a host and run
+pipelines across hosts. Llama 3, https://arxiv.org/abs/2407.21783, section 3.3, has the same order,
+except that `data` is on slower links than `stage`.)
 
-A *host* is a group of devices that reaches the others over a slow network: a process, or one of
-JAX's slices where there are several. One slice of TPUs is one host, because its own network joins
-its machines. Hosts are given to the axes in order, so the fastest axes stay within a host if their
-sizes allow it. In a slice of TPUs each axis is a ring of neighbours if there is one, see
+A *host* is a group of devices that reaches other devices over a slow network: a process, or one of
+JAX's slices if there are several. One slice of TPUs is one host, because a fast network joins its
+machines. Hosts are divided over the slowest axes first, so the fastest axes stay within a host if
+their sizes allow it. In a slice of TPUs each axis is a ring of neighbours if possible, see
 `manualpar.core.mesh.torus`. Devices of one process need not be neighbours in the mesh: a process
 reads the rows of the batch that its devices hold.
 
-The order changes the device at a position of the mesh. It changes no axis and no array's specs, so
-the numbers that a program computes stay the same.
+The order changes only which device is at a position of the mesh. Axes and specs stay the same, so
+a program computes the same numbers.
 """
 
 import collections
@@ -44,8 +44,8 @@ def in_order(axes: Mapping[str, int], order: Sequence[str] = ()) -> dict[str, in
 
     Args:
       axes: The size of each axis.
-      order: The names of all axes in this order; by default `DEFAULT_ORDER`. An axis whose name is
-        not in it keeps the position where it is written.
+      order: The names of all axes, slowest links first; by default `DEFAULT_ORDER`. An axis that
+        is not in `order` keeps its position in `axes`.
     """
     if order:
         return {axis: axes[axis] for axis in order}
@@ -78,11 +78,11 @@ def arrange_devices(
     Args:
       axes: The size of each axis.
       devices: The devices, as many as the product of the sizes.
-      order: As in `in_order`. By default devices of one host that are no TPUs keep their order,
-        because all distances between them are equal.
+      order: The order of axes, as in `in_order`. By default devices of one host keep their order if
+        they are no TPUs, because all distances between them are equal.
 
     Returns:
-      The devices in an array with the sizes of `axes`, in the order in which these are written.
+      The devices in an array with the sizes of `axes`, in the order of `axes`.
     """
     if not order and len(set(_hosts(devices))) == 1 and devices[0].platform != "tpu":
         order = tuple(axes)
@@ -114,7 +114,7 @@ def _arrange_host(sizes: Sequence[int], devices: Sequence[Any]) -> np.ndarray:
 
 
 def sizes_across(sizes: Iterable[int], num_hosts: int) -> list[int]:
-    """Returns the factor of each size, in the order of the axes, that goes across equal hosts."""
+    """Returns for each axis, in order, the factor of its size that is split over equal hosts."""
     across = []
     for size in sizes:
         across.append(math.gcd(size, num_hosts))
@@ -123,11 +123,11 @@ def sizes_across(sizes: Iterable[int], num_hosts: int) -> list[int]:
 
 
 def describe_links(mesh: Mesh) -> str:
-    """Describes in a line the links that the axes are on; empty on one host that is no TPU.
+    """Describes the links of each axis in a line; empty on one host that is no TPU.
 
     Returns:
-      A line such as `4 hosts; data: 2 within a host x 4 across, model: within a host`. In a slice
-      of TPUs it says how each axis goes through the torus:
+      A line such as `4 hosts; data: 2 within a host x 4 across, model: within a host`. For a slice
+      of TPUs it describes each axis in the torus:
       `data: in a ring of neighbours along xy, model: between neighbours along z`.
     """
     devices = list(mesh.devices.flat)

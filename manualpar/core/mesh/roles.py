@@ -1,11 +1,11 @@
 """The role of each mesh axis.
 
-A *data* axis splits the examples of a batch, a *context* axis another of its dimensions. Devices
-along either run the same program on different data, so gradients are averaged over both. Devices
-along any other axis see the same data. A *storage* axis only shares the memory: a parameter that
-is sharded over it is gathered where it is used. Over a *model* axis the model computes with its
-shards. Over a *stage* axis a pipeline runs some of the layers on each device. A parameter that all
-stages use gets a part of its gradient on each of them.
+A *data* axis splits the examples of a batch. A *context* axis splits another dimension of the
+batch. Devices along either axis run the same program on different data, so gradients are averaged
+over both. Devices along any other axis see the same data. A *storage* axis only saves memory: a
+parameter that is sharded over it is gathered where it is used. The model computes with shards over
+a *model* axis. A pipeline splits its layers over a *stage* axis. A parameter that all stages use
+gets a part of its gradient on each stage.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ class AxisRoles:
     """The roles of a mesh's axes.
 
     Attributes:
-      batch_dims: For each dimension of a batch's leaves that is split, the mesh axes that split it.
+      batch_dims: The split dimensions of a batch's leaves, and the mesh axes that split each.
       others: The role of each axis that splits no dimension of the batch; `"storage"` by default.
     """
 
@@ -59,5 +59,5 @@ class AxisRoles:
 
     @property
     def batch_spec(self) -> PartitionSpec:
-        """The `PartitionSpec` of a leaf with all of the split dimensions."""
+        """The `PartitionSpec` of a leaf that has every split dimension."""
         return PartitionSpec(*map(self.batch_dims.get, range(max(self.batch_dims) + 1)))

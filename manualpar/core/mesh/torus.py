@@ -1,14 +1,14 @@
 """Rings of neighbours in the torus of a slice of TPUs.
 
-Along a mesh axis each device sends to the next device, and the last to the first. A *hop* is a link
-on the way. If the next device is always one hop away, each link carries the data of one device in
-each direction, and XLA makes permutations along the axis asynchronous. Gathers and scatters do not
-depend on the order of devices: XLA finds rings for them by itself.
+Along a mesh axis each device sends to the next device, and the last device to the first. A *hop* is
+one link between neighbours. If the next device is always one hop away, each link carries the data
+of one device in each direction, and XLA makes permutations along the axis asynchronous. Gathers and
+scatters do not depend on the order of devices, because XLA finds rings for them.
 
-In a grid of at least two dimensions, one of them of even size, a ring of neighbours goes through
-all positions, and needs no link between opposite ends. It passes through all rows on the way out,
-and leaves the first position of each row for the way back. In a grid of 2x4 it goes up one column
-and down the other.
+If a grid has at least two dimensions and one has an even size, a ring of neighbours can contain all
+positions without a link between opposite ends. The ring first passes through all rows, except for
+the first position of each row. It returns through these first positions. In a grid of 2x4 it goes
+up one column and down the other.
 
 A chip with two devices counts as two positions, one hop apart.
 """
@@ -29,7 +29,7 @@ FLAT = ("lite", "v5e", "v6e")
 
 @dataclasses.dataclass(frozen=True)
 class _Chip:
-    """A stand-in for a device, of a kind for which `mesh_utils` has no special order."""
+    """A fake device of a kind for which `mesh_utils` has no special order."""
 
     device: Any
     coords: tuple[int, ...]
@@ -46,11 +46,11 @@ def arrange_in_torus(sizes: Sequence[int], devices: Sequence[Any]) -> np.ndarray
       devices: The devices of one slice, as many as the product of the sizes.
 
     Returns:
-      The arrangement with the fewest hops along the last dimension, then along the one before it,
-      and so on. The candidates are `mesh_utils.create_device_mesh`'s arrangement, its general
-      arrangement if it has a special one for a small slice, and both with each dimension in the
-      order of `ring_through`. Devices keep their order if they do not fill a box or have no
-      coordinates.
+      The arrangement with the fewest hops along the last dimension; if equal, along the dimension
+      before it, and so on. One candidate is the arrangement of `mesh_utils.create_device_mesh`. If
+      that is a special arrangement for a small slice, the general arrangement is a candidate too.
+      The others have each dimension of these in the order of `ring_through`. Devices keep their
+      order if they do not fill a box or have no coordinates.
     """
     array = np.empty(len(devices), object)
     array[:] = devices
@@ -58,7 +58,7 @@ def arrange_in_torus(sizes: Sequence[int], devices: Sequence[Any]) -> np.ndarray
     if coords is None or len(array) != math.prod(np.ptp(coords, 0) + 1):
         return array.reshape(sizes)
     arrays = [mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)]
-    if not coords[:, -1].any():  # A stand-in cannot describe a chip with two devices.
+    if not coords[:, -1].any():  # A fake device cannot describe a chip with two devices.
         chips = [_Chip(device, tuple(device.coords)) for device in devices]
         general = mesh_utils.create_device_mesh(sizes, chips, allow_split_physical_axes=True)
         arrays.append(np.vectorize(lambda chip: chip.device, otypes=[object])(general))
@@ -69,9 +69,9 @@ def arrange_in_torus(sizes: Sequence[int], devices: Sequence[Any]) -> np.ndarray
 
 
 def ring_through(shape: Sequence[int]) -> list[tuple[int, ...]]:
-    """Returns the positions of a grid, each next to the one before.
+    """Returns the positions of a grid in an order in which successive positions are neighbours.
 
-    The last is next to the first, unless all sizes are odd or the grid is a line.
+    The last position is next to the first, unless all sizes are odd or the grid is a line.
     """
     even = next((dim for dim, size in enumerate(shape) if size % 2 == 0), None)
     if even is None:
@@ -84,7 +84,7 @@ def ring_through(shape: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def _path_through(shape: Sequence[int]) -> list[tuple[int, ...]]:
-    """Returns the positions of a grid, back and forth, each next to the one before."""
+    """Returns the positions of a grid, back and forth; successive positions are neighbours."""
     path: list[tuple[int, ...]] = [()]
     for size in reversed(shape):
         path = [(i, *place) for i in range(size) for place in (path if i % 2 == 0 else path[::-1])]
@@ -92,7 +92,7 @@ def _path_through(shape: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def _in_rings(array: np.ndarray, wraps: np.ndarray) -> np.ndarray:
-    """Puts each dimension of the array in the order of a ring, where that has fewer hops."""
+    """Puts each dimension of the array in the order of a ring if that has fewer hops."""
     for dim, size in enumerate(array.shape):
         coords = _coords_of(np.moveaxis(array, dim, 0).reshape(size, -1)[:, 0])
         columns = [np.unique(column, return_inverse=True) for column in coords.T]
@@ -114,10 +114,11 @@ def _hops(array: np.ndarray, dim: int, wraps: np.ndarray) -> np.ndarray:
 
 
 def closed_sides(sides: Sequence[int], *, is_flat: bool) -> list[bool]:
-    """Returns which sides of a slice, in chips, links between their ends close to a ring.
+    """Returns which sides of a slice are rings: a link joins their two ends.
 
-    In a flat torus, of two dimensions, a full side of a pod, of 16 chips, is closed. In three
-    dimensions all sides are closed if each is a multiple of four chips, else none.
+    `sides` are in chips. In a flat torus (two dimensions) a side of 16 chips, the full side of a
+    pod, is a ring. In three dimensions all sides are rings if each is a multiple of four chips;
+    else no side is.
     """
     if is_flat:
         return [side % 16 == 0 for side in sides]
@@ -125,7 +126,7 @@ def closed_sides(sides: Sequence[int], *, is_flat: bool) -> list[bool]:
 
 
 def _wraps(array: np.ndarray) -> np.ndarray:
-    """Returns the hops around each dimension of a slice that is closed to a ring, else `FAR`."""
+    """Returns the hops around each dimension of a slice that is a ring, and `FAR` for others."""
     sides = np.ptp(_coords_of(array).reshape(-1, len(NAMES)), 0) + 1
     is_flat = any(word in array.flat[0].device_kind for word in FLAT)
     closed = [*closed_sides(sides[:-1], is_flat=is_flat), False]  # The last side counts cores.
@@ -133,7 +134,7 @@ def _wraps(array: np.ndarray) -> np.ndarray:
 
 
 def describe_along(array: np.ndarray, hosts: np.ndarray, dim: int) -> str:
-    """Describes how a dimension of an array of TPUs goes through the torus within a host.
+    """Describes the way of an array's dimension through the torus of TPUs within a host.
 
     Args:
       array: The devices.
@@ -141,7 +142,8 @@ def describe_along(array: np.ndarray, hosts: np.ndarray, dim: int) -> str:
       dim: The dimension.
 
     Returns:
-      Words such as `in a ring of neighbours along xy`; empty if no host has two devices along it.
+      Words such as `in a ring of neighbours along xy`; empty if no host has two devices along
+      `dim`.
     """
     if _coords_of(array) is None:
         return "in an unknown order (no coordinates)"

@@ -3,8 +3,8 @@
 Under a causal mask the first tokens of a sequence attend to few tokens and the last to many. If
 each of `C` devices had a run of consecutive tokens, the last device would have most of the work. So
 the sequence is cut into `2 C` half blocks, and device `c` gets half blocks `c` and `2 C - 1 - c`
-(zig-zag). A step puts its batch into this order once, when it still consists of integers for the
-most part. The model and the loss see only this order.
+(zig-zag). A step reorders its batch once, at its beginning, because the batch is mostly integers
+and small. The model and the loss get only this order.
 """
 
 from typing import Any
@@ -18,8 +18,8 @@ from manualpar.core.tracing.scopes import CONTEXT_SCOPE
 def to_zigzag(batch: Any, axis: str) -> Any:
     """Exchanges consecutive runs of positions for half blocks in zig-zag order.
 
-    Leaves are `[B, S/axis, ...]`: at first the device's run of each sequence, afterwards half
-    block `c` and then `2 C - 1 - c`. Scalars stay as they are.
+    Leaves are `[B, S/axis, ...]`. Before the exchange, a leaf has the device's run of each
+    sequence; after it, half block `c` and then half block `2 C - 1 - c`. Scalars do not change.
 
     Communication:
       Two collective permutes of half of each leaf.

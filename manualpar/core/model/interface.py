@@ -1,4 +1,4 @@
-"""The functions of a model that a program calls, whichever library the model was written with.
+"""The functions of a model that a program calls, the same for every model library.
 
 Each library has a subclass of `ModelInterface`, which is registered when its module is imported.
 Linen's is in `manualpar.core.model.linen.linen_model`, NNX's in
@@ -26,7 +26,7 @@ class Applicable(Protocol):
 Model = nn.Module | Callable[..., Any] | Applicable
 # Makes the arguments of a model's call from a batch.
 InitArgs = Callable[[Any], tuple[Sequence[Any], Mapping[str, Any]]]
-# "eval" turns training off, and "eval_dropout" turns all of it off except dropout.
+# "eval" turns training off. "eval_dropout" turns training off except for dropout.
 RunPhase = Literal["train", "eval", "eval_dropout"]
 
 
@@ -37,9 +37,9 @@ class ModelInterface(abc.ABC):
     Attributes:
       module: The module.
       phase: Whether calls train or evaluate.
-      axis_aliases: The mesh axes that the axis names in the module stand for.
+      axis_aliases: Maps axis names in the module to mesh axes.
       loop_dims: The dims of each parameter that loops run over, by the parameter's path; `None`
-        before they are known.
+        until they have been found.
       makes_variables_in_calls: Whether a call may add to collections, as `sow` does.
     """
 
@@ -78,8 +78,8 @@ class ModelInterface(abc.ABC):
     def encodings(self, leaves: Sequence[Any]) -> dict[str, Any]:
         """Returns the encodings of arrays that a program stores quantized, by the array's name.
 
-        `leaves` are the program's. An encoding has a leaf `plain` for the array that a source has,
-        and `encode(array)`, which returns the program's arrays by name.
+        `leaves` are the program's leaves. An encoding has a leaf `plain`, which describes the
+        source's array, and `encode(array)`, which returns the program's arrays by name.
         """
         del leaves
         return {}

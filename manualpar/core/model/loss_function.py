@@ -3,9 +3,9 @@
     loss_fn(params, apply_fn, batch, rng) -> (loss, metrics)
 
 `batch` is one device's share of a minibatch, and `loss` is the mean over its valid examples.
-`metrics` are pairs of scalars `(sum, count)` by name, with `metrics["loss"]` among them. Its count
-is the weight of this share in the mean over all devices and minibatches. `apply_fn` is called like
-`model.apply`. `rng` is a key that differs between devices, minibatches and steps.
+`metrics` are pairs of scalars `(sum, count)` by name, with `metrics["loss"]` among them. The loss's
+count is the weight of this share in the mean over all devices and minibatches. `apply_fn` is called
+like `model.apply`. `rng` is a key that differs between devices, minibatches and steps.
 
 - A share may have no valid example. The gradient of 0 / 0 would be NaN on that device and then
   everywhere, so a masked loss divides by `jnp.maximum(count, 1)` or
@@ -13,9 +13,9 @@ is the weight of this share in the mean over all devices and minibatches. `apply
   than 1. The same holds over a context axis, see `context_check`.
 - A loss may use collectives and so be the same on all devices (`jax.lax.pmean(loss, axes)`, a ratio
   of `psum`s). Then its gradient is the gradient of one device's loss. The program sums metrics over
-  the devices. If a loss has already summed them, their means are right and their counts are not.
-- Sharded `params` are boxes, which `apply_fn` takes. A penalty on parameters reads
-  `flax.linen.unbox(params)`, which gathers them, experts and split layers too.
+  the devices. If a loss has already summed metrics, their means are right but their counts wrong.
+- Sharded `params` are boxes, which `apply_fn` accepts. A penalty on parameters reads
+  `flax.linen.unbox(params)`, which gathers all of them, also experts and split layers.
 - A loop or a conditional may combine constants with data, see `varying_loops`.
 """
 

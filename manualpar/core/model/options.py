@@ -36,8 +36,8 @@ class ProgramOptions(TypedDict, total=False):
       mesh: The devices, see `make_mesh`. On an abstract mesh, see `abstract_mesh`, a program can be
         traced but not run. Required.
       batch: An example batch, or a tree of `jax.ShapeDtypeStruct`, with global shapes `[B, ...]`.
-        Only shapes and dtypes are read. It has `.inputs`, as `manualpar.Batch` has, unless
-        `init_args` is given or the model is an NNX one. Required.
+        Only shapes and dtypes are read. It must have `.inputs`, like `manualpar.Batch`, unless
+        `init_args` is given or the model is an NNX model. Required.
       init_args: The arguments that initialise a Linen model: a function of the batch that returns
         `(args, kwargs)`, such as `lambda batch: ((batch["source"], batch["target"]), {})`. The
         parameters are those of `model.init({"params": init_rng}, *args, **kwargs)`; other random
@@ -45,20 +45,20 @@ class ProgramOptions(TypedDict, total=False):
         model is called with `batch.inputs`. NNX models are not called.
       axis_name: The mesh axis, or tuple of axes, that the batch is split over and that a strategy
         shards over; `"data"` if not given.
-      axis_aliases: For each axis name in the fields `axis_name` of the model's modules that the
-        mesh does not have, the mesh axis, or tuple of axes, that it stands for:
-        `{"batch": "data"}` for `nn.BatchNorm(axis_name="batch")`. `{}` if not given. In modes other
-        than `"manual"` the batch is global, and names of the mesh's data axes need no alias.
+      axis_aliases: Modules of the model may have a field `axis_name` with a name that is no mesh
+        axis. This option maps each such name to a mesh axis or tuple of axes: `{"batch": "data"}`
+        for `nn.BatchNorm(axis_name="batch")`. `{}` if not given. In modes other than `"manual"`
+        the batch is global, and names of the mesh's data axes need no alias.
       context_axis: The mesh axis, if any, that sequences are split over: dim 1 of all leaves of the
         batch except scalars. It also splits the batch, so parameters are sharded over it too. Each
-        device has two half blocks of each sequence (`mesh.zigzag`). A model or a loss that mixes
-        positions in any other way than by `manualpar.layers.Context` is refused.
+        device has two half blocks of each sequence (`mesh.zigzag`). A model or a loss may mix
+        positions only by `manualpar.layers.Context`; otherwise it is refused.
       pipeline: A `manualpar.Pipeline`, if any, which spreads the model's scanned layers over an
         axis of the mesh. The minibatches are its microbatches. For mode `"manual"`.
-      num_minibatches: The number of minibatches that a device splits its share of the batch into,
-        so that it holds the activations of only one; 1 if not given.
-      use_scan: Whether the minibatches run in a `jax.lax.scan`, which compiles one of them, or
-        unrolled (the default).
+      num_minibatches: The number of minibatches into which a device splits its part of the batch;
+        1 if not given. A device holds the activations of only one minibatch.
+      use_scan: Whether the minibatches run in a `jax.lax.scan`, which is compiled once, or in a
+        Python loop (the default).
       mode: Who writes the collectives. `"manual"` (the default): this package, inside `shard_map`.
         `"auto"`: XLA, from sharding constraints where a parameter is used. `"explicit"`: XLA, where
         the types require them. `"auto-unconstrained"`: XLA, from only the layout of the state.
@@ -68,9 +68,9 @@ class ProgramOptions(TypedDict, total=False):
       trainable: Globs over the paths of parameters, such as `("*/attention/*", "head/*")`; `*`
         matches `/` too. All other parameters are *frozen*: they stay the same, bit for bit, have no
         gradient and no optimizer state, and may be of any dtype. They are sharded and gathered like
-        trained ones. If not given, the model decides; most train all parameters.
+        trained parameters. If not given, the model decides; most models train all parameters.
       param_dtype: The floating-point dtype, by name, in which parameters are stored and updated. If
-        not given, the model's.
+        not given, the model's dtype.
       frozen_dtype: The same for frozen parameters. If not given, `param_dtype`.
       gather_dtype: The dtype in which parameters are gathered and computed with. If not given, the
         dtype in which they are stored. A frozen parameter whose stored dtype is as narrow or
@@ -88,15 +88,15 @@ class ProgramOptions(TypedDict, total=False):
       error_feedback: Whether the error of quantizing a device's gradient is added to its gradient
         in the next step, see `manualpar.core.program.gradient_rounding`. For gradients that are
         reduced once a step.
-      stochastic_rounding: Whether `reduce_code` rounds at random, to be right on average.
+      stochastic_rounding: Whether `reduce_code` rounds at random, so that the mean is exact.
       axis_by_axis: Whether a dimension that is sharded over a tuple of axes is gathered and
-        scattered over one axis after the other, and not over their product at once. Gathers begin
+        scattered over one axis after the other, instead of over all axes at once. Gathers begin
         with the last axis. The bytes are the same, and there are more collectives. Use it on TPUs:
-        over an axis, or a product of axes, that fills a square torus, XLA turns reduce-scatters
-        into all-reduces, and on large tori also all-gathers, which doubles the bytes. It does not
-        do so over one side of the torus after the other (`axis_name=("x", "y")` on a mesh of
-        (16, 16)). Where some links are slow, name their axis last. All-reduces always run over all
-        axes at once. For mode `"manual"`.
+        if an axis, or a product of axes, fills a square torus, XLA turns reduce-scatters into
+        all-reduces, and on large tori also all-gathers. This doubles the bytes. XLA does not do so
+        if each axis is one side of the torus (`axis_name=("x", "y")` on a mesh of (16, 16)). If
+        some links are slow, name their axis last. All-reduces always run over all axes at once.
+        For mode `"manual"`.
       norm_metrics: Whether training reports `gradient_norm`, `update_norm` and `parameter_norm`,
         the global norms of the gradient, of the optimizer's update and of the new parameters.
       nonfinite: The reaction of a training step to a loss or a gradient that is not finite, on any
@@ -104,17 +104,17 @@ class ProgramOptions(TypedDict, total=False):
         `"ignore"` (the default): nothing, at no cost.
         `"report"`: the metrics contain `nonfinite`, a pair whose sum is 1 in such a step and 0 in
         other steps, and whose count is 1. If it is 0, `metrics["loss"]` is finite.
-        `"skip"`: the same, and such a step does not change the parameters, the optimizer's state
-        with its counters and schedules, nor the model's other collections, bit for bit.
+        `"skip"`: like `"report"`, and such a step does not change, bit for bit, the parameters, the
+        optimizer's state with its counters and schedules, and the model's other collections.
         `state.step` and `state.rng` advance, because they count steps and not updates. Norms are
-        those of the computed gradient, the computed update, and the parameters that were kept. The
-        device decides, so the host does not wait.
-        In mode `"manual"` this adds no collective, but 8 bytes to the all-reduce of the metrics,
-        which then waits for the gradients and is not merged with theirs. Where parameters are
-        sharded over other axes than the batch's, it adds one all-reduce of 4 bytes. In the other
+        of the computed gradient, the computed update, and the unchanged parameters. The device
+        decides, so the host does not wait.
+        In mode `"manual"` both add no collective, but 8 bytes to the all-reduce of the metrics. It
+        then waits for the gradients and is not merged with their all-reduces. If parameters are
+        sharded over other axes than the batch's, one all-reduce of 4 bytes is added. In the other
         modes XLA combines the results of all gradients. `"skip"` needs every gradient before the
-        first parameter changes: where XLA does not fuse the optimizer into one loop, as on CPUs,
-        that takes memory for up to two more shards of the parameters.
+        first parameter changes. If XLA does not fuse the optimizer into one loop, as on CPUs, this
+        takes memory for up to two more shards of the parameters.
       sync_collections: How to synchronise variables outside `params` whose values differ between
         devices after a step, by collection or by path; the longest matching path wins:
         `{"stats": "sum", "stats/amax": "max"}`.
@@ -125,9 +125,10 @@ class ProgramOptions(TypedDict, total=False):
         of *sums*, as in vector quantisers (`decay * old + (1 - decay) * total`): take
         `jax.lax.psum(total, axis)` in the model.
         `batch_stats` is averaged by default. Other variables that differ by their type are refused
-        if this option does not name them. Variables that do not differ by their type stay as they
-        are. A count taken from a shape (`seen += x.shape[0]`) does not, so it has to be named. In
-        modes other than `"manual"` a model sees the global batch, and nothing differs.
+        if this option does not name them. Variables that do not differ by their type do not change.
+        A count taken from a shape (`seen += x.shape[0]`) does not differ by its type, so this
+        option must name it. In modes other than `"manual"` a model gets the global batch, and no
+        variable differs.
       eval_dropout: Whether `eval_step` leaves dropout on, as Monte Carlo dropout needs it. Batch
         statistics come from the state in any case, and a `Transformer` smooths no labels and adds
         no z-loss. Everything else that your model does in training stays on too. If `False` (the

@@ -1,12 +1,12 @@
-"""Finds out how a loss uses parameters, before any of them is sharded.
+"""Finds out how a loss uses parameters, before any parameter is sharded.
 
 The loss is traced once, abstractly, with each parameter in a box that records its uses. The box
 records the dims that `nn.scan` and `nn.vmap` run over, because these dims must not be sharded.
 
-The box contains an array of random keys instead of the parameter. Arithmetic on keys fails, so code
-that reads the content without `unbox()`, and would compute with a shard, fails here. The box also
-contains zeros, which detect code that differentiates the parameter: a gather's handwritten gradient
-is the gradient of a mean over devices, so it would be wrong within a loss.
+The box contains an array of random keys instead of the parameter. Code that reads the content
+without `unbox()` would compute with a shard. It fails here, because arithmetic on keys fails. The
+box also contains zeros, which detect a loss that differentiates a parameter. This would be wrong:
+a gather's handwritten gradient is the gradient of a mean over devices.
 """
 
 import linecache
@@ -24,7 +24,7 @@ from manualpar.core.parameters.array_box import ArrayBox
 from manualpar.core.parameters.collectives import cast_to_varying, varying_axes
 from manualpar.core.parameters.placement import is_inside, path_name
 
-# Packages that are not the user's code.
+# Libraries: all other packages are the user's code.
 LIBRARIES = frozenset({"flax", "jax", "jaxlib", "manualpar", "numpy", "optax"})
 # Applies a function to abstract parameters, and traces the loss with its result as a step does.
 TraceLoss = Callable[[Any, Callable[[Any], Any]], None]
@@ -39,9 +39,9 @@ def find_loop_dims(
       strategy: The strategy's name, for messages.
       trace_loss: Traces the loss.
       params: The tree of abstract parameters.
-      boxed: The same tree with a true leaf for each parameter to look at.
+      boxed: The same tree with a true leaf for each parameter to probe.
       gathers_in_loss: Whether this package gathers parameters where the loss reads them. If so,
-        none may be differentiated there.
+        the loss may not differentiate parameters.
 
     Raises:
       ValueError: A parameter is differentiated, or read without its module's `self.param`.
@@ -157,7 +157,7 @@ class _Probe(ArrayBox, eq=False):
     loop_dims: Any = flax.struct.field(default=None, pytree_node=False)
     part_shape: tuple[int, ...] = flax.struct.field(default=(), pytree_node=False)
     global_shape: tuple[int, ...] = flax.struct.field(default=(), pytree_node=False)
-    # Loops and transformations slice these as they slice the keys. Zeros can be differentiated.
+    # Loops and transformations slice the zeros like the keys. Zeros can be differentiated.
     zeros: Any = None
 
     def unbox(self, apply_constraint: bool = True) -> Any:

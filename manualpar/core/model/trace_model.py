@@ -1,8 +1,8 @@
-"""Traces a model and its loss once, for all that a program needs to know about them.
+"""Traces a model and its loss once, to find all facts that a program needs about them.
 
 `trace_model` makes, initialises and traces the model abstractly, and returns a `TracedModel`. No
-other module has to find out whether it is a Linen or an NNX model, how it is called, which
-collections it updates, how it is annotated, or which dims its loops run over.
+other module has to find these facts: the model's library, its call, the collections that it
+updates, its annotations, and the dims that its loops run over.
 """
 
 import dataclasses
@@ -258,9 +258,9 @@ def trace_model(
 
 
 def _check_same_along_model_axes(loss: Any, metrics: Metrics, data_axes: frozenset[str]) -> None:
-    """Refuses a loss or a metric that differs along axes along which the batch is the same.
+    """Refuses a loss or a metric that differs along axes that do not split the batch.
 
-    Its gradient would be the gradient of the sum over these devices.
+    Autodiff would take the gradient of the sum of the loss over the devices along these axes.
     """
     named = {f"metrics[{name!r}]": metric for name, metric in metrics.items()}
     for name, value in {"the loss": loss, **named}.items():

@@ -6,8 +6,8 @@
 - `auto-unconstrained`: as `auto` without a constraint where a parameter is used, so that XLA may
   move activations instead.
 
-Here the statistics of a batch (`BatchNorm`) are those of the global batch, and dropout draws one
-mask for it.
+In these modes batch statistics (`BatchNorm`) are of the global batch, and dropout draws one mask
+for the global batch.
 """
 
 import contextlib
@@ -84,7 +84,7 @@ class GlobalArrays(Manual):
 
         Each minibatch has an equal part of every device's examples.
         """
-        axes = roles.batch_dims[0]  # The axes of dim 1 divide sequences, and no examples.
+        axes = roles.batch_dims[0]  # The axes of dim 1 split sequences, not examples.
         devices = axes_size(self.mesh, axes)
         check_minibatches(batch, num_minibatches, devices=devices)
 
@@ -111,7 +111,7 @@ class GlobalArrays(Manual):
         return shard.replace(value=self.constrain(g, place.state_spec))
 
     def sync(self, place: Placement, shard: Any, g: Any) -> Any:
-        """Returns the gradient as it is, because it is the global batch's."""
+        """Returns the gradient as it is, because it is of the global batch."""
         del place, shard
         return g
 
@@ -182,7 +182,7 @@ class Auto(GlobalArrays):
 
     def unshard(self, x: jax.Array, names: Names, stored_names: Names) -> jax.Array:
         """Constrains a parameter to `names`, and its gradient to `stored_names`."""
-        # A plain constraint holds for the gradient too, which would be all-reduced.
+        # A plain constraint also applies to the gradient: XLA would all-reduce it.
         shardings = [NamedSharding(self.mesh, names_to_spec(n)) for n in (names, stored_names)]
         return _unshard(x, *shardings)
 
@@ -270,7 +270,7 @@ class GlobalParameter(ShardedParameter, eq=False):
         """Constrains the parameter to be replicated over `gather_axes`.
 
         Communication:
-          None of ours; XLA gathers.
+          XLA adds the gathers; this package adds none.
         """
         del apply_constraint
         gathered = self.gather_data_axes()

@@ -1,16 +1,16 @@
 """Gradients of the global mean loss, from each device's part of a batch.
 
-A step differentiates `sum of the loss over all examples / their global number`, however the
-examples are split over devices and minibatches and however many of them are masked. With `n_k`
-valid examples and mean loss `l_k` on part `k`, the gradient is `sum_k n_k grad(l_k) / sum_k n_k`.
-So each part is weighted by its count *before* anything is averaged. A mean of means would be
-another loss.
+A step differentiates `sum of the loss over all examples / global number of examples`. This holds
+for every split of the examples over devices and minibatches and every number of masked examples.
+If part `k` has `n_k` valid examples and the mean loss `l_k`, the gradient is
+`sum_k n_k grad(l_k) / sum_k n_k`. So each part is weighted by its count *before* anything is
+averaged. A mean of means would be another loss.
 
-The types decide who adds up the devices' gradients. Where a parameter is *invariant* over a mesh
+Types decide whether autodiff sums gradients over devices. If a parameter is *invariant* over a mesh
 axis, autodiff inserts a `psum` over that axis, once for every use and minibatch. Therefore
 parameters are cast to *varying* first. Then gradients differ between devices while they are
-accumulated, and `sync_gradients` reduces them once. A gradient that has not been reduced still
-varies, and `shard_map` refuses to return it as replicated.
+accumulated, and `sync_gradients` reduces them once. A gradient that is not reduced still varies,
+and `shard_map` refuses to return it as replicated.
 """
 
 import functools
@@ -34,8 +34,8 @@ from manualpar.core.tracing.scopes import COUNT_SCOPE, METRICS_SCOPE, REDUCE_SCO
 
 # (params, collections, minibatch, rng) -> (loss, metrics, updated collections).
 CarryingLossFn = Callable[[Any, Any, Any, jax.Array], tuple[jax.Array, Metrics, Any]]
-# The function that is differentiated: -> (loss times count, (metrics, updated collections)). Here
-# and in an `Accumulation` the parameters are a pair of trees, trained and frozen.
+# The function that is differentiated: -> (loss times count, (metrics, updated collections)). Its
+# parameters, and the parameters of an `Accumulation`, are a pair of trees: (trained, frozen).
 WeightedLoss = Callable[[Any, Any, Any, jax.Array], tuple[jax.Array, tuple[Metrics, Any]]]
 # A linear function of the gradients of each minibatch, applied before they are added up.
 Reduce = Callable[[Any], Any]
@@ -66,7 +66,8 @@ def accumulate(
       rng: A key.
       schedule: How the minibatches run: `unrolled` or `scanned`.
       reduce: Applied to the gradients of each minibatch before they are added up.
-      frozen: The frozen parameters, if any, see `partition`. The loss gets both in one tree.
+      frozen: The frozen parameters, if any, see `partition`. `loss_fn` gets all parameters in one
+        tree.
       outer_axes: Mesh axes along which devices take separate steps, see `Manual`.
 
     Returns:
@@ -82,9 +83,9 @@ def accumulate(
     ) -> tuple[jax.Array, Any]:
         loss, metrics, collections = loss_fn(combine(pair), collections, minibatch, key)
         weight = jax.lax.stop_gradient(_at_least_float32(metrics["loss"][1]))
-        # A loss that is the same on all devices (a pmean, a ratio of psums) is each device's loss.
-        # Without the cast it is differentiated once for all devices, and the mean of the gradients
-        # is too small.
+        # A loss may be the same on all devices (a pmean, a ratio of psums). It still counts once
+        # for each device. Without the cast autodiff would differentiate it once for all devices,
+        # and the mean of the gradients would be too small.
         loss = cast_to_varying(_at_least_float32(loss), axes)
         return loss * weight, (metrics, collections)
 
@@ -98,7 +99,7 @@ def accumulate(
 def unrolled(
     loss: WeightedLoss, params: Any, collections: Any, minibatches: Any, reduce: Reduce
 ) -> tuple[Any, Metrics, Any]:
-    """Runs one minibatch after another in a Python loop, so each is compiled by itself."""
+    """Runs the minibatches in a Python loop, so each is compiled separately."""
     total = None
     for index in range(len(minibatches[1])):
         with jax.named_scope(f"minibatch_{index}"):
@@ -112,11 +113,11 @@ def unrolled(
 def scanned(
     loss: WeightedLoss, params: Any, collections: Any, minibatches: Any, reduce: Reduce
 ) -> tuple[Any, Metrics, Any]:
-    """Runs the minibatches in a `jax.lax.scan`, so that one is compiled for all."""
+    """Runs the minibatches in a `jax.lax.scan`, so the code is compiled once."""
     differentiate = functools.partial(_differentiate, loss, params, reduce)
     first = jax.tree.map(lambda x: x[0], minibatches)
-    # The carry of a scan must keep its type, and a minibatch may add axes to the collections'.
-    # Repeat until the type is stable: each round can only add axes.
+    # The carry of a scan must keep its type, but a minibatch may add axes to the collections' type.
+    # Repeat until the type is stable: each repetition can only add axes.
     for _ in range(len(jax.sharding.get_abstract_mesh().manual_axes) + 1):
         types, updated = jax.eval_shape(differentiate, collections, first)
         collections = jax.tree.map(
@@ -125,7 +126,7 @@ def scanned(
 
     def zero(t: Any) -> jax.Array:
         x = cast_to_varying(jnp.zeros(t.shape, t.dtype), varying_axes(t))
-        # Where shardings are types (mode `explicit`), the sum must have the sharding of its terms.
+        # If shardings are types (mode `explicit`), the sum must have the sharding of its terms.
         return x if t.sharding is None else jax.sharding.reshard(x, t.sharding)
 
     def body(carry: Any, minibatch: Any) -> tuple[Any, None]:
@@ -142,7 +143,7 @@ def scanned(
 def _differentiate(
     loss: WeightedLoss, params: Any, reduce: Reduce, collections: Any, minibatch: Any
 ) -> tuple[tuple[Any, Metrics], Any]:
-    """Returns one minibatch's gradients and metrics, in the dtypes of sums, and collections."""
+    """Returns a minibatch's gradients, metrics and collections; the first two in sum dtypes."""
 
     def loss_of_trained(trained: Any) -> tuple[jax.Array, Any]:
         return loss((trained, params[1]), collections, *minibatch)
@@ -155,23 +156,23 @@ def sync_gradients(grads: Any, axis_names: AxisName) -> Any:
     """Takes the mean of the devices' gradients over the mesh axes that split the batch.
 
     Args:
-      grads: A tree of each device's gradients. A boxed gradient has already been reduced over the
-        axes that it is sharded over, by the backward pass of the gather. It is reduced only over
-        the other axes.
+      grads: A tree of each device's gradients. The backward pass of the gather has already reduced
+        a boxed gradient over the axes that it is sharded over. So it is reduced only over the other
+        axes.
       axis_names: The mesh axis, or tuple of axes, over which examples are split.
 
     Returns:
       The same tree; unboxed gradients are equal on all devices along `axis_names`.
 
     Raises:
-      ValueError: An axis is not bound. Or a gradient does not vary over an axis, because autodiff
-        has summed it already, so that its mean would be too large by the size of the axis. (With
-        `check_vma=False` types do not tell, and autodiff does not sum.)
+      ValueError: An axis is not bound. Or a gradient does not vary over an axis: autodiff has
+        summed it already, and its mean would be too large by the size of the axis. (With
+        `check_vma=False` types do not show this, and autodiff does not sum.)
 
     Communication:
       One all-reduce for each gradient that is replicated over some of the axes: a device sends
-      `2 (N - 1) / N` of its bytes, in the dtype of its box. With a quantizer an all-to-all and an
-      all-gather instead, see `Quantizer`.
+      `2 (N - 1) / N` of the gradient's bytes, in the dtype of its box. A quantizer uses an
+      all-to-all and an all-gather instead, see `Quantizer`.
     """
     axes = axis_tuple(axis_names)
     check_axes_bound("sync_gradients", axes)
@@ -213,8 +214,8 @@ def reduce_gradient(
     """Reduces a parameter's gradient over the axes of its placement.
 
     Communication:
-      One all-reduce in `dtype` over the axes of `mean_axes` that it has not been scattered over,
-      and one over `sum_axes` if there are any.
+      One all-reduce in `dtype` over the axes of `mean_axes` that the gradient has not been
+      scattered over, and one over `sum_axes` if there are any.
     """
     is_exact = comm_policy(g).reduce_code is None  # A quantizer gets the value before any rounding.
     if (set(mean_axes) - set(boxed_axes(g)) and is_exact) or sum_axes:
@@ -237,7 +238,7 @@ def sync_metrics(metrics: Metrics, axis_names: AxisName) -> Metrics:
       The pairs summed over all devices, replicated.
 
     Communication:
-      One all-reduce for each dtype, of all of its scalars.
+      One all-reduce for each dtype, of all scalars of that dtype.
     """
     axes = axis_tuple(axis_names)
     check_axes_bound("sync_metrics", axes)
@@ -253,11 +254,11 @@ def sync_metrics(metrics: Metrics, axis_names: AxisName) -> Metrics:
 
 
 def _mean_count(count: jax.Array, outer_axes: tuple[str, ...]) -> jax.Array:
-    """Returns the mean number of examples per device; 1 if there are none (gradients are zero)."""
+    """Returns the mean count of examples per device; 1 without examples (gradients are zero)."""
     axes = tuple(sorted(varying_axes(count) - set(outer_axes)))
     manual_axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
     if manual_axes and not is_vma_checked(manual_axes[0]):
-        axes = manual_axes  # Over axes along which counts are equal, the mean changes nothing.
+        axes = manual_axes  # A mean over axes with equal counts changes nothing.
     # An all-reduce over one device would hide from XLA that a count is a constant.
     axes = tuple(axis for axis in axes if jax.lax.axis_size(axis) > 1)
     with jax.named_scope(COUNT_SCOPE):
@@ -271,5 +272,5 @@ def _at_least_float32(x: jax.Array) -> jax.Array:
 
 
 def _accumulator(x: jax.Array) -> jax.Array:
-    """Casts floating types to float32 or wider, in which minibatches are summed."""
+    """Casts floating types to float32 or wider, to sum minibatches in that dtype."""
     return _at_least_float32(x) if jnp.issubdtype(x.dtype, jnp.floating) else x

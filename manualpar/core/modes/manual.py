@@ -1,8 +1,8 @@
 """Mode `manual`: every device runs the code on its part of the arrays; we write every collective.
 
-This is the mode that the package is about, and the only one whose traced program shows all of its
-communication. In the other modes, see `manualpar.core.modes.global_arrays`, the same step runs on
-global arrays and XLA derives the collectives. A step uses a mode only through the methods below.
+This is the package's main mode, and the only mode whose traced program shows all communication. In
+the other modes, see `manualpar.core.modes.global_arrays`, the same step runs on global arrays and
+XLA derives the collectives. A step uses a mode only through the methods below.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ _MODES: dict[str, type["Manual"]] = {}
 
 
 def register_mode(mode: type["Manual"]) -> type["Manual"]:
-    """Registers a mode's class under its name, for `mode_named`; a decorator."""
+    """Registers a mode's class under its name, so that `mode_named` finds it; a decorator."""
     _MODES[mode.name] = mode
     return mode
 
@@ -57,12 +57,13 @@ class Manual:
       mesh: The mesh, all axes of `AxisType.Auto`.
       data_axes: The mesh axes along which devices see different examples.
       wire: The dtypes and quantizers to send with, and the order of the axes.
-      rules: The mesh axes of logical names of activations, where XLA derives the collectives.
+      rules: The mesh axes of the logical names of activations, for modes in which XLA derives the
+        collectives.
       outer_axes: Axes of a `shard_map` around the step; devices along them take separate steps.
     """
 
     name: ClassVar[ModeName] = "manual"
-    writes_collectives: ClassVar[bool] = True  # False where XLA does.
+    writes_collectives: ClassVar[bool] = True  # False if XLA writes them.
 
     mesh: Mesh
     data_axes: tuple[str, ...]
@@ -78,19 +79,19 @@ class Manual:
     def run(
         self, function: Callable[..., Any], *, in_specs: Any, out_specs: Any
     ) -> Callable[..., Any]:
-        """Turns a function of each device's part of arrays into a function of global arrays."""
+        """Turns a function of per-device arrays into a function of global arrays."""
         return jax.shard_map(
             function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True
         )
 
     def context(self) -> contextlib.AbstractContextManager[Any]:
         """Returns the context in which a model is applied, inside `run`."""
-        # The axes are manual, so a model's own constraints on activations must do nothing.
+        # The axes are manual, so the model's constraints on activations must do nothing.
         return nn.logical_axis_rules(())
 
     @property
     def model_mesh(self) -> AbstractMesh | None:
-        """The mesh whose axes a model may name where it is built and initialised."""
+        """The mesh whose axes a model may name when it is built and initialised."""
         return None
 
     def under_mesh(self, function: Callable[..., Any], in_specs: Any) -> Callable[..., Any]:
@@ -114,9 +115,9 @@ class Manual:
     def box(self, place: Placement, x: jax.Array, *, as_state: bool = False) -> Any:
         """Boxes a parameter, so that it gathers itself where it is used.
 
-        The array is a device's shard, or the global array if XLA writes the collectives. With
-        `as_state` it is sharded in the same way as its gradient. An array that needs no gather and
-        no cast is returned without a box.
+        `x` is a device's shard, or the global array if XLA writes the collectives. With `as_state`,
+        `x` is sharded like its gradient. An array that needs no gather and no cast is returned
+        without a box.
         """
         names = place.sharded_names if as_state else place.names
         padding = place.padding if as_state else place.parameter_padding
@@ -141,12 +142,12 @@ class Manual:
         the backward pass has scattered is only divided.
         """
         if place.divisor > 1:
-            # Before any quantizer, so that residuals are in the units of the mean on every mesh.
+            # Divide before any quantizer: its residuals are then errors of the mean on every mesh.
             g = jax.tree.map(lambda x: x / place.divisor, g)
         return g if boxed_axes(g) == boxed_axes(shard) else scatter_gradients(g, shard)
 
     def sync(self, place: Placement, shard: Any, g: Any) -> Any:
-        """Reduces a gradient over the axes of its placement; arguments as in `scatter`."""
+        """Reduces a gradient over the axes of its placement. `scatter` explains the arguments."""
         return reduce_gradient(
             g,
             reduction_dtype(shard),
@@ -165,7 +166,7 @@ class Manual:
         return sync_collections(collections, self.data_axes, before=before, rules=rules)
 
     def replicate(self, placements: Any, params: Any) -> Any:
-        """Gathers updated parameters, sharded like their gradients, into their own specs."""
+        """Gathers updated parameters: from the specs of gradients to those of parameters."""
         exact = dataclasses.replace(self, wire=self.wire.exact)
 
         def gather(place: Placement, x: Any) -> Any:

@@ -2,7 +2,7 @@
 
 A strategy is data. One program (`manualpar.core.program.program`) and one step
 (`manualpar.core.program.step`) read it. So the only code of a strategy is the function that builds
-it. `manualpar.strategies` has the strategies, and a config finds them in
+it. The strategies are in `manualpar.strategies`. A config finds them in
 `manualpar.strategies.registry`.
 
 A strategy answers three questions.
@@ -10,11 +10,10 @@ A strategy answers three questions.
 1. *How is each parameter sharded?* `place` maps a `ParameterInfo` to a `Placement`: how the
    parameter, its gradient and its optimizer state are sharded between steps.
 2. *When is it communicated?* A sharded parameter is gathered wherever it is used, or once a step.
-   The gradient of a parameter that was gathered where it is used is scattered by the backward pass.
-   The gradient of a parameter that is replicated during the step is scattered once a step, or once
-   a minibatch.
-3. *What does that cost?* `sends` is a closed form: how many times a step sends each parameter.
-   Tests compare it with the collectives of the traced program.
+   If it is gathered where it is used, the backward pass scatters its gradient. If a parameter is
+   replicated during the step, its gradient is scattered once a step, or once a minibatch.
+3. *What does that cost?* `sends` is a closed form: the number of times that a step sends each
+   parameter. Tests compare it with the collectives of the traced program.
 """
 
 import dataclasses
@@ -40,11 +39,11 @@ class CommCounts(NamedTuple):
     every strategy sends one all-reduce of its gradient a step.
 
     Attributes:
-      uses: How many times the forward and the backward pass ask for it. A parameter that is sharded
-        over axes that do not split the batch is gathered over them each time.
+      uses: The number of times that the forward and the backward pass read the parameter. Each time
+        it is gathered over its sharded axes that do not split the batch.
       gathers: All-gathers of the parameter.
       scatters: Reduce-scatters of its gradient.
-      new_gathers: All-gathers of the updated parameter, where only its state is sharded.
+      new_gathers: All-gathers of the updated parameter, if only its state is sharded.
     """
 
     uses: int
@@ -62,21 +61,20 @@ class Strategy:
     """A way to spread the training state over devices.
 
     Attributes:
-      name: Its name, which begins every error message about it.
-      place: How each parameter, its gradient and its optimizer state are sharded.
-      sends: How many times a step sends a parameter, from the number of minibatches and whether the
-        parameter is kept (`Placement.keep`). It is an upper bound: a parameter that the backward
-        pass does not need, such as a bias, is not gathered again for it.
-      replica_axes: Mesh axes in addition to `axis_name` that split the examples, and over which
-        parameters are replicated.
+      name: The strategy's name. Every error message about the strategy begins with it.
+      place: Decides how each parameter, its gradient and its optimizer state are sharded.
+      sends: Counts how many times a step sends a parameter. The arguments are the number of
+        minibatches and whether the parameter is kept (`Placement.keep`). The count is an upper
+        bound: the backward pass does not gather a parameter that it does not need, such as a bias.
+      replica_axes: Mesh axes in addition to `axis_name` that split the examples. Parameters are
+        replicated over these axes.
       gather_every: How often a sharded parameter is gathered: where it is used in each minibatch,
         or once a step.
-      reduce_every: How often the gradients of parameters that are replicated in a step are
-        scattered.
+      reduce_every: How often gradients are scattered, for parameters that are replicated in a step.
       reshard_after_forward: Whether gathered parameters are dropped after the forward pass and
         gathered again for the backward pass.
-      regather_axes: The mesh axes over which they are gathered again; all if it is `None`. The part
-        that was gathered over the other axes is kept from the forward pass.
+      regather_axes: The mesh axes over which parameters are gathered again; `None` for all axes.
+        The part that was gathered over the other axes is kept from the forward pass.
     """
 
     name: str
@@ -95,18 +93,18 @@ class Pipelined(Protocol):
     def __call__(
         self, loss: WeightedLoss, params: Any, collections: Any, minibatches: Any, reduce: Reduce, /
     ) -> tuple[Any, Metrics, Any]:
-        """Accumulates gradients as an `Accumulation`; it differentiates one stage at a time."""
+        """Accumulates gradients like an `Accumulation`, but differentiates one stage at a time."""
 
     def exchange_layers(self, tree: Any, *, back: bool = False) -> Any:
         """Sends each stage the layers that it runs; with `back`, sends their gradients back."""
 
     def metrics(self, measure: Callable[..., Metrics], *args: Any) -> Metrics:
-        """Runs `measure(params, collections, batch, rng)` on each part, through the stages."""
+        """Runs `measure(params, collections, batch, rng)` on microbatches, through the stages."""
 
 
 @runtime_checkable
 class Stages(Protocol):
-    """The core's interface to `manualpar.Pipeline`, which spreads layers over an axis."""
+    """The core's interface to `manualpar.Pipeline`, which splits layers over a mesh axis."""
 
     axis: str
 
@@ -114,7 +112,7 @@ class Stages(Protocol):
         """Refuses a strategy, or options of the program, that pipelines do not support."""
 
     def stacked(self, loss: ClosedJaxpr, paths: Sequence[str], size: int) -> frozenset[str]:
-        """Finds the parameters whose layers, stacked in dim 0, are spread over `size` devices.
+        """Finds the parameters with layers stacked in dim 0, which `size` devices split.
 
         `loss` is the traced loss; its inputs are the full parameters at `paths`.
         """
@@ -122,4 +120,4 @@ class Stages(Protocol):
     def on_mesh(
         self, mesh: Mesh, strategy: Strategy, placements: Any, num_minibatches: int
     ) -> Pipelined:
-        """Makes the schedule of a step, for parameters that are sharded as in `placements`."""
+        """Makes the schedule of a step. `placements` tells how parameters are sharded."""

@@ -3,10 +3,10 @@
 A model annotates a parameter with a flax box around it. `nn.with_partitioning` makes an
 `nn.Partitioned`, whose names are mesh axes. `nn.with_logical_partitioning` makes an
 `nn.LogicallyPartitioned`, whose names are logical, such as `embed`: they name a dimension, and
-*rules* say which mesh axes it is sharded over. A rule is a pair of a logical name and a mesh axis,
-a tuple of axes or `None`. A name may have several rules. It takes the first rule whose axes are
-still free, that is, not taken by another dimension of the same parameter. If there is none, the
-dimension is not sharded. `nn.logical_to_mesh_axes`, which is called here, reads rules in this way.
+*rules* give the mesh axes that shard it. A rule is a pair of a logical name and a mesh axis, a
+tuple of axes or `None`. A name may have several rules. The first rule is used whose axes no other
+dimension of the same parameter uses. If no rule fits, the dimension is not sharded.
+`nn.logical_to_mesh_axes`, which is called here, reads rules in this way.
 
 Invariants: deciding touches no device; the resulting names are axes of the mesh, one entry for each
 dimension; an axis occurs at most once; the axes of a dimension divide its size; a dimension that
@@ -27,7 +27,7 @@ Rules = tuple[tuple[str, AxisName | None], ...]
 
 
 class AxesOrLogicalNames(nn.LogicallyPartitioned):
-    """An annotation whose names are logical if a rule knows them, and mesh axes otherwise."""
+    """An annotation whose names are logical if they have a rule, and mesh axes otherwise."""
 
 
 def check_rules(strategy: str, rules: Any, mesh: Mesh) -> Rules:
@@ -110,11 +110,11 @@ def mesh_names(
                 f"{where}, expected one for each dimension, those that loops run over included. "
                 "Make a stack with nnx.vmap(..., transform_metadata={nnx.PARTITION_NAME: None})."
             )
-        # A name that no rule knows is a mesh axis.
+        # A name without a rule is a mesh axis.
         known = {name for name, _ in rules}
         is_logical = any(isinstance(name, str) and name in known for name in names)
         rules = (*rules, *((axis, axis) for axis in mesh.shape if axis not in known))
-    # Nested loops may share a name, which flax refuses. So a name that shards nothing is left out.
+    # Flax refuses a repeated name, but nested loops may share one: drop names that shard nothing.
     sharding = {name for name, axes in rules if axes} if is_logical else set(mesh.shape)
     names = tuple(
         None if dim in loop_dims and not set(axis_tuple(name)) <= sharding else name
@@ -218,7 +218,7 @@ def _nearest(names: list[str], known: Iterable[str]) -> str:
 
 
 def _entry(axes: tuple[str, ...]) -> AxisName | None:
-    """Writes the axes of a dimension: a tuple of several, one as a string, or `None`."""
+    """Converts a dimension's axes: `None` without axes, a string for one, else a tuple."""
     return axes if len(axes) > 1 else axes[0] if axes else None
 
 

@@ -1,14 +1,14 @@
 """A box that behaves like the array in it.
 
-Modules usually ask for a parameter with `self.param`, which unboxes it. Some read it from the
-variables instead, for instance to tie the weights of two layers:
-`self.wte.variables["params"]["embedding"].T`. They get the box, and use it as an array. An
-`ArrayBox` therefore behaves like its unboxed value, so a parameter that gathers itself is gathered
-there too.
+Modules usually ask for a parameter with `self.param`, which unboxes it. Some modules read it from
+the variables instead, for example to tie the weights of two layers:
+`self.wte.variables["params"]["embedding"].T`. Such a module gets the box and uses it as an array.
+Therefore an `ArrayBox` behaves like its unboxed value, and a parameter that gathers itself is
+gathered in this case too.
 
 Invariants: every use unboxes once; shape and dtype are known without unboxing; a box stays a pytree
-whose leaf is the stored array, because flax's transformations need that. So `jax.tree.map` still
-sees the stored array and not the parameter: the probe refuses such code.
+whose leaf is the stored array, because flax's transformations need this. So `jax.tree.map` still
+gets the stored array instead of the parameter: the probe refuses such code.
 """
 
 import functools
@@ -35,8 +35,8 @@ class ArrayBox(nn.Partitioned, eq=False):
     Declare a subclass with `eq=False`: a dataclass would compare boxes, and not their elements.
 
     Attributes:
-      is_whole: Whether a loss reads it. Then `unbox()` also gathers what a module computes with in
-        parts, see `whole_parameters`.
+      is_whole: Whether a loss reads the parameter. Then `unbox()` also gathers a parameter whose
+        shards a module computes with, see `whole_parameters`.
 
     Communication:
       `unbox()`, at each use.

@@ -1,20 +1,20 @@
 """Quantizes numbers to 8 or 4 bits: an integer code of each number, and a scale of each block.
 
 A block is a run along the last dim of an array. Its scale is its largest magnitude divided by the
-largest code, and the code of a number is the number in units of the scale, rounded to an integer
-(Dettmers et al., LLM.int8(), https://arxiv.org/abs/2208.07339). `quantize` and `dequantize` have
-codes and scales in separate arrays, to be stored. `pack_codes` and `unpack_codes` have them side by
-side in bytes, to be sent: `quantized_bytes(n, code)` for a row of `n` numbers.
+largest code. The code of a number is `number / scale`, rounded to an integer (Dettmers et al.,
+LLM.int8(), https://arxiv.org/abs/2208.07339). `quantize` and `dequantize` use separate arrays for
+codes and scales, for storage. `pack_codes` and `unpack_codes` use bytes that contain codes and
+scales, for sending: `quantized_bytes(n, code)` bytes for a row of `n` numbers.
 
 Invariants:
 
 - A scale has the 8 significant bits of bfloat16, whatever its dtype. So casting it to bfloat16
   changes nothing, and its product with a code is exact in float32.
-- The error of a finite number is at most half the scale of its block, or less than the scale with
-  stochastic rounding, apart from the rounding of one product. Magnitudes above `LARGEST` are
-  clipped to it, so that no scale overflows.
-- Numbers that were dequantized in float32 and are quantized again to the nearest have the same
-  codes and scales. In bfloat16 products are rounded, and a few codes are one off.
+- The error of a finite number is at most half the scale of its block. With stochastic rounding it
+  is less than the scale. The rounding of one product adds to this error. Magnitudes above `LARGEST`
+  are clipped to `LARGEST`, so that no scale overflows.
+- If numbers are dequantized in float32 and quantized again to the nearest, codes and scales stay
+  the same. In bfloat16 products are rounded, and a few codes change by one.
 - A block whose scale would be subnormal becomes zeros. A block with a number that is not finite
   becomes NaN.
 - The shapes of codes and scales give the length of the blocks. The last block may be shorter.
@@ -48,9 +48,9 @@ def quantize(
       x: `[..., K]` of floating-point numbers.
       block: The length of the blocks, as `quantized_block_size` returns it for `K`.
       code: The number of bits of a code.
-      key: Rounds stochastically, so that the mean over keys is the number. With one key, arrays
-        with different scales get different noise. Without a key, numbers are rounded to the
-        nearest.
+      key: The key of stochastic rounding: the mean over keys is the unrounded number. Arrays with
+        different scales get different noise from one key. Without a key, numbers are rounded to
+        the nearest.
 
     Returns:
       The codes, `[..., K]` of int8, and the scales, `[..., ceil(K / block)]` of the dtype of `x`.
@@ -76,9 +76,9 @@ def quantize(
 def _scales(peaks: jax.Array, largest: int, *, covers: bool) -> jax.Array:
     """Returns the scales of blocks with these largest magnitudes, in their dtype.
 
-    A scale is rounded to bfloat16. In units of it a peak may be up to a half more than the largest
-    code, which is still the nearest code. With stochastic rounding the peak's mean would be too
-    small, so `covers` rounds scales up.
+    A scale is rounded to bfloat16. So `peak / scale` may exceed the largest code by up to a half;
+    the largest code is still the nearest code. With stochastic rounding the peak's mean would be
+    too small, so `covers` rounds scales up.
     """
     cap = jnp.asarray(LARGEST, peaks.dtype)
     peaks = jnp.where(jnp.isfinite(peaks.astype(jnp.float32)), jnp.minimum(peaks, cap), peaks)
@@ -93,8 +93,8 @@ def _scales(peaks: jax.Array, largest: int, *, covers: bool) -> jax.Array:
 def _noise(key: jax.Array, scales: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Draws a number in [0, 1) for each element: a hash of its index, of a key and of the scales.
 
-    XLA fuses it into its consumer. `jax.random` would do too, but its loop on CPUs holds several
-    arrays of this shape.
+    XLA fuses the hash into its consumer. `jax.random` is not used, because its loop on CPUs holds
+    several arrays of this shape.
     """
     salt = jax.lax.bitcast_convert_type(scales.sum(dtype=jnp.float32), jnp.uint32)
     start = jax.random.bits(key, (), jnp.uint32) ^ _hash(salt)

@@ -1,12 +1,12 @@
 """Collectives whose gradient is written by hand, and the axes over which their values vary.
 
 A parameter that is stored in shards is gathered where it is used, and its gradient is scattered
-back. The gradient of such a gather is written by hand, because the mean over devices is wanted
-where autodiff would take the sum.
+back. The gradient of such a gather is written by hand: it is the mean over devices, but autodiff
+would take the sum.
 
 Under `jax.shard_map(check_vma=True)` the type of every value names the mesh axes over which it
-*varies*, that is, along which devices may hold different values. This file has all the code that
-reads or changes that set.
+*varies*: devices along these axes may hold different values. All code that reads or changes this
+set of axes is in this file.
 """
 
 import math
@@ -21,7 +21,7 @@ from manualpar.core.tracing.scopes import CAST_SCOPE, GATHER_SCOPE, SCATTER_SCOP
 
 
 def varying_axes(tree: Any) -> frozenset[str]:
-    """Returns the mesh axes over which any leaf's type varies; none with `check_vma=False`."""
+    """Returns the mesh axes over which any leaf varies by its type; none with `check_vma=False`."""
     return frozenset[str]().union(*(jax.typeof(x).mat.varying for x in jax.tree.leaves(tree)))
 
 
@@ -34,15 +34,15 @@ def cast_to_varying(tree: Any, axes: tuple[str, ...] | frozenset[str]) -> Any:
     """Casts the type of every leaf to varying over `axes`, so that autodiff sums no gradient.
 
     Communication:
-      None. The *transpose* of this cast is a `psum`. A value that is cast inside a differentiated
-      function therefore costs an all-reduce in the backward pass. Cast it before.
+      None. The *transpose* of this cast is a `psum`: a cast inside a differentiated function costs
+      an all-reduce in the backward pass. Cast before that function.
     """
 
     def cast(x: Any) -> Any:
         missing = tuple(sorted(set(axes) - varying_axes(x)))
         return jax.lax.pcast(x, missing, to="varying") if missing else x
 
-    with jax.named_scope(CAST_SCOPE):  # The scope is for the transpose.
+    with jax.named_scope(CAST_SCOPE):  # This scope marks the psum of the transpose.
         return jax.tree.map(cast, tree)
 
 
@@ -51,7 +51,7 @@ class Quantizer(Protocol):
 
     @property
     def name(self) -> str:
-        """The value of the options `gather_code` and `reduce_code` that chooses it."""
+        """The quantizer's name in the options `gather_code` and `reduce_code`."""
 
     def row_bytes(self, n: int) -> int:
         """Returns the bytes that are sent for a row of `n` numbers."""
@@ -62,24 +62,24 @@ class Quantizer(Protocol):
     def scatter_sum(
         self, x: jax.Array, dim: int, axes: tuple[str, ...]
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns the reduce-scattered sum in float32, and this device's rounding error of `x`."""
+        """Returns the reduce-scattered sum in float32 and this device's rounding error in `x`."""
 
     def mean(self, x: jax.Array, axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
-        """Returns the mean over devices in float32, and the error that this device causes in it."""
+        """Returns the mean over devices in float32 and the error that this device adds to it."""
 
 
 class CommPolicy(NamedTuple):
     """The dtypes and quantizers with which values are sent, and the order of the axes.
 
     Attributes:
-      gather_dtype: The dtype that a shard is cast to before it is gathered, and that the model
-        computes with; `None` for the shard's dtype.
-      reduce_dtype: The dtype that gradients are summed in; `None` for their own.
-      axis_by_axis: Whether a dimension that is sharded over a tuple of axes is gathered, and its
-        gradient scattered, over one axis after the other instead of over their product at once.
-      gather_code: The quantizer of parameters that are gathered over the axes of the batch; `None`
-        for none.
-      reduce_code: The quantizer of gradients that are reduced; they are summed in float32.
+      gather_dtype: The dtype to which a shard is cast before it is gathered. The model computes
+        in this dtype. `None` for the shard's dtype.
+      reduce_dtype: The dtype in which gradients are summed; `None` for the gradients' dtype.
+      axis_by_axis: Whether parameters are gathered, and gradients scattered, over one axis after
+        the other if a dimension is sharded over a tuple of axes; otherwise over all axes at once.
+      gather_code: The quantizer of parameters that are gathered over the axes that split the batch;
+        `None` for none.
+      reduce_code: The quantizer of gradients that are reduced; gradients are summed in float32.
       code_axes: The mesh axes over which gradients are quantized; `None` for all.
     """
 
@@ -103,8 +103,8 @@ class CommPolicy(NamedTuple):
     def for_parameter(self, dtype: Any, *, trainable: bool = True) -> "CommPolicy":
         """Returns the policy for a parameter of a dtype.
 
-        A parameter that is not floating-point is sent as it is stored. A frozen parameter is not
-        cast to a dtype as wide as its own or wider.
+        A parameter that is not floating-point is sent as it is stored. A frozen parameter is cast
+        only to a narrower dtype.
         """
         if not jnp.issubdtype(dtype, jnp.floating):
             return self.exact
@@ -113,19 +113,19 @@ class CommPolicy(NamedTuple):
         return self._replace(gather_dtype=None, reduce_dtype=None) if is_narrow else self
 
     def gather_quantizer(self, n: int, dtype: Any) -> Quantizer | None:
-        """Returns the quantizer to gather shards of `n` numbers with, if it saves bytes."""
+        """Returns the quantizer for gathering shards of `n` numbers, if it saves bytes."""
         return _if_fewer_bytes(self.gather_code, n, self.gather_dtype or dtype)
 
     def reduce_quantizer(self, n: float, dtype: Any, axes: tuple[str, ...]) -> Quantizer | None:
-        """Returns the quantizer to reduce gradients with, if it saves bytes.
+        """Returns the quantizer for reducing gradients over `axes`, if it saves bytes.
 
-        `n` is the count of numbers in the shard that each device along `axes` sums.
+        `n` is the count of numbers in the shard that each device sums.
         """
         is_quantized = self.code_axes is None or set(axes) <= set(self.code_axes)
         return _if_fewer_bytes(self.reduce_code, n, dtype) if is_quantized else None
 
     def reductions(self, axes: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
-        """Returns the axes of each all-reduce over `axes`: first exact, then quantized axes."""
+        """Returns the axes of the exact all-reduce over `axes`, then those of the quantized one."""
         quantized = tuple(axis for axis in axes if axis in (self.code_axes or ()))
         exact = tuple(axis for axis in axes if axis not in quantized)
         return tuple(group for group in (exact, quantized) if group)
@@ -133,8 +133,8 @@ class CommPolicy(NamedTuple):
     def rounds(self, axes: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
         """Returns the axes of each collective that scatters over `axes`, in order.
 
-        Gathers reverse the order. The major axis comes first, so that shards are ordered as in a
-        `PartitionSpec`. The number of rounds does not change the bytes that a device sends.
+        Gathers use the reverse order. The major axis comes first, so that shards are ordered as in
+        a `PartitionSpec`. The number of collectives does not change the bytes that a device sends.
         """
         return tuple((axis,) for axis in axes) if self.axis_by_axis else (axes,)
 
@@ -165,15 +165,15 @@ def gather_array_with_mean_grads(
       ValueError: A mesh axis is not bound, or `axis` is not a dimension of `x`.
 
     Communication:
-      Forward an all-gather over `axis_name`: a device sends `(N - 1) / N` of the gathered bytes on
-      a ring of `N`. Backward a reduce-scatter of the same size. With `wire.axis_by_axis` there is
-      one of each for each axis, and the bytes are the same.
+      Forward: an all-gather over `axis_name`; a device sends `(N - 1) / N` of the gathered bytes on
+      a ring of `N`. Backward: a reduce-scatter of the same size. `wire.axis_by_axis` makes one
+      all-gather and one reduce-scatter for each axis, with the same bytes.
 
     Gradient:
-      Written by hand: `psum_scatter(g) / N`, where the transpose of an all-gather would be
-      `psum_scatter(g)`. So the gradient of a sharded parameter is the mean of the devices'
-      gradients, as with `pmean` for a replicated parameter. It is summed in `wire.reduce_dtype`
-      and returned in the dtype of `x`.
+      `psum_scatter(g) / N`, written by hand; the transpose of an all-gather is `psum_scatter(g)`.
+      So the gradient of a sharded parameter is the mean of the devices' gradients, like `pmean`
+      of a replicated parameter's gradient. It is summed in `wire.reduce_dtype` and returned in
+      the dtype of `x`.
     """
     axes = axis_tuple(axis_name)
     check_axes_bound("gather_array_with_mean_grads", axes)
@@ -183,8 +183,8 @@ def gather_array_with_mean_grads(
             f"{x.shape}."
         )
     if is_vma_checked(axes[0]) and not varying_axes(x) & set(axes):
-        # By its type all devices hold the same shard. Flax's nested scans trace a box in this way
-        # to find out shapes, with values that have lost their types.
+        # The type says that all devices hold the same shard. This occurs when flax's nested scans
+        # trace a box only for shapes, with values that have lost their types.
         x = jnp.concatenate([x] * jax.lax.axis_size(axes), axis)
         return x.astype(wire.gather_dtype or x.dtype)
     args = _GatherArgs(axis % x.ndim, axes, x.dtype, wire._replace(reduce_code=None))
@@ -217,12 +217,12 @@ _gather_with_mean_grads = jax.custom_vjp(_gather, nondiff_argnums=(2,))
 
 
 def _gather_forward(x: jax.Array, quantizer: Any, args: _GatherArgs) -> tuple[jax.Array, Any]:
-    # The function without the rule, so that `modes.remat` sees the all-gather.
+    # `_gather` has no custom rule, so `modes.remat` sees the all-gather.
     return _gather(x, quantizer, args), quantizer
 
 
 def _gather_backward(args: _GatherArgs, quantizer: Any, g: jax.Array) -> tuple[jax.Array, None]:
-    # A quantizer may hold a key, which differs between steps: it is a residual, and not static.
+    # A quantizer may hold a random key that differs between steps. So it is a residual, not static.
     wire = args.wire._replace(reduce_code=quantizer)
     g = scatter_mean(g, args.dim, args.axes, wire=wire, dtype=wire.reduce_dtype)
     return g.astype(args.dtype), None
@@ -240,15 +240,15 @@ def scatter_mean(
       x: Each device's array, `[..., D, ...]`.
       dim: The dimension to scatter along; the size of `axes` divides it.
       axes: The mesh axes.
-      wire: The order of the axes, and the quantizer, which is used if it saves bytes.
-      dtype: The dtype to send without a quantizer; by default the dtype of `x`.
+      wire: The order of the axes and the quantizer. The quantizer is used if it saves bytes.
+      dtype: The dtype in which unquantized values are sent; by default the dtype of `x`.
 
     Returns:
       `[..., D/axes, ...]`, the shard of the mean.
 
     Communication:
       One reduce-scatter in `dtype`, or one for each axis: a device sends `(N - 1) / N` of the bytes
-      of `x` in that dtype. With a quantizer one all-to-all instead, see `Quantizer`.
+      of `x` in `dtype`. A quantizer uses one all-to-all instead, see `Quantizer`.
     """
     dtype = dtype or x.dtype
     with jax.named_scope(SCATTER_SCOPE):
@@ -277,8 +277,8 @@ def gather_invariant(
       x: The device's shard, `[..., D/axes, ...]`.
       dim: The dimension along which it is sharded.
       axes: The mesh axes over which it is sharded.
-      scope: The named scope, which gives the purpose.
-      wire: The order of the axes; the dtype stays.
+      scope: The named scope, which marks the purpose of the collective.
+      wire: The order of the axes; its dtypes and quantizers are not used.
 
     Returns:
       The full array, `[..., D, ...]`, not varying over `axes`.
@@ -287,8 +287,8 @@ def gather_invariant(
       One all-gather, or one for each axis: a device sends `(N - 1) / N` of the gathered bytes.
 
     Gradient:
-      The device's shard of the gradient; nothing is sent. Where devices along `axes` use the array
-      differently, the cast that makes it varying has summed their gradients.
+      The device's shard of the gradient; nothing is sent. If devices along `axes` use the array
+      differently, their code casts it to varying, and the cast's transpose sums their gradients.
     """
     with jax.named_scope(scope):
         x = cast_to_varying(x, axes)

@@ -1,8 +1,8 @@
 """Layouts: which device holds which part of the training state.
 
-A layout is a tree like the state with a `PartitionSpec` at each leaf. It is a pure function of
-shapes, of the model's annotations (`nn.with_partitioning`), and of the strategy; deciding it
-touches no device. A strategy decides it with a `PlaceFn`, from a `ParameterInfo` to a `Placement`.
+A layout is a tree like the state, with a `PartitionSpec` at each leaf. It is a pure function of
+shapes, the model's annotations (`nn.with_partitioning`) and the strategy. No device is needed to
+compute it. A strategy's `PlaceFn` returns the `Placement` of a parameter from its `ParameterInfo`.
 """
 
 import dataclasses
@@ -32,10 +32,10 @@ class ParameterInfo:
       loop_dims: The dimensions that `nn.scan` or `nn.vmap` run over: each use of the parameter sees
         one slice.
       split_axes: The mesh axes in `names` over which the model computes with the shards, see
-        `split_parameter.split`. Over the other axes it is gathered where it is used.
-      shared_names: For each dimension the mesh axes whose devices share its entries; `()` if there
-        are none.
-      trainable: Whether it is trained. Otherwise it is *frozen*.
+        `split_parameter.split`. The parameter is gathered over the other axes where it is used.
+      shared_names: For each dimension, the mesh axes whose devices share its entries; `()` if no
+        dimension has shared entries.
+      trainable: Whether the parameter is trained. If not, it is *frozen*.
       absent_axes: Axes that a split parameter names and the mesh does not have.
     """
 
@@ -64,21 +64,21 @@ class Placement:
     from the roles of the mesh axes.
 
     Attributes:
-      names: For each dimension of the parameter the mesh axis, or tuple of axes, that it is sharded
-        over between steps, or `None`.
-      note: The reason why it is sharded along its dimension, or why it is not sharded.
+      names: For each dimension of the parameter, the mesh axis or tuple of axes that shards it
+        between steps, or `None`.
+      note: The reason for the sharded dimension, or the reason why no dimension is sharded.
       state_names: The same as `names` for the gradient and the optimizer's state; `None` if they
-        are equal.
-      padding: The number of zeros at the end of each dimension of an array that is sharded along
-        it, so that the axes divide the dimension; `()` if there are none.
-      keep: Whether it is gathered once in each minibatch, before the forward pass, and kept until
-        the backward pass.
+        are sharded like the parameter.
+      padding: The number of zeros added at the end of each dimension, so that the axes divide the
+        sharded dimension; `()` if no zeros are added.
+      keep: Whether the parameter is gathered once in each minibatch, before the forward pass, and
+        kept until the backward pass.
       mean_axes: The mesh axes along which devices see different examples: the gradient is averaged
         over them.
       sum_axes: The mesh axes along which each device has a part of the gradient: it is summed over
         them.
-      divisor: A further divisor of the gradient, where autodiff has already summed over axes and
-        the mean is wanted.
+      divisor: A further divisor of the gradient: autodiff has already summed over some data axes,
+        and the divisor makes the sum a mean.
       storage_axes: The mesh axes that only share the storage: the parameter is gathered over them
         where it is used.
       split_axes: The mesh axes over which the model computes with its shards.
@@ -116,12 +116,12 @@ class Placement:
 
     @property
     def parameter_padding(self) -> tuple[int, ...]:
-        """The padding of the parameter: none if it is not sharded between steps."""
+        """The padding of the parameter; `()` if only its gradient and state are sharded."""
         return () if self.state_names is not None else self.padding
 
 
 def names_to_spec(names: Names) -> PartitionSpec:
-    """Makes a `PartitionSpec` of dimensions' axes; `PartitionSpec()` if there are no axes."""
+    """Makes a `PartitionSpec` from each dimension's axes; `PartitionSpec()` if there are none."""
     return PartitionSpec(*names) if any(map(axis_tuple, names)) else PartitionSpec()
 
 
@@ -154,10 +154,10 @@ def shard_one_dim(
     keep_gathered: tuple[str, ...] = (),
     replicate: tuple[str, ...] = (),
 ) -> Placement:
-    """Places a parameter sharded along the dim that `choose_shard_dim` returns, padded if need be.
+    """Shards a parameter along the dim that `choose_shard_dim` returns, and pads it if needed.
 
-    Parameters that `keep_gathered` names are kept (`Placement.keep`). Parameters that `replicate`
-    names are replicated, annotated or not.
+    A parameter that `keep_gathered` names has `Placement.keep`. A parameter that `replicate` names
+    is replicated, even if it is annotated.
     """
     if any(is_inside(parameter.path, name) for name in replicate):
         return Placement(split_names(parameter), "named by replicate", keep=True)
@@ -185,13 +185,13 @@ def shard_one_dim(
 
 
 def split_names(parameter: ParameterInfo) -> Names:
-    """Returns the axes of each dimension without the axes that only share its storage."""
+    """Returns the axes of each dimension over which the model computes with shards."""
     split = parameter.split_axes
     return tuple(n if split.issuperset(axis_tuple(n)) else None for n in parameter.names)
 
 
 def is_inside(path: str, name: str) -> bool:
-    """Returns whether a path is `name` or inside of it: `head/kernel` is inside `head`."""
+    """Returns whether a path is `name` or below it: `head/kernel` is inside `head`."""
     return f"{path}/".startswith(f"{name}/")
 
 
@@ -200,7 +200,7 @@ def check_named(
     parameters: Iterable[tuple[ParameterInfo, Placement]],
     **fields: tuple[str, ...],
 ) -> None:
-    """Refuses a name in one of `fields` that no parameter of the model has."""
+    """Refuses a name in `fields` that is no parameter or module of the model."""
     paths = [info.path for info, _ in parameters]
     for field, name in ((field, name) for field, names in fields.items() for name in names):
         if not any(is_inside(path, name) for path in paths):
@@ -215,7 +215,7 @@ def check_named(
 def shard_state_only(
     parameter: ParameterInfo, axes: tuple[str, ...], axis_size: int, **placing: Any
 ) -> Placement:
-    """Places gradient and optimizer state sharded as `shard_one_dim`, but not the parameter."""
+    """Shards the gradient and the optimizer state like `shard_one_dim`, but not the parameter."""
     sharded = shard_one_dim(parameter, axes, axis_size, **placing)
     if sharded.names == parameter.names or sharded.keep:
         return sharded
@@ -235,7 +235,7 @@ def complete_placement(
         trainable=parameter.trainable,
         mean_axes=tuple(axis for axis in roles.data_axes if axis not in split),
         sum_axes=tuple(axis for axis in roles.stage_axes if axis not in split),
-        # A shard is used for the examples of all devices along these axes: autodiff sums over them.
+        # Along these axes a shard is used for the examples of all devices: autodiff has summed.
         divisor=axes_size(mesh, tuple(axis for axis in roles.data_axes if axis in split)),
         storage_axes=tuple(
             axis for axis in axes if roles.role_of(axis) == "storage" and axis not in split
@@ -254,10 +254,9 @@ def describe_parameters(
 ) -> Any:
     """Returns a `ParameterInfo` for each leaf of a tree of abstract parameters, boxes included.
 
-    `loop_dims` are the dimensions that loops run over, by a parameter's path. An annotation that
-    does not fit is refused, see `mesh_names`. An annotation that names for one dim an axis of
-    `data_axes` and another axis is refused too, because gradients are reduced over the first and
-    not over the second.
+    `loop_dims` maps a parameter's path to the dimensions that loops run over. An annotation that
+    does not fit is refused, see `mesh_names`. An annotation that mixes an axis of `data_axes` with
+    another axis in one dim is refused too, because gradients are reduced over the data axis only.
     """
 
     def loop_dims_of(path: Any) -> frozenset[int]:
@@ -323,11 +322,11 @@ def on_stages(infos: Any, stacked: frozenset[str], axis: str) -> Any:
 
 
 def like_params(tree: Any, params: Any, values: Any, default: Any) -> Any:
-    """Gives each leaf of an optimizer's state the value of the parameter that it belongs to.
+    """Returns a tree like an optimizer's state, with the value of each leaf's parameter.
 
-    A leaf belongs to a parameter if its path ends in the parameter's path and it has the
-    parameter's shape (Adam's moments do, Adafactor's factored ones have another shape). `values` is
-    a tree like `params`. Leaves that belong to no parameter get the default.
+    A leaf belongs to a parameter if its path ends in the parameter's path and the shapes are equal.
+    Adam's moments belong to a parameter; Adafactor's factored moments have another shape. `values`
+    is a tree like `params`. Leaves that belong to no parameter get the default.
     """
     leaves = jax.tree_util.tree_leaves_with_path(params)
     by_path = {
@@ -347,7 +346,7 @@ def like_params(tree: Any, params: Any, values: Any, default: Any) -> Any:
 
 
 def computed_specs(infos: Any) -> Any:
-    """Returns for each parameter the `PartitionSpec` of the array that the model computes with."""
+    """Returns the `PartitionSpec` of the array that the model computes with, per parameter."""
     return jax.tree.map(lambda info: names_to_spec(split_names(info)), infos)
 
 

@@ -1,14 +1,14 @@
 """Collectives that send numbers in a quantized format, see `block_quantization`.
 
-A row of a device's numbers becomes a row of bytes, with codes and scales, so that one collective
-sends both. A gather quantizes a shard once, however many rounds it takes, and dequantizes at the
-end. Codes cannot be summed. So devices exchange the codes of each other's shards (all-to-all),
-dequantize them, and each sums its own shard in float32 (quantized gradients of ZeRO++: Wang et al.,
-https://arxiv.org/abs/2306.10209). A mean that all devices need quantizes the shards of the sum and
-gathers them. Every device dequantizes the same bytes, so all have the same mean, bit for bit.
+A row of a device's numbers becomes a row of bytes with codes and scales, so that one collective
+sends both. A gather of several rounds quantizes a shard once and dequantizes at the end. Codes
+cannot be summed. So each device receives the codes of its shard from all devices (all-to-all),
+dequantizes them, and sums them in float32 (quantized gradients of ZeRO++: Wang et al.,
+https://arxiv.org/abs/2306.10209). For a mean on all devices, the shards of the sum are quantized
+and gathered. Every device dequantizes the same bytes, so all have the same mean, bit for bit.
 
-On `N` devices a device sends `(N - 1) quantized_bytes(n)` for a gather of rows of `n` numbers, the
-same for a sum whose shards have `n` numbers, and twice that for a mean.
+On `N` devices a device sends `(N - 1) quantized_bytes(n)` for a gather of rows of `n` numbers, or
+for a sum whose shards have `n` numbers. It sends twice these bytes for a mean.
 """
 
 import dataclasses
@@ -99,7 +99,7 @@ class BlockQuantizer:
         size = jax.lax.axis_size(axes)
         shard = (*x.shape[:dim], x.shape[dim] // size, *x.shape[dim + 1 :])
         # A shard consists of runs of adjacent numbers. If blocks end where runs end, the codes are
-        # put in the order of shards. Otherwise the numbers are, which copies the array.
+        # put in the order of shards. Otherwise the numbers are reordered, which copies the array.
         lead, run = math.prod(shard[:dim]), math.prod(shard[dim:])
         rows = x.reshape(lead, size, run)
         is_in_place = lead > 1 and lead * self.row_bytes(run) == self.row_bytes(lead * run)

@@ -2,14 +2,14 @@
 
 `flax.linen` calls `unbox()` on every boxed parameter that a module asks for. `ShardedParameter` is
 such a box: it holds a device's shard, and its `unbox()` gathers the full parameter. So a model
-written for one device is sharded without a change. A layer inside `nn.scan` gathers only its own
-slice, and a gathered parameter can be dropped as soon as it was used (ZeRO-3: Rajbhandari et al.,
+written for one device is sharded without a change. A layer inside `nn.scan` gathers only its slice
+of a parameter. A gathered parameter can be dropped right after its use (ZeRO-3: Rajbhandari et al.,
 https://arxiv.org/abs/1910.02054; FSDP: Zhao et al., https://arxiv.org/abs/2304.11277).
 
 Invariants: `names[i]` is the mesh axis (or tuple of axes) that dimension `i` is sharded over, or
 `None`. The value is the device's shard inside `shard_map` and the global array outside. A gradient
 has the box of its parameter. A dimension that the axes do not divide may be padded with zeros. Then
-the padded array is sharded, and `unbox` returns the parameter's own shape.
+the padded array is sharded, and `unbox` removes the padding.
 """
 
 import math
@@ -34,8 +34,8 @@ from manualpar.core.parameters.collectives import (
 from manualpar.core.parameters.split_parameter import take_shared
 from manualpar.core.tracing.scopes import NEW_PARAMS_SCOPE
 
-# The tiles of arrays of 16 bits in the memory of TPUs: 128 entries of the last dimension by 16 of
-# the one before it. See https://openxla.org/xla/tiled_layout.
+# A tile of a 16-bit array in TPU memory: 128 entries of the last dimension by 16 of the second to
+# last. See https://openxla.org/xla/tiled_layout.
 TILE = (128, 16)
 
 
@@ -53,17 +53,17 @@ class ShardedParameter(ArrayBox, eq=False):
     """The shard of a parameter, in a box that gathers it when a module asks for it.
 
     Attributes:
-      value: The device's shard inside `shard_map`; outside the global array, or its abstract shape.
-      names: For each dimension the mesh axis, or tuple of axes, that it is sharded over, or `None`.
+      value: The device's shard inside `shard_map`; outside, the global array or its abstract shape.
+      names: For each dimension, the mesh axis or tuple of axes that shards it, or `None`.
       gather_axes: The mesh axes to gather over along which devices see different examples. The
-        gradient is scattered back as the mean over them.
-      storage_axes: The mesh axes to gather over along which devices see the same examples. They
-        only share the storage, and each device keeps its part of the gradient. A dimension that is
-        sharded over any other axis stays sharded.
-      shared_names: For each dimension the mesh axes whose devices share its entries, see
-        `split_parameter.split`; `()` if there are none.
+        gradient is scattered back as the mean over these axes.
+      storage_axes: The mesh axes to gather over along which devices see the same examples. Each
+        device keeps its shard of the gradient. A dimension that is sharded over an axis in neither
+        field stays sharded.
+      shared_names: For each dimension, the mesh axes whose devices share its entries, see
+        `split_parameter.split`; `()` if no dimension has shared entries.
       padding: The number of zeros at the end of each dimension of the gathered array; `()` if there
-        are none. Only dimensions sharded over `gather_axes` have some.
+        are no zeros. Only dimensions sharded over `gather_axes` are padded.
       wire: The dtypes and quantizers to send with, and the order of the axes.
     """
 
@@ -75,20 +75,20 @@ class ShardedParameter(ArrayBox, eq=False):
     wire: CommPolicy = flax.struct.field(default=EXACT, pytree_node=False)
 
     def unbox(self, apply_constraint: bool = True) -> Any:
-        """Gathers the parameter inside `shard_map`; outside, its value is the full array already.
+        """Gathers the parameter inside `shard_map`; outside, the value is the full array already.
 
         Communication:
           One all-gather for each dimension sharded over `gather_axes` or `storage_axes`, see
-          `gather_array_with_mean_grads` and `gather_invariant`; and see `take_shared`. With
-          `is_whole` one for each other sharded dimension.
+          `gather_array_with_mean_grads` and `gather_invariant`. With `is_whole` also one for each
+          other sharded dimension. See `take_shared` for shared entries.
         """
-        del apply_constraint  # Constraints are for automatic axes; here the mesh axes are manual.
+        del apply_constraint  # Constraints apply to automatic axes only; these axes are manual.
         shared_axes = tuple(axis for name in self.shared_names for axis in axis_tuple(name))
         axes = boxed_axes(self) if self.is_whole else shared_axes
         if not any(map(is_axis_bound, (*self.gather_axes, *self.storage_axes, *axes))):
             return self.value
         value = self.value
-        if shared_axes and not self.is_whole:  # Before it is gathered, because a slice is smaller.
+        if shared_axes and not self.is_whole:  # Take the slice first: less data to gather.
             value = take_shared(cast_to_varying(value, shared_axes), self.shared_names)
         for dim, name in enumerate(self.names):
             axes = axis_tuple(name)
@@ -99,15 +99,15 @@ class ShardedParameter(ArrayBox, eq=False):
         return self.finish(value)
 
     def finish(self, value: jax.Array) -> jax.Array:
-        """Removes the padding of a gathered value and casts it, as a module gets it.
+        """Removes the padding of a gathered value and casts it to the dtype that a module gets.
 
-        It sets no `checkpoint_name`, because a scan would then not notice that it saves its own
-        input.
+        It sets no `checkpoint_name`. With a name, a scan would not detect that the value it saves
+        is its own input.
         """
         return cast_floating(unpad_leaf(value, self.padding), self.wire.gather_dtype)
 
     def add_axis(self, index: int, params: dict[Any, Any]) -> "ShardedParameter":
-        """Adds a dim for `nn.scan` or `nn.vmap`, named by the mesh axis in its metadata, if any."""
+        """Adds a dim for `nn.scan` or `nn.vmap`, with the mesh axis of their metadata, if any."""
         index %= len(self.names) + 1
         name = params.get(nn.PARTITION_NAME)
         is_mesh_axis = bool(axis_tuple(name)) and all(map(is_axis_bound, axis_tuple(name)))
@@ -143,7 +143,7 @@ class ShardedParameter(ArrayBox, eq=False):
         )
 
     def gather_dims(self) -> list[tuple[int, tuple[str, ...]]]:
-        """Returns the dimensions sharded over `gather_axes`, each with all of its axes."""
+        """Returns (dimension, mesh axes) for each dimension sharded over `gather_axes`."""
         dims = enumerate(map(axis_tuple, self.names))
         return [(dim, axes) for dim, axes in dims if set(axes) & set(self.gather_axes)]
 
@@ -197,11 +197,11 @@ def choose_shard_dim(
     (`TILE`) are preferred, because TPUs copy partial tiles to send them; then the largest; then the
     first, whose shards are contiguous. The rule is the same on every platform, so a simulation on
     CPUs has the layout of TPUs. A parameter of fewer than `min_weight_size` elements is not worth
-    a collective and stays replicated. `excluded_dims` are not sharded, because a use of the
-    parameter does not see them (as in `nn.scan`).
+    a collective and stays replicated. `excluded_dims` are not sharded, because each use of the
+    parameter sees only one slice of them (as in `nn.scan`).
 
     Returns:
-      The dimension, or `None` if there is none, and why.
+      The dimension, or `None` if no dimension is sharded, and the reason.
     """
     size = math.prod(shape)
     if size < min_weight_size:
@@ -227,17 +227,16 @@ def scatter_gradients(grads: Any, shards: Any) -> Any:
     """Reduces gradients to each device's shard of their mean over the devices.
 
     Args:
-      grads: A tree of each device's gradients of full parameters, boxed where the parameters are.
-      shards: The same tree with a `ShardedParameter` for each gradient that is to be scattered over
-        the box's `gather_axes`.
+      grads: This device's gradients of full parameters; a gradient is boxed if its parameter is.
+      shards: The same tree, with a `ShardedParameter` for each gradient to scatter over the box's
+        `gather_axes`.
 
     Returns:
-      The tree of `shards` with gradients as values. Gradients that are not scattered stay as they
-      are.
+      The tree of `shards` with gradients as values. Other gradients are returned unchanged.
 
     Communication:
-      One reduce-scatter for each dimension sharded over `gather_axes`, with `wire.reduce_code`, or
-      else in `wire.reduce_dtype`, `wire.gather_dtype`, or the dtype of the parameter.
+      One reduce-scatter for each dimension sharded over `gather_axes`, quantized by
+      `wire.reduce_code` or in the dtype that `reduction_dtype` returns.
     """
 
     def scatter(shard: Any, g: Any) -> Any:
@@ -254,7 +253,7 @@ def scatter_gradients(grads: Any, shards: Any) -> Any:
 
 
 def comm_policy(x: Any) -> CommPolicy:
-    """Returns the policy of a box; `EXACT` without one."""
+    """Returns the communication policy of a `ShardedParameter`; `EXACT` for anything else."""
     return x.wire if isinstance(x, ShardedParameter) else EXACT
 
 

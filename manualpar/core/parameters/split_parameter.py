@@ -1,13 +1,13 @@
 """Split parameters: a module computes with a shard of them.
 
 A parameter that is *stored* in shards is gathered where it is used (FSDP). A parameter that is
-*split* is not: its module computes with the device's shard, and the module's own collectives
-complete the result (tensor and expert parallelism). `split` marks such a parameter where the module
-makes it. Where the axis is not bound, the module gets the full parameter, as on one device.
+*split* is not gathered: its module computes with the device's shard, and collectives of the module
+complete the result (tensor and expert parallelism). `split` marks such a parameter when the module
+makes it. If the axis is not bound, the module gets the full parameter, as on one device.
 
-A parameter may be too small to split although its module computes in parallel: with grouped-query
-attention there can be fewer key heads than devices. With `shared=True` the parameter is then
-replicated, and a group of neighbouring devices uses each slice of it.
+A parameter may be too small to split although its module computes in parallel: grouped-query
+attention can have fewer key heads than devices. `shared=True` then replicates the parameter, and a
+group of neighbouring devices uses each slice of it.
 
 Invariants: the tree of parameters and their initial values are the same as on one device, for every
 mesh. An axis that the mesh does not have splits nothing.
@@ -129,8 +129,8 @@ def names_on(
       shared: Whether devices may share slices.
 
     Returns:
-      For each dimension the axes that it is split over, and for each dimension the axes whose
-      devices share its entries; the second is `()` if there are none.
+      For each dimension the axes that split it, and for each dimension the axes whose devices share
+      its entries. The second tuple is `()` if no devices share entries.
 
     Raises:
       ValueError: A dimension does not divide over its axes, or an axis is named twice.

@@ -1,9 +1,8 @@
-"""Trees of parameters of which only a part is trained.
+"""Divides trees of parameters into a trained and a frozen part.
 
-In the tree that a step differentiates, an `optax.MaskedNode`, which has no leaves, stands in place
-of each *frozen* parameter. The gradients that are reduced and given to the optimizer form such a
-tree too. `optax.masked` passes trees like this to an inner optimizer, so every optimizer takes
-them. Paths stay as they are.
+In the tree that a step differentiates, an `optax.MaskedNode`, which has no leaves, replaces each
+*frozen* parameter. The gradients for the optimizer form such a tree too. `optax.masked` passes
+trees like this to an inner optimizer, so every optimizer accepts them. Paths do not change.
 """
 
 import fnmatch
@@ -56,5 +55,5 @@ def combine(parts: tuple[Any, Any]) -> Any:
 
 
 def is_masked(x: Any) -> bool:
-    """Returns whether a leaf stands in place of a parameter of the other part."""
+    """Returns whether a leaf replaces a parameter of the other part."""
     return isinstance(x, optax.MaskedNode)

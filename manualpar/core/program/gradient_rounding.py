@@ -1,17 +1,17 @@
 """Corrects the rounding of quantized gradients: by error feedback or by stochastic rounding.
 
-Error feedback: a device's *residual* of a parameter is the part of its gradient that quantization
-left out. It is added to the gradient of the next step before quantization, so that nothing is lost
-for good (1-bit SGD: Seide et al., https://doi.org/10.21437/Interspeech.2014-274; Karimireddy et
-al., https://arxiv.org/abs/1901.09847). The devices' residuals are one global array with a
-leading dimension, which is sharded over the axes of the quantized reduction:
-`state.local["residuals"]`, a tree like the parameters'.
+Error feedback: quantization loses a part of a device's gradient. This part is the *residual*. It is
+added to the next step's gradient before quantization, so nothing is lost in the long run (1-bit
+SGD: Seide et al., https://doi.org/10.21437/Interspeech.2014-274; Karimireddy et al.,
+https://arxiv.org/abs/1901.09847). `state.local["residuals"]` is a tree like the parameters. Each
+leaf is one global array of all devices' residuals. Its leading dimension is sharded over the axes
+of the quantized reduction.
 
 Residuals exist only for gradients that are quantized once a step, after all minibatches. The
 backward pass and single minibatches cannot read or return a residual.
 
 Stochastic rounding (`StochasticQuantizer`) works for all gradients. Every step draws a new key for
-each parameter. A key that depends only on the gradient would round equal gradients equally.
+each parameter. If a key depended only on the gradient, equal gradients would be rounded equally.
 """
 
 import dataclasses
@@ -35,15 +35,15 @@ from manualpar.core.parameters.sharded_parameter import comm_policy, is_box
 
 
 def check_feedback(strategy: Strategy, options: Mapping[str, Any]) -> None:
-    """Refuses error feedback where gradients are not quantized once, after all minibatches.
+    """Refuses error feedback unless gradients are quantized once, after all minibatches.
 
     Raises:
-      ValueError: `error_feedback=True` does not go with another option, which is named.
+      ValueError: `error_feedback=True` is incompatible with another option, which is named.
     """
-    # With replica axes only the reduction over them is quantized, once a step and over all at once.
+    # With replica axes only the reduction over them is quantized: once a step, in one collective.
     quantizes_all = not strategy.replica_axes
     axes = axis_tuple(options.get("axis_name", "data"))
-    axes += axis_tuple(options.get("context_axis"))  # Parameters are sharded over it too.
+    axes += axis_tuple(options.get("context_axis"))  # It shards parameters too.
     for does_not_fit, got, expected in (
         (
             quantizes_all and strategy.reduce_every == "minibatch",
@@ -88,7 +88,7 @@ def residual_of(
     for axes in (*scattered, *wire.reductions(others)[-1:]):
         size = axes_size(mesh, axes)
         rest = tuple(None if axis_tuple(name) == axes else name for name in names)
-        numbers = 1  # The numbers of the gradient on a device before the reduction.
+        numbers = 1  # The size of a device's gradient before the reduction.
         for dim, name in zip(padded, rest, strict=True):
             numbers *= dim // axes_size(mesh, axis_tuple(name))
         if place.trainable and size > 1 and wire.reduce_quantizer(numbers / size, dtype, axes):
@@ -101,7 +101,7 @@ class _ReductionQuantizer:
     """A `Quantizer` for the reductions of one parameter's gradient in a step; it gathers nothing.
 
     Attributes:
-      quantizer: The quantizer that it wraps.
+      quantizer: The wrapped quantizer.
     """
 
     quantizer: Any
@@ -124,7 +124,7 @@ class StochasticQuantizer(_ReductionQuantizer):
 
     Attributes:
       key: A key, the same on all devices; each device folds its index into it. The layers of a
-        scan and the minibatches share the key. Their roundings differ as far as their scales
+        scan and the minibatches share the key. Their random numbers differ only if their scales
         differ, see `block_quantization.quantize`.
     """
 
@@ -141,14 +141,14 @@ class StochasticQuantizer(_ReductionQuantizer):
         return self.quantizer.mean(x, axes, key=self._key(x, axes))
 
     def _key(self, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-        # The next reduction of a gradient rounds the result of the last one, which has more
-        # numbers. With the same key it would not be right on average.
+        # One reduction of a gradient may round the result of an earlier reduction, which was of
+        # another size. With the same key for both the mean would be wrong.
         return fold_rng_over_axis(jax.random.fold_in(self.key, x.size), axes)
 
 
 @dataclasses.dataclass(eq=False)
 class ErrorFeedback(_ReductionQuantizer):
-    """A quantizer of one gradient plus the residual of the last step, for one reduction.
+    """Quantizes a gradient plus the last step's residual, in one reduction.
 
     Attributes:
       residual: The residual of the last step.
@@ -177,7 +177,7 @@ class ErrorFeedback(_ReductionQuantizer):
 
 @dataclasses.dataclass(frozen=True)
 class GradientRounding:
-    """The error feedback and the stochastic rounding of a step.
+    """Applies error feedback or stochastic rounding in a step.
 
     Attributes:
       infos: The tree of trained parameters with a `ParameterInfo` at each leaf.
@@ -213,12 +213,12 @@ class GradientRounding:
     def attach(
         self, per_device: Any, grads: Any, boxes: Any
     ) -> tuple[dict[str, ErrorFeedback], Any]:
-        """Makes a quantizer of each residual, and puts it into the boxes of its parameter.
+        """Makes a quantizer from each residual, and puts it into the boxes of its parameter.
 
         Args:
           per_device: The state that differs between devices, `TrainState.local`.
-          grads: The tree of gradients, in boxes where they have been scattered.
-          boxes: The tree of parameters, in boxes that are sharded as their gradients are.
+          grads: The tree of gradients; scattered gradients are in boxes.
+          boxes: The tree of parameters, in boxes that are sharded like the gradients.
 
         Returns:
           The quantizers by path, and both trees with these quantizers in their boxes.
@@ -278,6 +278,6 @@ def gradient_rounding(
 
 
 def _with_quantizer(x: Any, quantizer: Any) -> Any:
-    """Replaces the quantizer of a box's gradient; does nothing if it has none."""
+    """Replaces the gradient quantizer of a box; does nothing if the box has none."""
     wire = comm_policy(x)
     return x if wire.reduce_code is None else x.replace(wire=wire._replace(reduce_code=quantizer))

@@ -1,13 +1,13 @@
-"""Guards around the jitted steps: unusable arrays are refused, and CPU devices stay close together.
+"""Guards jitted steps: refuses unusable arrays, and limits how far CPU devices get apart.
 
-A train step donates its state: the state that it returns takes over the memory. A user who passes
-the old state again, for example by running a notebook's cell twice, passes deleted arrays to JAX.
-On several simulated devices that ends the process without a Python error.
+A train step donates its state: the returned state takes over the memory. A user may pass the old
+state again, for example by running a notebook's cell twice. Then JAX gets deleted arrays. On
+several simulated devices this ends the process without a Python error.
 
-XLA's CPU client runs at most 32 computations at a time. If simulated devices get further apart than
-that, they wait in a collective for a device that cannot start, and XLA aborts the process after 40
-seconds. Plain `jax.jit` does the same with a collective in a loop that fetches no result.
-Accelerators and a single device have no such limit, so their steps do not wait for each other.
+XLA's CPU client runs at most 32 computations at a time. If simulated devices are more than 32
+computations apart, they wait in a collective for a device that cannot start, and XLA aborts the
+process after 40 seconds. Plain `jax.jit` does the same if a loop calls a collective and fetches no
+result. Accelerators and a single device have no such limit, so their steps do not wait.
 """
 
 import collections
@@ -39,12 +39,12 @@ class GuardedStep:
 
     It is called like the step. The step returns `metrics`, or a tuple `(state, metrics)`.
 
-    Checking a state takes 0.4 us for each array. A training loop does not pay for it: of the state
-    that the last call took or returned, only the step counter is checked.
+    Checking a state takes 0.4 us for each array. A training loop does not need this time: if the
+    last call took or returned the state, only its step counter is checked.
 
     Attributes:
-      jitted: The step itself, which waits for nothing and checks nothing.
-      is_limited: Whether it waits for the step `MAX_STEPS_AHEAD` before it.
+      jitted: The jitted step without waiting and without checks.
+      is_limited: Whether a call waits for the step that is `MAX_STEPS_AHEAD` calls older.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class GuardedStep:
         mesh: Mesh,
         check_state: Callable[[Any], None] = lambda state: None,
     ) -> None:
-        """Takes a step.
+        """Wraps a step.
 
         Args:
           name: The step's name, for error messages.
@@ -66,7 +66,7 @@ class GuardedStep:
         self.is_limited = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
         self._name, self._check_state = name, check_state
         self._in_flight: collections.deque[jax.Array] = collections.deque()
-        self._known: Any = lambda: None  # A weak reference, because it must not keep memory alive.
+        self._known: Any = lambda: None  # Weak reference: a strong one would keep memory allocated.
 
     def __call__(self, state: Any, batch: Any) -> Any:
         """Calls the step, after it has checked the state and the batch."""
@@ -78,7 +78,7 @@ class GuardedStep:
         try:
             out = self.jitted(state, batch)
         except TypeError:
-            shapes_of_batch(f"{self._name}: batch", batch)  # Raises if a leaf is no array.
+            shapes_of_batch(f"{self._name}: batch", batch)  # Raises an error if a leaf is no array.
             raise
         new, metrics = out if isinstance(out, tuple) else (state, out)
         if is_state:
@@ -101,9 +101,9 @@ class GuardedStep:
 
 
 def check_alive(function: str, **trees: Any) -> None:
-    """Refuses arguments, given by name, with arrays that have been donated or deleted.
+    """Refuses named arguments that contain donated or deleted arrays.
 
-    Leaves that are no JAX arrays and leaves that are being traced pass.
+    Tracers, and leaves that are no JAX arrays, are accepted.
     """
     for name, tree in trees.items():
         if not any(map(is_deleted, jax.tree.leaves(tree))):
@@ -117,15 +117,15 @@ def check_alive(function: str, **trees: Any) -> None:
 
 
 def is_deleted(x: Any) -> bool:
-    """Returns whether a leaf is a deleted array; `False` while it is being traced."""
+    """Returns whether a leaf is a deleted array; `False` for a tracer."""
     return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_deleted()
 
 
 def check_state(function: str, abstract: TrainState, state: Any) -> None:
-    """Refuses a state whose arrays or shardings are not the program's, before JAX sees it.
+    """Refuses a state whose shapes or shardings are not the program's, before JAX gets it.
 
-    Arrays that are being traced pass. So do arrays that are committed to no device, because JAX
-    places them.
+    The sharding of a tracer is not checked. The sharding of an array that is not committed to a
+    device is not checked either, because JAX places the array.
     """
     if not isinstance(state, TrainState):
         raise TypeError(
@@ -161,7 +161,7 @@ def _show_sharding(sharding: Any) -> str:
 
 
 def _has_sharding(x: Any, sharding: Any) -> bool:
-    """Returns whether an array has a sharding, or can still get it."""
+    """Returns whether an array has a sharding, or JAX can still give it this sharding."""
     if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer) or not x.committed:
         return True
     if x.sharding.device_set != sharding.device_set:

@@ -25,18 +25,18 @@ def shard_params(params: Any, axis_name: AxisName, min_weight_size: int = 2**18)
 
     Args:
       params: A tree of replicated parameters, the same on all devices along `axis_name`. Leaves may
-        be boxed already (`nn.Partitioned`). A box that names one of the axes in any dimension, as a
-        name or in a tuple, is left unchanged.
-      axis_name: The mesh axis to shard over, or a tuple of axes: then one dimension is sharded over
-        their product.
+        be boxed already (`nn.Partitioned`). A box is left unchanged if one of its dimensions names
+        one of the axes, also inside a tuple.
+      axis_name: The mesh axis to shard over, or a tuple of axes. A tuple shards one dimension over
+        the product of its axes.
       min_weight_size: The fewest elements of a parameter that is sharded; smaller parameters stay
         replicated.
 
     Returns:
-      The same tree. A sharded parameter is a `ShardedParameter` holding `[..., D/axis_name, ...]`
-      along a free dimension that is divisible by the size of the axis. Dimensions whose shards are
-      whole tiles of a TPU's memory come first, then the largest. Other parameters are returned
-      unchanged, and absl's log says why at level info.
+      The same tree. A sharded parameter is a `ShardedParameter` with the value
+      `[..., D/axis_name, ...]`. It is sharded along a free dimension that the size of the axis
+      divides: preferably one whose shards are full tiles of TPU memory, then the largest. Other
+      parameters are returned unchanged, and absl's log gives the reason at level info.
 
     Raises:
       ValueError: An axis is not bound by a `shard_map`.
@@ -76,16 +76,16 @@ def gather_params(params: Any, axis_name: AxisName) -> Any:
       axis_name: The mesh axis, or tuple of axes, to gather over.
 
     Returns:
-      The same tree with plain arrays for parameters that are now replicated. A dimension whose name
-      is a tuple with one of the axes in it is gathered over the whole tuple, because its shards are
-      not contiguous along one axis of it. A parameter that is also sharded over other axes keeps a
-      box that names them.
+      The same tree with plain arrays for parameters that are now replicated. If a dimension is
+      sharded over a tuple that contains one of the axes, it is gathered over the full tuple,
+      because its shards are not contiguous along one axis. A parameter that is also sharded over
+      other axes keeps a box that names these axes.
 
     Raises:
       ValueError: An axis is not bound by a `shard_map`.
 
     Communication:
-      One all-gather for each such dimension; in the backward pass one reduce-scatter.
+      One all-gather for each gathered dimension, and one reduce-scatter in the backward pass.
 
     Gradient:
       The mean over the devices along the gathered axes, see `gather_array_with_mean_grads`.
@@ -109,10 +109,10 @@ def gather_params(params: Any, axis_name: AxisName) -> Any:
 def shard_module_params(
     target: type[nn.Module] | Callable[..., Any], axis_name: AxisName, min_weight_size: int = 2**18
 ) -> Any:
-    """Wraps a module so that its parameters are sharded, and gathered together in a call.
+    """Wraps a module so that its parameters are sharded between calls and gathered in each call.
 
-    This is the module-level form of `ShardedParameter`: all parameters of the module are gathered
-    once for each call, however often it uses a parameter.
+    This is the module-level form of `ShardedParameter`: a call gathers each parameter of the module
+    once, even if it uses the parameter several times.
 
     Args:
       target: A Linen module class, or a function with a module as its first argument.
@@ -125,7 +125,7 @@ def shard_module_params(
       `ShardedParameter` boxes.
 
     Communication:
-      As `gather_params`, once for each call.
+      The communication of `gather_params`, once for each call.
     """
 
     def gather(params: Any) -> Any:
@@ -147,24 +147,25 @@ def accumulate_gradients(
     loss_fn: LossFn,
     use_scan: bool = False,
 ) -> tuple[Any, Metrics]:
-    """Computes a device's share of a step's gradient, one minibatch after another.
+    """Computes the gradient of one device's examples, one minibatch after another.
 
     Args:
       state: An object with `params` (boxes allowed) and `apply_fn`, such as a `TrainState`.
-      batch: A tree whose leaves are `[B, ...]`, this device's examples. Every minibatch gets
-        scalars unchanged.
-      rng: A key, from which a key for each minibatch is split. Apply `fold_rng_over_axis` to it if
-        devices should differ.
+      batch: A tree whose leaves are `[B, ...]`, this device's examples. Scalars are passed to every
+        minibatch unchanged.
+      rng: A key, which is split into a key for each minibatch. Apply `fold_rng_over_axis` first if
+        devices should get different keys.
       num_minibatches: The number of equal parts that the batch is split into. It must divide `B`.
       loss_fn: `loss_fn(params, apply_fn, minibatch, rng) -> (loss, metrics)`. `loss` is the mean
-        over the minibatch's valid examples; `metrics["loss"]` is the pair (its sum, their count),
-        and other metrics are such pairs of scalars too.
-      use_scan: Run the minibatches in a `jax.lax.scan` (compiled once) and not unrolled.
+        over the minibatch's valid examples. `metrics["loss"]` is the pair (sum of the loss, number
+        of valid examples). Other metrics are pairs (sum, count) of scalars too.
+      use_scan: Whether to run the minibatches in a `jax.lax.scan`, which is compiled once, instead
+        of a Python loop.
 
     Returns:
-      The gradients, of the parameters' structure and dtypes, and the metrics summed over the
-      minibatches. The gradients differ between devices. `sync_gradients` makes them the gradient of
-      the global mean.
+      The gradients, with the parameters' structure and dtypes, and the metrics summed over the
+      minibatches. The gradients differ between devices. `sync_gradients` makes the gradient of the
+      global mean from them.
 
     Raises:
       ValueError: `num_minibatches` does not divide the batch, the loss is not a scalar, `metrics`
@@ -172,9 +173,9 @@ def accumulate_gradients(
       TypeError: `loss_fn` does not return a pair of a loss and a mapping.
 
     Communication:
-      One `pmean` of a scalar if the count may differ between devices, as with masked losses. In the
-      backward pass one `psum` of a scalar for each minibatch if the loss is the same on all devices
-      already. Boxed parameters add their gathers.
+      One `pmean` of a scalar if the count may differ between devices, as in masked losses. If the
+      loss is already the same on all devices, one `psum` of a scalar for each minibatch in the
+      backward pass. Boxed parameters add their gathers.
 
     Gradient:
       The gradient of the float32 product `loss * count`. Minibatches are accumulated in float32.
@@ -192,6 +193,6 @@ def accumulate_gradients(
 
 
 def _full_names(x: Any, ndim: int) -> Names:
-    """Returns the names of a leaf, one for each dimension."""
+    """Returns a leaf's mesh axes, one entry for each dimension."""
     names = tuple(x.names) if is_box(x) else ()
     return names + (None,) * (ndim - len(names))

@@ -1,10 +1,10 @@
 """Loads existing arrays into a program's state, and returns its variables without sharding.
 
 `init_from` makes a state from parameters, `adopt` takes another program's state, and `whole`
-returns the variables for flax on one device. All three move one array at a time through the host:
-a device receives only its own shards, and an array on devices is read shard by shard.
+returns the variables for flax on one device. All three copy one array at a time through the host:
+a device receives only its shards, and an array on devices is read shard by shard.
 
-Invariants: no array is placed before all have been compared with the program's. The optimizer's
+Invariants: all arrays are compared with the program's arrays before any is placed. The optimizer's
 state is made from the loaded parameters, because some optimizers store parameters in it. A source
 is neither donated nor changed.
 """
@@ -61,11 +61,12 @@ class StartsFromArrays:
             (`{"params": ..., "batch_stats": ...}`), under the model's names: NumPy arrays, arrays
             on any devices, another program's parameters, flax's boxes. For an NNX model also an
             `nnx.State` or the module, without its random streams. Floats are cast to the dtype that
-            the program stores, with a warning where that loses precision. With several processes,
+            the program stores, with a warning if the cast loses precision. With several processes,
             each passes the same tree.
-          rng: The key, which makes missing arrays and the state's key as in `init`. By default
-            `jax.random.key(0)`.
-          missing: Whether a missing array is an `"error"`, or made as by `init(rng)`, bit for bit.
+          rng: The key from which missing arrays and the state's key are made, as in `init`. By
+            default `jax.random.key(0)`.
+          missing: `"error"` refuses missing arrays. `"init"` makes them like `init(rng)`, bit for
+            bit.
 
         Returns:
           The state, on the program's devices. The optimizer's state is initialised from these
@@ -189,7 +190,7 @@ def variable_leaves(program: Any) -> list[Leaf]:
 def plain_leaves(
     program: Any, leaves: list[Leaf], only: Container[str] | None = None
 ) -> tuple[list[Leaf], dict[str, Any]]:
-    """Replaces leaves that the model quantizes by the plain leaves that a source has.
+    """Replaces leaves that the model quantizes by the unquantized leaves of a source.
 
     Args:
       program: The program.

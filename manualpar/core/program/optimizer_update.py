@@ -1,13 +1,13 @@
 """The optimizer's update in a step, on global arrays.
 
-An optimizer sees parameters, gradients and its state as one device would: global arrays of the
-parameters' shapes without padding, so norms, means and matrices are the same as on one device. The
-compiler handles the shardings: an elementwise optimizer finds all three sharded alike, so it sends
+An optimizer gets parameters, gradients and its state as on one device: global arrays without
+padding. So norms, means and matrices are the same as on one device. The compiler handles the
+shardings. Parameters, gradients and state have equal shardings, so an elementwise optimizer sends
 nothing.
 
-Parameters that are replicated between steps while the optimizer's state is sharded (ZeRO-1 and -2)
-are sliced before the update, which sends nothing, and gathered after it. Padding is removed before
-the update and added again after it.
+With ZeRO-1 and -2 parameters are replicated between steps, and the optimizer's state is sharded.
+These parameters are sliced before the update, which sends nothing, and gathered after it. Padding
+is removed before the update and added again after it.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ class Update:
     """The optimizer's part of a step.
 
     Attributes:
-      mode: Who writes the collectives.
+      mode: The mode: this package or XLA writes the collectives.
       placements: The tree of parameters with a `Placement` at each leaf.
       opt_padding: The padding of each leaf of the optimizer's state.
       norm_metrics: Whether to compute norms of the gradient, the update and the parameters.
@@ -68,23 +68,24 @@ class Update:
         """Updates the parameters.
 
         Args:
-          tx: The optimizer. It is also offered the extra arguments of optax's optimizers: `value`,
+          tx: The optimizer. It gets those of optax's extra arguments that it accepts: `value`,
             `grad`, and `value_fn`, a differentiable function of parameters that evaluates the same
             batch.
-          params: The parameters as they are stored.
+          params: The parameters in the specs in which they are stored.
           grads: The global gradients, in the specs of the optimizer's state.
-          opt_state: The optimizer's state as it is stored.
+          opt_state: The optimizer's state in the specs in which it is stored.
           value: The global loss, `[]`.
-          value_and_grad: Computes the loss and the gradients, as above, at other stored parameters.
-          is_applied: `bool[]`, the same on all devices: where it is false, parameters and state
-            stay as they are, bit for bit. If not given, they are always updated.
+          value_and_grad: Computes the loss and the gradients at other parameters; both have the
+            specs of `params` and `grads`.
+          is_applied: `bool[]`, the same on all devices. If it is false, parameters and state are
+            returned unchanged, bit for bit. If it is `None`, they are always updated.
 
         Returns:
-          The parameters and the state as they are stored, and the norms by name.
+          The parameters and the state in the specs in which they are stored, and norms by name.
 
         Communication:
           One all-gather for each parameter that is replicated while its state is sharded. The
-          compiler adds collectives where the optimizer is not elementwise.
+          compiler adds collectives if the optimizer is not elementwise.
         """
         with jax.named_scope(OPTIMIZER_SCOPE):
             params = self._map(self._shard, params)
@@ -102,7 +103,7 @@ class Update:
             with explain_optimizer("adding its updates to the parameters"):
                 new_params = optax.apply_updates(params, updates)
             if is_applied is not None:
-                # Selecting before parameters are gathered touches only a shard of each.
+                # Select before parameters are gathered: this reads only a shard of each.
                 select = functools.partial(jax.lax.select, is_applied)
                 new_params = jax.tree.map(select, new_params, params)
                 opt_state = jax.tree.map(select, opt_state, before)
@@ -115,13 +116,13 @@ class Update:
             return self._store(new_params), opt_state, norms
 
     def _shard(self, place: Placement, x: jax.Array) -> jax.Array:
-        """Slices a replicated parameter as its state is sharded, and removes padding."""
+        """Slices a replicated parameter like its optimizer state, and removes padding."""
         if place.state_names is not None:
             x = self._constrain(pad_leaf(x, place.padding), place.state_spec)
         return unpad_leaf(x, place.padding)
 
     def _store(self, params: Any) -> Any:
-        """Pads updated parameters, and gathers those that are stored replicated."""
+        """Pads updated parameters, and gathers the parameters that are stored replicated."""
         params = self._map(lambda place, x: pad_leaf(x, place.padding), params)
         specs = state_specs(self.placements)
         if specs == param_specs(self.placements):
@@ -158,10 +159,10 @@ def _check_state(before: Any, after: Any) -> None:
 def _updates(
     tx: optax.GradientTransformation, grads: Any, state: Any, params: Any, offered: dict[str, Any]
 ) -> tuple[Any, Any]:
-    """Calls the optimizer with the extra arguments that all of its parts take.
+    """Calls the optimizer with the extra arguments that all of its parts accept.
 
     A chain passes all its arguments to each part. A part such as `optax.contrib.sam` may refuse
-    some, which shows only in the call. So a refused argument is removed, and the call repeated.
+    some arguments. Only a call shows this, so a refused argument is removed and the call repeated.
     """
     parameters = inspect.signature(tx.update).parameters
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
@@ -184,12 +185,12 @@ def _updates(
 def explain_optimizer(
     step: str, offered: Iterable[str] = (), *, lost: Collection[str] = ()
 ) -> Iterator[None]:
-    """Explains an error of an optimizer: it needs more than a program gives it.
+    """Explains an optimizer's error: the optimizer needs an argument that it does not get.
 
     Args:
       step: The call that raises, for the message.
-      offered: The extra arguments that the optimizer may take.
-      lost: The extra arguments that a part of it refuses.
+      offered: The extra arguments that the optimizer may get.
+      lost: The extra arguments that a part of the optimizer refuses.
 
     Raises:
       ValueError: The optimizer raised an AttributeError or a ValueError.
@@ -210,7 +211,7 @@ def explain_optimizer(
 
 
 def _with_gradient(value_and_grad: Callable[[Any], tuple[Any, Any]]) -> Any:
-    """Returns the value as a function whose gradient, for autodiff, is the computed one."""
+    """Makes a function of parameters that returns the value; autodiff uses the given gradient."""
     function = jax.custom_vjp(lambda params: value_and_grad(params)[0])
     function.defvjp(value_and_grad, lambda grads, g: (jax.tree.map(lambda x: x * g, grads),))
     return function

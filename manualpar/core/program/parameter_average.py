@@ -1,13 +1,12 @@
 """A moving average of the parameters, kept in the optimizer's state.
 
 After each update the average becomes `decay * average + (1 - decay) * parameters`. It begins with
-the initial parameters, so it can be used from the first step on. The averaged model is often
-better than the last one (Polyak and Juditsky, 1992; Izmailov et al.,
-https://arxiv.org/abs/1803.05407).
+the initial parameters, so it can be used from the first step on. The averaged model is often better
+than the last model (Polyak and Juditsky, 1992; Izmailov et al., https://arxiv.org/abs/1803.05407).
 
 An average is a part of the optimizer's state, so it is sharded, saved, restored, skipped and
-counted as moments are. It is in float32 or wider, because in bfloat16 a decay of 0.999 would round
-to no change. Frozen parameters have no average.
+counted like Adam's moments. It is in float32 or wider. In bfloat16 the changes of a decay of 0.999
+would be rounded to zero. Frozen parameters have no average.
 """
 
 from typing import Any, NamedTuple
@@ -34,7 +33,7 @@ def params_ema(decay: float) -> optax.GradientTransformation:
     """Makes an optimizer that averages parameters and passes updates through unchanged.
 
     ```python
-    tx = optax.chain(optax.adamw(1e-4), params_ema(0.999))  # Last, because it sees the updates.
+    tx = optax.chain(optax.adamw(1e-4), params_ema(0.999))  # Last: it needs the final updates.
     ```
 
     Args:
@@ -47,7 +46,7 @@ def params_ema(decay: float) -> optax.GradientTransformation:
       ValueError: The decay is out of its range.
 
     Communication:
-      None: the average is sharded as the gradient is.
+      None: the average is sharded like the gradient.
     """
     if not 0 <= decay < 1:
         raise ValueError(f"params_ema: decay={decay!r}, expected at least 0 and less than 1.")
@@ -84,8 +83,8 @@ def ema_params(state: TrainState) -> TrainState:
       ValueError: The optimizer's state has no average, or several.
 
     Communication:
-      None where parameters are sharded as their optimizer state is. One all-gather of the average
-      where parameters are replicated and their state is sharded.
+      None if parameters are sharded like their optimizer state. One all-gather of the average if
+      parameters are replicated and their state is sharded.
     """
     leaves = jax.tree.leaves(state.opt_state, is_leaf=_is_average)
     found = [leaf for leaf in leaves if _is_average(leaf)]
@@ -97,7 +96,7 @@ def ema_params(state: TrainState) -> TrainState:
     is_frozen = [is_masked(x) for x in jax.tree.leaves(found[0].ema, is_leaf=is_masked)]
     params, structure = jax.tree.flatten(state.params)
     trained = [p for p, frozen in zip(params, is_frozen, strict=True) if not frozen]
-    averages = jax.jit(  # A function of the module, so that it is compiled once.
+    averages = jax.jit(  # `_as_parameters` is a module-level function, so it is compiled once.
         _as_parameters, static_argnums=1, out_shardings=tuple(p.sharding for p in trained)
     )(tuple(jax.tree.leaves(found[0].ema)), tuple((p.shape, p.dtype) for p in trained))
     rest = iter(averages)
@@ -106,7 +105,7 @@ def ema_params(state: TrainState) -> TrainState:
 
 
 def _as_parameters(averages: tuple[jax.Array, ...], types: Any) -> tuple[jax.Array, ...]:
-    """Casts averages to the dtypes of parameters, and removes padding that these do not have."""
+    """Casts averages to the parameters' dtypes, and removes padding that parameters lack."""
     return tuple(
         jax.lax.slice(x, [0] * x.ndim, shape).astype(dtype)
         for x, (shape, dtype) in zip(averages, types, strict=True)

@@ -1,11 +1,11 @@
-"""Builds a program, `init`, `train_step` and `eval_step`, from a model, a loss and an optimizer.
+"""Builds a program from a model, a loss and an optimizer: `init`, `train_step` and `eval_step`.
 
 The state is a plain tree of global arrays. It is initialised in one jitted call whose outputs have
 the layout's shardings, so that no device ever holds more than its shards. A step is one jitted
 call too, see `manualpar.core.program.step`.
 
-`build_program` decides how the state is sharded and what a step does (`_design`), and jits the
-functions (`_assemble`). Building touches no device, so the mesh may be an abstract one.
+`build_program` decides the shardings of the state and the operations of a step (`_design`), and
+jits the functions (`_assemble`). Building uses no device, so the mesh may be abstract.
 """
 
 import dataclasses
@@ -69,32 +69,32 @@ class Program(StartsFromArrays):
 
     Attributes:
       strategy: The strategy.
-      mode: Who writes the collectives.
-      mesh: The mesh it runs on. On an abstract mesh it can be traced but not run.
-      data_axes: The mesh axes that examples are split over.
-      num_minibatches: The number of minibatches that a device splits its share of a batch into.
+      mode: The mode: this package or XLA writes the collectives.
+      mesh: The program's mesh. With an abstract mesh it can be traced but not run.
+      data_axes: The mesh axes that split the examples.
+      num_minibatches: The number of minibatches into which a device splits its part of a batch.
       wire: The communication dtypes and quantizers, and the order of the axes.
       layout: A `TrainState` with a `PartitionSpec` at each leaf.
       parameters: A `(ParameterInfo, Placement)` for each parameter, in the order of the tree. The
-        placement's note says why a parameter is replicated.
+        placement's note gives the reason why a parameter is replicated.
       abstract_state: A `TrainState` of `jax.ShapeDtypeStruct`s with shardings.
-      whole_state: The same without padding and shardings, as one device would hold it.
+      whole_state: The abstract state without padding and shardings, as one device would hold it.
       abstract_batch: The batch that the program was built for, as `jax.ShapeDtypeStruct`s with
         shardings.
       batch_sharding: The sharding of a batch's leaves: the leading dimension is split over the
-        data axes. `jax.device_put(batch, program.batch_sharding)` shards a batch; a batch with
-        another sharding is moved in every step. A batch with scalars in it takes the shardings of
-        `abstract_batch`.
+        data axes. `jax.device_put(batch, program.batch_sharding)` shards a batch. A batch with
+        another sharding is copied to other devices in every step. A batch that has scalars needs
+        the shardings of `abstract_batch`.
       create: The function that `init` jits. It makes a state from a key, without shardings.
-      init: `init(rng) -> TrainState`. It takes `init_rng, rng = jax.random.split(rng)`. On every
-        mesh the parameters are, bit for bit, those of a jitted `model.init({"params": init_rng},
-        batch.inputs, train=False)`, or of a call with the arguments that the option `init_args`
-        returns. (A call that is not jitted may round the last bit otherwise.) No device ever holds
-        more than its own shards.
+      init: `init(rng) -> TrainState`. It splits the key: `init_rng, rng = jax.random.split(rng)`.
+        On every mesh the parameters equal, bit for bit, the result of a jitted
+        `model.init({"params": init_rng}, batch.inputs, train=False)`. The option `init_args`
+        replaces the arguments of this call. (Without `jit` the last bit may be rounded
+        differently.) No device ever holds more than its shards.
       train_step: `train_step(state, batch) -> (state, metrics)`, jitted. The state is donated, so
         use the returned one. Metrics are `(sum, count)` pairs over the global batch, the same on
-        all devices. With the option `nonfinite="skip"` a step may change nothing of the state but
-        its step and key, see `ProgramOptions`.
+        all devices. With the option `nonfinite="skip"` some steps change only the state's step
+        number and key, see `ProgramOptions`.
       eval_step: `eval_step(state, batch) -> metrics`, jitted. It calls the same loss function with
         training turned off.
       step: The functions before they are jitted, with the model, the loss and the placements.
@@ -119,9 +119,9 @@ class Program(StartsFromArrays):
     step: Step = dataclasses.field(repr=False)
 
     def step_at(self, number: int) -> Callable[[TrainState, Any], tuple[TrainState, Metrics]]:
-        """Returns the function to call as step `number`, from 1.
+        """Returns the function to call as step `number`, counted from 1.
 
-        It is `train_step`, unless the strategy adds something to some steps.
+        It is `train_step`, unless the strategy adds an operation to some steps.
         """
         del number
         return self.train_step
@@ -140,14 +140,14 @@ def build_program(
       strategy: The strategy.
       model: The model, written for one device, see `manualpar.core.model.interface`.
       tx: Any optax optimizer.
-      loss_fn: `loss_fn(params, apply_fn, batch, rng) -> (loss, metrics)`. It returns the mean over
-        its examples, and pairs `{"loss": (sum, count), ...}`, see `accumulate_gradients`. `rng`
-        differs between devices, minibatches and steps.
+      loss_fn: `loss_fn(params, apply_fn, batch, rng) -> (loss, metrics)`. `loss` is the mean over
+        the examples of `batch`, and `metrics` has pairs `{"loss": (sum, count), ...}`, see
+        `accumulate_gradients`. `rng` differs between devices, minibatches and steps.
       **options: `mesh`, `batch` and more, see `ProgramOptions`.
 
     Returns:
-      The program, traced but not compiled. No device has been touched.
-      `inspect.layout_table(program)` shows how each parameter is sharded, or why it is not.
+      The program, traced but not compiled. No device has been used.
+      `inspect.layout_table(program)` shows each parameter's sharding, or why it is replicated.
 
     Raises:
       ValueError: A field does not fit, for example because the mesh lacks an axis, the batch size
@@ -175,7 +175,7 @@ def build_program(
 
 
 class _States:
-    """The training state: how it is made, padded and sharded.
+    """Makes, pads and shards the training state.
 
     Attributes:
       unpadded: The abstract state as one device would hold it.
@@ -235,7 +235,7 @@ def _design(
     loss_fn: LossFn,
     options: ProgramOptions,
 ) -> tuple[Any, Step, _States]:
-    """Decides how the state is sharded and what a step does.
+    """Decides the shardings of the state and the operations of a step.
 
     Returns:
       The abstract batch, the functions of a step, and the training state.
@@ -254,7 +254,7 @@ def _design(
     batch = shapes_of_batch(f"{name}: batch", options["batch"])
     check_batch(f"{name}: batch", batch, mesh, roles)
     stored_dtypes, wire = check_wire(name, options)
-    if wire.reduce_code and strategy.replica_axes:  # Reductions over other axes are exact.
+    if wire.reduce_code and strategy.replica_axes:  # Only reductions over these are quantized.
         wire = wire._replace(code_axes=strategy.replica_axes)
     rules = check_rules(name, options.get("rules", ()), mesh)
     mode = mode_named(options.get("mode", "manual"))(mesh, roles.data_axes, wire, rules)
@@ -314,7 +314,7 @@ def _design(
 
 
 def _assemble(batch: Any, step: Step, states: _States, options: ProgramOptions) -> Program:
-    """Jits the functions of a step, and makes them a program."""
+    """Jits the functions of a step and makes a program of them."""
     # A step runs on a mesh with automatic axes. States and batches are sharded over the same mesh,
     # with explicit axes if any axis of the user's mesh is explicit.
     mesh, user_mesh = step.mode.mesh, step.mode.mesh

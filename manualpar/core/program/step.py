@@ -1,16 +1,16 @@
 """One step: gradients on each device inside `shard_map`, the optimizer's update outside of it.
 
 The forward pass, the backward pass and the reductions of gradients and metrics run inside. Read
-`Step._gradients_on_device` first. It is one straight line: *box* the parameters, so that they
-gather themselves; run the *loss*; *accumulate* gradients over minibatches; *reduce* them over the
-devices. Every collective in it is written in this package.
+`Step._gradients_on_device` first. It has four parts: *box* the parameters, so that they gather
+themselves; run the *loss*; *accumulate* gradients over minibatches; *reduce* gradients over the
+devices. This package writes every collective in it.
 
 The optimizer's *update* runs outside, on global arrays. There the norm of a gradient is the norm
-of the whole gradient, and an elementwise update needs no collective. A gradient arrives in the
-spec of the optimizer's state. ZeRO-1 and -2 replicate parameters and shard their optimizer state:
-their parameters are sliced for the update, which sends nothing, and gathered after it.
+of the global gradient, and an elementwise update needs no collective. Gradients have the specs of
+the optimizer's state. ZeRO-1 and -2 replicate parameters and shard the optimizer's state. They
+slice the parameters before the update, which sends nothing, and gather them after it.
 
-The mode implements box, scatter, reduce and the rest. The default is
+The mode implements these operations: box, scatter, reduce and others. The default mode is
 `manualpar.core.modes.manual`.
 """
 
@@ -55,17 +55,17 @@ class Step:
     """The functions of a training step and of an evaluation step, to be jitted.
 
     Attributes:
-      strategy: When parameters are gathered and gradients scattered.
+      strategy: Decides when parameters are gathered and gradients scattered.
       model: The model with its loss.
-      mode: Who writes the collectives.
+      mode: The mode: this package or XLA writes the collectives.
       roles: The role of each mesh axis.
       placements: The tree of parameters with a `Placement` at each leaf.
       update: Applies the optimizer to the gradients.
-      num_minibatches: The number of minibatches that a device splits its share of a batch into.
+      num_minibatches: The number of minibatches into which a device splits its part of a batch.
       schedule: Runs the minibatches one after another, see `modes.gradients`.
-      pipeline: Replaces `schedule` if the layers are spread over stages.
+      pipeline: Replaces `schedule` if stages split the layers.
       nonfinite: The reaction to a loss or a gradient that is not finite, see `ProgramOptions`.
-      feedback: The error feedback and stochastic rounding of quantized gradients, see
+      feedback: The error feedback or stochastic rounding of quantized gradients, see
         `gradient_rounding`; `None` for rounding to the nearest.
     """
 
@@ -111,12 +111,12 @@ class Step:
         return state, metrics
 
     def evaluate(self, state: TrainState, batch: Any) -> Metrics:
-        """Returns the metrics of the batch with training turned off; the state stays as it is."""
+        """Returns the metrics of the batch with training turned off; the state does not change."""
         check_batch("batch", batch, self.mode.mesh, self.roles)
         return self._metrics(self.model.eval_metrics, state, batch)
 
     def loss_only(self, state: TrainState, batch: Any) -> Metrics:
-        """Calls the loss as `train` does, without a derivative; only checks trace it."""
+        """Calls the loss as `train` does, without derivatives. Only checks trace this function."""
 
         def first_minibatch(boxes: Any, collections: Any, batch: Any, rng: jax.Array) -> Metrics:
             boxes = cast_to_varying(boxes, self.mode.varying_axes)
@@ -133,7 +133,7 @@ class Step:
         """Computes the global gradients of a batch.
 
         Args:
-          params: The parameters as they are stored.
+          params: The parameters in the specs in which they are stored.
           aux: The model's collections, and the state that differs between devices
             (`TrainState.local`).
           rng: The key of the step.
@@ -153,7 +153,7 @@ class Step:
     ) -> tuple[Any, Metrics, Any]:
         """Computes `gradients` on one device, from its shards and its examples."""
         mode, strategy, (collections, per_device) = self.mode, self.strategy, aux
-        # Box the parameters twice: sharded as they are stored, and sharded as their gradients are.
+        # Box the parameters twice: in the specs of parameters, and in the specs of gradients.
         boxes = self._boxes(params)
         params, _ = partition(self.placements, params)
         grad_boxes = self._map_trained(functools.partial(mode.box, as_state=True), params)
@@ -162,7 +162,7 @@ class Step:
         boxes, frozen = partition(self.placements, boxes)
         if self.feedback is not None:
             boxes, grad_boxes = self.feedback.round_at_random(rng, boxes, grad_boxes)
-        # Loss, with the gathers of the backward pass.
+        # Choose the loss: with or without gathers in the backward pass.
         loss = self.loss
         regathers = strategy.reshard_after_forward
         dequantizes = self.model.adapter.decodes_weights or mode.wire.gather_code
@@ -207,9 +207,9 @@ class Step:
         """Calls the user's loss, and adds its value to the metrics as `OBJECTIVE`."""
         before = {id(x) for x in jax.tree.leaves(collections)}
         loss, metrics, collections = self.model.train_loss(params, collections, minibatch, rng)
-        # Without this the backward pass would compute the derivatives of metrics and collections
-        # and multiply them by zeros. An infinite derivative would make the gradient NaN. A variable
-        # that the loss does not change stays the same array, as pipelines demand.
+        # Without stop_gradient the backward pass would compute the derivatives of metrics and
+        # collections and multiply them by zeros. An infinite derivative would make the gradient
+        # NaN. A variable that the loss does not change stays the same array: pipelines need this.
         metrics, collections = jax.tree.map(
             lambda x: x if id(x) in before else jax.lax.stop_gradient(x), (metrics, collections)
         )
@@ -257,16 +257,16 @@ class Step:
     def _value_and_grad(
         self, frozen: Any, aux: Any, rng: jax.Array, batch: Any, params: Any
     ) -> tuple[jax.Array, Any]:
-        """Computes the loss and its gradient at `params`, for line searches and the like."""
+        """Computes the loss and its gradient at `params`, for example for line searches."""
         grads, metrics, _ = self.gradients(combine((params, frozen)), aux, rng, batch)
         return mean(metrics[OBJECTIVE]), grads
 
     def _on_mesh(
         self, function: Callable[..., Any], batch: Any, out_specs: Any, aux_specs: Any = None
     ) -> Callable[..., Any]:
-        """Makes a function of `(params, aux, rng, batch)` on each device one of global arrays.
+        """Turns a per-device function of `(params, aux, rng, batch)` into one of global arrays.
 
-        Without `aux_specs` the second argument is replicated.
+        Without `aux_specs`, `aux` is replicated.
         """
         in_specs = (
             param_specs(self.placements),
@@ -295,6 +295,6 @@ def _unbox_kept(place: Placement, x: Any) -> Any:
         return x
     split = tuple(n if place.split_axes.issuperset(axis_tuple(n)) else None for n in x.names)
     gathered = x.unbox()
-    # A part of a split parameter stays in a box, from which a loss can gather the whole parameter.
+    # A shard of a split parameter stays in a box, so that a loss can gather the full parameter.
     is_part = any(split) and type(x) is ShardedParameter
     return ShardedParameter(gathered, split) if is_part else gathered

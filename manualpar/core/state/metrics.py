@@ -1,6 +1,6 @@
 """Metrics: pairs `(sum, count)`, which add up over devices, minibatches, batches and steps.
 
-The mean is taken once, at the end: the mean of means over unequal parts is another number.
+The mean is taken once, at the end, because a mean of means over unequal parts would be wrong.
 """
 
 import math

@@ -1,7 +1,7 @@
 """Names the arrays of a state, and copies each to the host or to the devices.
 
-In a program the arrays are sharded and perhaps padded. Under the same names and without padding,
-any other program can use them too, on any mesh.
+In a program the arrays are sharded and perhaps padded. Without padding, another program on any mesh
+can use the arrays under the same names.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from manualpar.core.parameters.placement import path_name
 from manualpar.core.state.train_state import is_key
 from manualpar.errors import printable
 
-SHOWN = 5  # The most differences that an error lists.
+SHOWN = 5  # The maximum number of differences that an error lists.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +111,7 @@ def place_leaf(function: str, leaf: Leaf, x: Any) -> jax.Array:
     def shard(index: Any) -> np.ndarray:
         bounds = [s.indices(size)[:2] for s, size in zip(index, leaf.padded_shape, strict=True)]
         out = np.zeros([stop - start for start, stop in bounds], leaf.dtype)
-        values = value[index]  # Smaller than `out` where there is padding.
+        values = value[index]  # Smaller than `out` if the shard is padded.
         out[tuple(map(slice, values.shape))] = values
         return out
 
@@ -153,8 +153,8 @@ def to_host(x: Any) -> np.ndarray:
     """Copies a NumPy array or a full global array into the memory of every process.
 
     Communication:
-      None within a process, where each shard is copied to the host by itself. With several
-      processes one all-gather, during which every device holds this one array in full.
+      None in one process: each shard is copied to the host separately. With several processes, one
+      all-gather: every device then holds this array in full for a short time.
     """
     if not isinstance(x, jax.Array):
         return np.asarray(x)

@@ -1,10 +1,11 @@
 """DiLoCo: replicas train separately for many steps, and then take an outer step together.
 
-Each replica is a group of devices that trains under a strategy of its own, and sends nothing to
-other replicas. After `every` steps they exchange their differences from the parameters with which
-they began. An *outer* optimizer takes the mean difference as a gradient, and all replicas continue
-from its new parameters (Douillard et al., https://arxiv.org/abs/2311.08105). It is for slow links
-between groups of devices. It is another optimizer than data parallelism's, and its loss differs.
+Each replica is a group of devices. It trains with an inner strategy such as `fsdp` and sends no
+parameters or gradients to other replicas. After `every` steps the replicas exchange their
+differences from the parameters with which they began. An *outer* optimizer takes the mean
+difference as a gradient, and all replicas continue from its new parameters (Douillard et al.,
+https://arxiv.org/abs/2311.08105). Use DiLoCo for slow links between groups of devices. Its losses
+differ from the losses of data parallelism, because it optimizes in another way.
 """
 
 from collections.abc import Callable
@@ -53,50 +54,52 @@ def diloco(
         state, metrics = program.train_step(state, batch)
     ```
 
-    `train_step` takes the outer step too when it is due: after every `every` steps that the state
-    has counted. `state.params` are the parameters that the replicas last agreed on. `eval_step`,
-    checkpoints and exports use these.
+    `train_step` takes the outer step too when it is due: each time the state has counted `every`
+    more steps. `state.params` are the parameters that the replicas last agreed on. `eval_step`,
+    checkpoints and exports use these parameters.
 
     Args:
-      model: As in every builder, like the other arguments that are not explained here.
+      model: The model, as in every builder.
       tx: The optimizer of each replica.
       loss_fn: The loss.
       every: The number of inner steps between two outer steps.
-      outer_tx: The optimizer of the outer step. Its parameters are the common parameters. Its
-        gradient is the mean over replicas of the common parameters minus the replica's, weighted by
-        the examples that the replica has seen since the last outer step. `optax.sgd(1)` takes the
-        mean of the replicas' parameters. It gets no loss.
+      outer_tx: The optimizer of the outer step. It updates the common parameters. Its gradient is
+        the mean over replicas of `common - replica`, the difference of the common and the replica's
+        parameters. Each replica is weighted by the number of examples that it has seen since the
+        last outer step. `optax.sgd(1)` takes the mean of the replicas' parameters. The outer
+        optimizer gets no loss.
       inner: The builder of each replica's program: `fsdp`, `data_parallel`, `zero`, or
         `functools.partial(hsdp, replica_axis="group")` with another axis than `replica_axis`.
-      outer_code: `"int8"` or `"int4"`: the differences are quantized to 8 or 4 bits, where that
-        saves bytes. If not given, they are sent in `reduce_dtype`, or else the parameters' dtype.
+      outer_code: `"int8"` or `"int4"` quantizes the differences to 8 or 4 bits if that saves bytes.
+        By default they are sent in `reduce_dtype`, or in the parameters' dtype without that option.
       outer_fragments: The number of fragments, of about equal bytes, into which the parameters are
-        divided. Each is exchanged at different steps, so fewer bytes are sent at a time. With more
-        than 1 the replicas never agree on all parameters at once.
+        divided. Fragments are exchanged at different steps, so fewer bytes are sent at a time. With
+        several fragments the replicas never agree on all parameters at once.
       outer_overlap: Whether an exchange runs at the same time as an inner step. It exchanges the
         parameters from before the step. A replica's change in that step stays per-replica until
         the next exchange.
-      replica_axis: The mesh axis, or tuple of axes, of the replicas. The batch is split over it
-        and over `axis_name`.
-      **options: `mesh`, `batch` and others, see `ProgramOptions`, and the options of `inner`. For
-        mode `"manual"`. With `nonfinite="skip"` each replica decides which of its steps to skip.
+      replica_axis: The mesh axis, or tuple of axes, of the replicas. The batch is split over
+        `replica_axis` and `axis_name`.
+      **options: `mesh`, `batch` and others, see `ProgramOptions`, and the options of `inner`. The
+        mode must be `"manual"`. With `nonfinite="skip"` each replica decides which of its steps to
+        skip.
 
     Returns:
-      The program. Inside a traced function of your own, `train_step` has both kinds of step in a
-      conditional. `train_step.lower` and `trace` show the inner step.
+      The program. Inside a function that you trace, `train_step` has the inner and the outer step
+      in a conditional. `train_step.lower` and `trace` show the inner step.
 
     Raises:
-      ValueError: An option does not fit, as in every builder; or the model or the loss sends values
-        between all devices with different examples, whatever the axes.
+      ValueError: An option does not fit, as in every builder. Or the model or the loss sends values
+        over all axes that split the examples: the replicas' axes are among them.
       TypeError: An option is of the wrong kind.
 
     Communication:
       In a step: the communication of `inner` within each replica, and one all-reduce of the sums of
       metrics over the replicas. In an outer step: one all-reduce over `R` replicas of each device's
-      differences, sharded like the optimizer's state: `2 b (P / S) (R - 1) / R` bytes for `P`
-      parameters of `b` bytes, sharded over `S` devices, and with fragments the fragment's share of
-      this. Where parameters are replicated and their state is sharded, one all-gather of the new
-      parameters in each replica.
+      differences, which are sharded like the optimizer's state. A device sends
+      `2 b (P / S) (R - 1) / R` bytes for `P` parameters of `b` bytes, sharded over `S` devices. A
+      fragment sends only its part of these bytes. If parameters are replicated and their state is
+      sharded, each replica gathers the new parameters with one all-gather.
     """
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise ValueError(f"diloco: every={every!r}, expected a number of steps, 1 or more.")
@@ -193,7 +196,7 @@ def _check(
 
 
 def _check_steps(program: DiLoCoProgram) -> None:
-    """Refuses outer steps that fail, and inner steps that send more than metrics to replicas."""
+    """Refuses outer steps that fail, and inner steps that send replicas more than metrics."""
     try:
         for outer_step in program.outer_steps:
             outer_step.trace(program.abstract_state)

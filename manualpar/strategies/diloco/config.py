@@ -1,4 +1,4 @@
-"""Builds `diloco` from a config, which has only names and numbers."""
+"""Builds `diloco` from a config; its fields are names and numbers."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -39,12 +39,12 @@ def diloco_of_config(
     """Builds a `diloco` program from the fields of a config.
 
     Args:
-      model: As in `diloco`, like the other arguments that are not explained here.
+      model: The model, as in `diloco`.
       tx: The optimizer of each replica.
       loss_fn: The loss.
-      inner: The name of the strategy of each replica. Options that it does not have are ignored.
-      outer_learning_rate: The learning rate of the outer optimizer. Without momentum it is plain
-        gradient descent, and 1 takes the mean of the replicas' parameters.
+      inner: The name of each replica's strategy. Options that this strategy lacks are ignored.
+      outer_learning_rate: The learning rate of the outer optimizer. Without momentum the optimizer
+        is plain gradient descent. A rate of 1 then takes the mean of the replicas' parameters.
       outer_momentum: Nesterov momentum of the outer optimizer; 0 for none.
       outer_code: The quantizer of exchanged differences; `""` for none.
       **options: The options of `diloco`.

@@ -1,8 +1,8 @@
 """Decides by a state's step number whether an outer step follows the inner step.
 
-A state counts its own steps, so a restored or adopted state goes on where it was. Reading the
-counter waits for the device. So the host counts too: it knows the number of the state that the
-latest call returned, and reads the counter of any other state.
+A state counts its steps, so a restored or adopted state continues at its step. Reading the counter
+waits for the device. So the host counts too: it knows the step number of the state that the latest
+call returned. It reads the counter only from other states.
 """
 
 import functools
@@ -21,20 +21,19 @@ StepFunction = Callable[[TrainState, Any], tuple[TrainState, Metrics]]
 
 
 class OuterStep:
-    """A jitted outer step that refuses a state that was donated or is another program's.
+    """A jitted outer step that refuses donated states and states of another program.
 
-    Directly after an outer step there is nothing to exchange, and the outer optimizer takes no
-    second step: the state is returned as it is. So a loop may call the outer step in addition to
-    `train_step`, which takes it when it is due.
+    Directly after an outer step nothing is left to exchange, so a second call returns the state
+    unchanged. `train_step` takes the outer step when it is due, and a loop may call it in addition.
 
     Attributes:
-      jitted: The outer step itself.
+      jitted: The jitted outer step without checks.
     """
 
     def __init__(self, jitted: Any, check: Callable[[Any], None]) -> None:
-        """Takes the outer step, and a function that raises for a state that does not fit."""
+        """Wraps an outer step; `check` raises an error for a state that does not fit."""
         self.jitted, self._check = jitted, check
-        self._latest: Any = lambda: None  # A weak reference, so that the owner can free the state.
+        self._latest: Any = lambda: None  # A weak reference, so that the user can free the state.
 
     def __call__(self, state: TrainState) -> TrainState:
         """Takes the outer step."""
@@ -47,7 +46,7 @@ class OuterStep:
         return new
 
     def remember(self, state: TrainState) -> None:
-        """Notes that an outer step has just made a state."""
+        """Records that an outer step has just returned `state`."""
         self._latest = weakref.ref(state)
 
     def __getattr__(self, name: str) -> Any:
@@ -58,8 +57,8 @@ class CountedStep:
     """A train step that takes the outer step too when it is due.
 
     Attributes:
-      inner_step: The step that each replica takes by itself. Attributes such as `lower` and `trace`
-        are those of the inner step.
+      inner_step: The step that each replica takes separately. Attributes such as `lower` and
+        `trace` come from it.
     """
 
     def __init__(
@@ -70,9 +69,9 @@ class CountedStep:
         due_at: Callable[[int], int | None],
         every: int,
     ) -> None:
-        """Takes the steps of a `DiLoCoProgram`.
+        """Combines the steps of a `DiLoCoProgram`.
 
-        `due_at(number)` is the fragment that step `number` exchanges, or `None`.
+        `due_at(number)` returns the fragment that step `number` exchanges, or `None`.
         """
         self.inner_step, self._due_at, self._every = inner_step, due_at, every
         self._outer_steps, self._overlapped_outer_steps = outer_steps, overlapped_outer_steps
@@ -86,14 +85,14 @@ class CountedStep:
         return functools.partial(self._with_outer_step, fragment)
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        """Takes the step that is next by the state's counter."""
+        """Takes the step that follows the state's step number."""
         number = self._number
         if state is not self._latest():
             step = getattr(state, "step", None)
             if isinstance(step, jax.core.Tracer):
                 return self._in_trace(state, batch)
             if is_deleted(step) or not hasattr(step, "__int__"):
-                return cast(StepFunction, self.inner_step)(state, batch)  # It refuses the state.
+                return cast(StepFunction, self.inner_step)(state, batch)  # Raises the error.
             number = int(cast(Any, step))
         new, metrics = self.at(number + 1)(state, batch)
         self._number, self._latest = number + 1, weakref.ref(new)

@@ -1,13 +1,13 @@
 """The outer gradient: the replicas' mean difference from the common parameters.
 
 The functions run inside a `jax.shard_map` over all axes of the mesh, on a device's shards. Only the
-difference may be quantized, never the parameters: their codes would be too coarse for the change of
-a few steps. By their types the results do not vary over the replicas' axes, so copies of them are
-equal bit for bit.
+difference may be quantized, never the parameters: quantized parameters would be too coarse for the
+change of a few steps. The types show that the results do not vary over the replicas' axes, so all
+replicas have the same bits.
 
-A replica's difference is weighted by the number of examples that it has seen, as a step weights
-minibatches and devices. After one inner step of plain gradient descent the mean is therefore
-proportional to the gradient of the global mean loss, however the examples are masked.
+A replica's difference is weighted by the number of examples that the replica has seen, as a step
+weights minibatches and devices. After one inner step of plain gradient descent the mean is
+therefore proportional to the gradient of the global mean loss, also with masked examples.
 """
 
 from collections.abc import Iterable, Mapping
@@ -25,23 +25,24 @@ from manualpar.core.tracing.scopes import COUNT_SCOPE, OUTER_SCOPE
 def mean_difference(
     common: Any, replica: Any, examples: jax.Array, axes: tuple[str, ...], wire: CommPolicy
 ) -> Any:
-    """Returns the mean over replicas of the common parameters minus the replica's.
+    """Returns the mean over replicas of `common - replica`.
 
     Args:
-      common: A tree of shards of the parameters that the replicas began with, equal on all.
+      common: A tree of shards of the common parameters, with which all replicas began.
       replica: The same tree of this replica's present parameters.
-      examples: `float32[]`, the number of examples that this replica has seen since then.
+      examples: `float32[]`, the number of examples that this replica has seen since it began with
+        `common`.
       axes: The mesh axes of the replicas.
       wire: The dtype and the quantizer to send with.
 
     Returns:
-      The tree of means of `common - replica`, weighted by the numbers of examples; the plain mean
-      if no replica has seen any. It does not vary over `axes`.
+      The tree of means, weighted by the numbers of examples; unweighted means if no replica has
+      seen an example. They do not vary over `axes`.
 
     Communication:
       One all-reduce over `axes` for each leaf: `2 b P (R - 1) / R` bytes for a shard of `P` numbers
-      on `R` replicas. With a quantizer an all-to-all and an all-gather instead, where that saves
-      bytes. In addition one all-reduce of 4 bytes.
+      on `R` replicas. A quantizer uses an all-to-all and an all-gather instead, if that saves
+      bytes. One further all-reduce of 4 bytes.
     """
     size = jax.lax.axis_size(axes)
     with jax.named_scope(f"{OUTER_SCOPE}/{COUNT_SCOPE}"):
@@ -50,7 +51,7 @@ def mean_difference(
 
     def mean_of(path: Any, before: jax.Array, now: jax.Array) -> jax.Array:
         dtype = wire.reduce_dtype or now.dtype
-        # Sums in 16 bits are weighted before they are rounded.
+        # If the sum is in 16 bits, weight each term before it is rounded.
         exact = jnp.promote_types(now.dtype, jnp.float32)
         difference = (before.astype(exact) - now.astype(exact)) * weight
         with jax.named_scope(f"{path_name(path)}/{OUTER_SCOPE}"):
@@ -69,8 +70,9 @@ def mean_collections(
 ) -> Any:
     """Reduces the replicas' collections over the replicas with `sync_collections`.
 
-    A variable without a rule is equal on all devices of a replica after a step. Between replicas it
-    differs at most by random numbers: the mean is taken, of integers the maximum.
+    A variable without a rule is equal on all devices of a replica after a step. Replicas' values
+    differ at most by random numbers: floating-point values are averaged, and of integers the
+    maximum is taken.
 
     Communication:
       One all-reduce over `axes` for each leaf.
@@ -80,12 +82,12 @@ def mean_collections(
 
 
 def to_replica(tree: Any, axes: tuple[str, ...]) -> Any:
-    """Makes per-replica arrays: varying over `axes`, with a leading dimension of 1."""
+    """Makes per-replica arrays: they vary over `axes` and have a leading dimension of 1."""
     return jax.tree.map(lambda x: cast_to_varying(x, axes)[None], tree)
 
 
 def _default_rules(collections: Any, names: Iterable[str]) -> Mapping[str, CollectionSync]:
-    """Makes rules for the leaves that no name fits."""
+    """Makes the default rules for leaves that have no rule."""
     leaves = [(path_name(path), x) for path, x in jax.tree_util.tree_leaves_with_path(collections)]
     unnamed = [(path, x) for path, x in leaves if not any(is_inside(path, name) for name in names)]
     return {path: "mean" if jnp.issubdtype(x.dtype, jnp.inexact) else "max" for path, x in unnamed}

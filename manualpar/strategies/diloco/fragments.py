@@ -1,4 +1,4 @@
-"""Fragments: parts of a model that replicas exchange at different steps, to send less at a time.
+"""Fragments: parts of a model, exchanged at different steps so that less is sent at a time.
 
 A fragment is a set of trained parameters. All fragments have about the same number of bytes, and
 each has its own state of the outer optimizer. With `F` fragments and `H` steps between two
@@ -18,7 +18,7 @@ from manualpar.core.parameters.trainable import combine
 
 
 class Fragments:
-    """Divides trees like the trained parameters.
+    """Divides trees that have the structure of the trained parameters.
 
     Attributes:
       number: The number of fragments.
@@ -36,7 +36,7 @@ class Fragments:
         sizes = [math.prod(x.shape) * x.dtype.itemsize for x in leaves]
         totals, chosen = [0] * number, [0] * len(leaves)
         for i in sorted(range(len(leaves)), key=lambda i: -sizes[i]):
-            chosen[i] = min(range(number), key=totals.__getitem__)  # The smallest fragment so far.
+            chosen[i] = min(range(number), key=totals.__getitem__)  # The smallest fragment.
             totals[chosen[i]] += sizes[i]
         self.number, self.index = number, jax.tree.unflatten(structure, chosen)
 
@@ -53,7 +53,7 @@ class Fragments:
         return offsets.index(offset) if offset in offsets else None
 
     def optimizer(self, tx: optax.GradientTransformation) -> optax.GradientTransformation:
-        """Gives the outer optimizer a state for each fragment; one fragment needs only `tx`."""
+        """Returns `tx` with a separate state for each fragment; `tx` itself for one fragment."""
         if self.number == 1:
             return tx
         fragments = range(self.number)

@@ -1,6 +1,6 @@
 """DiLoCo's program, with its inner and outer steps.
 
-See `manualpar.strategies.diloco.state` for its state, and `steps` for the steps.
+Its state is in `manualpar.strategies.diloco.state`, and its steps are in `steps`.
 """
 
 import dataclasses
@@ -30,17 +30,17 @@ from manualpar.strategies.diloco.steps import ReplicaSteps, replicated_step
 class DiLoCoProgram(Program):
     """A program whose replicas take `every` inner steps between two outer steps.
 
-    `step` treats the common parameters as replicated over the replicas and serves evaluation;
-    `train_step` runs `inner.step`. After every `every` steps, by the state's counter, `train_step`
-    takes the outer step too, or with several fragments one outer step for each at different steps.
+    `step` is for evaluation: it treats the common parameters as replicated over the replicas.
+    `train_step` runs `inner.step`. Each time the state has counted `every` more steps, `train_step`
+    takes the outer step too. Several fragments have outer steps at different step numbers.
     `train_step.trace` and `lower` show the inner step.
 
     Attributes:
       inner: The program of one replica, on a mesh without the replicas' axes. It can be traced.
       replica_axes: The mesh axes of the replicas.
       every: The number of steps between two outer steps of the same fragment.
-      fragments: For each of `parameters` the number of its fragment; `None` if it is frozen.
-      outer_steps: For each fragment `outer_step(state) -> state`, jitted: replicas exchange it. The
+      fragments: The fragment's number for each of `parameters`; `None` for a frozen parameter.
+      outer_steps: For each fragment a jitted `outer_step(state) -> state` that exchanges it. The
         state is donated.
       overlapped_outer_steps: For each fragment a train step, `(state, batch) -> (state, metrics)`,
         that exchanges the fragment at the same time; `()` without overlap.
@@ -58,15 +58,15 @@ class DiLoCoProgram(Program):
 
     @property
     def outer_step(self) -> Any:
-        """The outer step of the last fragment; of all parameters if they are not divided.
+        """The outer step of the last fragment; with one fragment, of all parameters.
 
-        `train_step` takes it when it is due. Call it to exchange at another time too; directly
-        after an outer step it does nothing.
+        `train_step` takes it when it is due. Call it to exchange at other times too. Directly after
+        an outer step it does nothing.
         """
         return self.outer_steps[-1]
 
     def step_at(self, number: int) -> StepFunction:
-        """Returns the function of step `number`, counted from 1, whatever the state's counter."""
+        """Returns the function of step `number`, from 1; the state's counter is not read."""
         return cast(CountedStep, self.train_step).at(number)
 
     def init_from(
@@ -85,9 +85,9 @@ class DiLoCoProgram(Program):
         return self.regrouped(StartsFromArrays.adopt(self.with_replicas(number), state))
 
     def with_replicas(self, number: int) -> Self:
-        """Returns a program for states of `number` replicas, each sharded over all its devices.
+        """Returns a program for states of `number` replicas; each replica uses all its devices.
 
-        It takes no steps. It loads states of other programs, for `regrouped`.
+        The program takes no steps. It loads states of other programs for `regrouped`.
         """
 
         def spread(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -111,14 +111,14 @@ class DiLoCoProgram(Program):
         return axes_size(self.mesh, self.replica_axes)
 
     def _on_state(self, function: Callable[[TrainState], TrainState], state: TrainState) -> Any:
-        """Runs a function of states; all arrays but the per-replica ones are donated."""
+        """Runs a function of states; donates all arrays except the per-replica arrays."""
 
         def run(common: TrainState, local: Any) -> TrainState:
             return function(common.replace(local=local))
 
         on_auto = on_auto_axes(run, mesh=self.mesh, out_specs=self.layout)
         shardings = jax.tree.map(lambda x: x.sharding, self.abstract_state)
-        with no_mesh():  # Arrays of another number of replicas cannot be donated.
+        with no_mesh():  # `local` is not donated: its number of replicas may change.
             jitted = jax.jit(on_auto, out_shardings=shardings, donate_argnums=0)
             return jitted(state.replace(local={}), state.local)
 
@@ -136,7 +136,7 @@ def build_diloco(
     overlap: bool,
     compiler_options: dict[str, Any] | None,
 ) -> DiLoCoProgram:
-    """Builds a program around `inner`, one replica's; `batch` is the abstract global batch."""
+    """Builds DiLoCo around one replica's program `inner`; `batch` is the abstract global batch."""
     name = "diloco"
     typed_mesh, mesh = cast(Mesh, mesh), cast(Mesh, with_axis_types(mesh, AxisType.Auto))
     roles = inner.step.roles

@@ -1,7 +1,7 @@
-"""DiLoCo's state: makes it, and decides how it is sharded.
+"""Makes and shards DiLoCo's state.
 
-`state.params` are the *common* parameters, in the model's own shapes: the parameters that the
-replicas last agreed on. They are evaluated and exported, and the next outer step starts from them.
+`state.params` are the *common* parameters, in the model's shapes: the parameters that the replicas
+last agreed on. They are evaluated and exported, and the next outer step starts from them.
 `state.local` has the per-replica arrays. Each has a leading dimension of the number of replicas
 `R`, sharded over their axes: the trained parameters, the state of the inner optimizer, the other
 collections, and the number of examples seen since each fragment was last exchanged.
@@ -31,11 +31,11 @@ from manualpar.strategies.diloco.fragments import Fragments
 
 
 class DiLoCoState:
-    """Makes the state of replicas, each of which has a state of the program `inner`.
+    """Makes the state of all replicas; each replica has a state of the program `inner`.
 
     Attributes:
       placements: The tree of parameters with a `Placement` at each leaf.
-      fragments: The parts of the parameters that are exchanged at different steps.
+      fragments: Divides the parameters into parts that are exchanged at different steps.
       fragment_tx: The outer optimizer of one fragment.
       outer_tx: The outer optimizer of all fragments.
       opt_placements: The placements of the outer optimizer's state, by fragment.
@@ -51,7 +51,7 @@ class DiLoCoState:
         outer_tx: optax.GradientTransformation,
         num_fragments: int,
     ) -> None:
-        """Takes one replica's program, placements on the mesh of all replicas, and their axes."""
+        """Takes one replica's program, and placements, mesh and axes of all replicas."""
         self.inner, self.placements, self.fragment_tx = inner, placements, outer_tx
         self.axis_name = axes[0] if len(axes) == 1 else axes
         self._num_replicas = axes_size(mesh, axes)
@@ -87,7 +87,7 @@ class DiLoCoState:
         return self.start_replicas(state)
 
     def start_replicas(self, state: TrainState) -> TrainState:
-        """Replaces all replicas by new ones, which start with the common parameters."""
+        """Replaces all replicas by new replicas that start with the common parameters."""
         tx = self.inner.abstract_state.tx
         unpadded = partition(self.placements, self._unpadded(state.params))[0]
         opt_state = map_padded(pad_leaf, tx.init(unpadded), self.inner.step.update.opt_padding)
@@ -105,12 +105,12 @@ class DiLoCoState:
         )
 
     def regroup(self, state: TrainState) -> TrainState:
-        """Converts a state of another number of replicas; the new replicas are all equal.
+        """Converts a state with another number of replicas; all new replicas are equal.
 
-        Directly after an outer step they start with the common parameters. Otherwise they start
-        with the replicas' mean, weighted by their examples as in the next exchange. Floating-point
-        numbers of the inner optimizer's state and of other collections are averaged; of integers
-        the maximum is taken. After an outer step this loses nothing of the collections.
+        Directly after an outer step the new replicas start with the common parameters. Otherwise
+        they start with the mean of the old replicas, weighted by examples as in the next exchange.
+        Floating-point numbers of the inner optimizer's state and of other collections are averaged;
+        of integers the maximum is taken. After an outer step the collections lose nothing by this.
         """
         replicas = state.local
         examples = replicas["examples"]
@@ -179,5 +179,5 @@ class DiLoCoState:
         return jax.tree.map(lambda x: jnp.broadcast_to(x[None], (size, *x.shape)), tree)
 
     def per_replica_specs(self, specs: Any) -> Any:
-        """Adds to specs a leading dimension, sharded over the replicas."""
+        """Adds a leading dimension to each spec, sharded over the replicas."""
         return jax.tree.map(lambda spec: PartitionSpec(self.axis_name, *spec), specs)

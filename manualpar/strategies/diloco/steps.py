@@ -1,9 +1,9 @@
-"""DiLoCo's inner step (each replica by itself) and outer step (all replicas together).
+"""DiLoCo's inner step (each replica separately) and outer step (all replicas together).
 
-An inner step runs the step of another program, the program of one replica, inside a `jax.shard_map`
-over only the replicas' axes. The step's own `shard_map`, nested in it, runs over the other axes.
-Between replicas it sends only the sums of the metrics. An outer step runs over all axes and sends
-the outer gradient, see `manualpar.strategies.diloco.exchange`.
+An inner step runs the step of one replica's program inside a `jax.shard_map` over only the
+replicas' axes. The `shard_map` of that program is nested inside and runs over the other axes. Only
+the sums of the metrics are sent between replicas. An outer step runs over all axes and sends the
+outer gradient, see `manualpar.strategies.diloco.exchange`.
 
 Invariants: after an outer step all replicas have the common parameters, bit for bit. The random
 keys differ between replicas. Frozen parameters have no per-replica copy.
@@ -59,7 +59,7 @@ class _ReplicaMode(Manual):
 
 
 class ReplicaSteps:
-    """The functions that are jitted.
+    """The step functions of `DiLoCoProgram`, which are jitted.
 
     Attributes:
       inner: The program of one replica.
@@ -76,7 +76,7 @@ class ReplicaSteps:
         state: DiLoCoState,
         outer_wire: CommPolicy,
     ) -> None:
-        """Takes the attributes, and the dtype and quantizer of exchanged differences."""
+        """Sets the attributes; `outer_wire` has the dtype and quantizer of sent differences."""
         self.inner, self.axes, self.state = inner, axes, state
         self.replicated_step, self.outer_wire = replicated_step, outer_wire
         self.mesh, self._placements = replicated_step.mode.mesh, replicated_step.placements
@@ -119,7 +119,7 @@ class ReplicaSteps:
         inner_state, metrics = self._replica_step.train(inner_state, batch)
         inner_state = jax.tree.map(self._constrain, inner_state, self.inner.layout)
         count = metrics["loss"][1].astype(jnp.float32)
-        if self._replica_step.nonfinite == "skip":  # A skipped step has no weight (it may be NaN).
+        if self._replica_step.nonfinite == "skip":  # A skipped step has no weight: may be NaN.
             count = jnp.where(metrics["nonfinite"][0] > 0, jnp.zeros_like(count), count)
         replica = {
             "params": partition(self._placements, inner_state.params)[0],
@@ -130,23 +130,22 @@ class ReplicaSteps:
         return to_replica(replica, self.axes), sync_metrics(metrics, self.axes)
 
     def outer_step(self, fragment: int, state: TrainState) -> TrainState:
-        """Takes an outer step for a fragment, after which all replicas have the same one."""
+        """Takes an outer step for a fragment; then all replicas have equal values of it."""
         return self._apply(fragment, state, *self._exchange(fragment, state), None)
 
     def overlapped_outer_step(
         self, fragment: int, state: TrainState, batch: Any
     ) -> tuple[TrainState, Metrics]:
-        """Takes an inner step, and at the same time exchanges a fragment as it was before it.
+        """Takes an inner step, and exchanges at the same time a fragment's values from before it.
 
-        The change that a replica makes in this inner step stays per-replica, and is part of the
-        next exchange.
+        A replica's change in this inner step stays per-replica and is part of the next exchange.
         """
         exchanged = self._exchange(fragment, state)
         after, metrics = self.train(state, batch)
         return self._apply(fragment, after, *exchanged, state.local), metrics
 
     def _exchange(self, fragment: int, state: TrainState) -> tuple[Any, Any]:
-        """Returns the outer gradient of a fragment and, with the last, the common collections."""
+        """Returns a fragment's outer gradient; with the last fragment, also common collections."""
         select = functools.partial(self.state.fragments.select, fragment)
         placements = select(trained(self._placements))
         specs = state_specs(placements)
@@ -188,8 +187,8 @@ class ReplicaSteps:
     ) -> TrainState:
         """Applies the outer optimizer to a fragment, and updates the replicas.
 
-        `before` are the per-replica arrays at the exchange if replicas have taken a step since
-        then, else `None`.
+        `before` are the per-replica arrays from the time of the exchange if the replicas have taken
+        a step since then; else `None`.
         """
         fragments, layout = self.state.fragments, self.state
         params, frozen = partition(self._placements, state.params)
@@ -250,7 +249,7 @@ class ReplicaSteps:
         )
 
     def _shard_like_state(self, placements: Any, params: Any, num_leading: int) -> Any:
-        """Constrains parameters with `num_leading` extra dims to the optimizer state's shards."""
+        """Shards parameters like the optimizer's state; they have `num_leading` extra dims."""
 
         def shard(place: Placement, x: jax.Array) -> jax.Array:
             if place.state_names is None:
@@ -272,7 +271,7 @@ class ReplicaSteps:
 def replicated_step(
     name: str, inner: Program, mesh: Mesh, roles: AxisRoles, axes: tuple[str, ...]
 ) -> Step:
-    """Makes the step of all devices from one replica's: the state is replicated over `axes`."""
+    """Makes the step of all devices from one replica's step; replicates the state over `axes`."""
     step = inner.step
     mode = dataclasses.replace(step.mode, mesh=mesh, data_axes=roles.data_axes)
     infos = step.model.parameters
