@@ -4,10 +4,9 @@ The batch is one device's share of a minibatch. A loss is the mean over its exam
 Metrics are sums and counts, and the program weighs devices and minibatches by the counts. An
 example of weight 0 has no influence. If all weights of a share are 0, its loss is 0.
 
-Logits may be split over devices along their last dim, if the model's head is split.
-They are not gathered, see `manualpar.layers.vocabulary`. A language model whose `__call__` has an
-argument `labels` is given them, and computes the losses itself, so that it need not make logits:
-`Transformer` does.
+If the model's head is split, logits are split over devices along their last dim. They are not
+gathered, see `manualpar.layers.vocabulary`. If a language model's `__call__` has an argument
+`labels`, as in `Transformer`, the model computes the losses itself and need not make logits.
 """
 
 import inspect

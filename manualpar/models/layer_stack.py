@@ -1,8 +1,8 @@
-"""The layers of a transformer, one after the other: written out, or one that runs in a loop.
+"""The layers of a transformer: written out one after the other, or one layer that runs in a loop.
 
-Layers may be of two kinds (Beltagy et al., https://arxiv.org/abs/2004.05150): of every
-`global_every` layers the last is *global* and sees all positions, and the others are *local* and
-see a window. A loop then runs over groups of `global_every` layers, the last of them global.
+Layers may be of two kinds (Beltagy et al., https://arxiv.org/abs/2004.05150), in groups of
+`global_every` layers. The last layer of a group is *global* and sees all positions. The other
+layers are *local* and see a window. A loop then runs over groups.
 In a model with experts, the first `dense_layers` layers have an MLP instead, and come before the
 loop.
 
@@ -53,7 +53,8 @@ class LayerPlace(NamedTuple):
 
     Attributes:
       path: The names of the modules that contain the parameters.
-      entry: The layer's entry in dim 0 of each leaf; `None` if the leaves belong to this layer only.
+      entry: The layer's entry in dim 0 of each leaf; `None` if the leaves belong to this layer
+        only.
     """
 
     path: tuple[str, ...]

@@ -1,8 +1,8 @@
 """Rotary positions: queries and keys are turned by angles that grow with the position.
 
 So attention sees only differences of positions (Su et al., https://arxiv.org/abs/2104.09864).
-`RotaryScaling` slows rotations down, so that a model attends over longer sequences than it was
-first trained with.
+`RotaryScaling` slows rotations down, so that a model can attend over longer sequences than in its
+first training.
 
 Symbols: `B` examples, `S` positions, `N` heads, `H` features of a head.
 """
@@ -24,10 +24,10 @@ class RotaryScaling:
 
     Attributes:
       kind: `"linear"` slows all pairs down by `factor` (Chen et al.,
-        https://arxiv.org/abs/2306.15595). `"llama3"` counts the turns of a pair in `original_length`
-        positions. It slows a pair with less than `low_factor` turns down by `factor`, a pair with
-        more than `high_factor` turns not at all, and pairs between these limits in proportion (Dubey
-        et al., https://arxiv.org/abs/2407.21783).
+        https://arxiv.org/abs/2306.15595). `"llama3"` counts the turns of a pair in
+        `original_length` positions. It slows a pair with less than `low_factor` turns down by
+        `factor`, a pair with more than `high_factor` turns not at all, and pairs between these
+        limits in proportion (Dubey et al., https://arxiv.org/abs/2407.21783).
       factor: The largest ratio of the old to the new frequency.
       low_factor: A number of turns, only for `"llama3"`.
       high_factor: A number of turns, more than `low_factor`, only for `"llama3"`.

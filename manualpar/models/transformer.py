@@ -83,7 +83,8 @@ class Transformer(nn.Module):
       num_kv_heads: Key and value heads, `K`, a divisor of `num_heads`; 0 for `num_heads`.
       mlp_size: Features inside the MLP, `F`.
       head_size: Features of a head, `H`, an even number; 0 for `hidden_size // num_heads`.
-      activation: The activation of the MLP's gates: `"silu"`, or `"gelu"`, GELU approximated by tanh.
+      activation: The activation of the MLP's gates: `"silu"`, or `"gelu"`, GELU approximated by
+        tanh.
       norm_epsilon: The number that every norm adds to the mean of squares.
       norm_offset: Whether norms multiply by `1 + scale`, where `scale` begins with 0.
       post_norms: Whether the outputs of attention and MLP are normalized before they are added.
@@ -92,8 +93,8 @@ class Transformer(nn.Module):
       qkv_bias: Whether queries, keys and values have biases.
       scale_embedding: Whether the rows of the embedding are multiplied with `sqrt(D)`.
       rope_base: The base of the rotary frequencies, see `rotary_angles`.
-      rope_scaling: The kind of `RotaryScaling`, `"linear"` or `"llama3"`; `""` for none. With layers
-        of two kinds it applies only to the layers that see all positions.
+      rope_scaling: The kind of `RotaryScaling`, `"linear"` or `"llama3"`; `""` for none. With
+        layers of two kinds it applies only to the layers that see all positions.
       rope_factor: `RotaryScaling.factor`.
       rope_low_factor: `RotaryScaling.low_factor`.
       rope_high_factor: `RotaryScaling.high_factor`.
@@ -109,8 +110,9 @@ class Transformer(nn.Module):
       remat: The part of a layer that is computed again in the backward pass: `"none"`, `"full"` for
         the whole layer, `"dots"` for everything except its products with weights.
       scan_layers: Whether one layer is compiled and run in a loop, or each layer is compiled.
-      attention: The implementation of attention, see `manualpar.layers.attention.kinds`: `"splash"`,
-        `"cudnn"`, `"blockwise"`, `"xla"`, or `""` for the best on the devices of the mesh.
+      attention: The implementation of attention, see `manualpar.layers.attention.kinds`:
+        `"splash"`, `"cudnn"`, `"blockwise"`, `"xla"`, or `""` for the best on the devices of the
+        mesh.
       attention_window: How many positions a query sees, up to and including its own; 0 for all.
       global_every: The length of a group of layers. The last layer of a group sees all positions,
         and the other layers see the window; 0 if all layers are alike.
@@ -138,7 +140,8 @@ class Transformer(nn.Module):
       gate_scale: The factor by which the gates are then multiplied.
       router_bias: Whether each router has a bias for the choice of experts, in the collection
         `router`. Training does not change it.
-      expert_groups: The number of groups of experts, of which a token chooses some first; 1 for none.
+      expert_groups: The number of groups of experts, of which a token chooses some first; 1 for
+        none.
       expert_groups_per_token: The number of groups that a token chooses.
       expert_group_score: The score that decides which groups, `"best_two"` or `"best"`.
       shared_experts_size: The features of all experts that compute every token; 0 for none.
@@ -147,8 +150,8 @@ class Transformer(nn.Module):
       dense_mlp_size: The features inside these MLPs; 0 for `mlp_size`.
       context_axis: The mesh axis over which sequences are split, the same as the builder's
         `context_axis`; `""` for none. The mesh may lack it.
-      context_attention: The communication of attention over `context_axis`, see `Context`: `"ring"`,
-        `"ulysses"`, which divides the heads over the axis, or `"gather"`.
+      context_attention: The communication of attention over `context_axis`, see `Context`:
+        `"ring"`, `"ulysses"`, which divides the heads over the axis, or `"gather"`.
     """
 
     vocab_size: int = 260
@@ -223,9 +226,9 @@ class Transformer(nn.Module):
         """Computes the logits of each next token, or their cross entropy.
 
         Args:
-          tokens: `int32[B, S]`, from 0 to `vocab_size - 1`; any other number makes its sequence NaN.
-            Or a dict of `tokens` and `documents`, `int32[B, S]`: the number of the document that each
-            position belongs to, which then replaces `bos_token`.
+          tokens: `int32[B, S]`, from 0 to `vocab_size - 1`; any other number makes its sequence
+            NaN. Or a dict of `tokens` and `documents`, `int32[B, S]`: the number of the document
+            that each position belongs to, which then replaces `bos_token`.
           train: Whether to drop activations, which needs a `dropout` key, and to smooth labels and
             add the z-loss.
           labels: `int[B, S]`, the token after each position; `None` for logits.

@@ -78,7 +78,7 @@ def transformer_sends(
             "pipeline with a context: what is sent otherwise has no closed form here. Read it with "
             "trace_collectives."
         )
-    # Layers that permute run where any stage has to, forward as often as backward.
+    # Layers with a permute run on all stages if any stage has to, forward as often as backward.
     together = form.loss.cut.layers_permute
     runs = int(table.is_run("forward_microbatch", together=together)[:, stage].sum())
     looped = len(scanned_layers(model))

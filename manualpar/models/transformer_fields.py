@@ -38,7 +38,7 @@ def window_of(model: "Transformer", layer: int) -> int:
 
 
 def layers_by_window(model: "Transformer") -> tuple[tuple[int, int], ...]:
-    """Counts the layers of each kind: pairs of a window, see `window_of`, and a number of layers."""
+    """Counts the layers of each kind: pairs of a window (see `window_of`) and a layer count."""
     of_global = model.num_layers // model.global_every if model.global_every else 0
     return (model.attention_window, model.num_layers - of_global), (0, of_global)
 

@@ -75,10 +75,10 @@ class LayerConfig:
     query_key_norm: bool = False
     qkv_bias: bool = False
     activation: Activation = "silu"
-    num_experts: int = 0  # 0 for an MLP in their place.
+    num_experts: int = 0  # 0 for an MLP in place of experts.
     experts_per_token: int = 0
     capacity_factor: float | None = None
-    expert_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # More of `MoE`.
+    expert_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # Fields of `MoE`.
     expert_axis: str | None = None
     axis: str | None = None  # The mesh axis that the layer is split over.
     sequence_dim: int | None = None  # Dim that the residual stream is split along: 1 or None.
@@ -100,9 +100,9 @@ class Layer(nn.Module):
     ) -> tuple[jax.Array, None]:
         """Takes and returns the residual stream; the `None` is for `nn.scan`.
 
-        The stream is `[B, S, D]`, or `[B, S/axis, D]` if it is split. A position sees only keys with
-        the same document number; `None` stands for one document. With `rows` keys and values are
-        kept, see `Transformer`.
+        The stream is `[B, S, D]`, or `[B, S/axis, D]` if it is split. A position sees only keys
+        with the same document number; `None` stands for one document. With `rows` keys and values
+        are kept, see `Transformer`.
         """
         config = self.config
         drop = nn.Dropout(config.dropout_rate, deterministic=not config.dropout_rate)
@@ -133,7 +133,7 @@ class Attention(nn.Module):
         document_BS: jax.Array | None,
         rows: Prompts | Past | None = None,
     ) -> jax.Array:
-        """Mixes positions: maps the result of `enter_normalized` to the values that `Layer` adds."""
+        """Mixes positions: maps `enter_normalized`'s result to the values that `Layer` adds."""
         config, hidden_size = self.config, self.config.hidden_size
         query = (hidden_size, config.num_heads, config.head_size), ("embed", "heads", None)
         key = (hidden_size, config.num_kv_heads, config.head_size), ("embed", "kv_heads", None)

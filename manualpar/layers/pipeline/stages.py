@@ -36,8 +36,8 @@ class Pipeline:
       axis: The mesh axis; each device along it is a stage.
       schedule: `"1f1b"` (the default) begins the backward pass of a microbatch as soon as it can,
         so that the kept values do not grow with the number of microbatches. `"gpipe"` runs all
-        forward passes first. (Narayanan et al., https://arxiv.org/abs/2104.04473, section 2.2; Huang et al.,
-        https://arxiv.org/abs/1811.06965.)
+        forward passes first. (Narayanan et al., https://arxiv.org/abs/2104.04473, section 2.2;
+        Huang et al., https://arxiv.org/abs/1811.06965.)
       chunks: The number of runs of layers on a stage. With more chunks a device waits less, sends
         more, and keeps more.
       keep: What a stage keeps of a microbatch until its backward pass: `"residuals"` (as
