@@ -1,4 +1,4 @@
-"""Layers that compute with a part of their parameters, and combine the parts of the result."""
+"""Layers whose parameters are split over devices, and the sums that combine their results."""
 
 from manualpar.core.parameters.split_parameter import split
 from manualpar.layers.attention.context import Context

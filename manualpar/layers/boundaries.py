@@ -1,17 +1,18 @@
-"""Where activations enter and leave the part of a layer that is split over a model axis.
+"""The two ends of the part of a layer that is split over a model axis: `enter` and `leave`.
 
-Before its column-parallel products a layer has the whole input on every device along the axis, and
-after its row-parallel products each device has a part of a sum. Megatron-LM (Shoeybi et al.,
-https://arxiv.org/abs/1909.08053) calls the two boundaries f and g. `enter` is f: nothing forward
-and an all-reduce backward. `leave` is g: an all-reduce forward and nothing backward.
+Column-parallel products need the whole input on every device along the axis. After row-parallel
+products each device has one term of a sum. Megatron-LM (Shoeybi et al.,
+https://arxiv.org/abs/1909.08053) calls the two ends f and g. `enter` is f: nothing forward and an
+all-reduce backward. `leave` is g: an all-reduce forward and nothing backward.
 
-With `sequence_dim` the activations outside of the split part are split along their sequence
-(Korthikanti et al., https://arxiv.org/abs/2205.05198): an all-gather and a reduce-scatter take the
-place of each all-reduce. The bytes are the same, and each device stores only its part of the
-activations between layers.
+With `sequence_dim` the activations between these parts are split along their sequence
+(Korthikanti et al., https://arxiv.org/abs/2205.05198). An all-gather and a reduce-scatter replace
+each all-reduce and send the same bytes. Each device stores only its positions of the activations
+between layers.
 
-Under `check_vma=True` the types say which values differ along the axis. Most mistakes are therefore
-errors: a forgotten sum does not compile. These functions refuse the mistakes that would compile.
+Under `check_vma=True` the types say which values differ along the axis. So most mistakes are
+errors: a program with a forgotten sum does not compile. `enter` and `leave` refuse the mistakes
+that would compile.
 
 Symbols: `N` devices along the axis.
 """
@@ -32,8 +33,8 @@ def enter(
 ) -> jax.Array:
     """Makes activations the input of column-parallel products.
 
-    Call it once for all products of the same input (query, key and value), because each call
-    sends.
+    Call it once for all products of the same input (query, key and value), because each call adds
+    a collective.
 
     Args:
       x: The input, the same on all devices along `axis`; with `sequence_dim` this device's part of
@@ -47,13 +48,13 @@ def enter(
       The whole input, typed as varying over `axis`.
 
     Raises:
-      ValueError: `x` varies over `axis` already, because nothing has summed it; with
-        `sequence_dim`, `x` does not vary, so it is not split; or types are not checked.
+      ValueError: `x` varies over `axis` already, because it was not summed; with `sequence_dim`,
+        `x` does not vary, so it is not split; or types are not checked.
 
     Communication:
-      Forward none, backward one all-reduce of the gradient: a device sends `2 (N - 1) / N` of its
-      bytes. With `sequence_dim` an all-gather forward and a reduce-scatter backward, of
-      `(N - 1) / N` of the bytes of the whole input each.
+      Forward none, backward one all-reduce of the gradient: a device sends `2 (N - 1) / N` of the
+      gradient's bytes. With `sequence_dim` an all-gather forward and a reduce-scatter backward:
+      each sends `(N - 1) / N` of the bytes of the whole input.
     """
     axes = bound_axes("enter", axis)
     if not axes:
@@ -89,13 +90,13 @@ def leave(
     *,
     scope: str = TENSOR_SCOPE,
 ) -> jax.Array:
-    """Sums the contributions of the devices' row-parallel products.
+    """Sums the devices' row-parallel products.
 
-    Add a bias after it: before it, the bias would be added once for each device.
+    Add a bias to the sum and not to the products, which would add the bias once for each device.
 
     Args:
-      x: This device's contribution, of the shape of the result.
-      axis: The mesh axis, or tuple of axes, that the product is split over; as for `enter`.
+      x: This device's term of the sum, in the shape of the result.
+      axis: The mesh axis, or tuple of axes, that the product is split over, see `enter`.
       sequence_dim: The dimension along which the result is split between layers; `None` if it is
         not.
       scope: The named scope of the all-reduce, which names its purpose.
@@ -105,13 +106,13 @@ def leave(
       `[..., S/axis, ...]`.
 
     Raises:
-      ValueError: `x` does not vary over `axis`, so that all devices have the same value and the sum
-        would be `N` times too large; or `N` does not divide the sequence; or types are not checked.
+      ValueError: `x` does not vary over `axis`: all devices have the same value, and the sum would
+        be `N` times too large; or `N` does not divide the sequence; or types are not checked.
 
     Communication:
       Forward one all-reduce: a device sends `2 (N - 1) / N` of the bytes of `x`. Backward none.
-      With `sequence_dim` a reduce-scatter forward and an all-gather backward, of `(N - 1) / N`
-      each.
+      With `sequence_dim` a reduce-scatter forward and an all-gather backward: each sends
+      `(N - 1) / N` of these bytes.
     """
     axes = bound_axes("leave", axis)
     if not axes:
@@ -150,10 +151,10 @@ def bound_axes(function: str, axis: AxisName | None) -> tuple[str, ...]:
 
 
 def has_lost_types(x: jax.Array, axes: tuple[str, ...]) -> bool:
-    """Returns whether `x` may come from `nn.scan`'s first trace of its body, without types.
+    """Returns whether `x` may come from `nn.scan`'s first trace of its body, which has no types.
 
-    (`nn.scan` then traces the loop itself with types.) With types, activations vary at least over
-    the axes that split the batch, if the mesh has axes in addition to `axes`.
+    (`nn.scan` then traces the loop itself with types.) With types, activations vary over the axes
+    that split the batch, if the mesh has any axes in addition to `axes`.
     """
     return not varying_axes(x) and set(jax.sharding.get_abstract_mesh().manual_axes) > set(axes)
 
@@ -161,8 +162,8 @@ def has_lost_types(x: jax.Array, axes: tuple[str, ...]) -> bool:
 def platform_traced_for() -> str | None:
     """Returns the platform for which the code is traced, such as `"tpu"`.
 
-    A program for TPUs may be traced on a host without one. `None` if the mesh is abstract and
-    names no device.
+    A program for TPUs may be traced on a host without a TPU. Returns `None` if the mesh is
+    abstract and names no device.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:

@@ -1,9 +1,10 @@
 """A dense layer whose kernel may be split over a model axis.
 
-The names of the kernel's dims decide which of Megatron-LM's two products it is (Shoeybi et al.,
+The names of the kernel's dims choose between the two products of Megatron-LM (Shoeybi et al.,
 https://arxiv.org/abs/1909.08053). A product with a named output dim is *column-parallel*: each
 device computes its part of the features, and nothing is sent. A product with a named contracted dim
-is *row-parallel*: each device computes its part of every sum, which is summed over the axis.
+is *row-parallel*: each device computes a term of every output, and the terms are summed over the
+axis.
 
 ```python
 x = enter(x, "model")  # Once for all products of the same input.
@@ -12,14 +13,14 @@ up = SplitDense((D, F), (None, "model"), name="up")(x)
 x = SplitDense((F, D), ("model", None), name="down")(nn.silu(gate) * up)
 ```
 
-The layer does not enter by itself, because each `enter` sends. A column-parallel product of an
-input that has not been entered is refused.
+The layer does not call `enter`, because each call adds a collective. It refuses a column-parallel
+product of an input on which `enter` was not called.
 
-With `enter_ring` in the place of `enter`, and `overlap="ring"` for the row-parallel product, both
-send while they compute, see `manualpar.layers.ring`. Column-parallel products then return `Chunks`.
+To send while products compute, use `enter_ring` in place of `enter`, and `overlap="ring"` for the
+row-parallel product, see `manualpar.layers.ring`. Column-parallel products then return `Chunks`.
 
-Invariants: parameters and their initial bits are the same as on one device. Where the axis is not
-bound, the layer is a dense layer of one device.
+Invariants: parameters and their initial values are the same, to the bit, as on one device. If no
+`shard_map` binds the axis, the layer is a dense layer of one device.
 
 Symbols: `N` devices along the axis.
 """
@@ -51,18 +52,18 @@ class SplitDense(nn.Module):
     Attributes:
       shape: The shape of the whole kernel: the contracted dims, then the output dims.
       names: For each dim of the kernel the mesh axis, or tuple of axes, that it is split over, or
-        `None`. All `None`: the layer is one of one device on any mesh.
-      contracted: How many dims are summed over: the last of the input, the first of the kernel.
+        `None`. With only `None`s nothing is split, on any mesh.
+      contracted: The number of dims to sum over: the last of the input, the first of the kernel.
       use_bias: Whether a bias is added, after the sum over devices.
       kernel_init: The initializer of the kernel, called with all of `shape`. If it scales by
         fan-in, give it the contracted dims. `None` for the distribution that `nn.DenseGeneral`
         draws from.
       bias_init: The initializer of the bias.
       dtype: The dtype of the computation; `None` for the promoted dtype of input and parameters.
-      sequence_dim: The dim along which a row-parallel product leaves its result split, see `leave`;
-        `None` if every device gets all of it.
-      overlap: `"ring"`: a row-parallel product computes while it sends, see `matmul_scatter`; needs
-        a `sequence_dim`. `"none"`: it sends when it has computed.
+      sequence_dim: The dim along which the result of a row-parallel product is split, see `leave`;
+        `None` if every device gets the whole result.
+      overlap: `"ring"`: a row-parallel product computes while it sends, see `matmul_scatter`; this
+        needs a `sequence_dim`. `"none"`: it sends after it has computed.
       shared: Whether an output dim may have fewer entries than devices. A group of devices then
         shares and computes each entry; see `split`.
     """
@@ -84,22 +85,22 @@ class SplitDense(nn.Module):
         """Sums over the last dims of `x`.
 
         Args:
-          x: The input: of a column-parallel product the result of `enter` or `enter_ring`,
-            `[..., D]`; of a row-parallel product this device's features, `[..., F/axis]`.
+          x: For a column-parallel product the result of `enter` or `enter_ring`, `[..., D]`; for a
+            row-parallel product this device's features, `[..., F/axis]`.
 
         Returns:
-          `[..., F/axis]`, different on each device, if the product is column-parallel; `Chunks` of
-          it if `x` is `Chunks`. If it is row-parallel `[..., D]`, the same on all devices along the
-          axis; with `sequence_dim` this device's part, `[..., S/axis, ..., D]`.
+          A column-parallel product returns this device's features, `[..., F/axis]`, as `Chunks` if
+          `x` is `Chunks`. A row-parallel product returns `[..., D]`, the same on all devices along
+          the axis; with `sequence_dim` this device's positions, `[..., S/axis, ..., D]`.
 
         Raises:
-          ValueError: The fields do not fit each other; `x` does not fit the kernel; or nothing has
-            entered it.
+          ValueError: The fields do not fit each other; `x` does not fit the kernel; or `enter` was
+            not called on it.
 
         Communication:
-          Column-parallel: none. Row-parallel: as `leave` or `matmul_scatter`, for the result in
-          the dtype of the computation; with `sequence_dim` and a bias also an all-reduce of the
-          bias's gradient.
+          Column-parallel: none. Row-parallel: see `leave` or `matmul_scatter`; the result is sent
+          in the dtype of the computation. With `sequence_dim` and a bias there is also an
+          all-reduce of the bias's gradient.
         """
         contracted, outputs = self._names_of_both_sides()
         kernel = self.param("kernel", _marked(self._init(), self.names, self.shared), self.shape)
@@ -119,7 +120,7 @@ class SplitDense(nn.Module):
             y = leave(y, contracted, self.sequence_dim) if contracted else y
         if bias is None:
             return y
-        # Each device along the axis adds the bias to other positions.
+        # With `sequence_dim` each device along the axis adds the bias to different positions.
         bias = bias if self.sequence_dim is None else enter(bias, contracted)
         return jax.tree.map(
             lambda part: part + bias.reshape((1,) * (part.ndim - bias.ndim) + bias.shape), y

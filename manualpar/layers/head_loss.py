@@ -1,12 +1,12 @@
-"""The head of a language model, and the cross entropy of its logits without the logits.
+"""The head of a language model, and its cross entropy without an array of all logits.
 
-The logits of `T` tokens are `T V` float32 numbers, often the largest array of a step, and autodiff
-keeps it for the backward pass and makes another array of their gradients. Here they are computed
-for some columns at a time. A chunk leaves a few numbers for each token: the largest logit
-and the sum of the exponentials so far (Milakov and Gimelshein, https://arxiv.org/abs/1805.02867),
-and the label's logit. The backward pass computes the chunk's logits again. Their gradient is
-added to the gradients of the input and of the head (Wijmans et al.,
-https://arxiv.org/abs/2411.09009).
+The logits of `T` tokens are `T V` float32 numbers, often the largest array of a step. Autodiff
+keeps this array for the backward pass and makes a second one for the gradients. Here logits are
+computed for a chunk of columns at a time. Only a few numbers are kept for each token: the largest
+logit and the sum of the exponentials so far (Milakov and Gimelshein,
+https://arxiv.org/abs/1805.02867), and the label's logit. The backward pass computes the chunk's
+logits again, and adds their contribution to the gradients of the input and of the head (Wijmans et
+al., https://arxiv.org/abs/2411.09009).
 
 Symbols: `T` tokens of a device, `D` features, `V` columns of the head on a device.
 
@@ -38,8 +38,8 @@ from manualpar.layers.split_vocabulary import (
 )
 from manualpar.layers.vocabulary import split_argmax, split_cross_entropy
 
-# The logits that exist at once by default, 64 MiB, and the fewest columns of a chunk: a product
-# with fewer waits for the memory that it reads.
+# The default number of logits that exist at once (64 MiB), and the fewest columns of a chunk: a
+# product with fewer columns waits for memory.
 CHUNK_ELEMENTS = 2**24
 FEWEST_COLUMNS = 2048
 
@@ -61,14 +61,14 @@ class _Static(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """The numbers that are kept of a token's logits, `[...]` each.
+    """The numbers that are kept for each token, `[...]` each.
 
     Attributes:
       log_normalizer: `log(sum(exp(logits)))`.
-      target: The label's logit; 0 if the label has none of these columns.
+      target: The label's logit; 0 if the label is not among these columns.
       of_all: The sum of the logits; 0 without `sums_all`.
       largest: The largest logit.
-      best: `int32`, the column of the largest logit, the first of equals.
+      best: `int32`, the column of the largest logit; the first of several equal logits.
     """
 
     log_normalizer: jax.Array
@@ -90,14 +90,14 @@ def head_logits(
 
     Args:
       x: `[..., D]`.
-      head: `[D, V/axis]`; the product is of the dtype of `x`.
+      head: `[D, V/axis]`; it is cast to the dtype of `x` before the product.
       axis: The mesh axis, or tuple of axes, that the columns are split over; `None` for none.
-      vocab_size: The tokens of the vocabulary; columns from it on are -inf. `None` for all.
+      vocab_size: The number of tokens; later columns become -inf. `None` for all columns.
       soft_cap: Bounds logits: they become `soft_cap * tanh(logit / soft_cap)`
         (Gemma 2, https://arxiv.org/abs/2408.00118, section 2); `None` for no bound.
 
     Returns:
-      Float32, or float64 if `x` is, `[..., V/axis]`; never rounded to the dtype of `x`.
+      `[..., V/axis]` in float32 (float64 if `x` is), never rounded to the dtype of `x`.
 
     Communication:
       None.
@@ -121,45 +121,45 @@ def head_cross_entropy(
 ) -> tuple[jax.Array, jax.Array]:
     """Computes a head's cross entropy, and whether the largest logit is the label's.
 
-    It is `split_cross_entropy` and `split_argmax` of `head_logits`, without an array of all logits.
-    All logits are computed at once only if the head has at most `chunk` columns (by default
-    `FEWEST_COLUMNS`), or in a program of global arrays (modes `auto` and `explicit`), where a chunk
-    of columns is no shard.
+    It equals `split_cross_entropy` and `split_argmax` of `head_logits`, but makes no array of all
+    logits. There are two exceptions: the head has at most `chunk` columns (by default
+    `FEWEST_COLUMNS`), or the program has global arrays (modes `auto` and `explicit`), because a
+    chunk of columns is then no shard.
 
     Args:
-      x: Floating `[..., D]`; where the columns are split, the same on all devices along `axis` or
-        typed by `enter` as varying over it.
-      head: `[D, V/axis]`, this device's columns; `[D, V]` where they are whole by their type. A
-        chunk is cast to the dtype of `x` where it is used.
-      labels: `int[...]`, the same on all devices along `axis`; as for `split_cross_entropy` a label
-        from `-V` to -1 counts from the end, and any other that the head does not have gives NaN.
+      x: Floating `[..., D]`; if the columns are split, the same on all devices along `axis`, or
+        the result of `enter`.
+      head: `[D, V/axis]`, this device's columns; `[D, V]` if they are not split by their type. Each
+        chunk is cast to the dtype of `x` when it is used.
+      labels: `int[...]`, the same on all devices along `axis`. A label from `-V` to -1 counts from
+        the end, and any other label that the head does not have gives NaN.
       axis: The mesh axis, or tuple of axes, that the columns are split over; `None` for none. Axes
         that no `shard_map` binds are left out.
-      vocab_size: The tokens of the vocabulary; columns from it on are ignored. `None` for all.
-      chunk: The columns that are computed at a time (the last chunk may have fewer); `None` for
+      vocab_size: The number of tokens; later columns are ignored. `None` for all columns.
+      chunk: The number of columns to compute at a time (the last chunk may have fewer); `None` for
         `default_chunk`.
       label_smoothing: See `split_cross_entropy`.
       z_loss: See `split_cross_entropy`.
       soft_cap: See `head_logits`.
 
     Returns:
-      The losses in nats, float32 (float64 if `x` is) `[...]`, and `bool[...]`; both the same on all
-      devices along `axis`.
+      The losses in nats, `[...]` in float32 (float64 if `x` is), and `bool[...]`, whether the
+      largest logit is the label's; both are the same on all devices along `axis`.
 
     Raises:
       ValueError: The shapes do not fit, a number is out of range, or the types contradict `axis`.
       TypeError: The labels are no integers, or `x` is no floats.
 
     Communication:
-      Forward as `split_cross_entropy` and `split_argmax`. Backward none, except the sum of the
-      gradient of `x` over `axis`, which `enter` does.
+      Forward as for `split_cross_entropy` and `split_argmax`. Backward none, except that `enter`
+      sums the gradient of `x` over `axis`.
 
     Gradient:
-      Written by hand: it computes the logits once more. Each chunk's products are of the dtype of
+      Written by hand: it computes the logits once more. Each chunk's products are in the dtype of
       `x`. The gradient of `x` is added up over chunks in float32. The gradient of the head is
       written chunk by chunk in the dtype of `head`. If `x` has 16 bits and no more tokens than
-      features, the gradients of all logits are kept in bfloat16, and each of the two gradients is
-      one product.
+      features, the gradients of all logits are kept in bfloat16. The gradients of `x` and of the
+      head are then one product each.
     """
     _check_arguments(x, head, label_smoothing, soft_cap, chunk)
     check_labels("head_cross_entropy", x, labels, what="inputs")
@@ -168,7 +168,8 @@ def head_cross_entropy(
     check_same_labels("head_cross_entropy", labels, axes)
     columns = head.shape[1]
     visible = _visible_columns(head, vocab_size, axes)
-    # The number of tokens must not decide: the check of a context compares programs of several.
+    # The number of tokens must not decide, because the check of a context axis compares programs
+    # with different numbers.
     if columns <= (chunk or FEWEST_COLUMNS) or _is_of_global_arrays():
         logits = _logits(x, head, 0, visible, soft_cap)
         losses = split_cross_entropy(
@@ -193,7 +194,7 @@ def head_cross_entropy(
 
 
 def default_chunk(tokens: int) -> int:
-    """Returns the columns of a chunk: `CHUNK_ELEMENTS` logits, in whole tiles of 128 columns."""
+    """Returns the columns of a chunk of about `CHUNK_ELEMENTS` logits, a multiple of 128."""
     return max(FEWEST_COLUMNS, CHUNK_ELEMENTS // max(tokens, 1) // 128 * 128)
 
 
@@ -210,7 +211,7 @@ def _product(x: jax.Array, weights: jax.Array) -> jax.Array:
 
 
 def _capped(logits: jax.Array, first: Any, visible: Any, soft_cap: float | None) -> jax.Array:
-    """Caps logits, and masks columns that are no token with -inf."""
+    """Caps logits, and sets the columns without a token to -inf."""
     if soft_cap:
         logits = soft_cap * jnp.tanh(logits / soft_cap)
     if visible is None:
@@ -241,7 +242,7 @@ def _is_of_global_arrays() -> bool:
 def _summed(
     x: jax.Array, head: jax.Array, index: jax.Array, visible: jax.Array | None, static: _Static
 ) -> _Sums:
-    """Sums over all columns; `index` is the label's column, which may be on another device."""
+    """Computes a device's sums; `index` is the label's column, perhaps on another device."""
     dtype = jnp.promote_types(x.dtype, jnp.float32)
     zero = jnp.zeros_like(index, dtype)
 
@@ -295,7 +296,7 @@ def _summed_backward(static: _Static, residuals: Any, grads: Any) -> tuple[Any, 
         return pull(of_logits)[0].astype(dtype)
 
     def of_weights(of_columns: jax.Array) -> jax.Array:
-        # The product rounds, not a cast: XLA overlaps the scatter of a product, not of a cast.
+        # The product itself rounds: XLA overlaps the scatter of a product, but not of a cast.
         wider = jnp.promote_types(dtype, head.dtype)
         of_columns = of_columns.reshape(tokens, -1)
         return jnp.matmul(rows.T, of_columns, preferred_element_type=wider).astype(head.dtype)
@@ -310,8 +311,8 @@ def _summed_backward(static: _Static, residuals: Any, grads: Any) -> tuple[Any, 
         return _written(of_logits, of_product(first, weights), first)
 
     if dtype.itemsize < 4 and tokens <= head.shape[0]:
-        # The gradients of all logits are no larger than the head's gradient. One product then
-        # computes the head's, so that a compiler can scatter it while it is computed.
+        # The gradients of all logits are no larger than the head's gradient. So one product
+        # computes the head's gradient, and a compiler can scatter it while it is computed.
         start = jnp.zeros_like(x, dtype, shape=(*index.shape, head.shape[1]))
         of_logits = _over_chunks(keep, start, head, static.chunk)
         with jax.named_scope(CONTEXT_SCOPE):
@@ -337,7 +338,7 @@ def _is_label(logits: jax.Array, index: jax.Array, first: Any) -> jax.Array:
 def _over_chunks(
     step: Callable[[Carry, Any, jax.Array], Carry], carry: Carry, head: jax.Array, chunk: int
 ) -> Carry:
-    """Runs `step(carry, first, weights)` on each chunk of columns, and on the rest."""
+    """Runs `step(carry, first, weights)` on each full chunk of columns, and on the rest."""
     full_chunks = head.shape[1] // chunk
 
     def run(carry: Carry, first: jax.Array) -> tuple[Carry, None]:

@@ -1,11 +1,11 @@
 """Collective matmuls: sequence parallelism whose communication is overlapped with its products.
 
-With sequence parallelism an all-gather comes before the column-parallel products, and a
-reduce-scatter after the row-parallel one. A product here begins with the device's chunk of the
-sequence while the chunks of its neighbours arrive. Sums are sent from device to device while the
-next part of them is computed (Wang et al., "Overlap communication with dependent
-computation via decomposition", ASPLOS 2023, https://dl.acm.org/doi/10.1145/3567955.3567959). The
-bytes are the same as with the all-gather and the reduce-scatter.
+Sequence parallelism needs an all-gather before the column-parallel products, and a reduce-scatter
+after the row-parallel product. Here a product begins with the device's chunk of the sequence while
+the chunks of its neighbours arrive. Sums go from device to device while the next chunk's terms are
+computed (Wang et al., "Overlap communication with dependent computation via decomposition", ASPLOS
+2023, https://dl.acm.org/doi/10.1145/3567955.3567959). The bytes are the same as with the
+all-gather and the reduce-scatter.
 
 ```python
 x = enter_ring(x, "model", 1)  # Once for all products of the same input.
@@ -14,8 +14,8 @@ hidden = jax.tree.map(lambda gate, up: nn.silu(gate) * up, gate, up)  # Chunk by
 x = matmul_scatter(hidden, down_kernel, "model", 1)
 ```
 
-The sequence stays in `Chunks` between the products, where the compiler makes an activation a part
-of the product before it. Attention, and everything else that combines positions, needs
+The sequence stays in `Chunks` between the products, so that the compiler can fuse an activation
+function into the product before it. Attention, and everything else that combines positions, needs
 `whole_sequence(...)`; `matmul_scatter` takes chunks and whole sequences.
 
 Symbols: `N` devices along the axis, `S` positions of the sequence.
@@ -42,11 +42,11 @@ from manualpar.layers.ring_chunks import (
 
 
 def enter_ring(x: jax.Array, axis: AxisName | None, sequence_dim: int) -> jax.Array | Chunks:
-    """Sends the chunks of a sequence around, for column-parallel products of all of it.
+    """Sends the chunks of a sequence around a ring, for column-parallel products of the sequence.
 
-    It takes the place of `enter` with a `sequence_dim`. Call it once for all products of the same
-    input, such as query, key and value, and give the result to `gather_matmul` or to
-    column-parallel `SplitDense`s.
+    It replaces `enter` with a `sequence_dim`. Call it once for all products of the same input,
+    such as query, key and value, and give the result to `gather_matmul` or to column-parallel
+    `SplitDense`s.
 
     Args:
       x: This device's chunk, `[..., S/axis, ..., D]`.
@@ -62,9 +62,9 @@ def enter_ring(x: jax.Array, axis: AxisName | None, sequence_dim: int) -> jax.Ar
         not checked.
 
     Communication:
-      Forward `N - 1` permutes of a chunk, two at a time; with even `N > 2` the last is two of half
-      a chunk, if halves are whole. The bytes are those of an all-gather. Backward the same for the
-      gradient, which is summed on the way.
+      Forward `N - 1` permutes of a chunk, two at a time. With even `N > 2` two permutes of half a
+      chunk replace the last one, if the length of a chunk is even. The bytes are the same as for an
+      all-gather. Backward the same for the gradient, which is summed on the way.
     """
     axes = bound_axes("enter_ring", axis)
     if not axes:
@@ -80,7 +80,7 @@ def gather_matmul(
     """Multiplies a whole sequence with this device's part of a column-parallel kernel.
 
     Args:
-      x: The result of `enter_ring`: `Chunks`, or an array where no axis is bound.
+      x: The result of `enter_ring`: `Chunks`, or an array if no axis is bound.
       kernel: `[D, F/axis]`, or with more dims of either kind, such as `[D, N/axis, H]`.
       contracted: How many dims are summed over: the last of `x`, the first of the kernel.
 
@@ -94,8 +94,8 @@ def gather_matmul(
       None after `enter_ring`.
 
     Gradient:
-      Written by hand for each device's products: one product for each chunk's gradient, and one of
-      the whole sequence for the kernel's.
+      Written by hand for each device's products: one product for each chunk's gradient, and one
+      product over the whole sequence for the kernel's gradient.
     """
     if not isinstance(x, Chunks):
         return multiply_rows(x, kernel, contracted)
@@ -113,12 +113,12 @@ def matmul_scatter(
 ) -> jax.Array:
     """Multiplies with this device's part of a row-parallel kernel and scatters the devices' sum.
 
-    It takes the place of a product and `leave` with a `sequence_dim`.
+    It replaces a product and `leave` with a `sequence_dim`.
 
     Args:
       x: This device's features of the whole sequence, `[..., S, ..., F/axis]`, or `Chunks` of it.
       kernel: `[F/axis, D]`, or with more dims of either kind, such as `[N/axis, H, D]`.
-      axis: The mesh axis, or tuple of axes, that the kernel is split over, as for `enter_ring`.
+      axis: The mesh axis, or tuple of axes, that the kernel is split over, see `enter_ring`.
       sequence_dim: The dimension of the sequence, along which the result is split.
       contracted: How many dims are summed over: the last of `x`, the first of the kernel.
 
@@ -129,11 +129,11 @@ def matmul_scatter(
     Raises:
       ValueError: The kernel does not fit `x`; the sequence does not divide, or is one of the
         contracted dims; `x` is `Chunks` of another dim or axis; or neither `x` nor the kernel
-        varies over `axis`, so that the sum would be `N` times too large.
+        varies over `axis`, and the sum would be `N` times too large.
 
     Communication:
-      Forward the permutes of `enter_ring`, of chunks of the result. Backward the same for its
-      gradient.
+      Forward the permutes of `enter_ring`, but with chunks of the result. Backward the same for the
+      result's gradient.
 
     Gradient:
       Written by hand for each device's products, as in `gather_matmul`.
@@ -196,7 +196,7 @@ def _check_varies(function: str, axes: tuple[str, ...], expected: str, *arrays: 
 
 
 def _alike(arrays: Any) -> Any:
-    """Casts all arrays to one dtype and type, because a handwritten gradient rule keeps them."""
+    """Casts all arrays to one dtype and one type, as the handwritten gradient rules need."""
     leaves = jax.tree.leaves(arrays)
     dtype = jnp.result_type(*leaves)
     arrays = jax.tree.map(lambda x: x.astype(dtype), arrays)

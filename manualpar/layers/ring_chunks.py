@@ -1,13 +1,13 @@
-"""A sequence in chunks, one on each device: sent around a ring, or summed on the way.
+"""Sends the chunks of a sequence around a ring, or sums them on the way.
 
-Both directions of the ring are used. The chunks of the devices `1, 2, ...` ahead arrive from one
-side, and the chunks of the devices `1, 2, ...` behind from the other. With even `N` the last chunk
-is equally far both ways, and half of it comes from each side. Sums are sent the same ways in
-reverse: autodiff derives each of the two rings from the other.
+Each device has one chunk. Both directions of the ring are used: the chunks of the devices `1, 2,
+...` ahead arrive from one side, and the chunks of the devices `1, 2, ...` behind from the other.
+With even `N` the last chunk is equally far both ways, and half of it comes from each side. Sums
+take the same paths in reverse, so each of the two rings is the gradient of the other.
 
-Symbols: `N` devices along the axis. The *offset* of a chunk is the number of devices that its
-place in the sequence is ahead; a device's chunk has offset 0. Chunks are in the order in which they
-arrive: 0, 1, -1, 2, -2, ...
+Symbols: `N` devices along the axis. The *offset* of a chunk is the distance to the device that it
+comes from: 1 for the next device ahead, 0 for the device's chunk. Chunks are in the order in which
+they arrive: 0, 1, -1, 2, -2, ...
 """
 
 import functools
@@ -49,8 +49,8 @@ def gather_chunks(x: jax.Array, axes: tuple[str, ...], dim: int) -> Chunks:
     """Sends every device's chunk `x` to all others.
 
     Communication:
-      `N - 1` permutes of a chunk; with even `N > 2` the last is two of half a chunk, if halves are
-      whole. Backward the permutes of `scatter_chunks`.
+      `N - 1` permutes of a chunk. With even `N > 2` two permutes of half a chunk replace the last
+      one, if the length of a chunk is even. Backward the permutes of `scatter_chunks`.
     """
     size = jax.lax.axis_size(axes)
     parts, ahead, behind = [x], x, x
@@ -65,7 +65,7 @@ def gather_chunks(x: jax.Array, axes: tuple[str, ...], dim: int) -> Chunks:
 
 
 def scatter_chunks(x: Chunks) -> jax.Array:
-    """Sums over all devices their values for this device's chunk.
+    """Sums the values that all devices have for this device's chunk.
 
     Communication:
       The permutes of `gather_chunks` in reverse order. Backward the permutes of `gather_chunks`.
@@ -106,7 +106,7 @@ def shift(
 
 def _split_last(x: jax.Array, axes: tuple[str, ...], dim: int) -> list[jax.Array]:
     """Halves the farthest chunk, one half for each direction; one part if it goes one way."""
-    # On two devices both ways are the same.
+    # On two devices both directions lead to the same device.
     is_halved = jax.lax.axis_size(axes) > 2 and x.shape[dim] % 2 == 0
     return jnp.split(x, 2, dim) if is_halved else [x]
 
@@ -131,7 +131,7 @@ def join_chunks(parts: tuple[jax.Array, ...], axes: tuple[str, ...], dim: int) -
     shape = list(parts[0].shape)
     shape[dim] *= len(parts)
     with jax.named_scope(SEQUENCE_SCOPE):
-        # Filling it with zeros would take as long as half a product.
+        # Filling the array with zeros first would take as long as half a product.
         whole = jax.lax.empty(tuple(shape), parts[0].dtype)
         for place, part in zip(_places(axes), parts, strict=True):
             start = place * part.shape[dim]
@@ -139,7 +139,7 @@ def join_chunks(parts: tuple[jax.Array, ...], axes: tuple[str, ...], dim: int) -
         return whole
 
 
-# Autodiff would add up as many whole arrays as there are chunks.
+# Autodiff would add up one array of the whole sequence for each chunk.
 cut.defvjp(
     lambda x, axes, dim: (cut(x, axes, dim), None),
     lambda axes, dim, _, gs: (join_chunks(gs, axes, dim),),
@@ -163,9 +163,10 @@ def multiply_rows(
 ) -> jax.Array:
     """Multiplies an array with a kernel as one matrix product.
 
-    All dims of `x` that are not contracted become one before the product. So the gradient of the
-    kernel is a sum over one dim. For a sum over several dims, XLA:CPU first writes transposed
-    copies of both factors, which doubles the time of an MLP. Values are the same to the bit.
+    Before the product, all dims of `x` that are not contracted are merged into one. So the gradient
+    of the kernel is a sum over one dim. For a sum over several dims, XLA:CPU first writes
+    transposed copies of both factors, which doubles the time of an MLP. Values are the same to the
+    bit.
 
     Args:
       x: `[..., D]`.
@@ -190,11 +191,11 @@ def _rows(x: jax.Array, num_dims: int) -> jax.Array:
 def multiply(
     parts: tuple[jax.Array, ...], kernel: jax.Array, contracted: int
 ) -> tuple[jax.Array, ...]:
-    """Multiplies every chunk with a kernel; all have one dtype and one type.
+    """Multiplies every chunk with a kernel; chunks and kernel have one dtype and one type.
 
     Gradient:
-      Written by hand. The kernel's gradient is one product of whole sequences, as without chunks.
-      Autodiff would add up one product for each chunk, and round each sum to the dtype.
+      Written by hand. The kernel's gradient is one product over the whole sequence, as without
+      chunks. Autodiff would add up one product for each chunk, and round each sum to the dtype.
     """
     return tuple(multiply_rows(part, kernel, contracted) for part in parts)
 
@@ -212,7 +213,7 @@ def _multiply_backward(
     num_batch = parts[0].ndim - contracted
     outputs = (*range(num_batch, gs[0].ndim),), (*range(contracted, kernel.ndim),)
     grads = tuple(jnp.tensordot(g, kernel, outputs) for g in gs)
-    # The order of the rows does not matter, if it is the same in both.
+    # The order of the rows does not matter, if both factors have the same.
     x, g = (_rows(jnp.concatenate(chunks), num_batch) for chunks in (parts, gs))
     return grads, jnp.tensordot(x, g, (0, 0))
 

@@ -1,6 +1,6 @@
 """Combines the devices' results for a split vocabulary: a few numbers for each label.
 
-If `axes` is `()`, a device has all columns and sends nothing.
+If `axes` is `()`, each device has all columns and nothing is sent.
 """
 
 import jax
@@ -11,9 +11,9 @@ from manualpar.core.tracing.scopes import CROSS_ENTROPY_SCOPE
 
 
 def largest_of_all(top: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Returns the largest `top` of all devices, to subtract before exponentials are summed.
+    """Returns the largest `top` of all devices, to subtract it before exponentials are summed.
 
-    It is 0 where it is infinite or NaN, and has no gradient.
+    Infinite and NaN results are replaced by 0. The result has no gradient.
 
     Communication:
       One all-reduce of `top`.
@@ -36,9 +36,9 @@ def losses_of_sums(
     """Computes the cross entropy from each device's sums over its columns.
 
     Args:
-      sums: `[...]` each. The sum of `exp(logits - top)`; the label's logit, 0 if another device
-        has it; and with `label_smoothing` the sum of the logits that are not -inf, and their
-        number.
+      sums: Arrays `[...]`: the sum of `exp(logits - top)`; the label's logit, 0 if another device
+        has it; and with `label_smoothing` the sum of the logits that are not -inf, and the number
+        of these logits.
       top: `[...]`, the same on all devices along `axes`.
       axes: The mesh axes that the columns are split over; `()` for none.
       label_smoothing: See `split_cross_entropy`.
@@ -66,16 +66,16 @@ def losses_of_sums(
 def first_of_largest(
     top: jax.Array, index: jax.Array, size: int, axes: tuple[str, ...]
 ) -> jax.Array:
-    """Finds the index of the largest logit of all devices, from the largest of each.
+    """Finds the index of the largest logit of all devices, from each device's largest logit.
 
     Args:
       top: `[...]`, a device's largest logit.
-      index: `int[...]`, its column on the device.
+      index: `int[...]`, the column of this logit on the device.
       size: The columns of a device.
       axes: The mesh axes that the columns are split over.
 
     Returns:
-      `int32[...]`, the same on all devices along `axes`; the first of equals.
+      `int32[...]`, the same on all devices along `axes`; among equal logits the first wins.
 
     Communication:
       One all-gather of two float32 numbers for each result.
@@ -91,9 +91,10 @@ def first_of_largest(
 
 
 def label_index(labels: jax.Array, size: int, axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
-    """Returns the labels' columns among this device's `size`, and which labels it has.
+    """Returns the labels' columns on this device, and which labels this device has.
 
-    A label outside of the vocabulary belongs to the first or the last device, with index `size`.
+    A device has `size` columns. A label outside of the vocabulary belongs to the first or the last
+    device and gets the index `size`.
     """
     parts = jax.lax.axis_size(axes) if axes else 1
     labels = labels.astype(jnp.int32)
@@ -106,10 +107,10 @@ def label_index(labels: jax.Array, size: int, axes: tuple[str, ...]) -> tuple[ja
 def index_here(
     indices: jax.Array, size: int, axes: tuple[str, ...], parts: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns indices into this device's part of a dim, and which of them are this device's.
+    """Returns indices into this device's part of a dim, and which of them belong to this device.
 
-    An index outside of the whole dim belongs to the first or the last part, where it is out of
-    bounds too.
+    An index outside of the whole dim belongs to the first or the last part, and is out of bounds
+    there too.
     """
     indices = indices.astype(jnp.int32)
     if not axes:
@@ -155,7 +156,7 @@ def check_same_labels(function: str, labels: jax.Array, axes: tuple[str, ...]) -
     """Refuses labels that differ along axes that split the columns.
 
     Raises:
-      ValueError: They vary over some by their type.
+      ValueError: The labels vary over some of these axes by their type.
     """
     if varying_axes(labels) & set(axes):
         raise ValueError(

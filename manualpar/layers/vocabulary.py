@@ -1,16 +1,17 @@
-"""A vocabulary that is split over a model axis: its embedding, and the loss of its logits.
+"""A vocabulary that is split over a model axis: the embedding, and the loss of the logits.
 
-Each device has the rows of some tokens of the embedding, and computes the logits of the same
-tokens. Neither rows nor logits are gathered. A lookup adds up the rows: one device has the right
-row and the other devices zeros. The cross entropy needs the largest logit, the sum of exponentials
-and the label's logit, a few numbers for each label (Megatron-LM, Shoeybi et al.,
+Each device has the embedding rows of some tokens, and computes the logits of the same tokens.
+Neither rows nor logits are gathered. A lookup adds up the rows: one device has the right row and
+the other devices have zeros. The cross entropy sends a few numbers for each label: the largest
+logit, the sum of exponentials and the label's logit (Megatron-LM, Shoeybi et al.,
 https://arxiv.org/abs/1909.08053, section 3).
 
-Where no axis is bound, or the table or the logits are whole by their type, these are the ordinary
-functions of one device. An index outside of the vocabulary gives the same in both.
+If no axis is bound, or if the types say that the table or the logits are not split, these are the
+ordinary functions of one device. An index outside of the vocabulary gives the same result in both
+cases.
 
-The vocabulary has to divide over the devices. A model may have more columns than tokens: logits of
--inf hide them from each of these functions.
+The number of devices must divide the vocabulary. A model may have more columns than tokens: logits
+of -inf hide the other columns from all of these functions.
 
 Symbols: `N` devices along the axis, `V` tokens of the vocabulary, `D` features.
 """
@@ -41,26 +42,26 @@ def split_lookup(
     """Looks up the rows of an embedding whose rows are split over devices.
 
     Args:
-      table: `[V/axis, D]`, this device's rows; `[V, D]` where no `shard_map` binds `axis`, or where
-        the table is the same on all devices along it by its type.
+      table: `[V/axis, D]`, this device's rows; `[V, D]` if no `shard_map` binds `axis`, or if the
+        table is the same on all devices along `axis` by its type.
       tokens: `int[...]`, the same on all devices along `axis`.
       axis: The mesh axis, or tuple of axes, that the rows are split over.
-      sequence_dim: The dimension along which the result is split between layers, as for `leave`;
+      sequence_dim: The dimension along which the result is split between layers, see `leave`;
         `None` if it is not.
 
     Returns:
       The rows, `[..., D]`, the same on all devices along `axis`; with `sequence_dim` this device's
-      part of them, `[..., S/axis, ..., D]`. A token that the table does not have gives NaN (in an
-      integer table the least number), and so does a negative one.
+      part of them, `[..., S/axis, ..., D]`. A negative token, or one that the table does not have,
+      gives NaN (in an integer table the least number).
 
     Raises:
-      ValueError: The tokens vary over `axis`, so that rows of different tokens would be added up;
-        the table varies over only some of the axes; or `leave` refuses.
+      ValueError: The tokens vary over `axis`, and rows of different tokens would be added up; the
+        table varies over only some of the axes; or `leave` raises.
 
     Communication:
-      As `leave`: forward one all-reduce of the rows (a device sends `2 (N - 1) / N` of the bytes),
-      backward none. With `sequence_dim` a reduce-scatter forward and an all-gather
-      backward, and an all-reduce of the gradient if the table is whole.
+      As for `leave`: forward one all-reduce of the rows (a device sends `2 (N - 1) / N` of the
+      bytes), backward none. With `sequence_dim` a reduce-scatter forward and an all-gather
+      backward, and an all-reduce of the gradient if the table is not split.
     """
     axes = bound_axes("split_lookup", axis)
     has_parts = is_split("split_lookup", table, axes)
@@ -89,16 +90,16 @@ def split_cross_entropy(
 ) -> jax.Array:
     """Computes the cross entropy of labels, from logits that may be split over devices.
 
-    Without options it is `optax.softmax_cross_entropy_with_integer_labels`, and exactly that where
-    the logits are whole.
+    Without options it computes `optax.softmax_cross_entropy_with_integer_labels`, and calls it if
+    the logits are not split.
 
     Args:
-      logits: Floating `[..., V/axis]`, this device's columns; `[..., V]` where they are whole. A
-        column of -inf has no part in the loss.
-      labels: `int[...]`, from 0 to `V - 1`, the same on all devices along `axis`. As for optax a
-        label from `-V` to -1 counts from the end, and any other gives NaN.
-      axis: The mesh axis, or tuple of axes, that the columns are split over, `()` for none; by
-        default the axis that the logits vary over by their type and the labels do not.
+      logits: Floating `[..., V/axis]`, this device's columns; `[..., V]` if they are not split. A
+        column of -inf does not count in the loss.
+      labels: `int[...]`, from 0 to `V - 1`, the same on all devices along `axis`. As in optax, a
+        label from `-V` to -1 counts from the end, and any other label gives NaN.
+      axis: The mesh axis, or tuple of axes, that the columns are split over, `()` for none. The
+        default is found by types: the axis over which the logits vary and the labels do not.
       label_smoothing: The share of a label that is spread evenly over all columns that are not -inf
         (Szegedy et al., https://arxiv.org/abs/1512.00567, section 7).
       z_loss: The factor of `log(Z)**2`, where `Z` is the sum of the exponentials, which keeps the
@@ -107,15 +108,16 @@ def split_cross_entropy(
 
     Returns:
       The losses in nats, `[...]`, in the dtype of the logits, the same on all devices along `axis`.
-      Where the logits are split or an option is given they are computed in float32 or wider.
+      If the logits are split or an option is given, they are computed in float32 or wider.
 
     Raises:
-      ValueError: The shapes do not fit; the types do not tell the axis; or they contradict `axis`.
+      ValueError: The shapes do not fit; the types do not show the axis; or they contradict `axis`.
       TypeError: The logits are no floats, or the labels no integers.
 
     Communication:
-      Forward two all-reduces over `axis`, of one and of two float32 numbers for each label (four
-      with `label_smoothing`): a device sends `2 (N - 1) / N` of their bytes. Backward none.
+      Forward two all-reduces over `axis`. For each label, the first has one float32 number, and the
+      second two (four with `label_smoothing`): a device sends `2 (N - 1) / N` of their bytes.
+      Backward none.
     """
     check_labels("split_cross_entropy", logits, labels)
     if axis is None:
@@ -141,11 +143,11 @@ def split_argmax(logits: jax.Array, axis: AxisName | None) -> jax.Array:
     """Finds the index of the largest logit (the first of equals); logits may be split.
 
     Args:
-      logits: `[..., V/axis]`, this device's columns; `[..., V]` where they are whole.
+      logits: `[..., V/axis]`, this device's columns; `[..., V]` if they are not split.
       axis: The mesh axis, or tuple of axes, that the columns are split over.
 
     Returns:
-      `int32[...]`, from 0 to `V - 1`, the same on all devices along `axis`. As for `jnp.argmax` NaN
+      `int32[...]`, from 0 to `V - 1`, the same on all devices along `axis`. As in `jnp.argmax`, NaN
       is larger than any number.
 
     Raises:
@@ -153,7 +155,7 @@ def split_argmax(logits: jax.Array, axis: AxisName | None) -> jax.Array:
 
     Communication:
       One all-gather over `axis` of two float32 numbers for each result: a device sends
-      `8 (N - 1)` bytes for each. There is no gradient.
+      `8 (N - 1)` bytes for each result. There is no gradient.
     """
     axes = bound_axes("split_argmax", axis)
     index = logits.argmax(axis=-1)
@@ -169,8 +171,8 @@ def vocabulary_axes(logits: jax.Array, labels: jax.Array) -> tuple[str, ...]:
     that splits the vocabulary.
 
     Raises:
-      ValueError: The labels are constants, or logits vary over several more axes, so that types do
-        not tell.
+      ValueError: The types do not show the axis, because the labels are constants, or because only
+        the logits vary over several axes.
     """
     axes = varying_axes(logits) - varying_axes(labels)
     if axes and not varying_axes(labels):
@@ -190,7 +192,7 @@ def vocabulary_axes(logits: jax.Array, labels: jax.Array) -> tuple[str, ...]:
 
 
 def _look_up(table: jax.Array, indices: jax.Array) -> jax.Array:
-    """Looks up rows of a table; NaN for an index that it does not have."""
+    """Looks up rows of a table; gives NaN for an index that the table does not have."""
     # In explicit mode a gather needs the sharding of its result: the sharding of the indices.
     names = jax.typeof(indices).sharding.spec
     spec = PartitionSpec(*names, None) if any(names) else None
@@ -199,7 +201,7 @@ def _look_up(table: jax.Array, indices: jax.Array) -> jax.Array:
 
 
 def _pick(x: jax.Array, labels: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Picks the labels' logits; where columns are split, 0 on all devices but one."""
+    """Picks the labels' logits; if columns are split, gives 0 on all devices but one."""
     index, is_mine = label_index(labels, x.shape[-1], axes)
     picked = jnp.take_along_axis(x, index[..., None], axis=-1, mode="fill")[..., 0]
     return jnp.where(is_mine, picked, 0)

@@ -1,6 +1,6 @@
 """A multilayer perceptron that classifies: hidden layers with silu and dropout, then the logits.
 
-It knows nothing of devices: an example of a model that trains unchanged under every strategy.
+It is an example of a model that has no code for devices and trains unchanged under every strategy.
 """
 
 import flax.linen as nn
@@ -18,7 +18,7 @@ class Classifier(nn.Module):
       hidden_size: Features of every hidden layer.
       num_classes: Features of the output.
       dropout_rate: Share of hidden activations dropped in training.
-      num_layers: Hidden layers, with `input_dense`; at least 1.
+      num_layers: Hidden layers, including `input_dense`; at least 1.
       dtype: The dtype of the computation, or its name; parameters are float32.
       annotate: Whether the dims of kernels have names, for logical axis rules: `("embed", "mlp")`
         in hidden layers, `("mlp", None)` in the output.

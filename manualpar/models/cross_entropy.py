@@ -1,13 +1,12 @@
-"""Losses as programs take them: `loss_fn(params, apply_fn, batch, rng) -> (loss, metrics)`.
+"""Losses for programs: `loss_fn(params, apply_fn, batch, rng) -> (loss, metrics)`.
 
-A loss is the mean over the examples or tokens of its batch, which is one device's share of a
-minibatch. Its metrics are sums and counts, and the program weighs devices and minibatches by the
-counts. An example without weight has no influence, and the loss of a share without any weight is 0.
+The batch is one device's share of a minibatch. A loss is the mean over its examples or tokens.
+Metrics are sums and counts, and the program weighs devices and minibatches by the counts. An
+example of weight 0 has no influence. If all weights of a share are 0, its loss is 0.
 
-Logits may be split over devices along their last dim, if the model's head is split.
-They are not gathered, see `manualpar.layers.vocabulary`. A language model whose `__call__` has an
-argument `labels` is given them, and computes the losses itself, so that it need not make logits:
-`Transformer` does.
+If the model's head is split, logits are split over devices along their last dim. They are not
+gathered, see `manualpar.layers.vocabulary`. If a language model's `__call__` has an argument
+`labels`, as in `Transformer`, the model computes the losses itself and need not make logits.
 """
 
 import inspect
@@ -45,7 +44,7 @@ def classification_loss(
         the columns.
 
     Communication:
-      None if the logits are not split; otherwise as `split_cross_entropy` and `split_argmax`.
+      None if the logits are not split; otherwise as for `split_cross_entropy` and `split_argmax`.
     """
     return _mean_cross_entropy("classification_loss", params, apply_fn, batch, rng)
 
@@ -55,13 +54,13 @@ def language_model_loss(
 ) -> tuple[jax.Array, Metrics]:
     """Computes the cross entropy of the logits at each position and the next token.
 
-    As `classification_loss`, but inputs, labels and mask are `[B, S]`, and logits `[B, S, V]`. A
-    label is the token after its position.
+    It is like `classification_loss`, but inputs, labels and mask are `[B, S]`, and logits
+    `[B, S, V]`. The label of a position is the next token.
 
-    A model whose `__call__` has an argument `labels` is called with `labels=batch.labels` too. It
-    returns the pair of the losses in nats, `float32[B, S]`, and `bool[B, S]`, whether the largest
-    logit is the label's, in place of logits. Which one a model is, its signature says: that of the
-    module whose `apply` the loss gets. Another function than a module's `apply` is for logits.
+    If the model's `__call__` has an argument `labels`, it is called with `labels=batch.labels` too.
+    In place of logits it then returns a pair: the losses in nats, `float32[B, S]`, and
+    `bool[B, S]`, whether the largest logit is the label's. The signature of the module whose
+    `apply` is the `apply_fn` decides. Any other `apply_fn` returns logits.
     """
     return _mean_cross_entropy(
         "language_model_loss", params, apply_fn, batch, rng, with_labels=takes_labels(apply_fn)
@@ -69,7 +68,7 @@ def language_model_loss(
 
 
 def takes_labels(apply_fn: Callable[..., Any]) -> bool:
-    """Returns whether the module whose `apply` this is takes an argument `labels`."""
+    """Returns whether `apply_fn` is the `apply` of a module that takes an argument `labels`."""
     owner = getattr(apply_fn, "__self__", apply_fn)
     # A program wraps the module.
     module: Any = owner if isinstance(owner, nn.Module) else getattr(owner, "module", owner)
@@ -122,7 +121,7 @@ def _mean_cross_entropy(
     _check_one_each(name, batch, losses.shape, f"model's losses {losses.shape}")
     correct = correct.astype(losses.dtype)
     weights = jnp.ones_like(losses) if batch.mask is None else batch.mask.astype(losses.dtype)
-    # Summed per sequence first, because the loss of experts weighs each sequence by its sum.
+    # Weights are summed per sequence first, because the experts' loss weighs sequences by them.
     count = weights.sum(-1).sum()
     # A masked label may be any number, so its loss may be NaN, and NaN times 0 is NaN.
     total = jnp.where(weights == 0, 0, losses * weights).sum()

@@ -1,12 +1,13 @@
-"""The layers of a transformer, one after the other: written out, or one that runs in a loop.
+"""The layers of a transformer: written out one after the other, or one layer that runs in a loop.
 
-Layers may be of two kinds (Beltagy et al., https://arxiv.org/abs/2004.05150): of every
-`global_every` layers the last is *global* and sees all positions, and the others are *local* and
-see a window. A loop then runs over groups of `global_every` layers, the last of them global.
-The first `dense_layers` of a model with experts have an MLP instead, and stand before the loop.
+Layers may be of two kinds (Beltagy et al., https://arxiv.org/abs/2004.05150), in groups of
+`global_every` layers. The last layer of a group is *global* and sees all positions. The other
+layers are *local* and see a window. A loop then runs over groups.
+In a model with experts, the first `dense_layers` layers have an MLP instead, and come before the
+loop.
 
 Invariants: layer `i` has the same parameters whether layers are written out or scanned, see
-`layer_place`. A layer that remat runs again is a layer and not a group.
+`layer_place`. Remat runs single layers again, not groups.
 
 Symbols: `B` examples, `S` positions, `D` hidden features, `H` features of a head, `L` layers.
 """
@@ -27,9 +28,9 @@ from manualpar.models.transformer_layer import Layer, LayerConfig
 if TYPE_CHECKING:
     from manualpar.models.transformer import Transformer
 
-# The parts of a layer that are kept for its backward pass. `dots` are the products with weights.
-# Attention's own products, whose scores are larger than anything else, have a batch dimension and
-# are not among them. What attention returns is kept, so that none is computed twice.
+# The values of a layer that are kept for its backward pass. `dots` keeps the products with weights.
+# It does not keep attention's scores, which are larger than anything else: their product has a
+# batch dimension. It keeps attention's result, so that no score is computed again for it.
 _KEPT = jax.checkpoint_policies.save_only_these_names(ATTENDED)
 REMAT_POLICIES: dict[str, Callable[..., bool]] = {
     "none": jax.checkpoint_policies.everything_saveable,
@@ -51,8 +52,9 @@ class LayerPlace(NamedTuple):
     """Where the parameters of a layer are.
 
     Attributes:
-      path: The names of the modules that they are in.
-      entry: Which entry of dim 0 of each leaf is the layer's; `None` if the leaves are its own.
+      path: The names of the modules that contain the parameters.
+      entry: The layer's entry in dim 0 of each leaf; `None` if the leaves belong to this layer
+        only.
     """
 
     path: tuple[str, ...]
@@ -67,10 +69,10 @@ def is_global(layer: int, global_every: int) -> bool:
 def layer_place(model: "Transformer", layer: int) -> LayerPlace:
     """Locates the parameters of layer `layer` of a model, counted from 0.
 
-    They are in `layer_{i}` if layers are written out, and in an entry of `layers` if they are
-    scanned. Of two kinds of layers `layers/layer_{j}` are the layers `j` of all groups. Layers that
-    are too few for a group stand after the scan and are written out, and so are dense ones before
-    it.
+    They are in `layer_{i}` if layers are written out, and in an entry of `layers` if layers are
+    scanned. With two kinds of layers, `layers/layer_{j}` has layer `j` of every group. Remaining
+    layers that do not fill a group come after the scan and are written out. Dense layers come
+    before the scan and are written out too.
     """
     if layer not in scanned_layers(model):
         return LayerPlace((f"layer_{layer}",), None)
@@ -139,7 +141,7 @@ def run_layers(
       The residual stream, of the shape of `x_BSD`.
 
     Communication:
-      As the layers.
+      The communication of the layers.
     """
     in_loop = scanned_layers(model)
     written_out = _layer_class(model.remat, in_loop=False)
@@ -179,7 +181,7 @@ def _run_loop(
     if model.num_experts:
         variable_axes |= {LOSSES: 0, COUNTS: 0}
     if model.router_bias:
-        # Layers read it. If the loop returned it too, it would look as if they had changed it.
+        # Layers only read it. If the loop also returned it, they would seem to change it.
         variable_axes[BIAS] = 0 if model.is_initializing() else In(0)
     layers = nn.scan(
         layer,

@@ -1,8 +1,8 @@
 """Rotary positions: queries and keys are turned by angles that grow with the position.
 
 So attention sees only differences of positions (Su et al., https://arxiv.org/abs/2104.09864).
-`RotaryScaling` slows rotations down, so that a model attends over longer sequences than it was
-first trained with.
+`RotaryScaling` slows rotations down, so that a model can attend over longer sequences than in its
+first training.
 
 Symbols: `B` examples, `S` positions, `N` heads, `H` features of a head.
 """
@@ -20,17 +20,18 @@ ROTARY_KINDS: tuple[RotaryKind, ...] = get_args(RotaryKind)
 
 @dataclasses.dataclass(frozen=True)
 class RotaryScaling:
-    """How much slower pairs of features turn.
+    """Slows down the rotation of pairs of features.
 
     Attributes:
-      kind: `"linear"`: all of them by `factor` (Chen et al., https://arxiv.org/abs/2306.15595).
-        `"llama3"`: by `factor` those that turn less than `low_factor` times in `original_length`
-        positions, not at all those that turn more than `high_factor` times, and those between in
-        proportion (Dubey et al., https://arxiv.org/abs/2407.21783).
-      factor: How much slower, at most.
-      low_factor: Turns, of `"llama3"`.
-      high_factor: Turns, of `"llama3"`, more than `low_factor`.
-      original_length: Positions of the sequences of the first training, of `"llama3"`.
+      kind: `"linear"` slows all pairs down by `factor` (Chen et al.,
+        https://arxiv.org/abs/2306.15595). `"llama3"` counts the turns of a pair in
+        `original_length` positions. It slows a pair with less than `low_factor` turns down by
+        `factor`, a pair with more than `high_factor` turns not at all, and pairs between these
+        limits in proportion (Dubey et al., https://arxiv.org/abs/2407.21783).
+      factor: The largest ratio of the old to the new frequency.
+      low_factor: A number of turns, only for `"llama3"`.
+      high_factor: A number of turns, more than `low_factor`, only for `"llama3"`.
+      original_length: The length of the sequences in the first training, only for `"llama3"`.
     """
 
     kind: RotaryKind
@@ -59,7 +60,7 @@ def rotary_angles(
 ) -> jax.Array:
     """Computes the angles, in radians, by which rotary positions turn pairs of features.
 
-    They are `float32[S, H/2]`: `s * base ** (-2 i / H)` at position `s` for pair `i`, before
+    The angles are `float32[S, H/2]`: `s * base ** (-2 i / H)` at position `s` for pair `i`, before
     `scaling`. The positions are `int32[S]`, or `[B, S]` for angles `[B, S, H/2]`.
     """
     frequencies = base ** (-jnp.arange(0, head_size, 2, dtype=jnp.float32) / head_size)
@@ -72,8 +73,8 @@ def rotate(x: jax.Array, angles: jax.Array, *, scale: float = 1.0) -> jax.Array:
     """Turns pairs of the features of `[B, S, N, H]`, queries or keys, by `rotary_angles`.
 
     So the product of a query and a key depends only on the difference of their positions. Feature
-    `i` is paired with `i + H/2`, as in GPT-NeoX and LLaMA's public checkpoints. It is computed in
-    float32, and the result has the dtype of `x`, times `scale`.
+    `i` is paired with `i + H/2`, as in GPT-NeoX and LLaMA's public checkpoints. The result is
+    computed in float32, multiplied by `scale`, and cast to the dtype of `x`.
     """
     angles = angles.reshape(-1, angles.shape[-2], 1, angles.shape[-1])
     sin, cos = jnp.sin(angles), jnp.cos(angles)

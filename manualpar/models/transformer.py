@@ -1,10 +1,9 @@
 """A decoder-only transformer: a language model over packed documents.
 
-It is written for one device, and strategies over data axes shard it from outside. On a mesh with
-the axis that `split_axis` names, each device computes a part of every layer, see
-`transformer_layer`, and of the vocabulary, see `manualpar.layers.vocabulary`. On one with the axis
-that `context_axis` names, each device has a part of every sequence, see
-`manualpar.layers.attention.context`.
+It is written for one device, and strategies over data axes shard it from outside. If the mesh has
+the axis `split_axis`, each device computes a part of every layer, see `transformer_layer`, and of
+the vocabulary, see `manualpar.layers.vocabulary`. If the mesh has the axis `context_axis`, each
+device has a part of every sequence, see `manualpar.layers.attention.context`.
 
 A layer is `x += attention(norm(x)); x += mlp(norm(x))`, pre-norm as in LLaMA (Touvron et al.,
 https://arxiv.org/abs/2302.13971): RMSNorm (https://arxiv.org/abs/1910.07467), rotary positions (Su
@@ -17,9 +16,9 @@ Symbols: `B` examples, `S` positions, `D` hidden features, `N` query heads, `K` 
 `H` features of a head, `F` features inside the MLP, `V` tokens of the vocabulary, `L` layers.
 
 Invariants: the logits at a position depend on no later token, and on no token of another document.
-Parameters, norms, rotations, the softmax of attention and the logits are float32 whatever the
-dtype. Positions count from the beginning of the sequence, not of a document: attention sees
-only their differences.
+Parameters, norms, rotations, the softmax of attention and the logits are float32 for every `dtype`.
+Positions count from the beginning of the sequence, not of a document, because attention sees only
+their differences.
 """
 
 from collections.abc import Mapping
@@ -64,94 +63,95 @@ class Transformer(nn.Module):
     `[N, H, D]`, `mlp_norm/scale` `[D]`, `mlp/gate/kernel` and `mlp/up/kernel` `[D, F]`,
     `mlp/down/kernel` `[F, D]`; or in place of `mlp` the parameters of a `MoE`, `experts`. The
     layers are `layer_0`, `layer_1`, ...; if they are scanned they are `layers`, each leaf with a
-    leading dimension `L`, and the first `dense_layers` stand before them by themselves. Fields add
+    leading dimension `L`, and the first `dense_layers` layers are separate. Fields add
     `attention/query/bias` `[N, H]`, `attention/key/bias` and `attention/value/bias` `[K, H]`;
     `attention/query_norm/scale` and `attention/key_norm/scale` `[H]`; `attention_post_norm/scale`
-    and `mlp_post_norm/scale` `[D]`. Scanned layers of two kinds lie in groups, see
+    and `mlp_post_norm/scale` `[D]`. Scanned layers of two kinds form groups, see
     `manualpar.models.layer_stack`.
 
-    Weights begin normally distributed with variance 1 / inputs. Weights whose product is added to
-    the residual stream begin with 1 / (2 L) of that, so that the stream does not grow with depth
+    Initial weights are normally distributed with variance 1 / inputs. If their product is added to
+    the residual stream, the variance is divided by 2 L, so that the stream does not grow with depth
     (Radford et al., "Language models are unsupervised multitask learners", 2.3).
 
     Attributes:
       vocab_size: Tokens of the vocabulary.
-      vocab_multiple: The vocabulary is padded to the next multiple of it, `V`, so that it divides
-        over the devices along `split_axis`. The logits of what is no token are -inf.
+      vocab_multiple: The vocabulary is padded to the next multiple of this number, `V`, so that it
+        divides over the devices along `split_axis`. The logits of the padding are -inf.
       num_layers: Layers, `L`.
       hidden_size: Features between layers, `D`.
       num_heads: Query heads, `N`.
       num_kv_heads: Key and value heads, `K`, a divisor of `num_heads`; 0 for `num_heads`.
       mlp_size: Features inside the MLP, `F`.
       head_size: Features of a head, `H`, an even number; 0 for `hidden_size // num_heads`.
-      activation: Of the MLP's gates: `"silu"`, or `"gelu"`, its approximation by tanh.
-      norm_epsilon: What every norm adds to the mean of squares.
+      activation: The activation of the MLP's gates: `"silu"`, or `"gelu"`, GELU approximated by
+        tanh.
+      norm_epsilon: The number that every norm adds to the mean of squares.
       norm_offset: Whether norms multiply by `1 + scale`, where `scale` begins with 0.
-      post_norms: Whether what is added to the residual stream is normalized too.
+      post_norms: Whether the outputs of attention and MLP are normalized before they are added.
       query_key_norm: Whether the features of each query and of each key are normalized before they
         are rotated.
       qkv_bias: Whether queries, keys and values have biases.
       scale_embedding: Whether the rows of the embedding are multiplied with `sqrt(D)`.
       rope_base: The base of the rotary frequencies, see `rotary_angles`.
-      rope_scaling: Which rotations are slower, `"linear"` or `"llama3"`, see `RotaryScaling`; `""`
-        for none. Of layers of two kinds it is of those that see all positions.
-      rope_factor: How much slower.
-      rope_low_factor: See `RotaryScaling`, as the next two.
-      rope_high_factor: Turns.
-      rope_original_length: Positions.
+      rope_scaling: The kind of `RotaryScaling`, `"linear"` or `"llama3"`; `""` for none. With
+        layers of two kinds it applies only to the layers that see all positions.
+      rope_factor: `RotaryScaling.factor`.
+      rope_low_factor: `RotaryScaling.low_factor`.
+      rope_high_factor: `RotaryScaling.high_factor`.
+      rope_original_length: `RotaryScaling.original_length`.
       tied_head: Whether the transposed embedding is also the head.
       logit_soft_cap: The bound of the logits, see `head_logits`; 0 for none.
       label_smoothing: The share of each label that is spread over all tokens in training, see
-        `split_cross_entropy`. Only what is computed with `labels` knows it and `z_loss`.
-      z_loss: The factor of the squared logarithm of the softmax's denominator in training,
-        likewise.
+        `split_cross_entropy`. It has an effect only in a call with `labels`.
+      z_loss: The factor of the squared logarithm of the softmax's denominator in training, in a
+        call with `labels`.
       dropout_rate: Share of the outputs of attention and MLP that is dropped in training.
       dtype: The dtype of the computation, floating, or its name.
-      remat: The part of a layer that is computed again in the backward pass: `"none"`, `"full"`
-        for all of it, `"dots"` for all but its products with weights.
-      scan_layers: Whether one layer is compiled and run in a loop, or each layer by itself.
-      attention: What computes attention, see `manualpar.layers.attention.kinds`: `"splash"`,
-        `"cudnn"`, `"blockwise"`, `"xla"`, or `""` for the best one that runs on the devices of the
+      remat: The part of a layer that is computed again in the backward pass: `"none"`, `"full"` for
+        the whole layer, `"dots"` for everything except its products with weights.
+      scan_layers: Whether one layer is compiled and run in a loop, or each layer is compiled.
+      attention: The implementation of attention, see `manualpar.layers.attention.kinds`:
+        `"splash"`, `"cudnn"`, `"blockwise"`, `"xla"`, or `""` for the best on the devices of the
         mesh.
-      attention_window: How many positions a query sees, its own and those right before it; 0 for
-        all.
-      global_every: One layer of so many, the last of them, sees all positions, and the others
-        those of the window; 0 if all layers are alike.
-      local_rope_base: The base of the rotary frequencies of those others; 0 for `rope_base`.
+      attention_window: How many positions a query sees, up to and including its own; 0 for all.
+      global_every: The length of a group of layers. The last layer of a group sees all positions,
+        and the other layers see the window; 0 if all layers are alike.
+      local_rope_base: The base of the rotary frequencies of the layers with a window; 0 for
+        `rope_base`.
       attention_soft_cap: `c`, which bounds scores by `c * tanh(score / c)`; 0 for none.
       attention_scale: The factor of the products of queries and keys; 0 for `H ** -0.5`.
       bos_token: The token that begins a document; attention does not look across it. The tokens
-        before the first one are a document too. -1 if each sequence is one document.
+        before the first such token are a document too. -1 if each sequence is one document.
       annotate: Whether the dims of parameters have names, for logical axis rules: `vocab`, `embed`,
-        `heads`, `kv_heads`, `mlp`, and `layers` for the scanned one.
-      split_axis: The mesh axis over which each layer is split. A mesh need not have it. `""` for
-        none.
-      sequence_parallel: Whether the residual stream between the split parts is split over that axis
-        too, along its positions, which must divide.
-      overlap: `"ring"`: attention and MLP compute while they send what sequence parallelism sends;
-        `"none"` for collectives of all at once. Experts and head know only these.
-      num_experts: Experts that each layer has in place of its MLP, each an MLP of that size; 0 for
-        none. Train them with `mixture_of_experts_loss`.
+        `heads`, `kv_heads`, `mlp`, and `layers` for the dim of scanned layers.
+      split_axis: The mesh axis over which each layer is split; `""` for none. The mesh may lack it.
+      sequence_parallel: Whether the residual stream between the split parts is split over
+        `split_axis` too, along its positions. The devices must divide the positions.
+      overlap: `"ring"`: attention and MLP send in a ring while they compute (sequence parallelism);
+        `"none"`: one collective before or after. Experts and head always use one collective.
+      num_experts: The number of experts in each layer, which replace its MLP and have `mlp_size`;
+        0 for none. Train them with `mixture_of_experts_loss`.
       experts_per_token: How many experts compute a token.
       capacity_factor: The room of an expert in multiples of an equal share of a sequence's tokens,
         see `MoE`; 0 for room for all tokens.
       expert_axis: The mesh axis over which the experts are divided; `""` for none.
-      expert_gates: How the router's logits become scores, see `MoE`, as the next six.
+      expert_gates: How the router's logits become scores; see `MoE` for this and the next six.
       normalize_gates: Whether the gates of a token are divided by their sum.
-      gate_scale: What the gates are multiplied by after that.
+      gate_scale: The factor by which the gates are then multiplied.
       router_bias: Whether each router has a bias for the choice of experts, in the collection
-        `router`, which training leaves as it is.
-      expert_groups: Groups of experts, of which a token chooses some first; 1 for none.
-      expert_groups_per_token: How many of them.
-      expert_group_score: Which scores say that, `"best_two"` or `"best"`.
-      shared_experts_size: Features of the experts that compute every token, together; 0 for none.
-      shared_gate: Whether their output is multiplied with a gate of its own.
+        `router`. Training does not change it.
+      expert_groups: The number of groups of experts, of which a token chooses some first; 1 for
+        none.
+      expert_groups_per_token: The number of groups that a token chooses.
+      expert_group_score: The score that decides which groups, `"best_two"` or `"best"`.
+      shared_experts_size: The features of all experts that compute every token; 0 for none.
+      shared_gate: Whether the output of these experts is multiplied by a gate.
       dense_layers: How many layers at the beginning have an MLP in place of the experts.
       dense_mlp_size: The features inside these MLPs; 0 for `mlp_size`.
-      context_axis: The mesh axis over which sequences are split, that of the builder's
-        `context_axis`. A mesh need not have it. `""` for none.
-      context_attention: What attention sends over it, see `Context`: `"ring"`, `"ulysses"`,
-        which divides the heads over the axis, or `"gather"`.
+      context_axis: The mesh axis over which sequences are split, the same as the builder's
+        `context_axis`; `""` for none. The mesh may lack it.
+      context_attention: The communication of attention over `context_axis`, see `Context`:
+        `"ring"`, `"ulysses"`, which divides the heads over the axis, or `"gather"`.
     """
 
     vocab_size: int = 260
@@ -226,32 +226,32 @@ class Transformer(nn.Module):
         """Computes the logits of each next token, or their cross entropy.
 
         Args:
-          tokens: `int32[B, S]`, from 0 to `vocab_size - 1`; any other makes its sequence NaN. Or a
-            dict of these, `tokens`, and of `documents`, `int32[B, S]`: the number of the document
-            that each position belongs to, which then decides in place of `bos_token`.
+          tokens: `int32[B, S]`, from 0 to `vocab_size - 1`; any other number makes its sequence
+            NaN. Or a dict of `tokens` and `documents`, `int32[B, S]`: the number of the document
+            that each position belongs to, which then replaces `bos_token`.
           train: Whether to drop activations, which needs a `dropout` key, and to smooth labels and
             add the z-loss.
           labels: `int[B, S]`, the token after each position; `None` for logits.
           rows: For generation, see `manualpar.layers.attention.key_value_cache`: `Prompts` if the
             tokens are whole prompts, or `Past` if they are one new token for each row, `int32[B,
-            1]`. Keys and values are then read from the collection `cache` and put into `new_keys`.
+            1]`. The call then reads keys and values from the collection `cache` and puts new ones
+            into `new_keys`.
 
         Returns:
           Without labels `float32[B, S, V]`: at position `s` the unnormalised log-probabilities of
-          token `s + 1`. Inside a `shard_map` that binds `split_axis` and `context_axis` this
-          device's part of them, `[B/data, S/context, V/split]`, see `split_cross_entropy`. With
-          labels the pair of `head_cross_entropy`, `float32` and `bool[B/data, S/context]`: the
-          losses in nats, and whether the largest logit is the label's. No array of all logits
-          exists then if they are many. With `rows` the logits at the last token of each row,
-          `float32[B, V]`.
+          token `s + 1`. A `shard_map` that binds `split_axis` and `context_axis` gets this device's
+          part, `[B/data, S/context, V/split]`, see `split_cross_entropy`. With labels the pair that
+          `head_cross_entropy` returns, `float32` and `bool[B/data, S/context]`: the losses in nats,
+          and whether the largest logit is the label's. A large vocabulary then has no array of all
+          logits. With `rows` the logits at the last token of each row, `float32[B, V]`.
 
         Raises:
           ValueError: `tokens` or a field of the model is out of range; the message names it.
 
         Communication:
-          Over `split_axis`, where it is bound: `split_lookup` once, `enter` for each layer and the
-          head, and `leave` twice for each layer. Over `context_axis`: `Context.attention` for each
-          layer. With labels, `head_cross_entropy` in addition.
+          Over `split_axis`, if it is bound: `split_lookup` once, `enter` twice for each layer and
+          once for the head, and `leave` twice for each layer. Over `context_axis`:
+          `Context.attention` for each layer. With labels, `head_cross_entropy` in addition.
         """
         check_transformer(self)
         documents = None
@@ -265,7 +265,7 @@ class Transformer(nn.Module):
         config = self._layer_config(train=train)
         config.context.check_split(tokens)
         vocabulary, std = size_of_vocabulary(self), self.hidden_size**-0.5
-        # An embedding that is not the head has variance 1, about what all layers add to it.
+        # An embedding that is not the head has variance 1, like the sum that all layers add to it.
         embedding_VD = self._table(
             "embedding", ("vocab", "embed"), vocabulary, std if self.tied_head else 1.0
         )

@@ -1,4 +1,4 @@
-"""What the layers of a `Transformer` send in a training step, in closed form."""
+"""Closed form of the collectives of a `Transformer`'s layers in a training step."""
 
 import dataclasses
 import re
@@ -29,32 +29,32 @@ from manualpar.models.layer_stack import scanned_layers
 from manualpar.models.transformer import Transformer
 from manualpar.models.transformer_fields import size_of_head
 
-# How often a program contains what each turn of a loop repeats: before Flax 0.12.9 also where
-# `nn.scan` looks for results that no turn changes, and nobody uses it.
+# How many copies of a loop's body a program contains. Before Flax 0.12.9 there is a second, unused
+# copy, with which `nn.scan` looks for results that no iteration changes.
 _COPIES = 2 if [*map(int, re.findall(r"\d+", flax.__version__)[:3])] < [0, 12, 9] else 1
 
 
 def transformer_sends(
     program: Program, model: Transformer, *, stage: int = 0
 ) -> tuple[Collective, ...]:
-    """Predicts what a step sends for activations.
+    """Predicts the collectives of a step for activations.
 
     Args:
-      program: A program of `model` in mode `manual`, with the loss `language_model_loss`, or
-        `mixture_of_experts_loss`. The axis of experts splits the batch too.
+      program: A program of `model` in mode `manual`, with the loss `language_model_loss` or
+        `mixture_of_experts_loss`. The axis of experts must split the batch too.
       model: The model.
-      stage: The stage of a pipeline whose device sends, if there is one.
+      stage: The pipeline stage whose collectives are counted, if there is a pipeline.
 
     Returns:
-      The collectives over `model.split_axis`, `model.expert_axis` and `model.context_axis`, as far
-      as the mesh has these, and between stages, that are not for parameters and gradients. Together
-      with `step_bytes` they are all over the first one. With `overlap="ring"` permutations carry
-      the same bytes in place of all-gathers and reduce-scatters of layers, which stand here all the
-      same.
+      The collectives between stages, and those over `model.split_axis`, `model.expert_axis` and
+      `model.context_axis` if the mesh has these axes. Collectives for parameters and gradients are
+      not included: `step_bytes` returns them, and both together are all collectives over
+      `split_axis`. With `overlap="ring"` permutes send the same bytes in place of the layers'
+      all-gathers and reduce-scatters, but the result lists the latter.
 
     Raises:
-      ValueError: There is no closed form, of documents in a pipeline with a context, or of dense
-        layers before a pipeline's experts.
+      ValueError: There is no closed form for documents in a pipeline with a context axis, and none
+        for dense layers before a pipeline's experts.
     """
     form = PipelineForm(program) if program.step.pipeline else None
     keeps_inputs = form is not None and form.run.keep == "inputs"
@@ -78,7 +78,7 @@ def transformer_sends(
             "pipeline with a context: what is sent otherwise has no closed form here. Read it with "
             "trace_collectives."
         )
-    # Layers that permute run where any stage has to, forward as often as backward.
+    # Layers with a permute run on all stages if any stage has to, forward as often as backward.
     together = form.loss.cut.layers_permute
     runs = int(table.is_run("forward_microbatch", together=together)[:, stage].sum())
     looped = len(scanned_layers(model))
@@ -93,12 +93,12 @@ def transformer_sends(
 
 
 class _OfMinibatch:
-    """The collectives of a minibatch: before the layers, of one of them, and after them.
+    """The collectives of a minibatch: before the layers, in one layer, and after the layers.
 
-    A dense layer is one without experts in a model with them.
+    A dense layer is a layer without experts in a model with experts.
 
-    In a pipeline what is before the layers runs again before its backward pass. `passes` is how
-    often the layers' forward pass runs, besides what remat runs again.
+    In a pipeline the code before the layers runs again before its backward pass. `passes` is how
+    often the layers' forward pass runs, without the runs of remat.
     """
 
     def __init__(self, program: Program, model: Transformer, *, passes: int) -> None:
@@ -136,7 +136,7 @@ class _OfMinibatch:
             )
         if x := self.context:
             split = program.mesh.shape.get(model.split_axis, 1)
-            # Heads that are fewer than devices are shared.
+            # If there are fewer heads than devices, devices share heads.
             numbers = model.num_heads, model.num_kv_heads or model.num_heads
             queries, keys = (max(number // split, 1) for number in numbers)
             heads = queries, keys, size_of_head(model)
@@ -169,7 +169,7 @@ def _times(number: int, sends: Iterable[Collective]) -> list[Collective]:
 
 
 def _arranging(program: Program) -> Iterator[Collective]:
-    """Yields the sends that put sequences into zig-zag order: two permutes of half a leaf."""
+    """Yields the collectives for zig-zag order: two permutes of half of each leaf."""
     axis = program.step.roles.context_axis
     size = program.mesh.shape.get(axis, 1) if axis else 1
     for leaf in jax.tree.leaves(program.abstract_batch) if size > 1 else ():
@@ -180,7 +180,7 @@ def _arranging(program: Program) -> Iterator[Collective]:
 
 
 def _activations(program: Program, model: Transformer, axis: str) -> LayerActivations | None:
-    """Describes a layer's activations on a device; `None` if the mesh has no such axis."""
+    """Describes a layer's activations on a device; `None` if the mesh lacks the axis."""
     mesh = program.mesh
     if axis not in mesh.shape:
         return None

@@ -1,4 +1,4 @@
-"""What the fields of a `Transformer` say together: sizes, operations, and what does not fit.
+"""Sizes, operation counts and checks that follow from the fields of a `Transformer`.
 
 Symbols: `B` examples, `S` positions, `D` hidden features, `N` query heads, `H` features of a head,
 `V` rows of the embedding, `L` layers.
@@ -38,7 +38,7 @@ def window_of(model: "Transformer", layer: int) -> int:
 
 
 def layers_by_window(model: "Transformer") -> tuple[tuple[int, int], ...]:
-    """Counts the layers of each kind: pairs of what `window_of` returns for them, and how many."""
+    """Counts the layers of each kind: pairs of a window (see `window_of`) and a layer count."""
     of_global = model.num_layers // model.global_every if model.global_every else 0
     return (model.attention_window, model.num_layers - of_global), (0, of_global)
 
@@ -46,12 +46,12 @@ def layers_by_window(model: "Transformer") -> tuple[tuple[int, int], ...]:
 def flops_per_token(model: "Transformer", sequence_length: int) -> int:
     """Counts the floating point operations of training on a token, for MFU.
 
-    As in appendix B of PaLM (Chowdhery et al., https://arxiv.org/abs/2204.02311): `6 P` for the `P`
-    weights that a token is multiplied with, and `12 L N H S` for attention's two products of every
-    query with every key. So recomputation does not count, and scores that a causal mask or the
-    borders of documents hide count as if they were computed. The experts that a token chooses
-    count, whether or not they have room for it, and so do shared experts. Norms, softmax and the
-    lookup of embeddings are left out.
+    The count follows appendix B of PaLM (Chowdhery et al., https://arxiv.org/abs/2204.02311): `6 P`
+    for the `P` weights that a token is multiplied with, and `12 L N H S` for attention's two
+    products of every query with every key. Recomputation does not count. Scores hidden by a causal
+    mask or by document borders count as if they were computed. The experts that a token chooses
+    count, even if they have no room for it, and so do shared experts. Norms, softmax and the lookup
+    of embeddings do not count.
 
     Args:
       model: The model.
@@ -61,7 +61,7 @@ def flops_per_token(model: "Transformer", sequence_length: int) -> int:
       Multiplications and additions of one token's forward and backward pass.
 
     Raises:
-      ValueError: A field of the model is not as it must be.
+      ValueError: A field of the model is out of range.
     """
     check_transformer(model)
     size = size_of_head(model)
@@ -227,7 +227,7 @@ def tokens_and_documents(inputs: Mapping[str, jax.Array]) -> tuple[jax.Array, ja
     """Returns the tokens and the documents of packed inputs.
 
     Raises:
-      ValueError: The inputs have other names, or arrays that do not fit each other.
+      ValueError: The inputs have other names, or their arrays do not fit each other.
     """
     if set(inputs) != {"tokens", "documents"}:
         raise ValueError(

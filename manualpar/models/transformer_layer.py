@@ -2,11 +2,11 @@
 
 All may be split over a mesh axis, as in Megatron-LM (Shoeybi et al.,
 https://arxiv.org/abs/1909.08053): each device computes some of the heads and some of the MLP's
-features. A part of a layer is entered once and left once, so that a layer and its gradient send
-four all-reduces of the residual stream. With `sequence_dim` the residual stream and its norms are
-split along their positions (https://arxiv.org/abs/2205.05198); with `overlap="ring"` the split
-parts of attention and MLP then compute while they send, see `manualpar.layers.ring`. Whole
-sequences may be split over one more axis, which only attention and experts notice, see
+features. Attention and MLP call `enter` and `leave` once each, so that a layer and its gradient
+have four all-reduces of the residual stream. With `sequence_dim` the residual stream and its norms
+are split along their positions (https://arxiv.org/abs/2205.05198). With `overlap="ring"` attention
+and MLP then compute while they send, see `manualpar.layers.ring`. Sequences may also be split over
+a context axis; only attention and experts have code for it, see
 `manualpar.layers.attention.context`.
 
 Symbols: `B` examples, `S` positions, `D` hidden features, `N` query heads, `K` key and value heads,
@@ -38,10 +38,10 @@ from manualpar.layers.ring import enter_ring, whole_sequence
 from manualpar.layers.ring_chunks import Chunks, LayerOverlap
 from manualpar.models.rotary import rotate
 
-# The dims, by their logical names, of which each device along the axis computes a part.
+# The logical names of the dims that are split over the axis.
 SPLIT_DIMS = frozenset({"vocab", "heads", "kv_heads", "mlp"})
 
-# The function that is applied to the gates of the MLP.
+# The activation functions for the gates of the MLP.
 Activation = Literal["silu", "gelu"]
 ACTIVATIONS: Mapping[Activation, Callable[[jax.Array], jax.Array]] = {
     "silu": nn.silu,
@@ -75,10 +75,10 @@ class LayerConfig:
     query_key_norm: bool = False
     qkv_bias: bool = False
     activation: Activation = "silu"
-    num_experts: int = 0  # 0 for an MLP in their place.
+    num_experts: int = 0  # 0 for an MLP in place of experts.
     experts_per_token: int = 0
     capacity_factor: float | None = None
-    expert_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # More of `MoE`.
+    expert_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # Fields of `MoE`.
     expert_axis: str | None = None
     axis: str | None = None  # The mesh axis that the layer is split over.
     sequence_dim: int | None = None  # Dim that the residual stream is split along: 1 or None.
@@ -100,9 +100,9 @@ class Layer(nn.Module):
     ) -> tuple[jax.Array, None]:
         """Takes and returns the residual stream; the `None` is for `nn.scan`.
 
-        The stream is `[B, S, D]`, or `[B, S/axis, D]` where it is split. The number of a position's
-        document is the same as that of the keys before it that it sees; `None` stands for one
-        document. With `rows` keys and values are kept, see `Transformer`.
+        The stream is `[B, S, D]`, or `[B, S/axis, D]` if it is split. A position sees only keys
+        with the same document number; `None` stands for one document. With `rows` keys and values
+        are kept, see `Transformer`.
         """
         config = self.config
         drop = nn.Dropout(config.dropout_rate, deterministic=not config.dropout_rate)
@@ -133,7 +133,7 @@ class Attention(nn.Module):
         document_BS: jax.Array | None,
         rows: Prompts | Past | None = None,
     ) -> jax.Array:
-        """Mixes positions; takes what `enter_normalized` returns, and returns what `Layer` adds."""
+        """Mixes positions: maps `enter_normalized`'s result to the values that `Layer` adds."""
         config, hidden_size = self.config, self.config.hidden_size
         query = (hidden_size, config.num_heads, config.head_size), ("embed", "heads", None)
         key = (hidden_size, config.num_kv_heads, config.head_size), ("embed", "kv_heads", None)
@@ -155,7 +155,7 @@ class Attention(nn.Module):
             scoring = Scoring(config.window, config.soft_cap)
             mixed_BSNH = attend_to_kept(query_BSNH, key_BSKH, value_BSKH, kept, rows, scoring)
         else:
-            # Parameters do not depend on the kind, and they may be made where it does not run.
+            # Parameters do not depend on the kind, and may be made on devices that cannot run it.
             mixed_BSNH = config.context.attention(
                 query_BSNH,
                 key_BSKH,
@@ -175,13 +175,13 @@ class Attention(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """An MLP whose hidden features are gated by others: SwiGLU, or GeGLU with `gelu`."""
+    """A gated MLP: SwiGLU, or GeGLU with `gelu`."""
 
     config: LayerConfig
 
     @nn.compact
     def __call__(self, x_BSD: jax.Array | Chunks) -> jax.Array:
-        """Takes what `enter_normalized` returns, and returns what `Layer` adds."""
+        """Maps the result of `enter_normalized` to the values that `Layer` adds."""
         config, hidden_size = self.config, self.config.hidden_size
         into = (hidden_size, config.mlp_size), ("embed", "mlp")
         out = (config.mlp_size, hidden_size), ("mlp", "embed")
@@ -198,7 +198,7 @@ class OffsetNorm(nn.Module):
 
     Attributes:
       epsilon: The number added to the mean of squares.
-      dtype: The dtype of the result; all is computed in float32.
+      dtype: The dtype of the result; the computation is in float32.
       scale_init: The initializer of `scale`, `float32[D]`.
     """
 
@@ -219,7 +219,7 @@ def enter_normalized(x_BSD: jax.Array, name: str, config: LayerConfig) -> jax.Ar
     """Applies an RMSNorm called `name` and makes the result the input of split products.
 
     Communication:
-      As `normalize`, and as `enter` or `enter_ring`.
+      The communication of `normalize`, and of `enter` or `enter_ring`.
     """
     y_BSD = normalize(x_BSD, name, config)
     if config.overlap == "ring" and config.sequence_dim is not None:
@@ -231,15 +231,15 @@ def normalize(x_BSD: jax.Array, name: str, config: LayerConfig) -> jax.Array:
     """Applies an RMSNorm called `name` to the residual stream.
 
     Communication:
-      Where the stream is split, backward an all-reduce of the scale's gradient, because each device
-      along the axis has other positions.
+      If the stream is split, backward an all-reduce of the scale's gradient, because each device
+      along the axis has different positions.
     """
     y_BSD: jax.Array = _norm(name, "embed", config)(x_BSD)
     return y_BSD
 
 
 def marked(init: Any, dim_names: DimNames, *, annotate: bool) -> Any:
-    """Adds the names of its parameter's dims to an initializer if `annotate` is set."""
+    """Adds the names of a parameter's dims to its initializer if `annotate` is set."""
     return nn.with_logical_partitioning(init, dim_names) if annotate else init
 
 

@@ -1,11 +1,11 @@
-"""Attention of blocks of queries to blocks of keys, one pair of blocks after the other.
+"""Attention from blocks of queries to blocks of keys, one pair of blocks after the other.
 
 The softmax of a query is over all keys that it may see. Its sums are kept for the keys seen so
 far, relative to the largest score so far (Milakov and Gimelshein,
-https://arxiv.org/abs/1805.02867), so that the keys may come in any order and from any device. The
-scores of a pair are computed, used and dropped, and the backward pass computes them again
+https://arxiv.org/abs/1805.02867). So the keys may come in any order and from any device. The
+scores of a pair are computed, used and dropped. The backward pass computes them again
 (FlashAttention, Dao et al., https://arxiv.org/abs/2205.14135). So memory grows with the number of
-queries and not with queries times keys.
+queries, and not with the number of queries times the number of keys.
 
 A query sees the keys of its document that are not after it. Positions decide which keys these
 are, so the order of the blocks does not matter. The caller leaves out pairs whose queries see no
@@ -43,7 +43,7 @@ class Queries(NamedTuple):
     Attributes:
       query: `[n, B, K, G, S, H]`.
       position: `int32[n, S]`.
-      document: `int32[n, B, S]`; `None` if there is one.
+      document: `int32[n, B, S]`; `None` if there is only one document.
     """
 
     query: jax.Array
@@ -58,7 +58,7 @@ class Keys(NamedTuple):
       key: `[m, B, K, T, H]`.
       value: `[m, B, K, T, H]`.
       position: `int32[m, T]`.
-      document: `int32[m, B, T]`; `None` if there is one.
+      document: `int32[m, B, T]`; `None` if there is only one document.
     """
 
     key: jax.Array
@@ -82,7 +82,7 @@ class Sums(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """The numbers that a backward pass needs of all the keys that a query has seen.
+    """The numbers that a backward pass needs about all the keys that a query has seen.
 
     Attributes:
       log_weights: `float32[n, B, K, G, S]`, `log(sum(exp(score)))`.
@@ -110,9 +110,9 @@ class Scoring(NamedTuple):
 
 
 def block_size(length: int, longest: int = 0) -> int:
-    """Returns the positions of a block: equal blocks, as few as the limits allow.
+    """Returns the number of positions of a block: equal blocks, as few as the limits allow.
 
-    `longest` is the length of the other sequence, the keys, if it is longer.
+    `longest` is the length of the other sequence, the keys, if that is longer.
     """
     most = CPU_BLOCK if platform_traced_for() == "cpu" else BLOCK
     most = max(most, -(-max(length, longest) // MAX_BLOCKS))

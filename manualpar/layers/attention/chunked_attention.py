@@ -1,8 +1,8 @@
-"""Attention to whole sequences in plain JAX, which never holds their scores.
+"""Attention to whole sequences in plain JAX, without an array of all scores.
 
-Queries and keys are cut into blocks, and one loop goes over the pairs of blocks of which a query
-sees a key: those on and below the diagonal, and inside of the window. The backward pass does too,
-and computes the scores again, see `blockwise_attention`.
+Queries and keys are cut into blocks. One loop goes over the pairs of blocks in which a query sees a
+key: the pairs on and below the diagonal, and inside of the window. The backward pass has the same
+loop and computes the scores again, see `blockwise_attention`.
 
 Symbols: `B` examples, `S` positions of queries, `T` positions of keys, `N` query heads, `K` key and
 value heads, `H` features of a head, `C` devices along an axis.
@@ -50,7 +50,7 @@ class _Cut(NamedTuple):
     """How queries are cut, and the options of scores."""
 
     size: int
-    parts: int  # Equal parts of the queries, each cut by itself.
+    parts: int  # Equal parts of the queries; each part is cut into blocks separately.
     scoring: Scoring
 
 
@@ -99,8 +99,8 @@ def attend_from_half_blocks(
 ) -> jax.Array:
     """Attends causally within documents, from two half-blocks of sequences to all their keys.
 
-    One of a device's half-blocks is early and the other late, so that all devices have about
-    equally many pairs of blocks.
+    One of a device's half-blocks is early in the sequence and the other late, so that all devices
+    have about the same number of pairs of blocks.
 
     Args:
       query: `[B, S, N, H]`, of half-blocks `c` and `2 C - 1 - c` of device `c` of `C`.
@@ -119,7 +119,7 @@ def attend_from_half_blocks(
       None.
 
     Gradient:
-      As `attend_in_blocks`.
+      As for `attend_in_blocks`.
     """
     devices, half = jax.lax.axis_size(axis), query.shape[1] // 2
     device, size = jax.lax.axis_index(axis), block_size(half, key.shape[1])
@@ -135,7 +135,7 @@ def _pairs_of_devices(devices: int, half: int, size: int, window: int | None) ->
     for device in range(devices):
         halves = [spans(half, size, block * half) for block in (device, 2 * devices - 1 - device)]
         lists.append(seen_pairs(np.concatenate(halves), keys, window))
-    # Devices with fewer pairs repeat one that has no effect: first queries never see last keys.
+    # Devices with fewer pairs repeat a pair without effect: first queries never see last keys.
     most, unseen = max(map(len, lists)), np.array([[0, len(keys) - 1]], np.int32)
     return np.stack([np.concatenate([x, unseen.repeat(most - len(x), 0)]) for x in lists])
 

@@ -6,7 +6,7 @@ each position by itself needs no change. Attention and sums along the sequence h
 axis, by the methods of `Context`.
 
 Outside of a `shard_map` that binds the axis, everything runs as on one device. Inside, everything
-is in the named scope of context parallelism, which the check of a model trusts, see
+is in the named scope of context parallelism. The check of a model trusts this scope, see
 `manualpar.core.checks.sequence_walk`.
 
 Symbols: `C` devices along the axis, `B` examples, `S` positions of a device, `N` query heads, `K`
@@ -52,7 +52,7 @@ class Context:
     """How sequences are sharded along a mesh axis, and attention across it.
 
     Attributes:
-      axis: The mesh axis; `None` for none. A mesh need not have it.
+      axis: The mesh axis; `None` for none. The mesh may lack it.
       how: The communication of attention. `"ring"`: keys and values go around a ring
         while each device computes, and memory does not grow with the sequence. `"ulysses"`: each
         device gets all positions of some heads (Jacobs et al., https://arxiv.org/abs/2309.14509).
@@ -69,23 +69,23 @@ class Context:
 
     @property
     def size(self) -> int:
-        """The devices along the axis, `C`; 1 where it is not bound."""
+        """The number of devices along the axis, `C`; 1 if the axis is not bound."""
         axes = bound_axes("Context", self.axis)
         return jax.lax.axis_size(axes) if axes else 1
 
     def scope(self) -> contextlib.AbstractContextManager[None]:
-        """Returns the named scope of context parallelism, where the axis is bound.
+        """Returns the named scope of context parallelism, if the axis is bound.
 
-        Checks trust the code in this scope: its author handles the axis.
+        Checks trust the code in this scope, because its author handles the axis.
         """
         if self.axis is not None and is_axis_bound(self.axis):
             return jax.named_scope(CONTEXT_SCOPE)
         return contextlib.nullcontext()
 
     def check_split(self, x: jax.Array) -> None:
-        """Refuses a sequence that is not split over the axis, where the axis is bound.
+        """Refuses a sequence that is not split over the axis, if the axis is bound.
 
-        Call it where a model begins. In a loop over layers values may have lost their types.
+        Call it at the beginning of a model. In a loop over layers values may have lost their types.
 
         Args:
           x: This device's part of sequences, `[B, S/axis, ...]`.
@@ -109,7 +109,7 @@ class Context:
         """Returns the positions that this device has in the sequence.
 
         Args:
-          length: The number of its positions, `S`; an even number if the axis has several devices.
+          length: The number of this device's positions, `S`; even if the axis has several devices.
 
         Returns:
           `int32[S]`, ascending.
@@ -146,7 +146,7 @@ class Context:
         self._check_length("cumsum", x.shape[1])
         halves = jnp.stack(jnp.split(x, 2, axis=1))
         of_devices = self._gather(halves.sum(2))  # [C, 2, B, ...]
-        # In the order of the sequence, with nothing before the first.
+        # The sums before each half-block, in the order of the sequence; 0 before the first.
         sums = jnp.concatenate([of_devices[:, 0], of_devices[::-1, 1]])
         before = jnp.cumsum(jnp.concatenate([jnp.zeros_like(sums[:1]), sums[:-1]]), axis=0)
         low = jax.lax.axis_index(self.axis)
@@ -203,15 +203,15 @@ class Context:
           ValueError: A device has an odd number of positions, or the heads do not divide.
 
         Communication:
-          With `n = B S K H` elements of a device's keys in their dtype: `"ring"`, see
-          `ring_attention`; `"gather"`, an all-gather of keys and one of values, of which a device
-          sends `(C - 1) n` each, and backward as many reduce-scatters; `"ulysses"`, four
-          all-to-alls forward and four backward, of which a device sends `(C - 1) / C` of `n`, or of
-          the queries: queries, keys, values and the result. With fewer key heads than devices it
-          sends each as often as needed. Documents cost an all-gather of `int32[B, S]`.
+          `n = B S K H` is the number of elements of a device's keys. `"ring"`: see
+          `ring_attention`. `"gather"`: an all-gather of keys and one of values, in which a device
+          sends `(C - 1) n` elements each, and two reduce-scatters backward. `"ulysses"`: four
+          all-to-alls forward (queries, keys, values and the result) and four backward. In each a
+          device sends `(C - 1) / C` of its elements. With fewer key heads than devices it sends
+          each key head as often as needed. Documents cost an all-gather of `int32[B, S]`.
 
         Gradient:
-          The ring's is written by hand, see `ring_attention`.
+          Written by hand for `"ring"`, see `ring_attention`.
         """
         scoring = Scoring(window, soft_cap)
         attend = functools.partial(attention, kind=kind, window=window, soft_cap=soft_cap)

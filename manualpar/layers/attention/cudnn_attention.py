@@ -1,9 +1,8 @@
 """Attention on NVIDIA GPUs by cuDNN's kernel, which JAX calls.
 
-Its forward pass returns the result and the logarithm of each query's sum of weights, `[B, N, S]`,
-and its backward pass takes both. JAX gives them no name that a
-rematerialisation policy could save, so a rematerialised layer would run the forward kernel again.
-Here they have a name.
+The forward pass returns the result and the logarithm of each query's sum of weights, `[B, N, S]`.
+The backward pass takes both. JAX gives them no name that a rematerialisation policy could save, so
+a rematerialised layer would run the forward kernel again. This module gives them a name.
 
 JAX's public function takes no document numbers. It turns a mask of documents into a bias
 `[B, 1, S, S]`, and its backward pass computes the gradient of that bias too.
@@ -22,7 +21,7 @@ from manualpar.core.parameters.collectives import cast_to_varying, varying_axes
 from manualpar.layers.attention.blockwise_attention import ATTENDED
 from manualpar.layers.boundaries import platform_traced_for
 
-# Compute capabilities: the first with the kernel, and the first that has it for large heads.
+# Compute capabilities: the first with the kernel, and the first with the kernel for large heads.
 FIRST, LARGE = 8, 9
 
 
@@ -131,8 +130,8 @@ def _attend_forward(
     out, pullback = jax.vjp(attend, query, key, value)
 
     def named(x: jax.Array) -> jax.Array:
-        # The other residuals are the arguments, which need no name, and the mask, which is as
-        # large as the scores.
+        # The other residuals get no name: the arguments need none, and the mask is as large as
+        # the scores.
         return checkpoint_name(x, ATTENDED) if x is out or x.ndim == 3 else x
 
     return named(out), jax.tree.map(named, pullback)

@@ -1,9 +1,9 @@
-"""Keys and values that generation keeps, and attention of one new token to them.
+"""The keys and values that generation keeps, and attention from one new token to them.
 
-Generation begins with the prompts: a forward pass as in training, whose keys and values are kept
-(`Prompts`). Each row of the batch then takes one token at a time (`Past`). The new token attends to
-the cache and to itself. Its keys and values are returned and not written here, so that a loop over
-layers reads the cache and does not copy it.
+Generation begins with the prompts: a forward pass as in training, and the layers keep keys and
+values (`Prompts`). Each row of the batch then takes one token at a time (`Past`). The new token
+attends to the cache and to itself. `attend_to_kept` does not write the token's keys and values,
+so that a loop over layers reads the cache and does not copy it.
 
 A layer keeps the latest `C` positions of each row in a ring: position `p` is in slot `p % C`. A
 layer with a window keeps only the window. Prompts are padded on the right. No query sees a slot of
@@ -29,10 +29,10 @@ CACHE, NEW_KEYS = "cache", "new_keys"
 
 @flax.struct.dataclass
 class Prompts:
-    """A call with whole prompts, whose keys and values are to be kept.
+    """A call with whole prompts; the cache will keep their keys and values.
 
     Attributes:
-      length: `int32[B]`, the tokens of each prompt; padding follows them.
+      length: `int32[B]`, the number of tokens of each prompt; padding follows them.
       size: The most positions of a row, prompt and answer together.
     """
 
@@ -62,7 +62,7 @@ def kept_positions(position_B: jax.Array, slots: int) -> jax.Array:
 
 
 def keep_prompts(x_BSKH: jax.Array, prompts: Prompts, window: int | None) -> jax.Array:
-    """Returns a layer's slots after the prompts, of its keys or of its values.
+    """Returns a layer's slots after the prompts, either for keys or for values.
 
     Args:
       x_BSKH: `[B, S, K, H]`, keys or values at all positions of the padded prompts.
@@ -89,7 +89,7 @@ def append(cache: Any, new: Any, position_B: jax.Array) -> Any:
       position_B: `int32[B]`, the position of the token.
 
     Returns:
-      The tree of `cache`; the oldest position makes room where all slots are taken.
+      The tree of `cache`; if all slots are taken, the new token replaces the oldest position.
 
     Communication:
       None.
@@ -117,7 +117,7 @@ def attend_to_kept(
       key: `[B, 1, K, H]`, rotated.
       value: `[B, 1, K, H]`.
       kept: The keys and the values in the slots, `[B, C, K, H]` each.
-      past: Where each row is.
+      past: The position of each row.
       scoring: The window and the bound of scores.
 
     Returns:

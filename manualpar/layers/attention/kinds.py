@@ -4,12 +4,12 @@
 - `"cudnn"`: NVIDIA's kernel, in 16 bits, without caps, see `cudnn_attention`.
 - `"blockwise"`: plain JAX, one pair of blocks after the other, see `chunked_attention`. It runs
   everywhere. On CPUs it is faster than `"xla"` at every length, and takes less memory.
-- `"xla"`: scores `[B, N, S, S]` that XLA writes out, and a mask as large where there are documents.
+- `"xla"`: XLA writes out scores `[B, N, S, S]`, and a mask of this size if there are documents.
 
-`""` is the best that runs on the devices that a program is traced for: splash on TPUs, cuDNN on
+`""` is the best kind for the devices that a program is traced for: splash on TPUs, cuDNN on
 NVIDIA GPUs if its mask of documents is no larger than the queries, otherwise blockwise. The
-enclosing mesh decides which devices these are. (`jax.lax.platform_dependent` would trace all kinds,
-and counts of operations, plans and guards would see branches that do not run.)
+enclosing mesh gives these devices. (`jax.lax.platform_dependent` would trace all kinds, and counts
+of operations, plans and checks would see branches that do not run.)
 
 Symbols: `B` examples, `S` positions, `N` query heads, `K` key and value heads, `H` features of a
 head.
@@ -51,7 +51,7 @@ def attention(
       value: `[B, S, K, H]`, of the dtype of `key`.
       documents: `int32[B, S]`. A query sees the keys of the same number, in whatever order the
         numbers come; `None` if each sequence is one document.
-      kind: The implementation; `""` for the best on the devices that are traced for.
+      kind: The implementation; `""` for the best on the devices that the program is traced for.
       window: How many positions a query sees, up to and including its own; `None` for all.
       soft_cap: `c`, which bounds scores by `c * tanh(score / c)`; `None` for none.
 
@@ -130,9 +130,9 @@ def check_attention(
 def _best(
     query: jax.Array, key: jax.Array, documents: jax.Array | None, scoring: Scoring
 ) -> AttentionKind:
-    """Chooses the kernel of the devices that are traced for if it fits, else blockwise."""
+    """Chooses the kernel for the devices of the program if it fits, else blockwise."""
     is_alone = not jax.sharding.get_abstract_mesh().empty or jax.device_count() == 1
-    # Without a mesh XLA may partition a program over several devices, but not the kernel.
+    # Without a mesh XLA may partition a program over several devices, but not the kernel in it.
     if platform_traced_for() == "tpu" and is_alone and splash_misfit(query, key) is None:
         return "splash"
     _, S, N, H = query.shape

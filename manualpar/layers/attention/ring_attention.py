@@ -1,17 +1,17 @@
 """Causal attention of a sequence that is split over devices: keys and values go around a ring.
 
-Each device computes with the keys and values that it has while it sends them to the next (Liu
-et al., https://arxiv.org/abs/2310.01889). The `2 C` half-blocks of the sequence are in zig-zag:
-device `c` has half-blocks `c` and `2 C - 1 - c`, an early and a late one. Of the keys of another
-device
+Each device computes with the keys and values that it has while it sends them to the next device
+(Liu et al., https://arxiv.org/abs/2310.01889). The `2 C` half-blocks of the sequence are in
+zig-zag: device `c` has half-blocks `c` and `2 C - 1 - c`, an early and a late one. This device's
+queries see these keys of another device:
 
-- the early ones are before this device's late queries,
-- the early ones are before this device's early queries too if that device has a smaller number;
-  otherwise the late ones are before this device's late queries.
+- the late queries see the early keys;
+- if the other device has a smaller number, the early queries see the early keys too; otherwise
+  the late queries see the late keys.
 
-So each step but the first is two products of half-blocks on every device, half the work of all
-queries with all keys. `where` chooses which ones: devices that wait for each other in a permute may
-not be in different branches of a condition.
+So each step after the first has two products of half-blocks on every device, half the work of all
+queries with all keys. `where` chooses the half-blocks, because devices that wait for each other in
+a permute may not be in different branches of a condition.
 
 Symbols: `C` devices along the axis, `B` examples, `S` positions of a device, `N` query heads, `K`
 key and value heads, `G` query heads that share one, `H` features of a head.
@@ -79,7 +79,7 @@ def ring_attention(
         sequence is one document.
       axis: The mesh axis over which the sequence is split in zig-zag. `S` is even.
       scoring: The window, and the cap of scores. Keys outside of the window are sent too.
-      by_kernel: Whether JAX's kernel for TPUs computes half-blocks, see `splash_ring`.
+      by_kernel: Whether JAX's kernel for TPUs computes the half-blocks, see `splash_ring`.
 
     Returns:
       `[B, S, N, H]`, of the dtype of `value`.
@@ -91,7 +91,7 @@ def ring_attention(
     Gradient:
       Written by hand: it computes the scores again, from the arguments and the result. The result
       has the name `ATTENDED` in checkpoints. With a policy that saves the name, the keys do not go
-      around once more.
+      around the ring once more.
     """
     arrays = (query, key, value, documents)
     return _ring(
@@ -238,7 +238,7 @@ def _ring_backward(rule: _Rule, residuals: Any, g: jax.Array) -> tuple[Any, Any,
 
     def step(grads: Any, pair: jax.Array, index: Any) -> Any:
         of_query, of_pair = grads
-        of_pair = _shift(of_pair, axis)  # Gradients follow their keys, all the way home.
+        of_pair = _shift(of_pair, axis)  # Gradients follow their keys, back to their device.
         keys, is_before = here.keys(pair, index)
         of_late, of_early_pair = here.differentiate(late, seen[1], keys[0], here.pairs)
         queries, chosen_seen = _pick(is_before, early, late), _pick(is_before, *seen)
@@ -271,7 +271,7 @@ def _go_around(
 ) -> Tree:
     """Runs `step(carry, pair, index)` on the keys and values of each other device.
 
-    A device sends the pair before it computes with it, so that the two can overlap.
+    A device sends the pair before it computes with it, so that sending and computing overlap.
     """
     size = jax.lax.axis_size(axis)
     pair = _shift(pair, axis)

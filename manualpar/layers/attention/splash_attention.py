@@ -1,7 +1,7 @@
 """Attention on TPUs by JAX's kernel, splash attention, which never writes out the scores.
 
 It is FlashAttention (Dao et al., https://arxiv.org/abs/2205.14135) over blocks of queries and keys,
-and it skips the blocks that a mask hides. The mask is a rule and not an array, so that nothing of
+and it skips the blocks that a mask hides. The mask is a rule and not an array, so that no array of
 the size of the scores exists.
 
 The kernel runs on one device. In a `shard_map` that checks types
@@ -39,7 +39,7 @@ LONGEST_FUSED = 4096
 def splash_misfit(query: jax.Array, key: jax.Array) -> str | None:
     """Says why the kernel cannot run on some arrays on a TPU; `None` if it can.
 
-    Lengths and sizes of heads are no reason: it has been compiled for heads of 8 to 256 features.
+    Lengths and head sizes are never a reason: it has been compiled for heads of 8 to 256 features.
     """
     dtypes = sorted({str(query.dtype), str(key.dtype)})
     if dtypes not in (["bfloat16"], ["float32"]):
@@ -60,7 +60,7 @@ def splash_attention(
     """Attends causally within documents.
 
     Lengths that are no multiple of a block are padded. The padding comes after all queries, so that
-    nothing sees it.
+    no query sees it.
 
     Args:
       query: `[B, S, N, H]`, in bfloat16 or float32.
@@ -80,7 +80,7 @@ def splash_attention(
       ValueError: The kernel cannot run on such arrays.
 
     Communication:
-      None. Where the mesh has automatic axes XLA may have to reshard the arguments: the batch is
+      None. If the mesh has automatic axes, XLA may have to reshard the arguments: the batch is
       split over the axes that divide it, in the order of the mesh, and heads over the axes that the
       logical rules of `heads` and `kv_heads` both name.
 
@@ -180,7 +180,7 @@ def _attend(
 
 
 def _padded_length(length: int) -> tuple[int, int]:
-    """Returns the padded length and the block's: small blocks cost more than padding."""
+    """Returns the padded length and the length of a block: small blocks cost more than padding."""
     for block in BLOCKS:
         if length % block == 0:
             return length, block

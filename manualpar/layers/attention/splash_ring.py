@@ -1,13 +1,12 @@
-"""Attention to a part of the keys by JAX's kernel for TPUs; the keys come around a ring.
+"""Attention to some of the keys by JAX's kernel for TPUs; the keys come around a ring.
 
 Forward, the kernel returns the result for only these keys, and the logarithm of each query's sum of
-weights. The two are sums that can be added to the sums of other keys, see
-`blockwise_attention.Sums`.
+weights. Both can be added to the sums of other keys, see `blockwise_attention.Sums`.
 
-Backward, it has to weigh these keys as in the softmax over all keys. Its gradient uses the result
-and the logarithm that its forward pass keeps under a checkpoint name. So the gradient is traced,
-and the values for all keys replace the values with that name. The forward kernel is then dead code
-and is left out.
+Backward, the kernel has to weigh these keys as in the softmax over all keys. Its gradient reads the
+result and the logarithm that its forward pass keeps under a checkpoint name. So this module traces
+the gradient, and replaces the values with that name by the values for all keys. The forward kernel
+is then dead code and is left out.
 
 Symbols: `B` examples, `K` key and value heads, `G` query heads that share one, `S` queries, `T`
 keys, `H` features of a head.
@@ -52,8 +51,8 @@ def attend_part(
 ) -> Sums:
     """Adds keys to the sums; queries and keys are one block each, of equal length.
 
-    With `is_causal` a query sees keys up to its place in the block, otherwise all; both within its
-    document.
+    With `is_causal` a query sees the keys up to its place in the block, otherwise all keys; in both
+    cases only keys of its document.
     """
     run = functools.partial(_forward, is_causal=is_causal, scoring=scoring)
     out, log_weights = run_unchecked(run, *_arrays(queries, keys))
@@ -81,7 +80,7 @@ def attend_part_backward(
 
 
 def _arrays(queries: Queries, keys: Keys) -> tuple[Any, ...]:
-    """Returns queries `[B, N, S, H]`, keys, values, and the documents of both if any."""
+    """Returns queries `[B, N, S, H]`, keys, values, and the documents of queries and keys."""
     _, B, K, G, S, H = queries.query.shape
     documents: tuple[jax.Array, ...] = ()
     if queries.document is not None and keys.document is not None:
@@ -107,7 +106,7 @@ def _backward(
     traced = jax.make_jaxpr(lambda g, *x: jax.vjp(attend, *x)[1](g))(g, *arrays[:3])
     named = [eqn.outvars[0].aval.ndim for eqn in all_equations(traced.jaxpr) if _is_named(eqn)]
     if sorted(named) != [log_weights.ndim, out.ndim]:
-        raise ValueError(  # Otherwise the gradient would be of only these keys.
+        raise ValueError(  # Otherwise the gradient would use the softmax over only these keys.
             f"attention: JAX's kernel for TPUs names {len(named)} values that its gradient uses, "
             "expected its result and the logarithms of its sums, because a ring puts those of all "
             "keys in their place. Take attention='blockwise', or another version of JAX."

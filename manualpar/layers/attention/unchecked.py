@@ -1,15 +1,15 @@
 """Functions that the check of varying axes cannot type, such as Pallas kernels.
 
-Under `jax.shard_map(check_vma=True)` a Pallas kernel has to say over which mesh axes its results
-vary. Kernels that were written for one device, such as those that come with JAX, do not say it.
+Under `jax.shard_map(check_vma=True)` a Pallas kernel has to declare over which mesh axes its
+results vary. Kernels that were written for one device, such as JAX's kernels, do not declare it.
 `run_unchecked` runs such a function in a nested `shard_map` that splits nothing and checks nothing,
 and types the results by hand. It is the only place in this package with `check_vma=False`.
 
-This is right because the function computes on each device with only this device's values:
+The types are right, because on each device the function computes with only this device's values:
 
-- It contains no collective and does not ask for the device's index. So its results can differ only
-  along the axes over which an argument varies, and that is how they are typed. A function that
-  names a mesh axis is refused.
+- It contains no collective and does not ask for the device's index. So its results can vary only
+  over the axes over which an argument varies, and they get this type. A function that names a mesh
+  axis is refused.
 - JAX never differentiates the nested `shard_map`. Its rule would sum or divide gradients, because
   without types it cannot tell what varies. The forward and the backward pass are nested in a
   `shard_map` each, and a `custom_vjp` around them connects the two.
@@ -30,7 +30,7 @@ def run_unchecked(function: Callable[..., Any], *args: Any) -> Any:
     """Runs a function of one device under a `shard_map` that checks types.
 
     Args:
-      function: A function of arrays to arrays that names no mesh axis. Other values that it uses
+      function: A function from arrays to arrays that names no mesh axis. Other values that it uses
         are constants.
       *args: Trees of this device's arrays. Integer arrays get no gradient.
 
@@ -86,11 +86,12 @@ def _nest(function: Callable[..., Any], *args: Any) -> Any:
         return jax.tree.unflatten(jax.tree.structure(out), leaves)
 
     everything = PartitionSpec()
-    # Kernels do not say over which axes their results vary. The docstring says why this is right.
+    # Kernels do not declare over which axes their results vary. The module docstring says why
+    # `check_vma=False` is right here.
     nested = jax.shard_map(run, in_specs=everything, out_specs=everything, check_vma=False)
     return cast_to_varying(nested(*args), varying_axes(args))
 
 
 def _without_type(x: jax.Array) -> jax.Array:
-    """Drops the varying axes of an argument: results of operations have none here."""
+    """Drops the varying axes of an argument, because results of operations have none here."""
     return jax.lax.squeeze(jax.lax.expand_dims(x, (0,)), (0,))

@@ -5,9 +5,9 @@ sizes, so that an all-to-all can exchange them.
 
 Without a capacity, no choice is dropped. The rows are sorted by expert, and a grouped product
 (`jax.lax.ragged_dot`; Gale et al., https://arxiv.org/abs/2211.15841) multiplies each group with the
-weights of its expert. Where the backend has a ragged all-to-all, each device sends each row to the
-device that computes it. XLA has none on CPUs: there every device gathers all tokens and computes
-the choices of its experts, and a reduce-scatter returns the results.
+weights of its expert. If the backend has a ragged all-to-all, each device sends each row to the
+device of its expert. XLA has no ragged all-to-all on CPUs. There every device gathers all tokens
+and computes the choices of its experts, and a reduce-scatter returns the results.
 
 Symbols: `B` sequences, `S` positions, `D` features, `F` features inside an expert, `E` experts, `K`
 choices of a token, `C` slots of an expert for a sequence, `N` devices along the expert axis. Inside
@@ -36,8 +36,8 @@ class Experts(NamedTuple):
 
     Attributes:
       weights: `gate` and `up` `[E/N, D, F]`, and `down` `[E/N, F, D]`.
-      num_experts: All experts, `E`.
-      axes: The bound mesh axes that they are divided over.
+      num_experts: The number of all experts, `E`.
+      axes: The bound mesh axes that the experts are divided over.
       tokens_differ: Whether tokens differ along these axes, so that they are sent to their experts.
     """
 
@@ -47,7 +47,7 @@ class Experts(NamedTuple):
     tokens_differ: bool
 
     def on_device(self) -> tuple[jax.Array | int, int]:
-        """Returns the first of this device's experts, and their number."""
+        """Returns the number of this device's first expert, and how many experts it has."""
         if not self.axes:
             return 0, self.num_experts
         count = self.num_experts // jax.lax.axis_size(self.axes)
@@ -75,7 +75,7 @@ def compute_with_capacity(
     capacity: int,
     context: Context,
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes the choices for which their experts have room.
+    """Computes the choices that find room in their experts.
 
     Args:
       x_BSD: `[B/data, S, D]`, the tokens.
@@ -120,14 +120,14 @@ def compute_dropless(
     """Computes all choices; the arguments and the first result are as in `compute_with_capacity`.
 
     Communication:
-      If tokens are sent and the backend has a ragged all-to-all, one before the experts and one
-      after them, and the same backward; with equal load, a device sends `(N - 1) / N` of
-      `K B/data S D` elements in each. And `E` counts are gathered. The receive buffer has room for
+      If tokens are sent and the backend has a ragged all-to-all: one before the experts and one
+      after them, and the same backward. With equal load, a device sends `(N - 1) / N` of
+      `K B/data S D` elements in each. `E` counts are gathered too. The receive buffer has room for
       the worst case, all choices of all devices.
 
-      If the backend has none, an all-gather of the tokens, their choices and gates, and a
-      reduce-scatter of the results, and the reverse backward. A device sends `N - 1` times its
-      `B/data S D` elements in each.
+      If the backend has no ragged all-to-all: an all-gather of the tokens, their choices and gates,
+      and a reduce-scatter of the results, and the reverse backward. A device sends `N - 1` times
+      its `B/data S D` elements in each.
     """
     B, S, D = x_BSD.shape
     K = chosen_BSK.shape[-1]
@@ -151,14 +151,15 @@ def compute_dropless(
 
 
 def has_ragged_all_to_all() -> bool:
-    """Returns whether XLA has a ragged all-to-all for the devices that are traced for."""
+    """Returns whether XLA has a ragged all-to-all for the devices of the traced program."""
     return (platform_traced_for() or jax.default_backend()) != "cpu"
 
 
 def _compute_groups(x_TD: jax.Array, expert_TK: jax.Array, experts: Experts) -> jax.Array:
     """Computes the outputs `[T, K, D]` of this device's experts.
 
-    `expert_TK` numbers them from 0. Other numbers are experts elsewhere, whose outputs are 0.
+    `expert_TK` numbers these experts from 0. Other numbers stand for experts of other devices, and
+    give outputs of 0.
     """
     (T, D), K, (_, H) = x_TD.shape, expert_TK.shape[-1], experts.on_device()
     expert_R = jnp.where((expert_TK >= 0) & (expert_TK < H), expert_TK, H).reshape(T * K)

@@ -1,7 +1,7 @@
-"""A mixture of experts: each token is computed by a few of many MLPs.
+"""A mixture of experts: a few of many MLPs compute each token.
 
-On a mesh the experts are divided over an axis, `N` devices each holding `E / N` of them. There are
-two ways to bring tokens and experts together. The types decide which one is used:
+On a mesh the experts are divided over an axis: each of `N` devices holds `E / N` experts. There are
+two ways to bring tokens and experts together. The types decide between them:
 
 - The axis is one of the axes that split the batch, so the tokens differ along it. An all-to-all
   sends them to the experts, and another sends the results back (GShard, Lepikhin et al.,
@@ -9,8 +9,8 @@ two ways to bring tokens and experts together. The types decide which one is use
 - Every device along the axis has the same tokens. Each computes the outputs of its experts,
   and `leave` sums them.
 
-The MLPs themselves may be split over a model axis, as in `boundaries`. Then the sum over that axis
-is taken once, of the finished tokens, because weighing and sending results are linear.
+The MLPs themselves may be split over a model axis, as in `boundaries`. The finished tokens are then
+summed once over that axis. This is right because weighing and sending results are linear.
 
 Symbols: `B` sequences, `S` positions of a device, `D` features between layers, `F` features inside
 an expert, `E` experts, `K` choices of a token, `C` the capacity, `N` devices along the expert axis.
@@ -74,11 +74,11 @@ class MoE(nn.Module):
     values sown into other collections.
 
     With `router_bias` or `bias_rate` the layer has a variable `bias` `float32[E]` in the collection
-    `router`, which a program carries from step to step and no optimizer sees. With a rate it moves
-    whenever the layer is applied with `router` mutable, which a program's training does once for
-    each minibatch. (Evaluation leaves the state as it is.) It follows the load of all devices'
-    tokens. So it does not depend on the mesh, but `num_minibatches=2` moves it twice in a step.
-    `nn.scan` needs `"router": 0` in `variable_axes` too.
+    `router`. A program carries it from step to step, and no optimizer sees it. With a rate the bias
+    changes whenever the layer is applied with `router` mutable. A program's training does this once
+    for each minibatch. (Evaluation does not change the state.) The bias follows the load of all
+    devices' tokens. So it does not depend on the mesh, but `num_minibatches=2` changes it twice in
+    a step. `nn.scan` needs `"router": 0` in `variable_axes` too.
 
     Attributes:
       num_experts: Experts, `E`, a multiple of the devices along `axis`.
@@ -90,14 +90,14 @@ class MoE(nn.Module):
       num_shared: Shared experts, which compute every token, with a gate of 1 (DeepSeekMoE, Dai et
         al., https://arxiv.org/abs/2401.06066). They are not divided over `axis`.
       shared_size: The features of all shared experts together, `F'`, in place of `num_shared`.
-      shared_is_gated: Whether their output has a gate: `sigmoid(x @ shared_router)`.
+      shared_is_gated: Whether the shared experts' output has a gate: `sigmoid(x @ shared_router)`.
       router_bias: Whether a bias is added to the scores for the choice of experts. It begins with
-        0, for weights that come with one.
+        0, and serves pretrained weights that have such a bias.
       bias_rate: The change of the bias in a minibatch, such as 0.001, see `routing.moved_bias`; it
         implies a bias. With 0 the bias does not change.
-      gates: How the router's logits become scores, see `routing.route`, as the next five.
+      gates: How the router's logits become scores; see `routing.route` for this and the next five.
       normalize_gates: Whether the gates of a token are divided by their sum.
-      gate_scale: The factor of the gates after that.
+      gate_scale: The factor by which the gates are then multiplied.
       groups: Into how many groups of neighbours the experts are divided; 1 for none.
       groups_per_token: The number of groups in which a token may choose experts.
       group_score: The score that decides which groups a token chooses.
@@ -107,8 +107,8 @@ class MoE(nn.Module):
       context_axis: The mesh axis that sequences are split over, see `Context`; `None` for none.
         Without it, capacity, order and balance would refer to one device's part of a sequence.
         With a capacity, one device's positions may take all slots of an expert. So each device
-        has slots for all of them: more than without the axis, by a factor up to the devices along
-        it. Without a capacity, only chosen tokens are computed, on any mesh.
+        has slots for all its positions: more than without the axis, at most by the number of
+        devices along the axis. Without a capacity, only chosen tokens are computed, on any mesh.
       down_scale: The standard deviation of the initial `down` in multiples of `F**-0.5`.
     """
 
@@ -139,9 +139,8 @@ class MoE(nn.Module):
 
         Args:
           x_BSD: `[B/data, S, D]`; with `sequence` and a model axis `[B/data, S/model, D]`.
-          mask_BS: `bool[B/data, S]`, which tokens are routed. The others go to no expert
-            but the shared ones, take no room, and count in no loss. `None` routes every token,
-            padding too.
+          mask_BS: `bool[B/data, S]`, which tokens are routed. Other tokens go only to the shared
+            experts, take no room, and count in no loss. `None` routes every token, padding too.
 
         Returns:
           The outputs of the tokens' experts, weighted by their gates; the shape and dtype of `x`.
@@ -150,12 +149,12 @@ class MoE(nn.Module):
           ValueError: A field is out of range, or does not fit the input or the mesh.
 
         Communication:
-          With `n = B C E D` elements in the dtype of `x`, where tokens are sent: two all-to-alls
-          forward and two backward, each `(N - 1) / N` of the bytes of `n`, see `all_to_all_bytes`.
-          Where they do not: an all-reduce of `x` forward and one of it and the gates backward.
-          Over a model axis the same, or, with `sequence`, as `enter` and `leave` for `x`, and an
-          all-gather of the logits. With `bias_rate` an all-reduce of `E` counts. Over a context
-          axis sums for each sequence, see `places`, `load_balance_loss` and `router_z_loss`.
+          If tokens are sent: two all-to-alls forward and two backward. Each sends `(N - 1) / N` of
+          `B C E D` elements in the dtype of `x`, see `all_to_all_bytes`. If they are not sent: an
+          all-reduce of `x` forward, and one of `x` and the gates backward. Over a model axis the
+          same all-reduces; with `sequence` those of `enter` and `leave` for `x`, and an all-gather
+          of the logits. With `bias_rate` an all-reduce of `E` counts. Over a context axis sums for
+          each sequence, see `places`, `load_balance_loss` and `router_z_loss`.
         """
         _check(self, x_BSD, mask_BS)
         x_BSD = jnp.asarray(x_BSD)  # Traced indices do not index a NumPy array.
@@ -195,7 +194,7 @@ class MoE(nn.Module):
         model_axes = bound_axes("MoE", self.model_axis)
         if not (self.sequence and model_axes):
             return jnp.matmul(x_BSD.astype(jnp.float32), router_DE)
-        # The logits of all positions are fewer bytes than the positions.
+        # The logits of all positions have fewer bytes than their activations.
         logits_BSE = jnp.matmul(x_BSD.astype(jnp.float32), enter(router_DE, model_axes))
         return gather_invariant(logits_BSE, 1, model_axes, scope=SEQUENCE_SCOPE)
 
@@ -292,7 +291,7 @@ def _normal(scale: float) -> Callable[..., jax.Array]:
 
 
 def _tokens_differ(x: jax.Array, axes: tuple[str, ...]) -> bool:
-    """Returns whether tokens differ along the axes, by the type: along all or along none.
+    """Returns whether tokens differ along the axes by their type: along all axes or along none.
 
     Raises:
       ValueError: They differ along some of the axes only.

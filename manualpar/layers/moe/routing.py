@@ -1,17 +1,17 @@
 """Which experts compute each token, and how the experts' load is balanced.
 
 A router gives every token a score for each expert. The token goes to the `top_k` experts with the
-highest scores, and the sum of their outputs is weighted by the scores, which are called gates then.
+highest scores. The scores, now called gates, weigh the sum of the experts' outputs.
 The experts may form groups. A token then chooses a few groups, and only experts in these groups, so
 that it is sent to few devices (DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.2.2).
-An expert may take a limited number of tokens of each sequence, its capacity (Lepikhin et al.,
+The capacity of an expert limits the tokens that it takes from each sequence (Lepikhin et al.,
 https://arxiv.org/abs/2006.16668). The choices that find the expert full are dropped.
 
 Three things balance the load:
 
 - a loss of the load (Fedus et al., https://arxiv.org/abs/2101.03961),
-- a bias that is added to the scores where experts are chosen, but not to the gates, and that
-  follows the load without any gradient (Wang et al., https://arxiv.org/abs/2408.15664),
+- a bias that is added to the scores for the choice of experts, but not to the gates; it follows
+  the load without any gradient (Wang et al., https://arxiv.org/abs/2408.15664),
 - and a loss that keeps the logits small (Zoph et al., https://arxiv.org/abs/2202.08906).
 
 Invariants: each sequence has its capacity, order and losses, independent of other sequences. So
@@ -44,9 +44,9 @@ class Routing(NamedTuple):
     """The experts of each token.
 
     Attributes:
-      chosen: `int32[B, S, K]`, the experts that a token has chosen, the best first; `E` where
-        the token is masked.
-      gates: `float32[B, S, K]`, their weights; 0 where the token is masked.
+      chosen: `int32[B, S, K]`, the experts that a token has chosen, the best first; `E` if the
+        token is masked.
+      gates: `float32[B, S, K]`, the weights of these experts; 0 if the token is masked.
       scores: `float32[B, S, E]`, the scores of all experts.
     """
 
@@ -75,7 +75,7 @@ def route(
       top_k: The number of experts of a token, `K`.
       gates: How logits become scores: `"softmax"` over the experts, or `"sigmoid"` of each.
       normalize: Whether the gates of a token are divided by their sum; only with `top_k > 1`.
-      scale: The factor of the gates after that.
+      scale: The factor by which the gates are then multiplied.
       bias_E: `float32[E]`, added to the scores only for the choice of experts; `None` for no bias.
       groups: Into how many groups of neighbours the experts are divided; 1 for none.
       groups_per_token: The number of groups that a token may use; the highest scores win.
@@ -115,8 +115,8 @@ def places(
 ) -> jax.Array:
     """Computes the place of each choice in its expert's queue, `int32[B, S, K]`, from 0.
 
-    Each sequence has separate queues. All first choices come before all second ones, so that a
-    full expert drops those whose gates are smaller. Choices of one rank come in order of position.
+    Each sequence has separate queues. All first choices come before all second choices, so that a
+    full expert drops second choices first. Choices of one rank come in order of position.
 
     Communication:
       With a context axis, an all-gather of `[2, B, K, E]` counts and an all-reduce of half of them.
@@ -138,9 +138,10 @@ def load_balance_loss(
 ) -> jax.Array:
     """Computes the balance loss of each sequence, `float32[B]`.
 
-    It is `E sum_e f_e p_e`, with the share `f_e` of the choices that fall on expert `e` and the
-    mean `p_e` of its scores, normalised over the experts. It is 1 if both are equal for all experts
-    (Fedus et al., https://arxiv.org/abs/2101.03961). Only the scores have a gradient.
+    It is `E sum_e f_e p_e`, where `f_e` is the share of the choices that fall on expert `e`, and
+    `p_e` is the mean of this expert's scores, normalised over the experts. The loss is 1 if both
+    are equal for all experts (Fedus et al., https://arxiv.org/abs/2101.03961). Only the scores have
+    a gradient.
 
     Communication:
       With a context axis, all-reduces of `[B, E]` choices, as many scores, and numbers of tokens.
@@ -170,13 +171,13 @@ def router_z_loss(
 def moved_bias(bias_E: jax.Array, count_BE: jax.Array, rate: float) -> jax.Array:
     """Returns the balancing bias after a minibatch.
 
-    Experts with less than the mean load gain `rate`, and those with more lose it (Wang et al.,
-    https://arxiv.org/abs/2408.15664, algorithm 1).
+    The bias of experts with less than the mean load rises by `rate`, and the bias of experts with
+    more load falls by `rate` (Wang et al., https://arxiv.org/abs/2408.15664, algorithm 1).
 
     Args:
       bias_E: `float32[E]`, the same on all devices.
       count_BE: `int32[B, E]`, this device's choices, see `choices_per_expert`.
-      rate: The change of a minibatch, such as 0.001.
+      rate: The change in a minibatch, such as 0.001.
 
     Returns:
       `float32[E]`, the same on all devices.
@@ -211,10 +212,10 @@ def auxiliary_loss(
     Args:
       sown: The collections `losses` and, for metrics of the load, `intermediates`. Other values in
         them are ignored.
-      weight_B: `[B]`, the weight of each sequence in the loss that this is added to. If that loss
-        is a mean over valid tokens, it is the number of valid tokens of each sequence. Otherwise
-        devices and minibatches with different numbers of them would change the sum. Sequences
-        of weight 0 are not counted in any metric. `None` stands for equal weights.
+      weight_B: `[B]`, the weight of each sequence in the main loss. If the main loss is a mean over
+        valid tokens, the weight is the number of valid tokens of each sequence. With other weights
+        the sum would depend on how tokens are divided among devices and minibatches. Sequences of
+        weight 0 are not counted in any metric. `None` stands for equal weights.
       load_balance: The factor of `load_balance_loss`.
       router_z: The factor of `router_z_loss`.
 
@@ -240,7 +241,7 @@ def auxiliary_loss(
         )
     choices_LBE, dropped_LB = _sown(sown, CHOICES, ndim=2), _sown(sown, DROPPED, ndim=1)
     weight_B = jnp.ones_like(balance_LB[0]) if weight_B is None else weight_B.astype(jnp.float32)
-    # Losses are of whole sequences. Counts that vary over more axes are of parts of sequences.
+    # Losses cover whole sequences. Counts that vary over more axes cover parts of sequences.
     axes = tuple(sorted(varying_axes((weight_B, choices_LBE)) - varying_axes(balance_LB)))
     whole_weight_B = weight_B
     if axes:
@@ -285,7 +286,7 @@ def _within_groups(score_BSE: jax.Array, groups: int, count: int, best: int) -> 
 
 
 def _mean_over_tokens(x_BSX: jax.Array, mask_BS: jax.Array | None, context: Context) -> jax.Array:
-    """Averages over the valid tokens of each sequence; 0 where there is none."""
+    """Averages over the valid tokens of each sequence; 0 for a sequence without any."""
     if mask_BS is None:
         return context.total(x_BSX.sum(1)) / (x_BSX.shape[1] * context.size)
     weight_BS1 = mask_BS[..., None].astype(x_BSX.dtype)

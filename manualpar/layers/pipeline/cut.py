@@ -9,8 +9,8 @@ equations that its results need:
 - the *sides* are the other values that all layers read, such as masks, angles and keys,
 - and the *suffix* computes loss and metrics from the output of the last layer.
 
-If two pieces need the same value, both compute it. This holds for a value from before the layers
-that the suffix reads too, and for a tied embedding.
+If two pieces need the same value, both compute it: for example a value that the layers and the
+suffix read, or a tied embedding.
 """
 
 from collections.abc import Mapping, Sequence

@@ -2,7 +2,7 @@
 
 Each stage stores a contiguous run of layers, because a `PartitionSpec` cannot express interleaving.
 With `v` chunks on each of `S` stages, chunk `k` of `v S` runs on stage `k % S`, as chunk `k // S`
-of that stage. So it is sent there once a step, and its gradient is sent back.
+of that stage. So each chunk is sent to its stage once a step, and its gradient is sent back.
 
 In each of `v` rounds every stage sends one chunk and receives one. Stage `a` stores the chunks
 `a v, ..., a v + v - 1`. With `g` the greatest common divisor of `S` and `v`, it sends in round `i`

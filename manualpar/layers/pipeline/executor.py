@@ -7,16 +7,16 @@ most one forward pass F of a microbatch through a chunk of layers, then at most 
 and then activations are sent to the next stage and gradients to the stage before. A `lax.scan` runs
 the ticks.
 
-The stage of the first chunk runs the prefix of the loss before it, and the stage of the last chunk
-runs the suffix after it, and its backward pass at once. All stages differentiate the same
-function of the parameters. So each stage has a part of the gradient of a parameter outside the
-layers, and the sum over stages is the gradient.
+The stage of the first chunk runs the prefix of the loss before that chunk. The stage of the last
+chunk runs the suffix after it, and the suffix's backward pass at once. All stages differentiate the
+same function of the parameters. So each stage has a term of the gradient of a parameter outside
+the layers, and the sum over stages is the gradient.
 
-Invariants: activations and gradients are sent in every tick, by all devices, outside of any
-condition. Collectives inside a condition run among the devices of one stage. A permute is in no
-condition that differs between devices, because some backends wait in it for all devices. If layers
-permute, all stages compute a chunk in each tick in which one stage has to, and the other stages
-ignore the result.
+Invariants: all devices send activations and gradients in every tick, outside of any condition.
+Collectives inside a condition run among the devices of one stage. No permute is in a condition that
+differs between devices, because some backends wait in a permute for all devices. If the layers
+contain a permute, all stages compute a chunk in each tick in which any stage has to. The other
+stages ignore the result.
 
 Symbols: `S` stages, `v` chunks of layers on a stage, `M` microbatches, `L` layers.
 """

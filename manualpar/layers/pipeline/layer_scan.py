@@ -16,7 +16,7 @@ class LayerScan(NamedTuple):
     Attributes:
       eqn: Its equation.
       stacked: The indices of the parameters that it runs over.
-      weights: For each scanned value, whether it is computed from parameters.
+      weights: For each scanned value, whether it comes from parameters.
     """
 
     eqn: Any

@@ -1,8 +1,8 @@
 """Operations on stacked parameters that treat every layer separately.
 
 A model may cast or scale a parameter before the scan over layers. A stage has some of the layers,
-and applies these operations only to them. This is right if an operation keeps dim 0, the layers, as
-it is.
+and applies these operations only to its layers. This is right if an operation does not change dim
+0, the layers.
 """
 
 from collections.abc import Sequence

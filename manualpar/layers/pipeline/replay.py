@@ -1,8 +1,8 @@
 """Runs traced programs on values that differ between stages, but did not when they were traced.
 
-For example, a layer's index is the same on all devices in the loss as the user wrote it. It differs
-between stages, because each has other layers. The types in the traced program would be wrong, so
-its equations are traced again with the types of the values.
+For example, in the user's loss a layer's index is the same on all devices. In a pipeline it differs
+between stages, because each stage has different layers. The types in the traced program would be
+wrong, so its equations are traced again with the types of the values.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,8 +27,8 @@ def run_retyped(jaxpr: Jaxpr, args: Sequence[Any], consts: Sequence[Any] = ()) -
     """Runs a program on arguments that may vary over more axes than its inputs.
 
     Raises:
-      ValueError: Such a value goes into a loop of unknown length, or a function with a custom
-        gradient.
+      ValueError: An argument that varies over more axes goes into a loop of unknown length, or into
+        a function with a custom gradient.
     """
     if not _are_wider(jaxpr.invars, args):
         return list(jaxpr_as_fun(ClosedJaxpr(jaxpr, consts))(*args))

@@ -1,4 +1,4 @@
-"""Makes the tables of schedules: simulates them, finds slots, and has the result checked.
+"""Makes the tables of schedules: simulates the stages, finds slots, and checks the result.
 
 - `gpipe` (https://arxiv.org/abs/1811.06965): a stage does all its F before its first B.
 - `1f1b` (https://arxiv.org/abs/2104.04473): a stage does each B as soon as it can. With v > 1

@@ -1,7 +1,7 @@
 """The computation of a stage in each tick of a pipeline, see `executor`.
 
 In every tick every stage reads its slots and sends activations and gradients. It does everything
-else only in the ticks of which the table says so.
+else only in the ticks that the table names.
 """
 
 import functools
@@ -162,12 +162,12 @@ class StageWork:
         loss, cut, types = self.loss, self.loss.cut, self.loss.types
         others = self._others(mine["forward_microbatch"])
         index = self._index(mine["forward_chunk"])
-        # Not in the branch, because XLA copies a buffer if a branch reads a slot of it.
+        # The slot is read outside of the branch, because XLA copies a buffer if a branch reads it.
         arrived = read(state.inputs, mine["forward_slot"])
         together = cut.layers_permute
-        # The branch writes the kept values, because after it XLA would copy the buffers in every
-        # tick. If all stages run the branch, it does not write them, because a `where` over each
-        # whole buffer would then discard the results of idle stages.
+        # The branch writes the kept values. Code after the branch would make XLA copy the buffers
+        # in every tick. If all stages run the branch, it does not write them, because a `where`
+        # over each whole buffer would then discard the results of idle stages.
         before = zeros(self._kept.types) if together else state.kept
 
         def run() -> Any:

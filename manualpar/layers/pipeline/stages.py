@@ -19,8 +19,8 @@ from manualpar.layers.pipeline.schedules import ScheduleName
 
 SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 KEEPS: tuple[PipelineSaves, ...] = get_args(PipelineSaves)
-# Upper limit for the forward passes in a table (microbatches times all chunks). To make and check a
-# table of this size takes 10 s of one processor.
+# The most forward passes in a table (microbatches times all chunks). Making and checking a table of
+# this size takes 10 s of one processor.
 MOST_PASSES = 2**18
 
 
@@ -28,16 +28,16 @@ MOST_PASSES = 2**18
 class Pipeline:
     """Spreads the layers of a model over devices; microbatches pass through them one after another.
 
-    The model and the loss stay as they are written for one device: the traced loss is cut at its
-    scan over layers. The microbatches are the minibatches of the builder, in any number. With `M`
+    The model and the loss are written for one device: the traced loss is cut at its scan over
+    layers. The microbatches are the minibatches of the builder; any number is allowed. With `M`
     microbatches and `S` stages a device waits for `(S - 1) / (chunks M + S - 1)` of the time.
 
     Attributes:
       axis: The mesh axis; each device along it is a stage.
       schedule: `"1f1b"` (the default) begins the backward pass of a microbatch as soon as it can,
-        so that the kept values do not grow with their number. `"gpipe"` runs all forward passes
-        first. (Narayanan et al., https://arxiv.org/abs/2104.04473, section 2.2; Huang et al.,
-        https://arxiv.org/abs/1811.06965.)
+        so that the kept values do not grow with the number of microbatches. `"gpipe"` runs all
+        forward passes first. (Narayanan et al., https://arxiv.org/abs/2104.04473, section 2.2;
+        Huang et al., https://arxiv.org/abs/1811.06965.)
       chunks: The number of runs of layers on a stage. With more chunks a device waits less, sends
         more, and keeps more.
       keep: What a stage keeps of a microbatch until its backward pass: `"residuals"` (as

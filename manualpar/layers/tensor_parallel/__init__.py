@@ -1,1 +1,1 @@
-"""Tensor parallelism, by a plan of its parameters, of a model written for one device."""
+"""Tensor parallelism for a model written for one device, by a plan for its parameters."""

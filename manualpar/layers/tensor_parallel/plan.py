@@ -1,4 +1,4 @@
-"""Tensor parallelism of a Linen model that is written for one device.
+"""Tensor parallelism for a Linen model that is written for one device.
 
 A *plan* says which modules compute with shards of their parameters. Its keys are globs on module
 paths and its values are styles: `Column` modules compute some of the outputs on each device, `Row`
@@ -23,8 +23,8 @@ model = tensor_parallel(
 program = manualpar.fsdp(model, tx, loss_fn, mesh=make_mesh({"data": 2, "model": 4}), batch=batch)
 ```
 
-Invariants: outside of a `shard_map` that binds the axis, and in the initial values of parameters,
-the model computes the same as the given model. Types say whether a value differs between devices,
+Invariants: outside of a `shard_map` that binds the axis, the model computes the same as the given
+model, and the initial parameters are the same. Types say whether a value differs between devices,
 but not along which dimension it is split. So a mean over split features compiles and is wrong; see
 `plan_check`.
 """
@@ -76,8 +76,8 @@ def tensor_parallel(
       axis: The mesh axis that the parameters are split over.
       sequence: Whether activations between the layers, `[B, S, D]`, are split over `axis` along
         their sequence, dim -2 (Korthikanti et al., https://arxiv.org/abs/2205.05198).
-      overlap: `"ring"` with `sequence`, for products of `nn.Dense` and `nn.DenseGeneral` over their
-        last dims that send while they compute, see `manualpar.layers.ring`.
+      overlap: `"ring"` (only with `sequence`): products of `nn.Dense` and `nn.DenseGeneral` over
+        their last dims send while they compute, see `manualpar.layers.ring`.
       verify: Whether building a program refuses operations of the model that are wrong on shards,
         such as a norm over split features; see `plan_check`. The loss is not checked this way,
         because types show its errors.
@@ -92,9 +92,9 @@ def tensor_parallel(
         or its code (the message names the module).
 
     Communication:
-      In training, one all-reduce of the activations over `axis` for every input that columns share,
-      and one for every row: 4 in a layer of attention and MLP. With `sequence` an all-gather and a
-      reduce-scatter replace each all-reduce; together they send the same bytes.
+      In training, one all-reduce of the activations over `axis` for every input that `Column`s
+      share, and one for every `Row`: 4 in a layer of attention and MLP. With `sequence` an
+      all-gather and a reduce-scatter replace each all-reduce; together they send the same bytes.
     """
     if isinstance(model, nnx.Module):
         raise TypeError(

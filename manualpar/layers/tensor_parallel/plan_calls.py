@@ -1,8 +1,8 @@
 """Intercepts the calls of a planned model's modules on shards.
 
-While a module of the plan runs, this replaces everything that differs from one device: the shapes
-that it expects of its parameters, the features that `nn.DenseGeneral` reshapes to, its input, and
-its result.
+While a module of the plan runs, the interceptor replaces everything that differs from one device:
+the shapes that the module expects of its parameters, the features that `nn.DenseGeneral` reshapes
+to, the module's input, and its result.
 """
 
 import contextlib
@@ -274,7 +274,7 @@ class PlannedCalls:
 
 @contextlib.contextmanager
 def overridden(module: nn.Module, **methods: Any) -> Iterator[None]:
-    """Gives a module other methods for a while."""
+    """Context manager: replaces methods of a module."""
     vars(module).update(methods)
     try:
         yield

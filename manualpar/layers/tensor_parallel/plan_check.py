@@ -8,7 +8,7 @@ have the same operations. Each must return the shard of its result on whole arra
 `shard_operations`. If the plan names a module of the user, its code is checked too: a Row must be
 linear after its product.
 
-Invariant: values of the same shape in both programs are equal, and values of other shapes are
+Invariant: values of the same shape in both programs are equal, and values of different shapes are
 shards, because every operation before them was right.
 """
 
@@ -53,7 +53,7 @@ from manualpar.layers.tensor_parallel.plan_calls import (
 from manualpar.layers.tensor_parallel.plan_styles import PerDevice, Row
 
 _PLANNED_SCOPE = "planned_module"
-# Attention is in the scope of a context axis, and computes each head separately.
+# Attention runs in the scope of a context axis, and computes each head separately.
 _TRUSTED_SCOPES = frozenset({_PLANNED_SCOPE, CONTEXT_SCOPE, SEQUENCE_SCOPE, TENSOR_SCOPE})
 # Modules that are known to be right under any style; the code of other modules is checked.
 _PRODUCTS = (nn.Dense, nn.DenseGeneral, nn.Conv, nn.Embed, SplitDense)

@@ -1,9 +1,9 @@
 """Gives planned calls the per-device share of numbers of their module, such as the head count.
 
-A module that reshapes the output of a `Column` to heads needs their number. It is in a field, in an
-attribute that `setup` sets, or in its config. While one of the module's methods runs on shards, the
-number is a `LocalSize`. `setup` and the modules that are made in a call get the undivided number,
-because the plan divides their parameters itself.
+A module that reshapes the output of a `Column` to heads needs the number of heads. The number is in
+a field, in an attribute that `setup` sets, or in the module's config. While one of the module's
+methods runs on shards, the number is a `LocalSize`. `setup` and the modules that are made in a call
+get the undivided number, because the plan divides their parameters itself.
 """
 
 import contextlib
@@ -125,7 +125,7 @@ def numbers_to_name(module: nn.Module, error: str, suffixes: tuple[str, ...] = (
     shapes = [part.split(", ") for part in re.findall(r"shape \(([-\d, ]+)\)", error)]
     if len(shapes) < 2:
         return []
-    # The dims in front of the split dim are equal in both shapes.
+    # The dims before the split dim are equal in both shapes.
     same = [a == b for a, b in zip(*shapes, strict=False)][:-1]
     made = set(shapes[1][same.index(False) if False in same else len(same) :])
     found = [

@@ -1,1 +1,1 @@
-"""Training a little beside a model that is given: adapters of low rank, and a base in int8."""
+"""Fine-tuning of a given model: adapters of low rank, and a base stored in int8."""

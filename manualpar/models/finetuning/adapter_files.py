@@ -1,10 +1,10 @@
-"""Adapters in a folder of their own: a few MB beside a base of many GB.
+"""Saves adapters in a folder without the base: a few MB instead of many GB.
 
-`adapters.safetensors` holds the adapters by their paths, in float32, which holds narrower dtypes
-exactly. `adapters.json` says what they belong to: the targets with their ranks, and alpha.
+`adapters.safetensors` holds the adapters by their paths, in float32, which represents narrower
+dtypes exactly. `adapters.json` holds the targets with their ranks, and alpha.
 
-Invariants: a folder gets its name when it is whole, see `manualpar.system.storage.drafts`. Adapters
-are whole in the file, so that any mesh and any strategy takes them.
+Invariants: a folder gets its name when it is complete, see `manualpar.system.storage.drafts`. The
+file holds unsharded adapters, so that any mesh and any strategy can load them.
 """
 
 import json
@@ -26,11 +26,11 @@ from manualpar.system.storage import GivenPath, draft_of, local_path, publish, s
 from manualpar.system.storage.untrusted import open_tensors, read_object
 
 ARRAYS_FILE, DESCRIPTION_FILE = "adapters.safetensors", "adapters.json"
-FLOAT32 = "F32"  # As `.safetensors` files call it.
+FLOAT32 = "F32"  # The name in `.safetensors` files.
 
 
 def save_adapters(program: Program, state: TrainState, directory: GivenPath) -> Path:
-    """Writes the adapters of a state, and nothing of its base.
+    """Writes the adapters of a state, without its base.
 
     Args:
       program: A program of a model with adapters, see `lora`.
@@ -41,17 +41,17 @@ def save_adapters(program: Program, state: TrainState, directory: GivenPath) -> 
       The folder.
 
     Raises:
-      ValueError: The model has no adapters, the state is not the program's, the folder is there
-        already, or another process is writing it. Nothing has been written.
-      OSError: The files cannot be written; there is no folder of the name.
+      ValueError: The model has no adapters, the state does not belong to the program, the folder
+        exists already, or another process is writing it. Nothing has been written.
+      OSError: The files cannot be written; no folder has been made.
 
     Communication:
-      Over several processes an all-gather for each adapter; within one none.
+      With several processes an all-gather for each adapter; with one process none.
     """
     require("save_adapters", "safetensors")
     from safetensors.numpy import save
 
-    # `import manualpar` loads nothing that processes need to talk to each other.
+    # Imported here, so that `import manualpar` loads no code for communication between processes.
     from manualpar.system.cluster.agreement import failing_together, gather
 
     model = lora_interface("save_adapters", program).low_rank
@@ -83,22 +83,22 @@ def save_adapters(program: Program, state: TrainState, directory: GivenPath) -> 
 
 
 def load_adapters(program: Program, state: TrainState, directory: GivenPath) -> TrainState:
-    """Takes adapters that `save_adapters` has written, on any mesh, into a state.
+    """Loads adapters that `save_adapters` has written, on any mesh, into a state.
 
     Args:
       program: A program of a model with the same targets, ranks and alpha.
-      state: Its state; not donated. Its base and its optimizer's state stay as they are.
+      state: Its state; not donated. The base and the optimizer's state do not change.
       directory: The folder.
 
     Returns:
       The state with the adapters, bit for bit, cast to the dtype in which the program stores them.
 
     Raises:
-      ValueError: The folder is not there or damaged; alpha, a name or a shape is another than the
-        program's. Each is named, and nothing has been placed.
+      ValueError: The folder is missing or damaged; or alpha, a name or a shape differs from the
+        program's. The message names every difference, and nothing has been loaded.
 
     Communication:
-      None. Each device receives its own part.
+      None. Each device receives its shard.
     """
     require("load_adapters", "safetensors")
     from safetensors import SafetensorError, safe_open
@@ -110,10 +110,10 @@ def load_adapters(program: Program, state: TrainState, directory: GivenPath) -> 
     adapters = {_path(leaf): leaf for leaf in leaves if is_adapter(leaf.name)}
     try:
         description = read_object(source / DESCRIPTION_FILE)
-        open_tensors(source / ARRAYS_FILE)[0].close()  # It is no FIFO, for example.
+        open_tensors(source / ARRAYS_FILE)[0].close()  # Refuses a FIFO, for example.
         with safe_open(source / ARRAYS_FILE, framework="np", backend="pread") as file:
             differences = _differences(adapters, file)
-            # Not before it is known that they are no larger than the program's.
+            # The arrays are read only after the check that they are no larger than the program's.
             found = {} if differences else {path: file.get_tensor(path) for path in adapters}
     except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(
@@ -142,7 +142,7 @@ def _path(leaf: Leaf) -> str:
 
 
 def _differences(leaves: Mapping[str, Leaf], file: Any) -> list[str]:
-    """Finds parameters that a file lacks, has in excess, or has with another shape or kind."""
+    """Finds parameters that are missing in a file, are not wanted, or differ in shape or kind."""
     names = set(file.keys())
     lines = [f"{name} is left over" for name in sorted(names - leaves.keys())]
     for path, leaf in leaves.items():

@@ -1,11 +1,11 @@
-"""Kernels from elsewhere as codes and scales on the devices, one after the other.
+"""Quantizes loaded kernels to codes and scales on the devices, one kernel after the other.
 
-A kernel arrives as float32, in shards. It is encoded where it lies, so that no device and no host
-holds more of it than its shards. If shards of the codes end within blocks, the kernel arrives in a
-layout in which they do not, and devices exchange codes.
+A kernel arrives as float32, in shards. It is encoded on the devices that hold it, so that no device
+and no host holds more of it than its shards. If shards of the codes end within blocks, the kernel
+arrives in another layout, whose shards hold whole blocks, and devices exchange codes.
 
-Invariants: what lies beyond an array's own shape is zeros, and zeros have zeros for codes, so that
-padding need not be taken off before an array is encoded.
+Invariants: padding is zeros, and the codes of zeros are zeros. So padding need not be removed
+before an array is encoded.
 """
 
 import functools
@@ -24,10 +24,10 @@ from manualpar.core.state.state_arrays import Leaf
 
 
 class Encoding(NamedTuple):
-    """What a parameter is stored as.
+    """The stored form of a parameter.
 
     Attributes:
-      plain: The parameter, as it arrives: in float32, and sharded so that devices have whole
+      plain: The parameter before encoding: in float32, and sharded so that devices have whole
         blocks.
       codes: Its codes.
       scales: Its scales.
@@ -54,17 +54,17 @@ class Encoding(NamedTuple):
 
         Communication:
           None for most parameters. Codes are sent if their shards end within blocks, and scales if
-          they are sharded otherwise than the codes.
+          their sharding differs from that of the codes.
         """
         with no_mesh():
             made = _encoder(*self._types, _block(self.codes, self.scales))(x)
         return dict(zip((self.codes.name, self.scales.name), made, strict=True))
 
     def decode(self, codes: jax.Array, scales: jax.Array) -> jax.Array:
-        """Dequantizes the parameter, which is sharded and padded as its codes are.
+        """Dequantizes the parameter; the result has the sharding and the padding of the codes.
 
         Communication:
-          As for `encode`, the other way.
+          As for `encode`, in the other direction.
         """
         with no_mesh():
             return _decoder(*self._types, _block(self.codes, self.scales))(codes, scales)
@@ -113,7 +113,7 @@ def _encoder(plain: Any, codes: Any, scales: Any, block: int) -> Callable[[jax.A
 
 @functools.lru_cache
 def _decoder(plain: Any, codes: Any, scales: Any, block: int) -> Callable[..., jax.Array]:
-    # `run` sees automatic axes, whatever the mesh has.
+    # `run` sees automatic axes, even if the mesh has axes of other types.
     mesh = with_axis_types(plain.sharding.mesh, AxisType.Auto)
     sharding = NamedSharding(mesh, plain.sharding.spec)
 

@@ -1,4 +1,4 @@
-"""Adapters of low rank beside a model that stays as it was given (LoRA).
+"""Adapters of low rank for a frozen model (LoRA).
 
 ```python
 model = manualpar.lora(model, {"*/attention/query": 8, "*/attention/value": 8}, alpha=16)
@@ -6,14 +6,14 @@ program = manualpar.fsdp(model, tx, loss_fn, mesh=mesh, batch=batch)
 state = program.init_from(pretrained, rng, missing="init")
 ```
 
-Each chosen layer gets two parameters beside its kernel, `lora_a` and `lora_b`, see `low_rank`. They
-are trained and all others are frozen, unless the builder's `trainable=` says otherwise. An
-interceptor of Linen's calls makes them where the model is initialised, and adds their product where
-it is applied, so a model needs no change, and loops over layers stack the adapters as they stack
-kernels.
+Each chosen layer gets two more parameters, `lora_a` and `lora_b`, see `low_rank`. They are trained
+and all other parameters are frozen, unless the builder's `trainable=` says otherwise. An
+interceptor of Linen's calls makes the adapters when the model is initialised, and adds their
+product when it is applied. So a model needs no change, and loops over layers stack the adapters in
+the same way as kernels.
 
-Invariants: all other parameters have the paths and the initial bits that they have without
-adapters. At first `lora_b` is zero, so that the model computes what it computed before.
+Invariants: all other parameters have the same paths and the same initial bits as without adapters.
+At first `lora_b` is zero, so that the model computes the same as without adapters.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ from manualpar.models.finetuning.low_rank import ADAPTED_LAYERS, add_low_rank, i
 from manualpar.models.finetuning.quantized import CODES, QuantizedModel
 from manualpar.models.finetuning.wrapped_model import WrappingInterface
 
-# Of an adapter's two parameters, and globs of their paths.
+# The names of an adapter's two parameters, and globs of their paths.
 DOWN, UP = "lora_a", "lora_b"
 ADAPTERS = ("*lora_a", "*lora_b")
 
@@ -49,14 +49,13 @@ def lora(
     *,
     alpha: float,
 ) -> "LowRankModel":
-    """Adds trained adapters of low rank to layers of a Linen model, which is frozen.
+    """Adds trained adapters of low rank to layers of a Linen model, and freezes the model.
 
     Args:
-      model: The model, or one with a plan of `tensor_parallel`, or what `quantized` makes of
-        these. It is not changed.
+      model: A Linen model, or the result of `tensor_parallel` or `quantized`. It is not changed.
       targets: For each glob on module paths (`"*/attention/query"`, in which `*` stands for any
-        characters, slashes too) the rank of the adapters there. The path of the module's kernel
-        does as well. The layers are of `SplitDense`, `nn.Dense`, `nn.DenseGeneral` or `nn.Einsum`.
+        characters, slashes too) the rank of the adapters there. A glob on the path of the module's
+        kernel works too. The layers are `SplitDense`, `nn.Dense`, `nn.DenseGeneral` or `nn.Einsum`.
       alpha: An adapter's product is multiplied by `alpha / rank`.
 
     Returns:
@@ -66,12 +65,12 @@ def lora(
 
     Raises:
       TypeError: An argument is of the wrong kind.
-      ValueError: When it is called or when a program is built: a glob matches no layer, or one that
-        cannot be adapted; the path of the module and the reason are in the message.
+      ValueError: In this call or when a program is built: a glob matches no layer, or a layer that
+        cannot be adapted; the message names the module's path and the reason.
 
     Communication:
-      Base parameters are gathered as ever. They have no gradients, so that only those of adapters
-      are reduced.
+      Base parameters are gathered as without adapters. They have no gradients, so that only the
+      adapters' gradients are reduced.
     """
     if isinstance(model, nnx.Module):
         raise TypeError(
@@ -109,12 +108,12 @@ def lora(
 
 @dataclasses.dataclass(frozen=True)
 class LowRankModel:
-    """A model and the adapters beside it; see `lora`.
+    """A model with adapters; see `lora`.
 
     Attributes:
       model: The model as it was given.
       targets: The pairs of a glob on module paths and a rank.
-      alpha: What ranks are relative to.
+      alpha: The factor of an adapter's product, times its rank.
     """
 
     model: Any
@@ -162,7 +161,7 @@ def _matches(path: str, glob: str) -> bool:
 @register_interface
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class LoRAInterface(WrappingInterface):
-    """The adapter of a `LowRankModel` for programs.
+    """How a program calls a `LowRankModel`.
 
     Attributes:
       low_rank: The model with the ranks.
@@ -175,7 +174,7 @@ class LoRAInterface(WrappingInterface):
 
     @classmethod
     def wrap(cls, model: Any) -> Self | None:
-        """Wraps the interface of a model that gets adapters of low rank."""
+        """Wraps the interface of a model to which adapters are added."""
         if not isinstance(model, LowRankModel):
             return None
         base = interface_of(model.model)
@@ -183,18 +182,18 @@ class LoRAInterface(WrappingInterface):
 
     @property
     def trainable(self) -> tuple[str, ...]:
-        """The adapters."""
+        """The globs of the adapters' parameters."""
         return ADAPTERS
 
     def check(self, trace: Callable[[ModelInterface], None]) -> None:
-        """Checks the given model without adapters, because these always compute on shards."""
+        """Checks the given model without adapters, because adapters always compute on shards."""
         self.base.check(lambda base: trace(self.called(base)))
 
     def init(self, rngs: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Initializes the given model's variables, and adapters among the parameters.
 
         Raises:
-          ValueError: A target is not there or cannot be adapted.
+          ValueError: A target does not exist or cannot be adapted.
         """
         making = _Making(self.low_rank, self.base)
         variables = self.base.intercepted(making).init(rngs, *args, **kwargs)
@@ -221,7 +220,7 @@ class _Making:
 
     def __init__(self, low_rank: LowRankModel, base: LinenModel) -> None:
         self._low_rank, self._base = low_rank, base
-        # By path the parameters of adapted modules, in the shapes that the modules see.
+        # The parameters of adapted modules by path, in the shapes that the modules see.
         self._made: dict[str, dict[str, tuple[int, ...]]] = {}
         self._refused: dict[str, str] = {}
 
@@ -263,7 +262,7 @@ class _Making:
             module.put_variable("params", name, value)
 
     def check(self, params: Any) -> None:
-        """Refuses targets of which there is none, or some that cannot be adapted."""
+        """Refuses targets that match no layer, or a layer that cannot be adapted."""
         leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_box)
         shapes = {  # Codes have the shape of their kernel.
             path_name(path).removesuffix(CODES): (x.value if is_box(x) else x).shape
@@ -296,7 +295,8 @@ class _Making:
 def _computes(context: Any) -> bool:
     """Returns whether this call of a module computes and has the module's variables.
 
-    A module in `nn.remat` or `nn.scan` calls the same one without it, which computes.
+    A module in `nn.remat` or `nn.scan` only calls the same module without the transform, and that
+    module computes.
     """
     module, method = context.module, context.method_name
     is_lifted = type(module).__module__ == "flax.linen.transforms" and method in vars(type(module))

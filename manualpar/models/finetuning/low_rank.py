@@ -1,18 +1,17 @@
-"""The products that adapters of low rank add to a layer's own.
+"""The products that adapters of low rank add to a layer's result.
 
 A layer with a kernel `W` computes `x W`. With an adapter it computes `x W + (alpha / r) (x a) b`,
-where `a` maps the input to `r` features and `b` maps these to the output (Hu et al., LoRA,
-https://arxiv.org/abs/2106.09685). The sum is taken of activations and not of weights: then nothing
-computes the gradient of `W`, which costs as much as the layer's forward pass, and no array of the
-size of `W` is made.
+where `a` maps the input to `r` features and `b` maps these features to the output (Hu et al., LoRA,
+https://arxiv.org/abs/2106.09685). Activations are added, not weights. So the gradient of `W`, which
+costs as much as the layer's forward pass, is not computed, and no array of the size of `W` is made.
 
-Which dims of a kernel are inputs is asked of the layer (`SplitDense.contracted`,
-`nn.DenseGeneral.axis`). `a` has the input dims of the kernel and then `r`, and `b` has `r` and then
-the output dims. So each is split over mesh axes as the kernel is: `b` of a column-parallel layer
-and `a` of a row-parallel one.
+The layer's fields (`SplitDense.contracted`, `nn.DenseGeneral.axis`) say which dims of a kernel are
+inputs. `a` has the input dims of the kernel and then `r`; `b` has `r` and then the output dims. So
+each is split over mesh axes like the kernel: `b` in a column-parallel layer, and `a` in a
+row-parallel layer.
 
-Invariants: an adapter is in the dtype in which its layer computes. A layer that cannot be adapted
-is refused, and the message says why.
+Invariants: an adapter computes in the dtype of its layer. A layer that cannot be adapted is
+refused, and the message says why.
 
 Symbols: `r` the rank of an adapter.
 """
@@ -34,7 +33,7 @@ def input_dims(module: nn.Module) -> int:
     """Counts the input dims of a kernel, which come first.
 
     Raises:
-      ValueError: The layer cannot be adapted; the message says why and begins in mid-sentence.
+      ValueError: The layer cannot be adapted; the message is the end of a sentence that says why.
     """
     kind = _kind_of(module)
     if kind is SplitDense:
@@ -70,18 +69,18 @@ def add_low_rank(
 
     Args:
       module: The layer.
-      x: Its input; of a column-parallel layer what `enter` or `enter_ring` has returned.
+      x: Its input; for a column-parallel layer the result of `enter` or `enter_ring`.
       y: Its result.
-      a: `[..., r]`; the dims before are the kernel's inputs, or this device's part of them.
-      b: `[r, ...]`; the dims after are the kernel's outputs, or this device's part of them.
-      scale: What the product is multiplied by.
+      a: `[..., r]`; the first dims are the kernel's inputs, or this device's part of the inputs.
+      b: `[r, ...]`; the last dims are the kernel's outputs, or this device's part of the outputs.
+      scale: The factor of the product.
 
     Returns:
-      An array, or `Chunks`, as `y`.
+      The sum: an array, or `Chunks` if `y` is `Chunks`.
 
     Communication:
-      That of the layer, of `r` features: none if it is column-parallel; if it is row-parallel
-      `leave` or `matmul_scatter` of the product with `a`.
+      The layer's communication with only `r` features: none if the layer is column-parallel; if it
+      is row-parallel, `leave` or `matmul_scatter` of the product with `a`.
     """
     kind, inputs = _kind_of(module), a.ndim - 1
     parts, structure = jax.tree.flatten(x)
@@ -112,7 +111,7 @@ def _split_product(module: Any, x: Any, a: jax.Array, y: Any) -> Any:
 
 
 def _contract(x: jax.Array, a: jax.Array, dims: Any) -> jax.Array:
-    """Sums over some dims of `x` and the first of `a`; the others of `x` come first."""
+    """Sums over some dims of `x` and the first dims of `a`; other dims of `x` come first."""
     own = tuple(dim % x.ndim for dim in dims)
     return jax.lax.dot_general(x, a, ((own, tuple(range(len(own)))), ((), ())))
 

@@ -1,7 +1,7 @@
-"""Adapters added to the kernels beside them, on the devices.
+"""Adds adapters to the kernels of their layers, on the devices.
 
 Invariants: sums are computed in float32 and rounded once, to the dtype of the kernel. Each device
-holds its own shards of kernels and of results, and never a whole one.
+holds only its shards of kernels and of results.
 """
 
 import functools
@@ -22,7 +22,7 @@ from manualpar.models.finetuning.lora import DOWN, UP, LoRAInterface
 
 
 def merge_lora(program: Program, state: TrainState) -> dict[str, Any]:
-    """Adds the adapters of a state to the kernels that they are beside.
+    """Adds the adapters of a state to the kernels of their layers.
 
     ```python
     params = merge_lora(program, state)
@@ -34,16 +34,16 @@ def merge_lora(program: Program, state: TrainState) -> dict[str, Any]:
       state: Its state; not donated.
 
     Returns:
-      The parameters of the model as it was given, by their paths in it: global arrays, sharded and
-      padded as they are in the state. What `quantized` stores in int8 is decoded, so that it is
-      what the adapters have been trained beside, and not what it was encoded from.
+      The parameters of the original model by their paths: global arrays, sharded and padded as in
+      the state. Parameters that `quantized` stores in int8 are decoded. The decoded values are
+      those with which the adapters were trained, not the values before encoding.
 
     Raises:
-      ValueError: The model has no adapters, or the state is not the program's.
+      ValueError: The model has no adapters, or the state does not belong to the program.
 
     Communication:
-      All-gathers of adapters, where a device needs more of them than its own shard; for what is
-      decoded that of `Encoding.decode`.
+      All-gathers of adapters, if a device needs more than its shard; for decoded parameters the
+      communication of `Encoding.decode`.
     """
     lora_interface("merge_lora", program)
     check_state("merge_lora", program.abstract_state, state)
@@ -58,10 +58,10 @@ def merge_lora(program: Program, state: TrainState) -> dict[str, Any]:
 def given_variables(program: Program, state: TrainState) -> list[tuple[Leaf, jax.Array]]:
     """Returns the original model's variables: merged, dequantized, and without adapters.
 
-    Each device holds its shards of all of them. Communication is as in `merge_lora`.
+    Each device holds its shards of all variables. Communication is as in `merge_lora`.
     """
     adapter, leaves = program.step.model.adapter, variable_leaves(program)
-    # What is on the host, as flax's `from_bytes` leaves it, goes to the devices.
+    # Arrays on the host, as from flax's `from_bytes`, are moved to the devices.
     by_name: dict[str, Any] = {
         leaf.name: x if isinstance(x, jax.Array) else jax.device_put(x, leaf.abstract.sharding)
         for leaf, x in zip(leaves, jax.tree.leaves(variables_of(state)), strict=True)
@@ -111,7 +111,7 @@ def _merge(
     for path in [path for path in variables if path.rpartition("/")[2] == DOWN]:
         kernel_path, up_path = (path.removesuffix(DOWN) + name for name in ("kernel", UP))
         kernel, a, b = map(unpadded, (kernel_path, path, up_path))
-        # Each of the three has the dims of loops in front.
+        # All three arrays begin with the dims of loops.
         loops = tuple(range(a.ndim + b.ndim - 2 - kernel.ndim))
         product = jax.lax.dot_general(
             a.astype(jnp.float32),

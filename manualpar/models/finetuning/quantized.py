@@ -1,4 +1,4 @@
-"""Frozen parameters stored in int8, in models that know nothing of it.
+"""Frozen parameters stored in int8, in unchanged models.
 
 ```python
 model = manualpar.quantized(model)
@@ -6,16 +6,16 @@ model = manualpar.lora(model, {"*/attention/query": 8}, alpha=16)
 state = manualpar.load_hf(manualpar.fsdp(model, ...), "models/llama", missing="init")
 ```
 
-In the place of each chosen parameter `kernel` there are two: `kernel_codes`, int8 of its shape, and
-`kernel_scales`, one number for each block of the last dim, see `block_quantization`. Both are
-parameters of their own. They are sharded, split over mesh axes, gathered, saved and restored as
-they are stored. Where a module asks for the kernel it finds a box, which decodes what the boxes of
-codes and scales gather. Gradients go through the decoded kernel to activations.
+Two parameters replace each chosen parameter `kernel`: `kernel_codes`, int8 in the kernel's shape,
+and `kernel_scales`, one number for each block of the last dim, see `block_quantization`. They are
+sharded, split over mesh axes, gathered, saved and restored like other parameters, without decoding.
+If a module asks for the kernel, it gets a box, which gathers codes and scales and decodes them.
+Gradients go through the decoded kernel to activations.
 
-Invariants: a device decodes what it computes with, and a block need not lie on one device before
-the gather. A backward pass decodes again, so that nothing keeps a decoded kernel. What a kernel is
-made of does not depend on the mesh. All other parameters have the paths and the initial bits that
-they have without this.
+Invariants: a device decodes only the values that it computes with, and before the gather a block
+may be spread over devices. A backward pass decodes again, so that no decoded kernel is kept. Codes
+and scales do not depend on the mesh. All other parameters have the same paths and the same initial
+bits as without quantization.
 """
 
 import dataclasses
@@ -42,34 +42,34 @@ from manualpar.models.finetuning.encoding import Encoding
 from manualpar.models.finetuning.wrapped_model import WrappingInterface
 
 CODES, SCALES = "_codes", "_scales"
-# By globs on the paths of parameters the length of a block.
+# The length of a block, by globs on the paths of parameters.
 KERNELS: Mapping[str, int] = {"*kernel": 64}
 
 
 def quantized(
     model: nn.Module | TensorParallel, targets: Mapping[str, int] = KERNELS
 ) -> "QuantizedModel":
-    """Stores parameters of a Linen model in int8, which are frozen.
+    """Stores parameters of a Linen model in int8; these parameters are frozen.
 
     Args:
-      model: The model, or one with a plan of `tensor_parallel`. It is not changed.
-      targets: For each glob on paths of parameters, in which `*` stands for any characters, slashes
-        too, the length of the blocks that share a scale. By default every `kernel`, in blocks of
-        64; not embeddings, of which a step needs few rows, and not the `head` of a `Transformer`,
-        whose errors are those of logits. A last dim that is split over `N` devices has a multiple
-        of `N` blocks, or a number that divides `N`.
+      model: A Linen model, or the result of `tensor_parallel`. It is not changed.
+      targets: For each glob on paths of parameters (`*` stands for any characters, slashes too) the
+        length of the blocks that share a scale. The default is every `kernel`, in blocks of 64. It
+        leaves out embeddings, because a step needs few of their rows, and the `head` of a
+        `Transformer`, because its errors are errors of logits. If the last dim is split over `N`
+        devices, the number of its blocks must be a multiple of `N`, or divide `N`.
 
     Returns:
-      The model for `lora`, or for a builder of a program that is told by `trainable=` what is
-      trained. Parameters for `init_from` and `load_hf` are those of the given model.
+      The model for `lora`, or for a builder whose `trainable=` names the trained parameters.
+      `init_from` and `load_hf` take the parameters of the given model.
 
     Raises:
       TypeError: An argument is of the wrong kind.
-      ValueError: When it is called or when a program is built: a glob matches no parameter, or one
-        that cannot be stored so; the path and the reason are in the message.
+      ValueError: In this call or when a program is built: a glob matches no parameter, or one that
+        cannot be stored in int8; the message names the path and the reason.
 
     Communication:
-      Codes and scales are gathered as they are stored: a little more than a quarter of the bytes of
+      Codes and scales are gathered without decoding: a little more than a quarter of the bytes of
       float32.
     """
     if isinstance(model, nnx.Module):
@@ -145,7 +145,7 @@ class QuantizedModel:
 @register_interface
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class QuantizedInterface(WrappingInterface):
-    """The adapter of a `QuantizedModel` for programs.
+    """How a program calls a `QuantizedModel`.
 
     Attributes:
       quantized: The model with the lengths of blocks.
@@ -166,7 +166,7 @@ class QuantizedInterface(WrappingInterface):
 
     @property
     def decodes_weights(self) -> bool:
-        """Always."""
+        """Whether the model dequantizes weights: always."""
         return True
 
     def encodings(self, leaves: Sequence[Leaf]) -> dict[str, Encoding]:
@@ -191,7 +191,7 @@ class QuantizedInterface(WrappingInterface):
         """Initializes the given model's variables, with codes and scales as parameters.
 
         Raises:
-          ValueError: A target is not there or cannot be encoded.
+          ValueError: A target does not exist or cannot be encoded.
         """
         variables = dict(self.called(self.base).init(rngs, *args, **kwargs))
         params = flatten_dict(variables.get("params", {}), sep="/")
@@ -220,11 +220,11 @@ class QuantizedInterface(WrappingInterface):
 
 
 class EncodedParameter(ArrayBox, eq=False):
-    """A parameter that is decoded where it is used.
+    """A parameter that is decoded when it is used.
 
     Attributes:
-      value: The pair of codes and scales, each in its own box if it has one.
-      names: As many as there are dims, without a meaning.
+      value: The pair of codes and scales, boxed if they have boxes.
+      names: One name for each dim; the names have no meaning.
     """
 
     @classmethod
@@ -237,7 +237,7 @@ class EncodedParameter(ArrayBox, eq=False):
         """Dequantizes the parameter.
 
         Communication:
-          As the boxes of codes and scales.
+          The communication of the boxes of codes and scales.
         """
         del apply_constraint
         codes, scales = nn.unbox(self.value)
@@ -245,15 +245,15 @@ class EncodedParameter(ArrayBox, eq=False):
             return dequantize(codes, scales)
 
     def add_axis(self, index: int, params: dict[Any, Any]) -> "EncodedParameter":
-        """Adds a dim to both, as `nn.scan` and `nn.vmap` ask for it."""
+        """Adds a dim to codes and scales, for `nn.scan` and `nn.vmap`."""
         value = nn.meta.add_axis(self.value, index, params)
         return self.replace(value=value, names=(None, *self.names))
 
     def remove_axis(self, index: int, params: dict[Any, Any]) -> "EncodedParameter":
-        """Takes a dim away from both, as `nn.scan` and `nn.vmap` ask for it.
+        """Removes a dim from codes and scales, for `nn.scan` and `nn.vmap`.
 
         Raises:
-          ValueError: It is the dim that is divided into blocks.
+          ValueError: The dim is the one that is divided into blocks.
         """
         if index % len(self.names) == len(self.names) - 1:
             raise ValueError(

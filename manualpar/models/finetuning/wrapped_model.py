@@ -1,4 +1,4 @@
-"""What adapters of models that are given with something beside them have in common."""
+"""The common base of interfaces that wrap the interface of another model."""
 
 import dataclasses
 from collections.abc import Callable
@@ -9,10 +9,10 @@ from manualpar.core.model.interface import InitArgs, ModelInterface
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class WrappingInterface(ModelInterface):
-    """An adapter that calls another one.
+    """An interface that calls another interface.
 
     Attributes:
-      base: The adapter of the model that was given.
+      base: The interface of the given model.
     """
 
     base: Any = None
@@ -46,5 +46,5 @@ class WrappingInterface(ModelInterface):
         return dataclasses.replace(base, **{name: getattr(self, name) for name in same})
 
     def check(self, trace: Callable[[ModelInterface], None]) -> None:
-        """Checks the given model as it computes here."""
+        """Checks the given model on the calls that it gets through this interface."""
         self.base.check(lambda base: trace(dataclasses.replace(self, base=base)))

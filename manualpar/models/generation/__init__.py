@@ -1,4 +1,4 @@
-"""Text from trained models, with a cache of keys and values; what they say of given texts."""
+"""Generates text with a cache of keys and values, and scores given texts."""
 
 from manualpar.models.generation.generator import Answer, Generator, TextPiece, generate
 

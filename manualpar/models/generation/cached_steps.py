@@ -1,19 +1,19 @@
 """The steps of generation and of scoring, each a `shard_map` over the mesh of a program.
 
 The parameters are sharded as in the training state: each device gathers them layer by layer through
-the boxes that training uses, and over a model axis it computes with its own shard. The axes that
-divide examples in training divide the rows of a batch and the cache. The heads of the cache are
-stored on the devices of the model axis that compute them.
+the boxes that training uses. Over a model axis it computes with its shard. The axes that divide
+examples in training divide the rows of a batch and the cache. The heads of the cache are stored on
+the devices of the model axis that compute them.
 
 - `prefill` runs the prompts, keeps their keys and values, and draws the first tokens.
 - `decode` runs one token of each row and draws the next.
-- `score` runs whole sequences and returns the log-likelihood of the marked tokens of each.
+- `score` runs whole sequences and returns the log-likelihood of each sequence's marked tokens.
 
-Each compiles once for a shape: the rows, the padded length of prompts, and the slots of the cache.
-The cache is donated.
+Each step compiles once for a shape: the rows, the padded length of prompts, and the slots of the
+cache. The cache is donated.
 
-Experts have room for all tokens here, whatever they have in training: what a row gets must not
-depend on its padding and on its length so far.
+Here experts have room for all tokens, unlike in training, because a row's result must not depend on
+its padding or its length so far.
 
 Symbols: `B` rows, `S` positions of padded prompts or sequences, `V` the vocabulary.
 """
@@ -37,7 +37,7 @@ from manualpar.layers.attention.key_value_cache import CACHE, NEW_KEYS, Past, Pr
 from manualpar.models import Transformer
 from manualpar.models.generation.drawing import Drawing, draw_tokens
 
-# The fields of a model that are about training, or about how it is divided over a context axis.
+# Values for fields of a model that concern only training or a context axis.
 PLAIN: dict[str, Any] = {
     "sequence_parallel": False,
     "overlap": "none",
@@ -49,11 +49,11 @@ PLAIN: dict[str, Any] = {
 
 
 class Rows(NamedTuple):
-    """Rows between two tokens.
+    """The state of the rows between two tokens.
 
     Attributes:
-      cache: The keys and values of all tokens but the latest, `[layers, B, C, K, H]` or without the
-        first dim for layers that are written out.
+      cache: The keys and values of all tokens except the latest, `[layers, B, C, K, H]`; without
+        the first dim for layers that are written out.
       token: `int32[B]`, the latest token.
       position: `int32[B]`, its position.
       start: `int32[B]`, the position at which the document of the token before it began.
@@ -72,8 +72,8 @@ class Drawn(NamedTuple):
 
     Attributes:
       token: `int32[B]`.
-      log_probability: `float32[B]`, of the token by the model, in nats, at a temperature of 1 and
-        among all tokens.
+      log_probability: `float32[B]`, the token's log-probability in the model, in nats, at a
+        temperature of 1 and among all tokens.
     """
 
     token: jax.Array
@@ -81,11 +81,11 @@ class Drawn(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """What a model says of the marked tokens of each sequence, the same on all devices.
+    """The scores of the marked tokens of each sequence, the same on all devices.
 
     Attributes:
-      log_likelihood: `float32[B]`, the sum of their logarithmic probabilities, in nats.
-      is_greedy: `bool[B]`, whether each is the likeliest one.
+      log_likelihood: `float32[B]`, the sum of the tokens' log-probabilities, in nats.
+      is_greedy: `bool[B]`, whether each token is the likeliest at its position.
     """
 
     log_likelihood: jax.Array
@@ -97,8 +97,8 @@ class CachedSteps:
 
     Attributes:
       program: The program.
-      model: The `Transformer` as it is called here.
-      row_devices: The devices that rows are divided over.
+      model: The `Transformer` with the fields that generation needs.
+      row_devices: The number of devices that rows are divided over.
       prefill: `prefill(params, collections, tokens, lengths, keys, drawing, size=size) -> (rows,
         drawn)`. `tokens` are `int32[B, S]`, padded on the right, `lengths` `int32[B]`, `keys`
         `key[B]`, and `size` the positions of a row, prompt and answer. `drawn` is `Drawn`.
@@ -110,8 +110,8 @@ class CachedSteps:
         """Takes the program of a `Transformer`; compiles nothing.
 
         Raises:
-          TypeError: The model is another one.
-          ValueError: The program is in stages, splits sequences, or has its collectives from XLA.
+          TypeError: The model is not a `Transformer`.
+          ValueError: The program is in stages, splits sequences, or lets XLA insert collectives.
         """
         adapter = program.step.model.adapter
         _check(program, adapter.module)
@@ -231,7 +231,7 @@ class CachedSteps:
         return map_in_scopes(box, self.program.step.placements, params)
 
     def _draw(self, logits: jax.Array, *args: Any) -> Drawn:
-        """Draws from the logits of all tokens that there are, the same along the model axis."""
+        """Draws from the logits of all tokens, the same on all devices along the model axis."""
         if self._split_axes:
             logits = gather_invariant(logits, 1, self._split_axes, scope=TENSOR_SCOPE)
         logits = logits[:, : self.model.vocab_size]
@@ -266,7 +266,7 @@ class CachedSteps:
         return jax.tree.map(self._cache_spec, cache)
 
     def put_rows(self, x: Any) -> jax.Array:
-        """Puts `[B, ...]`, the same in all processes, where its rows are computed."""
+        """Puts each row of `[B, ...]` on the devices that compute it; all processes pass the same."""
         sharding = NamedSharding(self.program.mesh, self._rows)
         return jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
 

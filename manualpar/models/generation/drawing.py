@@ -1,12 +1,12 @@
-"""Which token comes next, drawn from logits.
+"""Draws the next token from logits.
 
-The temperature divides the logits; of what they become, `top_k` keeps the likeliest tokens and
-`top_p` the fewest that have this probability together (Holtzman et al.,
-https://arxiv.org/abs/1904.09751). A token is the largest of the logits with Gumbel noise added,
-which is a draw from their softmax.
+The temperature divides the logits. Then `top_k` keeps the likeliest tokens, and `top_p` keeps the
+fewest tokens that together have this probability (Holtzman et al.,
+https://arxiv.org/abs/1904.09751). Gumbel noise is added to the logits, and the largest one wins.
+This is a draw from the softmax of the logits.
 
-Invariants: what a row draws follows from its logits, its key and the position, and not from the
-rows beside it nor from the mesh. Nothing is compiled anew for other settings.
+Invariants: a row's draw depends on its logits, its key and the position, but not on other rows or
+on the mesh. Other settings need no new compilation.
 
 Symbols: `B` rows, `V` tokens of the vocabulary.
 """
@@ -23,9 +23,9 @@ class Drawing(NamedTuple):
     """How tokens are drawn.
 
     Attributes:
-      temperature: What logits are divided by; 0 takes the likeliest token.
+      temperature: The divisor of the logits; 0 takes the likeliest token.
       top_k: How many of the likeliest tokens are kept; 0 for all.
-      top_p: The probability of the tokens that are kept; 1 for all.
+      top_p: The total probability of the kept tokens; 1 for all.
     """
 
     temperature: float | Any = 0.0
@@ -62,8 +62,8 @@ def draw_tokens(
     Args:
       logits: `float32[B, V]`.
       keys: `key[B]`, a key for each row.
-      position: `int32[B]`, the position of the token, by which the draws of a row differ.
-      drawing: How, as arrays.
+      position: `int32[B]`, the position of the token; each position of a row gets another draw.
+      drawing: The settings, as arrays.
 
     Returns:
       `int32[B]`.
@@ -87,14 +87,14 @@ def draw_tokens(
 def keep_likeliest(logits: jax.Array, drawing: Drawing) -> jax.Array:
     """Sets logits `[B, V]` to -inf for tokens that `top_k` and then `top_p` leave out.
 
-    Of tokens that are as likely as the last one that is kept, all are kept.
+    All tokens that are as likely as the last kept token are kept too.
     """
     ordered = -jnp.sort(-logits, axis=-1)
     rank = jnp.arange(logits.shape[1])[None]
     is_kept = rank < jnp.where(drawing.top_k > 0, drawing.top_k, logits.shape[1])
     probability = jax.nn.softmax(jnp.where(is_kept, ordered, -jnp.inf), axis=-1)
     likelier = jnp.cumsum(probability, axis=-1) - probability
-    # The first one is kept whatever rounding says.
+    # The first token is always kept, even if rounding says otherwise.
     is_kept &= (likelier < drawing.top_p) | (drawing.top_p >= 1) | (rank == 0)
     least = jnp.min(jnp.where(is_kept, ordered, jnp.inf), axis=-1, keepdims=True)
     return jnp.where(logits >= least, logits, -jnp.inf)

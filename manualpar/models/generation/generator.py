@@ -1,9 +1,9 @@
 """Text and tokens from a trained model: whole answers, or piece by piece as they are drawn.
 
-The prompts of a call are taken in batches of rows that are about equally long. A batch is padded to
-a length from a short list (`padded`), so that calls with other prompts compile nothing anew. While
-the devices compute a token, the one before it is read, turned into text and compared with what
-stops a row.
+The prompts of a call run in batches of rows that are about equally long. A batch is padded to a
+length from a short list (`padded`), so that calls with other prompts need no new compilation. While
+the devices compute a token, the host reads the previous token, turns it into text and compares it
+with the stop tokens and strings.
 """
 
 import dataclasses
@@ -26,13 +26,13 @@ Ending = Literal["stop", "length"]
 
 
 class TextPiece(NamedTuple):
-    """What is new of an answer.
+    """A new piece of an answer.
 
     Attributes:
-      row: Which prompt it answers.
-      token: The token; `None` if it ends the answer and is no part of it.
-      log_probability: Of the token, in nats, at a temperature of 1 and among all tokens.
-      text: The text that has become certain; always empty without a tokenizer.
+      row: The index of the prompt.
+      token: The token; `None` if the token only ends the answer.
+      log_probability: The token's log-probability in nats, at a temperature of 1, among all tokens.
+      text: The text that cannot change any more; always empty without a tokenizer.
       ending: Why the answer ends here; `None` if it goes on.
     """
 
@@ -45,13 +45,14 @@ class TextPiece(NamedTuple):
 
 @dataclasses.dataclass
 class Answer:
-    """What a model has said to a prompt.
+    """A model's answer to a prompt.
 
     Attributes:
-      tokens: The tokens, without the one that stopped it.
-      log_probabilities: Of each token, in nats, at a temperature of 1 and among all tokens.
-      text: Their text, up to a stop string; empty without a tokenizer.
-      ending: `"stop"` if a stop token or string came, `"length"` if `max_tokens` did.
+      tokens: The tokens, without the stop token.
+      log_probabilities: Each token's log-probability in nats, at a temperature of 1, among all
+        tokens.
+      text: The text of the tokens, up to a stop string; empty without a tokenizer.
+      ending: `"stop"` if a stop token or string ended it, `"length"` if `max_tokens` did.
     """
 
     tokens: list[int] = dataclasses.field(default_factory=list)
@@ -61,12 +62,12 @@ class Answer:
 
 
 class Generator:
-    """A program's model with its compiled steps; the state is given to each call.
+    """A program's model with its compiled steps; each call gets a state.
 
     Attributes:
       steps: The compiled steps.
-      tokenizer: Makes tokens of strings and strings of tokens; `None` if prompts are tokens.
-      batch_size: How many rows run at once, at most; a multiple of the devices they divide over.
+      tokenizer: Converts strings to tokens and back; `None` if prompts are tokens.
+      batch_size: The most rows that run at once; a multiple of the devices they divide over.
       stop_tokens: The tokens that end every answer.
     """
 
@@ -83,9 +84,9 @@ class Generator:
         Args:
           program: The program whose states are used; it is not trained.
           tokenizer: The tokenizer of the model.
-          batch_size: How many rows run at once, at most; it is rounded up so that they divide.
-          stop_tokens: The tokens that end every answer, by default those that begin and end
-            documents, as far as model and tokenizer name them.
+          batch_size: The most rows that run at once, rounded up to a multiple of the devices.
+          stop_tokens: The tokens that end every answer. By default these are the tokens that begin
+            and end documents, if the model or the tokenizer names them.
 
         Raises:
           TypeError, ValueError: See `CachedSteps`.
@@ -144,26 +145,27 @@ class Generator:
         Args:
           state: A state of the program.
           prompts: Lists of tokens, or strings; at least one token each.
-          max_tokens: How many tokens an answer has at most.
-          temperature: What logits are divided by; 0 takes the likeliest token.
-          top_k: From how many of the likeliest tokens one is drawn; 0 for all.
-          top_p: From the fewest tokens that together have this probability; 1 for all.
-          stop: Strings and tokens that end an answer and are no part of it, besides `stop_tokens`.
-          seed: A number or a key. With the same one a prompt at the same place of `prompts` gets
-            the same draws, on every mesh and whatever the other prompts are.
+          max_tokens: The most tokens of an answer.
+          temperature: The divisor of the logits; 0 takes the likeliest token.
+          top_k: Draws only from this number of likeliest tokens; 0 for all.
+          top_p: Draws only from the fewest tokens that together have this probability; 1 for all.
+          stop: More strings and tokens that end an answer and do not belong to it, in addition to
+            `stop_tokens`.
+          seed: A number or a key. With the same seed, a prompt at the same index of `prompts` gets
+            the same draws, on every mesh and with any other prompts.
 
         Yields:
           Pieces of all answers, row by row for each token.
 
         Raises:
-          TypeError: A prompt is a string and there is no tokenizer, or it is neither.
-          ValueError: A prompt is empty or has tokens that there are not; a number is out of range.
+          TypeError: A prompt is a string and there is no tokenizer, or it is no list of tokens.
+          ValueError: A prompt is empty or has unknown tokens; or a number is out of range.
 
         Communication:
-          For each batch of rows once, and then for each token: what a forward pass of training
-          sends for the parameters and over the model axis, for one token of each row; an all-gather
-          of the logits `float32[B, V]` over the model axis, and one of the tokens, `int32[B]`, over
-          the axes of the data.
+          For each batch of rows once (its prompts), and then for each token: the collectives of a
+          forward pass of training for the parameters and over the model axis; an all-gather of the
+          logits `float32[B, V]` over the model axis; and an all-gather of the tokens, `int32[B]`,
+          over the data axes.
         """
         if max_tokens < 1 or max_tokens != int(max_tokens):
             raise ValueError(f"generate: max_tokens is {max_tokens}, expected at least 1.")
@@ -197,7 +199,7 @@ class Generator:
                 for row in batch
                 if self.tokenizer is not None
             }
-            counts = dict.fromkeys(batch, 0)  # Of the rows that go on.
+            counts = dict.fromkeys(batch, 0)  # Tokens so far of each unfinished row.
             for drawn in self._draws(state, prompts, batch, drawing, max_tokens, key):
                 # Rows of padding follow the rows of the batch.
                 for row, token, log_probability in zip(batch, *drawn, strict=False):
@@ -223,7 +225,7 @@ class Generator:
         max_tokens: int,
         key: jax.Array,
     ) -> Iterator[tuple[list[int], list[float]]]:
-        """Yields one token of each row of a batch at a time, with its log-probability."""
+        """Yields the next token of every row of a batch at a time, with log-probabilities."""
         steps, params, collections = self.steps, state.params, state.collections
         longest = max(len(prompts[row]) for row in batch)
         tokens, lengths = self.pad([prompts[row] for row in batch], padded(longest))
@@ -254,7 +256,7 @@ class Generator:
         return tokens, lengths
 
     def encode(self, prompt: Prompt, index: int = 0) -> list[int]:
-        """Encodes a prompt; a string begins with BOS if the tokenizer's prompts do."""
+        """Encodes a prompt; puts BOS before a string if the tokenizer's prompts begin with it."""
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise TypeError(
@@ -317,7 +319,7 @@ def _piece(
     *,
     is_last: bool,
 ) -> TextPiece:
-    """Makes the piece of a row that a new token and its log-probability settle."""
+    """Makes the next piece of a row from a new token and its log-probability."""
     if drawn[0] in stops:
         return TextPiece(row, None, 0.0, writer.finish() if writer else "", "stop")
     text = writer.add(drawn[0]) if writer else ""

@@ -1,4 +1,4 @@
-"""A model of ours for the Language Model Evaluation Harness.
+"""Runs the Language Model Evaluation Harness on a model of this package.
 
 See https://github.com/EleutherAI/lm-evaluation-harness (Gao et al.).
 
@@ -7,8 +7,8 @@ model = lm_eval_model(Generator(program, tokenizer), state, max_length=2048)
 lm_eval.simple_evaluate(model, tasks=["lambada_openai"])
 ```
 
-Strings become tokens as the harness has it: spaces at the end of a context belong to what follows,
-and a completion's tokens are those that context and completion together have more than the context.
+Strings become tokens by the rules of the harness: spaces at the end of a context belong to the
+completion, and the completion's tokens are the tokens of the joined string after the context's.
 """
 
 from collections.abc import Sequence
@@ -29,12 +29,12 @@ IGNORED = frozenset({"until", "do_sample", *LENGTHS})
 
 
 def lm_eval_model(generator: Generator, state: TrainState, *, max_length: int) -> Any:
-    """Makes an `lm_eval.api.model.LM` of a model.
+    """Makes an `lm_eval.api.model.LM` from a `Generator` and a state.
 
     Args:
       generator: The model with its tokenizer.
       state: A state of its program.
-      max_length: How many tokens the model sees at once.
+      max_length: The most tokens that the model sees at once.
 
     Returns:
       The model, for `lm_eval.simple_evaluate`.
@@ -110,6 +110,6 @@ def _options(asked: dict[str, Any]) -> dict[str, Any]:
         max_tokens = asked.get(name, max_tokens)
     options: dict[str, Any] = {ours: asked[name] for name, ours in DRAWING.items() if name in asked}
     if not asked.get("do_sample", options.get("temperature", 0) > 0):
-        options = {}  # Greedy, whatever temperature stands there.
+        options = {}  # Greedy, even if a temperature is given.
     stop = [until] if isinstance(until, str) else list(until)
     return {**options, "stop": stop, "max_tokens": max_tokens}

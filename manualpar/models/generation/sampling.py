@@ -1,8 +1,8 @@
-"""Text from a language model: one token after the other, each drawn from the model's prediction.
+"""Samples text from any causal language model, without a cache.
 
-Nothing is cached between tokens. The model sees a window of fixed length: the latest tokens, and
-behind them zeros, which a causal model ignores. A full window moves on by one token. So one
-program, compiled once, runs all of it in a loop, with any causal model.
+The model sees a window of fixed length: the latest tokens, followed by zeros, which a causal model
+ignores. A full window moves on by one token. So one program is compiled once and draws all tokens
+in a loop.
 
 Symbols: `B` prompts, `P` tokens of a prompt, `S` positions of the window, `V` the vocabulary, `T`
 tokens drawn.
@@ -36,10 +36,10 @@ def sample_tokens(
       apply_fn: The `apply` of a causal model, which returns logits `[B, S, V]` for tokens `[B, S]`,
         such as `state.apply_fn`.
       params: Its parameters; global arrays may be sharded in any way, but not padded.
-      prompt: `int[P]`, or `int[B, P]` for several of one length, the same in every process. The
-        model sees only the end of a prompt that is longer than the window.
+      prompt: `int[P]`, or `int[B, P]` for several prompts of one length; the same in every process.
+        The model sees only the end of a prompt that is longer than the window.
       num_tokens: How many tokens to draw, `T`.
-      sequence_length: The positions of the window, `S`: those that the model was trained with.
+      sequence_length: The positions of the window, `S`: as many as in training.
       temperature: The logits are divided by it; 0 takes the likeliest token.
       rng: A key; the same key draws the same tokens.
       collections: The other collections that the model reads, such as `state.collections`.

@@ -1,10 +1,10 @@
-"""How likely a model finds given tokens, in nats.
+"""Computes the log-likelihood of given tokens, in nats.
 
 Sequences are sorted by length and run in batches, padded to lengths from a short list, see
 `manualpar.models.generation.generator.padded`. A sequence's score does not depend on the others.
 
-A document that is longer than the model sees is cut into windows. Each token is scored once, and
-the last window begins as early as it can, so that its tokens have the most context.
+A document that is too long for the model is cut into windows. Each token is scored once. The last
+window begins as early as possible, so that its tokens have the most context.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,12 +17,12 @@ from manualpar.models.generation.generator import Generator, padded
 
 
 class Score(NamedTuple):
-    """What a model says of some tokens.
+    """The score of some tokens.
 
     Attributes:
-      log_likelihood: The logarithm of their probability, in nats.
-      is_greedy: Whether each of them is the likeliest one, so that greedy decoding finds them.
-      num_tokens: How many they are.
+      log_likelihood: The logarithm of the tokens' probability, in nats.
+      is_greedy: Whether each token is the likeliest, so that greedy decoding finds them.
+      num_tokens: The number of tokens.
     """
 
     log_likelihood: float
@@ -42,9 +42,9 @@ def score_completions(
     Args:
       generator: The model.
       state: A state of its program.
-      pairs: The tokens of each context, at least one, and of its completion.
-      max_length: The most tokens that the model sees at once; contexts are cut at their beginning.
-        0 for any number.
+      pairs: Pairs of the tokens of a context, at least one, and of its completion.
+      max_length: The most tokens that the model sees at once; longer contexts lose their beginning.
+        0 for no limit.
 
     Returns:
       The score of each completion, in the order of `pairs`.
@@ -103,12 +103,12 @@ def score_documents(
     Args:
       generator: The model.
       state: A state of its program.
-      documents: The tokens of each, without the one that begins it.
+      documents: The tokens of each document, without the token that begins it.
       first_token: The token that begins a document.
-      max_length: How many tokens the model sees at once.
+      max_length: The most tokens that the model sees at once.
 
     Returns:
-      The score of each document; of an empty one 0.
+      The score of each document; 0 for an empty document.
 
     Communication:
       As `score_completions`.
@@ -131,7 +131,7 @@ def score_documents(
 
 
 def cut_windows(tokens: list[int], max_length: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Yields contexts and completions that score all tokens but the first, each once."""
+    """Yields pairs of context and completion that score each token after the first once."""
     for start in range(1, len(tokens), max_length):
         end = min(start + max_length, len(tokens))
         yield tokens[max(0, end - 1 - max_length) : start], tokens[start:end]

@@ -1,9 +1,9 @@
-"""The text of tokens, piece by piece as they come, without a half character.
+"""Decodes tokens to text, piece by piece, without incomplete characters.
 
-A character may take several tokens, and the text of a token may depend on the one before it, for
-example by a space. So a piece is the text that new tokens add to the text of the tokens before
-them, once its characters are complete. A text that may begin a stop string is held back until that
-is decided.
+A character may take several tokens, and the text of a token may depend on the token before it, for
+example by a space. So a piece is the text that new tokens add to the text of the earlier tokens,
+once its characters are complete. A text that may begin a stop string is held back until it is clear
+whether it does.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ CONTEXT_TOKENS = 8
 
 
 class Decoder(Protocol):
-    """The part of a tokenizer that is needed here."""
+    """The tokenizer's method that `TextPieces` needs."""
 
     def decode(self, tokens: Sequence[int], /) -> str:
         """Decodes tokens to text."""
@@ -26,18 +26,18 @@ class TextPieces:
     """The text of one row as its tokens come.
 
     Attributes:
-      is_stopped: Whether a stop string has come; the text ends before it.
+      is_stopped: Whether a stop string was found; the text ends before it.
     """
 
     def __init__(self, tokenizer: Decoder, prompt: Sequence[int], stops: Sequence[str]) -> None:
         self._tokenizer, self._stops = tokenizer, [stop for stop in stops if stop]
         self._tokens = list(prompt[-CONTEXT_TOKENS:])
-        self._first, self._read = 0, len(self._tokens)  # Where the latest text begins and ends.
+        self._first, self._read = 0, len(self._tokens)  # The token range of the latest text.
         self._held = ""
         self.is_stopped = False
 
     def add(self, token: int) -> str:
-        """Adds a token and returns the text that is now certain, which may be empty."""
+        """Adds a token and returns the new text that cannot change any more; it may be empty."""
         self._tokens.append(token)
         new = self._new_text()
         if not new or new.endswith(UNFINISHED):
