@@ -41,7 +41,7 @@ def on_config(config: Any) -> Any:
 def on_files(files: Files, config: Any) -> Files:
     """Adds the pages that are made when the site is built."""
     for name, path in _rooms().items():
-        room = PACKAGE if name == "manualpar" else PACKAGE / name.split(".")[1]
+        room = ROOT.joinpath(*name.split("."))
         files.append(File.generated(config, path, content=_reference(name, room)))
     for source, path in PROJECT_PAGES.items():
         if path not in files.src_uris:
@@ -79,11 +79,10 @@ _NOWHERE = "not-in-the-site"
 
 
 def _rooms() -> dict[str, str]:
-    """The page of each room of the package, `manualpar` itself first."""
-    folders = sorted(path.parent for path in PACKAGE.glob("*/__init__.py"))
-    return {"manualpar": "reference/manualpar.md"} | {
-        f"manualpar.{folder.name}": f"reference/{folder.name}.md" for folder in folders
-    }
+    """The page of each room of the package, `manualpar` itself first, by the room's name."""
+    folders = sorted(path.parent.relative_to(ROOT) for path in PACKAGE.rglob("__init__.py"))
+    names = [".".join(folder.parts) for folder in folders]
+    return {name: f"reference/{name.removeprefix('manualpar.')}.md" for name in names}
 
 
 def _reference(name: str, room: Path) -> str:

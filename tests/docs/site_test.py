@@ -34,7 +34,7 @@ def test_the_site_is_built_and_describes_every_public_name(tmp_path: Path):
         described |= set(re.findall(r'id="(manualpar[\w.]*)"', page.read_text(encoding="utf-8")))
     rooms = [
         "manualpar",
-        *(f"manualpar.{m.name}" for m in pkgutil.iter_modules(manualpar.__path__)),
+        *(m.name for m in pkgutil.walk_packages(manualpar.__path__, "manualpar.") if m.ispkg),
     ]
     missing = []
     for room in map(importlib.import_module, rooms):

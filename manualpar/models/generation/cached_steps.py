@@ -266,7 +266,7 @@ class CachedSteps:
         return jax.tree.map(self._cache_spec, cache)
 
     def put_rows(self, x: Any) -> jax.Array:
-        """Puts each row of `[B, ...]` on the devices that compute it; all processes pass the same."""
+        """Puts rows `[B, ...]` on the devices that compute them; all processes pass the same."""
         sharding = NamedSharding(self.program.mesh, self._rows)
         return jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
 
