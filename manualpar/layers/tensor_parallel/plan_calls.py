@@ -274,7 +274,7 @@ class PlannedCalls:
 
 @contextlib.contextmanager
 def overridden(module: nn.Module, **methods: Any) -> Iterator[None]:
-    """Context manager: replaces methods of a module."""
+    """Replaces methods of a module, as a context manager."""
     vars(module).update(methods)
     try:
         yield
