@@ -49,18 +49,12 @@ This does not count: collectives of split layers, metrics, example counts and co
 sends of stages; what the compiler inserts for an optimizer that is not elementwise.
 """
 
-import math
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from fractions import Fraction
-from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from manualpar.core.mesh.axes import Names, axes_size, axis_tuple
-from manualpar.core.modes.strategy import CommCounts
-from manualpar.core.parameters.collectives import EXACT, CommPolicy
-from manualpar.core.parameters.placement import ParameterInfo, Placement
+from manualpar.core.mesh.axes import axes_size
 from manualpar.core.program.program import Program
 from manualpar.core.tracing.scopes import (
     COLLECTIONS_SCOPE,
@@ -68,9 +62,15 @@ from manualpar.core.tracing.scopes import (
     EXAMPLES_SCOPE,
     METRICS_SCOPE,
     NONFINITE_SCOPE,
+    OUTER_SCOPE,
     purpose_of,
 )
-from manualpar.inspect.communication import Collective, ring_bytes
+from manualpar.inspect.communication import Collective, bytes_by_axes
+from manualpar.inspect.parameter_formulas import (
+    ParameterForm,
+    elements_on_device,
+    mean_collectives,
+)
 from manualpar.inspect.pipeline_formulas import PipelineForm, Uses
 from manualpar.inspect.scope_parsing import LAYER_SCOPES, OTHER
 from manualpar.strategies.diloco.program import DiLoCoProgram
@@ -122,11 +122,11 @@ def step_bytes(program: Program, *, stage: int | None = None) -> dict[tuple[str,
 
 def _of_stage(program: Program, uses: Iterable[Uses]) -> dict[tuple[str, ...], Fraction]:
     """Sums the bytes of a device over parameters, each with its counts in `uses`."""
-    totals: defaultdict[tuple[str, ...], Fraction] = defaultdict(Fraction)
-    for (info, place), used in zip(program.parameters, uses, strict=True):
-        for axes, sent in _of_parameter(program, info, place, used):
-            totals[axes] += sent
-    return dict(totals)
+    return bytes_by_axes(
+        x
+        for (info, place), used in zip(program.parameters, uses, strict=True)
+        for x in ParameterForm(program, info, place).collectives(used)
+    )
 
 
 def total_step_bytes(program: Program, *, stage: int | None = None) -> Fraction:
@@ -152,28 +152,17 @@ def outer_step_bytes(
       The bytes over each axis, or tuple of axes, as `bytes_by_axes` of the traced `outer_step`,
       without the 4 bytes of the number of examples and without collections.
     """
-    totals: defaultdict[tuple[str, ...], Fraction] = defaultdict(Fraction)
+    sent: list[Collective] = []
     axes, wire = program.replica_axes, program.outer_wire
     size = axes_size(program.mesh, axes)
     for (info, place), its_fragment in zip(program.parameters, program.fragments, strict=True):
         if its_fragment is None or fragment not in (None, its_fragment):
             continue
-        shard = _elements_on_device(program, info, place.sharded_names, place.padding)
+        shard = elements_on_device(program, info, place.sharded_names, place.padding)
         dtype = jnp.dtype(wire.reduce_dtype or info.dtype)
-        totals[axes] += _mean_bytes(wire, shard, dtype, axes, size)
-        if place.state_names is not None:
-            names = place.sharded_names
-            for gather in _gathers(program, info, place, names, shard, once_a_step=True):
-                if gather.is_data and gather.axis_size > 1:
-                    totals[gather.axes] += gather.gather_bytes(info.dtype.itemsize)
-    return dict(totals)
-
-
-def _mean_bytes(wire: CommPolicy, n: int, dtype: Any, axes: tuple[str, ...], size: int) -> Fraction:
-    """Returns the bytes that a device sends for the mean over `size` devices of `n` numbers."""
-    if size > 1 and (code := wire.reduce_quantizer(n / size, dtype, axes)):
-        return 2 * ring_bytes("all_gather", code.row_bytes(-(-n // size)), size)
-    return ring_bytes("all_reduce", n * dtype.itemsize, size)
+        sent += mean_collectives(wire, shard, dtype, axes, size, OUTER_SCOPE)
+        sent += ParameterForm(program, info, place).new_gathers(1)
+    return bytes_by_axes(sent)
 
 
 def of_parameters(collectives: Iterable[Collective]) -> tuple[Collective, ...]:
@@ -191,139 +180,3 @@ def is_of_parameters(scope: str, purpose: str) -> bool:
     if purpose_of(scope) is None:
         return purpose == OTHER
     return purpose not in OTHER_SCOPES
-
-
-class _DimGather(NamedTuple):
-    """One round of the gather of a dimension.
-
-    Attributes:
-      elements: The number of elements in a device's operand.
-      rows: The number of shards of these elements before the dimension's first round.
-      calls: The number of calls that gather the elements: one for each layer of a loop.
-    """
-
-    axes: tuple[str, ...]
-    axis_size: int
-    elements: int
-    is_data: bool
-    rows: int
-    calls: int
-
-    def gather_bytes(self, itemsize: int, wire: CommPolicy = EXACT, dtype: Any = None) -> Fraction:
-        """Returns the bytes that a device sends for the gather; `dtype` is the parameter's."""
-        n = self.elements // self.rows // self.calls
-        size = n * itemsize
-        if self.is_data and (code := wire.gather_quantizer(n, dtype)):
-            size = code.row_bytes(n)
-        return ring_bytes("all_gather", self.calls * self.rows * size, self.axis_size)
-
-    def scatter_bytes(self, wire: CommPolicy, reduced: Any) -> Fraction:
-        """Returns the bytes that a device sends for the reduce-scatter of the gradient."""
-        n = self.elements // self.calls
-        code = wire.reduce_quantizer(n, reduced, self.axes)
-        size = code.row_bytes(n) if code else n * reduced.itemsize
-        return ring_bytes("all_gather", self.calls * size, self.axis_size)
-
-
-def _of_parameter(
-    program: Program, info: ParameterInfo, place: Placement, uses: Uses
-) -> Iterator[tuple[tuple[str, ...], Fraction]]:
-    """Yields pairs of axes and bytes for one parameter."""
-    strategy, sends = program.strategy, uses.sends
-    wire = program.wire.for_parameter(info.dtype, trainable=place.trainable)
-    if not place.trainable:
-        sends = CommCounts(sends.uses, sends.gathers)
-    stored = info.dtype.itemsize
-    gathered = jnp.dtype(wire.gather_dtype or info.dtype).itemsize
-    reduced = jnp.dtype(wire.reduce_dtype or wire.gather_dtype or info.dtype)
-    once_a_step = strategy.gather_every == "step"
-
-    shard = _elements_on_device(program, info, place.names, place.parameter_padding)
-    itemsize = gathered if once_a_step else stored
-    shared = [axis for name in place.shared_names for axis in axis_tuple(name)]
-    summed = tuple(axis for axis in shared if axis not in place.mean_axes)
-    if summed and place.trainable:
-        # Each device uses a slice of its part; the gradients of all slices are summed.
-        elements = shard * (_data_shards(program, place) if once_a_step else 1)
-        sum_bytes = ring_bytes("all_reduce", elements * itemsize, axes_size(program.mesh, summed))
-        yield summed, uses.backward * sum_bytes
-    if shared and not once_a_step:
-        named = zip(info.shape, place.shared_names, strict=True)
-        shard //= math.prod(entries for entries, name in named if name)
-    used = _gathers(program, info, place, place.names, shard, once_a_step=once_a_step)
-    for gather in used:
-        itemsize = gathered if gather.is_data else itemsize
-        if gather.is_data and gather.axis_size == 1:  # Nothing is gathered over one device.
-            continue
-        times = sends.gathers if gather.is_data else sends.uses
-        if gather.is_data and not {*gather.axes} <= {*(strategy.regather_axes or gather.axes)}:
-            times = strategy.sends(program.num_minibatches, True).gathers  # It stays gathered.
-        yield gather.axes, times * gather.gather_bytes(itemsize, wire, info.dtype)
-        if gather.is_data and not once_a_step:  # The gradient is scattered over the same axes.
-            yield gather.axes, sends.scatters * gather.scatter_bytes(wire, reduced)
-    if not place.trainable:
-        return
-
-    shard = _elements_on_device(program, info, place.sharded_names, place.padding)
-    if place.state_names is not None or once_a_step:  # The gradient of a gathered parameter.
-        for gather in _gathers(program, info, place, place.sharded_names, shard, once_a_step=True):
-            if gather.is_data:
-                if gather.axis_size > 1:
-                    yield gather.axes, sends.scatters * gather.scatter_bytes(wire, reduced)
-                if place.state_names is not None:  # The new parameter.
-                    yield gather.axes, sends.new_gathers * gather.gather_bytes(stored)
-
-    sharded = {axis for name in place.sharded_names for axis in axis_tuple(name)}
-    if others := tuple(axis for axis in program.data_axes if axis not in sharded):
-        for axes in wire.reductions(others):
-            size = axes_size(program.mesh, axes)
-            yield axes, _mean_bytes(wire, shard, reduced, axes, size)
-    if stages := place.sum_axes:  # Each stage has a part of the gradient.
-        size = axes_size(program.mesh, stages)
-        yield stages, ring_bytes("all_reduce", shard * reduced.itemsize, size)
-
-
-def _gathers(
-    program: Program,
-    info: ParameterInfo,
-    place: Placement,
-    names: Names,
-    shard: int,
-    *,
-    once_a_step: bool,
-) -> list[_DimGather]:
-    """Returns the gathers of a parameter before the model uses it, in their order."""
-    dims = [axes for axes in map(axis_tuple, names) if axes and not place.split_axes & {*axes}]
-    is_data = [bool(set(axes) & set(program.data_axes)) for axes in dims]
-    if sum(is_data) > 1:
-        raise ValueError(
-            f"step_bytes: parameter {info.path} is sharded as {names}, expected data axes in one "
-            "dimension at most. Read what is sent with trace_collectives."
-        )
-    loops = [] if once_a_step else sorted(info.loop_dims)
-    calls = math.prod(info.shape[i] // axes_size(program.mesh, axis_tuple(names[i])) for i in loops)
-    gathers = []
-    in_order = sorted(zip(dims, is_data, strict=True), key=lambda dim: once_a_step and not dim[1])
-    for axes, data in in_order:
-        rows = 1
-        for round_axes in reversed(program.wire.rounds(axes)):
-            size = axes_size(program.mesh, round_axes)
-            gathers.append(_DimGather(round_axes, size, shard * rows, data, rows, calls))
-            rows *= size
-        shard *= rows
-    return gathers
-
-
-def _data_shards(program: Program, place: Placement) -> int:
-    """Returns the number of shards of a parameter over axes of the batch."""
-    axes = [axis for name in place.names for axis in axis_tuple(name) if axis in place.mean_axes]
-    return axes_size(program.mesh, tuple(axes))
-
-
-def _elements_on_device(
-    program: Program, info: ParameterInfo, names: Names, padding: tuple[int, ...]
-) -> int:
-    """Counts a parameter's elements on a device, padding included."""
-    padding = padding or (0,) * len(info.shape)
-    elements = math.prod(n + width for n, width in zip(info.shape, padding, strict=True))
-    return elements // math.prod(axes_size(program.mesh, axis_tuple(name)) for name in names)

@@ -49,6 +49,8 @@ from manualpar.inspect.communication import Collective, Kind
 
 FLOAT32 = jnp.dtype("float32")  # The dtype of norms' scales and of losses in every program.
 INT32 = jnp.dtype("int32")
+# The scopes that JAX writes around a model's operations in the two passes.
+FORWARD, BACKWARD = "jvp(Transformer)", "transpose(jvp(Transformer))"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,8 +79,16 @@ class LayerActivations:
     def collective(
         self, purpose: str, kind: Kind, times: int, shape: tuple[int, ...], dtype: Any
     ) -> Collective:
-        """Returns `times` collectives over the model axis, as one `Collective`."""
-        return Collective(kind, (self.axis,), self.devices, shape, dtype, times, scope=purpose)
+        """Returns `times` collectives of the forward pass over the axis, as one `Collective`."""
+        scope = f"{FORWARD}/{purpose}"
+        return Collective(kind, (self.axis,), self.devices, shape, dtype, times, scope)
+
+    def backward(
+        self, purpose: str, kind: Kind, times: int, shape: tuple[int, ...], dtype: Any
+    ) -> Collective:
+        """Returns `times` collectives of the backward pass over the axis."""
+        scope = f"{BACKWARD}/{purpose}"
+        return Collective(kind, (self.axis,), self.devices, shape, dtype, times, scope)
 
 
 def block_collectives(
@@ -100,14 +110,14 @@ def block_collectives(
     yield from _leave(x, 2, forward=2 * passes + recomputed * (1 + post_norms))
     yield from _norm_scales(x, 2 + 2 * post_norms)
     for size in head_norms:
-        yield x.collective(CAST_SCOPE, "all_reduce", 1, (1, 1, 1, size), FLOAT32)
+        yield x.backward(CAST_SCOPE, "all_reduce", 1, (1, 1, 1, size), FLOAT32)
 
 
 def lookup_collectives(
-    x: LayerActivations, dtype: Any = FLOAT32, *, recomputed: bool = False
+    x: LayerActivations, dtype: Any = FLOAT32, *, passes: int = 1
 ) -> Iterator[Collective]:
     """Yields the collectives of a lookup in an embedding of this dtype whose rows are split."""
-    yield from _leave(dataclasses.replace(x, dtype=jnp.dtype(dtype)), 1, forward=1 + recomputed)
+    yield from _leave(dataclasses.replace(x, dtype=jnp.dtype(dtype)), 1, forward=passes)
 
 
 def head_collectives(x: LayerActivations) -> Iterator[Collective]:
@@ -144,7 +154,8 @@ def expert_collectives(
     """
     examples, _, hidden_size = x.shape
     rows = (examples, capacity, num_experts, hidden_size)
-    yield x.collective(EXPERT_SCOPE, "all_to_all", 2 * (passes + recomputed + 1), rows, x.dtype)
+    yield x.collective(EXPERT_SCOPE, "all_to_all", 2 * (passes + recomputed), rows, x.dtype)
+    yield x.backward(EXPERT_SCOPE, "all_to_all", 2, rows, x.dtype)
 
 
 def router_collectives(
@@ -164,13 +175,13 @@ def router_collectives(
     """
     examples, positions, hidden_size = x.shape
     gates = (examples, positions, top_k)
-    yield x.collective(TENSOR_SCOPE, "all_reduce", 1, gates, FLOAT32)
+    yield x.backward(TENSOR_SCOPE, "all_reduce", 1, gates, FLOAT32)
     if has_shared_gate:
-        yield x.collective(TENSOR_SCOPE, "all_reduce", 1, (hidden_size, 1), FLOAT32)
+        yield x.backward(TENSOR_SCOPE, "all_reduce", 1, (hidden_size, 1), FLOAT32)
     if x.sequence:
         logits = (*x.part[:2], num_experts)
         yield x.collective(SEQUENCE_SCOPE, "all_gather", passes + recomputed, logits, FLOAT32)
-        yield x.collective(TENSOR_SCOPE, "all_reduce", 1, (hidden_size, num_experts), FLOAT32)
+        yield x.backward(TENSOR_SCOPE, "all_reduce", 1, (hidden_size, num_experts), FLOAT32)
 
 
 def attention_collectives(
@@ -190,15 +201,17 @@ def attention_collectives(
     of_queries, of_keys = ((*x.part[:2], number, features) for number in (queries, keys))
     forward, others = passes + recomputed, x.devices - 1
     if how == "ring":
-        yield x.collective(CONTEXT_SCOPE, "permute", (passes + 1) * others, (2, *of_keys), x.dtype)
-        yield x.collective(CONTEXT_SCOPE, "permute", x.devices, (2, *of_keys), FLOAT32)
+        yield x.collective(CONTEXT_SCOPE, "permute", passes * others, (2, *of_keys), x.dtype)
+        yield x.backward(CONTEXT_SCOPE, "permute", others, (2, *of_keys), x.dtype)
+        yield x.backward(CONTEXT_SCOPE, "permute", x.devices, (2, *of_keys), FLOAT32)
     elif how == "ulysses":
         repeated = (*of_keys[:2], max(keys, x.devices), features)
-        yield x.collective(CONTEXT_SCOPE, "all_to_all", 2 * (forward + 1), of_queries, x.dtype)
-        yield x.collective(CONTEXT_SCOPE, "all_to_all", 2 * (forward + 1), repeated, x.dtype)
+        for shape in (of_queries, repeated):
+            yield x.collective(CONTEXT_SCOPE, "all_to_all", 2 * forward, shape, x.dtype)
+            yield x.backward(CONTEXT_SCOPE, "all_to_all", 2, shape, x.dtype)
     else:
         yield x.collective(CONTEXT_SCOPE, "all_gather", 2 * forward, of_keys, x.dtype)
-        yield x.collective(CONTEXT_SCOPE, "reduce_scatter", 2, (x.devices, *of_keys), x.dtype)
+        yield x.backward(CONTEXT_SCOPE, "reduce_scatter", 2, (x.devices, *of_keys), x.dtype)
 
 
 def document_collectives(
@@ -233,20 +246,20 @@ def _enter(x: LayerActivations, times: int, *, forward: int) -> Iterator[Collect
     """
     if x.sequence:
         yield x.collective(SEQUENCE_SCOPE, "all_gather", forward, x.part, x.dtype)
-        yield x.collective(SEQUENCE_SCOPE, "reduce_scatter", times, x.shape, x.dtype)
+        yield x.backward(SEQUENCE_SCOPE, "reduce_scatter", times, x.shape, x.dtype)
     else:
-        yield x.collective(TENSOR_SCOPE, "all_reduce", times, x.shape, x.dtype)
+        yield x.backward(TENSOR_SCOPE, "all_reduce", times, x.shape, x.dtype)
 
 
 def _leave(x: LayerActivations, times: int, *, forward: int) -> Iterator[Collective]:
     """Yields the collectives of `times` calls of `leave`; `forward` is as in `_enter`."""
     if x.sequence:
         yield x.collective(SEQUENCE_SCOPE, "reduce_scatter", forward, x.shape, x.dtype)
-        yield x.collective(SEQUENCE_SCOPE, "all_gather", times, x.part, x.dtype)
+        yield x.backward(SEQUENCE_SCOPE, "all_gather", times, x.part, x.dtype)
     else:
         yield x.collective(TENSOR_SCOPE, "all_reduce", forward, x.shape, x.dtype)
 
 
 def _norm_scales(x: LayerActivations, norms: int) -> Iterator[Collective]:
     if x.sequence:
-        yield x.collective(CAST_SCOPE, "all_reduce", norms, (1, 1, x.shape[2]), FLOAT32)
+        yield x.backward(CAST_SCOPE, "all_reduce", norms, (1, 1, x.shape[2]), FLOAT32)

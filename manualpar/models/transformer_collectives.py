@@ -3,7 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import flax
 import jax
@@ -58,7 +58,7 @@ def transformer_sends(
     """
     form = PipelineForm(program) if program.step.pipeline else None
     keeps_inputs = form is not None and form.run.keep == "inputs"
-    of_minibatch = _OfMinibatch(program, model, passes=2 if keeps_inputs else 1)
+    of_minibatch = _in_minibatch(program, model, passes=2 if keeps_inputs else 1)
     before, layers, after = of_minibatch.before, of_minibatch.layer, of_minibatch.after
     minibatches = program.num_minibatches
     if not form:
@@ -87,35 +87,62 @@ def transformer_sends(
         sends += _times(minibatches, before)
     # What is behind the scan runs on all stages if a ring goes around in it.
     if stage == run.num_stages - 1 or form.loss.cut.suffix.permutes:
-        of_rest = _OfMinibatch(program, model, passes=1).layer
+        of_rest = _in_minibatch(program, model, passes=1).layer
         sends += _times(minibatches, [*_times(model.num_layers - looped, of_rest), *after])
     return *sends, *form.sends(), *_arranging(program)
 
 
-class _OfMinibatch:
+class MinibatchCollectives:
     """The collectives of a minibatch: before the layers, in one layer, and after the layers.
 
     A dense layer is a layer without experts in a model with experts.
 
-    In a pipeline the code before the layers runs again before its backward pass. `passes` is how
-    often the layers' forward pass runs, without the runs of remat.
+    Args:
+      model: The model.
+      sizes: The sizes of the mesh axes.
+      tokens: `[B, S]`, the tokens of a device in a minibatch.
+      embedding_dtype: The dtype in which the rows of the embedding are summed.
+      passes: How often the layers' forward pass runs, without the runs of remat.
+      lookups: How often the code before the layers runs.
+      documents: How documents are found: in the batch, by counting, or `""` for not at all.
     """
 
-    def __init__(self, program: Program, model: Transformer, *, passes: int) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        sizes: Mapping[str, int],
+        tokens: tuple[int, int],
+        *,
+        embedding_dtype: Any,
+        passes: int = 1,
+        recomputed: bool | None = None,
+        lookups: int = 1,
+        documents: Literal["given", "counted", ""] = "",
+    ) -> None:
         self.before: list[Collective] = []
         self.layer: list[Collective] = []
         self.dense_layer: list[Collective] = []
         self.after: list[Collective] = []
-        self.context = _activations(program, model, model.context_axis)
-        recomputed = model.remat != "none"
-        runs: Any = {"passes": passes, "recomputed": recomputed}
-        if x := _activations(program, model, model.split_axis):
-            # Rows are summed in the dtype in which parameters are used.
-            [stored] = {info.dtype for info, _ in program.parameters if info.path == "embedding"}
-            dtype = program.wire.gather_dtype or stored
-            self.before += lookup_collectives(
-                x, dtype, recomputed=program.step.pipeline is not None
+
+        def activations(axis: str) -> LayerActivations | None:
+            examples, positions = tokens
+            if axis not in sizes:
+                return None
+            if axis == model.context_axis:
+                positions *= sizes[axis]
+            return LayerActivations(
+                shape=(examples, positions, model.hidden_size),
+                dtype=jnp.dtype(model.dtype),
+                axis=axis,
+                devices=sizes[axis],
+                sequence=model.sequence_parallel and axis == model.split_axis,
             )
+
+        self.context = activations(model.context_axis)
+        recomputed = model.remat != "none" if recomputed is None else recomputed
+        runs: Any = {"passes": passes, "recomputed": recomputed}
+        if x := activations(model.split_axis):
+            self.before += lookup_collectives(x, embedding_dtype, passes=lookups)
             head_norms = (size_of_head(model),) * 2 * model.query_key_norm
             norms: Any = {"post_norms": model.post_norms, "head_norms": head_norms}
             self.layer += block_collectives(x, **norms, **runs)
@@ -126,7 +153,7 @@ class _OfMinibatch:
                 self.layer += router_collectives(x, **counts, **runs)
             smoothed = model.label_smoothing > 0
             self.after += [*head_collectives(x), *cross_entropy_collectives(x, smoothed=smoothed)]
-        if model.num_experts and (x := _activations(program, model, model.expert_axis)):
+        if model.num_experts and (x := activations(model.expert_axis)):
             moe = MoE(
                 model.num_experts, model.mlp_size, model.experts_per_token, model.capacity_factor
             )
@@ -135,7 +162,7 @@ class _OfMinibatch:
                 x, num_experts=model.num_experts, capacity=capacity, **runs
             )
         if x := self.context:
-            split = program.mesh.shape.get(model.split_axis, 1)
+            split = sizes.get(model.split_axis, 1)
             # If there are fewer heads than devices, devices share heads.
             numbers = model.num_heads, model.num_kv_heads or model.num_heads
             queries, keys = (max(number // split, 1) for number in numbers)
@@ -144,8 +171,7 @@ class _OfMinibatch:
             of_attention = list(attention_collectives(x, how, heads=heads, **runs))
             self.layer += of_attention
             self.dense_layer += of_attention
-            if _has_documents(program, model):
-                counted = not isinstance(program.abstract_batch.inputs, Mapping)
+            if documents:
                 looped = len(scanned_layers(model))
                 in_loop = max(model.global_every, 1) if looped else 0
                 outside = model.num_layers - looped
@@ -155,9 +181,31 @@ class _OfMinibatch:
                     in_loop=in_loop,
                     after=outside,
                     copies=_COPIES,
-                    counted=counted,
+                    counted=documents == "counted",
                     recomputed=recomputed,
                 )
+
+
+def _in_minibatch(program: Program, model: Transformer, *, passes: int) -> MinibatchCollectives:
+    """Returns the collectives of a program's minibatch.
+
+    In a pipeline the code before the layers runs again before its backward pass.
+    """
+    tokens = program.abstract_batch.inputs
+    is_given = isinstance(tokens, Mapping)
+    tokens = tokens["tokens"] if is_given else tokens
+    examples, positions = tokens.sharding.shard_shape(tokens.shape)
+    # Rows are summed in the dtype in which parameters are used.
+    [stored] = {info.dtype for info, _ in program.parameters if info.path == "embedding"}
+    return MinibatchCollectives(
+        model,
+        program.mesh.shape,
+        (examples // program.num_minibatches, positions),
+        embedding_dtype=program.wire.gather_dtype or stored,
+        passes=passes,
+        lookups=1 if program.step.pipeline is None else 2,
+        documents="given" if is_given else "counted" if model.bos_token >= 0 else "",
+    )
 
 
 def _has_documents(program: Program, model: Transformer) -> bool:
@@ -177,22 +225,3 @@ def _arranging(program: Program) -> Iterator[Collective]:
             examples, positions, *rest = leaf.sharding.shard_shape(leaf.shape)
             half = (examples, positions // 2, *rest)
             yield Collective("permute", (str(axis),), size, half, leaf.dtype, 2, CONTEXT_SCOPE)
-
-
-def _activations(program: Program, model: Transformer, axis: str) -> LayerActivations | None:
-    """Describes a layer's activations on a device; `None` if the mesh lacks the axis."""
-    mesh = program.mesh
-    if axis not in mesh.shape:
-        return None
-    tokens = program.abstract_batch.inputs
-    tokens = tokens["tokens"] if isinstance(tokens, Mapping) else tokens
-    examples, positions = tokens.sharding.shard_shape(tokens.shape)
-    if axis == model.context_axis:
-        positions *= mesh.shape[axis]
-    return LayerActivations(
-        shape=(examples // program.num_minibatches, positions, model.hidden_size),
-        dtype=jnp.dtype(model.dtype),
-        axis=axis,
-        devices=mesh.shape[axis],
-        sequence=model.sequence_parallel and axis == model.split_axis,
-    )

@@ -1,0 +1,252 @@
+"""The collectives of a parameter and of its gradient in a step, in closed form.
+
+A strategy says how many times a step gathers a parameter, scatters its gradient and gathers its new
+value (`manualpar.core.modes.strategy.CommCounts`). The placement says over which axes. Both are
+known without a trace. `manualpar.inspect.expected_bytes` explains the bytes, and sums them for a
+program; `manualpar.planner.closed_form` uses the same collectives for layouts without a program.
+"""
+
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Protocol
+
+import jax.numpy as jnp
+
+from manualpar.core.mesh.axes import Names, axes_size, axis_tuple
+from manualpar.core.modes.strategy import CommCounts, Strategy
+from manualpar.core.parameters.collectives import EXACT, CommPolicy
+from manualpar.core.parameters.placement import ParameterInfo, Placement
+from manualpar.core.tracing.scopes import (
+    CAST_SCOPE,
+    GATHER_SCOPE,
+    NEW_PARAMS_SCOPE,
+    REDUCE_SCOPE,
+    SCATTER_SCOPE,
+)
+from manualpar.inspect.communication import Collective, Kind
+from manualpar.inspect.pipeline_formulas import Uses
+
+UINT8 = jnp.dtype("uint8")  # The dtype of quantized numbers.
+
+
+class Sending(Protocol):
+    """The fields of a program that decide what it sends for its parameters."""
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy."""
+
+    @property
+    def mesh(self) -> Any:
+        """The mesh; only the sizes of its axes are read."""
+
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """The axes that split the batch."""
+
+    @property
+    def num_minibatches(self) -> int:
+        """The minibatches of a step."""
+
+    @property
+    def wire(self) -> CommPolicy:
+        """How values are sent."""
+
+
+class _DimGather(NamedTuple):
+    """One round of the gather of a dimension.
+
+    Attributes:
+      elements: The number of elements in a device's operand.
+      rows: The number of shards of these elements before the dimension's first round.
+      calls: The number of calls that gather the elements: one for each layer of a loop.
+    """
+
+    axes: tuple[str, ...]
+    axis_size: int
+    elements: int
+    is_data: bool
+    rows: int
+    calls: int
+
+    @property
+    def sends(self) -> bool:
+        """Whether anything is gathered; over one device of data axes nothing is."""
+        return self.axis_size > 1 or not self.is_data
+
+    def gather(self, times: int, scope: str, wire: CommPolicy, dtype: Any, sent: Any) -> Collective:
+        """Returns `times` gathers of a parameter of `dtype`, of which values of `sent` are sent."""
+        n = self.elements // self.rows // self.calls
+        code = wire.gather_quantizer(n, dtype) if self.is_data else None
+        size, sent = (code.row_bytes(n), UINT8) if code else (n, sent)
+        times *= self.calls
+        shape = (self.rows * size,)
+        return Collective("all_gather", self.axes, self.axis_size, shape, sent, times, scope)
+
+    def scatter(self, times: int, scope: str, wire: CommPolicy, reduced: Any) -> Collective:
+        """Returns `times` reduce-scatters of the gradient; quantized, they are all-to-alls."""
+        n, times = self.elements // self.calls, times * self.calls
+        code = wire.reduce_quantizer(n, reduced, self.axes)
+        kind: Kind = "all_to_all" if code else "reduce_scatter"
+        size, sent = (code.row_bytes(n), UINT8) if code else (n, reduced)
+        shape = (self.axis_size * size,)
+        return Collective(kind, self.axes, self.axis_size, shape, sent, times, scope)
+
+
+class ParameterForm:
+    """The collectives of one parameter of a program, and of its gradient."""
+
+    def __init__(self, program: Sending, info: ParameterInfo, place: Placement) -> None:
+        self.program, self.info, self.place = program, info, place
+        self.wire = program.wire.for_parameter(info.dtype, trainable=place.trainable)
+        self.once_a_step = program.strategy.gather_every == "step"
+        self.reduced = jnp.dtype(self.wire.reduce_dtype or self.wire.gather_dtype or info.dtype)
+        self._gathered = jnp.dtype(self.wire.gather_dtype or info.dtype)
+        self._shard = elements_on_device(program, info, place.names, place.parameter_padding)
+
+    @functools.cached_property
+    def _used(self) -> list[_DimGather]:
+        info, place, shard = self.info, self.place, self._shard
+        if any(place.shared_names) and not self.once_a_step:
+            named = zip(info.shape, place.shared_names, strict=True)
+            shard //= math.prod(entries for entries, name in named if name)
+        return _gathers(self.program, info, place, place.names, shard, once_a_step=self.once_a_step)
+
+    @functools.cached_property
+    def _of_state(self) -> list[_DimGather]:
+        """The gathers of the new parameter, over which a gradient is scattered before."""
+        info, place = self.info, self.place
+        shard = elements_on_device(self.program, info, place.sharded_names, place.padding)
+        return _gathers(self.program, info, place, place.sharded_names, shard, once_a_step=True)
+
+    def shared_sums(self, times: int, scope: str = CAST_SCOPE) -> Iterator[Collective]:
+        """Yields the sums of the gradients of slices that devices share."""
+        place, mesh = self.place, self.program.mesh
+        shared = [axis for name in place.shared_names for axis in axis_tuple(name)]
+        summed = tuple(axis for axis in shared if axis not in place.mean_axes)
+        if summed and place.trainable:
+            # Each device uses a slice of its part; the gradients of all slices are summed.
+            once = self.once_a_step
+            elements = self._shard * (_data_shards(self.program, place) if once else 1)
+            dtype = self._gathered if once else jnp.dtype(self.info.dtype)
+            size = axes_size(mesh, summed)
+            yield Collective("all_reduce", summed, size, (elements,), dtype, times, scope)
+
+    def gathers(self, sends: CommCounts, scope: str = GATHER_SCOPE) -> Iterator[Collective]:
+        """Yields the gathers of the parameter before the model uses it."""
+        strategy, info = self.program.strategy, self.info
+        sent = self._gathered if self.once_a_step else jnp.dtype(info.dtype)
+        for gather in self._used:
+            sent = self._gathered if gather.is_data else sent
+            if not gather.sends:
+                continue
+            times = sends.gathers if gather.is_data else sends.uses
+            if gather.is_data and not {*gather.axes} <= {*(strategy.regather_axes or gather.axes)}:
+                # It stays gathered.
+                times = strategy.sends(self.program.num_minibatches, True).gathers
+            yield gather.gather(times, scope, self.wire, info.dtype, sent)
+
+    def scatters(self, times: int, scope: str = SCATTER_SCOPE) -> Iterator[Collective]:
+        """Yields the reduce-scatters of the gradient, over the axes of the gather."""
+        place = self.place
+        if not self.once_a_step:
+            for gather in self._used:
+                if gather.is_data and gather.sends:
+                    yield gather.scatter(times, scope, self.wire, self.reduced)
+        if place.trainable and (place.state_names is not None or self.once_a_step):
+            for gather in self._of_state:
+                if gather.is_data and gather.sends:
+                    yield gather.scatter(times, scope, self.wire, self.reduced)
+
+    def new_gathers(self, times: int, scope: str = NEW_PARAMS_SCOPE) -> Iterator[Collective]:
+        """Yields the gathers of the new parameter, if only its state is sharded."""
+        dtype = jnp.dtype(self.info.dtype)
+        if self.place.trainable and self.place.state_names is not None:
+            for gather in self._of_state:
+                if gather.is_data and gather.sends:
+                    yield gather.gather(times, scope, EXACT, dtype, dtype)
+
+    def reductions(self, scope: str = REDUCE_SCOPE) -> Iterator[Collective]:
+        """Yields the reductions of the gradient once a step, over axes that do not shard it."""
+        program, place = self.program, self.place
+        if not place.trainable:
+            return
+        shard = elements_on_device(program, self.info, place.sharded_names, place.padding)
+        sharded = {axis for name in place.sharded_names for axis in axis_tuple(name)}
+        if others := tuple(axis for axis in program.data_axes if axis not in sharded):
+            for axes in self.wire.reductions(others):
+                size = axes_size(program.mesh, axes)
+                yield from mean_collectives(self.wire, shard, self.reduced, axes, size, scope)
+        if stages := place.sum_axes:  # Each stage has a part of the gradient.
+            size = axes_size(program.mesh, stages)
+            yield Collective("all_reduce", stages, size, (shard,), self.reduced, 1, scope)
+
+    def collectives(self, uses: Uses) -> Iterator[Collective]:
+        """Yields all collectives of a step."""
+        sends = uses.sends
+        if not self.place.trainable:
+            sends = CommCounts(sends.uses, sends.gathers)
+        yield from self.shared_sums(uses.backward)
+        yield from self.gathers(sends)
+        yield from self.scatters(sends.scatters)
+        yield from self.new_gathers(sends.new_gathers)
+        yield from self.reductions()
+
+
+def _gathers(
+    program: Sending,
+    info: ParameterInfo,
+    place: Placement,
+    names: Names,
+    shard: int,
+    *,
+    once_a_step: bool,
+) -> list[_DimGather]:
+    """Returns the gathers of a parameter before the model uses it, in their order."""
+    dims = [axes for axes in map(axis_tuple, names) if axes and not place.split_axes & {*axes}]
+    is_data = [bool(set(axes) & set(program.data_axes)) for axes in dims]
+    if sum(is_data) > 1:
+        raise ValueError(
+            f"step_bytes: parameter {info.path} is sharded as {names}, expected data axes in one "
+            "dimension at most. Read what is sent with trace_collectives."
+        )
+    loops = [] if once_a_step else sorted(info.loop_dims)
+    calls = math.prod(info.shape[i] // axes_size(program.mesh, axis_tuple(names[i])) for i in loops)
+    gathers = []
+    in_order = sorted(zip(dims, is_data, strict=True), key=lambda dim: once_a_step and not dim[1])
+    for axes, data in in_order:
+        rows = 1
+        for round_axes in reversed(program.wire.rounds(axes)):
+            size = axes_size(program.mesh, round_axes)
+            gathers.append(_DimGather(round_axes, size, shard * rows, data, rows, calls))
+            rows *= size
+        shard *= rows
+    return gathers
+
+
+def _data_shards(program: Sending, place: Placement) -> int:
+    """Returns the number of shards of a parameter over axes of the batch."""
+    axes = [axis for name in place.names for axis in axis_tuple(name) if axis in place.mean_axes]
+    return axes_size(program.mesh, tuple(axes))
+
+
+def elements_on_device(
+    program: Sending, info: ParameterInfo, names: Names, padding: tuple[int, ...]
+) -> int:
+    """Counts a parameter's elements on a device, padding included."""
+    padding = padding or (0,) * len(info.shape)
+    elements = math.prod(n + width for n, width in zip(info.shape, padding, strict=True))
+    return elements // math.prod(axes_size(program.mesh, axis_tuple(name)) for name in names)
+
+
+def mean_collectives(
+    wire: CommPolicy, n: int, dtype: Any, axes: tuple[str, ...], size: int, scope: str
+) -> Iterator[Collective]:
+    """Yields the collectives for the mean over `size` devices of `n` numbers."""
+    if size > 1 and (code := wire.reduce_quantizer(n / size, dtype, axes)):
+        row = code.row_bytes(-(-n // size))
+        yield Collective("all_to_all", axes, size, (size * row,), UINT8, 1, scope)
+        yield Collective("all_gather", axes, size, (row,), UINT8, 1, scope)
+    else:
+        yield Collective("all_reduce", axes, size, (n,), dtype, 1, scope)
