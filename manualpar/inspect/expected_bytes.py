@@ -68,10 +68,11 @@ from manualpar.core.tracing.scopes import (
 from manualpar.inspect.communication import Collective, bytes_by_axes
 from manualpar.inspect.parameter_formulas import (
     ParameterForm,
+    Uses,
     elements_on_device,
     mean_collectives,
 )
-from manualpar.inspect.pipeline_formulas import PipelineForm, Uses
+from manualpar.inspect.pipeline_formulas import PipelineForm
 from manualpar.inspect.scope_parsing import LAYER_SCOPES, OTHER
 from manualpar.strategies.diloco.program import DiLoCoProgram
 
@@ -161,7 +162,8 @@ def outer_step_bytes(
         shard = elements_on_device(program, info, place.sharded_names, place.padding)
         dtype = jnp.dtype(wire.reduce_dtype or info.dtype)
         sent += mean_collectives(wire, shard, dtype, axes, size, OUTER_SCOPE)
-        sent += ParameterForm(program, info, place).new_gathers(1)
+        form = ParameterForm(program, info, place)
+        sent += (x for x in form.new_gathers(1) if x.axis_size > 1)
     return bytes_by_axes(sent)
 
 

@@ -164,6 +164,7 @@ def router_collectives(
     num_experts: int,
     top_k: int,
     has_shared_gate: bool = False,
+    dtype: Any = FLOAT32,
     passes: int = 1,
     recomputed: bool = False,
 ) -> Iterator[Collective]:
@@ -171,17 +172,18 @@ def router_collectives(
 
     The gradients of the gates are summed, and also the gradient of the weights of the shared
     experts' gate. With sequence parallelism the logits of all positions are gathered, and the
-    router's gradient is summed.
+    router's gradient is summed. Weights are used, and their gradients summed, in `dtype`.
     """
     examples, positions, hidden_size = x.shape
     gates = (examples, positions, top_k)
     yield x.backward(TENSOR_SCOPE, "all_reduce", 1, gates, FLOAT32)
     if has_shared_gate:
-        yield x.backward(TENSOR_SCOPE, "all_reduce", 1, (hidden_size, 1), FLOAT32)
+        yield x.backward(TENSOR_SCOPE, "all_reduce", 1, (hidden_size, 1), jnp.dtype(dtype))
     if x.sequence:
         logits = (*x.part[:2], num_experts)
         yield x.collective(SEQUENCE_SCOPE, "all_gather", passes + recomputed, logits, FLOAT32)
-        yield x.backward(TENSOR_SCOPE, "all_reduce", 1, (hidden_size, num_experts), FLOAT32)
+        router = (hidden_size, num_experts)
+        yield x.backward(TENSOR_SCOPE, "all_reduce", 1, router, jnp.dtype(dtype))
 
 
 def attention_collectives(

@@ -21,11 +21,11 @@ from manualpar.core.tracing.scopes import (
     CAST_SCOPE,
     GATHER_SCOPE,
     NEW_PARAMS_SCOPE,
+    PIPELINE_SCOPE,
     REDUCE_SCOPE,
     SCATTER_SCOPE,
 )
 from manualpar.inspect.communication import Collective, Kind
-from manualpar.inspect.pipeline_formulas import Uses
 
 UINT8 = jnp.dtype("uint8")  # The dtype of quantized numbers.
 
@@ -52,6 +52,13 @@ class Sending(Protocol):
     @property
     def wire(self) -> CommPolicy:
         """How values are sent."""
+
+
+class Uses(NamedTuple):
+    """How often a step sends a parameter, and the number of uses that it differentiates."""
+
+    sends: CommCounts
+    backward: int
 
 
 class _DimGather(NamedTuple):
@@ -105,20 +112,30 @@ class ParameterForm:
         self._gathered = jnp.dtype(self.wire.gather_dtype or info.dtype)
         self._shard = elements_on_device(program, info, place.names, place.parameter_padding)
 
+    @property
+    def _calls(self) -> int:
+        """How often a use reads the parameter: once for each layer of a loop."""
+        names, shape, mesh = self.place.names, self.info.shape, self.program.mesh
+        loops = sorted(self.info.loop_dims)
+        return math.prod(shape[i] // axes_size(mesh, axis_tuple(names[i])) for i in loops)
+
     @functools.cached_property
     def _used(self) -> list[_DimGather]:
         info, place, shard = self.info, self.place, self._shard
         if any(place.shared_names) and not self.once_a_step:
             named = zip(info.shape, place.shared_names, strict=True)
             shard //= math.prod(entries for entries, name in named if name)
-        return _gathers(self.program, info, place, place.names, shard, once_a_step=self.once_a_step)
+        calls = 1 if self.once_a_step else self._calls
+        once = self.once_a_step
+        return _gathers(self.program, info, place, place.names, shard, calls, once_a_step=once)
 
     @functools.cached_property
     def _of_state(self) -> list[_DimGather]:
         """The gathers of the new parameter, over which a gradient is scattered before."""
         info, place = self.info, self.place
         shard = elements_on_device(self.program, info, place.sharded_names, place.padding)
-        return _gathers(self.program, info, place, place.sharded_names, shard, once_a_step=True)
+        names = place.sharded_names
+        return _gathers(self.program, info, place, names, shard, 1, once_a_step=True)
 
     def shared_sums(self, times: int, scope: str = CAST_SCOPE) -> Iterator[Collective]:
         """Yields the sums of the gradients of slices that devices share."""
@@ -130,8 +147,9 @@ class ParameterForm:
             once = self.once_a_step
             elements = self._shard * (_data_shards(self.program, place) if once else 1)
             dtype = self._gathered if once else jnp.dtype(self.info.dtype)
-            size = axes_size(mesh, summed)
-            yield Collective("all_reduce", summed, size, (elements,), dtype, times, scope)
+            size, calls = axes_size(mesh, summed), self._calls
+            shape = (elements // calls,)
+            yield Collective("all_reduce", summed, size, shape, dtype, times * calls, scope)
 
     def gathers(self, sends: CommCounts, scope: str = GATHER_SCOPE) -> Iterator[Collective]:
         """Yields the gathers of the parameter before the model uses it."""
@@ -164,7 +182,7 @@ class ParameterForm:
         dtype = jnp.dtype(self.info.dtype)
         if self.place.trainable and self.place.state_names is not None:
             for gather in self._of_state:
-                if gather.is_data and gather.sends:
+                if gather.is_data:
                     yield gather.gather(times, scope, EXACT, dtype, dtype)
 
     def reductions(self, scope: str = REDUCE_SCOPE) -> Iterator[Collective]:
@@ -181,6 +199,30 @@ class ParameterForm:
         if stages := place.sum_axes:  # Each stage has a part of the gradient.
             size = axes_size(program.mesh, stages)
             yield Collective("all_reduce", stages, size, (shard,), self.reduced, 1, scope)
+
+    def exchanged(
+        self, chunks: int, axis: str, scope: str = PIPELINE_SCOPE
+    ) -> Iterator[Collective]:
+        """Yields the exchange of a stacked parameter's chunks between stages, and its gradient's.
+
+        Stages send each other chunks of layers, because each stores a contiguous run of layers.
+        """
+        info, place, mesh = self.info, self.place, self.program.mesh
+        reduced = dtype_of_sums(info.dtype)
+        is_scattered = self.once_a_step or place.state_names is not None
+        sharded = {axis for name in place.sharded_names for axis in axis_tuple(name)}
+        if is_scattered and sharded & set(place.mean_axes):  # Its gradient has been scattered.
+            reduced = self.reduced
+        exchanged = [(place.names, place.parameter_padding, info.dtype)]
+        if place.trainable:
+            exchanged.append((place.sharded_names, place.padding, reduced))
+        for names, padding, dtype in exchanged:
+            sizes = [axes_size(mesh, axis_tuple(name)) for name in names]
+            named = zip(info.shape, padding or (0,) * len(sizes), sizes, strict=True)
+            shape = tuple((n + more) // size for n, more, size in named)
+            piece, size = (shape[0] // chunks, *shape[1:]), axes_size(mesh, (axis,))
+            dtype = jnp.dtype(dtype)
+            yield Collective("permute", (axis,), size, piece, dtype, chunks, PIPELINE_SCOPE)
 
     def collectives(self, uses: Uses) -> Iterator[Collective]:
         """Yields all collectives of a step."""
@@ -200,6 +242,7 @@ def _gathers(
     place: Placement,
     names: Names,
     shard: int,
+    calls: int,
     *,
     once_a_step: bool,
 ) -> list[_DimGather]:
@@ -211,8 +254,6 @@ def _gathers(
             f"step_bytes: parameter {info.path} is sharded as {names}, expected data axes in one "
             "dimension at most. Read what is sent with trace_collectives."
         )
-    loops = [] if once_a_step else sorted(info.loop_dims)
-    calls = math.prod(info.shape[i] // axes_size(program.mesh, axis_tuple(names[i])) for i in loops)
     gathers = []
     in_order = sorted(zip(dims, is_data, strict=True), key=lambda dim: once_a_step and not dim[1])
     for axes, data in in_order:
@@ -229,6 +270,12 @@ def _data_shards(program: Sending, place: Placement) -> int:
     """Returns the number of shards of a parameter over axes of the batch."""
     axes = [axis for name in place.names for axis in axis_tuple(name) if axis in place.mean_axes]
     return axes_size(program.mesh, tuple(axes))
+
+
+def dtype_of_sums(dtype: Any) -> Any:
+    """Returns the dtype in which gradients and metrics of a dtype are summed."""
+    is_inexact = jnp.issubdtype(dtype, jnp.inexact)
+    return jnp.promote_types(dtype, jnp.float32) if is_inexact else dtype
 
 
 def elements_on_device(

@@ -20,16 +20,16 @@ parameters in between. The prefix has a backward pass if a parameter in it is tr
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from manualpar.core.mesh.axes import axes_size, axis_tuple
 from manualpar.core.modes.strategy import CommCounts
 from manualpar.core.program.program import Program
 from manualpar.core.tracing.scopes import PIPELINE_SCOPE
 from manualpar.inspect.communication import Collective, Kind
+from manualpar.inspect.parameter_formulas import ParameterForm, Uses, dtype_of_sums
 from manualpar.layers.pipeline.executor import PipelineRun
 from manualpar.layers.pipeline.staged_loss import StagedLoss
 
@@ -51,13 +51,6 @@ class _Seeker:
 
     def exchange_layers(self, tree: Any) -> Any:
         return tree
-
-
-class Uses(NamedTuple):
-    """How often a step sends a parameter, and the number of uses that it differentiates."""
-
-    sends: CommCounts
-    backward: int
 
 
 class PipelineForm:
@@ -134,28 +127,11 @@ class PipelineForm:
         for activation in types.inexact:
             yield self._sent("permute", activation.shape, activation.dtype, table.num_ticks)
         for metric in jax.tree.leaves(self.loss.returns[1][0]):
-            yield self._sent("all_reduce", metric.shape, _dtype_of_sums(metric.dtype))
+            yield self._sent("all_reduce", metric.shape, dtype_of_sums(metric.dtype))
         if self.run.chunks > 1:
             for index in self.loss.cut.stacked:
-                yield from self._exchanged(index)
-
-    def _exchanged(self, index: int) -> Iterator[Collective]:
-        """Yields the exchange of a stacked parameter, and the exchange of its gradient."""
-        info, place = self.program.parameters[index]
-        wire, reduced = self.program.wire, _dtype_of_sums(info.dtype)
-        is_scattered = self.program.strategy.gather_every == "step" or place.state_names is not None
-        sharded = {axis for name in place.sharded_names for axis in axis_tuple(name)}
-        if is_scattered and sharded & set(place.mean_axes):  # Its gradient has been scattered.
-            reduced = jnp.dtype(wire.reduce_dtype or wire.gather_dtype or info.dtype)
-        exchanged = [(place.names, place.parameter_padding, info.dtype)]
-        if place.trainable:
-            exchanged.append((place.sharded_names, place.padding, reduced))
-        for names, padding, dtype in exchanged:
-            sizes = [axes_size(self.program.mesh, axis_tuple(name)) for name in names]
-            named = zip(info.shape, padding or (0,) * len(sizes), sizes, strict=True)
-            shape = tuple((n + more) // size for n, more, size in named)
-            piece = (shape[0] // self.run.chunks, *shape[1:])
-            yield self._sent("permute", piece, dtype, self.run.chunks)
+                form = ParameterForm(self.program, *self.program.parameters[index])
+                yield from form.exchanged(self.run.chunks, self.run.axis)
 
     def _sent(self, kind: Kind, shape: tuple[int, ...], dtype: Any, times: int = 1) -> Collective:
         axis, size = self.run.axis, self.run.num_stages
@@ -170,8 +146,3 @@ def pipeline_collectives(program: Program) -> tuple[Collective, ...]:
       stage; there are none if the program has no pipeline.
     """
     return tuple(PipelineForm(program).sends()) if program.step.pipeline else ()
-
-
-def _dtype_of_sums(dtype: Any) -> Any:
-    is_inexact = jnp.issubdtype(dtype, jnp.inexact)
-    return jnp.promote_types(dtype, jnp.float32) if is_inexact else dtype

@@ -31,7 +31,7 @@ from manualpar.models.transformer_fields import size_of_head
 
 # How many copies of a loop's body a program contains. Before Flax 0.12.9 there is a second, unused
 # copy, with which `nn.scan` looks for results that no iteration changes.
-_COPIES = 2 if [*map(int, re.findall(r"\d+", flax.__version__)[:3])] < [0, 12, 9] else 1
+COPIES = 2 if [*map(int, re.findall(r"\d+", flax.__version__)[:3])] < [0, 12, 9] else 1
 
 
 def transformer_sends(
@@ -59,7 +59,8 @@ def transformer_sends(
     form = PipelineForm(program) if program.step.pipeline else None
     keeps_inputs = form is not None and form.run.keep == "inputs"
     of_minibatch = _in_minibatch(program, model, passes=2 if keeps_inputs else 1)
-    before, layers, after = of_minibatch.before, of_minibatch.layer, of_minibatch.after
+    before = [*of_minibatch.before, *of_minibatch.documents]
+    layers, after = of_minibatch.layer, of_minibatch.after
     minibatches = program.num_minibatches
     if not form:
         dense = _times(model.dense_layers, of_minibatch.dense_layer)
@@ -95,16 +96,19 @@ def transformer_sends(
 class MinibatchCollectives:
     """The collectives of a minibatch: before the layers, in one layer, and after the layers.
 
+    `documents` are those of the numbers of documents, for all layers.
     A dense layer is a layer without experts in a model with experts.
 
     Args:
       model: The model.
       sizes: The sizes of the mesh axes.
       tokens: `[B, S]`, the tokens of a device in a minibatch.
-      embedding_dtype: The dtype in which the rows of the embedding are summed.
+      parameter_dtype: The dtype in which the model gets its parameters.
       passes: How often the layers' forward pass runs, without the runs of remat.
       lookups: How often the code before the layers runs.
       documents: How documents are found: in the batch, by counting, or `""` for not at all.
+      copies: How many copies of a loop's body a program has.
+      in_ticks: Whether the layers are those that a stage runs in a tick.
     """
 
     def __init__(
@@ -113,13 +117,16 @@ class MinibatchCollectives:
         sizes: Mapping[str, int],
         tokens: tuple[int, int],
         *,
-        embedding_dtype: Any,
+        parameter_dtype: Any,
         passes: int = 1,
         recomputed: bool | None = None,
         lookups: int = 1,
         documents: Literal["given", "counted", ""] = "",
+        copies: int = COPIES,
+        in_ticks: bool = False,
     ) -> None:
         self.before: list[Collective] = []
+        self.documents: list[Collective] = []
         self.layer: list[Collective] = []
         self.dense_layer: list[Collective] = []
         self.after: list[Collective] = []
@@ -142,14 +149,14 @@ class MinibatchCollectives:
         recomputed = model.remat != "none" if recomputed is None else recomputed
         runs: Any = {"passes": passes, "recomputed": recomputed}
         if x := activations(model.split_axis):
-            self.before += lookup_collectives(x, embedding_dtype, passes=lookups)
+            self.before += lookup_collectives(x, parameter_dtype, passes=lookups)
             head_norms = (size_of_head(model),) * 2 * model.query_key_norm
             norms: Any = {"post_norms": model.post_norms, "head_norms": head_norms}
             self.layer += block_collectives(x, **norms, **runs)
             self.dense_layer += self.layer
             if model.num_experts:
                 counts: Any = {"num_experts": model.num_experts, "top_k": model.experts_per_token}
-                counts["has_shared_gate"] = model.shared_gate
+                counts |= {"has_shared_gate": model.shared_gate, "dtype": parameter_dtype}
                 self.layer += router_collectives(x, **counts, **runs)
             smoothed = model.label_smoothing > 0
             self.after += [*head_collectives(x), *cross_entropy_collectives(x, smoothed=smoothed)]
@@ -174,13 +181,13 @@ class MinibatchCollectives:
             if documents:
                 looped = len(scanned_layers(model))
                 in_loop = max(model.global_every, 1) if looped else 0
-                outside = model.num_layers - looped
-                self.before += document_collectives(
+                again = in_loop if in_ticks else model.num_layers
+                self.documents += document_collectives(
                     x,
-                    model.num_layers,
+                    again,
                     in_loop=in_loop,
-                    after=outside,
-                    copies=_COPIES,
+                    after=0 if in_ticks else model.num_layers - looped,
+                    copies=1 if in_ticks else copies,
                     counted=documents == "counted",
                     recomputed=recomputed,
                 )
@@ -201,7 +208,7 @@ def _in_minibatch(program: Program, model: Transformer, *, passes: int) -> Minib
         model,
         program.mesh.shape,
         (examples // program.num_minibatches, positions),
-        embedding_dtype=program.wire.gather_dtype or stored,
+        parameter_dtype=program.wire.gather_dtype or stored,
         passes=passes,
         lookups=1 if program.step.pipeline is None else 2,
         documents="given" if is_given else "counted" if model.bos_token >= 0 else "",

@@ -60,6 +60,8 @@ def test_the_vocabulary(sequence):
 
 @pytest.mark.parametrize(("recomputed", "times"), [(False, 4), (True, 6)])
 def test_experts(recomputed, times):
-    [sent] = expert_collectives(activations(), num_experts=8, capacity=6, recomputed=recomputed)
-    assert (sent.kind, sent.purpose, sent.times) == ("all_to_all", EXPERT_SCOPE, times)
-    assert sent.bytes_sent == times * 3 * 6 * 8 * 5 * 2 * SHARE
+    sent = list(expert_collectives(activations(), num_experts=8, capacity=6, recomputed=recomputed))
+    assert sent == of(EXPERT_SCOPE, sent)
+    assert [(x.phase, x.times) for x in sent] == [("forward", times - 2), ("backward", 2)]
+    assert count_by_kind(sent) == {"all_to_all": times}
+    assert total_bytes(sent) == times * 3 * 6 * 8 * 5 * 2 * SHARE
