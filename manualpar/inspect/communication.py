@@ -80,7 +80,7 @@ class Collective:
     root: str = dataclasses.field(default="", repr=False)
     data_axes: tuple[str, ...] = dataclasses.field(default=(), repr=False)
 
-    @property
+    @functools.cached_property
     def bytes_sent(self) -> Fraction:
         """The bytes that a device sends for the collective in a step, see `ring_bytes`."""
         size = math.prod(self.shape) * self.dtype.itemsize
@@ -126,6 +126,11 @@ def ring_bytes(kind: Kind, operand_bytes: int, group_size: int) -> Fraction:
     all-to-all it sends `(N - 1) / N`, the part for the other devices. In a permutation it sends one
     operand, whatever the distance. In a ring of one device it sends nothing.
     """
+    return _operands_sent(kind, group_size) * operand_bytes
+
+
+@functools.lru_cache(maxsize=1024)
+def _operands_sent(kind: Kind, group_size: int) -> Fraction:
     others = group_size - 1
     operands: dict[Kind, Fraction] = {
         "all_gather": Fraction(others),
@@ -134,7 +139,7 @@ def ring_bytes(kind: Kind, operand_bytes: int, group_size: int) -> Fraction:
         "all_to_all": Fraction(others, group_size),
         "permute": Fraction(1 if others else 0),
     }
-    return operands[kind] * operand_bytes
+    return operands[kind]
 
 
 def trace_collectives(

@@ -186,6 +186,29 @@ def router_collectives(
         yield x.backward(TENSOR_SCOPE, "all_reduce", 1, router, jnp.dtype(dtype))
 
 
+def routing_collectives(
+    x: LayerActivations, *, num_experts: int, top_k: int, passes: int = 1, recomputed: bool = False
+) -> Iterator[Collective]:
+    """Yields the sums over a context axis, `x.axis`, with which experts are chosen and balanced.
+
+    Choices are counted before and among the device's positions; the forward pass also sums choices
+    and scores for the loss, of which the backward pass needs the choices.
+    """
+    examples, forward = x.shape[0], passes + recomputed
+    choices = (examples, top_k, num_experts)
+    yield x.collective(CONTEXT_SCOPE, "all_reduce", forward, choices, INT32)
+    yield x.collective(CONTEXT_SCOPE, "all_gather", forward, (2, *choices), INT32)
+    yield x.collective(CONTEXT_SCOPE, "all_reduce", forward, (examples, num_experts), INT32)
+    yield x.collective(CONTEXT_SCOPE, "all_reduce", passes, (examples, num_experts), FLOAT32)
+    yield x.collective(CONTEXT_SCOPE, "all_reduce", passes, (examples, 1), FLOAT32)
+
+
+def loss_of_experts_collectives(x: LayerActivations, layers: int) -> Iterator[Collective]:
+    """Yields the sums over a context axis, `x.axis`, for the losses that balance experts."""
+    yield x.collective(CONTEXT_SCOPE, "all_reduce", 1, x.shape[:1], FLOAT32)
+    yield x.backward(CONTEXT_SCOPE, "all_reduce", 2, (layers, x.shape[0]), FLOAT32)
+
+
 def attention_collectives(
     x: LayerActivations,
     how: str,

@@ -82,18 +82,22 @@ class _DimGather(NamedTuple):
         """Whether anything is gathered; over one device of data axes nothing is."""
         return self.axis_size > 1 or not self.is_data
 
-    def gather(self, times: int, scope: str, wire: CommPolicy, dtype: Any, sent: Any) -> Collective:
+    def gather(
+        self, times: int, scope: str, wire: CommPolicy, dtype: Any, sent: Any, parts: int = 1
+    ) -> Collective:
         """Returns `times` gathers of a parameter of `dtype`, of which values of `sent` are sent."""
         n = self.elements // self.rows // self.calls
         code = wire.gather_quantizer(n, dtype) if self.is_data else None
         size, sent = (code.row_bytes(n), UINT8) if code else (n, sent)
-        times *= self.calls
+        times = times * self.calls // parts
         shape = (self.rows * size,)
         return Collective("all_gather", self.axes, self.axis_size, shape, sent, times, scope)
 
-    def scatter(self, times: int, scope: str, wire: CommPolicy, reduced: Any) -> Collective:
+    def scatter(
+        self, times: int, scope: str, wire: CommPolicy, reduced: Any, parts: int = 1
+    ) -> Collective:
         """Returns `times` reduce-scatters of the gradient; quantized, they are all-to-alls."""
-        n, times = self.elements // self.calls, times * self.calls
+        n, times = self.elements // self.calls, times * self.calls // parts
         code = wire.reduce_quantizer(n, reduced, self.axes)
         kind: Kind = "all_to_all" if code else "reduce_scatter"
         size, sent = (code.row_bytes(n), UINT8) if code else (n, reduced)
@@ -137,7 +141,9 @@ class ParameterForm:
         names = place.sharded_names
         return _gathers(self.program, info, place, names, shard, 1, once_a_step=True)
 
-    def shared_sums(self, times: int, scope: str = CAST_SCOPE) -> Iterator[Collective]:
+    def shared_sums(
+        self, times: int, scope: str = CAST_SCOPE, parts: int = 1
+    ) -> Iterator[Collective]:
         """Yields the sums of the gradients of slices that devices share."""
         place, mesh = self.place, self.program.mesh
         shared = [axis for name in place.shared_names for axis in axis_tuple(name)]
@@ -149,10 +155,17 @@ class ParameterForm:
             dtype = self._gathered if once else jnp.dtype(self.info.dtype)
             size, calls = axes_size(mesh, summed), self._calls
             shape = (elements // calls,)
-            yield Collective("all_reduce", summed, size, shape, dtype, times * calls, scope)
+            yield Collective(
+                "all_reduce", summed, size, shape, dtype, times * calls // parts, scope
+            )
 
-    def gathers(self, sends: CommCounts, scope: str = GATHER_SCOPE) -> Iterator[Collective]:
-        """Yields the gathers of the parameter before the model uses it."""
+    def gathers(
+        self, sends: CommCounts, scope: str = GATHER_SCOPE, parts: int = 1
+    ) -> Iterator[Collective]:
+        """Yields the gathers of the parameter before the model uses it.
+
+        Each use may be of one of `parts` of its layers.
+        """
         strategy, info = self.program.strategy, self.info
         sent = self._gathered if self.once_a_step else jnp.dtype(info.dtype)
         for gather in self._used:
@@ -163,15 +176,17 @@ class ParameterForm:
             if gather.is_data and not {*gather.axes} <= {*(strategy.regather_axes or gather.axes)}:
                 # It stays gathered.
                 times = strategy.sends(self.program.num_minibatches, True).gathers
-            yield gather.gather(times, scope, self.wire, info.dtype, sent)
+            yield gather.gather(times, scope, self.wire, info.dtype, sent, parts)
 
-    def scatters(self, times: int, scope: str = SCATTER_SCOPE) -> Iterator[Collective]:
+    def scatters(
+        self, times: int, scope: str = SCATTER_SCOPE, parts: int = 1
+    ) -> Iterator[Collective]:
         """Yields the reduce-scatters of the gradient, over the axes of the gather."""
         place = self.place
         if not self.once_a_step:
             for gather in self._used:
                 if gather.is_data and gather.sends:
-                    yield gather.scatter(times, scope, self.wire, self.reduced)
+                    yield gather.scatter(times, scope, self.wire, self.reduced, parts)
         if place.trainable and (place.state_names is not None or self.once_a_step):
             for gather in self._of_state:
                 if gather.is_data and gather.sends:

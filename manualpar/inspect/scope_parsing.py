@@ -10,6 +10,7 @@ A transformed or rematerialised function is traced with the names around its cal
 repeat a prefix of the path for each transformation. The path contains the prefix once.
 """
 
+import functools
 import re
 from collections.abc import Collection, Iterator
 from typing import Literal
@@ -62,6 +63,8 @@ _METHOD = re.compile(r"[A-Za-z_]\w*\.\w+")  # Flax's name for a method of the la
 _MINIBATCH = re.compile(r"minibatch(_\d+)?")
 
 
+# A program has many operations in one scope.
+@functools.lru_cache(maxsize=4096)
 def module_of(scope: str, root: str = "") -> str:
     """Returns the path of the module or parameter of an operation: `"layers/attention/query"`.
 
@@ -86,6 +89,7 @@ def module_of(scope: str, root: str = "") -> str:
     return "/".join(path)
 
 
+@functools.lru_cache(maxsize=4096)
 def phase_of(scope: str) -> Phase:
     """Returns the part of a step that an operation runs in.
 

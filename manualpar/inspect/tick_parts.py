@@ -33,9 +33,15 @@ class TickParts:
     def __init__(self, table: Table) -> None:
         self.table = table
         self._by_scope: dict[str, list[str]] = {}
+        self._scopes: dict[tuple[str, bool], str] = {}
         for together, (part, row) in itertools.product((False, True), ROWS.items()):
             scope = ticks_scope(table.is_run(row, together=together))
             self._by_scope.setdefault(scope, []).append(part)
+            self._scopes[part, together] = scope
+
+    def scope(self, part: str, *, together: bool) -> str:
+        """Returns the scope of a part that each stage runs when it has to, or all `together`."""
+        return self._scopes[part, together]
 
     def of(self, scope: str) -> str:
         """Returns the part of an operation; "" if the operation does not depend on the table.

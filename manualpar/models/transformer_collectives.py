@@ -21,7 +21,9 @@ from manualpar.inspect.layer_formulas import (
     expert_collectives,
     head_collectives,
     lookup_collectives,
+    loss_of_experts_collectives,
     router_collectives,
+    routing_collectives,
 )
 from manualpar.inspect.pipeline_formulas import PipelineForm
 from manualpar.layers.moe.moe import MoE, capacity_of
@@ -108,7 +110,7 @@ class MinibatchCollectives:
       lookups: How often the code before the layers runs.
       documents: How documents are found: in the batch, by counting, or `""` for not at all.
       copies: How many copies of a loop's body a program has.
-      in_ticks: Whether the layers are those that a stage runs in a tick.
+      in_ticks: The number of layers that a stage runs in a tick; 0 without stages.
     """
 
     def __init__(
@@ -123,7 +125,7 @@ class MinibatchCollectives:
         lookups: int = 1,
         documents: Literal["given", "counted", ""] = "",
         copies: int = COPIES,
-        in_ticks: bool = False,
+        in_ticks: int = 0,
     ) -> None:
         self.before: list[Collective] = []
         self.documents: list[Collective] = []
@@ -161,10 +163,7 @@ class MinibatchCollectives:
             smoothed = model.label_smoothing > 0
             self.after += [*head_collectives(x), *cross_entropy_collectives(x, smoothed=smoothed)]
         if model.num_experts and (x := activations(model.expert_axis)):
-            moe = MoE(
-                model.num_experts, model.mlp_size, model.experts_per_token, model.capacity_factor
-            )
-            capacity = capacity_of(moe, x.shape[1])
+            capacity = slots_of_expert(model, sizes, x.shape[1])
             self.layer += expert_collectives(
                 x, num_experts=model.num_experts, capacity=capacity, **runs
             )
@@ -178,19 +177,34 @@ class MinibatchCollectives:
             of_attention = list(attention_collectives(x, how, heads=heads, **runs))
             self.layer += of_attention
             self.dense_layer += of_attention
+            if model.num_experts:
+                of_experts = {"num_experts": model.num_experts, "top_k": model.experts_per_token}
+                self.layer += routing_collectives(x, **of_experts, **runs)
+                self.after += loss_of_experts_collectives(x, model.num_layers)
             if documents:
                 looped = len(scanned_layers(model))
                 in_loop = max(model.global_every, 1) if looped else 0
-                again = in_loop if in_ticks else model.num_layers
+                is_looped = passes > 0 or not recomputed
                 self.documents += document_collectives(
                     x,
-                    again,
-                    in_loop=in_loop,
+                    in_ticks or model.num_layers,
+                    in_loop=in_loop if is_looped else 0,
                     after=0 if in_ticks else model.num_layers - looped,
                     copies=1 if in_ticks else copies,
                     counted=documents == "counted",
                     recomputed=recomputed,
                 )
+
+
+def slots_of_expert(model: Transformer, sizes: Mapping[str, int], positions: int) -> int:
+    """Returns the slots that an expert has for a device's `positions` of a sequence.
+
+    Over a context axis any of a device's positions may take the slots of the sequence.
+    """
+    moe = MoE(
+        model.num_experts, model.mlp_size, model.experts_per_token, model.capacity_factor or None
+    )
+    return min(capacity_of(moe, positions * sizes.get(model.context_axis, 1)), positions)
 
 
 def _in_minibatch(program: Program, model: Transformer, *, passes: int) -> MinibatchCollectives:

@@ -53,6 +53,9 @@ MENDS = {
 }
 
 
+Rings = dict[tuple[str, ...], Ring]  # The axes of a ring -> the ring.
+
+
 @dataclasses.dataclass
 class _Timed:
     """A collective, with the seconds of all its runs, and the seconds hidden behind compute."""
@@ -89,14 +92,27 @@ class _Timed:
         return (found.group() if found else "", *names)
 
 
-def estimate(work: StepWork, topology: Topology) -> StepEstimate:
-    """Estimates a step on a topology; the work's mesh has the same number of devices.
+def estimate(
+    work: StepWork,
+    topology: Topology,
+    *,
+    rings: Rings | None = None,
+    brief: bool = False,
+) -> StepEstimate:
+    """Estimates a step on a topology.
+
+    Args:
+      work: The work of a step, on a mesh with as many devices as the topology.
+      topology: The devices.
+      rings: Known rings over axes of the work's mesh; new ones are added.
+      brief: Whether to leave out the collectives, the assumptions and the notes.
 
     Raises:
       ValueError: The mesh does not fit into the topology, or no peak is known for the dtype.
     """
     chip = topology.chip
-    timed = _time_collectives(work, work.collectives, topology)
+    clock = _Clock(work, topology, {} if rings is None else rings)
+    timed = clock.time(work.collectives)
     outside, parts = _outside_ticks(work), work.pipeline.parts if work.pipeline else None
     not_in_ticks = [x for x in timed if not (parts and parts.of(x.collective.scope))]
     in_passes = 0.0
@@ -107,13 +123,13 @@ def estimate(work: StepWork, topology: Topology) -> StepEstimate:
     flops_seconds = _flops_seconds(outside, chip)
     update = work.update_traffic / (chip.hbm_bandwidth * chip.hbm_efficiency)
     update += compute_seconds(work, chip, ("update",))
-    outer_steps = _time_outer_steps(work, topology)
+    outer_steps = _time_outer_steps(work, clock)
     timed += outer_steps
     sent = sum(x.seconds for x in (*not_in_ticks, *outer_steps))
     overlapped = sum(x.hidden_seconds for x in not_in_ticks)
     bubble = None
     if work.pipeline:
-        ticks = _in_ticks(work, work.pipeline, timed, topology)
+        ticks = _in_ticks(work, work.pipeline, timed, clock)
         in_passes, bubble = in_passes + ticks.computing, ticks.bubble
         sent, overlapped = sent + ticks.sent, overlapped + ticks.overlapped
         flops_seconds += ticks.flops_seconds
@@ -125,25 +141,30 @@ def estimate(work: StepWork, topology: Topology) -> StepEstimate:
         num_devices=topology.num_devices,
         mesh=work.mesh,
         is_model=True,
-        source="roofline",
+        source=work.source,
         hbm_bytes=chip.hbm_bytes,
         memory=memory,
         peak_bytes=peak_bytes,
         fits=peak_bytes <= chip.hbm_bytes,
-        collectives=merge_alike(map(_planned, timed)),
+        collectives=() if brief else merge_alike(map(_planned, timed)),
         compute_seconds=computing,
         hbm_seconds=computing - flops_seconds,
         exposed_seconds=sent - overlapped,
         overlapped_seconds=overlapped,
         bubble_seconds=bubble,
         step_seconds=computing + sent - overlapped + (bubble or 0.0),
-        assumptions=_assumptions(work, topology, computing + sent + (bubble or 0.0)),
     )
-    notes = (*work.notes, *_notes(work, plan, timed, in_passes))
+    if not brief:
+        unhidden = computing + sent + (bubble or 0.0)
+        plan = dataclasses.replace(
+            plan,
+            assumptions=_assumptions(work, topology, unhidden),
+            notes=(*work.notes, *_notes(work, plan, timed, in_passes)),
+        )
     throughput = dataclasses.replace(
         work.throughput, num_devices=topology.num_devices, peak=chip.peak(work.dtype)
     )
-    return dataclasses.replace(plan, notes=notes).with_rates(throughput)
+    return plan.with_rates(throughput)
 
 
 def _outside_ticks(work: StepWork) -> StepWork:
@@ -151,14 +172,14 @@ def _outside_ticks(work: StepWork) -> StepWork:
     return dataclasses.replace(work, loads=tuple(load for load in work.loads if not load.part))
 
 
-def _time_outer_steps(work: StepWork, topology: Topology) -> list[_Timed]:
+def _time_outer_steps(work: StepWork, clock: "_Clock") -> list[_Timed]:
     """Times the collectives of outer steps; each step counts its share of them."""
     share = 1 / work.every
     return [
         dataclasses.replace(
             x, seconds=x.seconds * share, slow_bytes=x.slow_bytes * share, share=share
         )
-        for x in _time_collectives(work, work.outer_collectives, topology)
+        for x in clock.time(work.outer_collectives)
     ]
 
 
@@ -173,16 +194,16 @@ class _InTicks(NamedTuple):
 
 
 def _in_ticks(
-    work: StepWork, pipeline: PipelineWork, timed: Sequence[_Timed], topology: Topology
+    work: StepWork, pipeline: PipelineWork, timed: Sequence[_Timed], clock: "_Clock"
 ) -> _InTicks:
     """Times the ticks and waits of stages; hides the collectives of `timed` that are in ticks."""
-    parts, table, chip = pipeline.parts, pipeline.parts.table, topology.chip
+    parts, table, chip = pipeline.parts, pipeline.parts.table, clock.topology.chip
     costs: dict[str, float] = {}
     seconds = np.zeros(4)
     for part, of_part in pipeline.works.items():
         work_of_part = dataclasses.replace(work, loads=of_part.loads)
         compute = compute_seconds(work_of_part, chip, (*PASSES[0], *PASSES[1]))
-        collectives = _time_collectives(work, of_part.collectives, topology)
+        collectives = clock.time(of_part.collectives)
         share = _hide([x for x in collectives if x.is_inside], compute, runs=of_part.runs)
         for x in timed:
             if x.is_inside and parts.of(x.collective.scope) == part:
@@ -226,25 +247,32 @@ def _flops_rate(chip: Chip, load: Load) -> float:
     )
 
 
-def _time_collectives(
-    work: StepWork, collectives: Iterable[Collective], topology: Topology
-) -> list[_Timed]:
-    rings: dict[tuple[str, ...], Ring] = {}
-    fast, slow = topology.chip.network.names
-    timed = []
-    for collective in collectives:
-        axes = collective.axes
-        ring = rings[axes] = rings.get(axes) or ring_over(topology, work.mesh, axes)
+class _Clock(NamedTuple):
+    """Times the collectives of a step."""
+
+    work: StepWork
+    topology: Topology
+    rings: Rings
+
+    def time(self, collectives: Iterable[Collective]) -> list[_Timed]:
+        """Returns the collectives with their seconds; nothing is hidden yet."""
+        return [self._timed(x) for x in collectives]
+
+    def _timed(self, collective: Collective) -> _Timed:
+        topology, axes = self.topology, collective.axes
+        ring = self.rings.get(axes)
+        if ring is None:
+            ring = self.rings[axes] = ring_over(topology, self.work.mesh, axes)
+        fast, slow = topology.chip.network.names
         network = slow if ring.inside == 1 else f"{fast}+{slow}" if ring.is_slow else fast
         is_doubled = (
             collective.kind == "reduce_scatter"
             and is_made_an_all_reduce(topology, ring)
-            and not _keeps_scatters(topology, ring, work.overlap)
+            and not _keeps_scatters(topology, ring, self.work.overlap)
         )
         sent = float(collective.bytes_sent) * (2 if is_doubled else 1)
         seconds = ring.seconds(sent, collective.times)
-        timed.append(_Timed(collective, network, seconds, is_doubled, ring.crossing_bytes(sent)))
-    return timed
+        return _Timed(collective, network, seconds, is_doubled, ring.crossing_bytes(sent))
 
 
 def is_made_an_all_reduce(topology: Topology, ring: Ring) -> bool:

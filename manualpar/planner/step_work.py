@@ -102,6 +102,7 @@ class StepWork:
       outer_collectives: The collectives of DiLoCo's outer steps, with each fragment once.
       every: The number of steps in which all `outer_collectives` run once.
       notes: Choices and assumptions of the readers.
+      source: How the work is known.
     """
 
     name: str
@@ -117,6 +118,7 @@ class StepWork:
     pipeline: PipelineWork | None = None
     outer_collectives: tuple[Collective, ...] = ()
     every: int = 1
+    source: str = "roofline"
 
     @property
     def flops(self) -> float:

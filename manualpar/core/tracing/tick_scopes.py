@@ -4,6 +4,7 @@ A pipeline is one program for all stages. In each tick a stage's table chooses t
 `cond` that it runs, so neither the jaxpr nor the compiled program shows their number.
 """
 
+import functools
 import re
 from typing import NamedTuple
 
@@ -36,6 +37,7 @@ def ticks_scope(is_run: np.ndarray) -> str:
     return f"ticks_{runs}_in_{is_run.any(axis=1).sum()}_of_{len(is_run)}"
 
 
+@functools.lru_cache(maxsize=4096)
 def innermost_ticks(scope: str) -> str:
     """Returns the last `ticks_scope` name in a scope; "" if there is none."""
     return next((name for name in reversed(scope.split("/")) if _TICKS.fullmatch(name)), "")

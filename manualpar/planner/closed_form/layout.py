@@ -18,9 +18,8 @@ from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from manualpar.core.parameters.block_quantization import Quantization
-from manualpar.layers import MoE
-from manualpar.layers.moe.moe import capacity_of
 from manualpar.models import Transformer
+from manualpar.models.transformer_collectives import slots_of_expert
 from manualpar.models.transformer_fields import layers_by_window, size_of_head, size_of_vocabulary
 
 Communicate = Literal["minibatch", "gather-step", "step"]
@@ -240,10 +239,9 @@ def sizes_on_device(
     positions_per_device = positions // layout.context
     expert_rows = 0
     if model.num_experts:
-        factor = model.capacity_factor or None
-        moe = MoE(model.num_experts, model.mlp_size, model.experts_per_token, factor)
+        slots = slots_of_expert(model, {model.context_axis: layout.context}, positions_per_device)
         # A device receives as many rows from other devices as it sends to them.
-        expert_rows = examples // rows * model.num_experts * capacity_of(moe, positions_per_device)
+        expert_rows = examples // rows * model.num_experts * slots
     kv_heads = model.num_kv_heads or model.num_heads
     chunk = -(-model.num_layers // (layout.stage * layout.chunks))
     queries, keys = model.num_heads // layout.model, max(kv_heads // layout.model, 1)

@@ -30,6 +30,7 @@ from manualpar.core.parameters.quantized_collectives import BlockQuantizer
 from manualpar.core.parameters.sharded_parameter import is_box
 from manualpar.core.program.placement_check import place_parameter
 from manualpar.core.tracing.scopes import (
+    CAST_SCOPE,
     CONTEXT_SCOPE,
     COUNT_SCOPE,
     GATHER_SCOPE,
@@ -39,12 +40,10 @@ from manualpar.core.tracing.scopes import (
     REDUCE_SCOPE,
     SCATTER_SCOPE,
 )
-from manualpar.core.tracing.tick_scopes import ticks_scope
 from manualpar.inspect.communication import Collective, total_bytes
 from manualpar.inspect.layer_formulas import BACKWARD, FLOAT32, FORWARD, INT32
 from manualpar.inspect.parameter_formulas import ParameterForm
-from manualpar.inspect.tick_parts import ROWS
-from manualpar.layers.pipeline.schedule_table import Table
+from manualpar.inspect.tick_parts import ROWS, TickParts
 from manualpar.models import Transformer
 from manualpar.models.transformer_collectives import COPIES, MinibatchCollectives
 from manualpar.planner.closed_form.layout import DeviceSizes, Layout
@@ -56,8 +55,8 @@ from manualpar.training.task import CONTEXT_AXIS, EXPERT_AXIS, SPLIT_AXIS, STAGE
 RECOMPUTED = f"{BACKWARD}/rematted_computation"
 LAYERS = "layers"  # The module of scanned layers.
 BFLOAT16 = jnp.dtype("bfloat16")
-# Metrics, each a sum and a number: loss, accuracy and objective; two losses of experts, the share of
-# dropped tokens, and the share of each expert.
+# Metrics, each a sum and a number: loss, accuracy and objective; two losses of experts
+# and their dropped tokens, beside the share of each expert.
 METRICS, METRICS_OF_EXPERTS = 3, 3
 
 
@@ -71,13 +70,23 @@ def model_on(model: Transformer, layout: Layout) -> Transformer:
         expert_axis=EXPERT_AXIS if EXPERT_AXIS in axes else "",
         context_axis=CONTEXT_AXIS if CONTEXT_AXIS in axes else "",
         scan_layers=True,
+        overlap="none",
     )
 
 
 @functools.lru_cache(maxsize=32)
-def _parameters(model: Transformer) -> Any:
-    """Returns the model's abstract parameters, in their boxes."""
+def abstract_parameters(model: Transformer) -> Any:
+    """Returns the model's abstract parameters, in boxes that name all axes that a mesh may have."""
     tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
+    model = model.clone(
+        split_axis=SPLIT_AXIS,
+        expert_axis=EXPERT_AXIS if model.num_experts else "",
+        context_axis="",
+        sequence_parallel=False,
+        scan_layers=True,
+        annotate=False,
+        overlap="none",
+    )
     return jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
 
 
@@ -93,9 +102,9 @@ class LayoutProgram:
 
 
 def parameter_forms(
-    model: Transformer, layout: Layout, *, min_weight_size: int
+    params: Any, layout: Layout, *, min_weight_size: int
 ) -> tuple[ParameterForm, ...]:
-    """Returns the collectives of each parameter of a model, as the strategy places it.
+    """Returns the collectives of each of the `abstract_parameters`, as the strategy places it.
 
     Only the layout's mesh, `communicate` and its quantizations are read.
     """
@@ -121,7 +130,6 @@ def parameter_forms(
         wire = wire._replace(code_axes=replicas)
     mesh: Any = abstract_mesh(axes, layout.num_devices)
     program = LayoutProgram(strategy, mesh, roles.data_axes, layout.num_minibatches, wire)
-    params = _parameters(model)
     leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_box)
     paths = [path_name(path) for path, _ in leaves]
     stacked = frozenset(path for path in paths if path.startswith(f"{LAYERS}/"))
@@ -144,77 +152,68 @@ class LayoutCollectives:
       layout: The layout.
       x: The sizes on a device.
       forms: The collectives of parameters, as `parameter_forms` returns them.
-      table: The schedule of a pipeline; `None` without stages.
+      ticks: The parts of the ticks of a pipeline; `None` without stages.
     """
 
     model: Transformer
     layout: Layout
     x: DeviceSizes
     forms: tuple[ParameterForm, ...]
-    table: Table | None = None
+    ticks: TickParts | None = None
 
     def of_step(self) -> tuple[Collective, ...]:
         """Returns all collectives; in a pipeline those of the stage that sends the most."""
-        always = (*self._once_a_step(), *self._of_batch())
-        if self.table is None:
-            return (*always, *self._of_minibatches())
+        outside = self.outside_ticks()
+        if self.ticks is None:
+            return outside
         parts = self.of_ticks()
         shared = [x for part in ("forward", "backward") for x in parts[part]]
         ends = ([*parts["before"], *parts["before_backward"]], parts["after"])
-        return (*always, *self._of_stages(), *shared, *max(ends, key=total_bytes))
+        return (*outside, *shared, *max(ends, key=total_bytes))
+
+    def outside_ticks(self) -> tuple[Collective, ...]:
+        """Returns the collectives that all devices run, without those in a pipeline's ticks."""
+        by_layout = self._of_minibatches() if self.ticks is None else self._of_stages()
+        return (*self._once_a_step(), *self._of_batch(), *by_layout)
 
     def of_ticks(self) -> Mapping[str, list[Collective]]:
         """Returns the collectives of each part of a pipeline's ticks, in all runs of a stage."""
-        layout, table = self.layout, self.table
-        assert table is not None
+        layout, ticks = self.layout, self.ticks
+        assert ticks is not None
         m, runs = layout.num_minibatches, self.chunk_runs
         layers = runs * self.x.L // layout.chunks
         first = self._in_minibatch(passes=1, recomputed=False)
         again = self._in_minibatch(passes=int(layout.runs_chunks_again))
-        before_again = self._in_minibatch(lookups=1)
         gathers_again = 1 + layout.runs_chunks_again
-        parts = {
+        at = {part: f"{ticks.scope(part, together=self._together)}/" for part in ROWS}
+        return {
             "forward": [
-                *self._in_chunks(self._gathers(runs, FORWARD, inside=True)),
-                *_times(layers, _of_pass(first.layer, forward=True)),
-                *_times(runs, first.documents),
+                *self._gathers(runs, FORWARD, inside=True, scope=at["forward"]),
+                *_times(layers, first.layer, scope=at["forward"], passes=("forward",)),
+                *_times(runs, first.documents, scope=at["forward"]),
             ],
             "backward": [
-                *self._in_chunks(self._gathers(gathers_again * runs, RECOMPUTED, inside=True)),
-                *self._in_chunks(self._scatters(runs, inside=True)),
-                *_times(layers, _as_recomputed(again.layer)),
-                *_times(runs, _as_recomputed(again.documents)),
+                *self._gathers(gathers_again * runs, RECOMPUTED, inside=True, scope=at["backward"]),
+                *self._scatters(runs, inside=True, scope=at["backward"]),
+                *_times(layers, again.layer, scope=at["backward"], again=True),
+                *_times(runs, again.documents, scope=at["backward"], again=True),
             ],
             "before": [
-                *self._gathers(m, FORWARD, inside=False, after=False),
-                *_times(m, _of_pass(first.before, forward=True)),
+                *self._gathers(m, FORWARD, inside=False, scope=at["before"]),
+                *_times(m, first.before, scope=at["before"], passes=("forward",)),
             ],
             "before_backward": [
-                *self._gathers(m, RECOMPUTED, inside=False, after=False),
-                *self._scatters(m, inside=False, after=False),
-                *_times(m, _as_recomputed(before_again.before)),
+                *self._gathers(m, RECOMPUTED, inside=False, scope=at["before_backward"]),
+                *self._scatters(m, inside=False, scope=at["before_backward"]),
+                *_times(m, first.before, scope=at["before_backward"], again=True),
             ],
             "after": [
-                *self._gathers(m, FORWARD, inside=False, after=True),
-                *self._gathers(m, RECOMPUTED, inside=False, after=True),
-                *self._scatters(m, inside=False, after=True),
-                *_times(m, first.after),
+                *self._gathers(m, FORWARD, after=True, scope=at["after"]),
+                *self._gathers(m, RECOMPUTED, after=True, scope=at["after"]),
+                *self._scatters(m, after=True, scope=at["after"]),
+                *_times(m, first.after, scope=at["after"]),
             ],
         }
-        ticks = {
-            part: ticks_scope(table.is_run(row, together=self._together))
-            for part, row in ROWS.items()
-        }
-        return {
-            part: [dataclasses.replace(x, scope=f"{ticks[part]}/{x.scope}") for x in sends]
-            for part, sends in parts.items()
-        }
-
-    def _in_chunks(self, sends: Iterable[Collective]) -> Iterator[Collective]:
-        """Yields collectives of all layers of a stage as those of one of its chunks."""
-        return (
-            dataclasses.replace(x, times=x.times // self.layout.chunks) for x in sends if x.times
-        )
 
     @property
     def _together(self) -> bool:
@@ -224,8 +223,8 @@ class LayoutCollectives:
     @property
     def chunk_runs(self) -> int:
         """How often a stage runs a chunk forward."""
-        assert self.table is not None
-        is_run = self.table.is_run("forward_microbatch", together=self._together)
+        assert self.ticks is not None
+        is_run = self.ticks.table.is_run("forward_microbatch", together=self._together)
         return int(is_run[:, 0].sum())
 
     def _in_minibatch(
@@ -244,7 +243,7 @@ class LayoutCollectives:
             recomputed=again,
             lookups=lookups,
             documents="counted" if has_documents else "",
-            in_ticks=self.table is not None,
+            in_ticks=self.x.L // self.layout.chunks if self.ticks is not None else 0,
             copies=copies,
         )
 
@@ -258,35 +257,48 @@ class LayoutCollectives:
         yield from _times(m * self.x.L, sends.layer)
         yield from _times(m, sends.after)
 
-    def _chosen(self, inside: bool | None, after: bool | None) -> Iterator[ParameterForm]:
-        """Yields the parameters of the layers, or of the model before or after its layers."""
+    def _chosen(self, inside: bool | None, after: bool) -> Iterator[tuple[ParameterForm, int]]:
+        """Yields parameters of the layers, or of the model before or after them; by default all.
+
+        The number divides the runs of a stage's layers: each run of a chunk has a part of them.
+        """
         for form in self.forms:
-            is_inside = form.info.path.startswith(f"{LAYERS}/")
-            is_after = form.info.path != "embedding" or self.model.tied_head
-            is_before = form.info.path == "embedding"
-            is_at_end = is_after if after else is_before
-            if inside is None or (is_inside if inside else not is_inside and is_at_end):
-                yield form
+            path = form.info.path
+            if path.startswith(f"{LAYERS}/"):
+                if not after and inside is not False:
+                    yield form, self.layout.chunks
+            elif (inside is None and not after) or (not inside and (
+                path != "embedding" or self.model.tied_head if after else path == "embedding"
+            )):
+                yield form, 1
 
     def _gathers(
-        self, times: int, prefix: str, *, inside: bool | None = None, after: bool | None = None
+        self,
+        times: int,
+        prefix: str,
+        *,
+        inside: bool | None = None,
+        after: bool = False,
+        scope: str = "",
     ) -> Iterator[Collective]:
         """Yields the gathers in a pass, of parameters that are gathered where they are used."""
         if self.layout.communicate != "minibatch":
             return
-        for form in self._chosen(inside, after):
-            if self.table is not None or prefix == FORWARD or self._is_needed_backward(form):
-                scope = _scope(prefix, form, GATHER_SCOPE)
-                yield from form.gathers(CommCounts(times, times), scope)
+        for form, parts in self._chosen(inside, after):
+            if scope or prefix == FORWARD or self._is_needed_backward(form):
+                yield from form.gathers(
+                    CommCounts(times, times), _scope(scope + prefix, form, GATHER_SCOPE), parts
+                )
 
     def _scatters(
-        self, times: int, *, inside: bool | None = None, after: bool | None = None
+        self, times: int, *, inside: bool | None = None, after: bool = False, scope: str = ""
     ) -> Iterator[Collective]:
         """Yields the scatters in the backward pass."""
-        for form in self._chosen(inside, after):
+        for form, parts in self._chosen(inside, after):
             if self.layout.communicate == "minibatch":
-                yield from form.scatters(times, _scope(BACKWARD, form, SCATTER_SCOPE))
-            yield from form.shared_sums(times)
+                of_gradient = _scope(scope + BACKWARD, form, SCATTER_SCOPE)
+                yield from form.scatters(times, of_gradient, parts)
+            yield from form.shared_sums(times, _scope(scope + BACKWARD, form, CAST_SCOPE), parts)
 
     def _is_needed_backward(self, form: ParameterForm) -> bool:
         """Whether the backward pass reads a parameter."""
@@ -335,8 +347,9 @@ class LayoutCollectives:
 
     def _of_stages(self) -> Iterator[Collective]:
         """Yields the collectives between stages, except those of gradients."""
-        layout, x, table = self.layout, self.x, self.table
-        assert table is not None
+        layout, x = self.layout, self.x
+        assert self.ticks is not None
+        table = self.ticks.table
 
         def sent(kind: Any, shape: tuple[int, ...], dtype: Any, times: int) -> Collective:
             return Collective(
@@ -351,7 +364,7 @@ class LayoutCollectives:
             yield sent("permute", (*of_layers, experts), FLOAT32, 2 * table.num_ticks)
         yield sent("all_reduce", (), FLOAT32, self.num_metrics)
         if layout.chunks > 1:  # Stages exchange shards of chunks, and back.
-            for form in self._chosen(True, None):
+            for form, _ in self._chosen(True, False):
                 yield from form.exchanged(layout.chunks, STAGE_AXIS)
 
 
@@ -368,17 +381,30 @@ def _scope(prefix: str, form: ParameterForm, purpose: str) -> str:
     return "/".join(filter(None, (prefix, module, purpose)))
 
 
-def _of_pass(sends: Iterable[Collective], *, forward: bool) -> Iterator[Collective]:
-    return (x for x in sends if (x.phase == "forward") == forward)
+def _times(
+    number: int,
+    sends: Iterable[Collective],
+    *,
+    scope: str = "",
+    passes: tuple[str, ...] = ("forward", "backward"),
+    again: bool = False,
+) -> Iterator[Collective]:
+    """Yields collectives `number` times, inside of a scope.
 
-
-def _as_recomputed(sends: Iterable[Collective]) -> Iterator[Collective]:
-    """Yields collectives of the backward pass, with those of the forward pass that runs in it."""
+    Args:
+      number: How often they run.
+      sends: The collectives.
+      scope: The scope, with a slash at its end.
+      passes: The passes whose collectives are yielded.
+      again: Whether the backward pass runs the forward pass too.
+    """
     for x in sends:
-        if x.phase == "forward":
-            x = dataclasses.replace(x, scope=x.scope.replace(FORWARD, RECOMPUTED))
-        yield x
-
-
-def _times(number: int, sends: Iterable[Collective]) -> list[Collective]:
-    return [dataclasses.replace(x, times=x.times * number) for x in sends if x.times]
+        if x.times and x.phase in passes:
+            inner = (
+                x.scope.replace(FORWARD, RECOMPUTED, 1)
+                if again and x.phase == "forward"
+                else x.scope
+            )
+            yield Collective(
+                x.kind, x.axes, x.axis_size, x.shape, x.dtype, number * x.times, scope + inner
+            )

@@ -21,14 +21,14 @@ from manualpar.planner.closed_form.layout import (
     Communicate,
     Layout,
     PipelineSaves,
-    check_closed_form,
     find_obstacle,
     sizes_on_device,
 )
-from manualpar.planner.closed_form.layout_estimate import LayoutEstimate, estimate_layout
+from manualpar.planner.closed_form.layout_estimate import LayoutEstimator
 from manualpar.planner.closed_form.layout_work import step_memory_of
+from manualpar.planner.plan import StepEstimate
 from manualpar.planner.sweep import MOST_SPLIT
-from manualpar.planner.topology import Ring, Topology, levels_of
+from manualpar.planner.topology import Topology, levels_of
 
 MOST_CONTEXT, MOST_STAGES, MOST_CHUNKS = 16, 32, 8
 # The most minibatches that are tried.
@@ -36,31 +36,26 @@ MOST_MINIBATCHES = 256
 
 
 def rank_layouts(
-    model: Transformer,
-    topology: Topology,
+    estimator: LayoutEstimator,
     *,
-    examples: int,
-    positions: int,
     axes: Iterable[str] = ("replica", "stage", "context", "expert", "model"),
     gather_code: AnyCode = "",
     reduce_code: AnyCode = "",
-) -> list[LayoutEstimate]:
+) -> list[tuple[Layout, StepEstimate]]:
     """Estimates the layouts that divide and fit, with the least remat, and sorts the fastest first.
 
+    The estimates are brief.
+
     Args:
-      model: The model on one device.
-      topology: The devices.
-      examples: Examples of a step on all devices.
-      positions: Positions of each example.
+      estimator: The model, the devices and the batch.
       axes: The axes that may have several devices, in addition to `data`.
       gather_code: The `gather_code` of every layout.
       reduce_code: The `reduce_code` of every layout.
     """
-    check_closed_form(model)
+    model, topology = estimator.model, estimator.topology
     estimates = []
-    sizes: dict[str, Any] = {"examples": examples, "positions": positions}
+    sizes: dict[str, Any] = {"examples": estimator.examples, "positions": estimator.positions}
     for factors in factorisations(model, topology, axes=axes, **sizes):
-        rings: dict[tuple[str, ...], Ring] = {}
         fully_kept: set[Communicate] = set()
         quantized = dataclasses.replace(factors, gather_code=gather_code, reduce_code=reduce_code)
         for run in _runs(model, quantized, **sizes):
@@ -72,10 +67,10 @@ def rank_layouts(
             if layout.stage == 1 and layout.remat == "none":
                 fully_kept.add(layout.communicate)  # More minibatches only send more bytes.
             try:
-                estimates.append(estimate_layout(model, layout, topology, rings=rings, **sizes))
+                estimates.append((layout, estimator.estimate(layout, brief=True)))
             except ValueError:
                 break  # The mesh does not fit into the topology.
-    return sorted(estimates, key=lambda plan: plan.seconds)
+    return sorted(estimates, key=lambda found: found[1].step_seconds or math.inf)
 
 
 def factorisations(

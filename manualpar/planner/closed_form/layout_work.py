@@ -2,7 +2,7 @@
 
 The products are the products of the traced program, forward and backward. Attention is one fused
 kernel, which keeps its scores on the chip and computes the half that a causal mask leaves.
-`tests/planner/closed_form/layout_estimate_test.py` compares them with `read_work`.
+`tests/planner/closed_form/layout_law_test.py` compares them with `read_work`.
 
 Memory is the memory at the fullest moment: the state, the activations that layers keep for their
 backward pass, and the arrays that the loss or one layer makes in its backward pass. A pipeline of
@@ -14,8 +14,10 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from manualpar.inspect.memory import Memory
+from manualpar.inspect.scope_parsing import Phase
 from manualpar.layers.head_loss import FEWEST_COLUMNS, default_chunk
 from manualpar.planner.closed_form.layout import DeviceSizes, Layout
+from manualpar.planner.step_work import Load
 
 HALF, SINGLE = 2, 4  # Bytes of an element: computed with and sent in bfloat16; stored in float32.
 STATE = 2  # Adam's averages.
@@ -94,6 +96,33 @@ def is_head_chunked(x: DeviceSizes) -> bool:
 
 def _product(m: int, k: int, n: int, times: int = 1) -> Product:
     return Product(2 * m * k * n * times, HALF * times * (m * k + k * n + m * n))
+
+
+def step_loads(x: DeviceSizes, layout: Layout) -> tuple[Load, ...]:
+    """Returns the products of a step; with stages, each has its part of a tick.
+
+    A stage's backward pass of a chunk may begin with its forward pass. The head runs forward and
+    backward in one part.
+    """
+    m, layers = layout.num_minibatches, layout.num_minibatches * x.L
+    has_stages = layout.stage > 1
+    loads = []
+
+    def add(phase: Phase, product: Product, times: float, part: str) -> None:
+        if times:
+            flops, traffic = times * product.flops, times * product.traffic
+            part = part if has_stages else ""
+            loads.append(Load(phase, "bfloat16", flops, traffic, part, product.part == "scores"))
+
+    for product in layer_products(x, layout):
+        again = layout.recomputed.get(product.part, 0.0) + layout.runs_chunks_again
+        add("forward", product, layers, "forward")
+        add("recomputed", product, layers * again, "backward")
+        add("backward", product, 2 * layers, "backward")
+    for phase, products in zip(("forward", "backward"), head_products(x, layout), strict=True):
+        for product in products:
+            add(phase, product, m, "after")
+    return tuple(loads)
 
 
 def state_elements(x: DeviceSizes, layout: Layout) -> float:
