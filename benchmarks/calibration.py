@@ -39,8 +39,9 @@ import rich.console
 from benchmarks.published_figures import PublishedFigure
 from benchmarks.published_rows import FIGURES
 from benchmarks.results import note_conditions, write_results
-from manualpar.planner.closed_form.layout_estimate import LayoutEstimate, estimate_layout
+from manualpar.planner.closed_form.layout_estimate import estimate_layout
 from manualpar.planner.hardware import FITTED_ATTENTION, FITTED_PRODUCTS, SAME_PRODUCTS
+from manualpar.planner.plan import StepEstimate
 from manualpar.system.reports.tables import describe_share, print_table
 
 RESULTS = Path(__file__).parent / "calibration.json"
@@ -64,7 +65,7 @@ def fitted_shares() -> dict[str, float]:
     return products | {f"attention {kind}": share for kind, share in FITTED_ATTENTION.items()}
 
 
-def estimate_figure(figure: PublishedFigure, shares: Shares) -> LayoutEstimate:
+def estimate_figure(figure: PublishedFigure, shares: Shares) -> StepEstimate:
     """Estimates a published row with these shares; attention is a product if it has none."""
     (products, attention), topology = shares_of(figure), figure.devices
     chip = dataclasses.replace(
@@ -79,13 +80,14 @@ def estimate_figure(figure: PublishedFigure, shares: Shares) -> LayoutEstimate:
         examples=figure.examples,
         positions=figure.positions,
         even=False,
+        overlap="none",
     )
 
 
 def ratio(figure: PublishedFigure, shares: Shares) -> float:
     """The estimated speed by the published one."""
     plan = estimate_figure(figure, shares)
-    return plan.tokens_per_second / figure.devices.num_devices / figure.speed
+    return (plan.tokens_per_second or 0.0) / figure.devices.num_devices / figure.speed
 
 
 def split(
@@ -171,7 +173,7 @@ def calibrate() -> dict[str, Any]:
                 "remat": figure.layout.remat,
                 "source": figure.source,
                 "remark": figure.remark,
-                "published_mfu": plan.mfu / found,
+                "published_mfu": (plan.mfu or 0.0) / found,
                 "mfu": plan.mfu,
                 "before": ratio(figure, before),
                 "ratio": found,

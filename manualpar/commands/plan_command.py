@@ -8,7 +8,7 @@ uses only the roofline. GPU clusters have only the roofline.
 import functools
 import importlib.util
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,23 +28,21 @@ from manualpar.commands.command_line import (
 from manualpar.core.model.options import CODES
 from manualpar.errors import UsageError, require
 from manualpar.models import Transformer
+from manualpar.planner.closed_form.layout import check_closed_form
 from manualpar.planner.closed_form.layout_config import layout_flags, trace_layout
-from manualpar.planner.closed_form.layout_report import (
-    fastest_of_each_mesh,
-    layout_values,
-    print_layouts,
-    print_traced,
-)
-from manualpar.planner.closed_form.layout_search import rank_layouts
+from manualpar.planner.closed_form.layout_estimate import LayoutEstimator
+from manualpar.planner.closed_form.layout_search import fastest_of_each_mesh, rank_layouts
 from manualpar.planner.goodput_report import HOUR, plan_goodput, print_goodput
 from manualpar.planner.plan import StepEstimate
-from manualpar.planner.plan_picture import draw_plans, draw_sweep
+from manualpar.planner.plan_picture import draw_plans, draw_search
 from manualpar.planner.plan_report import (
     print_assumptions,
+    print_closed_form,
     print_plans,
+    print_search,
     print_sources,
-    print_sweep,
-    sweep_json,
+    print_traced,
+    search_json,
 )
 from manualpar.planner.roofline import estimate
 from manualpar.planner.step_work import has_kernel, read_work
@@ -60,12 +58,31 @@ from manualpar.training.monitoring.run_files import CONFIG_FILE, check_workdir
 
 DEFAULT_TOPOLOGY = "v5e:16x16"
 COMPILERS = ("auto", "tpu", "none")
-WITHOUT_CLOSED_FORM = (
-    *("optimizer.trainable", "optimizer.ema_decay"),
-    *("parallel.frozen_dtype", "parallel.regather_axes", "parallel.error_feedback"),
-)
+Curves = Mapping[str, Sequence[tuple[int, StepEstimate]]]
+# Fields that the closed form of layouts does not cover -> the value for which it holds; "" is the
+# same.
+CLOSED_FORM: Mapping[str, Any] = {
+    "optimizer.trainable": (),
+    "optimizer.ema_decay": 0.0,
+    "parallel.param_dtype": "float32",
+    "parallel.frozen_dtype": "",
+    "parallel.regather_axes": (),
+    "parallel.error_feedback": False,
+    "parallel.stochastic_rounding": False,
+    "parallel.reshard_after_forward": True,
+    "parallel.keep_gathered": (),
+    "parallel.replicate": (),
+    "parallel.pad": False,
+    "parallel.axis_by_axis": False,
+    "parallel.layer_overlap": "none",
+    "parallel.mesh_order": (),
+    "parallel.mode": "manual",
+    "parallel.context_attention": "ring",
+    "model.lora": (),
+}
 # Number of the fastest layouts to trace.
 TRACED = 2
+SEARCHES = ("search", "sweep", "layouts")
 FLAGS: Mapping[str, Flag] = {
     "topology": Flag(
         "The devices to plan for, such as v5p:8x8x4, 2xv5e:16x16 (two slices) or h100:128.",
@@ -79,18 +96,14 @@ FLAGS: Mapping[str, Flag] = {
     "vocab_size": Flag(
         "How many tokens a language model knows, by default those of its data.", int, 0
     ),
-    "sweep": Flag(
-        "Compares strategies, meshes, split layers, minibatches, remat and wire dtypes by the "
-        "roofline.",
+    "search": Flag(
+        "Ranks ways to run on the devices: of a transformer all layouts over replica, stage, data, "
+        "context, expert and model, in closed form; otherwise strategies and meshes, traced.",
         bool,
         False,
     ),
-    "layouts": Flag(
-        "Ranks all ways to lay a transformer over replica, stage, data, context, expert and model, "
-        "in closed form, with minibatches, chunks and remat.",
-        bool,
-        False,
-    ),
+    "sweep": Flag("The search over traced programs; it goes, use --search.", bool, False),
+    "layouts": Flag("The old name of --search.", bool, False),
     "device_mtbf_hours": Flag(
         "Hours between two failures of a device; then the plan says how often to save, and which "
         "share of the time trains.",
@@ -121,7 +134,7 @@ def _refine(line: CommandLine) -> None:
     for name in ("device_mtbf_hours", "restart_seconds", "storage_bandwidth"):
         if getattr(flags, name) < 0:
             raise UsageError(f"--{name}={getattr(flags, name)}: expected 0 or more.")
-    alone = [name for name in ("sweep", "layouts", "device_mtbf_hours") if getattr(flags, name)]
+    alone = [name for name in (*SEARCHES, "device_mtbf_hours") if getattr(flags, name)]
     if len(alone) > 1:
         raise UsageError(
             f"--{alone[1]} with --{alone[0]}: expected one of them; plan the mesh that was found "
@@ -153,7 +166,7 @@ def plan_command(command: CommandLine) -> int:
                 check_workdir(command.flags.workdir)
             # Nothing is written before all estimates exist.
             flags = command.flags
-            work = _sweep if flags.sweep else _layouts if flags.layouts else _plan
+            work = _search if any(getattr(flags, name) for name in SEARCHES) else _plan
             write = work(command, console)
         parent = Path("runs") / f"plan-{command.configs[0].name}"
         with results_folder(command.flags.workdir, parent) as workdir:
@@ -224,11 +237,36 @@ def _wants_compiler(command: CommandLine, console: rich.console.Console) -> bool
     return False
 
 
-def _sweep(command: CommandLine, console: rich.console.Console) -> Callable[[Path], None]:
-    """Compares candidates, and the scaling of some; returns a function that writes the results."""
-    config, topology = command.config, command.flags.topology
+def _search(command: CommandLine, console: rich.console.Console) -> Callable[[Path], None]:
+    """Ranks candidates, prints the fastest, and returns a function that writes the results."""
+    flags = command.flags
+    for name in ("sweep", "layouts"):
+        if getattr(flags, name):
+            print_line(console, f"--{name} goes with the next release: --search is in its place.")
+    obstacle = _find_no_closed_form(command)
+    if flags.layouts and obstacle:
+        raise ValueError(f"--layouts: {obstacle}; use --search, which then traces programs.")
+    if obstacle and flags.search:
+        print_line(console, f"Programs are traced: {obstacle}.")
+    outcomes, curves = (_rank_traced if flags.sweep or obstacle else _rank_layouts)(
+        command, console
+    )
+    print_sources(console, flags.topology.chip)
+    examples = command.config.data.batch_size // flags.topology.num_devices
+    title = f"{command.config_path.stem} on {flags.topology.name}: a model's estimates"
+
+    def write(workdir: Path) -> None:
+        write_json(workdir / "search.json", search_json(outcomes, curves))
+        per_device = f"{examples} example{'s' * (examples != 1)}"
+        draw_search(outcomes, curves, workdir / "search.png", title=title, per_device=per_device)
+
+    return write
+
+
+def _rank_traced(command: CommandLine, console: rich.console.Console) -> tuple[Any, Curves]:
+    """Compares strategies and meshes by traced programs, and the scaling of some."""
     # This refuses a config that is wrong for every candidate.
-    builder = Builder(config, _prepare(command).task)
+    builder, topology = Builder(command.config, _prepare(command).task), command.flags.topology
     report = functools.partial(print_line, console)
     outcomes = sweep(builder, topology, report=report)
     fastest: dict[str, Candidate] = {}
@@ -237,59 +275,66 @@ def _sweep(command: CommandLine, console: rich.console.Console) -> Callable[[Pat
         if found:
             fastest[strategy] = found[0].candidate
     curves = scaling_curves(builder, topology, fastest, report=report)
-    print_sweep(console, outcomes)
+    print_search(console, outcomes)
     if outcomes[0].plan:
         print_assumptions(console, outcomes[0].plan)
-    print_sources(console, topology.chip)
-    examples = config.data.batch_size // topology.num_devices
-    title = f"{command.config_path.stem} on {topology.name}: a model's estimates"
-
-    def write(workdir: Path) -> None:
-        write_json(workdir / "sweep.json", sweep_json(outcomes, curves))
-        per_device = f"{examples} example{'s' * (examples != 1)}"
-        draw_sweep(outcomes, curves, workdir / "sweep.png", title=title, per_device=per_device)
-
-    return write
+    return outcomes, curves
 
 
-def _layouts(command: CommandLine, console: rich.console.Console) -> Callable[[Path], None]:
-    """Ranks all layouts, prints the fastest, and returns a function that writes them."""
-    config, topology = command.config, command.flags.topology
+def _find_no_closed_form(command: CommandLine) -> str:
+    """Says what of a config has no closed form; "" if it has one."""
+    config = command.config
     model = planned_task(config, command.flags.vocab_size).model
     if not isinstance(model, Transformer) or config.parallel.rules:
-        raise ValueError(
-            f"--layouts: config.model.name is {config.model.name!r} and config.parallel.rules are "
-            f"{config.parallel.rules}, expected 'transformer' and none, which have a closed form; "
-            "use --sweep."
+        return (
+            f"config.model.name is {config.model.name!r} and config.parallel.rules are "
+            f"{config.parallel.rules}, expected 'transformer' and none, which have a closed form"
         )
     fields = flatten_config(config)
-    for field in WITHOUT_CLOSED_FORM:
-        if fields[field]:
-            raise ValueError(
-                f"--layouts: config.{field} is {fields[field]!r}, expected none, because the "
-                "closed form is that of AdamW on all parameters; use --sweep."
+    for field, expected in CLOSED_FORM.items():
+        if (value := fields.get(field, expected)) not in (expected, ""):
+            return (
+                f"config.{field} is {value!r}, expected {expected!r}, because the closed form is "
+                "that of AdamW on all parameters, sharded as by fsdp"
             )
-    sizes = {"examples": config.data.batch_size, "positions": config.data.sequence_length}
-    codes = {name: fields[f"parallel.{name}"] for name in CODES}
-    plans = rank_layouts(model, topology, **sizes, **codes)
-    if not plans:
+    try:
+        check_closed_form(model)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _rank_layouts(command: CommandLine, console: rich.console.Console) -> tuple[Any, Curves]:
+    """Ranks all layouts in closed form, and traces the first."""
+    config, topology = command.config, command.flags.topology
+    task, fields = planned_task(config, command.flags.vocab_size), flatten_config(config)
+    estimator = LayoutEstimator(
+        task.model,
+        topology,
+        examples=config.data.batch_size,
+        positions=config.data.sequence_length,
+        min_weight_size=fields["parallel.min_weight_size"],
+        overlap=config.parallel.overlap,
+    )
+    codes: Any = {name: fields[f"parallel.{name}"] for name in CODES}
+    outcomes = rank_layouts(estimator, **codes)
+    if not outcomes:
         raise ValueError(
-            f"--layouts: no layout on {topology.name} divides and fits, of batch_size="
+            f"--search: no layout on {topology.name} divides and fits, of batch_size="
             f"{config.data.batch_size}; expected more devices, or a batch that they divide."
         )
-    print_layouts(console, plans)
-    for plan in fastest_of_each_mesh(plans)[:TRACED]:
+    fastest = fastest_of_each_mesh(outcomes)
+    title = (
+        f"{len(outcomes):,} layouts on {len(fastest):,} meshes fit; the fastest, by a closed form"
+    )
+    print_search(console, fastest, title=title)
+    print_closed_form(console, **codes)
+    for outcome in fastest[:TRACED]:
         try:
             traced: StepEstimate | str = trace_layout(
-                config, plan.layout, topology, vocab_size=command.flags.vocab_size
+                config, outcome.candidate, topology, vocab_size=command.flags.vocab_size
             )
         except ValueError as error:
             traced = str(error)
-        print_traced(console, plan, traced, layout_flags(config, plan.layout))
-    print_sources(console, topology.chip)
-
-    def write(workdir: Path) -> None:
-        shown = fastest_of_each_mesh(plans)
-        write_json(workdir / "layouts.json", {"layouts": [layout_values(plan) for plan in shown]})
-
-    return write
+        print_traced(console, outcome, traced, layout_flags(config, outcome.candidate))
+    return fastest, {}

@@ -86,12 +86,12 @@ class Collective:
         size = math.prod(self.shape) * self.dtype.itemsize
         return self.times * ring_bytes(self.kind, size, self.axis_size)
 
-    @functools.cached_property
+    @property
     def purpose(self) -> str:
         """The purpose of the collective, see `purpose_in`."""
         return purpose_in(self.scope, self.axes, self.data_axes)
 
-    @functools.cached_property
+    @property
     def module(self) -> str:
         """The path of the collective's module or parameter, see `module_of`."""
         return module_of(self.scope, self.root)

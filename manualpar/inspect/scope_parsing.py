@@ -12,7 +12,7 @@ repeat a prefix of the path for each transformation. The path contains the prefi
 
 import functools
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Literal
 
 from manualpar.core.tracing.attention_blocks import blocks_computed
@@ -105,7 +105,8 @@ def phase_of(scope: str) -> Phase:
     return "backward" if "transpose" in parts or parts & _OF_GRADIENTS else "forward"
 
 
-def purpose_in(scope: str, axes: Collection[str], data_axes: Collection[str] = ()) -> str:
+@functools.lru_cache(maxsize=4096)
+def purpose_in(scope: str, axes: tuple[str, ...], data_axes: tuple[str, ...] = ()) -> str:
     """Returns the purpose of a collective, by its scope and its axes; see `scopes.purpose_of`.
 
     If this package did not write the collective, its axes decide. If they contain no data axis (the

@@ -39,11 +39,11 @@ FITTED_PRODUCTS = {
     "v5e": 0.79,
     "v5p": 0.903,
     "v6e": 0.63,
-    "a100": 0.625,
-    "h100": 0.695,
-    "h100-500w": 0.434,
+    "a100": 0.627,
+    "h100": 0.696,
+    "h100-500w": 0.439,
 }
-FITTED_ATTENTION = {"torus": 0.432, "nodes": 0.429}
+FITTED_ATTENTION = {"torus": 0.433, "nodes": 0.418}
 # Chip -> chip with the same die, and therefore the same speed of products.
 SAME_PRODUCTS = {"h200": "h100"}
 ASSUMED_PRODUCTS = 0.7

@@ -1,4 +1,4 @@
-"""Draws plans and sweeps: how a step spends time and memory, and how it scales."""
+"""Draws plans and searches: how a step spends time and memory, and how it scales."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from manualpar.planner.plan import StepEstimate
-from manualpar.planner.sweep import Outcome
+from manualpar.planner.sweep import Compared, Outcome
 from manualpar.strategies import strategy_kinds
 from manualpar.system.reports import pictures
 from manualpar.system.reports.pictures import Bar
@@ -29,32 +29,30 @@ def draw_plans(plans: Sequence[StepEstimate], path: Path) -> None:
         figure.savefig(path)
 
 
-def draw_sweep(
-    outcomes: Sequence[Outcome],
+def draw_search(
+    outcomes: Sequence[Outcome[Compared]],
     curves: Mapping[str, Sequence[tuple[int, StepEstimate]]],
     path: Path,
     *,
     title: str,
     per_device: str,
 ) -> None:
-    """Draws a sweep into a PNG file: the fastest candidates, and step time against devices.
+    """Draws a search into a PNG file: the fastest candidates, and step time against devices.
 
-    `outcomes` are in the order of `sweep`, `curves` come from `scaling_curves`, and `per_device` is
-    the load of each device, such as `4 examples`.
+    `outcomes` are in the order of the search, `curves` come from `scaling_curves` and may be none,
+    and `per_device` is the load of each device, such as `4 examples`.
     """
     fitting = [(x.candidate, x.plan) for x in outcomes if x.plan and not x.reason][:SHOWN]
-    labels = []
-    for candidate, _ in fitting:
-        details = [f"{candidate.num_minibatches} minib."]
-        details += [f"remat {candidate.remat}"] if candidate.remat else []
-        details += [f"gather {candidate.gather_dtype}"] if candidate.gather_dtype else []
-        labels.append(f"{candidate.name}\n{', '.join(details)}")
+    labels = [f"{candidate.name}\n{candidate.details}" for candidate, _ in fitting]
     heading = f"The fastest of those that fit ({len(outcomes)} compared)"
     with pictures.new_figure(path.name, (15, 6.4), title=title) as figure:
-        ranking, scaling = figure.subplots(1, 2, width_ratios=(1, 1.25))
+        ranking, *rest = figure.subplots(
+            1, 1 + bool(curves), width_ratios=(1, 1.25)[: 1 + bool(curves)], squeeze=False
+        )[0]
         _draw_times(ranking, [plan for _, plan in fitting], labels, title=heading)
-        _draw_curves(scaling, curves)
-        scaling.set_title(f"Step time against devices, {per_device} on each (weak scaling)")
+        for scaling in rest:
+            _draw_curves(scaling, curves)
+            scaling.set_title(f"Step time against devices, {per_device} on each (weak scaling)")
         figure.savefig(path)
 
 

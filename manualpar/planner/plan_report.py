@@ -1,4 +1,4 @@
-"""Prints plans and sweeps as tables, and converts sweeps to plain values."""
+"""Prints plans and searches as tables, and converts searches to plain values."""
 
 import dataclasses
 from collections import defaultdict
@@ -7,11 +7,14 @@ from typing import Any
 
 import rich.console
 
+from manualpar.core.parameters.collectives import CommPolicy
+from manualpar.core.parameters.quantized_collectives import BlockQuantizer
+from manualpar.inspect.step_ledger import describe_codes
+from manualpar.planner.closed_form.layout import AnyCode
 from manualpar.planner.hardware import Chip
 from manualpar.planner.plan import StepEstimate
-from manualpar.planner.sweep import Outcome
+from manualpar.planner.sweep import Compared, Outcome
 from manualpar.system.reports.tables import (
-    UNKNOWN,
     describe_bytes,
     describe_count,
     describe_seconds,
@@ -21,7 +24,7 @@ from manualpar.system.reports.tables import (
     print_wrapped,
 )
 
-SHOWN = 12  # Rows of each part of a sweep.
+SHOWN = 12  # Rows of each part of a search.
 CURVE_FIELDS = ("topology", "step_seconds", "compute_seconds", "exposed_seconds", "fits", "mfu")
 BY_LINKS = "  with each link by itself"
 # The lines of the table of plans after the classes of memory.
@@ -110,55 +113,108 @@ def _print_collectives(console: rich.console.Console, plan: StepEstimate) -> Non
     print_table(console, headers, rows, title=title, words=5, most=SHOWN)
 
 
-def print_sweep(console: rich.console.Console, outcomes: Sequence[Outcome]) -> None:
-    """Prints a sweep in its order: the first candidates that fit, and why others do not."""
+def print_search(
+    console: rich.console.Console, outcomes: Sequence[Outcome[Compared]], *, title: str = ""
+) -> None:
+    """Prints a search in its order: the first candidates that fit, and why others do not.
+
+    A memory that was not read off the candidate's own program has a tilde.
+    """
     fitting = [(x, x.plan) for x in outcomes if not x.reason and x.plan]
+    has_stages = any(plan.bubble_seconds is not None for _, plan in fitting)
+    are_traced = any(outcome.is_traced for outcome, _ in fitting)
     rows = [
         (
             outcome.candidate.name,
-            str(outcome.candidate.num_minibatches),
-            outcome.candidate.remat or UNKNOWN,
-            outcome.candidate.gather_dtype or "as stored",
+            outcome.candidate.details,
             describe_seconds(plan.step_seconds),
             describe_seconds(plan.compute_seconds),
             describe_seconds(plan.exposed_seconds),
+            *([describe_seconds(plan.bubble_seconds or 0.0)] if has_stages else []),
             describe_share(plan.mfu),
-            ("" if outcome.is_traced else "~") + describe_bytes(plan.peak_bytes),
+            ("~" if are_traced and not outcome.is_traced else "") + describe_bytes(plan.peak_bytes),
         )
         for outcome, plan in fitting
     ]
-    headers = ("strategy, mesh", "minibatches", "remat", "gather", "step", "computing", "exposed")
-    title = f"{len(fitting)} of {len(outcomes)} fit; the fastest, by a model"
-    print_table(console, (*headers, "MFU", "memory"), rows, title=title, words=4, most=SHOWN)
-    if not all(outcome.is_traced for outcome, _ in fitting[:SHOWN]):
+    headers = ("mesh", "how", "step", "computing", "exposed", *["bubble"] * has_stages)
+    title = title or f"{len(fitting)} of {len(outcomes)} fit; the fastest, by a model"
+    print_table(console, (*headers, "MFU", "memory"), rows, title=title, words=2, most=SHOWN)
+    if are_traced and not all(outcome.is_traced for outcome, _ in fitting[:SHOWN]):
         print_line(console, "~: scaled from another candidate's, not traced.\n")
     if refused := [x for x in outcomes if x.reason]:
         _print_refused(console, refused)
 
 
-def _print_refused(console: rich.console.Console, refused: Sequence[Outcome]) -> None:
+def _print_refused(console: rich.console.Console, refused: Sequence[Outcome[Compared]]) -> None:
     """Prints why candidates are not ranked, grouped by strategy and mesh."""
-    groups: defaultdict[str, list[Outcome]] = defaultdict(list)
+    groups: defaultdict[str, list[Outcome[Compared]]] = defaultdict(list)
     for outcome in refused:
         groups[outcome.candidate.name].append(outcome)
     rows = []
     for name, members in groups.items():
         nearest = min(members, key=lambda x: x.plan.peak_bytes if x.plan else 0)
-        which = f"{nearest.candidate.num_minibatches} minibatches"
-        which += f", remat {nearest.candidate.remat}" if nearest.candidate.remat else ""
-        rows.append((name, str(len(members)), f"{which}: {nearest.reason}"))
-    headers = ("strategy, mesh", "how many", "the one that lacks least")
+        rows.append((name, str(len(members)), f"{nearest.candidate.details}: {nearest.reason}"))
+    headers = ("mesh", "how many", "the one that lacks least")
     print_table(console, headers, rows, title=f"{len(refused)} do not run", words=3)
 
 
-def sweep_json(
-    outcomes: Sequence[Outcome], curves: Mapping[str, Sequence[tuple[int, StepEstimate]]]
+def print_closed_form(
+    console: rich.console.Console, *, gather_code: AnyCode, reduce_code: AnyCode
+) -> None:
+    """Prints the assumptions of the closed form of layouts, beyond those of the roofline."""
+    gathers, sums = (BlockQuantizer(code) if code else None for code in (gather_code, reduce_code))
+    codes = describe_codes(CommPolicy(gather_code=gathers, reduce_code=sums))
+    print_wrapped(
+        console,
+        "- Parameters and Adam's averages are float32; products, gathers and activations are "
+        "bfloat16, and gradients are summed in float32. Layers split over model split their "
+        "positions too.",
+        "- Attention is one kernel that keeps its scores to itself, in time and in memory.",
+        "- The roofline times the closed form as it times a traced program; see "
+        "manualpar.planner.closed_form.layout_estimate.",
+    )
+    if codes:
+        print_wrapped(
+            console,
+            f"- Sent quantized: {codes}; gradients only between replicas, if there are several. "
+            "The time to quantize and dequantize is left out.",
+        )
+
+
+def print_traced(
+    console: rich.console.Console,
+    outcome: Outcome[Compared],
+    traced: StepEstimate | str,
+    flags: Sequence[str],
+) -> None:
+    """Prints the estimate of a layout's traced program, or why there is none, and its flags."""
+    if isinstance(traced, str):
+        found = f"no program: {traced}"
+    else:
+        found = (
+            f"{describe_seconds(traced.step_seconds)} by its traced program, MFU "
+            f"{describe_share(traced.mfu)}"
+        )
+    closed = describe_seconds(outcome.seconds)
+    print_wrapped(console, f"{outcome.candidate.name}: {closed} by the closed form, {found}")
+    print_wrapped(console, f"  {' '.join(_quoted(flag) for flag in flags)}")
+
+
+def _quoted(flag: str) -> str:
+    """Quotes a flag for a shell; values contain single quotes, but no double quotes."""
+    name, _, value = flag.partition("=")
+    return f'{name}="{value}"' if " " in value else flag
+
+
+def search_json(
+    outcomes: Sequence[Outcome[Any]], curves: Mapping[str, Sequence[tuple[int, StepEstimate]]]
 ) -> dict[str, Any]:
-    """Returns a sweep as plain values."""
+    """Returns a search as plain values."""
     return {
         "candidates": [
             {
                 **dataclasses.asdict(x.candidate),
+                "mesh": dict(x.candidate.mesh),
                 "fits": not x.reason,
                 "reason": x.reason,
                 "is_traced": x.is_traced,

@@ -6,6 +6,7 @@ work of steps that were not traced, and derives it from the work of a traced ste
 - `with_minibatches`: with `m` minibatches a device does the same computation in `m` parts. It runs
   the collectives of parameters `m` times, once in each minibatch, and sends activations in `m`
   parts.
+- `with_repeats`: a step of `m` equal minibatches does `m` times the work of a step of one of them.
 - `with_gather_dtype`: with another dtype the shapes that are sent stay, and their bytes change.
 
 Both are exact in compute and collectives, with one exception: the rows of a split embedding are
@@ -255,6 +256,31 @@ def with_minibatches(work: StepWork, num_minibatches: int) -> StepWork:
             for x in work.collectives
         ),
         memory=dataclasses.replace(work.memory, activations=activations),
+    )
+
+
+def with_repeats(work: StepWork, times: int) -> StepWork:
+    """Derives the work in several minibatches from the work of a step of one of them.
+
+    The memory stays that of one minibatch.
+    """
+    assert work.num_minibatches == 1
+    assert work.pipeline is None
+    return dataclasses.replace(
+        work,
+        num_minibatches=times,
+        collectives=tuple(
+            dataclasses.replace(x, times=x.times * times)
+            if MINIBATCH.search(x.scope) or x.purpose in LAYER_SCOPES
+            else x
+            for x in work.collectives
+        ),
+        loads=tuple(
+            x
+            if x.phase == "update"
+            else x._replace(flops=times * x.flops, traffic=times * x.traffic)
+            for x in work.loads
+        ),
     )
 
 

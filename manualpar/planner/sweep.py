@@ -15,7 +15,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import ml_collections
 import optax
@@ -68,9 +68,36 @@ class Candidate:
         """The candidate's name in a table."""
         return f"{self.strategy}, {' x '.join(f'{a}={n}' for a, n in self.mesh.items())}"
 
+    @property
+    def details(self) -> str:
+        """How a step runs on the mesh, for a table."""
+        parts = [f"{self.num_minibatches} minibatch{'es' * (self.num_minibatches > 1)}"]
+        parts += [f"remat {self.remat}"] if self.remat else []
+        parts += [f"gather {self.gather_dtype}"] if self.gather_dtype else []
+        return ", ".join(parts)
+
+
+class Compared(Protocol):
+    """A mesh and a way to run on it, which a search compares with others."""
+
+    @property
+    def mesh(self) -> Mapping[str, int]:
+        """The sizes of the mesh axes."""
+
+    @property
+    def name(self) -> str:
+        """The mesh, for a table."""
+
+    @property
+    def details(self) -> str:
+        """How a step runs on the mesh, for a table."""
+
+
+C_co = TypeVar("C_co", bound=Compared, covariant=True)
+
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
+class Outcome(Generic[C_co]):
     """The result for a candidate.
 
     Attributes:
@@ -80,7 +107,7 @@ class Outcome:
         another candidate's program.
     """
 
-    candidate: Candidate
+    candidate: C_co
     plan: StepEstimate | None
     reason: str
     is_traced: bool
@@ -143,7 +170,7 @@ class Builder(NamedTuple):
         fused = has_kernel(config)
         return read_work(program, throughput, fused_attention=fused, overlap=overlap)
 
-    def outcome(self, candidate: Candidate, topology: Topology) -> Outcome:
+    def outcome(self, candidate: Candidate, topology: Topology) -> Outcome[Candidate]:
         """Returns the outcome of a candidate by its own program."""
         try:
             work = self.read(candidate, topology.num_devices)
@@ -167,7 +194,7 @@ def sweep(
     *,
     traced: int = 5,
     report: Callable[[str], None] = lambda line: None,
-) -> list[Outcome]:
+) -> list[Outcome[Candidate]]:
     """Ranks candidates by estimated step time.
 
     Args:
@@ -188,7 +215,7 @@ def sweep(
             f"config.parallel.mesh_order is {order}, expected () in a sweep, whose meshes have "
             "other axes than the config's."
         )
-    outcomes: list[Outcome] = []
+    outcomes: list[Outcome[Candidate]] = []
     bases = list(_bases(topology, builder))
     for number, base in enumerate(bases, 1):
         report(f"{number}/{len(bases)} {base.name}{', remat ' * bool(base.remat)}{base.remat}")
@@ -325,7 +352,7 @@ def _fits_into(topology: Topology, mesh: Mapping[str, int]) -> bool:
     return True
 
 
-def _family(builder: Builder, base: Candidate, topology: Topology) -> Iterator[Outcome]:
+def _family(builder: Builder, base: Candidate, topology: Topology) -> Iterator[Outcome[Candidate]]:
     """Yields a traced candidate and the candidates derived from it."""
     config, count = builder.config, topology.num_devices
     rows = count // base.mesh.get(SPLIT_AXIS, 1)  # Devices with different examples.
@@ -345,7 +372,7 @@ def _family(builder: Builder, base: Candidate, topology: Topology) -> Iterator[O
 
 def _planned(
     candidate: Candidate, work: StepWork, topology: Topology, *, is_traced: bool
-) -> Outcome:
+) -> Outcome[Candidate]:
     plan = estimate(work, topology)
     reason = ""
     if not plan.fits:
@@ -355,7 +382,7 @@ def _planned(
     return Outcome(candidate, plan, reason, is_traced)
 
 
-def _nearly_fits(outcome: Outcome, *, fastest: float) -> bool:
+def _nearly_fits(outcome: Outcome[Candidate], *, fastest: float) -> bool:
     """Returns whether an untraced candidate would be the fastest, and may fit when traced."""
     plan = outcome.plan
     return (

@@ -188,8 +188,7 @@ def check_closed_form(model: Transformer) -> None:
         if value := getattr(model, field):
             raise ValueError(
                 f"plan: config.model.{field} is {value}, expected 0 in an estimate in closed form, "
-                "which covers one kind of layer and experts that are chosen; use --sweep, "
-                "which traces the step."
+                "which covers one kind of layer and experts that are chosen"
             )
 
 

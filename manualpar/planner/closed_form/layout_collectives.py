@@ -267,9 +267,10 @@ class LayoutCollectives:
             if path.startswith(f"{LAYERS}/"):
                 if not after and inside is not False:
                     yield form, self.layout.chunks
-            elif (inside is None and not after) or (not inside and (
-                path != "embedding" or self.model.tied_head if after else path == "embedding"
-            )):
+            elif (inside is None and not after) or (
+                not inside
+                and (path != "embedding" or self.model.tied_head if after else path == "embedding")
+            ):
                 yield form, 1
 
     def _gathers(

@@ -1,5 +1,6 @@
 """Turns a layout into a config, and estimates the program of that config."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,7 +9,7 @@ import ml_collections
 from manualpar.planner.closed_form.layout import Layout
 from manualpar.planner.plan import StepEstimate
 from manualpar.planner.roofline import estimate
-from manualpar.planner.step_work import read_work
+from manualpar.planner.step_work import read_work, with_repeats
 from manualpar.planner.sweep import throughput_of
 from manualpar.planner.topology import Topology
 from manualpar.planner.vocabulary import prepare_planned
@@ -69,11 +70,19 @@ def trace_layout(
 ) -> StepEstimate:
     """Estimates the traced program by the roofline; the builder may refuse it with a `ValueError`.
 
-    For the time, attention is one fused kernel. For the memory, it is the program's own attention.
+    For the time, attention is one fused kernel. The minibatches of a step are alike, so without
+    stages one of them is traced; the memory is then that of a step of one minibatch.
     """
-    config = config_of_layout(config, layout)
+    config, repeats = config_of_layout(config, layout), 1
+    if layout.stage == 1:
+        repeats, config.optimizer.num_minibatches = layout.num_minibatches, 1
+        config.data.batch_size //= repeats
     experiment = prepare_planned(config, devices=layout.num_devices, vocab_size=vocab_size)
     throughput = throughput_of(config, experiment.task)
     overlap = config.parallel.overlap
     work = read_work(experiment.program, throughput, fused_attention=True, overlap=overlap)
+    if repeats > 1:
+        examples = repeats * throughput.examples_per_step
+        throughput = dataclasses.replace(throughput, examples_per_step=examples)
+        work = dataclasses.replace(with_repeats(work, repeats), throughput=throughput)
     return estimate(work, topology)

@@ -10,8 +10,10 @@ quantizing and dequantizing take no time and save no memory.
 
 import dataclasses
 import functools
+from typing import Any
 
 from manualpar.core.mesh.compiler_options import Overlap
+from manualpar.inspect.parameter_formulas import ParameterForm
 from manualpar.inspect.tick_parts import TickParts
 from manualpar.layers.pipeline.schedules import make_table
 from manualpar.models import Transformer
@@ -100,7 +102,7 @@ class LayoutEstimator:
         Raises:
           ValueError: Model or batch do not divide.
         """
-        sizes = {"examples": self.examples, "positions": self.positions}
+        sizes: Any = {"examples": self.examples, "positions": self.positions}
         if problem := find_obstacle(self.model, layout, **sizes, even=self.even):
             raise ValueError(f"{layout.name}: {problem}.")
         x = sizes_on_device(self.model, layout, **sizes)
@@ -137,7 +139,9 @@ class LayoutEstimator:
             source="closed form",
         )
 
-    def _uncached_on_mesh(self, layout: Layout, num_layers: int) -> tuple:
+    def _uncached_on_mesh(
+        self, layout: Layout, num_layers: int
+    ) -> tuple[Transformer, tuple[ParameterForm, ...]]:
         """Returns the model of a mesh, and the collectives of its parameters."""
         model = self.model
         if layout.stage > 1 and num_layers != model.num_layers:  # All stages are as full.
@@ -145,6 +149,13 @@ class LayoutEstimator:
         params = abstract_parameters(model)
         forms = parameter_forms(params, layout, min_weight_size=self._min_weight_size)
         return model_on(model, layout), forms
+
+
+def estimate_layout(
+    model: Transformer, layout: Layout, topology: Topology, **options: Any
+) -> StepEstimate:
+    """Estimates one step; `options` are those of `LayoutEstimator`, and so are the errors."""
+    return LayoutEstimator(model, topology, **options).estimate(layout)
 
 
 def _tick_parts(layout: Layout) -> TickParts:

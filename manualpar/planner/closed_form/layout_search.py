@@ -2,8 +2,8 @@
 
 Every product of axis sizes that makes the number of devices is estimated in closed form, with every
 number of minibatches and way to communicate, and with as little remat as fits into memory. Without
-stages, more minibatches are not tried once nothing is computed again. This takes a minute for
-16,384 devices. `manualpar.planner.sweep` traces programs, so it tries fewer.
+stages, more minibatches are not tried once nothing is computed again. `manualpar.planner.sweep`
+traces programs, so it tries fewer.
 
 Layers are split only over devices of a node, or of one slice. Replicas are slices, nodes, or groups
 of nodes, because the network between them is slow.
@@ -26,8 +26,7 @@ from manualpar.planner.closed_form.layout import (
 )
 from manualpar.planner.closed_form.layout_estimate import LayoutEstimator
 from manualpar.planner.closed_form.layout_work import step_memory_of
-from manualpar.planner.plan import StepEstimate
-from manualpar.planner.sweep import MOST_SPLIT
+from manualpar.planner.sweep import MOST_SPLIT, Outcome
 from manualpar.planner.topology import Topology, levels_of
 
 MOST_CONTEXT, MOST_STAGES, MOST_CHUNKS = 16, 32, 8
@@ -41,7 +40,7 @@ def rank_layouts(
     axes: Iterable[str] = ("replica", "stage", "context", "expert", "model"),
     gather_code: AnyCode = "",
     reduce_code: AnyCode = "",
-) -> list[tuple[Layout, StepEstimate]]:
+) -> list[Outcome[Layout]]:
     """Estimates the layouts that divide and fit, with the least remat, and sorts the fastest first.
 
     The estimates are brief.
@@ -53,7 +52,7 @@ def rank_layouts(
       reduce_code: The `reduce_code` of every layout.
     """
     model, topology = estimator.model, estimator.topology
-    estimates = []
+    outcomes = []
     sizes: dict[str, Any] = {"examples": estimator.examples, "positions": estimator.positions}
     for factors in factorisations(model, topology, axes=axes, **sizes):
         fully_kept: set[Communicate] = set()
@@ -67,10 +66,19 @@ def rank_layouts(
             if layout.stage == 1 and layout.remat == "none":
                 fully_kept.add(layout.communicate)  # More minibatches only send more bytes.
             try:
-                estimates.append((layout, estimator.estimate(layout, brief=True)))
+                plan = estimator.estimate(layout, brief=True)
             except ValueError:
                 break  # The mesh does not fit into the topology.
-    return sorted(estimates, key=lambda found: found[1].step_seconds or math.inf)
+            outcomes.append(Outcome(layout, plan, "", is_traced=False))
+    return sorted(outcomes, key=lambda outcome: outcome.seconds)
+
+
+def fastest_of_each_mesh(outcomes: Iterable[Outcome[Layout]]) -> list[Outcome[Layout]]:
+    """Returns the first of the outcomes with each mesh, in their order."""
+    fastest: dict[str, Outcome[Layout]] = {}
+    for outcome in outcomes:
+        fastest.setdefault(outcome.candidate.name, outcome)
+    return list(fastest.values())
 
 
 def factorisations(
