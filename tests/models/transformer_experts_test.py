@@ -16,7 +16,7 @@ from manualpar.models import Transformer, flops_per_token
 from manualpar.models.generation import Generator
 from manualpar.models.generation.sampling import sample_tokens
 from manualpar.models.layer_stack import layer_place
-from manualpar.planner.closed_form.layout_search import rank_layouts
+from manualpar.planner.closed_form.layout_estimate import LayoutEstimator
 from manualpar.planner.topology import parse_topology
 from tests.models.transformer_on_one_device import assert_same_as_plain_flax, loss_of
 
@@ -158,9 +158,11 @@ def test_operations_are_those_of_chosen_and_shared_experts():
 
 def test_the_planner_refuses_what_its_closed_forms_do_not_know():
     topology = parse_topology("v5p:2x2x1")
-    for field, model in (("shared_experts_size", QWEN), ("dense_layers", SMALL)):
-        with pytest.raises(ValueError, match=f"plan: config.model.{field} is .*use --sweep"):
-            rank_layouts(model.clone(dense_layers=1), topology, examples=8, positions=8)
+    dense, dropless = SMALL.clone(dense_layers=1), SMALL.clone(capacity_factor=0.0)
+    cases = {"shared_experts_size": QWEN, "dense_layers": dense, "capacity_factor": dropless}
+    for field, model in cases.items():
+        with pytest.raises(ValueError, match=f"plan: config.model.{field} is .*, expected"):
+            LayoutEstimator(model, topology, examples=8, positions=8)
 
 
 @pytest.mark.parametrize(

@@ -140,9 +140,9 @@ class DeviceSizes:
     vectors: tuple[int, ...]
 
     @property
-    def tensors(self) -> int:
-        """Parameter arrays of a layer: four of attention, three of the MLP, norms and biases."""
-        return 7 + len(self.vectors)
+    def post_norms(self) -> bool:
+        """Whether the outputs of attention and MLP are normalized too."""
+        return self.norms > 2
 
     @property
     def tokens(self) -> int:
@@ -184,11 +184,15 @@ class DeviceSizes:
 
 def check_closed_form(model: Transformer) -> None:
     """Raises a `ValueError` for a model whose layers these closed forms do not describe."""
-    for field in ("shared_experts_size", "dense_layers"):
-        if value := getattr(model, field):
+    expected = {"shared_experts_size": 0, "dense_layers": 0}
+    if model.num_experts and not model.capacity_factor:
+        expected |= {"capacity_factor": 1.25}
+    for field, value in expected.items():
+        if (got := getattr(model, field)) != value:
             raise ValueError(
-                f"plan: config.model.{field} is {value}, expected 0 in an estimate in closed form, "
-                "which covers one kind of layer and experts that are chosen"
+                f"plan: config.model.{field} is {got}, expected {value} in an estimate in closed "
+                "form, which covers one kind of layer and experts that are chosen and have a "
+                "capacity"
             )
 
 

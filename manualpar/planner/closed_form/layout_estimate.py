@@ -112,10 +112,11 @@ class LayoutEstimator:
         model, forms = self._on_mesh(shared, x.L * layout.stage)
         ticks = _tick_parts(layout) if layout.stage > 1 else None
         sends = LayoutCollectives(model, layout, x, forms, ticks)
-        loads = step_loads(x, layout)
+        chunk_runs = sends.chunk_runs if ticks is not None else 0
+        loads = step_loads(x, layout, chunk_runs=chunk_runs)
         pipeline = None
         if ticks is not None:
-            runs = {"forward": sends.chunk_runs, "backward": sends.chunk_runs}
+            runs = {"forward": chunk_runs, "backward": chunk_runs}
             works = {
                 part: PartWork(
                     runs.get(part, layout.num_minibatches),

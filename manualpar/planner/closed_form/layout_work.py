@@ -55,7 +55,8 @@ def layer_products(x: DeviceSizes, layout: Layout) -> Iterator[Product]:
     yield _product(T, query, D)._replace(part="out")
     if not x.experts_per_device:
         yield _product(T, D, x.F, 2)._replace(part="mlp")
-        yield _product(T, x.F, D)
+        # Only a norm behind the layer's last product needs its result again.
+        yield _product(T, x.F, D)._replace(part="out" if x.post_norms else "")
         return
     rows = x.R // x.experts_per_device
     # The products of several experts have a batch dimension, and `dots` does not keep such
@@ -63,9 +64,10 @@ def layer_products(x: DeviceSizes, layout: Layout) -> Iterator[Product]:
     part = "experts" if x.experts_per_device > 1 else "mlp"
     yield _product(rows, D, x.F, 2 * x.experts_per_device)._replace(part=part)
     yield _product(rows, x.F, D, x.experts_per_device)._replace(part=part)
-    # The weighted sum of the experts' outputs, and the router.
-    yield Product(2 * T * D * x.R / max(T, 1), HALF * x.R * D, "experts")
-    yield Product(2 * T * D * x.router, SINGLE * (T * D + T * x.router), "mlp")
+    # The weighted sum of the experts' outputs, which is no product of matrices.
+    yield Product(0.0, HALF * x.R * D, "experts")
+    part = T // layout.model  # The router reads the positions that a device has between layers.
+    yield Product(2 * part * D * x.router, SINGLE * (part * D + part * x.router), "mlp")
 
 
 def head_products(
@@ -98,13 +100,14 @@ def _product(m: int, k: int, n: int, times: int = 1) -> Product:
     return Product(2 * m * k * n * times, HALF * times * (m * k + k * n + m * n))
 
 
-def step_loads(x: DeviceSizes, layout: Layout) -> tuple[Load, ...]:
+def step_loads(x: DeviceSizes, layout: Layout, *, chunk_runs: int = 0) -> tuple[Load, ...]:
     """Returns the products of a step; with stages, each has its part of a tick.
 
     A stage's backward pass of a chunk may begin with its forward pass. The head runs forward and
-    backward in one part.
+    backward in one part. A stage runs chunks `chunk_runs` times.
     """
-    m, layers = layout.num_minibatches, layout.num_minibatches * x.L
+    m = layout.num_minibatches
+    layers = (chunk_runs or m * layout.chunks) * x.L // layout.chunks
     has_stages = layout.stage > 1
     loads = []
 

@@ -8,16 +8,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from manualpar.core.tracing.scopes import PIPELINE_SCOPE
 from manualpar.inspect.communication import summed
 from manualpar.layers.pipeline.schedules import make_table
 from manualpar.models import Transformer
 from manualpar.planner.closed_form.layout import Layout, find_obstacle, sizes_on_device
 from manualpar.planner.closed_form.layout_config import config_of_layout
-from manualpar.planner.closed_form.layout_estimate import estimate_layout
-from manualpar.planner.closed_form.layout_search import factorisations, rank_layouts
+from manualpar.planner.closed_form.layout_estimate import LayoutEstimator, estimate_layout
+from manualpar.planner.closed_form.layout_search import (
+    factorisations,
+    fastest_of_each_mesh,
+    rank_layouts,
+)
 from manualpar.planner.closed_form.layout_work import (
     activation_slots,
-    head_products,
     layer_products,
     state_elements,
     step_memory_of,
@@ -34,6 +38,7 @@ from tests.paths import ROOT
 
 CONFIGS = ROOT / "configs" / "plan"
 P = Layout
+WEIGHTS = {"min_weight_size": load_config(CONFIGS / "llama3_8b.py").parallel.min_weight_size}
 
 
 class XlaLayout(Layout):
@@ -67,25 +72,16 @@ def _traced(name, layout, *, length=0):
 
 
 def _check(name, topology, layout):
-    """Holds all of the closed form against the traced program."""
+    """Holds time and memory of the closed form against the traced program's."""
     model, sizes, work = _traced(name, layout)
     assert not find_obstacle(model, layout, **sizes)
     x = sizes_on_device(model, layout, **sizes)
-    m, layers = layout.num_minibatches, layout.num_minibatches * x.L
-    flops = summed((load.phase, load.flops) for load in work.loads)
-    products = tuple(layer_products(x, layout))
-    of_layers = layers * sum(p.flops for p in products)
-    head, backward = (m * sum(p.flops for p in each) for each in head_products(x, layout))
-    assert of_layers + head == pytest.approx(flops["forward"], rel=1e-3)
-    assert 2 * of_layers + backward == pytest.approx(flops["backward"], rel=1e-3)
-    again = layers * sum(layout.recomputed.get(p.part, 0.0) * p.flops for p in products)
-    assert again == pytest.approx(flops["recomputed"], rel=1e-3)
     assert 4 * state_elements(x, layout) == pytest.approx(work.memory.parameters, rel=1e-3)
-    plan = estimate_layout(model, layout, parse_topology(topology), **sizes)
+    plan = estimate_layout(model, layout, parse_topology(topology), **sizes, **WEIGHTS)
     read = estimate(work, parse_topology(topology))
-    assert plan.seconds == pytest.approx(read.step_seconds, rel=0.06)
-    assert plan.seconds - plan.computing == pytest.approx(read.exposed_seconds, rel=0.12, abs=0.02)
-    assert plan.mfu == pytest.approx(read.mfu, rel=0.06)
+    assert plan.step_seconds == pytest.approx(read.step_seconds, rel=0.03)
+    assert plan.exposed_seconds == pytest.approx(read.exposed_seconds, rel=0.03, abs=0.005)
+    assert plan.mfu == pytest.approx(read.mfu, rel=0.03)
 
 
 @pytest.mark.slow
@@ -148,8 +144,9 @@ def test_a_step_of_any_axes_is_that_of_the_traced_program(name, topology, layout
 def test_a_step_in_stages_is_nearly_that_of_the_traced_program(layout):
     model, sizes, work = _traced("llama3_8b", layout)
     topology = parse_topology("h100:128")
-    plan, read = estimate_layout(model, layout, topology, **sizes), estimate(work, topology)
-    assert 0.85 < plan.seconds / read.step_seconds < 1.02
+    plan = estimate_layout(model, layout, topology, **sizes, **WEIGHTS)
+    read = estimate(work, topology)
+    assert plan.step_seconds == pytest.approx(read.step_seconds, rel=0.03)
 
 
 @pytest.mark.slow
@@ -199,11 +196,19 @@ def test_bubble_slots_and_hops_are_those_of_the_schedule(stages, microbatches, c
     assert activation_slots(layout) == table.activation_slots
     sizes = {"examples": data * microbatches, "positions": 8192}
     plan = estimate_layout(model, layout, topology, **sizes)
-    assert plan.bubble / (plan.bubble + plan.computing) == pytest.approx(table.bubble, rel=0.05)
+    idle = plan.bubble_seconds / (plan.bubble_seconds + plan.compute_seconds)
+    assert idle == pytest.approx(table.bubble, rel=0.1)
     more = dataclasses.replace(layout, num_minibatches=2 * microbatches)
     doubled = estimate_layout(model, more, topology, **sizes | {"examples": 2 * sizes["examples"]})
     ticks = make_table("1f1b", stages, 2 * microbatches, chunks).num_ticks
-    assert doubled.hops / plan.hops == pytest.approx(ticks / table.num_ticks)
+
+    def hops(plan):
+        found = [x for x in plan.collectives if x.purpose == PIPELINE_SCOPE]
+        return sum(x.times for x in found if x.kind == "permute") - chunks_exchanged
+
+    chunks_exchanged = 2 * chunks * 9 if chunks > 1 else 0
+    assert hops(plan) == 2 * table.num_ticks
+    assert hops(doubled) == 2 * ticks
 
 
 def test_chunks_that_run_again_take_time_and_save_memory():
@@ -212,8 +217,8 @@ def test_chunks_that_run_again_take_time_and_save_memory():
     layout = P(stage=8, data=16, model=8, num_minibatches=32, remat="none", communicate="step")
     kept = estimate_layout(model, layout, topology, **sizes)
     again = estimate_layout(model, dataclasses.replace(layout, keep="inputs"), topology, **sizes)
-    assert again.memory.activations < kept.memory.activations / 5
-    assert 1.2 < again.seconds / kept.seconds < 1.4
+    assert again.memory["activations"] < kept.memory["activations"] / 5
+    assert 1.2 < again.step_seconds / kept.step_seconds < 1.4
 
 
 def test_a_longer_context_is_split_and_its_ring_hides():
@@ -221,7 +226,7 @@ def test_a_longer_context_is_split_and_its_ring_hides():
     sizes = {"examples": 16, "positions": 131_072}
     plan = estimate_layout(model, P(data=16, context=8), topology, **sizes)
     assert plan.fits
-    assert plan.seconds - plan.computing < 0.02 * plan.seconds
+    assert plan.exposed_seconds < 0.02 * plan.step_seconds
     with pytest.raises(ValueError, match="examples do not divide by replica x data"):
         estimate_layout(model, P(data=128), topology, **sizes)
 
@@ -240,12 +245,16 @@ def test_every_layout_that_is_tried_has_all_devices_and_divides():
 
 def test_the_fastest_layout_comes_first_and_all_fit():
     model, topology = _model("llama3_70b").clone(num_layers=10), parse_topology("h100:16")
-    plans = rank_layouts(model, topology, examples=16, positions=2048, axes=("replica", "model"))
-    assert all(plan.fits for plan in plans)
-    seconds = [plan.seconds for plan in plans]
+    estimator = LayoutEstimator(model, topology, examples=16, positions=2048)
+    outcomes = rank_layouts(estimator, axes=("replica", "model"))
+    assert all(outcome.plan.fits for outcome in outcomes)
+    seconds = [outcome.seconds for outcome in outcomes]
     assert seconds == sorted(seconds)
-    layouts = {plan.layout for plan in plans}
-    assert len(layouts) == len(plans)
+    layouts = {outcome.candidate for outcome in outcomes}
+    assert len(layouts) == len(outcomes)
+    names = [outcome.candidate.name for outcome in fastest_of_each_mesh(outcomes)]
+    assert len(names) == len(set(names)) < len(outcomes)
+    assert names[0] == outcomes[0].candidate.name
     for layout in layouts:
         less = {"none": None, "dots": "none", "full": "dots"}[layout.remat]
         if less:  # It would not fit.
@@ -277,7 +286,6 @@ def test_parameters_and_windows_of_other_families_are_counted():
     sizes = {"examples": 1, "positions": 64}
     x = sizes_on_device(model, P(), **sizes)
     assert state_elements(x, P()) == sum(leaf.size for leaf in jax.tree.leaves(params))
-    assert x.tensors == len(jax.tree.leaves(params["layers"]["layer_0"]))
     windows = np.arange(64) + 1
     expected = 2 * np.mean([np.minimum(windows, 3), windows])
     assert x.seen == pytest.approx(expected, rel=0.02)

@@ -5,16 +5,16 @@ import io
 import shlex
 
 import rich.console
-
-from manualpar.inspect.memory import Memory
-from manualpar.planner.closed_form.layout import Layout
-from manualpar.planner.closed_form.layout_config import layout_fields
-from manualpar.planner.closed_form.layout_estimate import LayoutEstimate
 from manualpar.planner.closed_form.layout_report import (
     fastest_of_each_mesh,
     print_layouts,
     print_traced,
 )
+
+from manualpar.inspect.memory import Memory
+from manualpar.planner.closed_form.layout import Layout
+from manualpar.planner.closed_form.layout_config import layout_fields
+from manualpar.planner.closed_form.layout_estimate import LayoutEstimate
 
 PLAN = LayoutEstimate(
     layout=Layout(stage=2, data=4, num_minibatches=8, chunks=3, communicate="step"),
