@@ -80,11 +80,11 @@ class Collective:
     root: str = dataclasses.field(default="", repr=False)
     data_axes: tuple[str, ...] = dataclasses.field(default=(), repr=False)
 
-    @functools.cached_property
+    @property
     def bytes_sent(self) -> Fraction:
         """The bytes that a device sends for the collective in a step, see `ring_bytes`."""
         size = math.prod(self.shape) * self.dtype.itemsize
-        return self.times * ring_bytes(self.kind, size, self.axis_size)
+        return ring_bytes(self.kind, self.times * size, self.axis_size)
 
     @property
     def purpose(self) -> str:

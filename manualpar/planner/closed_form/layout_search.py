@@ -135,12 +135,13 @@ def _with_remat(
     model: Transformer, layout: Layout, hbm_bytes: int, *, examples: int, positions: int
 ) -> Layout | None:
     """Returns the layout with the least remat that fits into memory; `None` if none fits."""
-    for remat in Layout.remats:
-        layout = dataclasses.replace(layout, remat=remat)
-        x = sizes_on_device(model, layout, examples=examples, positions=positions)
-        if step_memory_of(x, layout).peak <= hbm_bytes:
-            return layout
-    return None
+    # The sizes are the same for every remat, and the last of them keeps the least.
+    x = sizes_on_device(model, layout, examples=examples, positions=positions)
+    *others, last = (dataclasses.replace(layout, remat=remat) for remat in Layout.remats)
+    if step_memory_of(x, last).peak > hbm_bytes:
+        return None
+    fitting = (each for each in others if step_memory_of(x, each).peak <= hbm_bytes)
+    return next(fitting, last)
 
 
 def _divisors(number: int) -> list[int]:
