@@ -81,7 +81,7 @@ CLOSED_FORM: Mapping[str, Any] = {
     "model.lora": (),
 }
 # Number of the fastest layouts to trace.
-TRACED = 2
+TRACED = 1
 SEARCHES = ("search", "sweep", "layouts")
 FLAGS: Mapping[str, Flag] = {
     "topology": Flag(

@@ -36,14 +36,14 @@ ASSUMED = (
     "; assumed: the shares of bandwidths that are reached, latencies, time to start a collective"
 )
 FITTED_PRODUCTS = {
-    "v5e": 0.79,
-    "v5p": 0.903,
-    "v6e": 0.63,
-    "a100": 0.627,
-    "h100": 0.696,
-    "h100-500w": 0.439,
+    "v5e": 0.789,
+    "v5p": 0.902,
+    "v6e": 0.628,
+    "a100": 0.623,
+    "h100": 0.694,
+    "h100-500w": 0.435,
 }
-FITTED_ATTENTION = {"torus": 0.433, "nodes": 0.418}
+FITTED_ATTENTION = {"torus": 0.444, "nodes": 0.444}
 # Chip -> chip with the same die, and therefore the same speed of products.
 SAME_PRODUCTS = {"h200": "h100"}
 ASSUMED_PRODUCTS = 0.7

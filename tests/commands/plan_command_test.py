@@ -46,10 +46,10 @@ def _command(*arguments):
 
 def test_flags_of_the_planner_and_of_the_config_are_told_apart():
     command = _command(
-        "--config.data.batch_size=64", "--topology=v5p:2x2x2", "--sweep", "--vocab_size", "1000"
+        "--config.data.batch_size=64", "--topology=v5p:2x2x2", "--search", "--vocab_size", "1000"
     )
     assert command.flags.topology.name == "v5p:2x2x2"
-    assert (command.flags.compiler, command.flags.vocab_size, command.flags.sweep) == (
+    assert (command.flags.compiler, command.flags.vocab_size, command.flags.search) == (
         "auto",
         1000,
         True,
@@ -69,8 +69,8 @@ def test_flags_of_the_planner_and_of_the_config_are_told_apart():
         (["--devices=4"], "--devices means nothing here: --topology says what a plan is for."),
         (["--vocab_size=many"], "--vocab_size=many"),
         (["--restart_seconds=-1"], "--restart_seconds=-1: expected 0 or more"),
-        (["--device_mtbf_hours=1", "--sweep"], "--device_mtbf_hours with --sweep: expected one"),
-        (["--layouts", "--sweep"], "--layouts with --sweep: expected one of them"),
+        (["--device_mtbf_hours=1", "--search"], "--device_mtbf_hours with --search: expected one"),
+        (["--layouts", "--search"], "--layouts with --search: expected one of them"),
         (["--config.data.batchsize=3"], "the nearest one is --config.data.batch_size"),
         (["extra"], "'extra' is not understood"),
     ],
@@ -122,25 +122,37 @@ def test_a_plan_for_devices_that_fail_says_how_often_to_save(capsys):
 def test_layouts_over_every_axis_are_ranked_and_written(capsys, monkeypatch):
     monkeypatch.setattr(planner_command, "TRACED", 0)
     more = ("--config.model.num_layers=2", "--config.model.vocab_multiple=2")
-    flags = ("--topology=h100:16", "--layouts", *more)
+    flags = ("--topology=h100:16", "--search", *more)
     assert plan_command(_command(*SMALL, *flags)) == 0
-    found = json.loads(Path("runs/plan-fsdp_lm/001/layouts.json").read_text())["layouts"]
-    seconds = [layout["seconds"] for layout in found]
+    workdir = Path("runs/plan-fsdp_lm/001")
+    assert (workdir / "search.png").read_bytes().startswith(b"\x89PNG")
+    found = json.loads((workdir / "search.json").read_text())
+    assert found["weak_scaling"] == {}
+    seconds = [each["plan"]["step_seconds"] for each in found["candidates"]]
     assert seconds == sorted(seconds)
-    assert {axis for layout in found for axis in layout["mesh"]} == {
+    assert {axis for each in found["candidates"] for axis in each["mesh"]} == {
         *("replica", "stage", "data", "context", "model")
     }
     assert "meshes fit; the fastest, by a closed form" in capsys.readouterr().out
 
 
+def test_the_old_names_of_a_search_are_understood(capsys, monkeypatch):
+    monkeypatch.setattr(planner_command, "TRACED", 0)
+    flags = ("--topology=h100:2", "--layouts")
+    assert plan_command(_command(*SMALL, *flags, "--config.data.batch_size=2")) == 0
+    output = capsys.readouterr().out
+    assert "--layouts goes with the next release: --search is in its place." in output
+    assert "meshes fit; the fastest, by a closed form" in output
+
+
 def test_layouts_are_ranked_with_the_codes_of_the_config(capsys, monkeypatch):
     monkeypatch.setattr(planner_command, "TRACED", 0)
     codes = ("--config.parallel.gather_code=int8", "--config.parallel.reduce_code=int4")
-    assert plan_command(_command(*SMALL, "--topology=h100:16", "--layouts", *codes)) == 0
+    assert plan_command(_command(*SMALL, "--topology=h100:16", "--search", *codes)) == 0
     output = " ".join(capsys.readouterr().out.split())
     assert "gathered parameters as codes of int8, gradients as codes of int4; grad" in output
-    found = json.loads(Path("runs/plan-fsdp_lm/001/layouts.json").read_text())["layouts"]
-    sent = {(each["layout"]["gather_code"], each["layout"]["reduce_code"]) for each in found}
+    found = json.loads(Path("runs/plan-fsdp_lm/001/search.json").read_text())["candidates"]
+    sent = {(each["gather_code"], each["reduce_code"]) for each in found}
     assert sent == {("int8", "int4")}
 
 
@@ -165,12 +177,14 @@ def test_the_flags_of_a_layout_make_its_config(layout):
     ("arguments", "message"),
     [
         (['--config.parallel.rules=(("embed", None),)'], "expected 'transformer' and none"),
-        (["--config.optimizer.ema_decay=0.9"], "ema_decay is 0.9, expected none"),
+        (["--config.optimizer.ema_decay=0.9"], "ema_decay is 0.9, expected 0.0"),
         (
             ["--config.parallel.reduce_code=int4", "--config.parallel.error_feedback=True"],
-            "parallel.error_feedback is True, expected none",
+            "parallel.error_feedback is True, expected False",
         ),
         (["--config.parallel.regather_axes=('data',)"], "regather_axes is ('data',), expected"),
+        (["--config.parallel.reshard_after_forward=False"], "expected True, because the closed"),
+        (["--config.parallel.param_dtype=bfloat16"], "param_dtype is 'bfloat16', expected"),
         (
             ["--config.data.batch_size=1", "--config.data.sequence_length=127"],
             "no layout on h100:16",
@@ -252,20 +266,21 @@ def test_another_mode_is_only_the_compilers(capsys):
 
 
 @pytest.mark.slow
-def test_a_sweep_leaves_a_table_and_a_picture(capsys, monkeypatch):
+def test_a_search_without_closed_form_traces_and_leaves_a_table_and_a_picture(capsys, monkeypatch):
     kinds = {name: strategy_kinds()[name] for name in ("dp", "fsdp")}
     monkeypatch.setattr("manualpar.planner.sweep.strategy_kinds", lambda: kinds)
     monkeypatch.setattr("manualpar.planner.sweep.CHIP_COUNTS", (8,))
     monkeypatch.setattr(planner_command, "sweep", functools.partial(sweep, traced=1))
-    command = _command(CLASSIFIER, "--topology=h100:8", "--sweep", "--workdir=here")
+    command = _command(CLASSIFIER, "--topology=h100:8", "--search", "--workdir=here")
     assert plan_command(command) == 0
-    written = json.loads(Path("here/sweep.json").read_text())
+    written = json.loads(Path("here/search.json").read_text())
     assert {each["strategy"] for each in written["candidates"]} == {"dp", "fsdp"}
     assert [point["devices"] for point in written["weak_scaling"]["fsdp"]] == [8]
-    assert Path("here/sweep.png").read_bytes().startswith(b"\x89PNG")
+    assert Path("here/search.png").read_bytes().startswith(b"\x89PNG")
     output = capsys.readouterr().out
+    assert "Programs are traced: config.model.name is 'classifier'" in output
     assert "fit; the fastest, by a model" in output
-    command.flags.sweep = False
+    command.flags.search = False
     assert plan_command(command) == 2  # The folder is taken.
 
 

@@ -2,13 +2,21 @@
 
 import dataclasses
 import io
+import shlex
 
 import pytest
 import rich.console
 
+from manualpar.planner.closed_form.layout import Layout
 from manualpar.planner.hardware import chip_named
 from manualpar.planner.plan import PlannedCollective, StepEstimate
-from manualpar.planner.plan_report import print_plans, print_sources, print_sweep
+from manualpar.planner.plan_report import (
+    print_closed_form,
+    print_plans,
+    print_search,
+    print_sources,
+    print_traced,
+)
 from manualpar.planner.sweep import Candidate, Outcome
 
 PLAN = StepEstimate(
@@ -89,25 +97,55 @@ def test_what_has_no_tokens_is_counted_in_examples():
     assert not [line for line in lines if line[0] == "with each link by itself"]
 
 
-def test_a_sweep_shows_what_fits_and_the_nearest_of_what_does_not():
+def test_a_search_shows_what_fits_and_the_nearest_of_what_does_not():
     dots = Candidate("fsdp", {"data": 8}, 2, "dots", "")
     full = dataclasses.replace(dots, remat="full", gather_dtype="bfloat16")
     nearer = dataclasses.replace(PLAN, peak_bytes=2**30 + 1)
     outcomes = [
         Outcome(dots, OTHER, "", is_traced=False),
+        Outcome(full, OTHER, "", is_traced=True),
         Outcome(dots, PLAN, "0.5 GiB too much", is_traced=True),
         Outcome(full, nearer, "1 B too much", is_traced=True),
     ]
-    lines = _shown(lambda console: print_sweep(console, outcomes))
-    assert lines[0] == ["1 of 3 fit; the fastest, by a model"]
-    row = ["fsdp, data=8", "2", "dots", "as stored", "500 ms", "-", "-", "-", "~512 MiB"]
-    assert row in lines
+    lines = _shown(lambda console: print_search(console, outcomes))
+    assert lines[0] == ["2 of 4 fit; the fastest, by a model"]
+    rest = ["500 ms", "-", "-", "-"]
+    assert ["fsdp, data=8", "2 minibatches, remat dots", *rest, "~512 MiB"] in lines
+    how = "2 minibatches, remat full, gather bfloat16"
+    assert ["fsdp, data=8", how, *rest, "512 MiB"] in lines
     assert ["~: scaled from another candidate's, not traced."] in lines
     assert ["2 do not run"] in lines
-    assert ["fsdp, data=8", "2", "2 minibatches, remat full: 1 B too much"] in lines
-    lines = _shown(lambda console: print_sweep(console, outcomes[:1]))
+    assert ["fsdp, data=8", "2", f"{how}: 1 B too much"] in lines
+    lines = _shown(lambda console: print_search(console, outcomes[1:2]))
     assert lines[0] == ["1 of 1 fit; the fastest, by a model"]
     assert "do not run" not in str(lines)
+
+
+def test_a_search_of_layouts_has_the_wait_for_stages_and_its_assumptions():
+    layout = Layout(stage=2, data=4, num_minibatches=8, chunks=3, communicate="step")
+    plan = dataclasses.replace(OTHER, compute_seconds=0.2, exposed_seconds=0.1, bubble_seconds=0.2)
+    outcomes = [Outcome(layout, plan, "", is_traced=False)]
+    lines = _shown(lambda console: print_search(console, outcomes, title="3 layouts fit"))
+    assert lines[0] == ["3 layouts fit"]
+    times = ["500 ms", "200 ms", "100 ms", "200 ms", "-", "512 MiB"]
+    assert ["stage=2 x data=4", "8 minibatches, 3 chunks, remat full, by step", *times] in lines
+    assert not [line for line in lines if line[0].startswith("~")]
+    words = str(_shown(lambda c: print_closed_form(c, gather_code="int8", reduce_code="int4")))
+    assert (
+        "Sent quantized: gathered parameters as codes of int8, gradients as codes of int4" in words
+    )
+    words = str(_shown(lambda c: print_closed_form(c, gather_code="", reduce_code="")))
+    assert "quantized" not in words
+
+
+def test_flags_are_as_a_shell_takes_them():
+    outcome = Outcome(Layout(stage=2, data=4), OTHER, "", is_traced=False)
+    flags = ["--config.parallel.mesh={'stage': 2, 'data': 4}", "--config.model.remat=none"]
+    console = rich.console.Console(file=io.StringIO(), width=120)
+    print_traced(console, outcome, "the builder says no.", flags)
+    text = " ".join(console.file.getvalue().split())
+    assert "stage=2 x data=4: 500 ms by the closed form, no program: the builder says no." in text
+    assert shlex.split(text)[-2:] == flags
 
 
 @pytest.mark.parametrize(

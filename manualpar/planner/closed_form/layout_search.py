@@ -137,11 +137,14 @@ def _with_remat(
     """Returns the layout with the least remat that fits into memory; `None` if none fits."""
     # The sizes are the same for every remat, and the last of them keeps the least.
     x = sizes_on_device(model, layout, examples=examples, positions=positions)
-    *others, last = (dataclasses.replace(layout, remat=remat) for remat in Layout.remats)
-    if step_memory_of(x, last).peak > hbm_bytes:
+    *others, last = Layout.remats
+
+    def fits(remat: str) -> bool:
+        return step_memory_of(x, dataclasses.replace(layout, remat=remat)).peak <= hbm_bytes
+
+    if not fits(last):
         return None
-    fitting = (each for each in others if step_memory_of(x, each).peak <= hbm_bytes)
-    return next(fitting, last)
+    return dataclasses.replace(layout, remat=next(filter(fits, others), last))
 
 
 def _divisors(number: int) -> list[int]:

@@ -13,7 +13,7 @@ from manualpar.inspect.communication import summed
 from manualpar.layers.pipeline.schedules import make_table
 from manualpar.models import Transformer
 from manualpar.planner.closed_form.layout import Layout, find_obstacle, sizes_on_device
-from manualpar.planner.closed_form.layout_config import config_of_layout
+from manualpar.planner.closed_form.layout_config import config_of_layout, layout_fields
 from manualpar.planner.closed_form.layout_estimate import LayoutEstimator, estimate_layout
 from manualpar.planner.closed_form.layout_search import (
     factorisations,
@@ -292,3 +292,8 @@ def test_parameters_and_windows_of_other_families_are_counted():
     stages = P(stage=2, num_minibatches=1)
     message = "6 layers do not divide by stage x chunks x global_every = 4"
     assert find_obstacle(model, stages, **sizes) == message
+
+
+def test_a_layout_is_a_strategy_whose_steps_are_those_of_one_device():
+    assert layout_fields(Layout(data=8))["parallel.strategy"] == "fsdp"
+    assert layout_fields(Layout(replica=2, data=4))["parallel.strategy"] == "hsdp"
