@@ -1,7 +1,7 @@
 """Says what a config would send, hold and take on devices that nobody here has.
 
 python -m experiments.plan [--config=configs/fsdp_lm.py] [--config.<field>=<value> ...]
-                           [--topology=v5p:8x8x4] [--compiler=auto|tpu|none] [--sweep|--layouts]
+                           [--topology=v5p:8x8x4] [--compiler=auto|tpu|none] [--search]
                            [--device_mtbf_hours=50000] [--workdir=<folder>]
 """
 

@@ -3,7 +3,7 @@
     python -m experiments.plan --config=configs/plan/llama3_8b.py --topology=h100:1024
 
 On any number of devices that divides 2,048. A step has 2,048 sequences of 8,192 tokens, which is
-the batch of the family's largest model. Nothing was measured here: on 128 H100s the plan says 61.1%
+the batch of the family's largest model. Nothing was measured here: on 128 H100s the plan says 61.4%
 MFU for a layout with which NVIDIA published 58.6%, and on 128 H100s of 500 W 39.2% where torchtitan
 has 38.1% (python -m benchmarks.calibration). The shape is that of table 3 of
 https://arxiv.org/abs/2407.21783: 8.03 billion parameters.

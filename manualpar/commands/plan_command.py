@@ -97,8 +97,9 @@ FLAGS: Mapping[str, Flag] = {
         "How many tokens a language model knows, by default those of its data.", int, 0
     ),
     "search": Flag(
-        "Ranks ways to run on the devices: of a transformer all layouts over replica, stage, data, "
-        "context, expert and model, in closed form; otherwise strategies and meshes, traced.",
+        "Ranks ways to run on the devices: of a transformer under fsdp or hsdp all layouts over "
+        "replica, stage, data, context, expert and model, in closed form; of others strategies and "
+        "meshes, traced.",
         bool,
         False,
     ),
@@ -291,6 +292,11 @@ def _find_no_closed_form(command: CommandLine) -> str:
             f"{config.parallel.rules}, expected 'transformer' and none, which have a closed form"
         )
     fields = flatten_config(config)
+    if (strategy := config.parallel.strategy) not in ("fsdp", "hsdp"):
+        return (
+            f"config.parallel.strategy is {strategy!r}, expected 'fsdp' or 'hsdp', which have a "
+            "closed form"
+        )
     for field, expected in CLOSED_FORM.items():
         if (value := fields.get(field, expected)) not in (expected, ""):
             return (

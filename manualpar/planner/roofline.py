@@ -30,17 +30,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from manualpar.core.mesh.compiler_options import KEEPING_SCATTERS, Overlap, choose_options
 from manualpar.core.tracing.scopes import PIPELINE_SCOPE
-from manualpar.core.tracing.tick_scopes import innermost_ticks
-from manualpar.inspect.communication import Collective, summed
-from manualpar.inspect.scope_parsing import LAYER_SCOPES
+from manualpar.inspect.communication import summed
 from manualpar.inspect.tick_parts import ROWS
 from manualpar.layers.pipeline.schedule_table import Costs
 from manualpar.planner.hardware import Chip
-from manualpar.planner.plan import PlannedCollective, StepEstimate, merge_alike
-from manualpar.planner.step_work import MINIBATCH, Load, PipelineWork, StepWork
-from manualpar.planner.topology import Ring, Topology, describe_axes, ring_over
+from manualpar.planner.plan import StepEstimate, merge_alike
+from manualpar.planner.step_work import Load, PipelineWork, StepWork
+from manualpar.planner.timed_collectives import Clock, Rings, TimedCollective
+from manualpar.planner.topology import Topology, describe_axes
 
 # The phases of each pass; their compute hides the pass's collectives.
 PASSES = (("forward",), ("backward", "recomputed"))
@@ -51,45 +49,6 @@ MENDS = {
     "gathered": "Use reshard_after_forward and scan_layers, or gather_dtype='bfloat16'.",
     "activations": "Use model.remat, more minibatches, or a smaller batch.",
 }
-
-
-Rings = dict[tuple[str, ...], Ring]  # The axes of a ring -> the ring.
-
-
-@dataclasses.dataclass
-class _Timed:
-    """A collective, with the seconds of all its runs, and the seconds hidden behind compute."""
-
-    collective: Collective
-    network: str
-    seconds: float
-    is_doubled: bool
-    slow_bytes: float
-    hidden_seconds: float = 0.0
-    share: float = 1.0  # The share that counts for one step.
-
-    @property
-    def is_awaited(self) -> bool:
-        """Whether the collective sends activations, for which the layer waits."""
-        return self.collective.purpose in LAYER_SCOPES and self.collective.kind != "permute"
-
-    @property
-    def is_inside(self) -> bool:
-        """Whether it is inside the differentiated model, so that a layer's compute can hide it."""
-        scope = self.collective.scope
-        return ("jvp(" in scope or bool(innermost_ticks(scope))) and not self.is_awaited
-
-    @property
-    def is_hop(self) -> bool:
-        """Whether the collective sends between stages."""
-        return self.collective.purpose == PIPELINE_SCOPE
-
-    @property
-    def layer(self) -> tuple[str, ...]:
-        """The first names of its module's path, in its minibatch."""
-        found = MINIBATCH.search(self.collective.scope)
-        names = [name for name in self.collective.module.split("/") if name][:2]
-        return (found.group() if found else "", *names)
 
 
 def estimate(
@@ -111,7 +70,7 @@ def estimate(
       ValueError: The mesh does not fit into the topology, or no peak is known for the dtype.
     """
     chip = topology.chip
-    clock = _Clock(work, topology, {} if rings is None else rings)
+    clock = Clock(work, topology, {} if rings is None else rings)
     timed = clock.time(work.collectives)
     outside, parts = _outside_ticks(work), work.pipeline.parts if work.pipeline else None
     not_in_ticks = [x for x in timed if not (parts and parts.of(x.collective.scope))]
@@ -146,7 +105,7 @@ def estimate(
         memory=memory,
         peak_bytes=peak_bytes,
         fits=peak_bytes <= chip.hbm_bytes,
-        collectives=() if brief else merge_alike(map(_planned, timed)),
+        collectives=() if brief else merge_alike(x.planned() for x in timed),
         compute_seconds=computing,
         hbm_seconds=computing - flops_seconds,
         exposed_seconds=sent - overlapped,
@@ -172,7 +131,7 @@ def _outside_ticks(work: StepWork) -> StepWork:
     return dataclasses.replace(work, loads=tuple(load for load in work.loads if not load.part))
 
 
-def _time_outer_steps(work: StepWork, clock: "_Clock") -> list[_Timed]:
+def _time_outer_steps(work: StepWork, clock: Clock) -> list[TimedCollective]:
     """Times the collectives of outer steps; each step counts its share of them."""
     share = 1 / work.every
     return [
@@ -194,7 +153,7 @@ class _InTicks(NamedTuple):
 
 
 def _in_ticks(
-    work: StepWork, pipeline: PipelineWork, timed: Sequence[_Timed], clock: "_Clock"
+    work: StepWork, pipeline: PipelineWork, timed: Sequence[TimedCollective], clock: Clock
 ) -> _InTicks:
     """Times the ticks and waits of stages; hides the collectives of `timed` that are in ticks."""
     parts, table, chip = pipeline.parts, pipeline.parts.table, clock.topology.chip
@@ -247,54 +206,7 @@ def _flops_rate(chip: Chip, load: Load) -> float:
     )
 
 
-class _Clock(NamedTuple):
-    """Times the collectives of a step."""
-
-    work: StepWork
-    topology: Topology
-    rings: Rings
-
-    def time(self, collectives: Iterable[Collective]) -> list[_Timed]:
-        """Returns the collectives with their seconds; nothing is hidden yet."""
-        return [self._timed(x) for x in collectives]
-
-    def _timed(self, collective: Collective) -> _Timed:
-        topology, axes = self.topology, collective.axes
-        ring = self.rings.get(axes)
-        if ring is None:
-            ring = self.rings[axes] = ring_over(topology, self.work.mesh, axes)
-        fast, slow = topology.chip.network.names
-        network = slow if ring.inside == 1 else f"{fast}+{slow}" if ring.is_slow else fast
-        is_doubled = (
-            collective.kind == "reduce_scatter"
-            and is_made_an_all_reduce(topology, ring)
-            and not _keeps_scatters(topology, ring, self.work.overlap)
-        )
-        sent = float(collective.bytes_sent) * (2 if is_doubled else 1)
-        seconds = ring.seconds(sent, collective.times)
-        return _Timed(collective, network, seconds, is_doubled, ring.crossing_bytes(sent))
-
-
-def is_made_an_all_reduce(topology: Topology, ring: Ring) -> bool:
-    """Returns whether XLA for TPU turns a reduce-scatter on this ring into an all-reduce.
-
-    XLA (libtpu 0.0.42) does this for one flat axis that fills a torus. It was seen on 4x4, 8x8,
-    16x16 and 4x4x8 chips, but not on 8, 4x8 or 8x16; for other shapes in three dimensions it is
-    assumed. Options that `parallel.overlap` chooses may prevent it.
-    """
-    if not topology.chip.is_tpu or ring.outside > 1:
-        return False
-    shape = tuple(size for size in topology.shape if size > 1)
-    fills = sorted(ring.torus_dims) == sorted(shape) and len(shape) > 1
-    return fills and (len(shape) > 2 or len(set(shape)) == 1) and min(shape) > 2
-
-
-def _keeps_scatters(topology: Topology, ring: Ring, overlap: Overlap) -> bool:
-    chosen = choose_options(topology.chip.device_kind, [ring.inside], overlap=overlap)
-    return not KEEPING_SCATTERS.isdisjoint(chosen.options)
-
-
-def _hide(inside: Sequence[_Timed], compute: float, *, runs: int = 1) -> float:
+def _hide(inside: Sequence[TimedCollective], compute: float, *, runs: int = 1) -> float:
     """Hides the collectives of one or more passes behind compute; returns the hidden share."""
     total = sum(x.seconds for x in inside)
     layers = summed((x.layer, x.seconds / x.collective.times) for x in inside)
@@ -303,22 +215,6 @@ def _hide(inside: Sequence[_Timed], compute: float, *, runs: int = 1) -> float:
     for x in inside:
         x.hidden_seconds = share * x.seconds
     return share
-
-
-def _planned(timed: _Timed) -> PlannedCollective:
-    collective = timed.collective
-    return PlannedCollective(
-        kind=collective.kind,
-        axes=collective.axes,
-        purpose=collective.purpose,
-        phase=collective.phase,
-        times=collective.times,
-        bytes_sent=float(collective.bytes_sent) * timed.share,
-        slow_bytes=timed.slow_bytes,
-        seconds=timed.seconds,
-        hidden_seconds=timed.hidden_seconds,
-        network=timed.network,
-    )
 
 
 def _assumptions(work: StepWork, topology: Topology, unhidden: float) -> tuple[str, ...]:
@@ -375,7 +271,7 @@ def _of_outer_steps(work: StepWork) -> Iterator[str]:
 
 
 def _notes(
-    work: StepWork, plan: StepEstimate, timed: Sequence[_Timed], computing: float
+    work: StepWork, plan: StepEstimate, timed: Sequence[TimedCollective], computing: float
 ) -> Iterator[str]:
     if not plan.fits:
         largest = max(plan.memory, key=lambda name: plan.memory[name])

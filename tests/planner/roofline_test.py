@@ -14,8 +14,9 @@ from manualpar.inspect.scope_parsing import LAYER_SCOPES
 from manualpar.inspect.tick_parts import TickParts
 from manualpar.layers.pipeline.schedules import make_table
 from manualpar.planner.hardware import Chip, Network
-from manualpar.planner.roofline import compute_seconds, estimate, is_made_an_all_reduce
+from manualpar.planner.roofline import compute_seconds, estimate
 from manualpar.planner.step_work import Load, PartWork, PipelineWork, StepWork
+from manualpar.planner.timed_collectives import is_made_an_all_reduce
 from manualpar.planner.topology import Topology, parse_topology, ring_over
 from manualpar.training.monitoring.throughput import Throughput
 

@@ -24,8 +24,8 @@ from manualpar.planner.closed_form.layout import (
     find_obstacle,
     sizes_on_device,
 )
-from manualpar.planner.closed_form.layout_collectives import (
-    LayoutCollectives,
+from manualpar.planner.closed_form.layout_collectives import LayoutCollectives
+from manualpar.planner.closed_form.layout_parameters import (
     abstract_parameters,
     model_on,
     parameter_forms,

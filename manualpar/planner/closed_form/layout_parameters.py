@@ -1,0 +1,118 @@
+"""The parameters of a model on a layout: their places, and the collectives of each of them.
+
+Nothing is traced but the shapes of the parameters. The strategy of the layout decides the places,
+as it does for a program.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from manualpar.core.mesh.mesh import abstract_mesh
+from manualpar.core.mesh.roles import AxisRoles
+from manualpar.core.modes.strategy import Strategy
+from manualpar.core.parameters.collectives import CommPolicy
+from manualpar.core.parameters.placement import (
+    complete_placement,
+    describe_parameters,
+    on_stages,
+    path_name,
+)
+from manualpar.core.parameters.quantized_collectives import BlockQuantizer
+from manualpar.core.parameters.sharded_parameter import is_box
+from manualpar.core.program.placement_check import place_parameter
+from manualpar.inspect.parameter_formulas import ParameterForm
+from manualpar.models import Transformer
+from manualpar.planner.closed_form.layout import Layout
+from manualpar.strategies.fsdp import fully_sharded
+from manualpar.strategies.shared_options import PARAMETER_SHARDING
+from manualpar.training.experiment import DATA_AXES
+from manualpar.training.task import CONTEXT_AXIS, EXPERT_AXIS, SPLIT_AXIS, STAGE_AXIS
+
+LAYERS = "layers"  # The module of scanned layers.
+
+
+def model_on(model: Transformer, layout: Layout) -> Transformer:
+    """Returns the model as the program of a layout has it."""
+    axes = layout.mesh
+    split = SPLIT_AXIS if SPLIT_AXIS in axes else ""
+    return model.clone(
+        split_axis=split,
+        sequence_parallel=bool(split),
+        expert_axis=EXPERT_AXIS if EXPERT_AXIS in axes else "",
+        context_axis=CONTEXT_AXIS if CONTEXT_AXIS in axes else "",
+        scan_layers=True,
+        overlap="none",
+    )
+
+
+@functools.lru_cache(maxsize=32)
+def abstract_parameters(model: Transformer) -> Any:
+    """Returns the model's abstract parameters, in boxes that name all axes that a mesh may have."""
+    tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
+    model = model.clone(
+        split_axis=SPLIT_AXIS,
+        expert_axis=EXPERT_AXIS if model.num_experts else "",
+        context_axis="",
+        sequence_parallel=False,
+        scan_layers=True,
+        annotate=False,
+        overlap="none",
+    )
+    return jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
+
+
+@dataclasses.dataclass(frozen=True)
+class LayoutProgram:
+    """What `ParameterForm` reads of the program of a layout."""
+
+    strategy: Strategy
+    mesh: Any
+    data_axes: tuple[str, ...]
+    num_minibatches: int
+    wire: CommPolicy
+
+
+def parameter_forms(
+    params: Any, layout: Layout, *, min_weight_size: int
+) -> tuple[ParameterForm, ...]:
+    """Returns the collectives of each of the `abstract_parameters`, as the strategy places it.
+
+    Only the layout's mesh, `communicate` and its quantizations are read.
+    """
+    axes = layout.mesh
+    replicas = ("replica",) if "replica" in axes else ()
+    shard_axes = tuple(axis for axis in DATA_AXES if axis in axes and axis not in replicas)
+    context = (CONTEXT_AXIS,) if CONTEXT_AXIS in axes else ()
+    batch_dims = {0: (*replicas, *shard_axes)} | ({1: context} if context else {})
+    others: Any = dict.fromkeys(axes, "model")
+    others |= {STAGE_AXIS: "stage"} if STAGE_AXIS in axes else {}
+    roles = AxisRoles(batch_dims, others)
+    strategy = fully_sharded(
+        "hsdp" if replicas else "fsdp",
+        replicas,
+        **{**PARAMETER_SHARDING, "min_weight_size": min_weight_size}
+        | {"communicate_every": layout.communicate},
+    )
+    gather, reduce = (
+        BlockQuantizer(code) if code else None for code in (layout.gather_code, layout.reduce_code)
+    )
+    wire = CommPolicy("bfloat16", "float32", gather_code=gather, reduce_code=reduce)
+    if reduce and replicas:
+        wire = wire._replace(code_axes=replicas)
+    mesh: Any = abstract_mesh(axes, layout.num_devices)
+    program = LayoutProgram(strategy, mesh, roles.data_axes, layout.num_minibatches, wire)
+    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_box)
+    paths = [path_name(path) for path, _ in leaves]
+    stacked = frozenset(path for path in paths if path.startswith(f"{LAYERS}/"))
+    infos = describe_parameters(params, dict.fromkeys(stacked, frozenset({0})), mesh, ())
+    if STAGE_AXIS in axes:
+        infos = on_stages(infos, stacked, STAGE_AXIS)
+    forms = []
+    for info in jax.tree.leaves(infos):
+        place = place_parameter(strategy, info, (*shard_axes, *context), mesh)
+        forms.append(ParameterForm(program, info, complete_placement(place, info, roles, mesh)))
+    return tuple(forms)

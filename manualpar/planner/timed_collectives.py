@@ -1,0 +1,119 @@
+"""Times the collectives of a step on the rings of a topology, before anything is hidden.
+
+A collective runs on one ring over its mesh axes (`manualpar.planner.topology`). Whether compute can
+hide it follows from its purpose and its scope.
+"""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from manualpar.core.mesh.compiler_options import KEEPING_SCATTERS, Overlap, choose_options
+from manualpar.core.tracing.scopes import PIPELINE_SCOPE
+from manualpar.core.tracing.tick_scopes import innermost_ticks
+from manualpar.inspect.communication import Collective
+from manualpar.inspect.scope_parsing import LAYER_SCOPES
+from manualpar.planner.plan import PlannedCollective
+from manualpar.planner.step_work import MINIBATCH, StepWork
+from manualpar.planner.topology import Ring, Topology, ring_over
+
+Rings = dict[tuple[str, ...], Ring]  # The axes of a ring -> the ring.
+
+
+@dataclasses.dataclass
+class TimedCollective:
+    """A collective, with the seconds of all its runs, and the seconds hidden behind compute."""
+
+    collective: Collective
+    network: str
+    seconds: float
+    is_doubled: bool
+    slow_bytes: float
+    hidden_seconds: float = 0.0
+    share: float = 1.0  # The share that counts for one step.
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether the collective sends activations, for which the layer waits."""
+        return self.collective.purpose in LAYER_SCOPES and self.collective.kind != "permute"
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether it is inside the differentiated model, so that a layer's compute can hide it."""
+        scope = self.collective.scope
+        return ("jvp(" in scope or bool(innermost_ticks(scope))) and not self.is_awaited
+
+    @property
+    def is_hop(self) -> bool:
+        """Whether the collective sends between stages."""
+        return self.collective.purpose == PIPELINE_SCOPE
+
+    @property
+    def layer(self) -> tuple[str, ...]:
+        """The first names of its module's path, in its minibatch."""
+        found = MINIBATCH.search(self.collective.scope)
+        names = [name for name in self.collective.module.split("/") if name][:2]
+        return (found.group() if found else "", *names)
+
+    def planned(self) -> PlannedCollective:
+        """Returns the collective as a plan lists it."""
+        collective = self.collective
+        return PlannedCollective(
+            kind=collective.kind,
+            axes=collective.axes,
+            purpose=collective.purpose,
+            phase=collective.phase,
+            times=collective.times,
+            bytes_sent=float(collective.bytes_sent) * self.share,
+            slow_bytes=self.slow_bytes,
+            seconds=self.seconds,
+            hidden_seconds=self.hidden_seconds,
+            network=self.network,
+        )
+
+
+class Clock(NamedTuple):
+    """Times the collectives of a step."""
+
+    work: StepWork
+    topology: Topology
+    rings: Rings
+
+    def time(self, collectives: Iterable[Collective]) -> list[TimedCollective]:
+        """Returns the collectives with their seconds; nothing is hidden yet."""
+        return [self._timed(x) for x in collectives]
+
+    def _timed(self, collective: Collective) -> TimedCollective:
+        topology, axes = self.topology, collective.axes
+        ring = self.rings.get(axes)
+        if ring is None:
+            ring = self.rings[axes] = ring_over(topology, self.work.mesh, axes)
+        fast, slow = topology.chip.network.names
+        network = slow if ring.inside == 1 else f"{fast}+{slow}" if ring.is_slow else fast
+        is_doubled = (
+            collective.kind == "reduce_scatter"
+            and is_made_an_all_reduce(topology, ring)
+            and not _keeps_scatters(topology, ring, self.work.overlap)
+        )
+        sent = float(collective.bytes_sent) * (2 if is_doubled else 1)
+        seconds = ring.seconds(sent, collective.times)
+        return TimedCollective(collective, network, seconds, is_doubled, ring.crossing_bytes(sent))
+
+
+def is_made_an_all_reduce(topology: Topology, ring: Ring) -> bool:
+    """Returns whether XLA for TPU turns a reduce-scatter on this ring into an all-reduce.
+
+    XLA (libtpu 0.0.42) does this for one flat axis that fills a torus. It was seen on 4x4, 8x8,
+    16x16 and 4x4x8 chips, but not on 8, 4x8 or 8x16; for other shapes in three dimensions it is
+    assumed. Options that `parallel.overlap` chooses may prevent it.
+    """
+    if not topology.chip.is_tpu or ring.outside > 1:
+        return False
+    shape = tuple(size for size in topology.shape if size > 1)
+    fills = sorted(ring.torus_dims) == sorted(shape) and len(shape) > 1
+    return fills and (len(shape) > 2 or len(set(shape)) == 1) and min(shape) > 2
+
+
+def _keeps_scatters(topology: Topology, ring: Ring, overlap: Overlap) -> bool:
+    chosen = choose_options(topology.chip.device_kind, [ring.inside], overlap=overlap)
+    return not KEEPING_SCATTERS.isdisjoint(chosen.options)
