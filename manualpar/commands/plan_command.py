@@ -31,6 +31,7 @@ from manualpar.models import Transformer
 from manualpar.planner.closed_form.layout import check_closed_form
 from manualpar.planner.closed_form.layout_config import layout_flags, trace_layout
 from manualpar.planner.closed_form.layout_estimate import LayoutEstimator
+from manualpar.planner.closed_form.layout_parameters import STRATEGIES
 from manualpar.planner.closed_form.layout_search import fastest_of_each_mesh, rank_layouts
 from manualpar.planner.goodput_report import HOUR, plan_goodput, print_goodput
 from manualpar.planner.plan import StepEstimate
@@ -97,9 +98,9 @@ FLAGS: Mapping[str, Flag] = {
         "How many tokens a language model knows, by default those of its data.", int, 0
     ),
     "search": Flag(
-        "Ranks ways to run on the devices: of a transformer under fsdp or hsdp all layouts over "
-        "replica, stage, data, context, expert and model, in closed form; of others strategies and "
-        "meshes, traced.",
+        "Ranks ways to run on the devices: for a transformer with sharded parameters all layouts "
+        "over replica, stage, data, context, expert and model, in closed form; otherwise strategies "
+        "and meshes, traced.",
         bool,
         False,
     ),
@@ -292,16 +293,16 @@ def _find_no_closed_form(command: CommandLine) -> str:
             f"{config.parallel.rules}, expected 'transformer' and none, which have a closed form"
         )
     fields = flatten_config(config)
-    if (strategy := config.parallel.strategy) not in ("fsdp", "hsdp"):
+    if (strategy := config.parallel.strategy) not in STRATEGIES.values():
         return (
-            f"config.parallel.strategy is {strategy!r}, expected 'fsdp' or 'hsdp', which have a "
-            "closed form"
+            f"config.parallel.strategy is {strategy!r}, expected one of "
+            f"{', '.join(map(repr, STRATEGIES.values()))}, which have a closed form"
         )
     for field, expected in CLOSED_FORM.items():
         if (value := fields.get(field, expected)) not in (expected, ""):
             return (
                 f"config.{field} is {value!r}, expected {expected!r}, because the closed form is "
-                "that of AdamW on all parameters, sharded as by fsdp"
+                "that of AdamW on all parameters, sharded by default"
             )
     try:
         check_closed_form(model)
@@ -313,9 +314,10 @@ def _find_no_closed_form(command: CommandLine) -> str:
 def _rank_layouts(command: CommandLine, console: rich.console.Console) -> tuple[Any, Curves]:
     """Ranks all layouts in closed form, and traces the first."""
     config, topology = command.config, command.flags.topology
-    task, fields = planned_task(config, command.flags.vocab_size), flatten_config(config)
+    model: Any = planned_task(config, command.flags.vocab_size).model
+    fields = flatten_config(config)
     estimator = LayoutEstimator(
-        task.model,
+        model,
         topology,
         examples=config.data.batch_size,
         positions=config.data.sequence_length,

@@ -178,7 +178,10 @@ class MinibatchCollectives:
             self.layer += of_attention
             self.dense_layer += of_attention
             if model.num_experts:
-                of_experts = {"num_experts": model.num_experts, "top_k": model.experts_per_token}
+                of_experts: Any = {
+                    "num_experts": model.num_experts,
+                    "top_k": model.experts_per_token,
+                }
                 self.layer += routing_collectives(x, **of_experts, **runs)
                 self.after += loss_of_experts_collectives(x, model.num_layers)
             if documents:

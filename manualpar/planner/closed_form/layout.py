@@ -184,7 +184,7 @@ class DeviceSizes:
 
 def check_closed_form(model: Transformer) -> None:
     """Raises a `ValueError` for a model whose layers these closed forms do not describe."""
-    expected = {"shared_experts_size": 0, "dense_layers": 0}
+    expected: dict[str, float] = {"shared_experts_size": 0, "dense_layers": 0}
     if model.num_experts and not model.capacity_factor:
         expected |= {"capacity_factor": 1.25}
     for field, value in expected.items():

@@ -7,27 +7,21 @@ from typing import Any
 import ml_collections
 
 from manualpar.planner.closed_form.layout import Layout
+from manualpar.planner.closed_form.layout_parameters import STRATEGIES
 from manualpar.planner.plan import StepEstimate
 from manualpar.planner.roofline import estimate
 from manualpar.planner.step_work import read_work, with_repeats
 from manualpar.planner.sweep import throughput_of
 from manualpar.planner.topology import Topology
 from manualpar.planner.vocabulary import prepare_planned
-from manualpar.strategies import BUILT_IN
 from manualpar.training.config import flatten_config
 
 
 def layout_fields(layout: Layout) -> Mapping[str, Any]:
     """Returns the config fields that make a transformer run on a layout, with their values."""
-    # Strategies that shard parameters, by whether they replicate them over an axis.
-    strategies = {
-        kind.replicates: kind.name
-        for kind in BUILT_IN
-        if kind.is_exact and "communicate_every" in kind.fields
-    }
     return {
         "parallel.mesh": layout.mesh,
-        "parallel.strategy": strategies[layout.replica > 1],
+        "parallel.strategy": STRATEGIES[layout.replica > 1],
         "parallel.sequence": layout.model > 1,
         "parallel.communicate_every": layout.communicate,
         "parallel.pipeline_chunks": layout.chunks,

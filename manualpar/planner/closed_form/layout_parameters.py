@@ -6,6 +6,7 @@ as it does for a program.
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -27,12 +28,19 @@ from manualpar.core.program.placement_check import place_parameter
 from manualpar.inspect.parameter_formulas import ParameterForm
 from manualpar.models import Transformer
 from manualpar.planner.closed_form.layout import Layout
+from manualpar.strategies import BUILT_IN
 from manualpar.strategies.fsdp import fully_sharded
 from manualpar.strategies.shared_options import PARAMETER_SHARDING
 from manualpar.training.experiment import DATA_AXES
 from manualpar.training.task import CONTEXT_AXIS, EXPERT_AXIS, SPLIT_AXIS, STAGE_AXIS
 
 LAYERS = "layers"  # The module of scanned layers.
+# The names of the strategies of layouts, which shard parameters, by whether they replicate them.
+STRATEGIES: Mapping[bool, str] = {
+    kind.replicates: kind.name
+    for kind in BUILT_IN
+    if kind.is_exact and "communicate_every" in kind.fields
+}
 
 
 def model_on(model: Transformer, layout: Layout) -> Transformer:
@@ -92,7 +100,7 @@ def parameter_forms(
     others |= {STAGE_AXIS: "stage"} if STAGE_AXIS in axes else {}
     roles = AxisRoles(batch_dims, others)
     strategy = fully_sharded(
-        "hsdp" if replicas else "fsdp",
+        STRATEGIES[bool(replicas)],
         replicas,
         **{**PARAMETER_SHARDING, "min_weight_size": min_weight_size}
         | {"communicate_every": layout.communicate},

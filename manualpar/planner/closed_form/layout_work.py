@@ -66,8 +66,8 @@ def layer_products(x: DeviceSizes, layout: Layout) -> Iterator[Product]:
     yield _product(rows, x.F, D, x.experts_per_device)._replace(part=part)
     # The weighted sum of the experts' outputs, which is no product of matrices.
     yield Product(0.0, HALF * x.R * D, "experts")
-    part = T // layout.model  # The router reads the positions that a device has between layers.
-    yield Product(2 * part * D * x.router, SINGLE * (part * D + part * x.router), "mlp")
+    T //= layout.model  # The router reads the positions that a device has between layers.
+    yield Product(2 * T * D * x.router, SINGLE * (T * D + T * x.router), "mlp")
 
 
 def head_products(
@@ -122,9 +122,11 @@ def step_loads(x: DeviceSizes, layout: Layout, *, chunk_runs: int = 0) -> tuple[
         add("forward", product, layers, "forward")
         add("recomputed", product, layers * again, "backward")
         add("backward", product, 2 * layers, "backward")
-    for phase, products in zip(("forward", "backward"), head_products(x, layout), strict=True):
-        for product in products:
-            add(phase, product, m, "after")
+    forward, backward = head_products(x, layout)
+    for product in forward:
+        add("forward", product, m, "after")
+    for product in backward:
+        add("backward", product, m, "after")
     return tuple(loads)
 
 
