@@ -15,8 +15,9 @@ import jax.numpy as jnp
 
 from manualpar.core.mesh.axes import Names, axes_size, axis_tuple
 from manualpar.core.modes.strategy import CommCounts, Strategy
-from manualpar.core.parameters.collectives import EXACT, CommPolicy
-from manualpar.core.parameters.placement import ParameterInfo, Placement
+from manualpar.core.parameters.comm_policy import EXACT, CommPolicy
+from manualpar.core.parameters.parameter_info import ParameterInfo
+from manualpar.core.parameters.placement import Route
 from manualpar.core.tracing.scopes import (
     CAST_SCOPE,
     GATHER_SCOPE,
@@ -50,7 +51,7 @@ class Sending(Protocol):
         """The minibatches of a step."""
 
     @property
-    def wire(self) -> CommPolicy:
+    def comm(self) -> CommPolicy:
         """How values are sent."""
 
 
@@ -83,22 +84,22 @@ class _DimGather(NamedTuple):
         return self.axis_size > 1 or not self.is_data
 
     def gather(
-        self, times: int, scope: str, wire: CommPolicy, dtype: Any, sent: Any, parts: int = 1
+        self, times: int, scope: str, comm: CommPolicy, dtype: Any, sent: Any, parts: int = 1
     ) -> Collective:
         """Returns `times` gathers of a parameter of `dtype`, of which values of `sent` are sent."""
         n = self.elements // self.rows // self.calls
-        code = wire.gather_quantizer(n, dtype) if self.is_data else None
+        code = comm.gather.quantizer_for(n, dtype) if self.is_data else None
         size, sent = (code.row_bytes(n), UINT8) if code else (n, sent)
         times = times * self.calls // parts
         shape = (self.rows * size,)
         return Collective("all_gather", self.axes, self.axis_size, shape, sent, times, scope)
 
     def scatter(
-        self, times: int, scope: str, wire: CommPolicy, reduced: Any, parts: int = 1
+        self, times: int, scope: str, comm: CommPolicy, reduced: Any, parts: int = 1
     ) -> Collective:
         """Returns `times` reduce-scatters of the gradient; quantized, they are all-to-alls."""
         n, times = self.elements // self.calls, times * self.calls // parts
-        code = wire.reduce_quantizer(n, reduced, self.axes)
+        code = comm.reduce_quantizer(n, reduced, self.axes)
         kind: Kind = "all_to_all" if code else "reduce_scatter"
         size, sent = (code.row_bytes(n), UINT8) if code else (n, reduced)
         shape = (self.axis_size * size,)
@@ -108,12 +109,12 @@ class _DimGather(NamedTuple):
 class ParameterForm:
     """The collectives of one parameter of a program, and of its gradient."""
 
-    def __init__(self, program: Sending, info: ParameterInfo, place: Placement) -> None:
+    def __init__(self, program: Sending, info: ParameterInfo, place: Route) -> None:
         self.program, self.info, self.place = program, info, place
-        self.wire = program.wire.for_parameter(info.dtype, trainable=place.trainable)
+        self.comm = program.comm.for_parameter(info.dtype, trainable=place.trainable)
         self.once_a_step = program.strategy.gather_every == "step"
-        self.reduced = jnp.dtype(self.wire.reduce_dtype or self.wire.gather_dtype or info.dtype)
-        self._gathered = jnp.dtype(self.wire.gather_dtype or info.dtype)
+        self.reduced = self.comm.reduced_dtype(info.dtype)
+        self._gathered = jnp.dtype(self.comm.gather.dtype or info.dtype)
         self._shard = elements_on_device(program, info, place.names, place.parameter_padding)
 
     @property
@@ -176,7 +177,7 @@ class ParameterForm:
             if gather.is_data and not {*gather.axes} <= {*(strategy.regather_axes or gather.axes)}:
                 # It stays gathered.
                 times = strategy.sends(self.program.num_minibatches, True).gathers
-            yield gather.gather(times, scope, self.wire, info.dtype, sent, parts)
+            yield gather.gather(times, scope, self.comm, info.dtype, sent, parts)
 
     def scatters(
         self, times: int, scope: str = SCATTER_SCOPE, parts: int = 1
@@ -186,11 +187,11 @@ class ParameterForm:
         if not self.once_a_step:
             for gather in self._used:
                 if gather.is_data and gather.sends:
-                    yield gather.scatter(times, scope, self.wire, self.reduced, parts)
+                    yield gather.scatter(times, scope, self.comm, self.reduced, parts)
         if place.trainable and (place.state_names is not None or self.once_a_step):
             for gather in self._of_state:
                 if gather.is_data and gather.sends:
-                    yield gather.scatter(times, scope, self.wire, self.reduced)
+                    yield gather.scatter(times, scope, self.comm, self.reduced)
 
     def new_gathers(self, times: int, scope: str = NEW_PARAMS_SCOPE) -> Iterator[Collective]:
         """Yields the gathers of the new parameter, if only its state is sharded."""
@@ -208,9 +209,9 @@ class ParameterForm:
         shard = elements_on_device(program, self.info, place.sharded_names, place.padding)
         sharded = {axis for name in place.sharded_names for axis in axis_tuple(name)}
         if others := tuple(axis for axis in program.data_axes if axis not in sharded):
-            for axes in self.wire.reductions(others):
+            for axes in self.comm.reductions(others):
                 size = axes_size(program.mesh, axes)
-                yield from mean_collectives(self.wire, shard, self.reduced, axes, size, scope)
+                yield from mean_collectives(self.comm, shard, self.reduced, axes, size, scope)
         if stages := place.sum_axes:  # Each stage has a part of the gradient.
             size = axes_size(program.mesh, stages)
             yield Collective("all_reduce", stages, size, (shard,), self.reduced, 1, scope)
@@ -254,7 +255,7 @@ class ParameterForm:
 def _gathers(
     program: Sending,
     info: ParameterInfo,
-    place: Placement,
+    place: Route,
     names: Names,
     shard: int,
     calls: int,
@@ -273,7 +274,7 @@ def _gathers(
     in_order = sorted(zip(dims, is_data, strict=True), key=lambda dim: once_a_step and not dim[1])
     for axes, data in in_order:
         rows = 1
-        for round_axes in reversed(program.wire.rounds(axes)):
+        for round_axes in reversed(program.comm.rounds(axes)):
             size = axes_size(program.mesh, round_axes)
             gathers.append(_DimGather(round_axes, size, shard * rows, data, rows, calls))
             rows *= size
@@ -281,7 +282,7 @@ def _gathers(
     return gathers
 
 
-def _data_shards(program: Sending, place: Placement) -> int:
+def _data_shards(program: Sending, place: Route) -> int:
     """Returns the number of shards of a parameter over axes of the batch."""
     axes = [axis for name in place.names for axis in axis_tuple(name) if axis in place.mean_axes]
     return axes_size(program.mesh, tuple(axes))
@@ -303,10 +304,10 @@ def elements_on_device(
 
 
 def mean_collectives(
-    wire: CommPolicy, n: int, dtype: Any, axes: tuple[str, ...], size: int, scope: str
+    comm: CommPolicy, n: int, dtype: Any, axes: tuple[str, ...], size: int, scope: str
 ) -> Iterator[Collective]:
     """Yields the collectives for the mean over `size` devices of `n` numbers."""
-    if size > 1 and (code := wire.reduce_quantizer(n / size, dtype, axes)):
+    if size > 1 and (code := comm.reduce_quantizer(n / size, dtype, axes)):
         row = code.row_bytes(-(-n // size))
         yield Collective("all_to_all", axes, size, (size * row,), UINT8, 1, scope)
         yield Collective("all_gather", axes, size, (row,), UINT8, 1, scope)

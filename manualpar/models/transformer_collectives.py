@@ -58,7 +58,7 @@ def transformer_sends(
       ValueError: There is no closed form for documents in a pipeline with a context axis, and none
         for dense layers before a pipeline's experts.
     """
-    form = PipelineForm(program) if program.step.pipeline else None
+    form = PipelineForm(program) if program.pipeline else None
     keeps_inputs = form is not None and form.run.keep == "inputs"
     of_minibatch = _in_minibatch(program, model, passes=2 if keeps_inputs else 1)
     before = [*of_minibatch.before, *of_minibatch.documents]
@@ -225,9 +225,9 @@ def _in_minibatch(program: Program, model: Transformer, *, passes: int) -> Minib
         model,
         program.mesh.shape,
         (examples // program.num_minibatches, positions),
-        parameter_dtype=program.wire.gather_dtype or stored,
+        parameter_dtype=program.comm.gather.dtype or stored,
         passes=passes,
-        lookups=1 if program.step.pipeline is None else 2,
+        lookups=1 if program.pipeline is None else 2,
         documents="given" if is_given else "counted" if model.bos_token >= 0 else "",
     )
 
@@ -242,7 +242,7 @@ def _times(number: int, sends: Iterable[Collective]) -> list[Collective]:
 
 def _arranging(program: Program) -> Iterator[Collective]:
     """Yields the collectives for zig-zag order: two permutes of half of each leaf."""
-    axis = program.step.roles.context_axis
+    axis = program.roles.context_axis
     size = program.mesh.shape.get(axis, 1) if axis else 1
     for leaf in jax.tree.leaves(program.abstract_batch) if size > 1 else ():
         if leaf.shape:

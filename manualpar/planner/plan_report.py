@@ -7,7 +7,7 @@ from typing import Any
 
 import rich.console
 
-from manualpar.core.parameters.collectives import CommPolicy
+from manualpar.core.parameters.comm_policy import CommPolicy
 from manualpar.core.parameters.quantized_collectives import BlockQuantizer
 from manualpar.inspect.step_ledger import describe_codes
 from manualpar.planner.closed_form.layout import AnyCode

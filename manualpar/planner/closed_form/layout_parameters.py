@@ -15,16 +15,13 @@ import jax.numpy as jnp
 from manualpar.core.mesh.mesh import abstract_mesh
 from manualpar.core.mesh.roles import AxisRoles
 from manualpar.core.modes.strategy import Strategy
-from manualpar.core.parameters.collectives import CommPolicy
-from manualpar.core.parameters.placement import (
-    complete_placement,
-    describe_parameters,
-    on_stages,
-    path_name,
-)
+from manualpar.core.parameters.comm_policy import CommPolicy, Format
+from manualpar.core.parameters.parameter_info import describe_parameters, on_stages
+from manualpar.core.parameters.placement import route_parameter
 from manualpar.core.parameters.quantized_collectives import BlockQuantizer
 from manualpar.core.parameters.sharded_parameter import is_box
 from manualpar.core.program.placement_check import place_parameter
+from manualpar.core.trees import path_name
 from manualpar.inspect.parameter_formulas import ParameterForm
 from manualpar.models import Transformer
 from manualpar.planner.closed_form.layout import Layout
@@ -81,7 +78,7 @@ class LayoutProgram:
     mesh: Any
     data_axes: tuple[str, ...]
     num_minibatches: int
-    wire: CommPolicy
+    comm: CommPolicy
 
 
 def parameter_forms(
@@ -106,13 +103,13 @@ def parameter_forms(
         | {"communicate_every": layout.communicate},
     )
     gather, reduce = (
-        BlockQuantizer(code) if code else None for code in (layout.gather_code, layout.reduce_code)
+        Format(dtype, BlockQuantizer(code) if code else None)
+        for dtype, code in (("bfloat16", layout.gather_code), ("float32", layout.reduce_code))
     )
-    wire = CommPolicy("bfloat16", "float32", gather_code=gather, reduce_code=reduce)
-    if reduce and replicas:
-        wire = wire._replace(code_axes=replicas)
+    quantized_axes = replicas if reduce.quantizer and replicas else None
+    comm = CommPolicy(gather, reduce, quantized_axes=quantized_axes)
     mesh: Any = abstract_mesh(axes, layout.num_devices)
-    program = LayoutProgram(strategy, mesh, roles.data_axes, layout.num_minibatches, wire)
+    program = LayoutProgram(strategy, mesh, roles.data_axes, layout.num_minibatches, comm)
     leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_box)
     paths = [path_name(path) for path, _ in leaves]
     stacked = frozenset(path for path in paths if path.startswith(f"{LAYERS}/"))
@@ -122,5 +119,5 @@ def parameter_forms(
     forms = []
     for info in jax.tree.leaves(infos):
         place = place_parameter(strategy, info, (*shard_axes, *context), mesh)
-        forms.append(ParameterForm(program, info, complete_placement(place, info, roles, mesh)))
+        forms.append(ParameterForm(program, info, route_parameter(place, info, roles, mesh)))
     return tuple(forms)
