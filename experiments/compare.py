@@ -302,7 +302,7 @@ def _compare(line: CommandLine, console: rich.console.Console) -> Path:
                 f"In {name} an outer step follows every {each.program.every} steps. Sent and "
                 "formula have its share; collectives and temporaries are those of a step alone."
             )
-    told = {name: describe_codes(each.program.wire) for name, each in experiments}
+    told = {name: describe_codes(each.program.comm) for name, each in experiments}
     notes += [f"What travels in {name}: {codes}." for name, codes in told.items() if codes]
     *pairs, reference = rows
     about: dict[str, Any] = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}

@@ -59,7 +59,7 @@ import jax.numpy as jnp
 
 from manualpar.core.mesh.axes import Names, axes_size, axis_tuple
 from manualpar.core.modes.strategy import CommCounts
-from manualpar.core.parameters.collectives import EXACT, CommPolicy
+from manualpar.core.parameters.comm_policy import EXACT, CommPolicy
 from manualpar.core.parameters.placement import ParameterInfo, Placement
 from manualpar.core.program.program import Program
 from manualpar.core.tracing.scopes import (
@@ -153,14 +153,14 @@ def outer_step_bytes(
       without the 4 bytes of the number of examples and without collections.
     """
     totals: defaultdict[tuple[str, ...], Fraction] = defaultdict(Fraction)
-    axes, wire = program.replica_axes, program.outer_wire
+    axes, comm = program.replica_axes, program.outer_comm
     size = axes_size(program.mesh, axes)
     for (info, place), its_fragment in zip(program.parameters, program.fragments, strict=True):
         if its_fragment is None or fragment not in (None, its_fragment):
             continue
         shard = _elements_on_device(program, info, place.sharded_names, place.padding)
-        dtype = jnp.dtype(wire.reduce_dtype or info.dtype)
-        totals[axes] += _mean_bytes(wire, shard, dtype, axes, size)
+        dtype = jnp.dtype(comm.reduce.dtype or info.dtype)
+        totals[axes] += _mean_bytes(comm, shard, dtype, axes, size)
         if place.state_names is not None:
             names = place.sharded_names
             for gather in _gathers(program, info, place, names, shard, once_a_step=True):
@@ -169,9 +169,9 @@ def outer_step_bytes(
     return dict(totals)
 
 
-def _mean_bytes(wire: CommPolicy, n: int, dtype: Any, axes: tuple[str, ...], size: int) -> Fraction:
+def _mean_bytes(comm: CommPolicy, n: int, dtype: Any, axes: tuple[str, ...], size: int) -> Fraction:
     """Returns the bytes that a device sends for the mean over `size` devices of `n` numbers."""
-    if size > 1 and (code := wire.reduce_quantizer(n / size, dtype, axes)):
+    if size > 1 and (code := comm.reduce_quantizer(n / size, dtype, axes)):
         return 2 * ring_bytes("all_gather", code.row_bytes(-(-n // size)), size)
     return ring_bytes("all_reduce", n * dtype.itemsize, size)
 
@@ -209,18 +209,18 @@ class _DimGather(NamedTuple):
     rows: int
     calls: int
 
-    def gather_bytes(self, itemsize: int, wire: CommPolicy = EXACT, dtype: Any = None) -> Fraction:
+    def gather_bytes(self, itemsize: int, comm: CommPolicy = EXACT, dtype: Any = None) -> Fraction:
         """Returns the bytes that a device sends for the gather; `dtype` is the parameter's."""
         n = self.elements // self.rows // self.calls
         size = n * itemsize
-        if self.is_data and (code := wire.gather_quantizer(n, dtype)):
+        if self.is_data and (code := comm.gather.quantizer_for(n, dtype)):
             size = code.row_bytes(n)
         return ring_bytes("all_gather", self.calls * self.rows * size, self.axis_size)
 
-    def scatter_bytes(self, wire: CommPolicy, reduced: Any) -> Fraction:
+    def scatter_bytes(self, comm: CommPolicy, reduced: Any) -> Fraction:
         """Returns the bytes that a device sends for the reduce-scatter of the gradient."""
         n = self.elements // self.calls
-        code = wire.reduce_quantizer(n, reduced, self.axes)
+        code = comm.reduce_quantizer(n, reduced, self.axes)
         size = code.row_bytes(n) if code else n * reduced.itemsize
         return ring_bytes("all_gather", self.calls * size, self.axis_size)
 
@@ -230,12 +230,12 @@ def _of_parameter(
 ) -> Iterator[tuple[tuple[str, ...], Fraction]]:
     """Yields pairs of axes and bytes for one parameter."""
     strategy, sends = program.strategy, uses.sends
-    wire = program.wire.for_parameter(info.dtype, trainable=place.trainable)
+    comm = program.comm.for_parameter(info.dtype, trainable=place.trainable)
     if not place.trainable:
         sends = CommCounts(sends.uses, sends.gathers)
     stored = info.dtype.itemsize
-    gathered = jnp.dtype(wire.gather_dtype or info.dtype).itemsize
-    reduced = jnp.dtype(wire.reduce_dtype or wire.gather_dtype or info.dtype)
+    gathered = jnp.dtype(comm.gather.dtype or info.dtype).itemsize
+    reduced = comm.reduced_dtype(info.dtype)
     once_a_step = strategy.gather_every == "step"
 
     shard = _elements_on_device(program, info, place.names, place.parameter_padding)
@@ -258,9 +258,9 @@ def _of_parameter(
         times = sends.gathers if gather.is_data else sends.uses
         if gather.is_data and not {*gather.axes} <= {*(strategy.regather_axes or gather.axes)}:
             times = strategy.sends(program.num_minibatches, True).gathers  # It stays gathered.
-        yield gather.axes, times * gather.gather_bytes(itemsize, wire, info.dtype)
+        yield gather.axes, times * gather.gather_bytes(itemsize, comm, info.dtype)
         if gather.is_data and not once_a_step:  # The gradient is scattered over the same axes.
-            yield gather.axes, sends.scatters * gather.scatter_bytes(wire, reduced)
+            yield gather.axes, sends.scatters * gather.scatter_bytes(comm, reduced)
     if not place.trainable:
         return
 
@@ -269,15 +269,15 @@ def _of_parameter(
         for gather in _gathers(program, info, place, place.sharded_names, shard, once_a_step=True):
             if gather.is_data:
                 if gather.axis_size > 1:
-                    yield gather.axes, sends.scatters * gather.scatter_bytes(wire, reduced)
+                    yield gather.axes, sends.scatters * gather.scatter_bytes(comm, reduced)
                 if place.state_names is not None:  # The new parameter.
                     yield gather.axes, sends.new_gathers * gather.gather_bytes(stored)
 
     sharded = {axis for name in place.sharded_names for axis in axis_tuple(name)}
     if others := tuple(axis for axis in program.data_axes if axis not in sharded):
-        for axes in wire.reductions(others):
+        for axes in comm.reductions(others):
             size = axes_size(program.mesh, axes)
-            yield axes, _mean_bytes(wire, shard, reduced, axes, size)
+            yield axes, _mean_bytes(comm, shard, reduced, axes, size)
     if stages := place.sum_axes:  # Each stage has a part of the gradient.
         size = axes_size(program.mesh, stages)
         yield stages, ring_bytes("all_reduce", shard * reduced.itemsize, size)
@@ -306,7 +306,7 @@ def _gathers(
     in_order = sorted(zip(dims, is_data, strict=True), key=lambda dim: once_a_step and not dim[1])
     for axes, data in in_order:
         rows = 1
-        for round_axes in reversed(program.wire.rounds(axes)):
+        for round_axes in reversed(program.comm.rounds(axes)):
             size = axes_size(program.mesh, round_axes)
             gathers.append(_DimGather(round_axes, size, shard * rows, data, rows, calls))
             rows *= size

@@ -165,7 +165,7 @@ def _trace(program: Program) -> ClosedJaxpr:
                 "compiler is free to hold what it likes. Compile it and ask its memory_analysis()."
             )
         asked = program.step
-        mode = Manual(asked.mode.mesh, asked.mode.data_axes, asked.mode.wire)
+        mode = Manual(asked.mode.mesh, asked.mode.data_axes, asked.mode.comm)
         update = dataclasses.replace(asked.update, mode=mode)
         model = dataclasses.replace(asked.model, mode=mode)
         step = jax.jit(dataclasses.replace(asked, mode=mode, model=model, update=update).train)

@@ -142,11 +142,11 @@ class PipelineForm:
     def _exchanged(self, index: int) -> Iterator[Collective]:
         """Yields the exchange of a stacked parameter, and the exchange of its gradient."""
         info, place = self.program.parameters[index]
-        wire, reduced = self.program.wire, _dtype_of_sums(info.dtype)
+        comm, reduced = self.program.comm, _dtype_of_sums(info.dtype)
         is_scattered = self.program.strategy.gather_every == "step" or place.state_names is not None
         sharded = {axis for name in place.sharded_names for axis in axis_tuple(name)}
         if is_scattered and sharded & set(place.mean_axes):  # Its gradient has been scattered.
-            reduced = jnp.dtype(wire.reduce_dtype or wire.gather_dtype or info.dtype)
+            reduced = comm.reduced_dtype(info.dtype)
         exchanged = [(place.names, place.parameter_padding, info.dtype)]
         if place.trainable:
             exchanged.append((place.sharded_names, place.padding, reduced))

@@ -84,7 +84,7 @@ def assert_same_as_one_device(
     check_batch("assert_same_as_one_device: batch", batch, program.mesh, program.step.roles)
     state = program.init(rng)
     if rtol is None:
-        dtypes = {program.wire.gather_dtype, program.wire.reduce_dtype}
+        dtypes = {program.comm.gather.dtype, program.comm.reduce.dtype}
         dtypes |= {str(x.dtype) for x in jax.tree.leaves(state.params)}
         rtol = 0.05 if "bfloat16" in dtypes else 1e-4
     compare = functools.partial(_differences, rtol=rtol, atol=atol)
@@ -133,8 +133,8 @@ def _on_one_device(
     step = dataclasses.replace(program.step, model=model, mode=mode)
 
     def cast(place: Placement, x: jax.Array) -> jax.Array:
-        wire = program.wire.for_parameter(x.dtype, trainable=place.trainable)
-        return cast_floating(x, wire.gather_dtype)
+        comm = program.comm.for_parameter(x.dtype, trainable=place.trainable)
+        return cast_floating(x, comm.gather.dtype)
 
     def gradients(params: Any, collections: Any, rng: jax.Array, batch: Any) -> Any:
         def loss_fn(params: Any) -> Any:

@@ -24,7 +24,7 @@ import jax
 from jax.extend.core import Jaxpr
 from jax.sharding import AbstractMesh, NamedSharding
 
-from manualpar.core.parameters.collectives import CommPolicy
+from manualpar.core.parameters.comm_policy import CommPolicy
 from manualpar.core.program.program import Program
 from manualpar.core.tracing.jaxprs import all_equations
 from manualpar.inspect.communication import (
@@ -204,7 +204,7 @@ def ledger(
             f"mode={ours.mode!r}: the compiler writes the collectives, so they stand in the "
             "compiled program only"
         )
-    if ours and (codes := describe_codes(ours.wire)):
+    if ours and (codes := describe_codes(ours.comm)):
         notes.append(f"sent quantized: {codes}")
     if isinstance(ours, DiLoCoProgram):
         by_axes = outer_step_bytes(ours).items()
@@ -243,10 +243,13 @@ def trace_outer_steps(program: DiLoCoProgram) -> tuple[Collective, ...]:
     return tuple(itertools.chain.from_iterable(map(trace_collectives, traced)))
 
 
-def describe_codes(wire: CommPolicy) -> str:
+def describe_codes(comm: CommPolicy) -> str:
     """Says which values are sent quantized; `""` if none are."""
-    axes = f" over {','.join(wire.code_axes)}" if wire.code_axes else ""
-    named = ("gathered parameters", wire.gather_code), (f"gradients{axes}", wire.reduce_code)
+    axes = f" over {','.join(comm.quantized_axes)}" if comm.quantized_axes else ""
+    named = (
+        ("gathered parameters", comm.gather.quantizer),
+        (f"gradients{axes}", comm.reduce.quantizer),
+    )
     parts = [f"{values} as codes of {code.name}" for values, code in named if code]
     return ", ".join(parts)
 

@@ -112,7 +112,7 @@ class _OfMinibatch:
         if x := _activations(program, model, model.split_axis):
             # Rows are summed in the dtype in which parameters are used.
             [stored] = {info.dtype for info, _ in program.parameters if info.path == "embedding"}
-            dtype = program.wire.gather_dtype or stored
+            dtype = program.comm.gather.dtype or stored
             self.before += lookup_collectives(
                 x, dtype, recomputed=program.step.pipeline is not None
             )

@@ -283,7 +283,7 @@ class GlobalParameter(ShardedParameter, eq=False):
         if isinstance(self.mode, Explicit):
             axes |= {*self.storage_axes}
         names = tuple(None if set(axis_tuple(n)) & axes else n for n in self.names)
-        value = cast_floating(self.value, self.wire.gather_dtype)
+        value = cast_floating(self.value, self.comm.gather.dtype)
         with jax.named_scope(GATHER_SCOPE):
             value = self.mode.unshard(value, names, self.names)
         return self.replace(value=unpad_leaf(value, self.padding), names=names, padding=())

@@ -195,10 +195,10 @@ def sync_gradients(grads: Any, axis_names: AxisName) -> Any:
                 )
         scope = f"{jax.tree_util.keystr(path, simple=True, separator='/')}/{REDUCE_SCOPE}"
         with jax.named_scope(scope.lstrip("/")):
-            wire, dtype = comm_policy(g), reduction_dtype(g)
-            for group in wire.reductions(reduce_axes):
+            comm, dtype = comm_policy(g), reduction_dtype(g)
+            for group in comm.reductions(reduce_axes):
                 size = jax.lax.axis_size(group)
-                quantizer = wire.reduce_quantizer(value.size / size, dtype, group)
+                quantizer = comm.reduce_quantizer(value.size / size, dtype, group)
                 if quantizer and size > 1:
                     value, _ = quantizer.mean(value, group)
                 else:
@@ -217,7 +217,9 @@ def reduce_gradient(
       One all-reduce in `dtype` over the axes of `mean_axes` that the gradient has not been
       scattered over, and one over `sum_axes` if there are any.
     """
-    is_exact = comm_policy(g).reduce_code is None  # A quantizer gets the value before any rounding.
+    is_exact = (
+        comm_policy(g).reduce.quantizer is None
+    )  # A quantizer gets the value before any rounding.
     if (set(mean_axes) - set(boxed_axes(g)) and is_exact) or sum_axes:
         g = jax.tree.map(lambda x: x.astype(dtype), g)
     if sum_axes:

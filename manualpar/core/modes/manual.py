@@ -23,7 +23,7 @@ from manualpar.core.modes.gradients import reduce_gradient, sync_metrics
 from manualpar.core.modes.strategy import ModeName
 from manualpar.core.modes.variable_reduction import CollectionSync, sync_collections
 from manualpar.core.parameters.annotations import Rules
-from manualpar.core.parameters.collectives import EXACT, CommPolicy
+from manualpar.core.parameters.comm_policy import EXACT, CommPolicy
 from manualpar.core.parameters.placement import Placement, map_in_scopes, param_specs, state_specs
 from manualpar.core.parameters.sharded_parameter import (
     ShardedParameter,
@@ -56,7 +56,7 @@ class Manual:
     Attributes:
       mesh: The mesh, all axes of `AxisType.Auto`.
       data_axes: The mesh axes along which devices see different examples.
-      wire: The dtypes and quantizers to send with, and the order of the axes.
+      comm: The formats to send in, and the order of the axes.
       rules: The mesh axes of the logical names of activations, for modes in which XLA derives the
         collectives.
       outer_axes: Axes of a `shard_map` around the step; devices along them take separate steps.
@@ -67,7 +67,7 @@ class Manual:
 
     mesh: Mesh
     data_axes: tuple[str, ...]
-    wire: CommPolicy = EXACT
+    comm: CommPolicy = EXACT
     rules: Rules = ()
     outer_axes: tuple[str, ...] = ()
 
@@ -121,9 +121,9 @@ class Manual:
         """
         names = place.sharded_names if as_state else place.names
         padding = place.padding if as_state else place.parameter_padding
-        wire = self.wire.for_parameter(x.dtype, trainable=place.trainable)
+        comm = self.comm.for_parameter(x.dtype, trainable=place.trainable)
         is_sharded = any(map(axis_tuple, (*names, *place.shared_names)))
-        if not is_sharded and not wire.changes_values:
+        if not is_sharded and not comm.changes_values:
             return x
         return self._make_box(
             x,
@@ -132,7 +132,7 @@ class Manual:
             storage_axes=place.storage_axes,
             shared_names=place.shared_names,
             padding=padding,
-            wire=wire,
+            comm=comm,
         )
 
     def scatter(self, place: Placement, shard: Any, g: Any) -> Any:
@@ -167,7 +167,7 @@ class Manual:
 
     def replicate(self, placements: Any, params: Any) -> Any:
         """Gathers updated parameters: from the specs of gradients to those of parameters."""
-        exact = dataclasses.replace(self, wire=self.wire.exact)
+        exact = dataclasses.replace(self, comm=self.comm.exact)
 
         def gather(place: Placement, x: Any) -> Any:
             if place.state_names is None:

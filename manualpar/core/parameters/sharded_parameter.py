@@ -24,13 +24,12 @@ import jax.numpy as jnp
 from manualpar.core.mesh.axes import AxisName, Names, axis_tuple, is_axis_bound
 from manualpar.core.parameters.array_box import ArrayBox
 from manualpar.core.parameters.collectives import (
-    EXACT,
-    CommPolicy,
     cast_to_varying,
     gather_array_with_mean_grads,
     gather_invariant,
     scatter_mean,
 )
+from manualpar.core.parameters.comm_policy import EXACT, CommPolicy
 from manualpar.core.parameters.split_parameter import take_shared
 from manualpar.core.tracing.scopes import NEW_PARAMS_SCOPE
 
@@ -64,7 +63,7 @@ class ShardedParameter(ArrayBox, eq=False):
         `split_parameter.split`; `()` if no dimension has shared entries.
       padding: The number of zeros at the end of each dimension of the gathered array; `()` if there
         are no zeros. Only dimensions sharded over `gather_axes` are padded.
-      wire: The dtypes and quantizers to send with, and the order of the axes.
+      comm: The formats to send in, and the order of the axes.
     """
 
     names: Names = flax.struct.field(pytree_node=False)  # type: ignore[assignment]  # Tuples too.
@@ -72,7 +71,7 @@ class ShardedParameter(ArrayBox, eq=False):
     storage_axes: tuple[str, ...] = flax.struct.field(default=(), pytree_node=False)
     shared_names: Names = flax.struct.field(default=(), pytree_node=False)
     padding: tuple[int, ...] = flax.struct.field(default=(), pytree_node=False)
-    wire: CommPolicy = flax.struct.field(default=EXACT, pytree_node=False)
+    comm: CommPolicy = flax.struct.field(default=EXACT, pytree_node=False)
 
     def unbox(self, apply_constraint: bool = True) -> Any:
         """Gathers the parameter inside `shard_map`; outside, the value is the full array already.
@@ -93,9 +92,9 @@ class ShardedParameter(ArrayBox, eq=False):
         for dim, name in enumerate(self.names):
             axes = axis_tuple(name)
             if set(axes) & set(self.gather_axes):
-                value = gather_array_with_mean_grads(value, dim, axes, wire=self.wire)
+                value = gather_array_with_mean_grads(value, dim, axes, comm=self.comm)
             elif axes and (self.is_whole or set(axes) & set(self.storage_axes)):
-                value = gather_invariant(value, dim, axes, wire=self.wire)
+                value = gather_invariant(value, dim, axes, comm=self.comm)
         return self.finish(value)
 
     def finish(self, value: jax.Array) -> jax.Array:
@@ -104,7 +103,7 @@ class ShardedParameter(ArrayBox, eq=False):
         It sets no `checkpoint_name`. With a name, a scan would not detect that the value it saves
         is its own input.
         """
-        return cast_floating(unpad_leaf(value, self.padding), self.wire.gather_dtype)
+        return cast_floating(unpad_leaf(value, self.padding), self.comm.gather.dtype)
 
     def add_axis(self, index: int, params: dict[Any, Any]) -> "ShardedParameter":
         """Adds a dim for `nn.scan` or `nn.vmap`, with the mesh axis of their metadata, if any."""
@@ -157,9 +156,9 @@ class ShardedParameter(ArrayBox, eq=False):
         """
         value, names = self.value, list(self.names)
         for dim, axes in self.gather_dims():
-            value = gather_array_with_mean_grads(value, dim, axes, wire=self.wire)
+            value = gather_array_with_mean_grads(value, dim, axes, comm=self.comm)
             names[dim] = None
-        value = cast_floating(unpad_leaf(value, self.padding), self.wire.gather_dtype)
+        value = cast_floating(unpad_leaf(value, self.padding), self.comm.gather.dtype)
         return self.replace(value=value, names=tuple(names), padding=())
 
 
@@ -236,7 +235,7 @@ def scatter_gradients(grads: Any, shards: Any) -> Any:
 
     Communication:
       One reduce-scatter for each dimension sharded over `gather_axes`, quantized by
-      `wire.reduce_code` or in the dtype that `reduction_dtype` returns.
+      `comm.reduce.quantizer` or in the dtype that `reduction_dtype` returns.
     """
 
     def scatter(shard: Any, g: Any) -> Any:
@@ -246,7 +245,7 @@ def scatter_gradients(grads: Any, shards: Any) -> Any:
         value = pad_leaf(value, shard.padding)
         for dim, axes in shard.gather_dims():
             dtype = reduction_dtype(shard)
-            value = scatter_mean(value, dim, axes, wire=shard.wire, dtype=dtype)
+            value = scatter_mean(value, dim, axes, comm=shard.comm, dtype=dtype)
         return shard.replace(value=value)
 
     return jax.tree.map(scatter, shards, grads, is_leaf=is_box)
@@ -254,14 +253,14 @@ def scatter_gradients(grads: Any, shards: Any) -> Any:
 
 def comm_policy(x: Any) -> CommPolicy:
     """Returns the communication policy of a `ShardedParameter`; `EXACT` for anything else."""
-    return x.wire if isinstance(x, ShardedParameter) else EXACT
+    return x.comm if isinstance(x, ShardedParameter) else EXACT
 
 
 def reduction_dtype(x: Any) -> Any:
     """Returns the dtype in which a gradient is reduced; `x` is the gradient or its parameter."""
     if not isinstance(x, ShardedParameter):
         return (x.value if is_box(x) else x).dtype
-    return jnp.dtype(x.wire.reduce_dtype or x.wire.gather_dtype or x.value.dtype)
+    return x.comm.reduced_dtype(x.value.dtype)
 
 
 def replicate_shards(params: Any) -> Any:
@@ -274,7 +273,7 @@ def replicate_shards(params: Any) -> Any:
     def gather(x: Any) -> Any:
         value = x.value
         for dim, axes in x.gather_dims():
-            value = gather_invariant(value, dim, axes, scope=NEW_PARAMS_SCOPE, wire=x.wire)
+            value = gather_invariant(value, dim, axes, scope=NEW_PARAMS_SCOPE, comm=x.comm)
         return unpad_leaf(value, x.padding)
 
     return jax.tree.map(lambda x: gather(x) if is_box(x) else x, params, is_leaf=is_box)

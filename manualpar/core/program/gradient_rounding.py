@@ -29,7 +29,7 @@ from manualpar.core.mesh.rng import fold_rng_over_axis
 from manualpar.core.model.options import ROUNDING
 from manualpar.core.modes.manual import Manual
 from manualpar.core.modes.strategy import Strategy
-from manualpar.core.parameters.collectives import CommPolicy
+from manualpar.core.parameters.comm_policy import CommPolicy
 from manualpar.core.parameters.placement import ParameterInfo, Placement
 from manualpar.core.parameters.sharded_parameter import comm_policy, is_box
 
@@ -73,25 +73,25 @@ class Residual(NamedTuple):
 
 
 def residual_of(
-    info: ParameterInfo, place: Placement, wire: CommPolicy, mesh: Any
+    info: ParameterInfo, place: Placement, comm: CommPolicy, mesh: Any
 ) -> Residual | None:
     """Returns the residual of a parameter; `None` if its gradient is not quantized once a step.
 
     The quantized reduction is the reduce-scatter, or else the all-reduce over the other axes.
     """
-    names, wire = place.sharded_names, wire.for_parameter(info.dtype)
+    names, comm = place.sharded_names, comm.for_parameter(info.dtype)
     padded = tuple(map(sum, zip(info.shape, place.padding or (0,) * len(names), strict=True)))
     scattered = [axes for axes in map(axis_tuple, names) if {*axes} & {*place.mean_axes}]
     scatter_axes = {axis for axes in scattered for axis in axes}
     others = tuple(axis for axis in place.mean_axes if axis not in scatter_axes)
-    dtype = jnp.dtype(wire.reduce_dtype or wire.gather_dtype or info.dtype)
-    for axes in (*scattered, *wire.reductions(others)[-1:]):
+    dtype = comm.reduced_dtype(info.dtype)
+    for axes in (*scattered, *comm.reductions(others)[-1:]):
         size = axes_size(mesh, axes)
         rest = tuple(None if axis_tuple(name) == axes else name for name in names)
         numbers = 1  # The size of a device's gradient before the reduction.
         for dim, name in zip(padded, rest, strict=True):
             numbers *= dim // axes_size(mesh, axis_tuple(name))
-        if place.trainable and size > 1 and wire.reduce_quantizer(numbers / size, dtype, axes):
+        if place.trainable and size > 1 and comm.reduce_quantizer(numbers / size, dtype, axes):
             return Residual((size, *padded), PartitionSpec(axes, *rest))
     return None
 
@@ -206,7 +206,7 @@ class GradientRounding:
         keys = jax.tree.unflatten(structure, [*keys])
 
         def at_random(key: jax.Array, x: Any) -> Any:
-            return _with_quantizer(x, StochasticQuantizer(comm_policy(x).reduce_code, key))
+            return _with_quantizer(x, StochasticQuantizer(comm_policy(x).reduce.quantizer, key))
 
         return [jax.tree.map(at_random, keys, tree) for tree in trees]
 
@@ -225,7 +225,7 @@ class GradientRounding:
         """
         leaves = jax.tree.leaves(boxes, is_leaf=is_box)
         pairs = zip(jax.tree.leaves(self.infos), leaves, strict=True)
-        plain = {info.path: comm_policy(box).reduce_code for info, box in pairs}
+        plain = {info.path: comm_policy(box).reduce.quantizer for info, box in pairs}
         residuals = flatten_dict(per_device.get("residuals", {}), sep="/")
         quantizers = {path: ErrorFeedback(plain[path], x[0]) for path, x in residuals.items()}
 
@@ -272,12 +272,14 @@ def gradient_rounding(
     if error_feedback:
         check_feedback(strategy, options)
         for info, place in zip(*map(jax.tree.leaves, (infos, placements)), strict=True):
-            if residual := residual_of(info, place, mode.wire, mode.mesh):
+            if residual := residual_of(info, place, mode.comm, mode.mesh):
                 residuals[info.path] = residual
     return GradientRounding(infos, residuals, rounds_at_random)
 
 
 def _with_quantizer(x: Any, quantizer: Any) -> Any:
     """Replaces the gradient quantizer of a box; does nothing if the box has none."""
-    wire = comm_policy(x)
-    return x if wire.reduce_code is None else x.replace(wire=wire._replace(reduce_code=quantizer))
+    comm = comm_policy(x)
+    if comm.reduce.quantizer is None:
+        return x
+    return x.replace(comm=comm.with_reduce_quantizer(quantizer))

@@ -39,7 +39,7 @@ from manualpar.core.modes.gradients import scanned, unrolled
 from manualpar.core.modes.manual import mode_named
 from manualpar.core.modes.strategy import ModeName, Strategy
 from manualpar.core.parameters.annotations import check_rules
-from manualpar.core.parameters.collectives import CommPolicy
+from manualpar.core.parameters.comm_policy import CommPolicy
 from manualpar.core.parameters.placement import (
     ParameterInfo,
     Placement,
@@ -73,7 +73,7 @@ class Program(StartsFromArrays):
       mesh: The program's mesh. With an abstract mesh it can be traced but not run.
       data_axes: The mesh axes that split the examples.
       num_minibatches: The number of minibatches into which a device splits its part of a batch.
-      wire: The communication dtypes and quantizers, and the order of the axes.
+      comm: The formats in which values are sent, and the order of the axes.
       layout: A `TrainState` with a `PartitionSpec` at each leaf.
       parameters: A `(ParameterInfo, Placement)` for each parameter, in the order of the tree. The
         placement's note gives the reason why a parameter is replicated.
@@ -105,7 +105,7 @@ class Program(StartsFromArrays):
     mesh: Mesh
     data_axes: tuple[str, ...]
     num_minibatches: int
-    wire: CommPolicy
+    comm: CommPolicy
     layout: TrainState
     parameters: tuple[tuple[ParameterInfo, Placement], ...]
     abstract_state: TrainState
@@ -253,11 +253,11 @@ def _design(
     mesh = cast(Mesh, with_axis_types(options["mesh"], AxisType.Auto))
     batch = shapes_of_batch(f"{name}: batch", options["batch"])
     check_batch(f"{name}: batch", batch, mesh, roles)
-    stored_dtypes, wire = check_wire(name, options)
-    if wire.reduce_code and strategy.replica_axes:  # Only reductions over these are quantized.
-        wire = wire._replace(code_axes=strategy.replica_axes)
+    stored_dtypes, comm = check_wire(name, options)
+    if comm.reduce.quantizer and strategy.replica_axes:  # Only reductions over these are quantized.
+        comm = dataclasses.replace(comm, quantized_axes=strategy.replica_axes)
     rules = check_rules(name, options.get("rules", ()), mesh)
-    mode = mode_named(options.get("mode", "manual"))(mesh, roles.data_axes, wire, rules)
+    mode = mode_named(options.get("mode", "manual"))(mesh, roles.data_axes, comm, rules)
 
     def place(info: ParameterInfo) -> Placement:
         return place_parameter(strategy, info, shard_axes, mesh)
@@ -267,7 +267,7 @@ def _design(
 
     def is_gathered(info: ParameterInfo) -> bool:
         placement = place(info)
-        return len(placement.spec) > 0 or (wire.changes_values and not placement.keep)
+        return len(placement.spec) > 0 or (comm.changes_values and not placement.keep)
 
     traced_model = trace_model(
         name,
@@ -289,7 +289,7 @@ def _design(
     placements = jax.tree.map(place_completely, traced_model.parameters)
     num_minibatches = options.get("num_minibatches", 1)
     feedback = None
-    if wire.reduce_code:
+    if comm.reduce.quantizer:
         leaves = trained(traced_model.parameters), trained(placements)
         feedback = gradient_rounding(strategy, *leaves, mode=mode, options=options)
     states = _States(traced_model, tx, placements, feedback)
@@ -360,7 +360,7 @@ def _assemble(batch: Any, step: Step, states: _States, options: ProgramOptions) 
         mesh=user_mesh,
         data_axes=step.roles.data_axes,
         num_minibatches=step.num_minibatches,
-        wire=step.mode.wire,
+        comm=step.mode.comm,
         layout=states.layout,
         parameters=tuple(zip(infos, placements, strict=True)),
         abstract_state=abstract,

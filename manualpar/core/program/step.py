@@ -165,7 +165,7 @@ class Step:
         # Choose the loss: with or without gathers in the backward pass.
         loss = self.loss
         regathers = strategy.reshard_after_forward
-        dequantizes = self.model.adapter.decodes_weights or mode.wire.gather_code
+        dequantizes = self.model.adapter.decodes_weights or mode.comm.gather.quantizer
         if self.pipeline is None and (regathers or dequantizes):
             loss = regather_for_backward(
                 loss, keep_gathered=not regathers, axes=strategy.regather_axes

@@ -22,7 +22,7 @@ from manualpar.core.model.interface import Model
 from manualpar.core.model.loss_function import LossFn
 from manualpar.core.model.options import CODES, ProgramOptions, check_choice
 from manualpar.core.parameters.block_quantization import Quantization
-from manualpar.core.parameters.collectives import CommPolicy
+from manualpar.core.parameters.comm_policy import CommPolicy, Format
 from manualpar.core.parameters.quantized_collectives import BlockQuantizer
 from manualpar.core.program.program import Program
 from manualpar.core.tracing.jaxprs import all_equations
@@ -138,9 +138,11 @@ def diloco(
         replica_axes=axes,
         every=every,
         outer_tx=outer_tx,
-        outer_wire=CommPolicy(
-            reduce_dtype=inner_program.wire.reduce_dtype,
-            reduce_code=BlockQuantizer(outer_code) if outer_code else None,
+        outer_comm=CommPolicy(
+            reduce=Format(
+                inner_program.comm.reduce.dtype,
+                BlockQuantizer(outer_code) if outer_code else None,
+            )
         ),
         num_fragments=outer_fragments,
         overlap=outer_overlap,

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from manualpar.core.mesh.axes import axes_size, with_axis_types
 from manualpar.core.mesh.mesh_context import OutsideMeshes, no_mesh, on_auto_axes
 from manualpar.core.mesh.rng import typed_key
-from manualpar.core.parameters.collectives import CommPolicy
+from manualpar.core.parameters.comm_policy import CommPolicy
 from manualpar.core.parameters.placement import with_shardings
 from manualpar.core.program.guarded_step import GuardedStep, check_state
 from manualpar.core.program.load_state import Missing, StartsFromArrays, check_has_devices
@@ -44,7 +44,7 @@ class DiLoCoProgram(Program):
         state is donated.
       overlapped_outer_steps: For each fragment a train step, `(state, batch) -> (state, metrics)`,
         that exchanges the fragment at the same time; `()` without overlap.
-      outer_wire: The dtype and the quantizer of exchanged differences.
+      outer_comm: The dtype and the quantizer of exchanged differences.
     """
 
     inner: Program
@@ -53,7 +53,7 @@ class DiLoCoProgram(Program):
     fragments: tuple[int | None, ...]
     outer_steps: tuple[Any, ...]
     overlapped_outer_steps: tuple[Any, ...]
-    outer_wire: CommPolicy
+    outer_comm: CommPolicy
     _state: DiLoCoState = dataclasses.field(repr=False)
 
     @property
@@ -131,7 +131,7 @@ def build_diloco(
     replica_axes: tuple[str, ...],
     every: int,
     outer_tx: optax.GradientTransformation,
-    outer_wire: CommPolicy,
+    outer_comm: CommPolicy,
     num_fragments: int,
     overlap: bool,
     compiler_options: dict[str, Any] | None,
@@ -144,7 +144,7 @@ def build_diloco(
     roles = dataclasses.replace(roles, batch_dims={0: (*replica_axes, *first[1]), **dict(others)})
     step = replicated_step(name, inner, mesh, roles, replica_axes)
     state = DiLoCoState(inner, step.placements, mesh, replica_axes, outer_tx, num_fragments)
-    steps = ReplicaSteps(inner, step, replica_axes, state, outer_wire)
+    steps = ReplicaSteps(inner, step, replica_axes, state, outer_comm)
 
     def shard(specs: Any) -> Any:
         return jax.tree.map(lambda spec: NamedSharding(typed_mesh, spec), specs)
@@ -214,7 +214,7 @@ def build_diloco(
         mesh=typed_mesh,
         data_axes=roles.data_axes,
         num_minibatches=inner.num_minibatches,
-        wire=inner.wire,
+        comm=inner.comm,
         layout=layout,
         parameters=tuple(zip(infos, placements, strict=True)),
         abstract_state=abstract,
@@ -232,7 +232,7 @@ def build_diloco(
         fragments=tuple(next(indices) if place.trainable else None for place in placements),
         outer_steps=outer_steps,
         overlapped_outer_steps=overlapped_outer_steps,
-        outer_wire=outer_wire,
+        outer_comm=outer_comm,
         _state=state,
     )
     return program

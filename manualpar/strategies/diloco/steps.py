@@ -25,7 +25,8 @@ from manualpar.core.mesh.splitting import check_batch
 from manualpar.core.model.loss_function import Metrics
 from manualpar.core.modes.gradients import sync_metrics
 from manualpar.core.modes.manual import Manual
-from manualpar.core.parameters.collectives import CommPolicy, cast_to_varying
+from manualpar.core.parameters.collectives import cast_to_varying
+from manualpar.core.parameters.comm_policy import CommPolicy
 from manualpar.core.parameters.placement import (
     Placement,
     complete_placement,
@@ -74,11 +75,11 @@ class ReplicaSteps:
         replicated_step: Step,
         axes: tuple[str, ...],
         state: DiLoCoState,
-        outer_wire: CommPolicy,
+        outer_comm: CommPolicy,
     ) -> None:
-        """Sets the attributes; `outer_wire` has the dtype and quantizer of sent differences."""
+        """Sets the attributes; `outer_comm` has the dtype and quantizer of sent differences."""
         self.inner, self.axes, self.state = inner, axes, state
-        self.replicated_step, self.outer_wire = replicated_step, outer_wire
+        self.replicated_step, self.outer_comm = replicated_step, outer_comm
         self.mesh, self._placements = replicated_step.mode.mesh, replicated_step.placements
         types = dict.fromkeys(axes, AxisType.Manual)
         replica_mesh = cast(Any, self.mesh.abstract_mesh.update_axis_types(types))
@@ -159,7 +160,7 @@ class ReplicaSteps:
         ) -> tuple[Any, Any]:
             replica = jax.tree.map(lambda x: x[0], replica)
             count = examples[0, fragment]
-            delta = mean_difference(common, replica, count, self.axes, self.outer_wire)
+            delta = mean_difference(common, replica, count, self.axes, self.outer_comm)
             if collections is None:
                 return delta, None
             before, after = collections[0], jax.tree.map(lambda x: x[0], collections[1])

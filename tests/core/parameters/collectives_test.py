@@ -7,14 +7,13 @@ from jax.sharding import PartitionSpec as P
 from manualpar import gather_array_with_mean_grads, gather_examples, make_mesh
 from manualpar.core.mesh.axes import axes_size, axis_tuple
 from manualpar.core.parameters.collectives import (
-    EXACT,
-    CommPolicy,
     cast_to_varying,
     gather_invariant,
     is_vma_checked,
     scatter_mean,
     varying_axes,
 )
+from manualpar.core.parameters.comm_policy import EXACT, CommPolicy
 
 AXIS_NAMES = ("data", ("data", "model"), ("model", "data"))
 BOTH = ("data", "model")
@@ -80,9 +79,9 @@ def test_gradient_is_the_mean_over_the_gathered_axes(mesh8, axis_name, check_vma
         np.testing.assert_allclose(grad, weights.mean(0), rtol=1e-6)
 
 
-@pytest.mark.parametrize("wire", [EXACT, AXIS_BY_AXIS], ids=["at once", "axis by axis"])
+@pytest.mark.parametrize("comm", [EXACT, AXIS_BY_AXIS], ids=["at once", "axis by axis"])
 @pytest.mark.parametrize("axis_name", [("data", "model"), ("model", "data")], ids=str)
-def test_either_way_every_element_lands_where_a_spec_says(mesh8, axis_name, wire):
+def test_either_way_every_element_lands_where_a_spec_says(mesh8, axis_name, comm):
     skip_unless_mesh_has(mesh8, axis_name)
     n = axes_size(mesh8, axis_name)
     x = index_coded((3, 16))
@@ -90,12 +89,12 @@ def test_either_way_every_element_lands_where_a_spec_says(mesh8, axis_name, wire
 
     def on_device(shard, weight):
         def loss(shard):
-            whole = gather_array_with_mean_grads(shard, 1, axis_name, wire=wire)
+            whole = gather_array_with_mean_grads(shard, 1, axis_name, comm=comm)
             return jnp.sum(whole * weight[0]), whole
 
         grad, whole = jax.grad(loss, has_aux=True)(shard)
-        scattered = scatter_mean(weight[0], 1, axis_name, wire=wire)
-        return whole[None], gather_invariant(shard, 1, axis_name, wire=wire), grad, scattered
+        scattered = scatter_mean(weight[0], 1, axis_name, comm=comm)
+        return whole[None], gather_invariant(shard, 1, axis_name, comm=comm), grad, scattered
 
     sharded = P(None, axis_name)
     run = jax.shard_map(
@@ -111,7 +110,7 @@ def test_either_way_every_element_lands_where_a_spec_says(mesh8, axis_name, wire
     np.testing.assert_allclose(grad, weights.mean(0), rtol=1e-6)
     np.testing.assert_allclose(scattered, weights.mean(0), rtol=1e-6)
     text = jax.jit(run).lower(x, weights).as_text()
-    sizes = [mesh8.shape[axis] for axis in axis_name] if wire.axis_by_axis else [n]
+    sizes = [mesh8.shape[axis] for axis in axis_name] if comm.axis_by_axis else [n]
     sending = sum(size > 1 for size in sizes)  # Types alone are told that one device is invariant.
     assert text.count('"stablehlo.all_gather"') == sending + len(sizes)
     assert text.count('"stablehlo.reduce_scatter"') == 2 * sending
