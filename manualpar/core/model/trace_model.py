@@ -87,13 +87,21 @@ class TracedModel:
         """Calls the user's loss; sharded parameters are in boxes.
 
         Returns:
-          The loss, the checked metrics, and the collections after the call.
+          The loss, the checked metrics, and the collections after the call. Only the loss has a
+          gradient: otherwise the backward pass would compute the derivatives of the others and
+          multiply them by zeros, and an infinite derivative would make the gradient NaN.
         """
+        before = {id(x) for x in jax.tree.leaves(collections)}
         apply_fn = CarryingApply(self.adapter, collections, PartOfDevice(self.parameters, params))
         with self.mode.context():
             loss, metrics = call_loss(self._loss_fn, as_whole(params), apply_fn, batch, rng)
         _check_same_along_model_axes(loss, metrics, varying_axes((batch, rng)))
-        return loss, metrics, apply_fn.collections
+        # A variable that the loss does not change stays the same array: pipelines need this.
+        metrics, collections = jax.tree.map(
+            lambda x: x if id(x) in before else jax.lax.stop_gradient(x),
+            (metrics, apply_fn.collections),
+        )
+        return loss, metrics, collections
 
     def eval_metrics(self, params: Any, collections: Any, batch: Any, rng: jax.Array) -> Metrics:
         """Calls `train_loss` with training turned off, and returns its metrics."""

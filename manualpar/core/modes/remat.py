@@ -90,13 +90,8 @@ def regather_for_backward(
 
     @functools.wraps(function)
     def run(*args: Any) -> Any:
-        leaves, structure = jax.tree.flatten(args)
-
-        def flat(*leaves: Any) -> Any:
-            return function(*jax.tree.unflatten(structure, leaves))
-
-        closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*leaves)
-        out = _regathering(closed, is_repeated, in_loop=False)(*leaves)
+        closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+        out = _regathering(closed, is_repeated, in_loop=False)(*jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(shapes), out)
 
     return run

@@ -18,6 +18,7 @@ from manualpar.core.parameters.sharded_parameter import (
     choose_shard_dim,
     is_box,
 )
+from manualpar.core.parameters.trainable import empty_part
 
 
 def shard_params(params: Any, axis_name: AxisName, min_weight_size: int = 2**18) -> Any:
@@ -188,8 +189,9 @@ def accumulate_gradients(
 
     minibatches = split_minibatches(batch, num_minibatches)
     schedule = scanned if use_scan else unrolled
-    grads, metrics, _ = accumulate(stateless, state.params, {}, minibatches, rng, schedule=schedule)
-    return jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params), metrics
+    params = state.params, empty_part(state.params)
+    grads, sums, _ = accumulate(stateless, params, {}, minibatches, rng, schedule=schedule)
+    return jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params), sums.metrics
 
 
 def _full_names(x: Any, ndim: int) -> Names:

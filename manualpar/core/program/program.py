@@ -52,7 +52,7 @@ from manualpar.core.parameters.placement import (
 )
 from manualpar.core.parameters.sharded_parameter import pad_leaf
 from manualpar.core.parameters.trainable import partition, trained
-from manualpar.core.program.gradient_rounding import gradient_rounding
+from manualpar.core.program.gradient_rounding import GradientRounding, gradient_rounding
 from manualpar.core.program.guarded_step import GuardedStep, check_state
 from manualpar.core.program.load_state import StartsFromArrays, check_has_devices
 from manualpar.core.program.optimizer_update import Update, explain_optimizer
@@ -184,8 +184,10 @@ class _States:
       opt_padding: The padding of each leaf of the optimizer's state.
     """
 
-    def __init__(self, model: TracedModel, tx: Any, placements: Any, feedback: Any) -> None:
-        self._model, self._tx, self._placements, self._feedback = model, tx, placements, feedback
+    def __init__(
+        self, model: TracedModel, tx: Any, placements: Any, rounding: GradientRounding
+    ) -> None:
+        self._model, self._tx, self._placements, self._rounding = model, tx, placements, rounding
         key = jax.eval_shape(lambda: jax.random.key(0))
         self.unpadded = jax.eval_shape(self._state, model.variables, key)
         opt_placements = like_params(
@@ -197,7 +199,7 @@ class _States:
         self.layout = layout.replace(
             params=param_specs(placements),
             opt_state=state_specs(opt_placements),
-            local=feedback.specs() if feedback else {},
+            local=rounding.specs(),
         )
 
     def create(self, rng: jax.Array) -> TrainState:
@@ -224,7 +226,7 @@ class _States:
             opt_state=opt_state,
             rng=rng,
             collections={name: tree for name, tree in variables.items() if name != "params"},
-            local=self._feedback.zeros() if self._feedback else {},
+            local=self._rounding.zeros(),
         )
 
 
@@ -288,11 +290,9 @@ def _design(
         roles = dataclasses.replace(roles, others=dict.fromkeys(mesh.axis_names, "model"))
     placements = jax.tree.map(place_completely, traced_model.parameters)
     num_minibatches = options.get("num_minibatches", 1)
-    feedback = None
-    if comm.reduce.quantizer:
-        leaves = trained(traced_model.parameters), trained(placements)
-        feedback = gradient_rounding(strategy, *leaves, mode=mode, options=options)
-    states = _States(traced_model, tx, placements, feedback)
+    leaves = trained(traced_model.parameters), trained(placements)
+    rounding = gradient_rounding(strategy, *leaves, mode=mode, options=options)
+    states = _States(traced_model, tx, placements, rounding)
     step = Step(
         strategy=strategy,
         model=traced_model,
@@ -308,7 +308,7 @@ def _design(
         if pipeline
         else None,
         nonfinite=options.get("nonfinite", "ignore"),
-        feedback=feedback,
+        rounding=rounding,
     )
     return batch, step, states
 

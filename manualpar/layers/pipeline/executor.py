@@ -144,7 +144,7 @@ class PipelineRun:
         """Makes the stage's work for `params`, a pair of trained and frozen parameters."""
 
         def combined_loss(combined: Any, *args: Any) -> Any:
-            return loss(_split_as(params, combined), *args)
+            return loss(*_split_as(params, combined), *args)
 
         is_trained = jax.tree.leaves(combine(_mark_trained(params)))
         return self._work(combined_loss, combine(params), collections, parts, is_trained)

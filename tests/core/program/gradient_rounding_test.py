@@ -129,7 +129,7 @@ def gradient(program, batch, keys):
     carried = state.collections, state.local
 
     def each(keys):
-        run = lambda key: program.step.gradients(state.params, carried, key, batch)[0]  # noqa: E731
+        run = lambda key: program.step.gradients(batch)(state.params, carried, key, batch)[0]  # noqa: E731
         some = jax.vmap(run)(keys)
         return [jax.tree.map(functools.partial(f, axis=0), some) for f in (jnp.mean, jnp.std)]
 
