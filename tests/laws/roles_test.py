@@ -187,10 +187,9 @@ def test_a_schedule_may_run_minibatches_in_another_order():
         return (params * x).mean(), {"loss": ((params * x).sum(), jnp.asarray(x.size))}, collections
 
     x = jnp.arange(6.0) ** 2
+    params = jnp.ones(()), optax.MaskedNode()
     results = [
-        accumulate(
-            loss, jnp.ones(()), {}, split_minibatches(x, 3), jax.random.key(0), schedule=schedule
-        )
+        accumulate(loss, params, {}, split_minibatches(x, 3), jax.random.key(0), schedule=schedule)
         for schedule in (unrolled, backwards)
     ]
     assert order == [2, 1, 0]
