@@ -24,7 +24,7 @@ from manualpar.core.model.initialise import (
     with_mesh_if_needed,
 )
 from manualpar.core.model.interface import Model, ModelInterface, RunPhase, interface_of
-from manualpar.core.model.loss_function import LossFn, Metrics, call_loss
+from manualpar.core.model.loss_function import LossFn, Metrics, call_loss, check_loss, tracing_loss
 from manualpar.core.model.options import StoredDtypes
 from manualpar.core.model.probe import find_loop_dims
 from manualpar.core.model.whole_parameters import PartOfDevice, as_whole, boxed_parts
@@ -93,8 +93,9 @@ class TracedModel:
         """
         before = {id(x) for x in jax.tree.leaves(collections)}
         apply_fn = CarryingApply(self.adapter, collections, PartOfDevice(self.parameters, params))
-        with self.mode.context():
-            loss, metrics = call_loss(self._loss_fn, as_whole(params), apply_fn, batch, rng)
+        with self.mode.context(), tracing_loss():
+            result = self._loss_fn(as_whole(params), apply_fn, batch, rng)
+        loss, metrics = check_loss(result)
         _check_same_along_model_axes(loss, metrics, varying_axes((batch, rng)))
         # A variable that the loss does not change stays the same array: pipelines need this.
         metrics, collections = jax.tree.map(

@@ -345,9 +345,9 @@ def _assemble(batch: Any, step: Step, states: _States, options: ProgramOptions) 
     )
     eval_step = jit(step.evaluate, PartitionSpec(), **steps_options)
 
-    def guard(name: str, function: jax.stages.Wrapped) -> jax.stages.Wrapped:
+    def guard(name: str, step: OutsideMeshes) -> Any:
         check = functools.partial(check_state, name, abstract)
-        return cast(Any, GuardedStep(name, function, mesh, check)) if has_devices else function
+        return GuardedStep(name, step.jitted, mesh, check) if has_devices else step
 
     def init(create: Callable[[jax.Array], TrainState], rng: Any) -> TrainState:
         check_has_devices("init", mesh)

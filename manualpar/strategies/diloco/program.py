@@ -190,9 +190,9 @@ def build_diloco(
     )
     has_devices = not isinstance(mesh, AbstractMesh)
 
-    def guard(function: str, jitted: Any) -> Any:
+    def guard(function: str, step: OutsideMeshes) -> Any:
         check = functools.partial(check_state, function, abstract)
-        return GuardedStep(function, jitted, mesh, check) if has_devices else jitted
+        return GuardedStep(function, step.jitted, mesh, check) if has_devices else step
 
     def init(create: Callable[[jax.Array], TrainState], rng: Any) -> TrainState:
         check_has_devices("init", mesh)
