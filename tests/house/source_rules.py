@@ -29,6 +29,7 @@ READ = (
     "parameters.collectives",
     "parameters.sharded_parameter",
     "modes.gradients",
+    "modes.mode",
     "modes.manual",
     "modes.strategy",
     "program.step",

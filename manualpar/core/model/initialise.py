@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 
 from manualpar.core.mesh.axes import axis_tuple
 from manualpar.core.model.interface import InitArgs, ModelInterface
-from manualpar.core.modes.manual import Manual
+from manualpar.core.modes.mode import Mode
 from manualpar.core.parameters.collectives import cast_to_varying
 from manualpar.core.parameters.sharded_parameter import is_box
 
@@ -44,7 +44,7 @@ def initialisation(
     model: ModelInterface,
     batch: Any,
     batch_specs: Any,
-    mode: Manual,
+    mode: Mode,
     *,
     init_args: InitArgs | None,
     cast: Callable[[Any], Any],
@@ -91,7 +91,7 @@ def _box_typed(x: Any) -> Any:
 
 
 def with_mesh_if_needed(
-    mode: Manual, call: Callable[[], Any], call_on_mesh: Callable[[], Any]
+    mode: Mode, call: Callable[[], Any], call_on_mesh: Callable[[], Any]
 ) -> Any:
     """Calls the first function, or the second if that fails and the mode has a mesh for models."""
     try:
@@ -102,7 +102,7 @@ def with_mesh_if_needed(
     return call_on_mesh()
 
 
-def trace(mode: Manual, function: Callable[..., Any], in_specs: Any, *args: Any) -> None:
+def trace(mode: Mode, function: Callable[..., Any], in_specs: Any, *args: Any) -> None:
     """Traces a function of abstract global arguments as a step would run it.
 
     The function's first argument is a tree of variables, which is cast to vary over devices.

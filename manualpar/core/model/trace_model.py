@@ -28,7 +28,7 @@ from manualpar.core.model.loss_function import LossFn, Metrics, call_loss, check
 from manualpar.core.model.options import StoredDtypes
 from manualpar.core.model.probe import find_loop_dims
 from manualpar.core.model.whole_parameters import PartOfDevice, as_whole, boxed_parts
-from manualpar.core.modes.manual import Manual
+from manualpar.core.modes.mode import Mode
 from manualpar.core.modes.variable_reduction import CollectionSync, check_sync_collections
 from manualpar.core.parameters.collectives import varying_axes
 from manualpar.core.parameters.placement import (
@@ -67,7 +67,7 @@ class TracedModel:
     keeps_types: bool
     sync_collections: Mapping[str, CollectionSync]
     variables: dict[str, Any]
-    mode: Manual
+    mode: Mode
     adapter: ModelInterface
     _eval_phase: RunPhase
     _init: Init
@@ -118,7 +118,7 @@ def trace_model(
     batch: Any,
     *,
     batch_specs: Any,
-    mode: Manual,
+    mode: Mode,
     stored_dtypes: StoredDtypes,
     options: Mapping[str, Any],
     is_gathered: Callable[[ParameterInfo], bool],
@@ -282,7 +282,7 @@ def _check_same_along_model_axes(loss: Any, metrics: Metrics, data_axes: frozens
             )
 
 
-def _interface_of(strategy: str, model: Any, mode: Manual) -> ModelInterface:
+def _interface_of(strategy: str, model: Any, mode: Mode) -> ModelInterface:
     """Makes the model's interface; a function that makes the model finds a mesh if it needs one."""
 
     def make_on_mesh() -> Any:

@@ -10,6 +10,7 @@ In these modes batch statistics (`BatchNorm`) are of the global batch, and dropo
 for the global batch.
 """
 
+import abc
 import contextlib
 import dataclasses
 import functools
@@ -25,7 +26,8 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from manualpar.core.mesh.axes import Names, axes_size, axis_tuple, with_axis_types
 from manualpar.core.mesh.roles import AxisRoles
 from manualpar.core.mesh.splitting import check_minibatches
-from manualpar.core.modes.manual import Manual, register_mode
+from manualpar.core.modes.gradients import Sums
+from manualpar.core.modes.mode import Mode
 from manualpar.core.modes.strategy import ModeName
 from manualpar.core.modes.variable_reduction import CollectionSync
 from manualpar.core.parameters.placement import Placement, map_in_scopes, names_to_spec
@@ -37,18 +39,17 @@ from manualpar.core.parameters.sharded_parameter import (
     pad_leaf,
     unpad_leaf,
 )
-from manualpar.core.state.metrics import Metrics
 from manualpar.core.tracing.scopes import GATHER_SCOPE, NEW_PARAMS_SCOPE, SCATTER_SCOPE
 
 
-class GlobalArrays(Manual):
-    """Runs the operations of a step on global arrays; see `Manual` for the methods."""
+class GlobalArrays(Mode):
+    """Runs the operations of a step on global arrays; see `Mode` for the methods."""
 
     writes_collectives: ClassVar[bool] = False
 
+    @abc.abstractmethod
     def constrain(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
         """Constrains the sharding of a global array."""
-        raise NotImplementedError
 
     @property
     def varying_axes(self) -> tuple[str, ...]:
@@ -115,7 +116,7 @@ class GlobalArrays(Manual):
         del place, shard
         return g
 
-    def sync_metrics(self, metrics: Metrics) -> Metrics:
+    def sync_metrics(self, metrics: Sums) -> Sums:
         """Returns the metrics as they are, because they count all examples."""
         return metrics
 
@@ -147,7 +148,6 @@ class GlobalArrays(Manual):
         return self.constrain(x, names_to_spec(names))
 
 
-@register_mode
 class Auto(GlobalArrays):
     """Mode `auto`."""
 
@@ -187,7 +187,6 @@ class Auto(GlobalArrays):
         return _unshard(x, *shardings)
 
 
-@register_mode
 class Unconstrained(GlobalArrays):
     """Mode `auto-unconstrained`."""
 
@@ -199,7 +198,6 @@ class Unconstrained(GlobalArrays):
         return x
 
 
-@register_mode
 class Explicit(GlobalArrays):
     """Mode `explicit`."""
 

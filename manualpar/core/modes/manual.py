@@ -1,29 +1,24 @@
 """Mode `manual`: every device runs the code on its part of the arrays; we write every collective.
 
-This is the package's main mode, and the only mode whose traced program shows all communication. In
-the other modes, see `manualpar.core.modes.global_arrays`, the same step runs on global arrays and
-XLA derives the collectives. A step uses a mode only through the methods below.
+This is the package's main mode, and the only mode whose traced program shows all communication.
+`manualpar.core.modes.mode` says what a mode is.
 """
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
-import flax.linen as nn
 import jax
-from jax.sharding import AbstractMesh, Mesh
 
-from manualpar.core.mesh.axes import Names, axis_tuple
+from manualpar.core.mesh.axes import Names
 from manualpar.core.mesh.rng import fold_rng_over_axis
 from manualpar.core.mesh.roles import AxisRoles
 from manualpar.core.mesh.splitting import split_minibatches
 from manualpar.core.mesh.zigzag import to_zigzag
-from manualpar.core.modes.gradients import reduce_gradient, sync_metrics
+from manualpar.core.modes.gradients import Sums, reduce_gradient, sync_metrics
+from manualpar.core.modes.mode import Mode
 from manualpar.core.modes.strategy import ModeName
 from manualpar.core.modes.variable_reduction import CollectionSync, sync_collections
-from manualpar.core.parameters.annotations import Rules
-from manualpar.core.parameters.comm_policy import EXACT, CommPolicy
 from manualpar.core.parameters.placement import Placement, map_in_scopes, param_specs, state_specs
 from manualpar.core.parameters.sharded_parameter import (
     ShardedParameter,
@@ -32,44 +27,13 @@ from manualpar.core.parameters.sharded_parameter import (
     replicate_shards,
     scatter_gradients,
 )
-from manualpar.core.state.metrics import Metrics
-
-_MODES: dict[str, type["Manual"]] = {}
 
 
-def register_mode(mode: type["Manual"]) -> type["Manual"]:
-    """Registers a mode's class under its name, so that `mode_named` finds it; a decorator."""
-    _MODES[mode.name] = mode
-    return mode
-
-
-def mode_named(name: str) -> type["Manual"]:
-    """Returns the class of a mode, by its name."""
-    return _MODES[name]
-
-
-@register_mode
-@dataclasses.dataclass(frozen=True)
-class Manual:
-    """Runs the operations of a step on the mesh.
-
-    Attributes:
-      mesh: The mesh, all axes of `AxisType.Auto`.
-      data_axes: The mesh axes along which devices see different examples.
-      comm: The formats to send in, and the order of the axes.
-      rules: The mesh axes of the logical names of activations, for modes in which XLA derives the
-        collectives.
-      outer_axes: Axes of a `shard_map` around the step; devices along them take separate steps.
-    """
+class Manual(Mode):
+    """Mode `manual`."""
 
     name: ClassVar[ModeName] = "manual"
-    writes_collectives: ClassVar[bool] = True  # False if XLA writes them.
-
-    mesh: Mesh
-    data_axes: tuple[str, ...]
-    comm: CommPolicy = EXACT
-    rules: Rules = ()
-    outer_axes: tuple[str, ...] = ()
+    writes_collectives: ClassVar[bool] = True
 
     @property
     def varying_axes(self) -> tuple[str, ...]:
@@ -79,25 +43,10 @@ class Manual:
     def run(
         self, function: Callable[..., Any], *, in_specs: Any, out_specs: Any
     ) -> Callable[..., Any]:
-        """Turns a function of per-device arrays into a function of global arrays."""
+        """Runs a function of per-device arrays in `shard_map`."""
         return jax.shard_map(
             function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True
         )
-
-    def context(self) -> contextlib.AbstractContextManager[Any]:
-        """Returns the context in which a model is applied, inside `run`."""
-        # The axes are manual, so the model's constraints on activations must do nothing.
-        return nn.logical_axis_rules(())
-
-    @property
-    def model_mesh(self) -> AbstractMesh | None:
-        """The mesh whose axes a model may name when it is built and initialised."""
-        return None
-
-    def under_mesh(self, function: Callable[..., Any], in_specs: Any) -> Callable[..., Any]:
-        """Wraps a function of global arrays so that it runs under `model_mesh`."""
-        del in_specs
-        return function
 
     def fold(self, rng: jax.Array) -> jax.Array:
         """Derives a key that differs between devices with different examples."""
@@ -112,35 +61,8 @@ class Manual:
         del roles
         return split_minibatches(batch, num_minibatches)
 
-    def box(self, place: Placement, x: jax.Array, *, as_state: bool = False) -> Any:
-        """Boxes a parameter, so that it gathers itself where it is used.
-
-        `x` is a device's shard, or the global array if XLA writes the collectives. With `as_state`,
-        `x` is sharded like its gradient. An array that needs no gather and no cast is returned
-        without a box.
-        """
-        names = place.sharded_names if as_state else place.names
-        padding = place.padding if as_state else place.parameter_padding
-        comm = self.comm.for_parameter(x.dtype, trainable=place.trainable)
-        is_sharded = any(map(axis_tuple, (*names, *place.shared_names)))
-        if not is_sharded and not comm.changes_values:
-            return x
-        return self._make_box(
-            x,
-            names,
-            gather_axes=place.mean_axes,
-            storage_axes=place.storage_axes,
-            shared_names=place.shared_names,
-            padding=padding,
-            comm=comm,
-        )
-
     def scatter(self, place: Placement, shard: Any, g: Any) -> Any:
-        """Divides a gradient by its placement's divisor, and scatters it.
-
-        `shard` is the box that `box(..., as_state=True)` makes of the parameter. A gradient that
-        the backward pass has scattered is only divided.
-        """
+        """Divides a gradient and scatters it, see `Mode`."""
         if place.divisor > 1:
             # Divide before any quantizer: its residuals are then errors of the mean on every mesh.
             g = jax.tree.map(lambda x: x / place.divisor, g)
@@ -155,7 +77,7 @@ class Manual:
             sum_axes=place.sum_axes,
         )
 
-    def sync_metrics(self, metrics: Metrics) -> Metrics:
+    def sync_metrics(self, metrics: Sums) -> Sums:
         """Sums metrics over the devices."""
         return sync_metrics(metrics, self.data_axes)
 

@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec
 from manualpar.core.mesh.axes import axes_size, axis_tuple
 from manualpar.core.mesh.rng import fold_rng_over_axis
 from manualpar.core.model.options import ROUNDING
-from manualpar.core.modes.manual import Manual
+from manualpar.core.modes.mode import Mode
 from manualpar.core.modes.strategy import Strategy
 from manualpar.core.parameters.comm_policy import CommPolicy
 from manualpar.core.parameters.placement import ParameterInfo, Placement
@@ -257,7 +257,7 @@ def gradient_rounding(
     infos: Any,
     placements: Any,
     *,
-    mode: Manual,
+    mode: Mode,
     options: Mapping[str, Any],
 ) -> GradientRounding:
     """Makes the `GradientRounding` of a program.

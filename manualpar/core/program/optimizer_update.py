@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from manualpar.core.modes.manual import Manual
+from manualpar.core.modes.mode import Mode
 from manualpar.core.parameters.placement import (
     Placement,
     map_in_scopes,
@@ -49,7 +49,7 @@ class Update:
       norm_metrics: Whether to compute norms of the gradient, the update and the parameters.
     """
 
-    mode: Manual
+    mode: Mode
     placements: Any
     opt_padding: tuple[tuple[int, ...], ...]
     norm_metrics: bool = False

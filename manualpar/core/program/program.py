@@ -35,8 +35,10 @@ from manualpar.core.model.interface import Model
 from manualpar.core.model.loss_function import LossFn, Metrics
 from manualpar.core.model.options import ProgramOptions, check_options, check_wire, explain_dtypes
 from manualpar.core.model.trace_model import TracedModel, trace_model
+from manualpar.core.modes.global_arrays import Auto, Explicit, Unconstrained
 from manualpar.core.modes.gradients import scanned, unrolled
-from manualpar.core.modes.manual import mode_named
+from manualpar.core.modes.manual import Manual
+from manualpar.core.modes.mode import Mode
 from manualpar.core.modes.strategy import ModeName, Strategy
 from manualpar.core.parameters.annotations import check_rules
 from manualpar.core.parameters.comm_policy import CommPolicy
@@ -59,6 +61,8 @@ from manualpar.core.program.optimizer_update import Update, explain_optimizer
 from manualpar.core.program.placement_check import check_strategy, place_parameter
 from manualpar.core.program.step import Step
 from manualpar.core.state.train_state import TrainState
+
+_MODES: dict[str, type[Mode]] = {x.name: x for x in (Manual, Auto, Explicit, Unconstrained)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,7 +263,7 @@ def _design(
     if comm.reduce.quantizer and strategy.replica_axes:  # Only reductions over these are quantized.
         comm = dataclasses.replace(comm, quantized_axes=strategy.replica_axes)
     rules = check_rules(name, options.get("rules", ()), mesh)
-    mode = mode_named(options.get("mode", "manual"))(mesh, roles.data_axes, comm, rules)
+    mode = _MODES[options.get("mode", "manual")](mesh, roles.data_axes, comm, rules)
 
     def place(info: ParameterInfo) -> Placement:
         return place_parameter(strategy, info, shard_axes, mesh)

@@ -29,7 +29,7 @@ from manualpar.core.mesh.splitting import check_batch
 from manualpar.core.model.options import Nonfinite
 from manualpar.core.model.trace_model import TracedModel
 from manualpar.core.modes.gradients import Accumulation, CarryingLossFn, accumulate, unrolled
-from manualpar.core.modes.manual import Manual
+from manualpar.core.modes.mode import Mode
 from manualpar.core.modes.nonfinite import find_nonfinite, is_finite
 from manualpar.core.modes.remat import regather_for_backward
 from manualpar.core.modes.strategy import Pipelined, Strategy
@@ -72,7 +72,7 @@ class Step:
 
     strategy: Strategy
     model: TracedModel
-    mode: Manual
+    mode: Mode
     roles: AxisRoles
     placements: Any
     update: Update

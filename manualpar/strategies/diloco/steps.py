@@ -25,6 +25,7 @@ from manualpar.core.mesh.splitting import check_batch
 from manualpar.core.model.loss_function import Metrics
 from manualpar.core.modes.gradients import sync_metrics
 from manualpar.core.modes.manual import Manual
+from manualpar.core.modes.mode import Mode
 from manualpar.core.parameters.collectives import cast_to_varying
 from manualpar.core.parameters.comm_policy import CommPolicy
 from manualpar.core.parameters.placement import (
@@ -286,7 +287,7 @@ def replicated_step(
     return _with_mode(step, mode)
 
 
-def _with_mode(step: Step, mode: Manual) -> Step:
+def _with_mode(step: Step, mode: Mode) -> Step:
     """Copies a step to another mode, which may have another mesh."""
     return dataclasses.replace(
         step,

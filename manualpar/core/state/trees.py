@@ -1,0 +1,14 @@
+"""Names for the trees of arrays in signatures.
+
+A tree is whatever `jax.tree` takes: dicts, tuples, dataclasses. Python cannot express its type, so
+each name stands for `Any`, and says what the tree holds.
+"""
+
+from typing import Any, TypeAlias
+
+Params: TypeAlias = Any  # The model's parameters; inside a step some are in boxes.
+Grads: TypeAlias = Any  # A tree like the trained parameters.
+Collections: TypeAlias = Any  # The model's other variables by collection, such as `batch_stats`.
+Batch: TypeAlias = Any  # Arrays whose leading dim counts examples, and scalars.
+PerDevice: TypeAlias = Any  # Arrays that differ between devices, see `TrainState.local`.
+Specs: TypeAlias = Any  # A tree of `PartitionSpec`s, or the root of such a tree.
