@@ -60,7 +60,8 @@ import jax.numpy as jnp
 from manualpar.core.mesh.axes import Names, axes_size, axis_tuple
 from manualpar.core.modes.strategy import CommCounts
 from manualpar.core.parameters.comm_policy import EXACT, CommPolicy
-from manualpar.core.parameters.placement import ParameterInfo, Placement
+from manualpar.core.parameters.parameter_info import ParameterInfo
+from manualpar.core.parameters.placement import Route
 from manualpar.core.program.program import Program
 from manualpar.core.tracing.scopes import (
     COLLECTIONS_SCOPE,
@@ -226,7 +227,7 @@ class _DimGather(NamedTuple):
 
 
 def _of_parameter(
-    program: Program, info: ParameterInfo, place: Placement, uses: Uses
+    program: Program, info: ParameterInfo, place: Route, uses: Uses
 ) -> Iterator[tuple[tuple[str, ...], Fraction]]:
     """Yields pairs of axes and bytes for one parameter."""
     strategy, sends = program.strategy, uses.sends
@@ -286,7 +287,7 @@ def _of_parameter(
 def _gathers(
     program: Program,
     info: ParameterInfo,
-    place: Placement,
+    place: Route,
     names: Names,
     shard: int,
     *,
@@ -314,7 +315,7 @@ def _gathers(
     return gathers
 
 
-def _data_shards(program: Program, place: Placement) -> int:
+def _data_shards(program: Program, place: Route) -> int:
     """Returns the number of shards of a parameter over axes of the batch."""
     axes = [axis for name in place.names for axis in axis_tuple(name) if axis in place.mean_axes]
     return axes_size(program.mesh, tuple(axes))

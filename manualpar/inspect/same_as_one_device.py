@@ -18,19 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from manualpar.core.mesh.axes import axis_tuple
+from manualpar.core.mesh.axes import axis_tuple, names_to_spec
 from manualpar.core.mesh.mesh_context import no_mesh, on_auto_axes
 from manualpar.core.mesh.splitting import check_batch
-from manualpar.core.parameters.placement import (
-    ParameterInfo,
-    Placement,
-    names_to_spec,
-    path_name,
-    split_names,
-    state_specs,
-)
+from manualpar.core.parameters.parameter_info import ParameterInfo, split_names
+from manualpar.core.parameters.placement import Route, state_specs
 from manualpar.core.parameters.sharded_parameter import cast_floating
 from manualpar.core.parameters.trainable import combine, partition, trained
+from manualpar.core.parameters.trees import path_name
 from manualpar.core.program.program import Program
 from manualpar.core.state.metrics import StepSums, mean
 from manualpar.core.state.state_arrays import list_some
@@ -132,7 +127,7 @@ def _on_one_device(
     model = dataclasses.replace(program.step.model, mode=mode)
     step = dataclasses.replace(program.step, model=model, mode=mode)
 
-    def cast(place: Placement, x: jax.Array) -> jax.Array:
+    def cast(place: Route, x: jax.Array) -> jax.Array:
         comm = program.comm.for_parameter(x.dtype, trainable=place.trainable)
         return cast_floating(x, comm.gather.dtype)
 

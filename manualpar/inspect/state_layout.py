@@ -11,7 +11,7 @@ from rich import box
 from rich.table import Table
 
 from manualpar.core.mesh.axes import AxisName, axes_size, axis_tuple
-from manualpar.core.parameters.placement import path_name
+from manualpar.core.parameters.trees import path_name
 from manualpar.core.program.program import Program
 
 ALL = "all"  # The path of all parameters.

@@ -337,6 +337,6 @@ def test_the_core_knows_no_adapter():
 
 def test_the_page_ends_with_the_half_hour_that_it_promises():
     page = (ROOT / "docs" / "how_it_works.md").read_text(encoding="utf-8")
-    steps = re.findall(r"(?m)^\d\. `(core/.*)\.py`: ", page)
+    steps = re.findall(r"(?m)^\d+\. `(core/.*)\.py`: ", page)
     assert [step.replace("/", ".") for step in steps] == [f"core.{module}" for module in READ]
     assert all((ROOT / "manualpar" / f"{step}.py").exists() for step in steps)

@@ -26,7 +26,7 @@ from manualpar.core.mesh.roles import AxisRoles
 from manualpar.core.model.trace_model import TracedModel
 from manualpar.core.modes.variable_reduction import choose_sync
 from manualpar.core.parameters.collectives import cast_to_varying
-from manualpar.core.parameters.placement import computed_specs
+from manualpar.core.parameters.parameter_info import computed_specs
 from manualpar.core.parameters.split_parameter import take_shared
 from manualpar.core.tracing.scopes import CONTEXT_SCOPE
 

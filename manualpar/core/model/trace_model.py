@@ -31,17 +31,17 @@ from manualpar.core.model.whole_parameters import PartOfDevice, as_whole, boxed_
 from manualpar.core.modes.mode import Mode
 from manualpar.core.modes.variable_reduction import CollectionSync, check_sync_collections
 from manualpar.core.parameters.collectives import varying_axes
-from manualpar.core.parameters.placement import (
+from manualpar.core.parameters.parameter_info import (
     ParameterInfo,
     computed_specs,
     describe_parameters,
     on_stages,
-    path_name,
-    strip_boxes,
 )
+from manualpar.core.parameters.placement import strip_boxes
 from manualpar.core.parameters.sharded_parameter import cast_floating, is_box
 from manualpar.core.parameters.split_parameter import SplitParameter, take_shared
 from manualpar.core.parameters.trainable import is_trained
+from manualpar.core.parameters.trees import path_name
 
 
 @dataclasses.dataclass(frozen=True)

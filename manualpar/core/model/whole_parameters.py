@@ -17,9 +17,10 @@ import jax
 from manualpar.core.mesh.axes import axis_tuple, is_axis_bound
 from manualpar.core.parameters.array_box import ArrayBox
 from manualpar.core.parameters.collectives import cast_to_varying
-from manualpar.core.parameters.placement import path_name, split_names
+from manualpar.core.parameters.parameter_info import split_names
 from manualpar.core.parameters.sharded_parameter import ShardedParameter, is_box
 from manualpar.core.parameters.split_parameter import take_shared
+from manualpar.core.parameters.trees import path_name
 
 
 def as_whole(params: Any) -> Any:

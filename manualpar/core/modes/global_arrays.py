@@ -23,14 +23,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from manualpar.core.mesh.axes import Names, axes_size, axis_tuple, with_axis_types
+from manualpar.core.mesh.axes import Names, axes_size, axis_tuple, names_to_spec, with_axis_types
 from manualpar.core.mesh.roles import AxisRoles
 from manualpar.core.mesh.splitting import check_minibatches
 from manualpar.core.modes.gradients import Sums
 from manualpar.core.modes.mode import Mode
 from manualpar.core.modes.strategy import ModeName
 from manualpar.core.modes.variable_reduction import CollectionSync
-from manualpar.core.parameters.placement import Placement, map_in_scopes, names_to_spec
+from manualpar.core.parameters.placement import Route, map_in_scopes
 from manualpar.core.parameters.sharded_parameter import (
     ShardedParameter,
     boxed_axes,
@@ -104,14 +104,14 @@ class GlobalArrays(Mode):
     def _reshape(self, x: jax.Array, shape: tuple[int, ...], *names: Any) -> jax.Array:
         return self.constrain(jax.lax.reshape(x, shape), _full_spec(shape, names))
 
-    def scatter(self, place: Placement, shard: Any, g: Any) -> Any:
+    def scatter(self, place: Route, shard: Any, g: Any) -> Any:
         """Constrains a gradient to be sharded, so that XLA scatters it."""
         if boxed_axes(g) == boxed_axes(shard):
             return g
         g = pad_leaf(g.value if is_box(g) else g, place.padding)
         return shard.replace(value=self.constrain(g, place.state_spec))
 
-    def sync(self, place: Placement, shard: Any, g: Any) -> Any:
+    def sync(self, place: Route, shard: Any, g: Any) -> Any:
         """Returns the gradient as it is, because it is of the global batch."""
         del place, shard
         return g
@@ -130,7 +130,7 @@ class GlobalArrays(Mode):
     def replicate(self, placements: Any, params: Any) -> Any:
         """Constrains updated parameters to their own specs, so that XLA gathers them."""
 
-        def gather(place: Placement, x: jax.Array) -> jax.Array:
+        def gather(place: Route, x: jax.Array) -> jax.Array:
             if place.state_names is None:
                 return x
             with jax.named_scope(NEW_PARAMS_SCOPE):
@@ -238,7 +238,7 @@ class Explicit(GlobalArrays):
 
         return run
 
-    def box(self, place: Placement, x: jax.Array, *, as_state: bool = False) -> Any:
+    def box(self, place: Route, x: jax.Array, *, as_state: bool = False) -> Any:
         """Boxes a parameter so that it is also gathered over the axes that split it.
 
         In this mode layers do not compute with shards. Their products would contract a dim that

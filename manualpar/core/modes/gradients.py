@@ -28,8 +28,8 @@ from manualpar.core.parameters.sharded_parameter import (
     reduction_dtype,
 )
 from manualpar.core.parameters.trainable import combine
+from manualpar.core.parameters.trees import Batch, Collections, Grads, Params
 from manualpar.core.state.metrics import Metrics, StepSums
-from manualpar.core.state.trees import Batch, Collections, Grads, Params
 from manualpar.core.tracing.scopes import COUNT_SCOPE, METRICS_SCOPE, REDUCE_SCOPE
 
 Sums = TypeVar("Sums")

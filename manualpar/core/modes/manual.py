@@ -19,7 +19,12 @@ from manualpar.core.modes.gradients import Sums, reduce_gradient, sync_metrics
 from manualpar.core.modes.mode import Mode
 from manualpar.core.modes.strategy import ModeName
 from manualpar.core.modes.variable_reduction import CollectionSync, sync_collections
-from manualpar.core.parameters.placement import Placement, map_in_scopes, param_specs, state_specs
+from manualpar.core.parameters.placement import (
+    Route,
+    map_in_scopes,
+    param_specs,
+    state_specs,
+)
 from manualpar.core.parameters.sharded_parameter import (
     ShardedParameter,
     boxed_axes,
@@ -61,14 +66,14 @@ class Manual(Mode):
         del roles
         return split_minibatches(batch, num_minibatches)
 
-    def scatter(self, place: Placement, shard: Any, g: Any) -> Any:
+    def scatter(self, place: Route, shard: Any, g: Any) -> Any:
         """Divides a gradient and scatters it, see `Mode`."""
         if place.divisor > 1:
             # Divide before any quantizer: its residuals are then errors of the mean on every mesh.
             g = jax.tree.map(lambda x: x / place.divisor, g)
         return g if boxed_axes(g) == boxed_axes(shard) else scatter_gradients(g, shard)
 
-    def sync(self, place: Placement, shard: Any, g: Any) -> Any:
+    def sync(self, place: Route, shard: Any, g: Any) -> Any:
         """Reduces a gradient over the axes of its placement. `scatter` explains the arguments."""
         return reduce_gradient(
             g,
@@ -91,7 +96,7 @@ class Manual(Mode):
         """Gathers updated parameters: from the specs of gradients to those of parameters."""
         exact = dataclasses.replace(self, comm=self.comm.exact)
 
-        def gather(place: Placement, x: Any) -> Any:
+        def gather(place: Route, x: Any) -> Any:
             if place.state_names is None:
                 return x
             return replicate_shards(exact.box(place, x, as_state=True))

@@ -22,9 +22,9 @@ from manualpar.core.modes.strategy import ModeName
 from manualpar.core.modes.variable_reduction import CollectionSync
 from manualpar.core.parameters.annotations import Rules
 from manualpar.core.parameters.comm_policy import EXACT, CommPolicy
-from manualpar.core.parameters.placement import Placement
+from manualpar.core.parameters.placement import Route
 from manualpar.core.parameters.sharded_parameter import ShardedParameter
-from manualpar.core.state.trees import Batch, Collections, Params, Specs
+from manualpar.core.parameters.trees import Batch, Collections, Params, Specs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Mode(abc.ABC):
     def split(self, batch: Batch, num_minibatches: int, roles: AxisRoles) -> Batch:
         """Splits `[B, ...]` leaves into `[M, B/M, ...]`, `M` minibatches; repeats scalars."""
 
-    def box(self, place: Placement, x: jax.Array, *, as_state: bool = False) -> Any:
+    def box(self, place: Route, x: jax.Array, *, as_state: bool = False) -> Any:
         """Boxes a parameter, so that it gathers itself where it is used.
 
         `x` is a device's shard, or the global array if XLA writes the collectives. With `as_state`,
@@ -110,7 +110,7 @@ class Mode(abc.ABC):
         )
 
     @abc.abstractmethod
-    def scatter(self, place: Placement, shard: Any, g: Any) -> Any:
+    def scatter(self, place: Route, shard: Any, g: Any) -> Any:
         """Divides a gradient by its placement's divisor, and scatters it.
 
         `shard` is the box that `box(..., as_state=True)` makes of the parameter. A gradient that
@@ -118,7 +118,7 @@ class Mode(abc.ABC):
         """
 
     @abc.abstractmethod
-    def sync(self, place: Placement, shard: Any, g: Any) -> Any:
+    def sync(self, place: Route, shard: Any, g: Any) -> Any:
         """Reduces a gradient over the axes of its placement. `scatter` explains the arguments."""
 
     @abc.abstractmethod

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 
 from manualpar.core.mesh.axes import AxisName, axis_tuple
 from manualpar.core.parameters.collectives import varying_axes
+from manualpar.core.parameters.trees import Grads
 from manualpar.core.state.metrics import StepSums, mean
-from manualpar.core.state.trees import Grads
 from manualpar.core.tracing.scopes import NONFINITE_SCOPE
 
 

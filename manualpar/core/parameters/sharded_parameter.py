@@ -12,7 +12,6 @@ has the box of its parameter. A dimension that the axes do not divide may be pad
 the padded array is sharded, and `unbox` removes the padding.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -32,10 +31,6 @@ from manualpar.core.parameters.collectives import (
 from manualpar.core.parameters.comm_policy import EXACT, CommPolicy
 from manualpar.core.parameters.split_parameter import take_shared
 from manualpar.core.tracing.scopes import NEW_PARAMS_SCOPE
-
-# A tile of a 16-bit array in TPU memory: 128 entries of the last dimension by 16 of the second to
-# last. See https://openxla.org/xla/tiled_layout.
-TILE = (128, 16)
 
 
 def is_box(x: Any) -> bool:
@@ -178,48 +173,6 @@ def unpad_leaf(x: jax.Array, padding: tuple[int, ...]) -> jax.Array:
 def cast_floating(x: jax.Array, dtype: str | None) -> jax.Array:
     """Casts a floating-point array if `dtype` is given; returns other arrays as they are."""
     return x.astype(dtype) if dtype and jnp.issubdtype(x.dtype, jnp.floating) else x
-
-
-def choose_shard_dim(
-    shape: tuple[int, ...],
-    names: Names,
-    axis_size: int,
-    *,
-    min_weight_size: int,
-    excluded_dims: frozenset[int] = frozenset(),
-    pad: bool = False,
-) -> tuple[int | None, str]:
-    """Decides which dimension of a parameter to shard.
-
-    The candidates are the free dimensions (their name is `None`) that `axis_size` divides. If there
-    are none, `pad` makes every free dimension a candidate. Dimensions whose shards are whole tiles
-    (`TILE`) are preferred, because TPUs copy partial tiles to send them; then the largest; then the
-    first, whose shards are contiguous. The rule is the same on every platform, so a simulation on
-    CPUs has the layout of TPUs. A parameter of fewer than `min_weight_size` elements is not worth
-    a collective and stays replicated. `excluded_dims` are not sharded, because each use of the
-    parameter sees only one slice of them (as in `nn.scan`).
-
-    Returns:
-      The dimension, or `None` if no dimension is sharded, and the reason.
-    """
-    size = math.prod(shape)
-    if size < min_weight_size:
-        return None, f"too small: {size} < {min_weight_size}"
-    if size == 0 or not shape:
-        return None, "no elements to shard" if shape else "a scalar"
-    seen = [dim for dim in range(len(shape)) if dim not in excluded_dims]
-    free = [dim for dim in seen if names[dim] is None]
-    candidates = [dim for dim in free if shape[dim] % axis_size == 0]
-    candidates = candidates or [dim for dim in free if pad and shape[dim] > 1]
-    if not candidates:
-        return None, f"none of {[shape[dim] for dim in free]} divides by {axis_size}"
-    tile = dict(zip(reversed(seen), TILE, strict=False))
-    tiled = [dim for dim in candidates if shape[dim] % (axis_size * tile.get(dim, 1)) == 0]
-    dim = max(tiled or candidates, key=lambda dim: (shape[dim], -dim))
-    if len(candidates) == 1:
-        return dim, "only one that divides"
-    largest = max(shape[dim] for dim in candidates)
-    return dim, "largest" if shape[dim] == largest else "whole tiles"
 
 
 def scatter_gradients(grads: Any, shards: Any) -> Any:

@@ -22,7 +22,7 @@ def is_trained(path: str, globs: tuple[str, ...]) -> bool:
 def partition(placements: Any, tree: Any) -> tuple[Any, Any]:
     """Divides a tree like the parameters', boxes allowed, into its trained and its frozen part.
 
-    `placements` has a `trainable` at each leaf: a `Placement`, or a `ParameterInfo`.
+    `placements` has a `trainable` at each leaf: a `Route`, or a `ParameterInfo`.
     """
 
     def part(is_trained: bool) -> Any:

@@ -30,9 +30,10 @@ from manualpar.core.model.options import ROUNDING
 from manualpar.core.modes.mode import Mode
 from manualpar.core.modes.strategy import Strategy
 from manualpar.core.parameters.comm_policy import CommPolicy
-from manualpar.core.parameters.placement import ParameterInfo, Placement
+from manualpar.core.parameters.parameter_info import ParameterInfo
+from manualpar.core.parameters.placement import Route
 from manualpar.core.parameters.sharded_parameter import comm_policy, is_box
-from manualpar.core.state.trees import Grads, Params, PerDevice
+from manualpar.core.parameters.trees import Grads, Params, PerDevice
 
 
 def check_feedback(strategy: Strategy, options: Mapping[str, Any]) -> None:
@@ -73,9 +74,7 @@ class Residual(NamedTuple):
     spec: PartitionSpec
 
 
-def residual_of(
-    info: ParameterInfo, place: Placement, comm: CommPolicy, mesh: Any
-) -> Residual | None:
+def residual_of(info: ParameterInfo, place: Route, comm: CommPolicy, mesh: Any) -> Residual | None:
     """Returns the residual of a parameter; `None` if its gradient is not quantized once a step.
 
     The quantized reduction is the reduce-scatter, or else the all-reduce over the other axes.
@@ -265,7 +264,7 @@ def gradient_rounding(
     Args:
       strategy: The strategy.
       infos: The tree of trained parameters with a `ParameterInfo` at each leaf.
-      placements: The same tree with a `Placement` at each leaf.
+      placements: The same tree with a `Route` at each leaf.
       mode: The mode.
       options: The options of the program, see `ProgramOptions`.
 

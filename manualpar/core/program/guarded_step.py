@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 
 from manualpar.core.mesh.mesh_context import OutsideMeshes, no_mesh
 from manualpar.core.mesh.splitting import shapes_of_batch
-from manualpar.core.parameters.placement import path_name
+from manualpar.core.parameters.trees import path_name
 from manualpar.core.state.state_arrays import list_some
 from manualpar.core.state.train_state import TrainState
 

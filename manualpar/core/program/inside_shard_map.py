@@ -11,13 +11,8 @@ from manualpar.core.mesh.axes import AxisName, axis_tuple, check_axes_bound
 from manualpar.core.mesh.splitting import split_minibatches
 from manualpar.core.model.loss_function import LossFn, Metrics, call_loss
 from manualpar.core.modes.gradients import accumulate, scanned, unrolled
-from manualpar.core.parameters.sharded_parameter import (
-    Names,
-    ShardedParameter,
-    boxed_axes,
-    choose_shard_dim,
-    is_box,
-)
+from manualpar.core.parameters.shard_rules import choose_shard_dim
+from manualpar.core.parameters.sharded_parameter import Names, ShardedParameter, boxed_axes, is_box
 from manualpar.core.parameters.trainable import empty_part
 
 

@@ -42,13 +42,14 @@ from manualpar.core.modes.mode import Mode
 from manualpar.core.modes.strategy import ModeName, Strategy
 from manualpar.core.parameters.annotations import check_rules
 from manualpar.core.parameters.comm_policy import CommPolicy
+from manualpar.core.parameters.parameter_info import ParameterInfo
 from manualpar.core.parameters.placement import (
-    ParameterInfo,
     Placement,
-    complete_placement,
+    Route,
     like_params,
     map_padded,
     param_specs,
+    route_parameter,
     state_specs,
     with_shardings,
 )
@@ -79,8 +80,8 @@ class Program(StartsFromArrays):
       num_minibatches: The number of minibatches into which a device splits its part of a batch.
       comm: The formats in which values are sent, and the order of the axes.
       layout: A `TrainState` with a `PartitionSpec` at each leaf.
-      parameters: A `(ParameterInfo, Placement)` for each parameter, in the order of the tree. The
-        placement's note gives the reason why a parameter is replicated.
+      parameters: A `(ParameterInfo, Route)` for each parameter, in the order of the tree. The
+        route's note gives the reason why a parameter is replicated.
       abstract_state: A `TrainState` of `jax.ShapeDtypeStruct`s with shardings.
       whole_state: The abstract state without padding and shardings, as one device would hold it.
       abstract_batch: The batch that the program was built for, as `jax.ShapeDtypeStruct`s with
@@ -111,7 +112,7 @@ class Program(StartsFromArrays):
     num_minibatches: int
     comm: CommPolicy
     layout: TrainState
-    parameters: tuple[tuple[ParameterInfo, Placement], ...]
+    parameters: tuple[tuple[ParameterInfo, Route], ...]
     abstract_state: TrainState
     whole_state: TrainState
     abstract_batch: Any
@@ -268,8 +269,8 @@ def _design(
     def place(info: ParameterInfo) -> Placement:
         return place_parameter(strategy, info, shard_axes, mesh)
 
-    def place_completely(info: ParameterInfo) -> Placement:
-        return complete_placement(place(info), info, roles, mesh)
+    def route(info: ParameterInfo) -> Route:
+        return route_parameter(place(info), info, roles, mesh)
 
     def is_gathered(info: ParameterInfo) -> bool:
         placement = place(info)
@@ -292,7 +293,7 @@ def _design(
     # The model computes with shards of the parameters that its initialisers shard.
     if traced_model.keeps_types:
         roles = dataclasses.replace(roles, others=dict.fromkeys(mesh.axis_names, "model"))
-    placements = jax.tree.map(place_completely, traced_model.parameters)
+    placements = jax.tree.map(route, traced_model.parameters)
     num_minibatches = options.get("num_minibatches", 1)
     leaves = trained(traced_model.parameters), trained(placements)
     rounding = gradient_rounding(strategy, *leaves, mode=mode, options=options)

@@ -35,7 +35,7 @@ from manualpar.core.modes.remat import regather_for_backward
 from manualpar.core.modes.strategy import Pipelined, Strategy
 from manualpar.core.parameters.collectives import cast_to_varying
 from manualpar.core.parameters.placement import (
-    Placement,
+    Route,
     map_in_scopes,
     param_specs,
     state_specs,
@@ -43,11 +43,11 @@ from manualpar.core.parameters.placement import (
 )
 from manualpar.core.parameters.sharded_parameter import ShardedParameter, is_box
 from manualpar.core.parameters.trainable import combine, partition, trained
+from manualpar.core.parameters.trees import Batch, Collections, Grads, Params, PerDevice, Specs
 from manualpar.core.program.gradient_rounding import GradientRounding
 from manualpar.core.program.optimizer_update import Update
 from manualpar.core.state.metrics import Metrics, StepSums, mean
 from manualpar.core.state.train_state import TrainState
-from manualpar.core.state.trees import Batch, Collections, Grads, Params, PerDevice, Specs
 
 Aux: TypeAlias = tuple[Collections, PerDevice]
 
@@ -61,7 +61,7 @@ class Step:
       model: The model with its loss.
       mode: The mode: this package or XLA writes the collectives.
       roles: The role of each mesh axis.
-      placements: The tree of parameters with a `Placement` at each leaf.
+      placements: The tree of parameters with a `Route` at each leaf.
       update: Applies the optimizer to the gradients.
       num_minibatches: The number of minibatches into which a device splits its part of a batch.
       schedule: Runs the minibatches one after another, see `modes.gradients`.
@@ -295,7 +295,7 @@ class Step:
         return map_in_scopes(function, trained(self.placements), *trees)
 
 
-def _unbox_kept(place: Placement, x: Any) -> Any:
+def _unbox_kept(place: Route, x: Any) -> Any:
     """Gathers a parameter that is gathered once for each minibatch (`Placement.keep`)."""
     if not place.keep or not is_box(x):
         return x

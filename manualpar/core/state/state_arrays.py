@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from manualpar.core.parameters.placement import path_name
+from manualpar.core.parameters.trees import path_name
 from manualpar.core.state.train_state import is_key
 from manualpar.errors import printable
 

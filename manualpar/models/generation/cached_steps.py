@@ -29,7 +29,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from manualpar.core.mesh.mesh_context import no_mesh
 from manualpar.core.parameters.collectives import gather_invariant
-from manualpar.core.parameters.placement import Placement, map_in_scopes, param_specs
+from manualpar.core.parameters.placement import Route, map_in_scopes, param_specs
 from manualpar.core.parameters.sharded_parameter import is_box
 from manualpar.core.program.program import Program
 from manualpar.core.tracing.scopes import EXAMPLES_SCOPE, TENSOR_SCOPE
@@ -224,7 +224,7 @@ class CachedSteps:
         return logits, new[NEW_KEYS]
 
     def _boxes(self, params: Any) -> Any:
-        def box(place: Placement, x: jax.Array) -> Any:
+        def box(place: Route, x: jax.Array) -> Any:
             boxed = self.program.step.mode.box(place, x)
             return boxed.unbox() if place.keep and is_box(boxed) else boxed
 

@@ -19,7 +19,8 @@ import jax.numpy as jnp
 from manualpar.core.modes.variable_reduction import KNOWN, CollectionSync, sync_collections
 from manualpar.core.parameters.collectives import cast_to_varying
 from manualpar.core.parameters.comm_policy import CommPolicy
-from manualpar.core.parameters.placement import is_inside, path_name
+from manualpar.core.parameters.shard_rules import is_inside
+from manualpar.core.parameters.trees import path_name
 from manualpar.core.tracing.scopes import COUNT_SCOPE, OUTER_SCOPE
 
 

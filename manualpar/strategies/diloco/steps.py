@@ -28,12 +28,7 @@ from manualpar.core.modes.manual import Manual
 from manualpar.core.modes.mode import Mode
 from manualpar.core.parameters.collectives import cast_to_varying
 from manualpar.core.parameters.comm_policy import CommPolicy
-from manualpar.core.parameters.placement import (
-    Placement,
-    complete_placement,
-    param_specs,
-    state_specs,
-)
+from manualpar.core.parameters.placement import Placement, param_specs, route_parameter, state_specs
 from manualpar.core.parameters.sharded_parameter import pad_leaf
 from manualpar.core.parameters.trainable import combine, partition, trained
 from manualpar.core.program.optimizer_update import Update
@@ -278,7 +273,7 @@ def replicated_step(
     mode = dataclasses.replace(step.mode, mesh=mesh, data_axes=roles.data_axes)
     infos = step.model.parameters
     placements = jax.tree.map(
-        lambda info, place: complete_placement(place, info, roles, mesh), infos, step.placements
+        lambda info, place: route_parameter(place, info, roles, mesh), infos, step.placements
     )
     strategy = dataclasses.replace(
         step.strategy, name=name, replica_axes=(*axes, *step.strategy.replica_axes)
