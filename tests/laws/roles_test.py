@@ -16,7 +16,7 @@ from manualpar.core.mesh.zigzag import to_zigzag
 from manualpar.core.modes.gradients import accumulate, unrolled
 from manualpar.core.modes.manual import Manual
 from manualpar.core.parameters.parameter_info import ParameterInfo, on_stages
-from manualpar.core.parameters.placement import Placement, route_parameter
+from manualpar.core.parameters.placement import Placement, Route, route_parameter
 from tests.tiny import masked_square_loss
 
 DATA = AxisRoles({0: ("replica", "data")})
