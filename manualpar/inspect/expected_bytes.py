@@ -74,7 +74,6 @@ from manualpar.core.tracing.scopes import (
 from manualpar.inspect.communication import Collective, ring_bytes
 from manualpar.inspect.pipeline_formulas import PipelineForm, Uses
 from manualpar.inspect.scope_parsing import LAYER_SCOPES, OTHER
-from manualpar.strategies.diloco.program import DiLoCoProgram
 
 # Scopes of a step's collectives that are not for parameters or gradients.
 OTHER_SCOPES = (
@@ -109,9 +108,9 @@ def step_bytes(program: Program, *, stage: int | None = None) -> dict[tuple[str,
             "'explicit': the compiler is free to send what it likes. Read what it sends with "
             "compiled_collectives."
         )
-    if isinstance(program, DiLoCoProgram):
-        program = program.inner
-    if program.step.pipeline is None:
+    if program.outer is not None:
+        program = program.outer.inner
+    if program.pipeline is None:
         m = program.num_minibatches
         sends = (program.strategy.sends(m, place.keep) for _, place in program.parameters)
         return _of_stage(program, (Uses(one, backward=m) for one in sends))
@@ -136,7 +135,7 @@ def total_step_bytes(program: Program, *, stage: int | None = None) -> Fraction:
 
 
 def outer_step_bytes(
-    program: DiLoCoProgram, *, fragment: int | None = None
+    program: Program, *, fragment: int | None = None
 ) -> dict[tuple[str, ...], Fraction]:
     """Predicts the bytes that a device sends in outer steps for parameters.
 
@@ -152,11 +151,20 @@ def outer_step_bytes(
     Returns:
       The bytes over each axis, or tuple of axes, as `bytes_by_axes` of the traced `outer_step`,
       without the 4 bytes of the number of examples and without collections.
+
+    Raises:
+      ValueError: The program has no outer steps.
     """
+    outer = program.outer
+    if outer is None:
+        raise ValueError(
+            f"outer_step_bytes: program of {program.strategy.name} has no outer steps, expected "
+            "one of diloco. step_bytes predicts what its steps send."
+        )
     totals: defaultdict[tuple[str, ...], Fraction] = defaultdict(Fraction)
-    axes, comm = program.replica_axes, program.outer_comm
+    axes, comm = outer.replica_axes, outer.comm
     size = axes_size(program.mesh, axes)
-    for (info, place), its_fragment in zip(program.parameters, program.fragments, strict=True):
+    for (info, place), its_fragment in zip(program.parameters, outer.fragments, strict=True):
         if its_fragment is None or fragment not in (None, its_fragment):
             continue
         shard = _elements_on_device(program, info, place.sharded_names, place.padding)

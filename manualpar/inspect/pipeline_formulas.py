@@ -69,8 +69,8 @@ class PipelineForm:
     """
 
     def __init__(self, program: Program) -> None:
-        assert isinstance(program.step.pipeline, PipelineRun)
-        self.program, self.run = program, program.step.pipeline
+        assert isinstance(program.pipeline, PipelineRun)
+        self.program, self.run = program, program.pipeline
         seeker: Any = _Seeker(self.run)
         step = dataclasses.replace(program.step, pipeline=seeker)
         try:
@@ -169,7 +169,7 @@ def pipeline_collectives(program: Program) -> tuple[Collective, ...]:
       The collectives over the axis of stages, except sums of gradients. They are the same on every
       stage; there are none if the program has no pipeline.
     """
-    return tuple(PipelineForm(program).sends()) if program.step.pipeline else ()
+    return tuple(PipelineForm(program).sends()) if program.pipeline else ()
 
 
 def _dtype_of_sums(dtype: Any) -> Any:

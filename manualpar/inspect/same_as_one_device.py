@@ -75,7 +75,7 @@ def assert_same_as_one_device(
             "assert_same_as_one_device: the program is on an abstract mesh or on those of several "
             "processes, expected devices of this process. Build it on make_mesh in one process."
         )
-    check_batch("assert_same_as_one_device: batch", batch, program.mesh, program.step.roles)
+    check_batch("assert_same_as_one_device: batch", batch, program.mesh, program.roles)
     state = program.init(rng)
     if rtol is None:
         dtypes = {program.comm.gather.dtype, program.comm.reduce.dtype}
@@ -84,7 +84,7 @@ def assert_same_as_one_device(
     compare = functools.partial(_differences, rtol=rtol, atol=atol)
     with no_mesh():
         keys = jax.random.split(state.rng)
-        specs = (state_specs(trained(program.step.placements)), PartitionSpec(), PartitionSpec())
+        specs = (state_specs(trained(program.placements)), PartitionSpec(), PartitionSpec())
         gradients = program.step.gradients(batch)
         run = jax.jit(on_auto_axes(gradients, mesh=mesh, out_specs=specs))
         carried = state.collections, state.local
@@ -96,7 +96,7 @@ def assert_same_as_one_device(
             "two results, so there is nothing to compare. Switch dropout and other randomness off "
             "(a rate of 0, or a model made with deterministic=True)."
         )
-    unpadded_params, _ = partition(program.step.placements, program.whole_state.params)
+    unpadded_params, _ = partition(program.placements, program.whole_state.params)
     grads = jax.tree.map(_unpadded, grads, unpadded_params)
     differences = sorted(compare(jax.device_get((grads, _means(sums))), one), reverse=True)
     if differences:
@@ -124,7 +124,7 @@ def _on_one_device(
     axes = [axis for axis in mesh.axis_names if axis not in unbound]
     one_device = Mesh(mesh.devices.flatten()[:1].reshape([1] * len(axes)), axes)
     mode = dataclasses.replace(program.step.mode, mesh=one_device)
-    model = dataclasses.replace(program.step.model, mode=mode)
+    model = dataclasses.replace(program.model, mode=mode)
     step = dataclasses.replace(program.step, model=model, mode=mode)
 
     def cast(place: Route, x: jax.Array) -> jax.Array:

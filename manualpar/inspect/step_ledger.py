@@ -44,7 +44,6 @@ from manualpar.inspect.flops import Computation, ProductReader, by_phase_and_mod
 from manualpar.inspect.memory import Memory, step_memory
 from manualpar.inspect.scope_parsing import PHASES
 from manualpar.inspect.xla_changes import Change, find_changes
-from manualpar.strategies.diloco.program import DiLoCoProgram
 
 T = TypeVar("T")
 
@@ -206,12 +205,14 @@ def ledger(
         )
     if ours and (codes := describe_codes(ours.comm)):
         notes.append(f"sent quantized: {codes}")
-    if isinstance(ours, DiLoCoProgram):
+    if ours and ours.outer is not None:
         by_axes = outer_step_bytes(ours).items()
         sent_by_axes = ", ".join(
             f"{float(n):,.0f} bytes over {','.join(axes)}" for axes, n in by_axes
         )
-        notes.append(f"every {ours.every} steps an outer step follows, which sends {sent_by_axes}")
+        notes.append(
+            f"every {ours.outer.every} steps an outer step follows, which sends {sent_by_axes}"
+        )
     result = Ledger(
         name=_name(program),
         mesh={axis: size for mesh in meshes for axis, size in mesh.shape.items()},
@@ -237,9 +238,10 @@ def ledger(
     return dataclasses.replace(result, compiled=compiled, changes=changes)
 
 
-def trace_outer_steps(program: DiLoCoProgram) -> tuple[Collective, ...]:
-    """Traces the collectives of DiLoCo's outer steps, with each fragment once."""
-    traced = (step.trace(program.abstract_state) for step in program.outer_steps)
+def trace_outer_steps(program: Program) -> tuple[Collective, ...]:
+    """Traces the collectives of a program's outer steps, if it has some; each fragment once."""
+    steps = () if program.outer is None else program.outer.steps
+    traced = (step.trace(program.abstract_state) for step in steps)
     return tuple(itertools.chain.from_iterable(map(trace_collectives, traced)))
 
 

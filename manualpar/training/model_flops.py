@@ -38,7 +38,7 @@ def flops_of_example(task: Task, model: Any, program: Program) -> float:
     """
     if all(place.trainable for _, place in program.parameters):
         return task.flops_per_example
-    some = _products(model, task, program, program.step.model.trainable)
+    some = _products(model, task, program, program.model.trainable)
     # The closed form counts gradients of inputs too, if inputs are floats.
     every = _products(task.model, task, program, ("*",), argnums=(TRAINED, BATCH))
     return task.flops_per_example * float(some / every)

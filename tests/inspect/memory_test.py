@@ -237,7 +237,7 @@ def test_a_pipeline_holds_what_is_in_its_slots():
     many = pipelined(mesh, 16, schedule="gpipe", keep="inputs")
     tables, memories = [], []
     for program in (few, many):
-        tables.append(program.step.pipeline.table)
+        tables.append(program.pipeline.table)
         memories.append(step_memory(program))
     slots = [table.activation_slots + table.gradient_slots for table in tables]
     assert slots == [7 + 1, 16 + 16]

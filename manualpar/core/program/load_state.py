@@ -202,7 +202,7 @@ def plain_leaves(
       The leaves that a source has, and the encodings that make the program's leaves from them, by
       the name of the plain leaf.
     """
-    encodings = program.step.model.adapter.encodings(leaves)
+    encodings = program.model.adapter.encodings(leaves)
     plain: dict[str, Leaf | None] = {}
     for name, each in encodings.items():
         if only is None or name in only:
@@ -223,7 +223,7 @@ def state_with(
         params = collections.pop("params")
         paddings = [leaf.padding for leaf in leaves if leaf.keys[0] == "params"]
         unpadded = map_padded(unpad_leaf, params, paddings)
-        opt_state = state.tx.init(partition(program.step.placements, unpadded)[0])
+        opt_state = state.tx.init(partition(program.placements, unpadded)[0])
         opt_leaves = leaves_of(program.abstract_state.opt_state, program.whole_state.opt_state)
         opt_state = map_padded(pad_leaf, opt_state, (leaf.padding for leaf in opt_leaves))
         return state.replace(params=params, opt_state=opt_state, collections=collections)

@@ -27,7 +27,7 @@ from manualpar.core.parameters.quantized_collectives import BlockQuantizer
 from manualpar.core.program.program import Program
 from manualpar.core.tracing.jaxprs import all_equations
 from manualpar.core.tracing.scopes import METRICS_SCOPE, purpose_of
-from manualpar.strategies.diloco.program import DiLoCoProgram, build_diloco
+from manualpar.strategies.diloco.program import build_diloco
 from manualpar.strategies.fsdp import fsdp
 
 
@@ -44,7 +44,7 @@ def diloco(
     outer_overlap: bool = False,
     replica_axis: AxisName = "replica",
     **options: Unpack[ProgramOptions],
-) -> DiLoCoProgram:
+) -> Program:
     """Builds training whose replicas take `every` inner steps between two outer steps.
 
     ```python
@@ -197,10 +197,11 @@ def _check(
     return mesh, batch, axes
 
 
-def _check_steps(program: DiLoCoProgram) -> None:
+def _check_steps(program: Program) -> None:
     """Refuses outer steps that fail, and inner steps that send replicas more than metrics."""
+    assert program.outer is not None
     try:
-        for outer_step in program.outer_steps:
+        for outer_step in program.outer.steps:
             outer_step.trace(program.abstract_state)
     except TypeError as error:
         raise TypeError(
@@ -219,7 +220,7 @@ def _check_steps(program: DiLoCoProgram) -> None:
         named = (eqn.params.get("axis_name"), *(eqn.params.get("axes") or ()))
         scope = str(eqn.source_info.name_stack)
         is_silent = eqn.primitive.name in ("axis_index", "pvary", "shard_map")
-        crosses = {*program.replica_axes} & {
+        crosses = {*program.outer.replica_axes} & {
             x for x in jax.tree.leaves(named) if isinstance(x, str)
         }
         if crosses and not is_silent and purpose_of(scope) != METRICS_SCOPE:

@@ -56,7 +56,7 @@ class _ReplicaMode(Manual):
 
 
 class ReplicaSteps:
-    """The step functions of `DiLoCoProgram`, which are jitted.
+    """DiLoCo's step functions, before they are jitted.
 
     Attributes:
       inner: The program of one replica.
