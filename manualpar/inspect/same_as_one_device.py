@@ -25,11 +25,11 @@ from manualpar.core.parameters.parameter_info import ParameterInfo, split_names
 from manualpar.core.parameters.placement import Route, state_specs
 from manualpar.core.parameters.sharded_parameter import cast_floating
 from manualpar.core.parameters.trainable import combine, partition, trained
-from manualpar.core.parameters.trees import path_name
 from manualpar.core.program.program import Program
 from manualpar.core.state.metrics import StepSums, mean
 from manualpar.core.state.state_arrays import list_some
 from manualpar.core.state.train_state import TrainState
+from manualpar.core.trees import path_name
 
 
 def assert_same_as_one_device(

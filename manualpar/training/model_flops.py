@@ -18,8 +18,8 @@ from manualpar.core.model.initialise import init_variables
 from manualpar.core.model.interface import interface_of
 from manualpar.core.parameters.placement import strip_boxes
 from manualpar.core.parameters.trainable import combine, is_trained
-from manualpar.core.parameters.trees import path_name
 from manualpar.core.program.program import Program
+from manualpar.core.trees import path_name
 from manualpar.inspect.flops import ProductReader
 from manualpar.inspect.scope_parsing import phase_of
 from manualpar.training.task import Task

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from manualpar.core.parameters.array_box import ArrayBox
 from manualpar.core.parameters.collectives import cast_to_varying, varying_axes
 from manualpar.core.parameters.shard_rules import is_inside
-from manualpar.core.parameters.trees import path_name
+from manualpar.core.trees import path_name
 
 # Libraries: all other packages are the user's code.
 LIBRARIES = frozenset({"flax", "jax", "jaxlib", "manualpar", "numpy", "optax"})

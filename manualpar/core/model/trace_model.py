@@ -41,7 +41,7 @@ from manualpar.core.parameters.placement import strip_boxes
 from manualpar.core.parameters.sharded_parameter import cast_floating, is_box
 from manualpar.core.parameters.split_parameter import SplitParameter, take_shared
 from manualpar.core.parameters.trainable import is_trained
-from manualpar.core.parameters.trees import path_name
+from manualpar.core.trees import path_name
 
 
 @dataclasses.dataclass(frozen=True)

@@ -40,6 +40,7 @@ from manualpar.core.parameters.sharded_parameter import (
     unpad_leaf,
 )
 from manualpar.core.tracing.scopes import GATHER_SCOPE, NEW_PARAMS_SCOPE, SCATTER_SCOPE
+from manualpar.core.trees import Batch, Collections, Params, Placements, Specs
 
 
 class GlobalArrays(Mode):
@@ -57,7 +58,7 @@ class GlobalArrays(Mode):
         return ()
 
     def run(
-        self, function: Callable[..., Any], *, in_specs: Any, out_specs: Any
+        self, function: Callable[..., Any], *, in_specs: Specs, out_specs: Specs
     ) -> Callable[..., Any]:
         """Wraps a function of global arrays so that its results are sharded by `out_specs`."""
         del in_specs
@@ -75,12 +76,12 @@ class GlobalArrays(Mode):
         """Returns the key as it is, because the code sees all examples."""
         return rng
 
-    def to_zigzag(self, batch: Any, roles: AxisRoles) -> Any:
+    def to_zigzag(self, batch: Batch, roles: AxisRoles) -> Any:
         """Returns the batch as it is, because XLA sees full sequences."""
         del roles
         return batch
 
-    def split(self, batch: Any, num_minibatches: int, roles: AxisRoles) -> Any:
+    def split(self, batch: Batch, num_minibatches: int, roles: AxisRoles) -> Any:
         """Splits a batch so that every example stays on its device.
 
         Each minibatch has an equal part of every device's examples.
@@ -121,13 +122,13 @@ class GlobalArrays(Mode):
         return metrics
 
     def sync_collections(
-        self, collections: Any, before: Any, rules: Mapping[str, CollectionSync]
+        self, collections: Collections, before: Any, rules: Mapping[str, CollectionSync]
     ) -> Any:
         """Returns the collections as they are, because there is one copy of each."""
         del before, rules
         return collections
 
-    def replicate(self, placements: Any, params: Any) -> Any:
+    def replicate(self, placements: Placements, params: Params) -> Any:
         """Constrains updated parameters to their own specs, so that XLA gathers them."""
 
         def gather(place: Route, x: jax.Array) -> jax.Array:
@@ -170,7 +171,7 @@ class Auto(GlobalArrays):
         """The mesh, with automatic axes."""
         return self.mesh.abstract_mesh
 
-    def under_mesh(self, function: Callable[..., Any], in_specs: Any) -> Callable[..., Any]:
+    def under_mesh(self, function: Callable[..., Any], in_specs: Specs) -> Callable[..., Any]:
         """Wraps a function so that it runs under the mesh."""
         del in_specs
 
@@ -208,7 +209,7 @@ class Explicit(GlobalArrays):
         return jax.sharding.reshard(x, spec)
 
     def run(
-        self, function: Callable[..., Any], *, in_specs: Any, out_specs: Any
+        self, function: Callable[..., Any], *, in_specs: Specs, out_specs: Specs
     ) -> Callable[..., Any]:
         """Wraps a function of arrays with explicit shardings, to take arrays without them."""
         constrained = super().run(function, in_specs=in_specs, out_specs=out_specs)
@@ -226,7 +227,7 @@ class Explicit(GlobalArrays):
         mesh: AbstractMesh = with_axis_types(self.mesh, AxisType.Explicit).abstract_mesh
         return mesh
 
-    def under_mesh(self, function: Callable[..., Any], in_specs: Any) -> Callable[..., Any]:
+    def under_mesh(self, function: Callable[..., Any], in_specs: Specs) -> Callable[..., Any]:
         """Wraps a function so that its arguments have explicit shardings, `in_specs`."""
 
         def run(*args: Any) -> Any:
@@ -332,7 +333,7 @@ def _full_spec(shape: tuple[int, ...], names: tuple[Any, ...]) -> PartitionSpec:
     return PartitionSpec(*names, *(None,) * (len(shape) - len(names)))
 
 
-def _broadcast(specs: Any, tree: Any) -> list[PartitionSpec]:
+def _broadcast(specs: Specs, tree: Any) -> list[PartitionSpec]:
     """Returns a spec for each leaf of a tree, from a tree of specs that is a prefix of it."""
     leaves: list[PartitionSpec] = []
     jax.tree.map(

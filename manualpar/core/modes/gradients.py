@@ -28,9 +28,9 @@ from manualpar.core.parameters.sharded_parameter import (
     reduction_dtype,
 )
 from manualpar.core.parameters.trainable import combine
-from manualpar.core.parameters.trees import Batch, Collections, Grads, Params
 from manualpar.core.state.metrics import Metrics, StepSums
 from manualpar.core.tracing.scopes import COUNT_SCOPE, METRICS_SCOPE, REDUCE_SCOPE
+from manualpar.core.trees import Batch, Collections, Grads, Params
 
 Sums = TypeVar("Sums")
 # (params, collections, minibatch, rng) -> (loss, metrics, updated collections).
@@ -134,7 +134,7 @@ def scanned(
 ) -> tuple[Grads, StepSums, Collections]:
     """Runs the minibatches in a `jax.lax.scan`, so the code is compiled once."""
 
-    def differentiate(collections: Collections, minibatch: Any) -> tuple[Any, Collections]:
+    def differentiate(collections: Collections, minibatch: Batch) -> tuple[Any, Collections]:
         grads, (sums, collections) = jax.grad(loss, has_aux=True)(*params, collections, *minibatch)
         return _accumulators(reduce(grads), sums), collections
 
@@ -152,7 +152,7 @@ def scanned(
         # If shardings are types (mode `explicit`), the sum must have the sharding of its terms.
         return x if t.sharding is None else jax.sharding.reshard(x, t.sharding)
 
-    def body(carry: Any, minibatch: Any) -> tuple[Any, None]:
+    def body(carry: Any, minibatch: Batch) -> tuple[Any, None]:
         total, collections = carry
         with jax.named_scope("minibatch"):
             term, collections = differentiate(collections, minibatch)
@@ -172,7 +172,7 @@ def _accumulators(*terms: Any) -> Any:
     return jax.tree.map(accumulator, terms)
 
 
-def sync_gradients(grads: Any, axis_names: AxisName) -> Any:
+def sync_gradients(grads: Grads, axis_names: AxisName) -> Any:
     """Takes the mean of the devices' gradients over the mesh axes that split the batch.
 
     Args:

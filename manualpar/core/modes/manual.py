@@ -32,6 +32,7 @@ from manualpar.core.parameters.sharded_parameter import (
     replicate_shards,
     scatter_gradients,
 )
+from manualpar.core.trees import Batch, Collections, Params, Placements, Specs
 
 
 class Manual(Mode):
@@ -46,7 +47,7 @@ class Manual(Mode):
         return self.data_axes
 
     def run(
-        self, function: Callable[..., Any], *, in_specs: Any, out_specs: Any
+        self, function: Callable[..., Any], *, in_specs: Specs, out_specs: Specs
     ) -> Callable[..., Any]:
         """Runs a function of per-device arrays in `shard_map`."""
         return jax.shard_map(
@@ -57,11 +58,11 @@ class Manual(Mode):
         """Derives a key that differs between devices with different examples."""
         return fold_rng_over_axis(rng, self.data_axes)
 
-    def to_zigzag(self, batch: Any, roles: AxisRoles) -> Any:
+    def to_zigzag(self, batch: Batch, roles: AxisRoles) -> Any:
         """Puts the sequences of a device's batch into zig-zag order if an axis splits them."""
         return batch if roles.context_axis is None else to_zigzag(batch, roles.context_axis)
 
-    def split(self, batch: Any, num_minibatches: int, roles: AxisRoles) -> Any:
+    def split(self, batch: Batch, num_minibatches: int, roles: AxisRoles) -> Any:
         """Splits `[B, ...]` leaves into `[M, B/M, ...]`, `M` minibatches; repeats scalars."""
         del roles
         return split_minibatches(batch, num_minibatches)
@@ -87,12 +88,12 @@ class Manual(Mode):
         return sync_metrics(metrics, self.data_axes)
 
     def sync_collections(
-        self, collections: Any, before: Any, rules: Mapping[str, CollectionSync]
+        self, collections: Collections, before: Any, rules: Mapping[str, CollectionSync]
     ) -> Any:
         """Makes a model's other collections the same on all devices."""
         return sync_collections(collections, self.data_axes, before=before, rules=rules)
 
-    def replicate(self, placements: Any, params: Any) -> Any:
+    def replicate(self, placements: Placements, params: Params) -> Any:
         """Gathers updated parameters: from the specs of gradients to those of parameters."""
         exact = dataclasses.replace(self, comm=self.comm.exact)
 

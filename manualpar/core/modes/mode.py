@@ -24,7 +24,7 @@ from manualpar.core.parameters.annotations import Rules
 from manualpar.core.parameters.comm_policy import EXACT, CommPolicy
 from manualpar.core.parameters.placement import Route
 from manualpar.core.parameters.sharded_parameter import ShardedParameter
-from manualpar.core.parameters.trees import Batch, Collections, Params, Specs
+from manualpar.core.trees import Batch, Collections, Params, Placements, Specs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +132,7 @@ class Mode(abc.ABC):
         """Makes a model's other collections the same on all devices."""
 
     @abc.abstractmethod
-    def replicate(self, placements: Any, params: Params) -> Params:
+    def replicate(self, placements: Placements, params: Params) -> Params:
         """Gathers updated parameters: from the specs of gradients to those of parameters."""
 
     @abc.abstractmethod

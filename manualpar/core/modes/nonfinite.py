@@ -5,9 +5,9 @@ import jax.numpy as jnp
 
 from manualpar.core.mesh.axes import AxisName, axis_tuple
 from manualpar.core.parameters.collectives import varying_axes
-from manualpar.core.parameters.trees import Grads
 from manualpar.core.state.metrics import StepSums, mean
 from manualpar.core.tracing.scopes import NONFINITE_SCOPE
+from manualpar.core.trees import Grads
 
 
 def find_nonfinite(grads: Grads, axis_names: AxisName) -> jax.Array:

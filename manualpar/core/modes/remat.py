@@ -44,6 +44,7 @@ from manualpar.core.tracing.scopes import (
     purpose_of,
     scope_names,
 )
+from manualpar.core.trees import Params
 
 LOOPS = frozenset({"cond", "scan"})  # Primitives with a backward pass of their own.
 GATHERS = frozenset({"all_gather", "all_gather_invariant", "reshard", "sharding_constraint"})
@@ -110,7 +111,7 @@ class _IsRepeated(NamedTuple):
         gathers = is_ours and not self.is_saved(eqn.primitive, **eqn.params)
         return gathers or DECODE_SCOPE in scope_names(name_stack)
 
-    def is_saved(self, primitive: Any, *_: Any, **params: Any) -> bool:
+    def is_saved(self, primitive: Any, *_: Any, **params: Params) -> bool:
         """Returns whether it is a gather over slow links, whose result is saved.
 
         It is also a policy for the user's checkpoints.

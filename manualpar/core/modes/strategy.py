@@ -26,8 +26,8 @@ from jax.sharding import Mesh
 
 from manualpar.core.modes.gradients import ParamPair, Reduce, WeightedLoss
 from manualpar.core.parameters.placement import PlaceFn
-from manualpar.core.parameters.trees import Batch, Collections, Grads
 from manualpar.core.state.metrics import Metrics, StepSums
+from manualpar.core.trees import Batch, Collections, Grads, Placements
 
 ModeName = Literal["manual", "auto", "explicit", "auto-unconstrained"]
 MODES: tuple[ModeName, ...] = ("manual", "auto", "explicit", "auto-unconstrained")
@@ -126,6 +126,6 @@ class Stages(Protocol):
         """
 
     def on_mesh(
-        self, mesh: Mesh, strategy: Strategy, placements: Any, num_minibatches: int
+        self, mesh: Mesh, strategy: Strategy, placements: Placements, num_minibatches: int
     ) -> Pipelined:
         """Makes the schedule of a step. `placements` tells how parameters are sharded."""

@@ -11,7 +11,7 @@ from manualpar.core.mesh.axes import Names, axis_tuple, names_to_spec
 from manualpar.core.parameters.annotations import Rules, mesh_names, with_all_names
 from manualpar.core.parameters.sharded_parameter import is_box
 from manualpar.core.parameters.split_parameter import SplitParameter, names_on
-from manualpar.core.parameters.trees import Params, path_name
+from manualpar.core.trees import Infos, Params, path_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +111,7 @@ def describe_parameters(
     return jax.tree_util.tree_map_with_path(info, params, is_leaf=is_box)
 
 
-def on_stages(infos: Any, stacked: frozenset[str], axis: str) -> Any:
+def on_stages(infos: Infos, stacked: frozenset[str], axis: str) -> Any:
     """Marks the parameters in `stacked` as split over the stages along dim 0.
 
     Dim 0 is the dimension in which `nn.scan` stacks layers.
@@ -132,6 +132,6 @@ def on_stages(infos: Any, stacked: frozenset[str], axis: str) -> Any:
     return jax.tree.map(staged, infos)
 
 
-def computed_specs(infos: Any) -> Any:
+def computed_specs(infos: Infos) -> Any:
     """Returns the `PartitionSpec` of the array that the model computes with, per parameter."""
     return jax.tree.map(lambda info: names_to_spec(split_names(info)), infos)

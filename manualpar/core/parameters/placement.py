@@ -16,7 +16,7 @@ from manualpar.core.mesh.axes import Names, axes_size, axis_tuple, names_to_spec
 from manualpar.core.mesh.roles import AxisRoles
 from manualpar.core.parameters.parameter_info import ParameterInfo
 from manualpar.core.parameters.sharded_parameter import is_box
-from manualpar.core.parameters.trees import path_keys, path_name
+from manualpar.core.trees import Params, Placements, path_keys, path_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +132,7 @@ def route_parameter(
     )
 
 
-def like_params(tree: Any, params: Any, values: Any, default: Any) -> Any:
+def like_params(tree: Any, params: Params, values: Any, default: Any) -> Any:
     """Returns a tree like an optimizer's state, with the value of each leaf's parameter.
 
     A leaf belongs to a parameter if its path ends in the parameter's path and the shapes are equal.
@@ -156,12 +156,12 @@ def like_params(tree: Any, params: Any, values: Any, default: Any) -> Any:
     return jax.tree_util.tree_map_with_path(value, tree)
 
 
-def param_specs(placements: Any) -> Any:
+def param_specs(placements: Placements) -> Any:
     """Returns each parameter's `PartitionSpec`."""
     return jax.tree.map(lambda placement: placement.spec, placements)
 
 
-def state_specs(placements: Any) -> Any:
+def state_specs(placements: Placements) -> Any:
     """Returns the `PartitionSpec` of each parameter's gradient."""
     return jax.tree.map(lambda placement: placement.state_spec, placements)
 
@@ -177,7 +177,7 @@ def strip_boxes(tree: Any) -> Any:
     return jax.tree.map(lambda x: x.value if is_box(x) else x, tree, is_leaf=is_box)
 
 
-def map_in_scopes(function: Callable[..., Any], placements: Any, *trees: Any) -> Any:
+def map_in_scopes(function: Callable[..., Any], placements: Placements, *trees: Any) -> Any:
     """Maps a function of a placement and leaves over trees with the parameters' structure.
 
     Each call runs in the named scope of the parameter's path.

@@ -31,6 +31,7 @@ from manualpar.core.parameters.collectives import (
 from manualpar.core.parameters.comm_policy import EXACT, CommPolicy
 from manualpar.core.parameters.split_parameter import take_shared
 from manualpar.core.tracing.scopes import NEW_PARAMS_SCOPE
+from manualpar.core.trees import Grads, Params
 
 
 def is_box(x: Any) -> bool:
@@ -175,7 +176,7 @@ def cast_floating(x: jax.Array, dtype: str | None) -> jax.Array:
     return x.astype(dtype) if dtype and jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
-def scatter_gradients(grads: Any, shards: Any) -> Any:
+def scatter_gradients(grads: Grads, shards: Any) -> Any:
     """Reduces gradients to each device's shard of their mean over the devices.
 
     Args:
@@ -216,7 +217,7 @@ def reduction_dtype(x: Any) -> Any:
     return x.comm.reduced_dtype(x.value.dtype)
 
 
-def replicate_shards(params: Any) -> Any:
+def replicate_shards(params: Params) -> Any:
     """Gathers boxed shards into replicated parameters.
 
     Communication:

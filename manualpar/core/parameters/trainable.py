@@ -12,6 +12,7 @@ import jax
 import optax
 
 from manualpar.core.parameters.sharded_parameter import is_box
+from manualpar.core.trees import Placements
 
 
 def is_trained(path: str, globs: tuple[str, ...]) -> bool:
@@ -19,7 +20,7 @@ def is_trained(path: str, globs: tuple[str, ...]) -> bool:
     return any(fnmatch.fnmatchcase(path, glob) for glob in globs)
 
 
-def partition(placements: Any, tree: Any) -> tuple[Any, Any]:
+def partition(placements: Placements, tree: Any) -> tuple[Any, Any]:
     """Divides a tree like the parameters', boxes allowed, into its trained and its frozen part.
 
     `placements` has a `trainable` at each leaf: a `Route`, or a `ParameterInfo`.
@@ -40,7 +41,7 @@ def empty_part(tree: Any) -> Any:
     return jax.tree.map(lambda _: optax.MaskedNode(), tree, is_leaf=is_box)
 
 
-def trained(placements: Any) -> Any:
+def trained(placements: Placements) -> Any:
     """Returns the placements of the trained parameters."""
     return partition(placements, placements)[0]
 

@@ -33,7 +33,7 @@ from manualpar.core.parameters.comm_policy import CommPolicy
 from manualpar.core.parameters.parameter_info import ParameterInfo
 from manualpar.core.parameters.placement import Route
 from manualpar.core.parameters.sharded_parameter import comm_policy, is_box
-from manualpar.core.parameters.trees import Grads, Params, PerDevice
+from manualpar.core.trees import Grads, Infos, Params, PerDevice, Placements
 
 
 def check_feedback(strategy: Strategy, options: Mapping[str, Any]) -> None:
@@ -186,7 +186,7 @@ class GradientRounding:
       is_stochastic: Whether gradients are rounded stochastically.
     """
 
-    infos: Any = None
+    infos: Infos = None
     residuals: Mapping[str, Residual] = dataclasses.field(default_factory=dict)
     is_stochastic: bool = False
 
@@ -253,8 +253,8 @@ class GradientRounding:
 
 def gradient_rounding(
     strategy: Strategy,
-    infos: Any,
-    placements: Any,
+    infos: Infos,
+    placements: Placements,
     *,
     mode: Mode,
     options: Mapping[str, Any],

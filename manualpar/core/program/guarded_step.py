@@ -21,9 +21,9 @@ from jax.sharding import Mesh
 
 from manualpar.core.mesh.mesh_context import OutsideMeshes, no_mesh
 from manualpar.core.mesh.splitting import shapes_of_batch
-from manualpar.core.parameters.trees import path_name
 from manualpar.core.state.state_arrays import list_some
 from manualpar.core.state.train_state import TrainState
+from manualpar.core.trees import Batch, path_name
 
 MAX_STEPS_AHEAD = 8
 _MENDS = {
@@ -69,7 +69,7 @@ class GuardedStep(OutsideMeshes):
         self._in_flight: collections.deque[jax.Array] = collections.deque()
         self._known: Any = lambda: None  # Weak reference: a strong one would keep memory allocated.
 
-    def __call__(self, state: Any, batch: Any) -> Any:
+    def __call__(self, state: Any, batch: Batch) -> Any:
         """Calls the step, after it has checked the state and the batch."""
         is_state = isinstance(state, TrainState)
         if not is_state or state is not self._known() or is_deleted(state.step):

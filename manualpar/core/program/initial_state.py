@@ -20,6 +20,7 @@ from manualpar.core.parameters.trainable import partition
 from manualpar.core.program.gradient_rounding import GradientRounding
 from manualpar.core.program.optimizer_update import explain_optimizer
 from manualpar.core.state.train_state import TrainState
+from manualpar.core.trees import Placements
 
 
 class InitialState:
@@ -36,7 +37,7 @@ class InitialState:
         self,
         model: TracedModel,
         tx: optax.GradientTransformation,
-        placements: Any,
+        placements: Placements,
         rounding: GradientRounding,
     ) -> None:
         self._model, self._tx, self._placements, self._rounding = model, tx, placements, rounding

@@ -11,10 +11,10 @@ from manualpar.core.mesh.axes import with_axis_types
 from manualpar.core.mesh.mesh_context import OutsideMeshes, on_auto_axes
 from manualpar.core.mesh.rng import typed_key
 from manualpar.core.parameters.placement import with_shardings
-from manualpar.core.parameters.trees import Specs
 from manualpar.core.program.guarded_step import GuardedStep, check_state
 from manualpar.core.program.load_state import check_has_devices
 from manualpar.core.state.train_state import TrainState
+from manualpar.core.trees import Specs
 
 
 class JittedSteps:

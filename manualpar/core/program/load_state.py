@@ -26,7 +26,6 @@ from manualpar.core.model.interface import collections_of
 from manualpar.core.parameters.placement import map_padded
 from manualpar.core.parameters.sharded_parameter import is_box, pad_leaf, unpad_leaf
 from manualpar.core.parameters.trainable import partition
-from manualpar.core.parameters.trees import path_name
 from manualpar.core.program.guarded_step import check_alive
 from manualpar.core.state.state_arrays import (
     Leaf,
@@ -38,6 +37,7 @@ from manualpar.core.state.state_arrays import (
     show_leaf,
 )
 from manualpar.core.state.train_state import TrainState, is_key
+from manualpar.core.trees import Variables, path_name
 
 Missing = Literal["error", "init"]
 RESIDUALS = "local/residuals/"  # See `manualpar.core.program.gradient_rounding`.
@@ -258,7 +258,7 @@ def _checked_state(function: str, leaves: list[Leaf], state: Any) -> dict[str, A
     return found
 
 
-def _by_name(variables: Any, abstract: TrainState) -> Iterator[tuple[str, Any]]:
+def _by_name(variables: Variables, abstract: TrainState) -> Iterator[tuple[str, Any]]:
     """Yields arrays of parameters or variables with names such as `params/dense/kernel`."""
     by_collection = collections_of(variables)
     if by_collection is not None:

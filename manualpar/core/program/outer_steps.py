@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from manualpar.core.parameters.comm_policy import CommPolicy
-from manualpar.core.parameters.trees import Batch
 from manualpar.core.state.metrics import Metrics
 from manualpar.core.state.train_state import TrainState
+from manualpar.core.trees import Batch
 
 if TYPE_CHECKING:
     from manualpar.core.program.program import Program

@@ -55,6 +55,7 @@ from manualpar.core.program.outer_steps import OuterSteps, StepFunction
 from manualpar.core.program.placement_check import check_strategy, place_parameter
 from manualpar.core.program.step import Step
 from manualpar.core.state.train_state import TrainState
+from manualpar.core.trees import Batch
 
 _MODES: dict[str, type[Mode]] = {x.name: x for x in (Manual, Auto, Explicit, Unconstrained)}
 
@@ -300,7 +301,7 @@ def _design(
     return batch, step, states
 
 
-def _assemble(batch: Any, step: Step, states: InitialState, options: ProgramOptions) -> Program:
+def _assemble(batch: Batch, step: Step, states: InitialState, options: ProgramOptions) -> Program:
     """Jits the functions of a step and makes a program of them."""
     compiler_options = dict(options.get("compiler_options", {})) or None
     jitted = JittedSteps(options["mesh"], states.layout, states.padded, compiler_options)

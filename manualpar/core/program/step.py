@@ -43,11 +43,19 @@ from manualpar.core.parameters.placement import (
 )
 from manualpar.core.parameters.sharded_parameter import ShardedParameter, is_box
 from manualpar.core.parameters.trainable import combine, partition, trained
-from manualpar.core.parameters.trees import Batch, Collections, Grads, Params, PerDevice, Specs
 from manualpar.core.program.gradient_rounding import GradientRounding
 from manualpar.core.program.optimizer_update import Update
 from manualpar.core.state.metrics import Metrics, StepSums, mean
 from manualpar.core.state.train_state import TrainState
+from manualpar.core.trees import (
+    Batch,
+    Collections,
+    Grads,
+    Params,
+    PerDevice,
+    Placements,
+    Specs,
+)
 
 Aux: TypeAlias = tuple[Collections, PerDevice]
 
@@ -74,7 +82,7 @@ class Step:
     model: TracedModel
     mode: Mode
     roles: AxisRoles
-    placements: Any
+    placements: Placements
     update: Update
     num_minibatches: int = 1
     schedule: Accumulation = unrolled

@@ -33,8 +33,8 @@ from manualpar.core.modes.gradients import ParamPair, Reduce, WeightedLoss
 from manualpar.core.parameters.collectives import cast_to_varying
 from manualpar.core.parameters.sharded_parameter import is_box
 from manualpar.core.parameters.trainable import combine, is_masked
-from manualpar.core.parameters.trees import Batch, Collections, Grads
 from manualpar.core.state.metrics import Metrics, StepSums
+from manualpar.core.trees import Batch, Collections, Grads
 from manualpar.layers.pipeline.exchange import exchange
 from manualpar.layers.pipeline.saved_activations import PipelineSaves
 from manualpar.layers.pipeline.schedule_table import Table

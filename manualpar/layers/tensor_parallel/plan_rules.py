@@ -16,8 +16,8 @@ from manualpar.core.model.interface import InitArgs
 from manualpar.core.model.linen.call_arguments import initial_call
 from manualpar.core.parameters.annotations import Rules
 from manualpar.core.parameters.sharded_parameter import is_box
-from manualpar.core.parameters.trees import path_name
 from manualpar.core.state.train_state import Batch
+from manualpar.core.trees import path_name
 from manualpar.layers.dense import SplitDense
 from manualpar.layers.tensor_parallel.plan_styles import Column, Row, Style, Vocab
 

@@ -20,8 +20,8 @@ from manualpar.core.modes.variable_reduction import KNOWN, CollectionSync, sync_
 from manualpar.core.parameters.collectives import cast_to_varying
 from manualpar.core.parameters.comm_policy import CommPolicy
 from manualpar.core.parameters.shard_rules import is_inside
-from manualpar.core.parameters.trees import path_name
 from manualpar.core.tracing.scopes import COUNT_SCOPE, OUTER_SCOPE
+from manualpar.core.trees import path_name
 
 
 def mean_difference(

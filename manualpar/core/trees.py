@@ -13,7 +13,11 @@ Grads: TypeAlias = Any  # A tree like the trained parameters.
 Collections: TypeAlias = Any  # The model's other variables by collection, such as `batch_stats`.
 Batch: TypeAlias = Any  # Arrays whose leading dim counts examples, and scalars.
 PerDevice: TypeAlias = Any  # Arrays that differ between devices, see `TrainState.local`.
+Variables: TypeAlias = Any  # The parameters and the other collections, by collection.
+OptState: TypeAlias = Any  # The state of the optimizer.
 Specs: TypeAlias = Any  # A tree of `PartitionSpec`s, or the root of such a tree.
+Infos: TypeAlias = Any  # A tree like the parameters, with a `ParameterInfo` at each leaf.
+Placements: TypeAlias = Any  # A tree like the parameters, with a `Route` at each leaf.
 
 
 def path_name(path: Any) -> str:
