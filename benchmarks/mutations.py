@@ -44,7 +44,8 @@ NOT_COPIED = (".*", "__pycache__", "*.egg-info", "build", "dist", "runs")
 
 COUNTS = "tests/inspect/expected_bytes_test.py::test_every_row_of_the_table"
 STEPS = "tests/laws/strategies_test.py::test_ten_steps_equal_the_single_device"
-TUPLES = "tests/laws/strategies_test.py::test_axes_may_be_tuples_and_the_mesh_larger"
+LAWS = "tests/laws/laws_test.py"
+TUPLES = f"{LAWS}::test_a_step_has_the_loss_and_every_gradient_of_one_device"
 CONTEXT = ("tests/layers/attention/context_test.py", "tests/models/transformer_context_test.py")
 STAGES = "tests/layers/pipeline/executor_test.py"
 DROPOUT = (
@@ -58,9 +59,9 @@ TESTS = (
     "tests/core/parameters/sharded_parameter_test.py",
     COUNTS,
     "tests/core/modes/gradients_test.py",
-    "tests/laws/strategies_test.py::test_hsdp_on_every_factorisation",
     TUPLES,
     STEPS,
+    LAWS,
     "tests/laws/collections_test.py",
     "tests/core/program/program_test.py::test_masks_that_differ_by_device_and_minibatch",
     "tests/core/program/program_test.py::test_evaluation_is_without_dropout_and_counts_what_the_mask_says",
@@ -86,6 +87,11 @@ FIRST = {
     "layers.attention.ring_attention:*": CONTEXT,
     "layers.attention.blockwise_attention:*": CONTEXT,
     "layers.attention.chunked_attention:*": CONTEXT,
+    "core.model.whole_parameters:*": ("tests/core/model/whole_parameters_test.py",),
+    "core.parameters.split_parameter:*": (
+        "tests/core/parameters/split_parameter_test.py",
+        "tests/layers/dense_test.py",
+    ),
     "core.checks.context_check:*": ("tests/core/checks/context_check_test.py",),
     "layers.pipeline.exchange:*": ("tests/layers/pipeline/exchange_test.py", STAGES),
     "layers.pipeline.replay:*": ("tests/layers/pipeline/replay_test.py", STAGES),

@@ -159,6 +159,7 @@ CASES = (
         {"axis_aliases": {"batch": "data"}, "sync_collections": {"batch_stats": "max"}},
         "normed",
     ),
+    Case("dp", TWO, {**BOTH, "axis_by_axis": True, "gather_dtype": "bfloat16"}, tolerance=BFLOAT16),
     Case("zero", DATA, {"stage": 1}),
     Case("zero", {"a": 2, "b": 4}, {**BOTH, "stage": 2, "num_minibatches": 2, "pad": True}),
     Case("zero", TWO, {**BOTH, "stage": 1, "axis_by_axis": True}),
@@ -175,7 +176,21 @@ CASES = (
     Case("fsdp", {"b": 2, "a": 4}, {"axis_name": ("a", "b")}),
     Case("fsdp", {"data": 4, "others": 2}, {"num_minibatches": 2}),
     Case("fsdp", TWO, {**BOTH, "axis_by_axis": True, "pad": True}),
+    Case("fsdp", {"a": 1, "b": 8}, {**BOTH, "axis_by_axis": True}),
+    Case(
+        "fsdp",
+        {"a": 2, "b": 4},
+        {
+            **BOTH,
+            "axis_by_axis": True,
+            "communicate_every": "gather-step",
+            "keep_gathered": ("output_dense", "input_dense/kernel"),
+            "num_minibatches": 2,
+            "pad": True,
+        },
+    ),
     Case("fsdp", TWO, {**BOTH, "regather_axes": ("a",)}),
+    Case("fsdp", {"a": 8, "b": 1}, {**BOTH, "regather_axes": ("a",), "reduce_dtype": "float32"}),
     Case("fsdp", {"a": 2, "b": 4}, {**BOTH, "regather_axes": ("a",), "num_minibatches": 2}),
     Case("fsdp", DATA, {**HEAD, "frozen_dtype": "bfloat16"}, tolerance=BFLOAT16),
     Case("fsdp", DATA, {"param_dtype": "bfloat16"}, tolerance=BFLOAT16),
@@ -202,6 +217,12 @@ CASES = (
     Case("hsdp", {"node": 8, "data": 1}, {"replica_axis": "node"}),
     Case("hsdp", {"replica": 2, "a": 2, "b": 2}, {**BOTH, "axis_by_axis": True}),
     Case("hsdp", GROUPS, {"reduce_code": "int8", "error_feedback": True}, tolerance=INT8),
+    Case(
+        "hsdp",
+        GROUPS,
+        {"gather_dtype": "bfloat16", "reduce_dtype": "float32"},
+        tolerance=BFLOAT16,
+    ),
 )
 
 
