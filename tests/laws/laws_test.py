@@ -77,8 +77,10 @@ def test_a_step_sends_the_bytes_of_the_closed_form(devices8, case):
     sent = bytes_by_axes(of_parameters(trace_collectives(traced)))
     closed = {axes: n for axes, n in step_bytes(program).items() if n}
     sent = {axes: n for axes, n in sent.items() if n}
-    if case.model in ("normed", "split sequences"):  # Their layers send more than parameters.
-        assert all(sent[axes] >= n for axes, n in closed.items())
+    if case.model == "split sequences":  # Attention sends keys and values over one axis.
+        sent = {axes: n for axes, n in sent.items() if axes in closed}
+    if case.model == "normed":  # Its layers send statistics over the axis of the gradients.
+        assert all(sent[axes] > n for axes, n in closed.items())
     elif not program.strategy.reshard_after_forward:
         assert sent == closed
     else:  # The backward pass does not gather what it does not need, such as biases.
