@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
@@ -13,8 +13,35 @@ from manualpar.core.mesh.rng import typed_key
 from manualpar.core.parameters.placement import with_shardings
 from manualpar.core.program.guarded_step import GuardedStep, check_state
 from manualpar.core.program.load_state import check_has_devices
+from manualpar.core.state.metrics import Metrics
 from manualpar.core.state.train_state import TrainState
-from manualpar.core.trees import Specs
+from manualpar.core.trees import Batch, Specs
+
+
+class TrainStep(Protocol):
+    """A jitted step of training."""
+
+    def __call__(self, state: TrainState, batch: Batch, /) -> tuple[TrainState, Metrics]:
+        """Takes a step; the state is donated."""
+
+    def trace(self, *args: Any) -> jax.stages.Traced:
+        """Traces the step, as `jax.jit` does."""
+
+    def lower(self, *args: Any) -> jax.stages.Lowered:
+        """Lowers the step, as `jax.jit` does."""
+
+
+class EvalStep(Protocol):
+    """A jitted step of evaluation."""
+
+    def __call__(self, state: TrainState, batch: Batch, /) -> Metrics:
+        """Computes the metrics of a batch."""
+
+    def trace(self, *args: Any) -> jax.stages.Traced:
+        """Traces the step, as `jax.jit` does."""
+
+    def lower(self, *args: Any) -> jax.stages.Lowered:
+        """Lowers the step, as `jax.jit` does."""
 
 
 class JittedSteps:
@@ -65,7 +92,7 @@ class JittedSteps:
 
         return init
 
-    def jit_train_step(self, function: Callable[..., Any]) -> Any:
+    def jit_train_step(self, function: Callable[..., Any]) -> TrainStep:
         """Jits `(state, batch) -> (state, metrics)`, which donates the state."""
         jitted = self._jit(
             function,
@@ -75,9 +102,9 @@ class JittedSteps:
             donate_argnums=0,
             compiler_options=self._compiler_options,
         )
-        return self._guarded("train_step", jitted)
+        return cast(TrainStep, self._guarded("train_step", jitted))
 
-    def jit_eval_step(self, function: Callable[..., Any]) -> Any:
+    def jit_eval_step(self, function: Callable[..., Any]) -> EvalStep:
         """Jits `(state, batch) -> metrics`."""
         jitted = self._jit(
             function,
@@ -85,7 +112,7 @@ class JittedSteps:
             in_shardings=(self.shardings, None),
             compiler_options=self._compiler_options,
         )
-        return self._guarded("eval_step", jitted)
+        return cast(EvalStep, self._guarded("eval_step", jitted))
 
     def jit_update(self, function: Callable[[TrainState], TrainState]) -> OutsideMeshes:
         """Jits `state -> state`, which donates the state."""

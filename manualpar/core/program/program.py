@@ -48,7 +48,7 @@ from manualpar.core.parameters.placement import (
 from manualpar.core.parameters.trainable import trained
 from manualpar.core.program.gradient_rounding import gradient_rounding
 from manualpar.core.program.initial_state import InitialState
-from manualpar.core.program.jitted_steps import JittedSteps
+from manualpar.core.program.jitted_steps import EvalStep, JittedSteps, TrainStep
 from manualpar.core.program.load_state import Missing, StartsFromArrays
 from manualpar.core.program.optimizer_update import Update
 from manualpar.core.program.outer_steps import OuterSteps, StepFunction
@@ -117,8 +117,8 @@ class Program(StartsFromArrays):
     batch_sharding: NamedSharding
     create: Callable[[jax.Array], TrainState] = dataclasses.field(repr=False)
     init: Callable[[jax.Array], TrainState]
-    train_step: jax.stages.Wrapped
-    eval_step: jax.stages.Wrapped
+    train_step: TrainStep
+    eval_step: EvalStep
     step: Step = dataclasses.field(repr=False)
     outer: OuterSteps | None = dataclasses.field(default=None, repr=False)
 
