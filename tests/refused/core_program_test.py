@@ -130,10 +130,7 @@ REFUSED = [
             r"sync_gradients: grads\['w'\] is already summed over \['data'\].*pcast",
         ),
         ((summed_over_data, "data", "model"), r"already summed over \['data'\]"),
-        (
-            (mean_of_integers, "data"),
-            r"collections\['mean'\] has dtype int32, which has no 'mean'",
-        ),
+        ((mean_of_integers, "data"), r"collections\['mean'\] has dtype int32, which has no 'mean'"),
     ),
     *rows(
         "nonfinite",

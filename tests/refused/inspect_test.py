@@ -13,11 +13,7 @@ import pytest
 from jax.extend.core import ClosedJaxpr, Primitive
 from jax.sharding import PartitionSpec as P
 
-from manualpar import (
-    Batch,
-    abstract_mesh,
-    data_parallel,
-)
+from manualpar import Batch, abstract_mesh, data_parallel
 from manualpar.core.modes.strategy import CommCounts, Strategy
 from manualpar.core.parameters.placement import Placement
 from manualpar.core.program.program import build_program
@@ -188,10 +184,7 @@ REFUSED = [
                     "has no purpose gather_parms; the nearest one is gath",
                 ),
                 ("axes.dta.bytes = 1", "the step has no axis dta; the nearest one is data."),
-                (
-                    "modules.heed.bytes = 1",
-                    "the step has no module heed; the nearest one is head.",
-                ),
+                ("modules.heed.bytes = 1", "the step has no module heed; the nearest one is head."),
                 (
                     'modules."layer_*/mlp/up".bytes = 1',
                     'has no module "layer_*/mlp/up"; the nearest one i',
@@ -238,10 +231,7 @@ REFUSED = [
             )
         ),
         (ragged, r"contains ragged_all_to_all over \['data'\]"),
-        (
-            lambda x: jax.lax.pbroadcast(x, ("model",), 0),
-            r"contains pbroadcast over \['model'\]",
-        ),
+        (lambda x: jax.lax.pbroadcast(x, ("model",), 0), r"contains pbroadcast over \['model'\]"),
     ),
     *rows(
         "traced",
@@ -266,10 +256,7 @@ REFUSED = [
     *rows(
         "compiled",
         lambda line: compiled_collectives(module(f"ROOT %y = f32[6,4] {line}")),
-        (
-            "ragged-all-to-all(%x), replica_groups={}",
-            r"contains ragged-all-to-all \(scope: none\)",
-        ),
+        ("ragged-all-to-all(%x), replica_groups={}", r"contains ragged-all-to-all \(scope: none\)"),
         (
             'collective-broadcast(%x), metadata={op_name="jit(f)/cast"}',
             r"contains collective-broadcast \(scope: jit\(f\)/cast\), expected one of all-gather",
@@ -279,10 +266,7 @@ REFUSED = [
             "all-reduce(%x), channel_id=1",
             "all-reduce has no replica_groups, expected it in .*channel_id=1",
         ),
-        (
-            "all-reduce(%x), replica_groups=@all",
-            r"has replica_groups=@all, expected \{\{0,1\}\}",
-        ),
+        ("all-reduce(%x), replica_groups=@all", r"has replica_groups=@all, expected \{\{0,1\}\}"),
         ("collective-permute(%x), channel_id=1", "has no source_target_pairs"),
     ),
     *rows(
@@ -302,9 +286,7 @@ REFUSED = [
         ),
     ),
     *rows(
-        "groups",
-        groups_of,
-        (", replica_groups=@groups", "all-gather has replica_groups=@groups"),
+        "groups", groups_of, (", replica_groups=@groups", "all-gather has replica_groups=@groups")
     ),
     *rows(
         "formulas",
@@ -313,10 +295,7 @@ REFUSED = [
             lambda: step_bytes(build(mode="auto-unconstrained")),
             "mode='auto-unconstrained', expected 'manual', 'auto'",
         ),
-        (
-            lambda: step_bytes(in_two_dimensions()),
-            r"kernel is sharded as \('replica', 'data'\)",
-        ),
+        (lambda: step_bytes(in_two_dimensions()), r"kernel is sharded as \('replica', 'data'\)"),
         (
             lambda: step_memory(build(mode="auto-unconstrained")),
             "mode='auto-unconstrained', expected mode 'manual'",
@@ -345,11 +324,7 @@ REFUSED = [
     *rows(
         "ledger of a program",
         lambda case: ledger(build(builder=data_parallel), *case[0], **case[1]),
-        (
-            ((X,), {}),
-            TypeError,
-            "data_parallel manual was given 1 arguments, expected non",
-        ),
+        (((X,), {}), TypeError, "data_parallel manual was given 1 arguments, expected non"),
         (
             ((), {"compile": True}),
             "ledger: compile=True, and data_parallel manual is on an abstract mesh.*make_mesh",

@@ -141,10 +141,7 @@ REFUSED = [
         (("ulysses", (12, 6, 6), 8), "12 query heads and 6 key heads do not divide"),
         (("ulysses", (12, 3, 3), 8), "12 query heads and 3 key heads do not divide"),
         (("ring", (5, 2, 2), 8), r"query is float32\[1, 2, 5, 4\].*a multiple of the heads"),
-        (
-            ("ring", (2, 2, 1), 8),
-            r"key is float32\[1, 2, 2, 4\] and value float32\[1, 2, 1, 4\]",
-        ),
+        (("ring", (2, 2, 1), 8), r"key is float32\[1, 2, 2, 4\] and value float32\[1, 2, 1, 4\]"),
         (("rings", (2, 2, 2), 8), "how is 'rings', expected one of 'ring', 'ulysses', 'ga"),
         (
             ("ring", (2, 2, 2), 8, {"kind": "xla"}),
@@ -244,14 +241,8 @@ REFUSED = [
         ((Between(), {**PAIR, "u*": Column(-2)}), "module 'up' has more than one style"),
         ((Between(), {"down": Row()}), "module 'down' .*Row.* whole on every device.*Column"),
         ((Between(), {"up": Column()}), "'down' .*Dense.* gets a part of the features"),
-        (
-            (Between(lambda x: nn.Dense(8)(x)), PAIR),
-            "'Dense_0'.* gets a part of the features",
-        ),
-        (
-            (Between(nn.LayerNorm()), PAIR),
-            "'between' .LayerNorm. gets a part of the features",
-        ),
+        ((Between(lambda x: nn.Dense(8)(x)), PAIR), "'Dense_0'.* gets a part of the features"),
+        ((Between(nn.LayerNorm()), PAIR), "'between' .LayerNorm. gets a part of the features"),
         (
             (Between(nn.relu, width=30), PAIR),
             "parameter 'down/kernel' .* dim 0 of size 30 does not",
@@ -284,16 +275,8 @@ REFUSED = [
     *rows(
         "tensor_parallel",
         lambda args: tensor_parallel(*args[:2], **dict(*args[2:])),
-        (
-            (LINEAR, PAIR),
-            TypeError,
-            r"nnx.with_partitioning\(init, names, split=True\)",
-        ),
-        (
-            (Between(), [("up", Column())]),
-            TypeError,
-            r"plan is .*, expected styles by globs",
-        ),
+        ((LINEAR, PAIR), TypeError, r"nnx.with_partitioning\(init, names, split=True\)"),
+        ((Between(), [("up", Column())]), TypeError, r"plan is .*, expected styles by globs"),
         (
             (Between(), PAIR, {"overlap": "ring"}),
             r"overlap='ring' with sequence=False, expected 'none', or",

@@ -142,10 +142,7 @@ REFUSED = [
         apply_dense,
         ((COLUMN, "whole"), "expected what enter returns. Call enter once"),
         ((ROW, "whole"), r"expected last dims \(2,\): this device's part, as a column-parallel"),
-        (
-            (SplitDense((4, 8), (None, None)), "chunks"),
-            "expected an output dim that is split over",
-        ),
+        ((SplitDense((4, 8), (None, None)), "chunks"), "expected an output dim that is split over"),
     ),
     *rows(
         "ring",

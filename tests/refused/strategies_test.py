@@ -73,10 +73,7 @@ DIMS_OF_THE_MODEL = (
     (("model", "data", None), r"names=.* expected \(None, 'model', None\) to stay: the model com"),
     ((None, None, None), STAYS),
     ((None, ("model", "data"), None), STAYS),
-    (
-        (None, "model", "data"),
-        r"expected dims \[2\] to stay whole, because a loop runs over the",
-    ),
+    ((None, "model", "data"), r"expected dims \[2\] to stay whole, because a loop runs over the"),
 )
 
 
@@ -116,11 +113,7 @@ REFUSED = [
         ({"gather_every": "once"}, "own: gather_every='once', expected one of 'minib"),
         ({"reduce_every": "microbatch"}, "own: reduce_every='microbatch', expected on"),
         ({"replica_axes": "data"}, TypeError, "own: replica_axes='data', expected a tuple of axes"),
-        (
-            {"sends": lambda m, keep: (m, 1)},
-            TypeError,
-            r"own: sends returned \(1, 1\), expected a",
-        ),
+        ({"sends": lambda m, keep: (m, 1)}, TypeError, r"own: sends returned \(1, 1\), expected a"),
         (
             {"place": lambda info, axes, n: PartitionSpec()},
             TypeError,
@@ -147,10 +140,7 @@ REFUSED = [
     *rows(
         "register",
         lambda changes: register(dataclasses.replace(FSDP, **changes)),
-        (
-            {"builder": manualpar.zero},
-            r"'fsdp' already, of manualpar\.\S+\.fsdp, expected",
-        ),
+        ({"builder": manualpar.zero}, r"'fsdp' already, of manualpar\.\S+\.fsdp, expected"),
         (
             {"builder": functools.partial(fsdp)},
             TypeError,
@@ -162,11 +152,7 @@ REFUSED = [
         ),
         ({"builder": no_options}, TypeError, r"\(model, tx, loss_fn\), expected .*\*\*options\)"),
         ({"color": "pink"}, "color of 'fsdp' is 'pink', expected one such as"),
-        (
-            {"fields": {"pad": bool}},
-            TypeError,
-            "fields of 'fsdp' are .*expected a Field by the na",
-        ),
+        ({"fields": {"pad": bool}}, TypeError, "fields of 'fsdp' are .*expected a Field by the na"),
         ({"fields": STATE_SHARDING}, TypeError, "fields of 'fsdp' are .*STATE_SHARDING_FIELDS"),
         *(
             ({"name": "other", **own}, "register: 'other' has 'param_dtype' among its fields or")
