@@ -264,7 +264,7 @@ REFUSED = [
         lambda option: build_small(DRAWS, data_parallel, loss=drawing, eval_dropout=option),
         (
             False,
-            r"model: 'layers_1' \(ByHand\) draws from rngs\['dropout'\] in evaluation.*eval_dr",
+            r"model: 'layers_1' .ByHand. draws from rngs\['dropout'\] in evaluation.*eval_dropout",
         ),
         (1, "eval_dropout=1, expected one of True, False"),
     ),
@@ -282,7 +282,11 @@ REFUSED = [
         lambda aliases: build_small(NORM, axis_aliases=aliases),
         ({"batch": "date"}, "fsdp: axis_aliases has 'batch': 'date', expected axes of the"),
         ({"batch": ()}, r"fsdp: axis_aliases has 'batch': \(\), expected axes of the mesh"),
-        ({"batch": 1}, TypeError, "fsdp: axis_aliases={'batch': 1}, expected a dict with a mesh"),
+        (
+            {"batch": 1},
+            TypeError,
+            "fsdp: axis_aliases={'batch': 1}, expected a dict with a mesh axis",
+        ),
         ("batch", TypeError, "fsdp: axis_aliases='batch', expected a dict"),
     ),
     *rows(

@@ -52,119 +52,117 @@ def named_wrongly(function):
 SAME = "x is the same on all devices by its type, .*axis_name=program.data_axes"
 BUILDERS = ((fsdp, {"data": 8}), (zero, {"data": 8}), (hsdp, {"replica": 2, "data": 4}))
 
+WRONG_RULES = (
+    (None, TypeError, "fsdp: rules=None, expected pairs in a tuple like (('embed', None"),
+    ({"mlp": "model"}, TypeError, "fsdp: rules={'mlp': 'model'}, expected pairs in a tuple"),
+    ("mlp", TypeError, "fsdp: rules='mlp', expected pairs in a tuple"),
+    (("mlp", "model"), TypeError, "fsdp: rules has 'mlp', expected a pair of a logical name"),
+    (("ab",), TypeError, "fsdp: rules has 'ab', expected a pair"),
+    ((("mlp",),), TypeError, "fsdp: rules has ('mlp',), expected a pair"),
+    ((("mlp", "data", "model"),), TypeError, "rules has ('mlp', 'data', 'model'), expected a"),
+    (((1, "model"),), TypeError, "fsdp: rules has (1, 'model'), expected a pair"),
+    (((None, "model"),), TypeError, "fsdp: rules has (None, 'model'), expected a pair"),
+    (
+        (("mlp", 1),),
+        TypeError,
+        "fsdp: rules has ('mlp', 1), expected a pair of a logical name and a mesh axis,"
+        " a tuple of axes, or None. Write rules like (('embed', None), ('mlp', 'model"
+        "')).",
+    ),
+    ((("mlp", ("data", 1)),), TypeError, "rules has ('mlp', ('data', 1)), expected a pair"),
+    (
+        (("embed", None), ("mlp", "modle")),
+        ValueError,
+        "fsdp: rules has ('mlp', 'modle'), which names ['modle'], but the mesh has the "
+        "axes ['data', 'model']; the nearest is 'model'. Name one of these, write "
+        "('mlp', None), or build the mesh with the axis.",
+    ),
+    (
+        (("mlp", ("data", "qqq")),),
+        ValueError,
+        "which names ['qqq'], but the mesh has the axes ['data', 'model']. Name one of these",
+    ),
+    (
+        (("mlp", ("data", "data")),),
+        ValueError,
+        "fsdp: rules has ('mlp', ('data', 'data')), which names an axis twice; name each once.",
+    ),
+)
+WRONG_NAMES = (
+    (
+        ((None, "modle"),),
+        r"\(None, 'modle'\), of which \['modle'\] are not axes of the mesh "
+        r"\['data', 'model'\]; the nearest is 'model'\. Name one of these or nothing, or build "
+        r"the mesh with make_mesh\({'modle': 1, 'data': 4, 'model': 2}\): an axis of size 1 "
+        r"shards nothing",
+    ),
+    (((None, ("data", "pipe")),), r".*, of which \['pipe'\] are not axes of the"),
+    (
+        (("mlp", None),),
+        r".* \['mlp'\] are not axes of the mesh \['data', 'model'\]\. Rules have "
+        r"\['mlp'\], but nn.with_partitioning takes no rules: annotate with "
+        r"nn.with_logical_partitioning",
+    ),
+    ((("data", "data"),), ".*, which shards it over an axis twice; name each"),
+    ((("data", None, None),), ".*, expected no more than one for each dimension"),
+    (
+        ((None, ("data", "model")), 1),
+        r".*, but dim 1 cannot be sharded over \('data', 'model'\) of size 8: nn.scan "
+        r"or nn.vmap runs over\. Name another dim\.",
+    ),
+    (
+        (("data", None),),
+        ".*, but dim 0 cannot be sharded over 'data' of size 4: does not divide by it. Name",
+    ),
+    (("data",), TypeError, "'data', expected a tuple with a name or None for each dimension"),
+    ((None,), TypeError, "None, expected a tuple with a name or None for each dimension"),
+    (((0, None),), TypeError, r"\(0, None\), expected a tuple with a name or None"),
+)
+WRONG_LOGICAL_NAMES = (
+    (
+        (("embed", "mpl"),),
+        r"\('embed', 'mpl'\), of which \['mpl'\] are not in rules "
+        r"\['embed', 'mlp', 'heads', 'batch'\]; the nearest is 'mlp'\. Write rules=\(.*"
+        r"\('batch', 'data'\), \('mpl', None\)\), which has all names of the model, and an "
+        r"axis of the mesh \['data', 'model'\] instead of None where a dimension is to be",
+    ),
+    ((("data", None),), r".*, of which \['data'\] are not in rules"),
+    ((("layers", "embed"), 1), r".*, of which \['layers'\] are not in rules"),
+    (
+        (("embed", "embed"),),
+        r".*, of which \['embed'\] stand for more than one dimension; rules cannot "
+        r"tell them apart\. Name each dimension differently, or None\.",
+    ),
+    ((("embed", "mlp", None),), ".*, expected no more than one for each dimensio"),
+    (
+        (("embed", "mlp"), 1),
+        ".*, but dim 1 cannot be sharded over 'model' of size 2: nn.scan or nn.vmap "
+        "runs over. Name another dim, or give 'mlp' another rule.",
+    ),
+    (
+        (("batch", None),),
+        ".*, but dim 0 cannot be sharded over 'data' of size 4: does not divide by "
+        "it. Name another dim, or give 'batch' another rule.",
+    ),
+    (
+        ((("embed", "mlp"), None),),
+        TypeError,
+        r".*, expected one logical name or None for each dimension\. Give the dimension one",
+    ),
+    ((("embed", P.UNCONSTRAINED),), TypeError, ".*, expected a tuple with a name or None"),
+)
 
 REFUSED = [
     *rows(
         "rules",
         lambda rules: check_rules("fsdp", rules, FOUR_BY_TWO),
-        *(
-            (rules, error, re.escape(words))
-            for rules, error, words in (
-                (None, TypeError, "fsdp: rules=None, expected pairs in a tuple like (('embed', No"),
-                ({"mlp": "model"}, TypeError, "fsdp: rules={'mlp': 'model'}, expected pairs in a"),
-                ("mlp", TypeError, "fsdp: rules='mlp', expected pairs in a tuple"),
-                (("mlp", "model"), TypeError, "fsdp: rules has 'mlp', expected a pair of a logica"),
-                (("ab",), TypeError, "fsdp: rules has 'ab', expected a pair"),
-                ((("mlp",),), TypeError, "fsdp: rules has ('mlp',), expected a pair"),
-                ((("mlp", "data", "model"),), TypeError, "rules has ('mlp', 'data', 'model'), exp"),
-                (((1, "model"),), TypeError, "fsdp: rules has (1, 'model'), expected a pair"),
-                (((None, "model"),), TypeError, "fsdp: rules has (None, 'model'), expected a pair"),
-                (
-                    (("mlp", 1),),
-                    TypeError,
-                    "fsdp: rules has ('mlp', 1), expected a pair of a logical name and a mesh axis,"
-                    " a tuple of axes, or None. Write rules like (('embed', None), ('mlp', 'model"
-                    "')).",
-                ),
-                ((("mlp", ("data", 1)),), TypeError, "rules has ('mlp', ('data', 1)), expected a"),
-                (
-                    (("embed", None), ("mlp", "modle")),
-                    ValueError,
-                    "fsdp: rules has ('mlp', 'modle'), which names ['modle'], but the mesh has the "
-                    "axes ['data', 'model']; the nearest is 'model'. Name one of these, write "
-                    "('mlp', None), or build the mesh with the axis.",
-                ),
-                (
-                    (("mlp", ("data", "qqq")),),
-                    ValueError,
-                    "names ['qqq'], but the mesh has the axes ['data', 'model']. Name one of these",
-                ),
-                (
-                    (("mlp", ("data", "data")),),
-                    ValueError,
-                    "fsdp: rules has ('mlp', ('data', 'data')), which names an axis twice; name "
-                    "each once.",
-                ),
-            )
-        ),
+        *((rules, error, re.escape(words)) for rules, error, words in WRONG_RULES),
     ),
-    *rows(
-        "names",
-        resolve,
-        (
-            ((None, "modle"),),
-            WHERE + r"\(None, 'modle'\), of which \['modle'\] are not axes of the mesh "
-            r"\['data', 'model'\]; the nearest is 'model'\. Name one of these or nothing, or build "
-            r"the mesh with make_mesh\({'modle': 1, 'data': 4, 'model': 2}\): an axis of size 1 "
-            r"shards nothing",
-        ),
-        (((None, ("data", "pipe")),), WHERE + r".*, of which \['pipe'\] are not axes of the"),
-        (
-            (("mlp", None),),
-            WHERE + r".* \['mlp'\] are not axes of the mesh \['data', 'model'\]\. Rules have "
-            r"\['mlp'\], but nn.with_partitioning takes no rules: annotate with "
-            r"nn.with_logical_partitioning",
-        ),
-        ((("data", "data"),), WHERE + ".*, which shards it over an axis twice; name each"),
-        ((("data", None, None),), WHERE + ".*, expected no more than one for each dimension"),
-        (
-            ((None, ("data", "model")), 1),
-            WHERE + r".*, but dim 1 cannot be sharded over \('data', 'model'\) of size 8: nn.scan "
-            r"or nn.vmap runs over\. Name another dim\.",
-        ),
-        (
-            (("data", None),),
-            WHERE + ".*, but dim 0 cannot be sharded over 'data' of size 4: does not divide by "
-            "it. Name",
-        ),
-        (("data",), TypeError, WHERE + "'data', expected a tuple with a name or None for each dim"),
-        ((None,), TypeError, WHERE + "None, expected a tuple with a name or None for each dimens"),
-        (((0, None),), TypeError, WHERE + r"\(0, None\), expected a tuple with a name or None"),
-    ),
+    *rows("names", resolve, *((*case, WHERE + words) for *case, words in WRONG_NAMES)),
     *rows(
         "logical names",
         lambda case: resolve(case, nn.LogicallyPartitioned),
-        (
-            (("embed", "mpl"),),
-            WHERE + r"\('embed', 'mpl'\), of which \['mpl'\] are not in rules "
-            r"\['embed', 'mlp', 'heads', 'batch'\]; the nearest is 'mlp'\. Write rules=\(.*"
-            r"\('batch', 'data'\), \('mpl', None\)\), which has all names of the model, and an "
-            r"axis of the mesh \['data', 'model'\] instead of None where a dimension is to be",
-        ),
-        ((("data", None),), WHERE + r".*, of which \['data'\] are not in rules"),
-        ((("layers", "embed"), 1), WHERE + r".*, of which \['layers'\] are not in rules"),
-        (
-            (("embed", "embed"),),
-            WHERE + r".*, of which \['embed'\] stand for more than one dimension; rules cannot "
-            r"tell them apart\. Name each dimension differently, or None\.",
-        ),
-        ((("embed", "mlp", None),), WHERE + ".*, expected no more than one for each dimensio"),
-        (
-            (("embed", "mlp"), 1),
-            WHERE + ".*, but dim 1 cannot be sharded over 'model' of size 2: nn.scan or nn.vmap "
-            "runs over. Name another dim, or give 'mlp' another rule.",
-        ),
-        (
-            (("batch", None),),
-            WHERE + ".*, but dim 0 cannot be sharded over 'data' of size 4: does not divide by "
-            "it. Name another dim, or give 'batch' another rule.",
-        ),
-        (
-            ((("embed", "mlp"), None),),
-            TypeError,
-            WHERE + r".*, expected one logical name or None for each dimension\. Give the dimensi",
-        ),
-        ((("embed", P.UNCONSTRAINED),), TypeError, WHERE + ".*, expected a tuple with a name or N"),
+        *((*case, WHERE + words) for *case, words in WRONG_LOGICAL_NAMES),
     ),
     *rows(
         "rules in a box",
@@ -223,7 +221,7 @@ REFUSED = [
         lambda call: call(),
         (
             lambda: gather_examples({"loss": np.ones(())}),
-            r"gather_examples: x\['loss'\] has no dim",
+            r"gather_examples: x\['loss'\] has no dims",
         ),
         (lambda: on_data(lambda x: gather_examples(jnp.ones(1))), SAME),
         # The types do not tell.

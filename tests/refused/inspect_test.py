@@ -151,51 +151,29 @@ GOSSIP = r"contains gossip over \['data'.*\] \(scope: chat\), expected one of al
 TRIPS = "ledger: while_trips is .*, expected the most rounds that a while runs, an integer"
 NOT_COMPILED = r"0 ENTRY computations.*Pass jax.jit\(f\).lower"
 
+WRONG_BUDGETS = (
+    ("byts = 1", "[lm] byts is not a known key, expected one of devices, bytes, collectives, "),
+    ("byts = 1", "; the nearest one is bytes."),
+    ("purposes.gather_params.flops = 1", "[lm] purposes.gather_params flops is not a known key"),
+    ("bytes = -1", "[lm] bytes is -1, expected an integer, at least 0, or a size such as '1.5"),
+    ("bytes = 1.5", "[lm] bytes is 1.5, expected an integer"),
+    ("bytes = true", "[lm] bytes is True, expected an integer"),
+    ('bytes = "1 MB"', "[lm] bytes is '1 MB', expected an integer"),
+    ('flops = "1 MiB"', "[lm] flops is '1 MiB', expected an integer, at least 0."),
+    ("devices = 0", "[lm] devices is 0, expected a number of devices."),
+    ("modules = 3", "[lm] modules is 3, expected a table such as {bytes = 1_000}."),
+    ('modules."a/b" = 3', '[lm] modules."a/b" is 3, expected a table such as {bytes = 1_000}.'),
+    ("purposes.gather_parms.bytes = 1", "has no purpose gather_parms; the nearest one is gath"),
+    ("axes.dta.bytes = 1", "the step has no axis dta; the nearest one is data."),
+    ("modules.heed.bytes = 1", "the step has no module heed; the nearest one is head."),
+    ('modules."layer_*/mlp/up".bytes = 1', 'has no module "layer_*/mlp/up"; the nearest one i'),
+    ("devices = 4", "budgets.toml: [lm] is for devices=4, and the step is one for 8; inspect "),
+    ("bytes = ", "budgets.toml: Invalid value"),
+)
 
 REFUSED = [
     *rows(
-        "budget",
-        budget,
-        *(
-            (text, BudgetError, re.escape(words))
-            for text, words in (
-                ("byts = 1", "[lm] byts is not a known key, expected one of devices, bytes, colle"),
-                ("byts = 1", "; the nearest one is bytes."),
-                (
-                    "purposes.gather_params.flops = 1",
-                    "[lm] purposes.gather_params flops is not a known key",
-                ),
-                (
-                    "bytes = -1",
-                    "[lm] bytes is -1, expected an integer, at least 0, or a size such as '1.5",
-                ),
-                ("bytes = 1.5", "[lm] bytes is 1.5, expected an integer"),
-                ("bytes = true", "[lm] bytes is True, expected an integer"),
-                ('bytes = "1 MB"', "[lm] bytes is '1 MB', expected an integer"),
-                ('flops = "1 MiB"', "[lm] flops is '1 MiB', expected an integer, at least 0."),
-                ("devices = 0", "[lm] devices is 0, expected a number of devices."),
-                ("modules = 3", "[lm] modules is 3, expected a table such as {bytes = 1_000}."),
-                (
-                    'modules."a/b" = 3',
-                    '[lm] modules."a/b" is 3, expected a table such as {bytes = 1_000}.',
-                ),
-                (
-                    "purposes.gather_parms.bytes = 1",
-                    "has no purpose gather_parms; the nearest one is gath",
-                ),
-                ("axes.dta.bytes = 1", "the step has no axis dta; the nearest one is data."),
-                ("modules.heed.bytes = 1", "the step has no module heed; the nearest one is head."),
-                (
-                    'modules."layer_*/mlp/up".bytes = 1',
-                    'has no module "layer_*/mlp/up"; the nearest one i',
-                ),
-                (
-                    "devices = 4",
-                    "budgets.toml: [lm] is for devices=4, and the step is one for 8; inspect ",
-                ),
-                ("bytes = ", "budgets.toml: Invalid value"),
-            )
-        ),
+        "budget", budget, *((text, BudgetError, re.escape(words)) for text, words in WRONG_BUDGETS)
     ),
     *rows(
         "a file of budgets",

@@ -182,7 +182,7 @@ REFUSED = [
         *(
             (
                 {"model": OverReplicas(shared)},
-                r"parameter 'rows' of shape \(., 8\) is split over \['replica'\], the replicas' o",
+                r"parameter 'rows' of shape .., 8. is split over \['replica'\], the replicas' own",
             )
             for shared in (False, True)
         ),

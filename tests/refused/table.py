@@ -13,7 +13,7 @@ from manualpar import abstract_mesh, data_parallel, fsdp
 from tests.tiny import BATCHES, Classifier, loss_fn
 
 
-def rows(name: str, call: Callable[..., Any], *cases: Any) -> Iterator[Any]:
+def rows(name: str, call: Callable[..., Any], *cases: Any, marks: Any = ()) -> Iterator[Any]:
     """Yields a row for each case of one call.
 
     Args:
@@ -21,11 +21,12 @@ def rows(name: str, call: Callable[..., Any], *cases: Any) -> Iterator[Any]:
       call: Takes a case's argument.
       cases: Each is the argument, then the class of the error where it is not `ValueError`, then
         the words, a regular expression.
+      marks: Pytest's marks of the rows.
     """
     for argument, *error, words in cases:
         label = f"{name}: {' '.join(re.findall(r'[A-Za-z0-9_]+', words)[:6])}"
         bound = functools.partial(call, argument)
-        yield pytest.param(bound, *(error or [ValueError]), words, id=label)
+        yield pytest.param(bound, *(error or [ValueError]), words, id=label, marks=marks)
 
 
 def check_refused(call: Callable[[], Any], error: type[Exception], words: str) -> None:
