@@ -29,7 +29,6 @@ AXES = (
     ({1: 8}, TypeError, "expected a name with an integer size"),
 )
 MISSING = r"names \['replica', 'data'\].*make_mesh\({'replica': 1, 'data': 1, 'model': 8}\)"
-MODEL8 = abstract_mesh({"model": 8}, 8)
 
 
 class Says(nn.Module):
@@ -147,8 +146,9 @@ REFUSED = [
     *rows(
         "overlap",
         lambda overlap: choose_options("TPU v5 lite", [8], overlap=overlap),
-        *((x, f"overlap is {x!r}, expected one of 'auto', 'none'") for x in ("default", True)),
+        ("default", "overlap is 'default', expected one of 'auto', 'none'"),
         ("asynchronous", "overlap is 'asynchronous', expected one of 'auto', 'none'"),
+        (True, "overlap is True, expected one of 'auto', 'none'"),
     ),
     *rows(
         "compiler_options",

@@ -119,7 +119,6 @@ def reducing(name):
 
 LOSSES = np.arange(8.0, dtype=np.float32)
 MEAN, SUM = LOSSES.mean(), LOSSES.sum()
-OF_SUM = {"loss": (SUM, 8)}
 
 
 original = jax.lax.scan, jax.lax.while_loop, jax.lax.cond

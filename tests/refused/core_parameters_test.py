@@ -1,6 +1,7 @@
 """What is refused of annotations, of rules, and of collectives over parameters."""
 
 import functools
+import operator
 import re
 
 import flax.linen as nn
@@ -41,7 +42,7 @@ def on_data(function, check_vma=True):
     return trace_on(DATA8, function, P("data"), np.arange(8.0), check_vma=check_vma)
 
 
-def of_type(function):
+def unbound(function):
     return function({"p": np.ones(8, np.float32)}, "data")
 
 
@@ -195,7 +196,7 @@ REFUSED = [
     ),
     *rows(
         "an axis that is not bound",
-        of_type,
+        unbound,
         (shard_params, r"shard_params: axis_name names \['data'\]"),
         (gather_params, r"gather_params: axis_name names \['data'\]"),
     ),
@@ -206,7 +207,7 @@ REFUSED = [
     ),
     *rows(
         "gather_array_with_mean_grads",
-        lambda call: call(),
+        operator.call,
         (
             lambda: gather_array_with_mean_grads(np.ones(8, np.float32), 0, "data"),
             r"gather_array_with_mean_grads: axis_name names \['data'\]",
@@ -218,7 +219,7 @@ REFUSED = [
     ),
     *rows(
         "gather_examples",
-        lambda call: call(),
+        operator.call,
         (
             lambda: gather_examples({"loss": np.ones(())}),
             r"gather_examples: x\['loss'\] has no dims",

@@ -158,10 +158,7 @@ REFUSED = [
         ),
         ((data_parallel, {"mode": "auto"}), "reduce_code='int4' with mode='auto'"),
         (
-            (
-                ZERO1,
-                {"axis_by_axis": True, "axes": {"data": 2, "x": 4}, "axis_name": ("data", "x")},
-            ),
+            (ZERO1, {"axis_by_axis": True, "axes": DATA_X, "axis_name": tuple(DATA_X)}),
             r"with axis_by_axis=True over \('data', 'x'\), expected",
         ),
     ),

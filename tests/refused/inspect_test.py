@@ -1,6 +1,7 @@
 """What is refused by functions that read programs: budgets, collectives, formulas and ledgers."""
 
 import functools
+import operator
 import re
 import types
 from pathlib import Path
@@ -177,7 +178,7 @@ REFUSED = [
     ),
     *rows(
         "a file of budgets",
-        lambda call: call(),
+        operator.call,
         (
             lambda: parse_budgets("bytes = 3", "budgets.toml"),
             BudgetError,
@@ -268,7 +269,7 @@ REFUSED = [
     ),
     *rows(
         "formulas",
-        lambda call: call(),
+        operator.call,
         (
             lambda: step_bytes(build(mode="auto-unconstrained")),
             "mode='auto-unconstrained', expected 'manual', 'auto'",
