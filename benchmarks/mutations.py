@@ -46,7 +46,12 @@ COUNTS = "tests/inspect/expected_bytes_test.py::test_every_row_of_the_table"
 STEPS = "tests/laws/strategies_test.py::test_ten_steps_equal_the_single_device"
 LAWS = "tests/laws/laws_test.py"
 TUPLES = f"{LAWS}::test_a_step_has_the_loss_and_every_gradient_of_one_device"
-CONTEXT = ("tests/layers/attention/context_test.py", "tests/models/transformer_context_test.py")
+OF_LAYERS, OF_ROOMS = "tests/refused/layers_test.py", "tests/refused/layer_rooms_test.py"
+CONTEXT = (
+    "tests/layers/attention/context_test.py",
+    "tests/models/transformer_context_test.py",
+    OF_ROOMS,
+)
 STAGES = "tests/layers/pipeline/executor_test.py"
 DROPOUT = (
     "tests/core/program/program_test.py"
@@ -57,6 +62,9 @@ TESTS = (
     "tests/core/parameters/collectives_test.py",
     "tests/core/mesh/rng_test.py",
     "tests/core/parameters/sharded_parameter_test.py",
+    "tests/refused/core_mesh_test.py",
+    "tests/refused/core_parameters_test.py",
+    "tests/refused/core_program_test.py",
     COUNTS,
     "tests/core/modes/gradients_test.py",
     TUPLES,
@@ -98,16 +106,21 @@ FIRST = {
     "layers.pipeline.slots:*": ("tests/layers/pipeline/slots_test.py", STAGES),
     "layers.pipeline.*:regather_for_backward:*": ("tests/inspect/pipeline_formulas_test.py",),
     "layers.pipeline.*": (STAGES,),
-    "layers.boundaries:*": ("tests/layers/boundaries_test.py", "tests/layers/dense_test.py"),
-    "layers.ring_chunks:*": ("tests/layers/ring_test.py",),
-    "layers.moe.expert*": ("tests/layers/moe/moe_test.py",),
-    "layers.ring:*": ("tests/layers/ring_test.py",),
+    "layers.boundaries:*": (
+        "tests/layers/boundaries_test.py",
+        "tests/layers/dense_test.py",
+        OF_LAYERS,
+    ),
+    "layers.ring_chunks:*": ("tests/layers/ring_test.py", OF_LAYERS),
+    "layers.moe.expert*": ("tests/layers/moe/moe_test.py", OF_ROOMS),
+    "layers.ring:*": ("tests/layers/ring_test.py", OF_LAYERS),
     "layers.moe.routing:*": (
         "tests/layers/moe/routing_test.py",
         "tests/layers/moe/moe_program_test.py",
+        OF_ROOMS,
     ),
-    "layers.*vocabulary*": ("tests/layers/vocabulary_test.py",),
-    "layers.head_loss:*": ("tests/layers/head_loss_test.py",),
+    "layers.*vocabulary*": ("tests/layers/vocabulary_test.py", OF_LAYERS),
+    "layers.head_loss:*": ("tests/layers/head_loss_test.py", OF_LAYERS),
     "core.model.split_dropout:*": ("tests/core/model/split_dropout_test.py",),
     "core.parameters.sharded_parameter:*.unbox:gather_invariant:*": (
         "tests/inspect/expected_bytes_test.py::test_model_axes_are_gathered_too",

@@ -117,7 +117,14 @@ def test_the_next_case_adopts_its_state(devices8, case):
 
 
 OTHER_MODES = [mode for mode in MODES if mode != "manual"]
-IN_MODES = [(case, mode) for case in CASES for mode in OTHER_MODES if case.model != "normed"]
+# In other modes the batch is global, so `Normed` has no axis to name. Types of mode `explicit`
+# refuse what a `Transformer` does with split sequences, see docs/limits.md.
+IN_MODES = [
+    (case, mode)
+    for case in CASES
+    for mode in OTHER_MODES
+    if case.model != "normed" and (case.model, mode) != ("split sequences", "explicit")
+]
 FAST = [pair for pair in IN_MODES if pair[0].options.keys() & MANUAL_ONLY]
 
 

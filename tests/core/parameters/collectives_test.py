@@ -129,22 +129,6 @@ def test_one_gather_forward_and_one_scatter_backward(devices8):
     assert text.count('"stablehlo.all_reduce"') == 0
 
 
-def test_bad_arguments_are_refused(devices8):
-    with pytest.raises(
-        ValueError, match=r"gather_array_with_mean_grads: axis_name names \['data'\]"
-    ):
-        gather_array_with_mean_grads(jnp.ones(8), 0, "data")
-    mesh = jax.make_mesh((8,), ("data",), (jax.sharding.AxisType.Auto,), devices=devices8)
-    run = jax.shard_map(
-        lambda x: gather_array_with_mean_grads(x, 1, "data"),
-        mesh=mesh,
-        in_specs=P("data"),
-        out_specs=P("data"),
-    )
-    with pytest.raises(ValueError, match=r"axis=1 is not a dimension of an array of shape \(1,\)"):
-        run(jnp.ones(8))
-
-
 def test_types_tell_what_varies(devices8):
     mesh = jax.make_mesh((4, 2), ("data", "model"), (jax.sharding.AxisType.Auto,) * 2)
 
@@ -234,21 +218,3 @@ def test_examples_on_one_device_are_all_there():
     x = jnp.arange(4.0)
     assert gather_examples(x) is x
     assert gather_examples({"x": x}, "data")["x"] is x
-    with pytest.raises(ValueError, match=r"gather_examples: x\['loss'\] has no dims"):
-        gather_examples({"loss": x.sum()})
-
-
-def test_examples_that_cannot_be_gathered_are_refused(devices8):
-    mesh = make_mesh({"data": 8}, devices8)
-
-    def refused(function, message, check_vma=True):
-        run = jax.shard_map(
-            function, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=check_vma
-        )
-        with pytest.raises(ValueError, match=message):
-            jax.eval_shape(run, jnp.arange(8.0))
-
-    same = "x is the same on all devices by its type, .*axis_name=program.data_axes"
-    refused(lambda x: gather_examples(jnp.ones(1)), same)
-    refused(gather_examples, same, check_vma=False)  # The types do not tell.
-    refused(lambda x: gather_examples(x, "dat"), r"gather_examples: axis_name names \['dat'\]")

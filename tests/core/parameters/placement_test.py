@@ -47,22 +47,6 @@ def test_annotations_over_the_data_axes_are_kept(names, loop_dims, expected):
         assert sharded.names == (None, ("data", "model"))
 
 
-@pytest.mark.parametrize(
-    ("names", "loop_dims", "message"),
-    [
-        (("embed", None), (), r"of which \['embed'\] are not axes of the mesh"),
-        ((None, ("data", "pipe")), (), r"of which \['pipe'\] are not axes of the mesh"),
-        (("data", "data"), (), "over an axis twice"),
-        (("data", None, None), (), "expected no more than one for each dimension"),
-        ((None, ("data", "model")), (1,), "nn.scan or nn.vmap runs over"),
-        (("data", None), (), "dim 0 cannot be sharded over 'data' of size 4: does not divide"),
-    ],
-)
-def test_annotations_that_do_not_fit_are_refused(names, loop_dims, message):
-    with pytest.raises(ValueError, match=message):
-        describe(box((18, 64), names), loop_dims)
-
-
 def test_placements():
     info = ParameterInfo("p", (4, 64), jnp.float32, (None, None), frozenset())
     assert replicate(info, ("data",), 8) == Placement((None, None))

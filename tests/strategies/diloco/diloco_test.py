@@ -12,8 +12,7 @@ import optax
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from manualpar import Batch, data_parallel, diloco, fsdp, gather_examples, hsdp, make_mesh, zero
-from manualpar.core.parameters.split_parameter import split
+from manualpar import Batch, data_parallel, diloco, fsdp, hsdp, make_mesh, zero
 from manualpar.inspect import (
     bytes_by_axes,
     compiled_collectives,
@@ -365,74 +364,6 @@ def test_between_two_meetings_only_metrics_cross(devices8):
     crossing = [c for c in trace_collectives(traced) if "replica" in c.axes]
     assert [c.purpose for c in crossing] == ["sync_metrics"]
     assert crossing[0].bytes_sent == 2 * 8 * (2 - 1) / 2
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "words"),
-    [
-        ({"every": 0}, ValueError, "every=0, expected a number of steps"),
-        (
-            {"outer_fragments": 2},
-            ValueError,
-            "outer_fragments=2, expected a number from 1 to every",
-        ),
-        (
-            {"every": 9, "outer_fragments": 5},
-            ValueError,
-            "fragments=5, expected at most 4, the num",
-        ),
-        ({"outer_tx": optax.contrib.reduce_on_plateau()}, TypeError, "there is no loss"),
-        ({"outer_tx": 0.7}, TypeError, "outer_tx is 0.7, expected an optax"),
-        (
-            {"tx": optax.MultiSteps(optax.sgd(1.0), 2).gradient_transformation()},
-            ValueError,
-            "tx cannot be traced where values differ between replicas",
-        ),
-        ({"outer_code": "int2"}, ValueError, "outer_code='int2', expected one of"),
-        ({"mode": "auto"}, ValueError, "mode='auto', expected 'manual'"),
-        ({"replica_axis": "pod"}, ValueError, r"names \['pod'\]"),
-        ({"replica_axis": ("replica", "data")}, ValueError, "expected another axis, of size 1"),
-        ({"min_weight": 4}, TypeError, "'min_weight' is not an option"),
-    ],
-)
-def test_mistakes_are_refused_before_anything_compiles(devices8, options, error, words):
-    with pytest.raises(error, match=words):
-        build(**options)
-
-
-class OverReplicas(nn.Module):
-    """A layer that is split over the axis of the replicas, with one row for two or for all."""
-
-    shared: bool
-
-    @nn.compact
-    def __call__(self, x):
-        init = split(nn.initializers.ones, ("replica", None), shared=self.shared)
-        return nn.Dense(8)(x) + self.param("rows", init, (2 - self.shared, 8)).sum()
-
-
-@pytest.mark.parametrize("shared", [False, True])
-def test_a_layer_that_is_split_over_the_replicas_is_refused(devices8, shared):
-    words = r"parameter 'rows' of shape \(., 8\) is split over \['replica'\], the replicas' own"
-    with pytest.raises(ValueError, match=words):
-        build(model=OverReplicas(shared))
-
-
-def test_a_loss_that_couples_replicas_is_refused(devices8):
-    def coupled(params, apply_fn, batch, rng):
-        loss, metrics = loss_fn(params, apply_fn, batch, rng)
-        return loss + 0 * gather_examples(batch.inputs).sum(), metrics
-
-    with pytest.raises(ValueError, match=r"among them \['replica'\], expected none"):
-        diloco(
-            Mlp(),
-            optax.sgd(0.1),
-            coupled,
-            every=2,
-            outer_tx=optax.sgd(1.0),
-            mesh=make_mesh(MESHES["2x4"]),
-            batch=make_batches(1)[0],
-        )
 
 
 @pytest.mark.parametrize(
