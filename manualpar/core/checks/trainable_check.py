@@ -1,4 +1,4 @@
-"""Checks the option `trainable`: every glob matches, and trained parameters have gradients."""
+"""Checks the option `trainable`: every glob matches, and trained parameters can have gradients."""
 
 import difflib
 
@@ -10,7 +10,7 @@ from manualpar.core.parameters.trainable import is_trained
 
 
 def check_trainable(strategy: str, model: TracedModel) -> None:
-    """Refuses globs that match no parameter, and trained parameters that have no gradient.
+    """Refuses globs that match no parameter, and trained parameters that cannot have a gradient.
 
     Args:
       strategy: The strategy's name, for messages.

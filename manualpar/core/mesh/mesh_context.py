@@ -1,8 +1,8 @@
-"""Sets the mesh around a call, and explains errors where a model's shardings do not fit a mode.
+"""Sets the mesh around a call, and explains errors about a model's shardings that a mode refuses.
 
 Under `jax.set_mesh(mesh)` the type of every array in a trace is on that mesh. A program has another
-mesh. So it is built, and its functions are called, with no mesh set, even if the caller has set
-one. Each mode sets a mesh for the model if it needs one.
+mesh. So no mesh is set while a program is built and while its functions are called, even if the
+caller has set a mesh. Each mode sets a mesh for the model if it needs one.
 
 Some ways to state a sharding belong to one mode: `with_sharding_constraint` is for automatic axes,
 `out_sharding=` for explicit axes. In another mode JAX refuses them, with various messages. This
@@ -32,7 +32,7 @@ _CONSTRUCTS = (
     ),
     (r"Going from `Manual` AxisType", "jax.sharding.auto_axes or explicit_axes", "explicit"),
 )
-# A pattern in JAX's message about a sharding that does not fit its own mode, and the mend.
+# A pattern in JAX's message about a wrong sharding in the mode that allows shardings, and the mend.
 _MENDS = (
     (r"does not evenly divide the dimension", "Shard a dim that divides, or build another mesh"),
     (r"ambiguous how the output should be", "Say so with out_sharding= there, or use mode='auto'"),
@@ -50,7 +50,7 @@ _UNKNOWN_AXIS = re.compile(r"Resource axis: (\S+) of (.*) is not found in mesh: 
 def no_mesh() -> Iterator[None]:
     """Opens a context in which no mesh is set, whatever `jax.set_mesh` has set outside."""
     if jax.sharding.get_abstract_mesh().empty:
-        yield  # Without a context, which would make jit's caches miss.
+        yield  # An open context would make jit's caches miss.
         return
     try:
         context: Any = jax.set_mesh(Mesh(np.empty((), object), ()))
@@ -100,7 +100,7 @@ def on_auto_axes(function: Callable[..., Any], *, mesh: Mesh, out_specs: Any) ->
 
 @contextlib.contextmanager
 def explain_shardings(strategy: str, mode: str) -> Iterator[None]:
-    """Explains, in its context, JAX's errors about shardings that a model states in a mode.
+    """Explains JAX's errors about shardings that a model states; a context manager.
 
     Raises:
       ValueError: JAX refuses a sharding that the model states; other errors pass.

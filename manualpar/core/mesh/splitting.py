@@ -26,7 +26,7 @@ def shapes_of_batch(field: str, batch: Any) -> Any:
 
 
 def check_batch(field: str, batch: Any, mesh: Mesh, roles: AxisRoles) -> None:
-    """Refuses a batch, which the message calls `field`, that the mesh cannot split evenly."""
+    """Refuses a batch that the mesh cannot split evenly; messages call the batch `field`."""
     for dim, axes in roles.batch_dims.items():
         _check_dim(field, batch, dim, axes, axes_size(mesh, axes))
     if roles.context_axis is not None and mesh.shape[roles.context_axis] > 1:
@@ -34,7 +34,7 @@ def check_batch(field: str, batch: Any, mesh: Mesh, roles: AxisRoles) -> None:
 
 
 def _check_positions(field: str, batch: Any, axis: str, devices: int) -> None:
-    """Refuses lengths of sequences that zig-zag order does not allow, and leaves without dim 1."""
+    """Refuses sequence lengths that zig-zag order does not allow, and leaves with only one dim."""
     for path, x in jax.tree_util.tree_leaves_with_path(batch):
         name = f"{field}{jax.tree_util.keystr(path)}"
         if jnp.ndim(x) == 1:

@@ -1,8 +1,8 @@
 """The collections other than `params` that a training state keeps from step to step.
 
-A loss calls `apply_fn({"params": params}, inputs, train=True, rngs=...)`. Its `apply_fn` adds the
-other collections to the variables and keeps their updates. In evaluation, it overrules switches
-such as `train`.
+A loss calls `apply_fn({"params": params}, inputs, train=True, rngs=...)`. This `apply_fn` adds the
+other collections to the variables and keeps their updates. In evaluation, it also overrules
+switches such as `train`.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from manualpar.core.model.interface import InitArgs, ModelInterface
 from manualpar.core.model.varying_loops import varying_loops
 from manualpar.core.state.state_arrays import leaf_types
 
-# Collections of sown values, which the caller of the model reads and a state does not keep.
+# Collections of sown values. The caller of the model reads them; a state does not keep them.
 SOWN_COLLECTIONS = frozenset({"intermediates", "losses", "perturbations"})
 
 
@@ -28,8 +28,9 @@ def find_carried_collections(
 ) -> dict[str, Any]:
     """Selects the collections that a training state keeps from a model's abstract variables.
 
-    They are all except `params`, `SOWN_COLLECTIONS`, and collections whose leaves change when the
-    model is applied. `trace` traces a function of variables, a key and a batch.
+    A state keeps all collections except `params`, `SOWN_COLLECTIONS`, and collections that get
+    other leaves when the model is applied. `trace` traces a function of variables, a key and a
+    batch.
     """
     others = {name: tree for name, tree in variables.items() if name != "params"}
     paths = {name: leaf_types(tree).keys() for name, tree in others.items()}
@@ -54,7 +55,7 @@ def find_carried_collections(
 class CarryingApply:
     """A model's `apply` that adds its other collections and keeps their updates.
 
-    Each trace of a loss function makes a new one.
+    Each trace of a loss function makes a new object.
 
     Attributes:
       module: The model's module.

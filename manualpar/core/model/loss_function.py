@@ -9,10 +9,10 @@ like `model.apply`. `rng` is a key that differs between devices, minibatches and
 
 - A share may have no valid example. The gradient of 0 / 0 would be NaN on that device and then
   everywhere, so a masked loss divides by `jnp.maximum(count, 1)` or
-  `jnp.where(count > 0, count, 1)`. The first changes the loss if a share's weights add up to less
-  than 1. The same holds over a context axis, see `context_check`.
-- A loss may use collectives and so be the same on all devices (`jax.lax.pmean(loss, axes)`, a ratio
-  of `psum`s). Then its gradient is the gradient of one device's loss. The program sums metrics over
+  `jnp.where(count > 0, count, 1)`. `jnp.maximum` changes the loss if a share's weights add up to
+  less than 1. The same rules hold over a context axis, see `context_check`.
+- A loss that uses collectives may be the same on all devices (`jax.lax.pmean(loss, axes)`, a ratio
+  of `psum`s). Then the gradient is the gradient of one device's loss. The program sums metrics over
   the devices. If a loss has already summed metrics, their means are right but their counts wrong.
 - Sharded `params` are boxes, which `apply_fn` accepts. A penalty on parameters reads
   `flax.linen.unbox(params)`, which gathers all of them, also experts and split layers.
@@ -42,7 +42,7 @@ def call_loss(loss_fn: LossFn, *args: Any) -> tuple[jax.Array, Metrics]:
     Raises:
       ValueError: The loss is not a scalar, metrics are not pairs of scalars with `"loss"` among
         them, or a collective is over an axis that is not bound.
-      TypeError: It does not return a pair of a loss and a mapping, a loop in it or in the model
+      TypeError: The result is not a pair of a loss and a mapping, a loop in the loss or the model
         starts from a constant, or a constant is a cotangent.
     """
     try:

@@ -1,6 +1,6 @@
 """Tells `flax.serialization` how to write and read a state with typed keys.
 
-Flax cannot write a typed key. So its data and its implementation's name are written.
+Flax cannot write a typed key. So the key's data and the name of its implementation are written.
 """
 
 import dataclasses

@@ -19,8 +19,8 @@ def initial_call(
     """Returns the `args` and `kwargs` with which a module is initialised.
 
     The `kwargs` of `init_args` may name another `method` than `__call__`. If the method has an
-    argument `train` that is not given, it is `False`. Other `EVAL_SWITCHES` are added if they have
-    no default.
+    argument `train` and `init_args` does not set it, `train` is `False`. Other `EVAL_SWITCHES` are
+    added if they have no default.
 
     Raises:
       TypeError: The method cannot be called like this.

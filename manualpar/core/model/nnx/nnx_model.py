@@ -64,9 +64,10 @@ class NNXModel(ModelInterface):
         """Returns the interface of an NNX model; `None` for anything else.
 
         Args:
-          model: An `nnx.Module`, whose values are the initial values for every key. Or its class,
-            or a function that takes `rngs` and makes it, so that nothing is materialised before it
-            is sharded. Then the parameters for a key are those of `model(rngs=nnx.Rngs(key))`.
+          model: An `nnx.Module`, whose values are the initial values for every key. Or the class of
+            a module, or a function that makes a module from `rngs`. Then the parameters for a key
+            are those of `model(rngs=nnx.Rngs(key))`, and nothing is materialised before it is
+            sharded.
 
         Raises:
           TypeError: A class needs more arguments than `rngs`, a function does not make a module, or
@@ -115,9 +116,9 @@ class NNXModel(ModelInterface):
     ) -> Any:
         """Calls the module as `flax.linen.Module.apply` does; `stream_keys` describes `rngs`.
 
-        If the call has an argument `rngs`, it gets the keys as `nnx.Rngs`. So does a call with
-        `**kwargs`, if the module has no random streams for the keys. If the call has no argument
-        `train`, a value that is passed for it calls `module.train()` or `module.eval()`.
+        If the called method has an argument `rngs`, it gets the keys as `nnx.Rngs`. A method with
+        `**kwargs` gets them too if the module has no random streams for the keys. If the method has
+        no argument `train`, a value passed as `train` calls `module.train()` or `module.eval()`.
 
         Raises:
           ValueError: A variable is missing, or the call makes a variable that `mutable` does not
@@ -146,7 +147,7 @@ class NNXModel(ModelInterface):
 
         def run(module: nnx.Module) -> Any:
             del module
-            with jax.named_scope(type(self).__name__):  # Linen's modules are in such scopes.
+            with jax.named_scope(type(self).__name__):  # Flax puts Linen's modules in such scopes.
                 return bound(*args, **kwargs)
 
         out = nnx.capture(run, *types)(module)
@@ -380,7 +381,7 @@ def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
 
 
 def _parameters_of_call(call: Any) -> Mapping[str, inspect.Parameter]:
-    """Returns the parameters of a module's call, which for `nnx.Sequential` its first layer has."""
+    """Returns the parameters of a module's call; an `nnx.Sequential` has those of its first layer."""
     module = getattr(call, "__self__", None)
     if not (isinstance(module, nnx.Sequential) and call == module.__call__ and module.layers):
         return _parameters(call)

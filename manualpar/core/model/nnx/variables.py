@@ -6,8 +6,9 @@ parameter's type, and whose `get_value` gathers the shard, as `unbox()` does for
 holds the bare array, so that NNX's transformations treat it as any other; the rest of the box is
 metadata.
 
-A loop (`nnx.scan`, `nnx.vmap`, `jax.lax.scan` over a module) removes dims without telling the
-variable which. They are inferred from the shapes, among the dims that the probe has found.
+A loop (`nnx.scan`, `nnx.vmap`, `jax.lax.scan` over a module) removes dims of an array, and the
+variable is not told which. The removed dims are inferred from the shapes, among the dims that the
+probe has found.
 
 Invariants: a value that leaves such a variable is gathered; the parameter's type then applies its
 `get_value`; a parameter that is not read is not gathered.
@@ -29,7 +30,7 @@ from manualpar.core.parameters.array_box import OF_SHAPE
 from manualpar.core.parameters.split_parameter import SplitParameter
 
 Path = tuple[Any, ...]
-# The key of a variable's box, without its value, in the variable's metadata.
+# The key in a variable's metadata under which its box is stored, without the value.
 BOX = "manualpar_box"
 
 
@@ -46,8 +47,8 @@ def annotate(variable: nnx.Variable[Any], path: str) -> Any:
     the call. If the annotation also has `split=True`, the box is a `SplitParameter`.
 
     Raises:
-      TypeError: The annotation is no names; `path` is for the message.
-      ValueError: A split parameter does not have one name for each dim, or has rules for them.
+      TypeError: The annotation is not a sequence of names; the message contains `path`.
+      ValueError: A split parameter does not have one name for each dim, or has rules for its names.
     """
     value = variable.get_raw_value()
     names = variable.get_metadata("out_sharding", None)
@@ -109,7 +110,7 @@ def gathering_variable(
 class _Use:
     """Makes the parameter that a module reads from a stored array."""
 
-    box: Any  # Without its value.
+    box: Any  # A box without its value.
     shape: tuple[int, ...]  # The shape of the stored array before any loop.
     path: str
     loop_dims: frozenset[int] | None
