@@ -381,7 +381,7 @@ def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
 
 
 def _parameters_of_call(call: Any) -> Mapping[str, inspect.Parameter]:
-    """Returns the parameters of a module's call; an `nnx.Sequential` has those of its first layer."""
+    """Returns the parameters of a module's call; for `nnx.Sequential`, of its first layer."""
     module = getattr(call, "__self__", None)
     if not (isinstance(module, nnx.Sequential) and call == module.__call__ and module.layers):
         return _parameters(call)

@@ -28,7 +28,7 @@ def keys_by_stream(rngs: Any) -> dict[str, Any]:
 
 
 def call_rngs(keys: Mapping[str, Any]) -> nnx.Rngs:
-    """Makes the streams for a call that takes `rngs`; missing keys are replaced as in `stream_keys`."""
+    """Makes the streams for a call that takes `rngs`; see `stream_keys` for missing keys."""
     if len(keys) == 1 and "default" not in keys:
         (only,) = keys.values()
         keys = {**keys, "default": jax.random.fold_in(only, zlib.crc32(b"default"))}
