@@ -11,7 +11,7 @@ from manualpar.core.tracing.scopes import CROSS_ENTROPY_SCOPE
 
 
 def largest_of_all(top: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Returns the largest `top` of all devices, to subtract it before exponentials are summed.
+    """Returns the largest `top` of all devices, which is subtracted before exponentials are summed.
 
     Infinite and NaN results are replaced by 0. The result has no gradient.
 
@@ -107,10 +107,10 @@ def label_index(labels: jax.Array, size: int, axes: tuple[str, ...]) -> tuple[ja
 def index_here(
     indices: jax.Array, size: int, axes: tuple[str, ...], parts: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns indices into this device's part of a dim, and which of them belong to this device.
+    """Returns indices into this device's part of a dim, and which indices belong to this device.
 
-    An index outside of the whole dim belongs to the first or the last part, and is out of bounds
-    there too.
+    An index outside of the full dim belongs to the first or the last part, and is out of bounds in
+    this part too.
     """
     indices = indices.astype(jnp.int32)
     if not axes:
@@ -121,7 +121,7 @@ def index_here(
 
 
 def is_split(function: str, x: jax.Array, axes: tuple[str, ...]) -> bool:
-    """Returns whether `x` varies over the axes by its type; raises if only over some of them."""
+    """Returns whether `x` varies over the axes by its type; refuses `x` if over only some."""
     varying = varying_axes(x) & set(axes)
     if varying and varying != set(axes):
         raise ValueError(

@@ -3,7 +3,7 @@
 A strategy is one file and one registration. The file has a `StrategyKind`: the builder, the config
 fields that only this strategy has, and its colour. After `register(kind)` configs can name the
 strategy, `experiments.compare` and `experiments.plan` try it, and pictures show it in its colour.
-(The builder makes a `Strategy`, which has the closed form that the ledger is compared with.)
+(The builder makes a `Strategy`, which has the closed form. The ledger is compared with it.)
 
 Importing a module may change only three tables of the package: the strategies, the modes
 (`manualpar.core.modes.manual`) and the model libraries (`manualpar.core.model.interface`).
@@ -25,10 +25,10 @@ class StrategyKind:
     """A strategy's entry for configs, comparisons, plans and pictures.
 
     Attributes:
-      name: The value of `config.parallel.strategy` that selects it.
+      name: The value of `config.parallel.strategy` that selects the strategy.
       builder: `builder(model, tx, loss_fn, **options) -> Program`, see
         `manualpar.core.program.program.build_program`.
-      color: Its colour in pictures, `#RRGGBB`.
+      color: The strategy's colour in pictures, `#RRGGBB`.
       fields: The fields of `config.parallel` that not every strategy has, and the allowed values of
         each. The keys are the names of the builder's options.
       constants: Options of the builder that a config does not set.

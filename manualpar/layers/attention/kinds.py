@@ -6,8 +6,8 @@
   everywhere. On CPUs it is faster than `"xla"` at every length, and takes less memory.
 - `"xla"`: XLA writes out scores `[B, N, S, S]`, and a mask of this size if there are documents.
 
-`""` is the best kind for the devices that a program is traced for: splash on TPUs, cuDNN on
-NVIDIA GPUs if its mask of documents is no larger than the queries, otherwise blockwise. The
+`""` chooses the best kind for the devices for which a program is traced: splash on TPUs; cuDNN on
+NVIDIA GPUs, if its mask of documents is no larger than the queries; otherwise blockwise. The
 enclosing mesh gives these devices. (`jax.lax.platform_dependent` would trace all kinds, and counts
 of operations, plans and checks would see branches that do not run.)
 
@@ -49,8 +49,8 @@ def attention(
       query: `[B, S, N, H]`, floating.
       key: `[B, S, K, H]`, where `K` divides `N`: groups of `N / K` query heads share a key head.
       value: `[B, S, K, H]`, of the dtype of `key`.
-      documents: `int32[B, S]`. A query sees the keys of the same number, in whatever order the
-        numbers come; `None` if each sequence is one document.
+      documents: `int32[B, S]`. A query sees the keys with the same number; the numbers may come in
+        any order. `None` if each sequence is one document.
       kind: The implementation; `""` for the best on the devices that the program is traced for.
       window: How many positions a query sees, up to and including its own; `None` for all.
       soft_cap: `c`, which bounds scores by `c * tanh(score / c)`; `None` for none.

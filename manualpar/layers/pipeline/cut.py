@@ -1,8 +1,8 @@
 """Cuts a traced loss at its scan over layers into the parts before it, in it, and after it.
 
 Model and loss are written for one device. In the traced loss one `scan` runs over parameters that
-are stacked in dim 0. There the loss is cut into pieces, each with only the
-equations that its results need:
+are stacked in dim 0. The loss is cut into pieces at this scan. Each piece has only the equations
+that its results need:
 
 - the *prefix* computes the input of the first layer,
 - the *layers* are the body of the scan,

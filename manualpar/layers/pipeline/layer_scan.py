@@ -136,7 +136,7 @@ class _Walk:
             self.reads += [(i, "the caller, as a result of the loss") for i in self.origin(v)]
 
     def origin(self, variable: Any) -> frozenset[int]:
-        """Returns the parameters from which a value is computed layer by layer, if any."""
+        """Returns the parameters from which a value is computed layer by layer; may be empty."""
         found = None if isinstance(variable, Literal) else self._origins.get(variable)
         return found or frozenset()
 
@@ -191,7 +191,7 @@ def _scans_inside(
     if not any(origins):
         return
     for _, inner in inner_jaxprs(eqn):
-        number = min(len(inner.invars), len(origins))  # A branch does not get the condition.
+        number = min(len(inner.invars), len(origins))  # The condition is not an input of a branch.
         known = zip(inner.invars[-number:], origins[-number:], strict=True)
         walk = _Walk(inner, {v: found for v, found in known if found and _has_dims(v)})
         yield from walk.scans
@@ -204,6 +204,6 @@ def _has_dims(variable: Any) -> bool:
 
 
 def _list_paths(paths: Sequence[str], which: Iterable[int]) -> str:
-    """Shows the first three of the paths at the indices `which`."""
+    """Lists up to three of the paths at the indices `which`."""
     names = [repr(paths[i]) for i in sorted(which)]
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

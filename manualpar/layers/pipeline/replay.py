@@ -1,4 +1,4 @@
-"""Runs traced programs on values that differ between stages, but did not when they were traced.
+"""Runs traced programs on values that differ between stages, although their types say they do not.
 
 For example, in the user's loss a layer's index is the same on all devices. In a pipeline it differs
 between stages, because each stage has different layers. The types in the traced program would be
@@ -57,7 +57,7 @@ def _are_wider(variables: Sequence[Any], values: Sequence[Any]) -> bool:
 
 
 def _run_wider(jaxpr: Jaxpr, eqn: Any, operands: list[Any]) -> list[Any]:
-    """Runs an equation whose operands vary over more axes than it was traced with."""
+    """Runs an equation on operands that vary over more axes than its traced operands."""
     name, params = eqn.primitive.name, eqn.params
     if name == "pvary":
         return [cast_to_varying(x, params["axes"]) for x in operands]

@@ -37,7 +37,8 @@ class StagedLoss:
       types: The types of the activations.
       chunk_layers: The layers of a chunk, `k`.
       prefix_params: The indices of the parameters that the prefix reads.
-      chunk_params: The indices of the parameters that every chunk reads, without its layers'.
+      chunk_params: The indices of the parameters that every chunk reads, without the parameters of
+        its layers.
       suffix_params: The indices of the parameters that the suffix reads.
       returns: The tree of the types of the results of the loss.
       first_other: The index of the first input that is not a parameter.
@@ -134,7 +135,8 @@ class StagedLoss:
     def _typed(self, x: Any, t: Any) -> Any:
         """Casts a value to vary over the axes of a type."""
         if self._axis not in varying_axes(x):
-            # It is a constant, because all inputs vary. Its gradient would be summed over stages.
+            # A value that does not vary is a constant, because all inputs vary. The cast's gradient
+            # would be summed over stages.
             x = jax.lax.stop_gradient(x)
         return cast_to_varying(x, varying_axes(t))
 

@@ -19,14 +19,14 @@ from manualpar.layers.pipeline.schedules import ScheduleName
 
 SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 KEEPS: tuple[PipelineSaves, ...] = get_args(PipelineSaves)
-# The most forward passes in a table (microbatches times all chunks). Making and checking a table of
-# this size takes 10 s of one processor.
+# The largest number of forward passes in a table (microbatches times all chunks). Making and
+# checking a table of this size takes 10 s of one processor.
 MOST_PASSES = 2**18
 
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
-    """Spreads the layers of a model over devices; microbatches pass through them one after another.
+    """Spreads a model's layers over devices, through which microbatches pass one after another.
 
     The model and the loss are written for one device: the traced loss is cut at its scan over
     layers. The microbatches are the minibatches of the builder; any number is allowed. With `M`

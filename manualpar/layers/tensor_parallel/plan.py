@@ -183,7 +183,7 @@ class TensorParallel:
 @register_interface
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class TensorParallelInterface(LinenModel):
-    """How a program calls a `TensorParallel`."""
+    """Calls a `TensorParallel` for a program."""
 
     planned: Any = None
     is_checked: bool = False
@@ -258,7 +258,7 @@ def _split_param(planned: TensorParallel, path: str, x: Any) -> Any:
     if style is None or isinstance(style, PerDevice):
         return x
     value = x
-    if isinstance(x, nn.LogicallyPartitioned):  # The plan replaces its rules.
+    if isinstance(x, nn.LogicallyPartitioned):  # The plan replaces the rules of logical names.
         value = x.value
     elif is_box(x):
         raise ValueError(

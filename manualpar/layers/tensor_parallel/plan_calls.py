@@ -57,7 +57,7 @@ class PlannedCalls:
         if style is None or isinstance(style, PerDevice):
             where = f"tensor_parallel: module {path or kind!r} ({kind})"
             return self._call_unplanned(where, module, None, next_fun, args, kwargs)
-        if "param" in vars(module):  # It calls itself.
+        if "param" in vars(module):  # The module calls itself.
             return next_fun(*args, **kwargs)
         with self._on_shards(module, style):
             if is_within:

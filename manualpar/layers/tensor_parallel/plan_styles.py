@@ -58,7 +58,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Vocab:
-    """An `nn.Embed` with some rows on each device; `attend` gives its part of the logits."""
+    """An `nn.Embed` with some rows on each device; `attend` returns a part of the logits."""
 
     shared: ClassVar[bool] = False
 

@@ -5,7 +5,7 @@ parameters or gradients to other replicas. After `every` steps the replicas exch
 differences from the parameters with which they began. An *outer* optimizer takes the mean
 difference as a gradient, and all replicas continue from its new parameters (Douillard et al.,
 https://arxiv.org/abs/2311.08105). Use DiLoCo for slow links between groups of devices. Its losses
-differ from the losses of data parallelism, because it optimizes in another way.
+differ from the losses of data parallelism, because DiLoCo is a different optimizer.
 """
 
 from collections.abc import Callable
@@ -54,30 +54,31 @@ def diloco(
         state, metrics = program.train_step(state, batch)
     ```
 
-    `train_step` takes the outer step too when it is due: each time the state has counted `every`
-    more steps. `state.params` are the parameters that the replicas last agreed on. `eval_step`,
-    checkpoints and exports use these parameters.
+    `train_step` also takes the outer step, each time that the state has counted `every` more steps.
+    `state.params` are the parameters that the replicas last agreed on. `eval_step`, checkpoints and
+    exports use these parameters.
 
     Args:
       model: The model, as in every builder.
       tx: The optimizer of each replica.
       loss_fn: The loss.
       every: The number of inner steps between two outer steps.
-      outer_tx: The optimizer of the outer step. It updates the common parameters. Its gradient is
-        the mean over replicas of `common - replica`, the difference of the common and the replica's
+      outer_tx: The optimizer of the outer step. It updates the common parameters. As gradient it
+        gets the mean over replicas of `common - replica`: the common parameters minus the replica's
         parameters. Each replica is weighted by the number of examples that it has seen since the
         last outer step. `optax.sgd(1)` takes the mean of the replicas' parameters. The outer
         optimizer gets no loss.
       inner: The builder of each replica's program: `fsdp`, `data_parallel`, `zero`, or
         `functools.partial(hsdp, replica_axis="group")` with another axis than `replica_axis`.
       outer_code: `"int8"` or `"int4"` quantizes the differences to 8 or 4 bits if that saves bytes.
-        By default they are sent in `reduce_dtype`, or in the parameters' dtype without that option.
+        By default differences are sent in `reduce_dtype`, or without that option in the parameters'
+        dtype.
       outer_fragments: The number of fragments, of about equal bytes, into which the parameters are
         divided. Fragments are exchanged at different steps, so fewer bytes are sent at a time. With
         several fragments the replicas never agree on all parameters at once.
       outer_overlap: Whether an exchange runs at the same time as an inner step. It exchanges the
-        parameters from before the step. A replica's change in that step stays per-replica until
-        the next exchange.
+        parameters from before the step. The change that a replica makes in this step is exchanged
+        the next time.
       replica_axis: The mesh axis, or tuple of axes, of the replicas. The batch is split over
         `replica_axis` and `axis_name`.
       **options: `mesh`, `batch` and others, see `ProgramOptions`, and the options of `inner`. The
@@ -89,8 +90,8 @@ def diloco(
       in a conditional. `train_step.lower` and `trace` show the inner step.
 
     Raises:
-      ValueError: An option does not fit, as in every builder. Or the model or the loss sends values
-        over all axes that split the examples: the replicas' axes are among them.
+      ValueError: An option does not fit, as in every builder; or the model or the loss sends values
+        over all axes that split the examples, and so also between replicas.
       TypeError: An option is of the wrong kind.
 
     Communication:
@@ -196,7 +197,7 @@ def _check(
 
 
 def _check_steps(program: DiLoCoProgram) -> None:
-    """Refuses outer steps that fail, and inner steps that send replicas more than metrics."""
+    """Refuses outer steps that fail, and inner steps whose replicas exchange more than metrics."""
     try:
         for outer_step in program.outer_steps:
             outer_step.trace(program.abstract_state)

@@ -42,8 +42,8 @@ class DiLoCoProgram(Program):
       fragments: The fragment's number for each of `parameters`; `None` for a frozen parameter.
       outer_steps: For each fragment a jitted `outer_step(state) -> state` that exchanges it. The
         state is donated.
-      overlapped_outer_steps: For each fragment a train step, `(state, batch) -> (state, metrics)`,
-        that exchanges the fragment at the same time; `()` without overlap.
+      overlapped_outer_steps: For each fragment, a train step `(state, batch) -> (state, metrics)`
+        that also exchanges this fragment while it trains; `()` without overlap.
       outer_wire: The dtype and the quantizer of exchanged differences.
     """
 
@@ -60,13 +60,13 @@ class DiLoCoProgram(Program):
     def outer_step(self) -> Any:
         """The outer step of the last fragment; with one fragment, of all parameters.
 
-        `train_step` takes it when it is due. Call it to exchange at other times too. Directly after
-        an outer step it does nothing.
+        `train_step` takes each outer step that is due. Call `outer_step` to exchange at other times
+        too. Directly after an outer step it does nothing.
         """
         return self.outer_steps[-1]
 
     def step_at(self, number: int) -> StepFunction:
-        """Returns the function of step `number`, from 1; the state's counter is not read."""
+        """Returns the function of step `number`, counted from 1, without the state's counter."""
         return cast(CountedStep, self.train_step).at(number)
 
     def init_from(
