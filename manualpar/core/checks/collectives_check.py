@@ -78,10 +78,10 @@ def _check_condition(name: str, eqn: Any) -> None:
                     "(jax.lax.pmax)."
                 )
             raise ValueError(
-                f"{found}{differs}some devices would wait there for ever. A sharded "
-                "parameter is gathered where it is used: call the module outside of the branch or "
-                "loop and choose with jnp.where, make the condition the same on all devices "
-                "(jax.lax.pmax), or use data_parallel."
+                f"{found}{differs}some devices would wait in it for ever. A sharded parameter is "
+                "gathered where it is used: call the module outside of the branch or loop and "
+                "choose with jnp.where, make the condition the same on all devices (jax.lax.pmax), "
+                "or use data_parallel."
             )
 
 
@@ -94,9 +94,9 @@ def _check_constraint(name: str, eqn: Any) -> None:
     if manual & set(jax.tree.leaves(tuple(getattr(sharding, "spec", ())))):
         raise ValueError(
             f"{name}: the model or the loss constrains an array to {sharding.spec} with "
-            "mode='manual', maybe by jax.vmap(..., spmd_axis_name=...); expected no constraint,"
-            " because every device runs the model only on its part of the batch. Use "
-            "mode='auto', or take it out."
+            "mode='manual', maybe by jax.vmap(..., spmd_axis_name=...); expected no constraint, "
+            "because every device runs the model only on its part of the batch. Use mode='auto', "
+            "or remove the constraint."
         )
 
 
@@ -118,10 +118,10 @@ def _check_derivatives(name: str, jaxpr: Jaxpr) -> None:
         scope = str(eqn.source_info.name_stack)
         if eqn.primitive.name == "all_gather" and purpose_of(scope) in (GATHER_SCOPE, REGATHER):
             raise ValueError(
-                f"{name}: a parameter that is gathered ({scope}) is "
-                "differentiated within the model or the loss (jax.vjp, nn.vjp), expected one that "
-                "is whole: take nn.unbox(params) in the loss, and for a module that differentiates "
-                "its own parameters use replicate= or data_parallel."
+                f"{name}: a parameter that is gathered ({scope}) is differentiated within the "
+                "model or the loss (jax.vjp, nn.vjp), expected only the training step to "
+                "differentiate it. In a loss, read nn.unbox(params). For a module that "
+                "differentiates its own parameters, use replicate= or data_parallel."
             )
         if "custom_vjp" not in eqn.primitive.name:
             for _, inner in inner_jaxprs(eqn):

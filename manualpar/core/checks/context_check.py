@@ -158,17 +158,18 @@ def _check_results(complaint: str, loss: Any, metrics: Any) -> None:
     count, number = metrics["loss"][1]
     if loss is not None and not is_mean(loss[0], count, number):
         raise ValueError(
-            f"{complaint} the loss is {loss[0].description}, which is no mean over the count "
-            "of metrics['loss']; expected sum / count, with the same count and with sums over "
-            "this device's positions, or a value that is the same on all devices along the axis."
+            f"{complaint} the loss is {loss[0].description}, which is not a mean over the count of "
+            "metrics['loss']; expected sum / count, where count is that of metrics['loss'] and "
+            "both are sums over this device's positions, or a value that is the same on all "
+            "devices along the axis."
         )
     for name, ((total, _), (count, _)) in metrics.items():
         powers = {power_of_sum(value) for value in (total, count) if value.kind != "zero"}
         if len(powers) > 1 or None in powers:
             raise ValueError(
                 f"{complaint} metrics[{name!r}] is the pair of {total.description} and "
-                f"{count.description}; expected sums over this device's positions, which are "
-                "added up over the devices, or two numbers that are the same on all of them."
+                f"{count.description}; expected two sums over this device's positions (a step adds "
+                "them up over the devices), or two numbers that are the same on all devices."
             )
 
 

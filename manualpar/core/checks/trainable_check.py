@@ -33,12 +33,12 @@ def check_trainable(strategy: str, model: TracedModel) -> None:
         if info.trainable and not jnp.issubdtype(info.dtype, jnp.inexact):
             raise ValueError(
                 f"{strategy}: parameter {info.path!r} is {info.dtype}, expected a floating or "
-                "complex dtype, because it is trained. Name the parameters to train in "
-                "trainable=, without it."
+                "complex dtype, because it is trained. Name the parameters to train in trainable=, "
+                "and leave this one out."
             )
     frozen_dtype, dtype = model.stored_dtypes
     if frozen_dtype != dtype and all(info.trainable for info in infos):
         raise ValueError(
             f"{strategy}: frozen_dtype={frozen_dtype!r}, expected None, because all parameters are "
-            "trained. Name the parameters to train in trainable=, or take param_dtype=."
+            "trained. Name the parameters to train in trainable=, or use param_dtype= instead."
         )

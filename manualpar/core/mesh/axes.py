@@ -78,10 +78,10 @@ def naming_unbound_axes() -> Iterator[None]:
                 f"axis_name={name!r}"
             )
         raise ValueError(
-            f"model or loss_fn: something reduces over a mesh axis {name!r}, but {where}. If it is "
-            f"a layer with axis_name={name!r}, such as BatchNorm, say which axes that means: "
-            f"axis_aliases={{{name!r}: {meant!r}}}. If it is a collective that "
-            f"you call, such as jax.lax.pmean(x, {name!r}), {mend}."
+            f"model or loss_fn: the model or the loss reduces over a mesh axis {name!r}, but "
+            f"{where}. If it is a layer with axis_name={name!r}, such as BatchNorm, name the mesh "
+            f"axes for it: axis_aliases={{{name!r}: {meant!r}}}. If it is a collective that you "
+            f"call, such as jax.lax.pmean(x, {name!r}), {mend}."
         ) from error
 
 
@@ -104,8 +104,9 @@ def check_mesh_has(function: str, mesh: Mesh | AbstractMesh, axes: tuple[str, ..
     if missing or not axes:
         raise ValueError(
             f"{function}: axis_name names {missing or 'no axis'}, but the mesh has the axes "
-            f"{list(mesh.shape)}. Build it with {written_with(mesh, missing)}, of a larger size to "
-            "split the batch along that axis, or name one of the mesh's axes with axis_name=."
+            f"{list(mesh.shape)}. Build the mesh with {written_with(mesh, missing)} (with a larger "
+            "size, if the batch is to be split along this axis), or name one of the mesh's axes "
+            "with axis_name=."
         )
     if len(set(axes)) != len(axes):
         raise ValueError(f"{function}: axis_name={axes} names an axis twice; name each once.")

@@ -108,9 +108,9 @@ def _fill_sizes(function: str, axes: Mapping[str, int], num_devices: int) -> lis
     if -1 in sizes:
         if num_devices % fixed:
             raise ValueError(
-                f"{function}: axes={dict(axes)} fixes {fixed} devices a group, which does not "
-                f"divide the {num_devices} "
-                f"devices there are. Choose sizes whose product divides {num_devices}."
+                f"{function}: axes={dict(axes)} has sizes with the product {fixed}, expected a "
+                f"divisor of the number of devices, {num_devices}. Choose sizes whose product "
+                f"divides {num_devices}."
             )
         sizes[sizes.index(-1)] = num_devices // fixed
     elif fixed > num_devices:

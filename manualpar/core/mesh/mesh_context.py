@@ -114,8 +114,8 @@ def explain_shardings(strategy: str, mode: str) -> Iterator[None]:
             axis, spec, axes = unknown.groups()
             raise ValueError(
                 f"{strategy}: the model or the loss shards an array as {spec}, but the mesh has "
-                f"the axes {axes}, and {axis!r} is none of them. Name one of these, or build the "
-                "mesh with the axis."
+                f"the axes {axes}, expected only these axes: {axis!r} is not one of them. Name one "
+                f"of these axes, or build the mesh with the axis {axis!r}."
             ) from error
         first_line = message.partition("\n")[0]
         for pattern, mend in _MENDS:
@@ -130,7 +130,7 @@ def explain_shardings(strategy: str, mode: str) -> Iterator[None]:
                 name = construct.format(*found.groups())
                 raise ValueError(
                     f"{strategy}: the model or the loss uses {name} with mode={mode!r}; expected "
-                    f"none, because {_REASONS[mode]}. Use mode={needed!r}, or take it out. (JAX "
+                    f"none, because {_REASONS[mode]}. Use mode={needed!r}, or remove it. (JAX "
                     f"says: {first_line})"
                 ) from error
         raise

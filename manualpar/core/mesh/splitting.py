@@ -19,7 +19,7 @@ def shapes_of_batch(field: str, batch: Any) -> Any:
         except TypeError as error:
             raise TypeError(
                 f"{field}{jax.tree_util.keystr(path)} is a {type(x).__name__}, expected an array "
-                "of numbers, of shape [B, ...] where it has a row for each example."
+                "of numbers. If it has a row for each example, its shape is [B, ...]."
             ) from error
 
     return jax.tree_util.tree_map_with_path(abstract, batch)
@@ -40,7 +40,8 @@ def _check_positions(field: str, batch: Any, axis: str, devices: int) -> None:
         if jnp.ndim(x) == 1:
             raise ValueError(
                 f"{name} has shape {x.shape}, but context_axis={axis!r} splits the positions of "
-                "sequences; expected [B, S, ...], or a scalar. Repeat it for each position."
+                "sequences; expected the shape [B, S, ...], or a scalar. Repeat the values for "
+                "each position."
             )
         if jnp.ndim(x) and x.shape[1] % (2 * devices):
             raise ValueError(

@@ -46,9 +46,9 @@ class AxisAliases:
         groups = getattr(module, "axis_index_groups", None)
         if set(self.split) - set(axes) or groups is not None:
             raise ValueError(
-                f"model: {type(module).__name__} has axis_name={names!r}, which stands for {axes}"
-                f"{'' if groups is None else ', in groups'}, but in this mode the batch is global "
-                f"along {self.split}. Let the alias stand for all of these, or use "
+                f"model: {type(module).__name__} has axis_name={names!r}, which stands for "
+                f"{axes}{'' if groups is None else ', in groups'}, but in this mode the batch is "
+                f"global along {self.split}. Let the alias stand for all of these axes, or use "
                 "mode='manual'."
             )
         return {"axis_name": None}
@@ -91,7 +91,8 @@ def check_axis_aliases(
         if name in mesh.shape and value != (name,):
             raise ValueError(
                 f"{strategy}: axis_aliases has {name!r}: {aliases[name]!r}, but {name!r} is an "
-                "axis of the mesh, expected a name that it does not have. Rename the mesh's axis."
+                "axis of the mesh; expected a name that is not an axis of the mesh. Rename the "
+                "mesh's axis."
             )
     if on_global_arrays:
         axes = {axis: (axis,) for axis in data_axes} | axes

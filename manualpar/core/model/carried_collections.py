@@ -112,16 +112,16 @@ def _check_update(name: str, old: Any, new: Any) -> None:
     before, after = leaf_types(old), leaf_types(new)
     if before.keys() != after.keys():
         raise ValueError(
-            f"model: applying it changes what collection {name!r} consists of, from "
-            f"{list(before)} to {list(after)}; a training state keeps it. Create "
-            "the same variables when the model is initialised (train=False)."
+            f"model: applying it changes what collection {name!r} consists of, from {list(before)} "
+            f"to {list(after)}; expected the same variables, because a training state keeps the "
+            "collection. Create the same variables when the model is initialised (train=False)."
         )
     different = [f"{path}: {x} -> {after[path]}" for path, x in before.items() if x != after[path]]
     if different:
         raise ValueError(
             f"model: applying it changes shapes or dtypes in collection {name!r}: "
-            f"{', '.join(different)}; "
-            "a training state keeps them. Cast in the model before it stores them."
+            f"{', '.join(different)}; expected no change, because a training state keeps these "
+            "arrays. Cast values in the model before it stores them."
         )
 
 
@@ -133,6 +133,6 @@ def _collection_names(mutable: Any) -> tuple[str, ...]:
     if mutable is False:
         return ()
     raise TypeError(
-        f"apply_fn: mutable={mutable!r}, expected the names of collections such as ['losses']: the "
-        "program itself keeps the collections of the training state."
+        f"apply_fn: mutable={mutable!r}, expected the names of collections such as ['losses']. The "
+        "collections of the training state need no name here, because the program keeps them."
     )

@@ -128,8 +128,8 @@ def _check_metric(name: str, value: Any) -> tuple[jax.Array, jax.Array]:
     is_small_float = jnp.issubdtype(count.dtype, jnp.floating) and jnp.finfo(count.dtype).bits < 32
     if count.dtype == bool or is_small_float:
         raise ValueError(
-            f"loss_fn: metrics[{name!r}] has a count of dtype {count.dtype}, which cannot count "
-            "far, expected an integer or float32. Cast the mask before you sum it."
+            f"loss_fn: metrics[{name!r}] has a count of dtype {count.dtype}, which cannot hold "
+            "large counts, expected an integer or float32. Cast the mask before you sum it."
         )
     return total, count
 

@@ -233,7 +233,10 @@ def check_wire(strategy: str, options: Mapping[str, Any]) -> tuple[StoredDtypes,
                 "would overflow: gradients are summed before they are divided.)"
             )
     if not options.get("reduce_code") and (rounding := [f for f in ROUNDING if options.get(f)]):
-        raise ValueError(f"{strategy}: {rounding[0]}=True with no reduce_code, expected a code.")
+        raise ValueError(
+            f"{strategy}: {rounding[0]}=True with no reduce_code, expected reduce_code='int8' or "
+            "'int4'."
+        )
     codes: Any = {f: BlockQuantizer(options[f]) for f in CODES if options.get(f)}
     dtypes = names["gather_dtype"], names["reduce_dtype"]
     wire = CommPolicy(*dtypes, options.get("axis_by_axis", False), **codes)
@@ -271,9 +274,9 @@ def explain_dtypes(strategy: str, options: Mapping[str, Any]) -> Iterator[None]:
             raise
         raise TypeError(
             f"{strategy}: with {' and '.join(causes)} the model or the loss combines arrays of the "
-            f"dtypes {' and '.join(sorted(dtypes))}, expected one. Layers that have no dtype "
-            "compute in that of their parameters: give the model a dtype, or cast what it adds of "
-            f"its own to the dtype of its activations. (JAX says: {' '.join(said.split())})"
+            f"dtypes {' and '.join(sorted(dtypes))}, expected one. Layers without a dtype compute "
+            "in the dtype of their parameters: give the model a dtype, or cast arrays that it adds "
+            f"to activations to their dtype. (JAX says: {' '.join(said.split())})"
         ) from error
 
 

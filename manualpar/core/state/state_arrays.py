@@ -143,8 +143,8 @@ def read_unpadded(function: str, leaf: Leaf, x: Any) -> np.ndarray:
     if np.count_nonzero(value) != np.count_nonzero(value[inside]):
         raise ValueError(
             f"{function}: {leaf.name} is {show_leaf(value)}, expected "
-            f"{show_array(leaf.dtype, leaf.shape)}, or zeros after that for padding; "
-            "there are other values. Pass arrays of the same model."
+            f"{show_array(leaf.dtype, leaf.shape)}, or a padded array with zeros behind this "
+            "shape; it has other values there. Pass arrays of the same model."
         )
     return value[inside]
 

@@ -35,7 +35,7 @@ def test_given_devices_are_used_in_order(devices8):
         ({"data": -2}, ValueError, "size -2"),
         ({"a": -1, "b": -1}, ValueError, "more than one -1"),
         ({"data": 16}, ValueError, "needs 16 devices, got 8"),
-        ({"replica": 3, "data": -1}, ValueError, "does not divide the 8 devices"),
+        ({"replica": 3, "data": -1}, ValueError, "expected a divisor of the number of devices, 8"),
         ({"data": 2.0}, TypeError, "expected a name with an integer size"),
         ({"data": True}, TypeError, "expected a name with an integer size"),
         ({1: 8}, TypeError, "expected a name with an integer size"),

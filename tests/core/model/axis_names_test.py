@@ -126,7 +126,7 @@ def reducing(name):
     return loss
 
 
-UNBOUND = "something reduces over a mesh axis 'batch', but "
+UNBOUND = "the model or the loss reduces over a mesh axis 'batch', but "
 
 
 @pytest.mark.parametrize("builder", [data_parallel, fsdp])

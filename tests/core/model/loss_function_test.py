@@ -52,7 +52,7 @@ def test_what_it_returns_becomes_arrays():
         (
             (LOSSES.mean(), {"loss": (LOSSES.sum(), jnp.bfloat16(300))}),
             ValueError,
-            "count of dtype bfloat16, which cannot count far",
+            "count of dtype bfloat16, which cannot hold large counts",
         ),
         (
             (LOSSES.mean(), {"loss": (LOSSES.sum(), np.bool_(True))}),

@@ -27,8 +27,9 @@ def initial_call(
     """
     if init_args is None and not hasattr(batch, "inputs"):
         raise TypeError(
-            f"batch is a {type(batch).__name__}, expected one with .inputs: manualpar.Batch. Or "
-            f"say what the model is called with: {_example(signature_of(module, None))}."
+            f"batch is a {type(batch).__name__}, expected one with .inputs, such as "
+            "manualpar.Batch. Or name the arguments of the model's call: "
+            f"{_example(signature_of(module, None))}."
         )
     args, kwargs = _checked_pair(init_args(batch)) if init_args else ((batch.inputs,), {})
     method = kwargs.get("method")
@@ -50,10 +51,9 @@ def initial_call(
         source = "what init_args returns" if init_args else "batch.inputs alone"
         called = method if isinstance(method, str) else getattr(method, "__name__", "__call__")
         raise TypeError(
-            f"model: {type(module).__name__}.{called} cannot be called with {source} to "
-            f"initialise the model: {'it also needs ' + ', '.join(missing) if missing else error}. "
-            f"It takes {signature}. Say what it is called with, from the batch: "
-            f"{_example(signature)}."
+            f"model: {type(module).__name__}.{called} cannot be called with {source} to initialise "
+            f"the model: {'it also needs ' + ', '.join(missing) if missing else error}. It takes "
+            f"{signature}. Make the arguments of the call from the batch: {_example(signature)}."
         ) from error
     return args, {**kwargs, **switches}
 

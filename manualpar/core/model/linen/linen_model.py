@@ -111,10 +111,10 @@ class LinenModel(ModelInterface):
                 kind = type(module).__name__
                 raise ValueError(
                     f"model: {'/'.join(module.path) or kind!r} ({kind}) draws from "
-                    f"rngs[{DROPOUT_STREAM!r}] in evaluation, and has no argument or field by "
-                    "which it is told not to; expected one of "
-                    f"{', '.join(EVAL_SWITCHES)}. Give it one, or another stream if it is no "
-                    "dropout, or leave dropout on in evaluation: eval_dropout=True."
+                    f"rngs[{DROPOUT_STREAM!r}] in evaluation, and has no argument or field that "
+                    f"turns this off; expected one of {', '.join(EVAL_SWITCHES)}. Give the module "
+                    "such an argument. If it is not dropout, let it draw from another stream. Or "
+                    "leave dropout on in evaluation: eval_dropout=True."
                 ) from error
 
         calls = nn.intercept_methods(intercept)

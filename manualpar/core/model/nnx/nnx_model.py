@@ -224,9 +224,10 @@ class NNXModel(ModelInterface):
             if path not in before and made is not None and name not in made:
                 raise ValueError(
                     f"model: calling it makes a new variable {path_text(path)!r} of type "
-                    f"{type(leaf).__name__}, which a training state has no place for; make it in "
-                    "the module's __init__. If it is for the loss, ask for it where the model is "
-                    f"called: out, made = apply_fn(..., mutable=[{name!r}])."
+                    f"{type(leaf).__name__}; expected none, because a training state has no place "
+                    "for it. Make the variable in the module's __init__. If it is for the loss, "
+                    "name its collection in the call of the model: out, made = apply_fn(..., "
+                    f"mutable=[{name!r}])."
                 )
             kept.append((path, leaf))
         return kept
@@ -265,9 +266,9 @@ def _make_again(module: nnx.Module) -> Callable[[jax.Array], nnx.Module]:
     leaves, structure = jax.tree.flatten(state)
     if not all(isinstance(x, jax.Array | np.ndarray) for x in leaves):
         raise TypeError(
-            f"model: the {type(module).__name__} has no values, or values that are no arrays; "
-            "expected an instance with arrays. Give the class, or a function of rngs, and the "
-            "program makes it sharded."
+            f"model: the {type(module).__name__} has no values, or values that are not arrays; "
+            "expected an instance with arrays. Or pass the class, or a function of rngs: then the "
+            "program makes the arrays sharded."
         )
     # On the host, because the values may be on other devices than the program's.
     values = [x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else np.asarray(x) for x in leaves]
@@ -291,8 +292,8 @@ def _construct(make: Callable[..., Any], name: str, key: jax.Array) -> nnx.Modul
             if isinstance(value, jax.core.Tracer):
                 raise TypeError(
                     f"model: {path_text((*path, attribute))!r} is an array of shape {value.shape} "
-                    "that no variable holds, expected an nnx.Param if it is to be trained, and "
-                    "otherwise another nnx.Variable, or an array of numpy. Write "
+                    "that is not in an nnx.Variable. If it is to be trained, expected an "
+                    "nnx.Param, otherwise another nnx.Variable or an array of NumPy. Write "
                     f"self.{attribute} = nnx.Param(...)."
                 )
     return module
@@ -301,8 +302,9 @@ def _construct(make: Callable[..., Any], name: str, key: jax.Array) -> nnx.Modul
 def _check_takes_rngs_alone(name: str, parameters: Mapping[str, inspect.Parameter]) -> None:
     if "rngs" not in parameters:
         raise TypeError(
-            f"model: the class {name} takes no argument rngs, expected one: a program makes its "
-            f"parameters from a key. Give it one, or the program an instance: {name}(...)."
+            f"model: the class {name} takes no argument rngs, expected one, because a program "
+            "makes the parameters from a key. Give the class an argument rngs, or pass an instance "
+            f"to the program: {name}(...)."
         )
     missing = [key for key in required(parameters) if key != "rngs"]
     if missing:

@@ -61,7 +61,7 @@ def stream_keys(module: nnx.Module, rngs: Mapping[str, Any]) -> dict[Path, Any]:
         else:
             keys[path] = (
                 f"model: its random stream {path_text(path)!r} is asked for numbers and has no "
-                f"key, expected one in rngs={{{name!r}: key}}; the call was given "
+                f"key; expected a key in rngs={{{name!r}: key}}; the call was given "
                 f"{sorted(rngs) or 'none'}."
             )
     return keys

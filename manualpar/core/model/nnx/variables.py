@@ -74,7 +74,10 @@ def _check_split(
 ) -> None:
     where = f"model: parameter {path!r} of shape {shape} is annotated with out_sharding={names!r}"
     if is_split is not True:
-        raise ValueError(f"{where} and split={is_split!r}, expected split=True; or no shared.")
+        raise ValueError(
+            f"{where} and split={is_split!r}, expected split=True with shared=True. Or leave out "
+            "shared."
+        )
     if has_rules:
         raise ValueError(
             f"{where}, split=True and sharding_rules, expected mesh axes and no rules, because a "
@@ -86,8 +89,8 @@ def _check_split(
         )
     if len(names) != len(shape):
         raise ValueError(
-            f"{where} and split=True, expected one name for each dimension, those that loops run "
-            "over included. Make a stack with nnx.vmap(..., "
+            f"{where} and split=True, expected one name for each dimension, also for dimensions "
+            "that loops run over. Make a stack with nnx.vmap(..., "
             "transform_metadata={nnx.PARTITION_NAME: None})."
         )
 
@@ -137,9 +140,10 @@ class _Use:
         ]
         if not found:
             raise ValueError(
-                f"model: parameter {self.path!r} of shape {self.shape} is read when it has become "
-                f"an array of shape {shape}, which no loop over its dimensions makes of it; read "
-                "it, with param[...], before it is reshaped or transposed."
+                f"model: parameter {self.path!r} of shape {self.shape} is read as an array of "
+                f"shape {shape}; expected its own shape, or the shape without dimensions that "
+                "loops run over. Read the parameter with param[...] before you reshape or "
+                "transpose it."
             )
         # A shard of a split dim may have the same size as the dim that a loop removes.
         return [removed for removed in found if self.split_dims.isdisjoint(removed)] or found
@@ -164,9 +168,9 @@ class _Gathering:
         """Refuses, because the value would be lost at the end of the call."""
         del value, kwargs
         raise ValueError(
-            f"model: parameter {self.get_metadata(BOX).path!r} is set when the model is called, "
-            "expected only the optimizer to change parameters. Keep what a call changes in an "
-            "nnx.Variable of another type, such as nnx.BatchStat."
+            f"model: parameter {self.get_metadata(BOX).path!r} is set when the model is called; "
+            "expected only the optimizer to change parameters. Put values that a call changes into "
+            "an nnx.Variable of another type, such as nnx.BatchStat."
         )
 
     @property
