@@ -359,8 +359,8 @@ def _check_arguments(
 ) -> None:
     if head.ndim != 2 or x.shape[-1:] != head.shape[:1]:
         raise ValueError(
-            f"head_cross_entropy: x has the shape {x.shape} and head {head.shape}, expected "
-            "[..., D] and [D, V]. Transpose an embedding that is the head too."
+            f"head_cross_entropy: x has the shape {x.shape} and head {head.shape}, expected [..., "
+            "D] and [D, V]. If the head is an embedding, transpose it."
         )
     for name, value, fits, expected in (
         ("label_smoothing", label_smoothing, 0 <= label_smoothing < 1, "from 0 to less than 1"),

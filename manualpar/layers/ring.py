@@ -156,7 +156,8 @@ def matmul_scatter(
     elif (x.axes, x.dim) != (axes, dim):
         raise ValueError(
             f"matmul_scatter: x is in chunks along sequence_dim={x.dim} over {x.axes}, expected "
-            f"them along {dim} over {axes}. Name the same in enter_ring, or give whole_sequence(x)."
+            f"chunks along {dim} over {axes}. Name the same dim and axes in enter_ring, or pass "
+            "whole_sequence(x)."
         )
     parts, kernel = _alike((x.parts, kernel))
     return scatter_chunks(dataclasses.replace(x, parts=multiply(parts, kernel, contracted)))
@@ -182,7 +183,7 @@ def _check_product(
     if not 0 <= dim < x.ndim - contracted:
         raise ValueError(
             f"{function}: sequence_dim={dim} of an x of shape {x.shape}, expected one of its first "
-            f"{x.ndim - contracted} dims: the others are summed over."
+            f"{x.ndim - contracted} dims, because the other dims are summed over."
         )
 
 

@@ -126,7 +126,8 @@ def is_split(function: str, x: jax.Array, axes: tuple[str, ...]) -> bool:
     if varying and varying != set(axes):
         raise ValueError(
             f"{function}: an array of shape {x.shape} varies over {sorted(varying)} by its type, "
-            f"expected all of {axes} or none. Name the axes that its dimension is split over."
+            f"expected all of the axes {axes} or none. Name the axes over which its dimension is "
+            "split."
         )
     return bool(varying)
 
@@ -140,9 +141,9 @@ def check_labels(function: str, x: jax.Array, labels: jax.Array, *, what: str = 
     """
     if labels.shape != x.shape[:-1]:
         raise ValueError(
-            f"{function}: labels have the shape {labels.shape}, expected {x.shape[:-1]}: one "
-            f"for each row of the {what} {x.shape}. Where a sequence is split, enter the "
-            "whole of it before the head."
+            f"{function}: labels have the shape {labels.shape}, expected {x.shape[:-1]}: one for "
+            f"each row of the {what} {x.shape}. If the sequence is split, call enter with "
+            "sequence_dim before the head."
         )
     dtypes = (x.dtype, labels.dtype)
     if not jnp.issubdtype(dtypes[0], jnp.floating) or not jnp.issubdtype(dtypes[1], jnp.integer):

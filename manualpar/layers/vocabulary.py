@@ -71,7 +71,8 @@ def split_lookup(
         raise ValueError(
             f"split_lookup: tokens of shape {tokens.shape} vary over {axes} by their type, "
             "expected the same tokens on all devices along it, because the rows that the devices "
-            "find are added up. Hand in the whole sequence, and let sequence_dim split the result."
+            "find are added up. Pass the tokens of the full sequence, and let sequence_dim split "
+            "the result."
         )
     # If the table is replicated, the first device looks up all rows.
     parts = jax.lax.axis_size(axes) if has_parts else 1
@@ -178,15 +179,16 @@ def vocabulary_axes(logits: jax.Array, labels: jax.Array) -> tuple[str, ...]:
     if axes and not varying_axes(labels):
         raise ValueError(
             f"split_cross_entropy: logits of shape {logits.shape} vary over {sorted(axes)} by "
-            "their type and labels over no axis, so that types do not tell which axis splits the "
-            "vocabulary. Name it, axis='model', or axis=() if the logits are whole."
+            "their type and labels over no axis; expected labels that vary over the axes of the "
+            "batch, so that the types show which axis splits the vocabulary. Name this axis, "
+            "axis='model', or pass axis=() if the logits are not split."
         )
     if len(axes) > 1:
         raise ValueError(
             f"split_cross_entropy: logits of shape {logits.shape} vary over {sorted(axes)} by "
-            "their type and labels do not, expected one axis that splits the vocabulary. If the "
-            "columns are split over several, name these in order, axis=('model', 'expert'); "
-            "otherwise something on the way to the logits has not been summed: apply leave to it."
+            "their type and labels do not, expected one axis that splits the vocabulary. If "
+            "several axes split the columns, name them in order, axis=('model', 'expert'). "
+            "Otherwise a sum is missing before the logits: call leave there."
         )
     return tuple(axes)
 

@@ -90,13 +90,13 @@ def register(kind: StrategyKind) -> None:
         isinstance(field, Field) for field in kind.fields.values()
     ):
         raise TypeError(
-            f"register: fields of {kind.name!r} are {kind.fields!r}, expected a Field by the name "
-            "of each option, such as STATE_SHARDING_FIELDS."
+            f"register: fields of {kind.name!r} are {kind.fields!r}, expected a dict with a Field "
+            "for the name of each option, such as STATE_SHARDING_FIELDS."
         )
     for name in sorted(ProgramOptions.__annotations__.keys() & {*kind.fields, *kind.constants}):
         raise ValueError(
-            f"register: {kind.name!r} has {name!r} among its fields or constants, expected options "
-            "of its own: every builder takes that one. Set it in the builder."
+            f"register: {kind.name!r} has {name!r} among its fields or constants, expected only "
+            "options that not every builder takes. Set this option in the builder."
         )
     for other in _KINDS.values():
         if other.name == kind.name:
@@ -110,8 +110,8 @@ def register(kind: StrategyKind) -> None:
             if other.fields.get(name, field) != field:
                 raise ValueError(
                     f"register: field {name!r} of {kind.name!r} is {field.expectation()}, and in "
-                    f"{other.name!r} it is {other.fields[name].expectation()}; expected the same, "
-                    "because a config has it once. Rename it."
+                    f"{other.name!r} it is {other.fields[name].expectation()}; expected the same "
+                    "values in both, because a config has the field only once. Rename the field."
                 )
     _KINDS[kind.name] = kind
 

@@ -145,12 +145,13 @@ def _check_regather(
     for field, expected in needed.items():
         if (got := {**program_options, **values}.get(field, expected)) != expected:
             raise ValueError(
-                f"{builder}: regather_axes={axes!r} with {field}={got!r}, expected {expected!r}: "
-                "otherwise there is no second gather of ours. Leave regather_axes out."
+                f"{builder}: regather_axes={axes!r} with {field}={got!r}, expected {expected!r}, "
+                "because otherwise this package does not gather parameters a second time. Leave "
+                "regather_axes out."
             )
     if axes != names[: len(axes)] or len(axes) >= len(names):
         raise ValueError(
-            f"{builder}: regather_axes={axes!r} and axis_name={names!r}, expected the first of "
-            "those axes, and not all: gathers begin with the last axis, whose links are slow, and "
-            "its part is kept. Reorder axis_name and the mesh."
+            f"{builder}: regather_axes={axes!r} and axis_name={names!r}, expected the first axes "
+            "of axis_name, but not all of them: gathers begin with the last axis, over slow links, "
+            "and the part gathered there is kept. Reorder axis_name and the mesh."
         )

@@ -158,7 +158,7 @@ def test_rings_rematerialised_and_in_16_bits(
         ),
         (
             lambda x, w: matmul_scatter(enter_ring(x[None], "model", 0), w, "model", 1),
-            "x is in chunks along sequence_dim=0 over .'model',., expected them along 1",
+            "x is in chunks along sequence_dim=0 over .'model',., expected chunks along 1",
         ),
     ],
 )

@@ -68,7 +68,7 @@ def naming_unbound_axes() -> Iterator[None]:
         bound = list(mesh.manual_axes)
         meant = name if name in mesh.axis_names else [*mesh.axis_names, "data"][0]
         where, mend = (
-            "in this mode there is none, because the batch is that of all devices",
+            "in this mode no axis is bound, because the batch is global",
             "leave it out, or use mode='manual'",
         )
         if bound:
@@ -78,7 +78,7 @@ def naming_unbound_axes() -> Iterator[None]:
                 f"axis_name={name!r}"
             )
         raise ValueError(
-            f"model or loss_fn: the model or the loss reduces over a mesh axis {name!r}, but "
+            f"model or loss_fn: a layer or a collective reduces over a mesh axis {name!r}, but "
             f"{where}. If it is a layer with axis_name={name!r}, such as BatchNorm, name the mesh "
             f"axes for it: axis_aliases={{{name!r}: {meant!r}}}. If it is a collective that you "
             f"call, such as jax.lax.pmean(x, {name!r}), {mend}."

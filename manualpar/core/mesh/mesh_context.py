@@ -38,10 +38,10 @@ _MENDS = (
     (r"ambiguous how the output should be", "Say so with out_sharding= there, or use mode='auto'"),
 )
 _REASONS = {
-    "manual": "every device runs the model on its own part of the batch alone",
+    "manual": "every device runs the model only on its part of the batch",
     "explicit": "the types of arrays say how they are sharded",
     "auto": "XLA decides how arrays are sharded, and their types do not say it",
-    "auto-unconstrained": "XLA alone decides how arrays are sharded",
+    "auto-unconstrained": "only XLA decides how arrays are sharded",
 }
 _UNKNOWN_AXIS = re.compile(r"Resource axis: (\S+) of (.*) is not found in mesh: (\(.*?\))")
 

@@ -226,7 +226,8 @@ class Context:
         if kind not in ("", "blockwise"):
             raise ValueError(
                 f"Context: kind (of a model the field attention) is {kind!r}, expected '' or "
-                f"'blockwise' with how={self.how!r}, which computes attention in blocks itself."
+                f"'blockwise' with how={self.how!r}, because this way of attention always computes "
+                "in blocks."
             )
         if self.how == "gather":
             return self._gather_keys(query, key, value, documents, scoring)
@@ -248,8 +249,8 @@ class Context:
         if num_heads % size or num_groups * repeats % size:
             raise ValueError(
                 f"Context: {num_heads} query heads and {num_groups} key heads do not divide over "
-                f"the {size} devices along {self.axis!r}, expected a multiple of them, or, of key "
-                "heads, a divisor. Take a number of heads that divides, or how='ring'."
+                f"the {size} devices along {self.axis!r}; expected multiples of {size}, or for key "
+                f"heads a divisor of {size}. Choose other numbers of heads, or how='ring'."
             )
         key, value = (jnp.repeat(x, repeats, axis=2) for x in (key, value))
         query, key, value = (

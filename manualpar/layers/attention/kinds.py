@@ -72,7 +72,7 @@ def attention(
     if misfit is not None:
         raise ValueError(
             f"attention: kind (of models config.model.attention) is {kind!r}, and {misfit}; "
-            "expected a kind that can run here. Take '' for the best one that does."
+            "expected a kind that can run here. Take '' for the best kind that can."
         )
     kind = kind or _best(query, key, documents, scoring)
     if kind == "splash":
@@ -108,9 +108,9 @@ def check_attention(
     B, S, N, H = query.shape
     if key.shape != (B, S, key.shape[2], H) or N % key.shape[2]:
         raise ValueError(
-            f"attention: query is {shown(query)} and key {shown(key)}, expected as many examples, "
-            "positions and features, and in query a multiple of the heads of key, because groups "
-            "of equal size share one."
+            f"attention: query is {shown(query)} and key {shown(key)}, expected the same examples, "
+            "positions and features in both. The number of query heads must be a multiple of the "
+            "number of key heads, because groups of equal size share a key head."
         )
     if documents is not None and documents.shape != (B, S):
         raise ValueError(

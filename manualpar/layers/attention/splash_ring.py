@@ -110,8 +110,8 @@ def _backward(
     if sorted(named) != [log_weights.ndim, out.ndim]:
         raise ValueError(  # Otherwise the gradient would use the softmax over only these keys.
             f"attention: JAX's kernel for TPUs names {len(named)} values that its gradient uses, "
-            "expected its result and the logarithms of its sums, because a ring puts those of all "
-            "keys in their place. Take attention='blockwise', or another version of JAX."
+            "expected its result and the logarithms of its sums, because a ring replaces these two "
+            "by the values for all keys. Take attention='blockwise', or another version of JAX."
         )
     return _run_with(traced, (g, *arrays[:3]), (out, log_weights))
 

@@ -304,8 +304,9 @@ def _tokens_differ(x: jax.Array, axes: tuple[str, ...]) -> bool:
     if differing and len(differing) < len(axes):
         raise ValueError(
             f"MoE: axis={axes}, but by its type x of shape {x.shape} varies over {differing} only, "
-            "expected tokens that differ over all of these axes or over none. Build the program "
-            f"with axis_name=... that names all of {axes}, or divide the experts over {differing}."
+            "expected tokens that vary over all axes in axis, or over none of them. Build the "
+            f"program with axis_name=... that names all of {axes}, or divide the experts over "
+            f"{differing}."
         )
     return bool(differing)
 
@@ -359,8 +360,9 @@ def _check(moe: MoE, x: jax.Array, mask: jax.Array | None) -> None:
     if moe.capacity_factor is None and any(jax.typeof(x).sharding.spec):
         raise ValueError(
             "MoE: capacity_factor=None with an x that is sharded by its type, as in "
-            "mode='explicit', where no sharded dimension is sorted. Give the experts a capacity, "
-            "or use mode='manual' or 'auto'."
+            "mode='explicit'; expected an x that is not sharded by its type, because JAX does not "
+            "sort a sharded dimension there. Give the experts a capacity, or use mode='manual' or "
+            "'auto'."
         )
     positions = x.shape[1]
     if moe.sequence and (axes := bound_axes("MoE", moe.model_axis)):

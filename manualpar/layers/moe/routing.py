@@ -236,9 +236,10 @@ def auxiliary_loss(
     balance_LB, z_LB = _sown(sown, LOAD_BALANCE, ndim=1), _sown(sown, ROUTER_Z, ndim=1)
     if balance_LB is None or z_LB is None:
         raise ValueError(
-            f"auxiliary_loss: sown has no {LOAD_BALANCE!r} of a MoE layer, expected what apply_fn "
-            f"returns with mutable=[{LOSSES!r}, {COUNTS!r}]. Layers in nn.scan sow what "
-            f"variable_axes names: {{'params': 0, {LOSSES!r}: 0, {COUNTS!r}: 0}}."
+            f"auxiliary_loss: sown has no {LOAD_BALANCE!r} of a MoE layer, expected the "
+            f"collections that apply_fn returns with mutable=[{LOSSES!r}, {COUNTS!r}]. Layers in "
+            "nn.scan sow only into collections that variable_axes names: {'params': 0, "
+            f"{LOSSES!r}: 0, {COUNTS!r}: 0}}."
         )
     choices_LBE, dropped_LB = _sown(sown, CHOICES, ndim=2), _sown(sown, DROPPED, ndim=1)
     weight_B = jnp.ones_like(balance_LB[0]) if weight_B is None else weight_B.astype(jnp.float32)

@@ -56,9 +56,9 @@ def check_divides(length: int, num_stages: int, chunks: int) -> None:
         if chunks > 1:
             expected += f" times chunks={chunks}"
         raise ValueError(
-            f"pipeline: the model has {length} layers, expected {expected}, because every stage "
-            "has as many; a group of layers that the scan runs at once counts as one. Change the "
-            "number of layers, the mesh or chunks."
+            f"pipeline: the model has {length} layers, expected {expected}, because all stages "
+            "have the same number of layers. A group of layers in one iteration of the scan counts "
+            "as one layer. Change the number of layers, the mesh or chunks."
         )
 
 

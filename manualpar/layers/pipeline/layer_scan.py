@@ -106,14 +106,14 @@ def find_layer_scan(jaxpr: Jaxpr, paths: Sequence[str]) -> LayerScan:
     if params["reverse"]:
         raise ValueError(f"{layers} runs backwards, expected reverse=False.")
     if not scan_sizes(params)[1]:
-        raise ValueError(f"{layers} hands nothing from layer to layer, expected activations.")
+        raise ValueError(f"{layers} passes nothing from layer to layer, expected activations.")
     for index, reader in walk.reads:
         if index in stacked:
             raise ValueError(
                 f"pipeline: parameter {paths[index]!r} has a layer in each entry of dim 0, and is "
-                f"read by {reader} besides the scan over layers; expected only the scan to "
-                "read it, because each stage has only the parameters of its own layers. For a "
-                "penalty on weights use the optimizer, such as optax.add_decayed_weights."
+                f"read by {reader} outside of the scan over layers; expected only the scan to read "
+                "it, because each stage has only the parameters of its layers. For a penalty on "
+                "weights use the optimizer, such as optax.add_decayed_weights."
             )
     return LayerScan(eqn, stacked, tuple(bool(walk.origin(v)) for v in eqn.invars[first:]))
 

@@ -78,10 +78,10 @@ def _run_wider(jaxpr: Jaxpr, eqn: Any, operands: list[Any]) -> list[Any]:
         return list(run(*operands))
     if any(inner_jaxprs(eqn)):
         raise ValueError(
-            f"pipeline: a value that differs between layers, and not between examples, goes into a "
-            f"{name} ({eqn.source_info.name_stack}), expected none, because the code inside "
-            "of it was traced with the types of one device. Add the value times zero of an "
-            "activation to it."
+            "pipeline: a value that differs between layers, and not between examples, goes into a "
+            f"{name} ({eqn.source_info.name_stack}), expected no such value, because the code "
+            "inside was traced with a type that is equal on all stages. Add an activation times "
+            "zero to the value."
         )
     operands = cast_to_varying(operands, varying_axes(operands))
     variables = [Var(jax.typeof(x)) for x in operands]  # Literals are replaced too.

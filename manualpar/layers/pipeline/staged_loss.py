@@ -94,8 +94,8 @@ class StagedLoss:
         for t in self._types:
             if not jnp.issubdtype(t.dtype, jnp.number) and t.dtype != jnp.bool_:
                 raise ValueError(
-                    f"pipeline: layers hand on an array of {t.dtype}, expected numbers. Give each "
-                    "layer a key of its own: split_rngs={'dropout': True}."
+                    f"pipeline: layers pass on an array of {t.dtype}, expected numbers. Give each "
+                    "layer a different key: split_rngs={'dropout': True}."
                 )
         self._is_inexact = [jnp.issubdtype(t.dtype, jnp.inexact) for t in self._types]
         self.types = self._sort(self._types)

@@ -146,9 +146,9 @@ def check_on_shards(
         whole = trace(_WholeCalls(style_of, axis))
     except (FlaxError, TypeError, ValueError) as error:
         raise ValueError(
-            "tensor_parallel: the model runs on shards, and the call of one device to compare it "
-            f"with fails: {error} Code that calls enter, leave or split_lookup with a sequence_dim "
-            "cannot be compared. Say verify=False, and compare with "
+            "tensor_parallel: the model runs on shards, but its call on full arrays, with which it "
+            f"is compared, fails: {error} Code that calls enter, leave or split_lookup with a "
+            "sequence_dim cannot be compared. Pass verify=False, and compare with "
             "manualpar.assert_same_as_one_device."
         ) from error
     _compare(shards, whole, axis, devices, "")
@@ -255,7 +255,7 @@ def _compare(
         except WrongOnShardsError as error:
             place = f"on shards along {axis!r} module {where!r}{place_of(one or other)}"
             raise ValueError(
-                f"tensor_parallel: {place} {error.mended(_MENDS)} If it is right all the same, say "
+                f"tensor_parallel: {place} {error.mended(_MENDS)} If the code is right, pass "
                 "verify=False, and compare with manualpar.assert_same_as_one_device."
             ) from None
         for pair in zip(inner_programs(one), inner_programs(other), strict=True):

@@ -82,9 +82,9 @@ def local_sizes(where: str, module: nn.Module, style: PerDevice, devices: int) -
                 )
             if whole % devices:
                 raise ValueError(
-                    f"{where}: {name} is {whole}, which does not divide over the {devices} devices "
-                    f"of the axis, expected a multiple of {devices}. Use fewer devices along it, "
-                    "or leave this module and those in it out of the plan."
+                    f"{where}: {name} is {whole}, expected a multiple of the {devices} devices of "
+                    "the axis. Use fewer devices along it, or leave this module and those in it "
+                    "out of the plan."
                 )
             field, _, rest = name.partition(".")
             before, share = getattr(module, field), LocalSize(whole // devices, whole)

@@ -107,8 +107,8 @@ def diloco(
     is_number = isinstance(outer_fragments, int) and not isinstance(outer_fragments, bool)
     if not is_number or not 1 <= outer_fragments <= every:
         raise ValueError(
-            f"diloco: outer_fragments={outer_fragments!r}, expected a number from 1 to every="
-            f"{every}, because each fragment is exchanged at a step of its own."
+            f"diloco: outer_fragments={outer_fragments!r}, expected a number from 1 to "
+            f"every={every}, because each fragment is exchanged at a different step."
         )
     check_choice("diloco", "outer_overlap", outer_overlap, (True, False))
     mesh, batch, axes = _check(outer_tx, outer_code, replica_axis, options)
@@ -128,9 +128,10 @@ def diloco(
         if split := sorted(info.absent_axes & {*axes}):
             raise ValueError(
                 f"diloco: model: parameter {info.path!r} of shape {info.shape} is split over "
-                f"{split}, the replicas' own axis, expected another axis of the mesh "
-                f"{dict(mesh.shape)}: each replica has a whole model. Name one of {list(sizes)} in "
-                "the model, or build the mesh with one more axis inside each replica."
+                f"{split}, an axis of the replicas; expected another axis of the mesh "
+                f"{dict(mesh.shape)}, because each replica has a complete model. Name one of "
+                f"{list(sizes)} in the model, or build the mesh with one more axis inside each "
+                "replica."
             )
     program = build_diloco(
         inner_program,
@@ -163,13 +164,13 @@ def _check(
     check_choice("diloco", "outer_code", outer_code, CODES["reduce_code"])
     if options.get("mode", "manual") != "manual":
         raise ValueError(
-            f"diloco: mode={options['mode']!r}, expected 'manual': where XLA writes the "
-            "collectives, replicas do not train separately."
+            f"diloco: mode={options['mode']!r}, expected 'manual', because replicas do not train "
+            "separately if XLA writes the collectives."
         )
     if options.get("error_feedback"):
         raise ValueError(
-            "diloco: error_feedback=True, expected False: replicas go on from common parameters, "
-            "and residuals of their own would be lost there."
+            "diloco: error_feedback=True, expected False: in an outer step all replicas take the "
+            "common parameters, and the residuals of each replica would be lost."
         )
     for name in ("mesh", "batch"):
         if name not in options:
@@ -203,16 +204,16 @@ def _check_steps(program: DiLoCoProgram) -> None:
             outer_step.trace(program.abstract_state)
     except TypeError as error:
         raise TypeError(
-            f"diloco: outer_tx does not take an outer step ({error}), expected an optimizer of "
-            "gradients and parameters: between replicas there is no loss."
+            f"diloco: outer_tx does not take an outer step ({error}), expected an optimizer that "
+            "needs only gradients and parameters, because an outer step has no loss."
         ) from error
     try:
         traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
     except AssertionError as error:  # JAX cannot make typed zeros from `eval_shape`'s results.
         raise ValueError(
             "diloco: tx cannot be traced where values differ between replicas (JAX fails an "
-            f"assertion, {error}), expected an optimizer that asks for no abstract values there, "
-            "as optax.MultiSteps does. Use num_minibatches= to accumulate gradients."
+            f"assertion, {error}), expected an optimizer that can be traced there; "
+            "optax.MultiSteps cannot. Use num_minibatches= to accumulate gradients."
         ) from error
     for eqn in all_equations(traced.jaxpr.jaxpr):
         named = (eqn.params.get("axis_name"), *(eqn.params.get("axes") or ()))
@@ -224,7 +225,8 @@ def _check_steps(program: DiLoCoProgram) -> None:
         if crosses and not is_silent and purpose_of(scope) != METRICS_SCOPE:
             raise ValueError(
                 f"diloco: the model or the loss runs a {eqn.primitive.name} over all axes that its "
-                f"values vary over ({scope or 'no scope'}), among them {sorted(crosses)}, expected "
-                "none of the replicas' axes in a step, which each replica takes by itself. "
-                "(Experts' balance and losses that couple all examples do that.) Use hsdp."
+                f"values vary over ({scope or 'no scope'}), among them {sorted(crosses)}; expected "
+                "no collective over the replicas' axes, because each replica takes its steps by "
+                "itself. (The balance of experts and losses that couple all examples have such "
+                "collectives.) Use hsdp."
             )

@@ -126,7 +126,7 @@ def reducing(name):
     return loss
 
 
-UNBOUND = "the model or the loss reduces over a mesh axis 'batch', but "
+UNBOUND = "a layer or a collective reduces over a mesh axis 'batch', but "
 
 
 @pytest.mark.parametrize("builder", [data_parallel, fsdp])
@@ -135,7 +135,7 @@ UNBOUND = "the model or the loss reduces over a mesh axis 'batch', but "
     [
         (None, {}, UNBOUND + r"the mesh has the axes \['data'\].* axis_aliases=.'batch': 'data'."),
         (NNXNorms, {}, UNBOUND + "the mesh has"),
-        (None, {"mode": "auto"}, UNBOUND + "in this mode there is none"),
+        (None, {"mode": "auto"}, UNBOUND + "in this mode no axis is bound"),
         (Norms(None), {"loss": reducing("batch")}, UNBOUND + r".*build make_mesh\({'batch': -1}\)"),
         (
             Norms(None),

@@ -362,7 +362,7 @@ def test_what_does_not_pay_has_no_residual(devices8):
         ("fsdp", {"communicate_every": "minibatch"}, "expected reductions once a step"),
         ("fsdp", {"communicate_every": "gather-step"}, "expected reductions once a step"),
         ("zero1", {"stage": 2}, "zero2: error_feedback=True with gradients that are reduced in"),
-        ("dp", {"reduce_code": None}, "error_feedback=True with no reduce_code, expected reduce_code="),
+        ("dp", {"reduce_code": None}, "error_feedback=True with no reduce_code, expected"),
         ("dp", {"mode": "auto"}, "reduce_code='int4' with mode='auto'"),
         ("zero1", {"axis_by_axis": True}, "with axis_by_axis=True over ('data', 'x'), expected"),
     ],

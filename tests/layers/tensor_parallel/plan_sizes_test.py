@@ -291,7 +291,7 @@ REFUSED = {
     "one product for all": refused("GPT2", "applies split along dim 2 of ", PLANS["NeoX"]),
     "heads do not divide": refused(
         "Bert",
-        "num_attention_heads is 2, which does not divide over the 4 devices",
+        "num_attention_heads is 2, expected a multiple of the 4 devices",
         {},
         num_attention_heads=2,
     ),

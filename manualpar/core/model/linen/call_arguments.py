@@ -48,7 +48,7 @@ def initial_call(
         signature.bind(*args, **passed, **switches)
     except TypeError as error:
         missing = [repr(name) for name in _required(signature) if name not in names]
-        source = "what init_args returns" if init_args else "batch.inputs alone"
+        source = "the result of init_args" if init_args else "batch.inputs alone"
         called = method if isinstance(method, str) else getattr(method, "__name__", "__call__")
         raise TypeError(
             f"model: {type(module).__name__}.{called} cannot be called with {source} to initialise "

@@ -90,7 +90,7 @@ def test_init_args_say_how_a_model_is_called(call, expected):
             Decoder(),
             BATCH,
             lambda batch: ((X,), {"method": "encode"}),
-            r"Decoder.encode cannot be called with what init_args returns .* needs 'key'",
+            r"Decoder.encode cannot be called with the result of init_args .* needs 'key'",
         ),
         (Silent(), BATCH, lambda batch: ((X,), {"y": X}), "unexpected keyword argument 'y'"),
         (NoInput(), BATCH, None, r"too many positional .* init_args=lambda batch: \(\(\), \{\}\)"),
