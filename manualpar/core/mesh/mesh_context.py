@@ -32,7 +32,7 @@ _CONSTRUCTS = (
     ),
     (r"Going from `Manual` AxisType", "jax.sharding.auto_axes or explicit_axes", "explicit"),
 )
-# A pattern in JAX's message about a wrong sharding in the mode that allows shardings, and the mend.
+# A pattern in JAX's message about a wrong sharding of the kind that the mode takes, and the mend.
 _MENDS = (
     (r"does not evenly divide the dimension", "Shard a dim that divides, or build another mesh"),
     (r"ambiguous how the output should be", "Say so with out_sharding= there, or use mode='auto'"),
@@ -114,8 +114,8 @@ def explain_shardings(strategy: str, mode: str) -> Iterator[None]:
             axis, spec, axes = unknown.groups()
             raise ValueError(
                 f"{strategy}: the model or the loss shards an array as {spec}, but the mesh has "
-                f"the axes {axes}, expected only these axes: {axis!r} is not one of them. Name one "
-                f"of these axes, or build the mesh with the axis {axis!r}."
+                f"the axes {axes}, and {axis!r} is none of them. Name one of these axes, or build "
+                "the mesh with the axis."
             ) from error
         first_line = message.partition("\n")[0]
         for pattern, mend in _MENDS:

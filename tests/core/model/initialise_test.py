@@ -182,7 +182,7 @@ def test_typed_weights_start_from_those_of_one_device(devices8):
     ("width", "names", "message"),
     [
         (6, (None, "model"), r"fsdp: .*does not evenly divide .*Shard a dim that divides"),
-        (8, (None, "modle"), r"fsdp: .*but the mesh has the axes .*'modle' is not one of them"),
+        (8, (None, "modle"), r"fsdp: .*but the mesh has the axes .*'modle' is none of them"),
         (8, ("model", None), r"fsdp: .*ambiguous .*Say so with out_sharding= there"),
     ],
 )
