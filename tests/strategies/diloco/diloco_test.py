@@ -381,7 +381,7 @@ def test_between_two_meetings_only_metrics_cross(devices8):
             ValueError,
             "fragments=5, expected at most 4, the num",
         ),
-        ({"outer_tx": optax.contrib.reduce_on_plateau()}, TypeError, "there is no loss"),
+        ({"outer_tx": optax.contrib.reduce_on_plateau()}, TypeError, "an outer step has no loss"),
         ({"outer_tx": 0.7}, TypeError, "outer_tx is 0.7, expected an optax"),
         (
             {"tx": optax.MultiSteps(optax.sgd(1.0), 2).gradient_transformation()},
