@@ -56,9 +56,8 @@ def test_a_mesh_of_devices_that_nobody_has(devices8):
 
 def test_an_axis_that_a_mesh_lacks_is_given_to_it(devices8):
     mesh = make_mesh({"model": 8}, devices8)
-    with pytest.raises(
-        ValueError, match=r"Build the mesh with make_mesh\({'data': 1, 'model': 8}\)"
-    ):
+    match = r"Build the mesh with make_mesh\({'data': 1, 'model': 8}\)"
+    with pytest.raises(ValueError, match=match):
         check_mesh_has("fsdp", mesh, ("data",))
     missing = r"names \['replica', 'data'\].*make_mesh\({'replica': 1, 'data': 1, 'model': 8}\)"
     with pytest.raises(ValueError, match=missing):

@@ -159,7 +159,7 @@ def test_aliases_that_mean_nothing_are_refused(devices8):
         with pytest.raises(error, match=f"fsdp: {message}"):
             build(fsdp, axis_aliases=aliases)
     both = make_mesh({"data": 4, "batch": 2})
-    with pytest.raises(ValueError, match="'batch' is an axis of the mesh, expected a name that"):
+    with pytest.raises(ValueError, match="'batch' is an axis of the mesh; expected a name that"):
         build(fsdp, mesh=both)
 
 

@@ -82,7 +82,7 @@ def test_init_args_say_how_a_model_is_called(call, expected):
             BATCH,
             None,
             r"Decoder.__call__ cannot be called with batch.inputs alone .* it also needs 'target', "
-            r"'mask'. It takes \(source, target, scale=1.0, \*, mask, train=False\). Say what .*: "
+            r"'mask'. It takes \(source, target, scale=1.0, \*, mask, train=False\). Make the .*: "
             r"init_args=lambda batch: \(\(batch\['source'\], batch\['target'\]\), "
             r"\{'mask': batch\['mask'\]\}\)\.",
         ),
@@ -99,7 +99,7 @@ def test_init_args_say_how_a_model_is_called(call, expected):
             Silent(),
             {"image": X},
             None,
-            r"batch is a dict, expected one with .inputs: .* \(\(batch\['x'\],\), \{\}\)",
+            r"batch is a dict, expected one with .inputs, .* \(\(batch\['x'\],\), \{\}\)",
         ),
         (Silent(), BATCH, lambda batch: (X,), r"a tuple that is not the pair \(args, kwargs\)"),
         (Silent(), BATCH, lambda batch: X, "not the pair"),

@@ -244,7 +244,7 @@ def plain_loss(params, apply_fn, batch, rng):
         (Lazy, ValueError, r"makes a new variable 'seen' of type BatchStat.*__init__"),
         (Setting, ValueError, r"parameter 'scale' is set when the model is called"),
         (Peeking, ValueError, r"read other than by a module that asks .* \(in NNX by param\["),
-        (Reshaping, ValueError, r"'scale' of shape \(12, 12\) is read when .* shape \(144,\)"),
+        (Reshaping, ValueError, r"'scale' of shape \(12, 12\) is read as .* shape \(144,\)"),
         (Drawing, ValueError, r"random stream 'noise/default' is asked for numbers and has no key"),
     ],
 )
