@@ -265,7 +265,7 @@ BOTH = P("data", "model")
             P("data"),
             ValueError,
             r"split_lookup: an array of shape \(16, 6\) varies over \['data'\] by its type, "
-            r"expected all of \('data', 'model'\)",
+            r"expected all of the axes \('data', 'model'\)",
         ),
         (
             lambda x: split_cross_entropy(logits_of(x), jnp.ones(x.shape, int)),

@@ -162,7 +162,7 @@ def test_a_builder_that_returns_no_program_is_named():
     [
         ({"builder": no_options}, TypeError, r"\(model, tx, loss_fn\), expected .*\*\*options\)"),
         ({"color": "pink"}, ValueError, "color of 'fsdp' is 'pink', expected one such as"),
-        ({"fields": {"pad": bool}}, TypeError, "fields of 'fsdp' are .*expected a Field by the na"),
+        ({"fields": {"pad": bool}}, TypeError, "fields of 'fsdp' are .*expected a dict with a F"),
         ({"fields": STATE_SHARDING}, TypeError, "fields of 'fsdp' are .*STATE_SHARDING_FIELDS"),
     ],
 )

@@ -209,7 +209,7 @@ def heads(*counts, length=8):
         (
             "ring",
             heads(5, 2, 2),
-            r"query is float32\[1, 2, 5, 4\].*a multiple of the heads",
+            r"query is float32\[1, 2, 5, 4\].*a multiple of the number",
         ),
         ("ring", heads(2, 2, 1), r"key is float32\[1, 2, 2, 4\] and value float32\[1, 2, 1, 4\]"),
     ],

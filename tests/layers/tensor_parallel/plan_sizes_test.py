@@ -297,7 +297,7 @@ REFUSED = {
     ),
     "key heads do not divide": refused(
         "Llama",
-        "num_key_value_heads is 2, which does not divide",
+        "num_key_value_heads is 2, expected a multiple",
         {},
         num_attention_heads=12,
         num_key_value_heads=2,

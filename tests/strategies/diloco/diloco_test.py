@@ -413,7 +413,7 @@ class OverReplicas(nn.Module):
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_layer_that_is_split_over_the_replicas_is_refused(devices8, shared):
-    words = r"parameter 'rows' of shape \(., 8\) is split over \['replica'\], the replicas' own"
+    words = r"parameter 'rows' of shape \(., 8\) is split over \['replica'\], an axis of the rep"
     with pytest.raises(ValueError, match=words):
         build(model=OverReplicas(shared))
 
@@ -423,7 +423,7 @@ def test_a_loss_that_couples_replicas_is_refused(devices8):
         loss, metrics = loss_fn(params, apply_fn, batch, rng)
         return loss + 0 * gather_examples(batch.inputs).sum(), metrics
 
-    with pytest.raises(ValueError, match=r"among them \['replica'\], expected none"):
+    with pytest.raises(ValueError, match=r"among them \['replica'\]; expected no coll"):
         diloco(
             Mlp(),
             optax.sgd(0.1),
