@@ -156,7 +156,7 @@ def test_damaged_and_dangerous_files_are_refused(made, program, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     refused(r"has neither model\.safetensors nor model\.safetensors\.index\.json")
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04cos\nsystem\n")
-    refused(r"has pickled weights \(pytorch_model\.bin\).*nothing is unpickled")
+    refused(r"has pickled weights \(pytorch_model\.bin\).*not unpickled")
     write(tmp_path, tensors_of(params))
     first = tmp_path / "model-1.safetensors"
     good, listed = first.read_bytes(), json.loads(index.read_text())
@@ -183,7 +183,7 @@ def test_damaged_and_dangerous_files_are_refused(made, program, tmp_path):
     }
     index.write_text(json.dumps({"weight_map": other}))
     refused(
-        r"lm_head\.weight is in model-1\.safetensors, the index says model-2\.safetensors; more is"
+        r"lm_head\.weight is in model-1\.safetensors, but the index says model-2\.safetensors; more is"
     )
     index.write_text(json.dumps({"weight_map": {}}))
     refused("has no weight_map")
