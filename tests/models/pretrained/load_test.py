@@ -183,7 +183,8 @@ def test_damaged_and_dangerous_files_are_refused(made, program, tmp_path):
     }
     index.write_text(json.dumps({"weight_map": other}))
     refused(
-        r"lm_head\.weight is in model-1\.safetensors, but the index says model-2\.safetensors; more is"
+        r"lm_head\.weight is in model-1\.safetensors, but the index says model-2\.safetensors; "
+        "more is"
     )
     index.write_text(json.dumps({"weight_map": {}}))
     refused("has no weight_map")
