@@ -142,7 +142,7 @@ def _path(leaf: Leaf) -> str:
 
 
 def _differences(leaves: Mapping[str, Leaf], file: Any) -> list[str]:
-    """Finds parameters that a file lacks, that only the file has, or whose shape or dtype differs."""
+    """Finds parameters that are missing or left over in a file, or differ in shape or dtype."""
     names = set(file.keys())
     lines = [f"{name} is left over" for name in sorted(names - leaves.keys())]
     for path, leaf in leaves.items():

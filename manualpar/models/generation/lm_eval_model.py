@@ -23,7 +23,7 @@ from manualpar.models.generation.scoring import score_completions, score_documen
 # The options for drawing: our names and the names in a request of the harness.
 DRAWING = {"temperature": "temperature", "top_k": "top_k", "top_p": "top_p"}
 MAX_TOKENS = 256  # The default for an answer.
-# The names of the longest answer in a request; if a request has several, the last one counts.
+# A request gives the longest answer under one of these names; the last name given counts.
 LENGTHS = ("max_completion_tokens", "max_tokens", "max_new_tokens", "max_gen_toks")
 IGNORED = frozenset({"until", "do_sample", *LENGTHS})
 
