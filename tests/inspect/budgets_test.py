@@ -217,7 +217,7 @@ def test_what_is_no_size_is_none(text):
         ("axes.dta.bytes = 1", "the step has no axis dta; the nearest one is data."),
         ("modules.heed.bytes = 1", "the step has no module heed; the nearest one is head."),
         ('modules."layer_*/mlp/up".bytes = 1', 'has no module "layer_*/mlp/up"; the nearest one i'),
-        ("devices = 4", "budgets.toml: [lm] is for devices=4, and the step is one for 8; inspect "),
+        ("devices = 4", "budgets.toml: [lm] is for devices=4, but the step is for 8; inspect the "),
         ("bytes = ", "budgets.toml: Invalid value"),
     ],
 )
@@ -228,7 +228,7 @@ def test_a_budget_that_cannot_be_followed_is_refused(text, message):
 
 
 def test_a_limit_outside_of_a_table_is_refused():
-    with pytest.raises(BudgetError, match=r"bytes = 3 stands outside of a table"):
+    with pytest.raises(BudgetError, match=r"bytes = 3 is outside of a table"):
         parse_budgets("bytes = 3", "budgets.toml")
 
 

@@ -381,7 +381,9 @@ def test_what_is_not_a_whole_program_is_refused(mesh42):
         ValueError, match=r"psum_invariant over \['data'\].*Trace the whole program"
     ):
         trace_collectives(inside)
-    with pytest.raises(TypeError, match=r"program is a Lowered, expected what jax.jit\(f\).trace"):
+    with pytest.raises(
+        TypeError, match=r"program is a Lowered, expected the result of jax.jit\(f\).trace"
+    ):
         trace_collectives(program.lower())
 
 

@@ -135,7 +135,7 @@ def test_a_loop_of_unknown_length_is_refused(mesh42):
         return jax.lax.pmax(x, ("data", "model"))
 
     compiled = on_devices(lambda x: search(x, everywhere), mesh42).lower().compile()
-    message = r"while \(scope: jit.*while\) contains all_reduce, and XLA has written no trip count"
+    message = r"while \(scope: jit.*while\) contains all_reduce, but XLA gives no trip count"
     with pytest.raises(ValueError, match=message):
         compiled_collectives(compiled)
     silent = on_devices(lambda x: search(x, jnp.abs), mesh42).lower().compile()

@@ -113,7 +113,7 @@ def error(stage: str, kind: str, text: str) -> dict[str, str]:
         (
             None,
             {"returncode": -signal.SIGABRT, "stderr": "chat\nF0000 check failed\n"},
-            "ended with signal SIGABRT for v5e:4x4; its last words: F0000 check failed",
+            "ended with signal SIGABRT for v5e:4x4; its last line: F0000 check failed",
         ),
         (None, {"returncode": 3}, "ended with exit code 3 .* nothing was said"),
         (FACTS, {"returncode": -signal.SIGKILL}, "ended with signal SIGKILL"),

@@ -208,7 +208,11 @@ class Stacked(nn.Module):
 @pytest.mark.parametrize(
     ("model", "targets", "message"),
     [
-        (Somebodys(), {"*/kernels": 4}, "'.*/kernels': 4, which matches no parameter, .*kernel"),
+        (
+            Somebodys(),
+            {"*/kernels": 4},
+            "'.*/kernels': 4, but this glob matches no parameter, .*kernel",
+        ),
         (Somebodys(), {"*": 4}, "'embed/embedding'|head/bias', which is float32 of shape .16,."),
         (Somebodys(), {"*kernel": 4, "head/*l": 8}, "'head/kernel' has more than one length"),
         (tensor_parallel(Somebodys(), PLAN), {"*kernel": 3}, "last block of 3 is shorter"),

@@ -165,7 +165,7 @@ def test_damaged_and_dangerous_files_are_refused(made, program, tmp_path):
     first.write_bytes(b"\xff" * 8 + good[8:])
     refused(r"model-1\.safetensors is damaged or cut off")
     first.unlink()
-    refused(r"model-1\.safetensors is missing, and model\.safetensors\.index\.json names it")
+    refused(r"model-1\.safetensors is missing, but model\.safetensors\.index\.json names it")
     first.mkdir()
     refused(r"model-1\.safetensors is a folder, expected a file")
     first.rmdir()

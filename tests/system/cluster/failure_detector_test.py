@@ -69,7 +69,7 @@ def test_who_is_behind_is_hung_after_the_timeout_beyond_the_longest_phase():
     process, reason = run.hung()
     assert process == 1
     assert reason == (
-        "it has made no progress for 13 s (between two steps), and the others are ahead"
+        "it has made no progress for 13 s (between two steps), but other processes are ahead"
     )
 
 
