@@ -111,8 +111,8 @@ def _read_index(directory: Path) -> Mapping[str, str]:
         return {}
     if (directory / ONE_FILE).exists():
         warnings.warn(
-            f"load_hf: {directory} has both {ONE_FILE} and {INDEX_FILE}: like transformers, this "
-            f"reads only {ONE_FILE}. Delete the file that does not belong to the model.",
+            f"load_hf: {directory} has both {ONE_FILE} and {INDEX_FILE}: only {ONE_FILE} is read, "
+            "as in transformers. Delete the file that does not belong to the model.",
             stacklevel=2,
         )
         return {}
