@@ -90,7 +90,9 @@ def open_tensors(path: Path, *, most: int = MAX_HEADER_BYTES) -> tuple[io.Buffer
         length = 0
     if length > most:
         file.close()
-        raise ValueError(f"has a header of {length:,} bytes, expected at most {most:,}: store fewer tensors")
+        raise ValueError(
+            f"has a header of {length:,} bytes, expected at most {most:,}: store fewer tensors"
+        )
     return file, length
 
 

@@ -210,9 +210,7 @@ def test_names_out_of_files_are_escaped_and_headers_bounded(made, program, tmp_p
     refused(r"config\.json: \\x1b\[2J is 1, expected no such key")
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     monkeypatch.setattr("manualpar.models.pretrained.tensor_files.MAX_HEADER_BYTES", 1500)
-    refused(
-        r"model\.safetensors has a header of 3,\d+ bytes, expected at most 1,500: store fewer"
-    )
+    refused(r"model\.safetensors has a header of 3,\d+ bytes, expected at most 1,500: store fewer")
     write(tmp_path, tensors)
     (tmp_path / "model.safetensors").unlink()
     lengths = [
