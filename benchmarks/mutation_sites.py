@@ -269,6 +269,6 @@ def _calls(node: ast.AST, function: str) -> Iterator[tuple[str, ast.expr]]:
             inner = f"{function}.{child.name}" if function else child.name
         if isinstance(child, ast.Call):
             yield function, child
-            handed = child.args if function else []  # A module only registers functions.
+            handed = child.args if function else []  # Module-level calls attach rules.
             yield from ((function, x) for x in handed if isinstance(x, ast.Name | ast.Attribute))
         yield from _calls(child, inner)
