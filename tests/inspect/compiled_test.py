@@ -519,7 +519,7 @@ def test_loops_and_calls():
 def test_a_loop_without_its_trip_count(silenced, kind):
     loop = LOOP.replace("TRIPS", 'metadata={op_name="jit(f)/solve/while"}')
     text = module(CALL_TWICE, loop.replace(f"{silenced}(", "copy("))
-    message = rf"a while \(scope: jit\(f\)/solve/while\) contains {kind}, and XLA has written no"
+    message = rf"a while \(scope: jit\(f\)/solve/while\) contains {kind}, but XLA gives no"
     with pytest.raises(ValueError, match=message):
         compiled_collectives(text)
     both_silenced = text.replace("all-gather(", "copy(").replace("all-reduce(", "copy(")

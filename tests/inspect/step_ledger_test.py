@@ -80,7 +80,7 @@ def test_a_program_for_devices_that_nobody_has():
     found = ledger(program)
     assert found.mesh == {"data": 512}
     assert found.predicted == {("data",): found.total_bytes - 2 * Fraction(511, 512) * 4 * 4}
-    message = "ledger: compile=True, and fsdp manual is on an abstract mesh.*make_mesh"
+    message = "ledger: compile=True, but fsdp manual is on an abstract mesh.*make_mesh"
     with pytest.raises(ValueError, match=message):
         ledger(program, compile=True)
 
