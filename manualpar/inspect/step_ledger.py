@@ -201,8 +201,8 @@ def ledger(
         notes.append(f"FLOPs of {', '.join(names)} are not known here and left out")
     if ours and ours.mode != "manual":
         notes.append(
-            f"mode={ours.mode!r}: the compiler writes the collectives, so only the compiled program "
-            "has them"
+            f"mode={ours.mode!r}: the compiler writes the collectives, so only the compiled "
+            "program has them"
         )
     if ours and (codes := describe_codes(ours.wire)):
         notes.append(f"sent quantized: {codes}")
