@@ -64,7 +64,7 @@ def faults() -> Iterator[Fault]:
             yield _inside("hang", phase, who, (LOST,), hung)
         yield _inside("hang holding Python's lock", "in a step", who, codes, silent)
         yield _inside("exit with code 0", "in a step", who, codes, lost)
-        nonsense = rf"process {who} on .* was lost: it sent what no process of this run sends"
+        nonsense = rf"process {who} on .* was lost: it sent a message that no process of"
         yield _inside("say nonsense", "in a step", who, codes, nonsense)
         # A process without memory may still report its failure, or C++ code may end it first.
         memory = rf"process {who} on .* (failed: |was lost: its connection closed)"

@@ -179,8 +179,8 @@ def test_of_several_that_are_behind_all_are_named():
     run.go_on("in a step", 12.0, but=[1, 3])
     assert run.hung() == (
         1,
-        "it has made no progress, like process 3, for 12 s (between two steps), and the others "
-        "are ahead",
+        "it has made no progress, like process 3, for 12 s (between two steps), but other "
+        "processes are ahead",
     )
 
 
