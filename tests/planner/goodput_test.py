@@ -107,7 +107,7 @@ def test_many_processes_save_faster_until_the_file_system_is_full():
         (lambda: mean_time_between_failures(0.0, 8), "expected a positive time"),
         (
             lambda: goodput(5.0, CheckpointCosts(1.0, 10.0, 0, 0), HOUR),
-            "interval is 5.0 s, expected at least the 10 s",
+            "interval is 5.0 s, expected more than 0, and at least the 10 s",
         ),
         (lambda: longest_recovery(1.0, blocked=1.0, mtbf=HOUR), "a share between 0 and 1"),
     ],

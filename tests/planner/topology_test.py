@@ -41,7 +41,7 @@ def test_a_name_is_understood(name, devices, slices):
         ("v5e:32x32", "has 1024 devices in a slice, expected at most 256"),
         ("h100:8x8", "expected a number of devices for h100, such as h100:32"),
         ("2xh100:8", "expected a number of devices for h100"),
-        ("h100:12", "expected whole nodes of 8, or fewer than one"),
+        ("h100:12", r"expected a multiple of 8 \(full nodes\), or fewer devices than one node"),
     ],
 )
 def test_a_mistake_is_answered_in_a_sentence(name, message):

@@ -113,9 +113,9 @@ def error(stage: str, kind: str, text: str) -> dict[str, str]:
         (
             None,
             {"returncode": -signal.SIGABRT, "stderr": "chat\nF0000 check failed\n"},
-            "ended with signal SIGABRT for v5e:4x4; its last words: F0000 check failed",
+            "ended with signal SIGABRT for v5e:4x4; its last line: F0000 check failed",
         ),
-        (None, {"returncode": 3}, "ended with exit code 3 .* nothing was said"),
+        (None, {"returncode": 3}, "ended with exit code 3 .* no output"),
         (FACTS, {"returncode": -signal.SIGKILL}, "ended with signal SIGKILL"),
         (None, {"is_slow": True}, "has not finished after 1,800 seconds for v5e:4x4"),
         (FACTS | {"num_devices": 8, "memory": {}}, {}, "for 8 devices, expected 16"),

@@ -328,7 +328,7 @@ def test_end_of_what_the_turn_before_began_is_passed_over() -> None:
 
 @pytest.mark.parametrize("text", ["", "module @jit_f {}", "HloModule jit_f, num_partitions=8"])
 def test_text_that_is_not_scheduled_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="expected an HloModule that is scheduled"):
+    with pytest.raises(ValueError, match="expected a scheduled HloModule"):
         read(text, {"data": 8})
 
 

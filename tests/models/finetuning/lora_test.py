@@ -118,10 +118,10 @@ class Batched(nn.Module):
     ("targets", "message"),
     [
         ({"embed": 2}, "'embed' is a Embed, expected one of SplitDense, nn.Dense"),
-        ({"backwards": 2}, "'bsd,fd->bsf', expected a kernel whose first dims"),
+        ({"backwards": 2}, "'bsd,fd->bsf', expected that the dims which the kernel shares"),
         ({"each": 2}, "loop that stacks kernels .16, 16. as .16, 3, 16."),
         ({"batched": 2}, "batch_dims=.0,., expected none"),
-        ({"*embedding": 2}, "matches no module that has parameters of its own.*'embed'"),
+        ({"*embedding": 2}, "matches no module with parameters.*'embed'"),
         ({"*": 2}, "'backwards' computes|'batched' has batch_dims"),
         ({"*s*": 2, "backwards": 1}, "'backwards' has more than one rank"),
     ],

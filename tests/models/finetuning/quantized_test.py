@@ -148,7 +148,9 @@ def test_kernels_are_encoded_in_shards_and_come_out_of_them_again(devices8):
             (tensor_parallel(base, PLAN), {"data": 2, "model": 4}, {"frozen_dtype": "bfloat16"}),
         )
     ]
-    with pytest.warns(UserWarning, match="cast to what the program stores .*head/bias from"):
+    with pytest.warns(
+        UserWarning, match="cast to the dtypes that the program stores .*head/bias from"
+    ):
         states = [p.init_from(plain, jax.random.key(1), missing="init") for p in programs]
     expected = by_path(plain)
     for program, state in zip(programs, states, strict=True):
@@ -206,7 +208,11 @@ class Stacked(nn.Module):
 @pytest.mark.parametrize(
     ("model", "targets", "message"),
     [
-        (Somebodys(), {"*/kernels": 4}, "'.*/kernels': 4, which matches no parameter, .*kernel"),
+        (
+            Somebodys(),
+            {"*/kernels": 4},
+            "'.*/kernels': 4, but this glob matches no parameter, .*kernel",
+        ),
         (Somebodys(), {"*": 4}, "'embed/embedding'|head/bias', which is float32 of shape .16,."),
         (Somebodys(), {"*kernel": 4, "head/*l": 8}, "'head/kernel' has more than one length"),
         (tensor_parallel(Somebodys(), PLAN), {"*kernel": 3}, "last block of 3 is shorter"),

@@ -59,11 +59,11 @@ def test_a_draw_follows_from_key_and_position_alone():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"temperature": -1}, "temperature is -1, expected a finite number from 0"),
+        ({"temperature": -1}, "temperature is -1, expected a finite number, at least 0"),
         ({"temperature": float("nan")}, "temperature is nan"),
         ({"top_k": -1}, "top_k is -1, expected a number of tokens"),
         ({"top_k": 1.5}, "top_k is 1.5, expected a number of tokens"),
-        ({"top_p": 0.0}, "top_p is 0.0, expected a probability above 0"),
+        ({"top_p": 0.0}, "top_p is 0.0, expected more than 0"),
         ({"top_p": 1.1}, "top_p is 1.1, expected"),
     ],
 )

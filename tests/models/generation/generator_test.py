@@ -177,7 +177,7 @@ def test_many_prompts_run_in_batches_and_come_back_in_their_order(monkeypatch):
         (TypeError, [[1.5]], {}, "prompt 0 is of float64, expected integers or a string"),
         (ValueError, [[1], [260]], {}, "prompt 1 has tokens from 260 to 260, expected 0 to 259"),
         (ValueError, [[1]], {"max_tokens": 0}, "max_tokens is 0, expected at least 1"),
-        (ValueError, [[1]], {"top_p": 2}, "top_p is 2, expected a probability"),
+        (ValueError, [[1]], {"top_p": 2}, "top_p is 2, expected more than 0"),
     ],
 )
 def test_what_cannot_be_answered_is_refused(error, prompts, options, message, monkeypatch):

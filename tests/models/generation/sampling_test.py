@@ -171,7 +171,7 @@ def test_parameters_may_be_sharded(devices8):
             ValueError,
             [1],
             {"temperature": -1},
-            "temperature is -1, expected a finite number from 0",
+            "temperature is -1, expected a finite number, at least 0",
         ),
         (ValueError, [1], {"temperature": float("nan")}, "temperature is nan, expected a finite"),
     ],

@@ -130,7 +130,9 @@ def test_a_name_of_this_host_that_leads_elsewhere_is_a_sentence(monkeypatch):
     monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **__: None)
     monkeypatch.setattr(jax, "devices", refuse)
     pod = {"MEGASCALE_NUM_SLICES": "2"}
-    with pytest.raises(ConnectionError, match=r"that is none of this host's .* in /etc/hosts"):
+    with pytest.raises(
+        ConnectionError, match=r"this host does not have that address .* in /etc/hosts"
+    ):
         initialize(environment=pod)
 
 
