@@ -306,7 +306,7 @@ REFUSED = [
         (((X,), {}), TypeError, "data_parallel manual was given 1 arguments, expected non"),
         (
             ((), {"compile": True}),
-            "ledger: compile=True, and data_parallel manual is on an abstract mesh.*make_mesh",
+            "ledger: compile=True, but data_parallel manual is on an abstract mesh.*make_mesh",
         ),
     ),
 ]
