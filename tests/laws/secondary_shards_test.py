@@ -1,7 +1,5 @@
 """What came over slow links is kept for the backward pass, which gathers over fast ones alone."""
 
-import re
-
 import chex
 import flax.linen as nn
 import jax
@@ -10,7 +8,7 @@ import optax
 import pytest
 
 from benchmarks.memory_and_collectives import ScannedClassifier
-from manualpar import Batch, Pipeline, fsdp, hsdp, make_mesh
+from manualpar import Batch, fsdp, hsdp, make_mesh
 from manualpar.inspect import (
     bytes_by_axes,
     ledger,
@@ -141,24 +139,3 @@ def test_groups_may_be_replicated_too(devices8):
     assert {c.axes for c in parameter_collectives(program) if c.purpose == "regather_params"} == {
         ("data",)
     }
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"mode": "auto"}, ValueError, "mode='auto', expected 'manual'"),
-        ({"communicate_every": "step"}, ValueError, "communicate_every='step', expected"),
-        ({"reshard_after_forward": False}, ValueError, "reshard_after_forward=False, expected"),
-        ({"pipeline": Pipeline("node")}, ValueError, "with pipeline="),
-        ({"regather_axes": TWO}, ValueError, "expected the first axes of axis_name, but not all"),
-        (
-            {"regather_axes": ("node",)},
-            ValueError,
-            "axis_name=('data', 'node'), expected the first",
-        ),
-        ({"regather_axes": "data"}, TypeError, "regather_axes='data', expected a tuple"),
-    ],
-)
-def test_a_second_gather_that_is_none_is_refused(devices8, options, error, message):
-    with pytest.raises(error, match=re.escape(message)):
-        build(MESHES[0], devices8, **options)

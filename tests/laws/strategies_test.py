@@ -10,7 +10,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from manualpar import abstract_mesh, make_mesh, zero
+from manualpar import abstract_mesh
 from manualpar.core.modes.strategy import MODES
 from manualpar.inspect import state_bytes, trace_collectives
 from manualpar.training.replicas import ReplicaSentinel
@@ -154,53 +154,6 @@ def test_norms_are_the_global_ones(devices8):
             "update_norm",
             "parameter_norm",
         }
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("zero1", {"stage": 3}, r"zero: stage=3, expected one of 1, 2"),
-        ("zero1", {"stage": True}, r"zero: stage=True, expected one of 1, 2"),
-        ("fsdp", {"mode": "gspmd"}, r"fsdp: mode='gspmd', expected one of 'manual', 'auto', "),
-        ("fsdp", {"communicate_every": "layer"}, r"'layer', expected one of 'minibatch', 'step'"),
-        (
-            "fsdp",
-            {"keep_gathered": ("outptu",)},
-            r"keep_gathered names 'outptu', .* 'output_dense'",
-        ),
-        ("fsdp", {"axis_by_axis": 1}, r"fsdp: axis_by_axis=1, expected one of True, False"),
-        ("dp", {"axis_by_axis": True, "mode": "auto"}, r"=True with mode='auto', expected False"),
-        ("fsdp", {"reshard_after_forward": 1}, r"reshard_after_forward=1, expected one of True"),
-        ("hsdp", {"min_weight_size": -1}, r"hsdp: min_weight_size=-1, expected a number of"),
-        ("fsdp", {"gather_dtype": "float16"}, r"fsdp: gather_dtype='float16', expected one of"),
-        ("fsdp", {"reduce_dtype": "int8"}, r"fsdp: reduce_dtype='int8', expected one of"),
-        (
-            "fsdp",
-            {"reduce_dtype": "bfloat16", "mode": "auto"},
-            r"reduce_dtype='bfloat16' with mode='auto', expected None: XLA chooses",
-        ),
-        ("fsdp", {"gather_dtype": "bf16"}, r"fsdp: gather_dtype='bf16', expected one of"),
-        ("zero2", {"pad": "yes"}, r"zero: pad='yes', expected one of True, False"),
-        ("dp", {"use_scan": 1}, r"data_parallel: use_scan=1, expected one of True, False"),
-        ("fsdp", {"num_minibatches": 3, "mode": "auto"}, r"=3 does not divide the 8 examples of"),
-        ("fsdp", {"num_minibatches": 0, "mode": "explicit"}, r"=0, expected a positive integer"),
-        ("hsdp", {"replica_axis": "pod"}, r"hsdp: axis_name names \['pod'\], but the mesh has"),
-    ],
-)
-def test_options_that_do_not_fit_are_refused(devices8, name, options, message):
-    with pytest.raises(ValueError, match=message):
-        build(name, devices8, **options)
-
-
-def test_options_that_there_are_not_or_that_are_missing_are_refused(devices8):
-    with pytest.raises(TypeError, match=r"fsdp: 'minibatches' is not .* mean 'num_minibatches'"):
-        build("fsdp", devices8, minibatches=4)
-    with pytest.raises(
-        TypeError, match=r"fsdp: keep_gathered='output_dense', expected a tuple of name"
-    ):
-        build("fsdp", devices8, keep_gathered="output_dense")
-    with pytest.raises(TypeError, match=r"zero1: batch= is missing, expected it as a keyword"):
-        zero(Classifier(), make_tx(), loss_fn, mesh=make_mesh({"data": 8}, devices8))
 
 
 @pytest.mark.parametrize(
