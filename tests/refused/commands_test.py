@@ -127,9 +127,7 @@ REFUSED = [
         ("x = 1", "expected a Python file whose name ends in .py."),
     ),
     *rows(
-        "mesh",
-        a_mesh_that_is_no_dict,
-        ("None", r"parallel\.mesh is None, expected a dict of axis"),
+        "mesh", a_mesh_that_is_no_dict, ("None", r"parallel\.mesh is None, expected a dict of axis")
     ),
     *usage_rows(
         "compare",

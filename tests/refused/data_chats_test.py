@@ -13,6 +13,7 @@ from manualpar.data.dataset import DamagedDataError
 from manualpar.data.sources import load_dataset
 from tests.data.chats import CHAT, CHATML, write_chat_tokenizer
 from tests.data.trained_tokenizer import write_tokenizer
+from tests.refused.sentences import cases
 from tests.refused.table import check_refused, rows
 
 HERE = Path()
@@ -120,14 +121,12 @@ REFUSED = [
     *rows(
         "template",
         encode_chat,
-        *(
-            (source, rf"is refused by the chat's template \({words}")
-            for source, words in (
-                ("{{ raise_exception('only users') }}", r"only users\)"),
-                ("{{ messages.append(1) }}", r"access to attribute 'append' .* is unsafe"),
-                ("{{ ''.__class__.__mro__ }}", r"access to attribute '__class__' .* is unsafe"),
-                ("{% for i in range(10**9) %}{% endfor %}", "Range too big"),
-            )
+        *cases(
+            ("{{ raise_exception('only users') }}", r"only users\)"),
+            ("{{ messages.append(1) }}", r"access to attribute 'append' .* is unsafe"),
+            ("{{ ''.__class__.__mro__ }}", r"access to attribute '__class__' .* is unsafe"),
+            ("{% for i in range(10**9) %}{% endfor %}", "Range too big"),
+            begins=r"is refused by the chat's template \(",
         ),
         (THINKING, r"has a message 3 of the assistant that .* otherwise in the"),
     ),
@@ -157,11 +156,7 @@ REFUSED = [
             r"^chats\.jsonl, line 121: has no answer to learn",
         ),
     ),
-    *rows(
-        "chats",
-        load_chats,
-        ({}, r"config\.data\.tokenizer is '', expected the directory"),
-    ),
+    *rows("chats", load_chats, ({}, r"config\.data\.tokenizer is '', expected the directory")),
     *rows(
         "chats",
         load_chats_of_template,

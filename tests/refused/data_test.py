@@ -17,6 +17,7 @@ from manualpar.data.text import ByteStream, find_files
 from manualpar.data.tokenize import write_token_files
 from manualpar.system.storage import untrusted
 from tests.data.documents import DOCUMENTS, write_documents
+from tests.refused.sentences import cases
 from tests.refused.table import check_refused, rows
 
 HERE = Path()
@@ -160,32 +161,27 @@ SOURCES = [
     *rows(
         "source",
         load,
-        *(
-            (options, rf"^config\.data\.{words}")
-            for options, words in (
-                (
-                    options_of("mnist"),
-                    "source is 'mnist', expected one of digits, synthetic, text, tokens",
-                ),
-                (
-                    options_of("text"),
-                    "sequence_length is 0, expected at least 1 for the source 'text'",
-                ),
-                (
-                    options_of("tokens"),
-                    "sequence_length is 0, expected at least 1 for the source 'tokens'",
-                ),
-                (
-                    options_of("tokens", sequence_length=1, tokenizer="t.json"),
-                    "tokenizer is 't.json', expected '' for the source 'tokens'",
-                ),
-                (options_of("text", sequence_length=1, path="/no/such"), "path is '/no/such'"),
-                (options_of("tokens", sequence_length=1, path="/no/such"), "path is '/no/such'"),
-                (
-                    options_of("text", sequence_length=1, tokenizer="/no/such"),
-                    "tokenizer is '/no/such'",
-                ),
-            )
+        *cases(
+            (
+                options_of("mnist"),
+                "source is 'mnist', expected one of digits, synthetic, text, tokens",
+            ),
+            (options_of("text"), "sequence_length is 0, expected at least 1 for the source 'text'"),
+            (
+                options_of("tokens"),
+                "sequence_length is 0, expected at least 1 for the source 'tokens'",
+            ),
+            (
+                options_of("tokens", sequence_length=1, tokenizer="t.json"),
+                "tokenizer is 't.json', expected '' for the source 'tokens'",
+            ),
+            (options_of("text", sequence_length=1, path="/no/such"), "path is '/no/such'"),
+            (options_of("tokens", sequence_length=1, path="/no/such"), "path is '/no/such'"),
+            (
+                options_of("text", sequence_length=1, tokenizer="/no/such"),
+                "tokenizer is '/no/such'",
+            ),
+            begins=r"^config\.data\.",
         ),
         *(
             (
@@ -232,38 +228,29 @@ SOURCES = [
         (("1 text", "1e-9 jsonl x"), r"the entry 'jsonl x', less than 1/65536 of all weights"),
     ),
     *rows(
-        "cache",
-        cache_in_a_file,
-        ("file", r"^config\.data\.cache is 'file', where .* cannot be"),
+        "cache", cache_in_a_file, ("file", r"^config\.data\.cache is 'file', where .* cannot be")
     ),
 ]
 DOCUMENT_FILES = [
     *rows(
         "JSON lines",
         read_line,
-        *(
-            (line, DamagedDataError, rf"^x\.jsonl, line 41: {words}")
-            for line, words in (
-                (b'{"text": "a"', r"is not JSON \("),
-                (b"[1]", r"is not a JSON object \(list\)"),
-                (b'{"text": "\xff"}', r"is not UTF-8 \(byte 10\)"),
-                (b'{"body": "a", "b": 1}', r"has no field 'text', only 'body', 'b'"),
-                (b'{"text": null}', r"has in 'text' null, expected a text or a list of tokens"),
-                (b'{"text": 3}', r"has in 'text' int, expected"),
-                (
-                    b'{"text": [1, 2.0]}',
-                    r"has in 'text' a list that is not all integers, expected",
-                ),
-                (
-                    b'{"text": [1, true]}',
-                    r"has in 'text' a list that is not all integers, expected",
-                ),
-                (b'{"text": [1, -2]}', r"has in 'text' a token below 0, or above"),
-                (b'{"text": [4294967296]}', r"has in 'text' a token below 0, or above"),
-                (b'{"text": "\\ud800"}', r"has in 'text' half of a surrogate pair, character 0"),
-                (b'{"text": ' + b"[" * 10**5 + b"}", r"is nested deeper than|is not JSON"),
-                (b'{"text": NaN}', r"is not JSON \(NaN"),
-            )
+        *cases(
+            (b'{"text": "a"', r"is not JSON \("),
+            (b"[1]", r"is not a JSON object \(list\)"),
+            (b'{"text": "\xff"}', r"is not UTF-8 \(byte 10\)"),
+            (b'{"body": "a", "b": 1}', r"has no field 'text', only 'body', 'b'"),
+            (b'{"text": null}', r"has in 'text' null, expected a text or a list of tokens"),
+            (b'{"text": 3}', r"has in 'text' int, expected"),
+            (b'{"text": [1, 2.0]}', r"has in 'text' a list that is not all integers, expected"),
+            (b'{"text": [1, true]}', r"has in 'text' a list that is not all integers, expected"),
+            (b'{"text": [1, -2]}', r"has in 'text' a token below 0, or above"),
+            (b'{"text": [4294967296]}', r"has in 'text' a token below 0, or above"),
+            (b'{"text": "\\ud800"}', r"has in 'text' half of a surrogate pair, character 0"),
+            (b'{"text": ' + b"[" * 10**5 + b"}", r"is nested deeper than|is not JSON"),
+            (b'{"text": NaN}', r"is not JSON \(NaN"),
+            begins=r"^x\.jsonl, line 41: ",
+            error=DamagedDataError,
         ),
     ),
     *rows(
@@ -274,36 +261,28 @@ DOCUMENT_FILES = [
     *rows(
         "parquet",
         read_table,
-        *(
-            (columns, DamagedDataError, rf"^x\.parquet,? {words}")
-            for columns, words in (
-                (
-                    {"body": ["a"]},
-                    r"has 0 columns 'text', expected one; it has 'body'\. Name the column",
-                ),
-                (
-                    {"text": [1.5]},
-                    r"has the type double in its column 'text', expected texts or lists",
-                ),
-                ({"text": [[1.5]]}, r"has the type list<.*double> in its column"),
-                ({"text": ["a", None]}, r"row 2: has in 'text' null, expected a text"),
-                (
-                    {"text": [[1], [2, None]]},
-                    r"row 2: has in 'text' a list that is not all integers",
-                ),
-            )
+        *cases(
+            (
+                {"body": ["a"]},
+                r"has 0 columns 'text', expected one; it has 'body'\. Name the column",
+            ),
+            ({"text": [1.5]}, r"has the type double in its column 'text', expected texts or lists"),
+            ({"text": [[1.5]]}, r"has the type list<.*double> in its column"),
+            ({"text": ["a", None]}, r"row 2: has in 'text' null, expected a text"),
+            ({"text": [[1], [2, None]]}, r"row 2: has in 'text' a list that is not all integers"),
+            begins=r"^x\.parquet,? ",
+            error=DamagedDataError,
         ),
     ),
     *rows(
         "ArrayRecord",
         read_record,
-        *(
-            (arguments, DamagedDataError, rf"^x\.array_record, {words}")
-            for arguments, words in (
-                (("text", b"\xff"), r"record 2: is not UTF-8 \(byte 0\)"),
-                (("<u4", b"abcde"), r"record 2: has 5 bytes, expected tokens of type <u4"),
-                (("<i4", b"\xff" * 4), r"record 2: has a token below 0"),
-            )
+        *cases(
+            (("text", b"\xff"), r"record 2: is not UTF-8 \(byte 0\)"),
+            (("<u4", b"abcde"), r"record 2: has 5 bytes, expected tokens of type <u4"),
+            (("<i4", b"\xff" * 4), r"record 2: has a token below 0"),
+            begins=r"^x\.array_record, ",
+            error=DamagedDataError,
         ),
         (("body", b"a"), r"^config\.data\.field is 'body', expected 'text'"),
     ),
@@ -317,33 +296,28 @@ TOKENS = [
     *rows(
         "token files",
         load_damaged,
-        *(
-            (damage, rf"config\.data\.path.*{words}")
-            for damage, words in (
-                (truncate, r"whose train\.bin has \d+ bytes, expected \d+ for the \d+ tokens"),
-                (lambda directory: (directory / "test.bin").unlink(), r"which lacks test\.bin"),
-                (text("{"), r"tokens\.json is not JSON"),
-                (text("[" * 10**5), r"tokens\.json is nested deeper than"),
-                (fields(version=2), r"tokens\.json has the version 2, expected 1"),
-                (fields(version=[1]), r"has the version \[1\], expected 1"),
-                (fields(splits={}), r"has splits\.train=None, expected an object"),
-                (fields(splits=3), r"has splits=3, expected an object"),
-                (fields(dtype="<f4"), r"has dtype='<f4', expected one of"),
-                (fields(tokenizer=5), r"has tokenizer=5, expected a string"),
-                (fields(tokenizer="../x.json"), r"has tokenizer='../x.json', expected one of"),
-                (fields(vocab_size=True), r"has vocab_size=True, expected an integer"),
-                (fields(color=1), r"has the unknown field color"),
-                (train(tokens=1), r"has splits\.train\.tokens=1, expected at least 2"),
-                (train(tokens=20.0), r"has splits\.train\.tokens=20\.0, expected an integer"),
-                (train(bytes=-1), r"has splits\.train\.bytes=-1, expected at least 0"),
-                (train(documents=-1), r"has splits\.train\.documents=-1, expected at least 1"),
-                (train(blake2b=None), r"has splits\.train\.blake2b=None, expected a string"),
-                (
-                    fields(vocab_size=300),
-                    r"whose byte tokenizer has 257 .* expected the 300 and 256",
-                ),
-                (garble, r"eval\.bin has token 65535 .* less than the vocabulary's 257"),
-            )
+        *cases(
+            (truncate, r"whose train\.bin has \d+ bytes, expected \d+ for the \d+ tokens"),
+            (lambda directory: (directory / "test.bin").unlink(), r"which lacks test\.bin"),
+            (text("{"), r"tokens\.json is not JSON"),
+            (text("[" * 10**5), r"tokens\.json is nested deeper than"),
+            (fields(version=2), r"tokens\.json has the version 2, expected 1"),
+            (fields(version=[1]), r"has the version \[1\], expected 1"),
+            (fields(splits={}), r"has splits\.train=None, expected an object"),
+            (fields(splits=3), r"has splits=3, expected an object"),
+            (fields(dtype="<f4"), r"has dtype='<f4', expected one of"),
+            (fields(tokenizer=5), r"has tokenizer=5, expected a string"),
+            (fields(tokenizer="../x.json"), r"has tokenizer='../x.json', expected one of"),
+            (fields(vocab_size=True), r"has vocab_size=True, expected an integer"),
+            (fields(color=1), r"has the unknown field color"),
+            (train(tokens=1), r"has splits\.train\.tokens=1, expected at least 2"),
+            (train(tokens=20.0), r"has splits\.train\.tokens=20\.0, expected an integer"),
+            (train(bytes=-1), r"has splits\.train\.bytes=-1, expected at least 0"),
+            (train(documents=-1), r"has splits\.train\.documents=-1, expected at least 1"),
+            (train(blake2b=None), r"has splits\.train\.blake2b=None, expected a string"),
+            (fields(vocab_size=300), r"whose byte tokenizer has 257 .* expected the 300 and 256"),
+            (garble, r"eval\.bin has token 65535 .* less than the vocabulary's 257"),
+            begins=r"config\.data\.path.*",
         ),
     ),
     *rows(

@@ -207,10 +207,7 @@ REFUSED = [
         (([1.5], {}), TypeError, "sample_tokens: prompt is of float64, expected integers"),
         (([1], {"num_tokens": 0}), "sample_tokens: num_tokens is 0, expected at least 1"),
         (([1], {"sequence_length": 0}), "sample_tokens: sequence_length is 0, expected at least 1"),
-        (
-            ([1], {"temperature": -1}),
-            "sample_tokens: temperature is -1, expected a finite number",
-        ),
+        (([1], {"temperature": -1}), "sample_tokens: temperature is -1, expected a finite number"),
         (([1], {"temperature": float("nan")}), "sample_tokens: temperature is nan, expected a fin"),
     ),
     *rows(

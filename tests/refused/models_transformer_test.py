@@ -170,21 +170,14 @@ REFUSED = [
         ({"split_axis": "context"}, "context_axis is 'context', expected another axis than split_"),
         ({"attention": "cudnn"}, "attention is 'cudnn', expected '' or 'blockwise' with context_a"),
         ({"context_attention": "all"}, "context_attention is 'all', expected one of 'ring', 'uly"),
-        (
-            {"context_attention": "ulysses", "num_heads": 4},
-            "4 query heads and 2 key heads do not",
-        ),
+        ({"context_attention": "ulysses", "num_heads": 4}, "4 query heads and 2 key heads do not"),
     ),
     *rows(
         "a context that the program does not split",
         functools.partial(build_context, context_axis=""),
         ({}, "Build the program with context_axis='context'"),
     ),
-    *rows(
-        "attention",
-        attend,
-        ("cudnn", r"config.model.attention.* 'cudnn', and the devices"),
-    ),
+    *rows("attention", attend, ("cudnn", r"config.model.attention.* 'cudnn', and the devices")),
     *rows(
         "tokens",
         lambda tokens: init(SMALL, tokens),

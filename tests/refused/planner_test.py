@@ -27,7 +27,7 @@ from manualpar.training.monitoring.throughput import Throughput
 from manualpar.training.task import make_task
 from tests.paths import ROOT
 from tests.planner.fake_worker import FACTS, answer
-from tests.refused.sentences import one_line
+from tests.refused.sentences import cases, literally
 from tests.refused.table import check_refused, rows
 
 CONFIGS = ROOT / "configs"
@@ -75,21 +75,18 @@ REFUSED = [
     *rows(
         "topology",
         parse_topology,
-        *(
-            (name, one_line(words))
-            for name, words in (
-                ("v5p", "topology 'v5p' is not understood, expected a chip and a shape such as"),
-                ("v5e-8", "is not understood"),
-                ("v5litepod:8x8", "chip 'v5litepod' is not known"),
-                ("v5p:8x8", "has 2 dimensions, expected 3 for v5p, such as v5p:4x4x4"),
-                ("v5e:8", "has 1 dimensions, expected 2"),
-                ("v5e:0x8", "has a size of 0"),
-                ("0xv5e:8x8", "has a size of 0"),
-                ("v5e:32x32", "has 1024 devices in a slice, expected at most 256"),
-                ("h100:8x8", "expected a number of devices for h100, such as h100:32"),
-                ("2xh100:8", "expected a number of devices for h100"),
-                ("h100:12", "expected whole nodes of 8, or fewer than one"),
-            )
+        *literally(
+            ("v5p", "topology 'v5p' is not understood, expected a chip and a shape such as"),
+            ("v5e-8", "is not understood"),
+            ("v5litepod:8x8", "chip 'v5litepod' is not known"),
+            ("v5p:8x8", "has 2 dimensions, expected 3 for v5p, such as v5p:4x4x4"),
+            ("v5e:8", "has 1 dimensions, expected 2"),
+            ("v5e:0x8", "has a size of 0"),
+            ("0xv5e:8x8", "has a size of 0"),
+            ("v5e:32x32", "has 1024 devices in a slice, expected at most 256"),
+            ("h100:8x8", "expected a number of devices for h100, such as h100:32"),
+            ("2xh100:8", "expected a number of devices for h100"),
+            ("h100:12", "expected whole nodes of 8, or fewer than one"),
         ),
     ),
     *rows(
@@ -159,31 +156,29 @@ REFUSED = [
             failed("config.data.batch_size is 7, expected", kind="ValueError", stage="prepare"),
             r"^config\.data\.batch_size is 7, expected$",
         ),
-        *(
-            (result, TpuCompilerError, words)
-            for result, words in (
-                (
-                    failed('layout "v5e:3x5" is not divisible', stage="topology"),
-                    "libtpu does not know the topology 'v5e:4x4' .*3x5.* such as v5e:2x2",
-                ),
-                (
-                    failed("INVALID_ARGUMENT: No such compile option: 'xla_a'"),
-                    "does not know the option 'xla_a'",
-                ),
-                (
-                    failed("RESOURCE_EXHAUSTED: Ran out of memory in vmem"),
-                    "needs more of the chip's own memory",
-                ),
-                (failed("INTERNAL: a\nb"), "failed for v5e:4x4: INTERNAL: a b"),
-                (
-                    (None, {"returncode": -signal.SIGABRT, "stderr": "chat\nF0000 check failed\n"}),
-                    "ended with signal SIGABRT for v5e:4x4; its last words: F0000 check failed",
-                ),
-                ((None, {"returncode": 3}), "ended with exit code 3 .* nothing was said"),
-                ((FACTS, {"returncode": -signal.SIGKILL}), "ended with signal SIGKILL"),
-                ((None, {"is_slow": True}), "has not finished after 1,800 seconds for v5e:4x4"),
-                ((FACTS | {"num_devices": 8, "memory": {}}, {}), "for 8 devices, expected 16"),
-            )
+        *cases(
+            (
+                failed('layout "v5e:3x5" is not divisible', stage="topology"),
+                "libtpu does not know the topology 'v5e:4x4' .*3x5.* such as v5e:2x2",
+            ),
+            (
+                failed("INVALID_ARGUMENT: No such compile option: 'xla_a'"),
+                "does not know the option 'xla_a'",
+            ),
+            (
+                failed("RESOURCE_EXHAUSTED: Ran out of memory in vmem"),
+                "needs more of the chip's own memory",
+            ),
+            (failed("INTERNAL: a\nb"), "failed for v5e:4x4: INTERNAL: a b"),
+            (
+                (None, {"returncode": -signal.SIGABRT, "stderr": "chat\nF0000 check failed\n"}),
+                "ended with signal SIGABRT for v5e:4x4; its last words: F0000 check failed",
+            ),
+            ((None, {"returncode": 3}), "ended with exit code 3 .* nothing was said"),
+            ((FACTS, {"returncode": -signal.SIGKILL}), "ended with signal SIGKILL"),
+            ((None, {"is_slow": True}), "has not finished after 1,800 seconds for v5e:4x4"),
+            ((FACTS | {"num_devices": 8, "memory": {}}, {}), "for 8 devices, expected 16"),
+            error=TpuCompilerError,
         ),
     ),
 ]

@@ -1,4 +1,4 @@
-"""Words of messages that are one line, as commands print them."""
+"""Words that the messages of several rows share, or that are all of a line."""
 
 import re
 from collections.abc import Iterator
@@ -10,7 +10,15 @@ def one_line(words: str) -> str:
     return rf"^.*{words}.*\Z"
 
 
-def literally(*cases: tuple[Any, str]) -> Iterator[tuple[Any, str]]:
+def cases(
+    *given: tuple[Any, str], error: type[Exception] = ValueError, begins: str = ""
+) -> Iterator[tuple[Any, type[Exception], str]]:
+    """Yields cases of one error, whose words follow the same beginning."""
+    for argument, words in given:
+        yield argument, error, begins + words
+
+
+def literally(*given: tuple[Any, str]) -> Iterator[tuple[Any, str]]:
     """Yields cases whose words stand in the message as they are, in one line."""
-    for argument, words in cases:
+    for argument, words in given:
         yield argument, one_line(re.escape(words))

@@ -11,7 +11,7 @@ from manualpar.training.checkpoints.compatibility import REMOVED, RENAMED
 from manualpar.training.config import FIELDS, MODEL_FIELDS, check_config, complete_config
 from manualpar.training.devices import MOST, simulate_devices
 from manualpar.training.experiment import prepare
-from tests.refused.sentences import literally
+from tests.refused.sentences import cases, literally
 from tests.refused.table import check_refused, rows
 
 SMALL = {"model.hidden_size": 16}
@@ -181,11 +181,7 @@ def required(module, fields):
 
 
 REFUSED = [
-    *rows(
-        "config",
-        check,
-        *literally(*(({name: value}, words) for name, value, words in WRONG)),
-    ),
+    *rows("config", check, *literally(*(({name: value}, words) for name, value, words in WRONG))),
     *rows(
         "config",
         check,
@@ -195,11 +191,7 @@ REFUSED = [
             for old, new in values.items()
         ),
     ),
-    *rows(
-        "config",
-        check_config,
-        ({}, r"config is a dict, expected an ml_collections\.Conf"),
-    ),
+    *rows("config", check_config, ({}, r"config is a dict, expected an ml_collections\.Conf")),
     *rows(
         "a missing field",
         check_without,
@@ -350,26 +342,21 @@ REFUSED = [
     *rows(
         "memory",
         fit,
-        *(
-            (changes, rf"^(?=.*config\.data\.batch_size is )(?=.*--force).*{words}.*\Z")
-            for changes, words in (
-                (
-                    {"model.hidden_size": 99999999999},
-                    r"model\.hidden_size is 99999999999.*\(state .* TiB",
-                ),
-                (
-                    {"data.batch_size": 2**31 - 8},
-                    r"batch_size is 2147483640.* the batches that are read",
-                ),
-                (
-                    {"data.batch_size": 8000000, "data.prefetch": 1000},
-                    r"prefetch is 1000, .* the batches",
-                ),
-                (
-                    {"model.num_classes": 2**31 - 8},
-                    r"model\.num_classes is 2147483640: a step takes",
-                ),
-            )
+        *cases(
+            (
+                {"model.hidden_size": 99999999999},
+                r"model\.hidden_size is 99999999999.*\(state .* TiB",
+            ),
+            (
+                {"data.batch_size": 2**31 - 8},
+                r"batch_size is 2147483640.* the batches that are read",
+            ),
+            (
+                {"data.batch_size": 8000000, "data.prefetch": 1000},
+                r"prefetch is 1000, .* the batches",
+            ),
+            ({"model.num_classes": 2**31 - 8}, r"model\.num_classes is 2147483640: a step takes"),
+            begins=r"^(?!.*\n)(?=.*config\.data\.batch_size is )(?=.*--force).*",
         ),
     ),
     *rows(
