@@ -21,7 +21,7 @@ def check_replicas(check: Any, program: Any) -> None:
     of_replicas = check.row["diloco"]
     number = program.mesh.shape["replica"]
     state = check.begin(program)
-    allowance = check.allowance(program.inner, adds_residuals=False)
+    allowance = check.allowance(program.outer.inner, adds_residuals=False)
     outer_tx = outer_optimizer(check.row)
     optimizers = [check.one_device() for _ in range(number)]
     common = check.whole(program, state)[0]

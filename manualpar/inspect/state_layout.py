@@ -11,8 +11,8 @@ from rich import box
 from rich.table import Table
 
 from manualpar.core.mesh.axes import AxisName, axes_size, axis_tuple
-from manualpar.core.parameters.placement import path_name
 from manualpar.core.program.program import Program
+from manualpar.core.trees import path_name
 
 ALL = "all"  # The path of all parameters.
 MAX_WIDTH = 80  # Columns of the output, as jax assumes.

@@ -24,7 +24,7 @@ import jax
 from jax.extend.core import Jaxpr
 from jax.sharding import AbstractMesh, NamedSharding
 
-from manualpar.core.parameters.collectives import CommPolicy
+from manualpar.core.parameters.comm_policy import CommPolicy
 from manualpar.core.program.program import Program
 from manualpar.core.tracing.jaxprs import all_equations
 from manualpar.inspect.communication import (
@@ -44,7 +44,6 @@ from manualpar.inspect.flops import Computation, ProductReader, by_phase_and_mod
 from manualpar.inspect.memory import Memory, step_memory
 from manualpar.inspect.scope_parsing import PHASES
 from manualpar.inspect.xla_changes import Change, find_changes
-from manualpar.strategies.diloco.program import DiLoCoProgram
 
 T = TypeVar("T")
 
@@ -204,14 +203,16 @@ def ledger(
             f"mode={ours.mode!r}: the compiler writes the collectives, so they stand in the "
             "compiled program only"
         )
-    if ours and (codes := describe_codes(ours.wire)):
+    if ours and (codes := describe_codes(ours.comm)):
         notes.append(f"sent quantized: {codes}")
-    if isinstance(ours, DiLoCoProgram):
+    if ours and ours.outer is not None:
         by_axes = outer_step_bytes(ours).items()
         sent_by_axes = ", ".join(
             f"{float(n):,.0f} bytes over {','.join(axes)}" for axes, n in by_axes
         )
-        notes.append(f"every {ours.every} steps an outer step follows, which sends {sent_by_axes}")
+        notes.append(
+            f"every {ours.outer.every} steps an outer step follows, which sends {sent_by_axes}"
+        )
     result = Ledger(
         name=_name(program),
         mesh={axis: size for mesh in meshes for axis, size in mesh.shape.items()},
@@ -237,16 +238,20 @@ def ledger(
     return dataclasses.replace(result, compiled=compiled, changes=changes)
 
 
-def trace_outer_steps(program: DiLoCoProgram) -> tuple[Collective, ...]:
-    """Traces the collectives of DiLoCo's outer steps, with each fragment once."""
-    traced = (step.trace(program.abstract_state) for step in program.outer_steps)
+def trace_outer_steps(program: Program) -> tuple[Collective, ...]:
+    """Traces the collectives of a program's outer steps, if it has some; each fragment once."""
+    steps = () if program.outer is None else program.outer.steps
+    traced = (step.trace(program.abstract_state) for step in steps)
     return tuple(itertools.chain.from_iterable(map(trace_collectives, traced)))
 
 
-def describe_codes(wire: CommPolicy) -> str:
+def describe_codes(comm: CommPolicy) -> str:
     """Says which values are sent quantized; `""` if none are."""
-    axes = f" over {','.join(wire.code_axes)}" if wire.code_axes else ""
-    named = ("gathered parameters", wire.gather_code), (f"gradients{axes}", wire.reduce_code)
+    axes = f" over {','.join(comm.quantized_axes)}" if comm.quantized_axes else ""
+    named = (
+        ("gathered parameters", comm.gather.quantizer),
+        (f"gradients{axes}", comm.reduce.quantizer),
+    )
     parts = [f"{values} as codes of {code.name}" for values, code in named if code]
     return ", ".join(parts)
 

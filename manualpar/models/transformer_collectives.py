@@ -56,7 +56,7 @@ def transformer_sends(
       ValueError: There is no closed form for documents in a pipeline with a context axis, and none
         for dense layers before a pipeline's experts.
     """
-    form = PipelineForm(program) if program.step.pipeline else None
+    form = PipelineForm(program) if program.pipeline else None
     keeps_inputs = form is not None and form.run.keep == "inputs"
     of_minibatch = _OfMinibatch(program, model, passes=2 if keeps_inputs else 1)
     before, layers, after = of_minibatch.before, of_minibatch.layer, of_minibatch.after
@@ -112,10 +112,8 @@ class _OfMinibatch:
         if x := _activations(program, model, model.split_axis):
             # Rows are summed in the dtype in which parameters are used.
             [stored] = {info.dtype for info, _ in program.parameters if info.path == "embedding"}
-            dtype = program.wire.gather_dtype or stored
-            self.before += lookup_collectives(
-                x, dtype, recomputed=program.step.pipeline is not None
-            )
+            dtype = program.comm.gather.dtype or stored
+            self.before += lookup_collectives(x, dtype, recomputed=program.pipeline is not None)
             head_norms = (size_of_head(model),) * 2 * model.query_key_norm
             norms: Any = {"post_norms": model.post_norms, "head_norms": head_norms}
             self.layer += block_collectives(x, **norms, **runs)
@@ -170,7 +168,7 @@ def _times(number: int, sends: Iterable[Collective]) -> list[Collective]:
 
 def _arranging(program: Program) -> Iterator[Collective]:
     """Yields the collectives for zig-zag order: two permutes of half of each leaf."""
-    axis = program.step.roles.context_axis
+    axis = program.roles.context_axis
     size = program.mesh.shape.get(axis, 1) if axis else 1
     for leaf in jax.tree.leaves(program.abstract_batch) if size > 1 else ():
         if leaf.shape:

@@ -10,7 +10,7 @@ from manualpar.core.model.interface import Model
 from manualpar.core.model.loss_function import LossFn
 from manualpar.core.model.options import ProgramOptions, check_choice
 from manualpar.core.modes.strategy import Strategy
-from manualpar.core.parameters.placement import check_named
+from manualpar.core.parameters.shard_rules import check_named
 from manualpar.core.program.program import Program, build_program
 
 CommunicateEvery = Literal["minibatch", "step", "gather-step"]

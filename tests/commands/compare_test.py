@@ -76,10 +76,10 @@ def test_codes_are_those_of_the_pairs_and_not_of_one_device():
     codes = ("--config.parallel.gather_code=int8", "--config.parallel.reduce_code=int4")
     pair = "--config.pairs=(('hsdp', 'manual'),)"
     (_, hsdp), (_, one) = experiment.prepare_pairs(_command(*SMALL, pair, *codes).config)
-    assert describe_codes(hsdp.program.wire) == (
+    assert describe_codes(hsdp.program.comm) == (
         "gathered parameters as codes of int8, gradients over replica as codes of int4"
     )
-    assert describe_codes(one.program.wire) == ""
+    assert describe_codes(one.program.comm) == ""
 
 
 @pytest.mark.slow

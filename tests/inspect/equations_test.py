@@ -71,13 +71,6 @@ def test_a_loop_that_only_computes_is_refused_too(mesh42):
     assert ledger(silent, X).notes == ()
 
 
-@pytest.mark.parametrize("trips", [-1, 2.5, True, "3"])
-def test_a_bound_is_a_number(mesh42, trips):
-    message = "ledger: while_trips is .*, expected the most rounds that a while runs, an integer"
-    with pytest.raises(ValueError, match=message):
-        ledger(on_devices(search, mesh42, check_vma=False), X, while_trips=trips)
-
-
 def test_each_reading_has_its_own_dearest_branch(mesh42):
     def sends(x):
         return jax.lax.pmean(x, "data")

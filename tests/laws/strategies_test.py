@@ -34,11 +34,6 @@ def reference():
     return train_on_one_device(Classifier(), make_tx(), BATCHES, loss_fn, train=False)
 
 
-@pytest.fixture(scope="module")
-def linear_reference():
-    return train_on_one_device(Linear(16), make_tx(), BATCHES[:2], loss_fn, train=False)
-
-
 # Those that `test_axes_may_be_tuples_and_the_mesh_larger` trains are slow here.
 FAST = {("dp", "manual"), ("fsdp", "manual"), ("hsdp", "manual"), ("fsdp", "explicit")}
 
@@ -62,114 +57,6 @@ def test_ten_steps_equal_the_single_device(devices8, reference, name, mode):
     model = Classifier()
     expected, _ = loss_fn(reference.params, model.apply, BATCHES[0], jax.random.key(0))
     np.testing.assert_allclose(metrics["loss"][0] / 64, expected, **TOLERANCE)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("replica", "data"), [slow_unless({(4, 2)}, *pair) for pair in [(1, 8), (4, 2), (8, 1)]]
-)
-def test_hsdp_on_every_factorisation(devices8, reference, replica, data):
-    mesh = make_mesh({"replica": replica, "data": data}, devices8)
-    program = build("hsdp", devices8, mesh=mesh, num_minibatches=4)
-    state, losses = train_program(program, BATCHES[:3])
-    np.testing.assert_allclose(losses, reference.losses[:3], **TOLERANCE)
-    ReplicaSentinel(mesh, program.layout).check(state)
-    sharded = [place for _, place in program.parameters if any(place.names)]
-    assert len(sharded) == 5
-    assert all("replica" not in place.names for place in sharded)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "axis_name"),
-    [
-        pytest.param("zero1", ("a", "data"), marks=pytest.mark.slow),
-        ("zero2", ("data", "a")),
-        pytest.param("fsdp", ("a", "data"), marks=pytest.mark.slow),
-        ("fsdp, step", ("a", "data")),
-        pytest.param("hsdp", ("data", "a"), marks=pytest.mark.slow),
-    ],
-)
-def test_axes_may_be_tuples_and_the_mesh_larger(
-    devices8, reference, linear_reference, name, axis_name
-):
-    shape = {"a": 2, "data": 2, "replica": 1 if name != "hsdp" else 2}
-    mesh = make_mesh(shape, devices8)
-    program = build(name, devices8, mesh=mesh, axis_name=axis_name)
-    state, losses = train_program(program, BATCHES[:3])
-    np.testing.assert_allclose(losses, reference.losses[:3], **TOLERANCE)
-    ReplicaSentinel(program.mesh, program.layout).check(state)
-    # Shards in another order would permute hidden features, which changes nothing; not so classes.
-    model = Linear(16)
-    _, losses = train_program(
-        build(name, devices8, model=model, mesh=mesh, axis_name=axis_name), BATCHES[:2]
-    )
-    np.testing.assert_allclose(losses, linear_reference.losses, **TOLERANCE)
-
-
-AXES = {"axis_by_axis": True}
-
-
-@pytest.mark.parametrize(
-    ("name", "shape", "options"),
-    [
-        pytest.param("dp", (4, 2), AXES, marks=pytest.mark.slow),
-        pytest.param("zero1", (2, 4), AXES, marks=pytest.mark.slow),
-        pytest.param("zero2", (4, 2), AXES, marks=pytest.mark.slow),
-        pytest.param("fsdp", (4, 2), AXES, marks=pytest.mark.slow),
-        pytest.param(
-            "fsdp",
-            (2, 4),
-            AXES | {"keep_gathered": ("output_dense", "input_dense/kernel")},
-            marks=pytest.mark.slow,
-        ),
-        pytest.param("fsdp", (1, 8), AXES, marks=pytest.mark.slow),
-        pytest.param("fsdp, keep", (8, 1), AXES, marks=pytest.mark.slow),
-        ("fsdp, pad", (2, 4), AXES | {"communicate_every": "gather-step"}),
-        pytest.param("fsdp, pad, step", (4, 2), AXES, marks=pytest.mark.slow),
-        pytest.param(
-            "hsdp", (2, 2), AXES | {"keep_gathered": ("output_dense",)}, marks=pytest.mark.slow
-        ),
-        pytest.param(
-            "hsdp", (2, 2), AXES | {"communicate_every": "gather-step"}, marks=pytest.mark.slow
-        ),
-    ],
-)
-def test_however_it_is_sent_it_is_the_same_training(devices8, reference, name, shape, options):
-    program = build_over_two_axes(name, devices8, shape, **options, num_minibatches=2)
-    state, losses = train_program(program, BATCHES[:3])
-    np.testing.assert_allclose(losses, reference.losses[:3], **TOLERANCE)
-    ReplicaSentinel(program.mesh, program.layout).check(state)
-
-
-@pytest.mark.parametrize("name", ["zero1", "fsdp", "fsdp, step"])
-def test_axis_by_axis_shards_keep_their_order(devices8, linear_reference, name):
-    # In another one hidden features would be permuted, which changes nothing; not so classes.
-    model = Linear(16)
-    program = build_over_two_axes(name, devices8, (2, 4), model=model, axis_by_axis=True)
-    _, losses = train_program(program, BATCHES[:2])
-    np.testing.assert_allclose(losses, linear_reference.losses, **TOLERANCE)
-
-
-def build_over_two_axes(name, devices, shape, **options):
-    axes = dict(zip(("major", "minor"), shape, strict=True))
-    mesh = make_mesh({"replica": 2, **axes} if name == "hsdp" else axes, devices)
-    return build(name, devices, mesh=mesh, axis_name=tuple(axes), **options)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mode", "options"),
-    [
-        ("auto", {"communicate_every": "gather-step"}),
-        ("explicit", {"keep_gathered": ("output_dense",)}),
-    ],
-    ids=str,
-)
-def test_what_is_kept_is_kept_in_other_modes(devices8, reference, options, mode):
-    program = build("fsdp", devices8, mode=mode, num_minibatches=2, use_scan=True, **options)
-    _, losses = train_program(program, BATCHES[:3])
-    np.testing.assert_allclose(losses, reference.losses[:3], **TOLERANCE)
 
 
 # What is stored.

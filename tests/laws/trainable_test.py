@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from manualpar import Batch, Pipeline, assert_same_as_one_device, fsdp, make_mesh
 from manualpar.core.modes.strategy import MODES
-from manualpar.core.parameters.placement import path_name
+from manualpar.core.trees import path_name
 from manualpar.inspect import bytes_by_axes, ledger, of_parameters, state_bytes, step_bytes
 from manualpar.inspect.memory import step_memory
 from manualpar.inspect.trained_parts import trained_parts

@@ -26,9 +26,10 @@ from manualpar.core.mesh.roles import AxisRoles
 from manualpar.core.model.trace_model import TracedModel
 from manualpar.core.modes.variable_reduction import choose_sync
 from manualpar.core.parameters.collectives import cast_to_varying
-from manualpar.core.parameters.placement import computed_specs
+from manualpar.core.parameters.parameter_info import computed_specs
 from manualpar.core.parameters.split_parameter import take_shared
 from manualpar.core.tracing.scopes import CONTEXT_SCOPE
+from manualpar.core.trees import Batch, Collections, Params
 
 _POSITIONS = (
     "A device has some positions of a sequence, and not neighbouring ones: take their numbers from "
@@ -72,7 +73,7 @@ _MENDS: Mapping[Reason, str] = {
 }
 
 
-def check_context(strategy: str, model: TracedModel, batch: Any, roles: AxisRoles) -> None:
+def check_context(strategy: str, model: TracedModel, batch: Batch, roles: AxisRoles) -> None:
     """Refuses a model or a loss that is wrong on some of a sequence's positions.
 
     Nothing is compiled. Code in the scope of context parallelism is trusted.
@@ -107,20 +108,20 @@ def check_context(strategy: str, model: TracedModel, batch: Any, roles: AxisRole
 
 
 def _trace_loss(
-    model: TracedModel, batch: Any, roles: AxisRoles, *, training: bool
+    model: TracedModel, batch: Batch, roles: AxisRoles, *, training: bool
 ) -> tuple[ClosedJaxpr, Any]:
     """Returns the program of a device's loss, and the structure of (loss, metrics, collections)."""
     mode, traces = model.mode, list[tuple[ClosedJaxpr, Any]]()
     variables = dict(model.variables)
     params = variables.pop("params")
 
-    def measure(params: Any, collections: Any, rng: jax.Array, batch: Any) -> Any:
+    def measure(params: Params, collections: Collections, rng: jax.Array, batch: Batch) -> Any:
         if training:
             return model.train_loss(params, collections, batch, rng)
         metrics = model.eval_metrics(params, collections, batch, rng)
         return None, metrics, None
 
-    def on_device(params: Any, collections: Any, rng: jax.Array, batch: Any) -> None:
+    def on_device(params: Params, collections: Collections, rng: jax.Array, batch: Batch) -> None:
         def model_shard(info: Any, x: Any) -> Any:
             return take_shared(x, info.shared_names)
 
@@ -145,7 +146,7 @@ def _trace_loss(
 
 
 def _with_folded_key(mode: Any, measure: Callable[..., Any]) -> Callable[..., Any]:
-    def call(params: Any, collections: Any, rng: jax.Array, batch: Any) -> Any:
+    def call(params: Params, collections: Collections, rng: jax.Array, batch: Batch) -> Any:
         return measure(params, collections, mode.fold(rng), batch)
 
     return call
@@ -170,7 +171,9 @@ def _check_results(complaint: str, loss: Any, metrics: Any) -> None:
             )
 
 
-def _check_collections(complaint: str, model: TracedModel, axis: str, collections: Any) -> None:
+def _check_collections(
+    complaint: str, model: TracedModel, axis: str, collections: Collections
+) -> None:
     """Refuses variables that differ between devices and are not averaged."""
 
     def check(path: Any, before: Any, result: Any) -> None:

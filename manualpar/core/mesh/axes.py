@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 AxisName = str | tuple[str, ...]
 # For each dimension of an array the axis, or tuple of axes, that it is sharded over, or `None`.
@@ -129,3 +129,8 @@ def with_axis_types(mesh: Mesh | AbstractMesh, axis_type: AxisType) -> Mesh | Ab
     if isinstance(mesh, AbstractMesh):
         return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=types)
     return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+
+
+def names_to_spec(names: Names) -> PartitionSpec:
+    """Makes a `PartitionSpec` from each dimension's axes; `PartitionSpec()` if there are none."""
+    return PartitionSpec(*names) if any(map(axis_tuple, names)) else PartitionSpec()

@@ -18,6 +18,8 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from manualpar.core.trees import Specs
+
 # A pattern in JAX's message, the construct that it refuses, and the mode for the construct.
 _CONSTRUCTS = (
     (r"with_sharding_constraint", "jax.lax.with_sharding_constraint", "auto"),
@@ -80,7 +82,9 @@ class OutsideMeshes:
         return no_mesh()(value) if name in ("eval_shape", "lower", "trace") else value
 
 
-def on_auto_axes(function: Callable[..., Any], *, mesh: Mesh, out_specs: Any) -> Callable[..., Any]:
+def on_auto_axes(
+    function: Callable[..., Any], *, mesh: Mesh, out_specs: Specs
+) -> Callable[..., Any]:
     """Wraps a function to run on automatic axes, even if its arrays' mesh has explicit axes.
 
     No mesh is set inside the function. All axes of the mesh are of one type.

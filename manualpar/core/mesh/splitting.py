@@ -8,9 +8,10 @@ from jax.sharding import Mesh
 
 from manualpar.core.mesh.axes import axes_size
 from manualpar.core.mesh.roles import AxisRoles
+from manualpar.core.trees import Batch
 
 
-def shapes_of_batch(field: str, batch: Any) -> Any:
+def shapes_of_batch(field: str, batch: Batch) -> Any:
     """Returns the shapes and dtypes of a batch; refuses leaves that are not arrays."""
 
     def abstract(path: Any, x: Any) -> Any:
@@ -25,7 +26,7 @@ def shapes_of_batch(field: str, batch: Any) -> Any:
     return jax.tree_util.tree_map_with_path(abstract, batch)
 
 
-def check_batch(field: str, batch: Any, mesh: Mesh, roles: AxisRoles) -> None:
+def check_batch(field: str, batch: Batch, mesh: Mesh, roles: AxisRoles) -> None:
     """Refuses a batch, which the message calls `field`, that the mesh cannot split evenly."""
     for dim, axes in roles.batch_dims.items():
         _check_dim(field, batch, dim, axes, axes_size(mesh, axes))
@@ -33,7 +34,7 @@ def check_batch(field: str, batch: Any, mesh: Mesh, roles: AxisRoles) -> None:
         _check_positions(field, batch, roles.context_axis, mesh.shape[roles.context_axis])
 
 
-def _check_positions(field: str, batch: Any, axis: str, devices: int) -> None:
+def _check_positions(field: str, batch: Batch, axis: str, devices: int) -> None:
     """Refuses lengths of sequences that zig-zag order does not allow, and leaves without dim 1."""
     for path, x in jax.tree_util.tree_leaves_with_path(batch):
         name = f"{field}{jax.tree_util.keystr(path)}"
@@ -50,7 +51,7 @@ def _check_positions(field: str, batch: Any, axis: str, devices: int) -> None:
             )
 
 
-def _check_dim(field: str, batch: Any, dim: int, axes: tuple[str, ...], devices: int) -> None:
+def _check_dim(field: str, batch: Batch, dim: int, axes: tuple[str, ...], devices: int) -> None:
     unit = f"entries along dim {dim}" if dim else "examples"
     sizes = {
         f"{field}{jax.tree_util.keystr(path)}": x.shape[dim]
@@ -74,7 +75,7 @@ def _check_dim(field: str, batch: Any, dim: int, axes: tuple[str, ...], devices:
         )
 
 
-def check_minibatches(batch: Any, num_minibatches: int, *, devices: int = 1) -> None:
+def check_minibatches(batch: Batch, num_minibatches: int, *, devices: int = 1) -> None:
     """Refuses a number of minibatches that does not divide the examples on each device."""
     if (
         isinstance(num_minibatches, bool)
@@ -92,7 +93,7 @@ def check_minibatches(batch: Any, num_minibatches: int, *, devices: int = 1) -> 
             )
 
 
-def split_minibatches(batch: Any, num_minibatches: int) -> Any:
+def split_minibatches(batch: Batch, num_minibatches: int) -> Any:
     """Reshapes `[B, ...]` leaves to `[M, B/M, ...]` for `M` minibatches; repeats scalars."""
     check_minibatches(batch, num_minibatches)
 

@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 
 from manualpar.core.tracing.scopes import CONTEXT_SCOPE
+from manualpar.core.trees import Batch
 
 
-def to_zigzag(batch: Any, axis: str) -> Any:
+def to_zigzag(batch: Batch, axis: str) -> Any:
     """Exchanges consecutive runs of positions for half blocks in zig-zag order.
 
     Leaves are `[B, S/axis, ...]`. Before the exchange, a leaf has the device's run of each

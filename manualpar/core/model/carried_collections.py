@@ -15,6 +15,7 @@ from manualpar.core.model.evaluation import SWITCHES, overrule, signature_of
 from manualpar.core.model.interface import InitArgs, ModelInterface
 from manualpar.core.model.varying_loops import varying_loops
 from manualpar.core.state.state_arrays import leaf_types
+from manualpar.core.trees import Batch, Variables
 
 # Collections of sown values, which the caller of the model reads and a state does not keep.
 SOWN_COLLECTIONS = frozenset({"intermediates", "losses", "perturbations"})
@@ -35,7 +36,7 @@ def find_carried_collections(
     paths = {name: leaf_types(tree).keys() for name, tree in others.items()}
     updated = dict(paths)
 
-    def call(variables: Any, rng: jax.Array, batch: Any) -> None:
+    def call(variables: Variables, rng: jax.Array, batch: Batch) -> None:
         args, kwargs = model.initial_call(batch, init_args)
         kwargs = {**kwargs, "rngs": {"params": rng}, "mutable": list(others)}
         with naming_unbound_axes(), varying_loops():

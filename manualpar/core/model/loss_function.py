@@ -19,10 +19,11 @@ like `model.apply`. `rng` is a key that differs between devices, minibatches and
 - A loop or a conditional may combine constants with data, see `varying_loops`.
 """
 
+import contextlib
 import difflib
 import linecache
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,22 +38,39 @@ LossFn = Callable[[Any, Callable[..., Any], Any, jax.Array], tuple[jax.Array, Ma
 
 
 def call_loss(loss_fn: LossFn, *args: Any) -> tuple[jax.Array, Metrics]:
-    """Calls a loss function and checks its results, while it is traced.
+    """Calls a loss function while it is traced, and checks what it returns."""
+    with tracing_loss():
+        result = loss_fn(*args)
+    return check_loss(result)
+
+
+@contextlib.contextmanager
+def tracing_loss() -> Iterator[None]:
+    """Opens the context in which a loss function is called while it is traced.
 
     Raises:
-      ValueError: The loss is not a scalar, metrics are not pairs of scalars with `"loss"` among
-        them, or a collective is over an axis that is not bound.
-      TypeError: It does not return a pair of a loss and a mapping, a loop in it or in the model
-        starts from a constant, or a constant is a cotangent.
+      ValueError: A collective is over an axis that is not bound.
+      TypeError: A loop in the loss or in the model starts from a constant, or a constant is a
+        cotangent.
     """
     try:
         with naming_unbound_axes(), varying_loops():
-            result = loss_fn(*args)
+            yield
     except (TypeError, ValueError) as error:
         message = _explain_constant(error)
         if message is None:
             raise
         raise TypeError(message) from error
+
+
+def check_loss(result: Any) -> tuple[jax.Array, Metrics]:
+    """Returns the loss and the metrics that a loss function returned, after it has checked them.
+
+    Raises:
+      ValueError: The loss is not a scalar, or metrics are not pairs of scalars with `"loss"` among
+        them.
+      TypeError: The result is not a pair of a loss and a mapping.
+    """
     if not isinstance(result, tuple) or len(result) != 2:
         raise TypeError(
             f"loss_fn returned a {type(result).__name__}, expected the pair (loss, metrics)."

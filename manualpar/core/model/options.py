@@ -16,7 +16,7 @@ from manualpar.core.mesh.axes import AxisName
 from manualpar.core.modes.strategy import MODES, ModeName, Stages
 from manualpar.core.modes.variable_reduction import CollectionSync
 from manualpar.core.parameters.annotations import Rules
-from manualpar.core.parameters.collectives import CommPolicy
+from manualpar.core.parameters.comm_policy import CommPolicy, Format
 from manualpar.core.parameters.quantized_collectives import BlockQuantizer
 
 Nonfinite = Literal["ignore", "report", "skip"]
@@ -234,20 +234,24 @@ def check_wire(strategy: str, options: Mapping[str, Any]) -> tuple[StoredDtypes,
             )
     if not options.get("reduce_code") and (rounding := [f for f in ROUNDING if options.get(f)]):
         raise ValueError(f"{strategy}: {rounding[0]}=True with no reduce_code, expected a code.")
-    codes: Any = {f: BlockQuantizer(options[f]) for f in CODES if options.get(f)}
-    dtypes = names["gather_dtype"], names["reduce_dtype"]
-    wire = CommPolicy(*dtypes, options.get("axis_by_axis", False), **codes)
+
+    def format_of(way: str) -> Format:
+        code = options.get(f"{way}_code")
+        return Format(names[f"{way}_dtype"], BlockQuantizer(code) if code else None)
+
+    axis_by_axis = options.get("axis_by_axis", False)
+    comm = CommPolicy(format_of("gather"), format_of("reduce"), axis_by_axis)
     for field, got, expected, choice in (
-        ("reduce_dtype", wire.reduce_dtype, None, "where it sums"),
+        ("reduce_dtype", comm.reduce.dtype, None, "where it sums"),
         *((name, options.get(name), None, "what it sends") for name in CODES),
-        ("axis_by_axis", wire.axis_by_axis, False, "how it sends"),
+        ("axis_by_axis", comm.axis_by_axis, False, "how it sends"),
     ):
         if got and mode != "manual":
             raise ValueError(
                 f"{strategy}: {field}={got!r} with mode={mode!r}, expected {expected}: XLA chooses "
                 f"{choice}. Use mode='manual'."
             )
-    return (names["frozen_dtype"] or names["param_dtype"], names["param_dtype"]), wire
+    return (names["frozen_dtype"] or names["param_dtype"], names["param_dtype"]), comm
 
 
 @contextlib.contextmanager

@@ -17,19 +17,20 @@ import jax
 from manualpar.core.mesh.axes import axis_tuple, is_axis_bound
 from manualpar.core.parameters.array_box import ArrayBox
 from manualpar.core.parameters.collectives import cast_to_varying
-from manualpar.core.parameters.placement import path_name, split_names
+from manualpar.core.parameters.parameter_info import split_names
 from manualpar.core.parameters.sharded_parameter import ShardedParameter, is_box
 from manualpar.core.parameters.split_parameter import take_shared
+from manualpar.core.trees import Infos, Params, path_name
 
 
-def as_whole(params: Any) -> Any:
+def as_whole(params: Params) -> Any:
     """Makes boxes gather over all axes, for a loss that reads them."""
     return jax.tree.map(
         lambda x: x.replace(is_whole=True) if isinstance(x, ArrayBox) else x, params, is_leaf=is_box
     )
 
 
-def boxed_parts(infos: Any, params: Any) -> Any:
+def boxed_parts(infos: Infos, params: Params) -> Any:
     """Boxes the parts of split parameters that are in no box."""
 
     def box(info: Any, x: Any) -> Any:
@@ -49,10 +50,10 @@ class PartOfDevice:
         part already.
     """
 
-    infos: Any
+    infos: Infos
     given: Any
 
-    def __call__(self, params: Any) -> Any:
+    def __call__(self, params: Params) -> Any:
         """Returns the tree with boxes of parts, and with parts of gathered arrays.
 
         Communication:

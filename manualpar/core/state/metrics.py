@@ -5,12 +5,34 @@ The mean is taken once, at the end, because a mean of means over unequal parts w
 
 import math
 import operator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 # A sum and a count by name: scalars on the device, or floats once fetched.
 Metrics = dict[str, tuple[Any, Any]]
+
+
+class StepSums(NamedTuple):
+    """The scalars of a step that add up over minibatches and over devices.
+
+    Attributes:
+      objective: The sum of the differentiated loss over the examples, and their number.
+      metrics: The metrics that the loss function returns.
+      nonfinite: The number of devices with a gradient that is not finite, and the number of all
+        devices; `None` if nobody asks.
+    """
+
+    objective: tuple[jax.Array, jax.Array]
+    metrics: Metrics
+    nonfinite: tuple[jax.Array, jax.Array] | None = None
+
+
+def mean(metric: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Returns the mean of a metric; 0 if its count is 0."""
+    total, count = metric
+    return total / jnp.where(count == 0, 1, count)
 
 
 def fetch_metrics(metrics: Metrics) -> dict[str, tuple[float, float]]:

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from manualpar.core.parameters.placement import path_name
 from manualpar.core.state.train_state import is_key
+from manualpar.core.trees import path_name
 from manualpar.errors import printable
 
 SHOWN = 5  # The maximum number of differences that an error lists.

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import optax
 from flax.training import train_state
 
+from manualpar.core.trees import Params
+
 
 class TrainState(train_state.TrainState):
     """Flax's train state with the training loop's key and the model's other collections.
@@ -42,7 +44,7 @@ class TrainState(train_state.TrainState):
         cls,
         *,
         apply_fn: Callable[..., Any],
-        params: Any,
+        params: Params,
         tx: optax.GradientTransformation,
         **kwargs: Any,
     ) -> Self:

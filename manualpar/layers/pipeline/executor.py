@@ -29,11 +29,12 @@ import jax
 import jax.numpy as jnp
 
 from manualpar.core.mesh.splitting import split_minibatches
-from manualpar.core.model.loss_function import Metrics
-from manualpar.core.modes.gradients import Reduce, WeightedLoss
+from manualpar.core.modes.gradients import ParamPair, Reduce, WeightedLoss
 from manualpar.core.parameters.collectives import cast_to_varying
 from manualpar.core.parameters.sharded_parameter import is_box
 from manualpar.core.parameters.trainable import combine, is_masked
+from manualpar.core.state.metrics import Metrics, StepSums
+from manualpar.core.trees import Batch, Collections, Grads
 from manualpar.layers.pipeline.exchange import exchange
 from manualpar.layers.pipeline.saved_activations import PipelineSaves
 from manualpar.layers.pipeline.schedule_table import Table
@@ -79,8 +80,13 @@ class PipelineRun:
         return self._differentiated(loss, params, collections, minibatches).loss
 
     def __call__(
-        self, loss: WeightedLoss, params: Any, collections: Any, minibatches: Any, reduce: Reduce
-    ) -> tuple[Any, Metrics, Any]:
+        self,
+        loss: WeightedLoss,
+        params: ParamPair,
+        collections: Collections,
+        minibatches: tuple[Batch, jax.Array],
+        reduce: Reduce,
+    ) -> tuple[Grads, StepSums, Collections]:
         """Adds up the gradients of all microbatches.
 
         Args:
@@ -144,7 +150,7 @@ class PipelineRun:
         """Makes the stage's work for `params`, a pair of trained and frozen parameters."""
 
         def combined_loss(combined: Any, *args: Any) -> Any:
-            return loss(_split_as(params, combined), *args)
+            return loss(*_split_as(params, combined), *args)
 
         is_trained = jax.tree.leaves(combine(_mark_trained(params)))
         return self._work(combined_loss, combine(params), collections, parts, is_trained)

@@ -42,9 +42,9 @@ from flax import nnx
 from manualpar.core.mesh.axes import is_axis_bound
 from manualpar.core.model.interface import register_interface
 from manualpar.core.model.linen.linen_model import LinenModel
-from manualpar.core.parameters.placement import path_name
 from manualpar.core.parameters.sharded_parameter import is_box
 from manualpar.core.parameters.split_parameter import SplitParameter
+from manualpar.core.trees import path_name
 from manualpar.layers.ring_chunks import LAYER_OVERLAPS, LayerOverlap
 from manualpar.layers.tensor_parallel.plan_calls import PlannedCalls
 from manualpar.layers.tensor_parallel.plan_check import check_on_shards

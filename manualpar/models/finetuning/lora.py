@@ -31,8 +31,8 @@ from flax.core.scope import LazyRng
 
 from manualpar.core.model.interface import ModelInterface, interface_of, register_interface
 from manualpar.core.model.linen.linen_model import LinenModel
-from manualpar.core.parameters.placement import path_name
 from manualpar.core.parameters.sharded_parameter import is_box
+from manualpar.core.trees import path_name
 from manualpar.layers import TensorParallel
 from manualpar.models.finetuning.low_rank import ADAPTED_LAYERS, add_low_rank, input_dims
 from manualpar.models.finetuning.quantized import CODES, QuantizedModel

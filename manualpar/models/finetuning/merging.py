@@ -60,7 +60,7 @@ def given_variables(program: Program, state: TrainState) -> list[tuple[Leaf, jax
 
     Each device holds its shards of all variables. Communication is as in `merge_lora`.
     """
-    adapter, leaves = program.step.model.adapter, variable_leaves(program)
+    adapter, leaves = program.model.adapter, variable_leaves(program)
     # Arrays on the host, as from flax's `from_bytes`, are moved to the devices.
     by_name: dict[str, Any] = {
         leaf.name: x if isinstance(x, jax.Array) else jax.device_put(x, leaf.abstract.sharding)
@@ -86,7 +86,7 @@ def given_variables(program: Program, state: TrainState) -> list[tuple[Leaf, jax
 
 def lora_interface(function: str, program: Program) -> LoRAInterface:
     """Returns the interface of the program's model; refuses a model without LoRA adapters."""
-    adapter = program.step.model.adapter
+    adapter = program.model.adapter
     if not isinstance(adapter, LoRAInterface):
         raise ValueError(
             f"{function}: the program's model is {adapter!r}, which has no adapters, expected one "

@@ -29,7 +29,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from manualpar.core.mesh.mesh_context import no_mesh
 from manualpar.core.parameters.collectives import gather_invariant
-from manualpar.core.parameters.placement import Placement, map_in_scopes, param_specs
+from manualpar.core.parameters.placement import Route, map_in_scopes, param_specs
 from manualpar.core.parameters.sharded_parameter import is_box
 from manualpar.core.program.program import Program
 from manualpar.core.tracing.scopes import EXAMPLES_SCOPE, TENSOR_SCOPE
@@ -113,11 +113,11 @@ class CachedSteps:
           TypeError: The model is not a `Transformer`.
           ValueError: The program is in stages, splits sequences, or lets XLA insert collectives.
         """
-        adapter = program.step.model.adapter
+        adapter = program.model.adapter
         _check(program, adapter.module)
         self.program, self.model = program, adapter.module.clone(**PLAIN)
         self._adapter = dataclasses.replace(adapter, module=self.model, phase="eval")
-        axes = program.step.roles.data_axes
+        axes = program.roles.data_axes
         self._rows, self._data_axes = PartitionSpec(axes), axes
         self.row_devices = 1
         for axis in axes:
@@ -200,7 +200,7 @@ class CachedSteps:
             return scores
 
         whole, mode = PartitionSpec(), self.program.step.mode
-        in_specs = (param_specs(self.program.step.placements), whole, *(self._rows,) * 3)
+        in_specs = (param_specs(self.program.placements), whole, *(self._rows,) * 3)
         run = mode.run(on_device, in_specs=in_specs, out_specs=whole)
         scores: Scores = run(params, collections, inputs, labels, marked)
         return scores
@@ -224,11 +224,11 @@ class CachedSteps:
         return logits, new[NEW_KEYS]
 
     def _boxes(self, params: Any) -> Any:
-        def box(place: Placement, x: jax.Array) -> Any:
+        def box(place: Route, x: jax.Array) -> Any:
             boxed = self.program.step.mode.box(place, x)
             return boxed.unbox() if place.keep and is_box(boxed) else boxed
 
-        return map_in_scopes(box, self.program.step.placements, params)
+        return map_in_scopes(box, self.program.placements, params)
 
     def _draw(self, logits: jax.Array, *args: Any) -> Drawn:
         """Draws from the logits of all tokens, the same on all devices along the model axis."""

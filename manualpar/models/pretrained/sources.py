@@ -94,7 +94,7 @@ def transformer_of(program: Program) -> Transformer:
     Raises:
       ValueError: It trains another model.
     """
-    model: Any = program.step.model.adapter.module
+    model: Any = program.model.adapter.module
     while model is not None and not isinstance(model, Transformer):
         model = getattr(model, "module", None)
     if model is None:

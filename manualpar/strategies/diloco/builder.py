@@ -22,12 +22,12 @@ from manualpar.core.model.interface import Model
 from manualpar.core.model.loss_function import LossFn
 from manualpar.core.model.options import CODES, ProgramOptions, check_choice
 from manualpar.core.parameters.block_quantization import Quantization
-from manualpar.core.parameters.collectives import CommPolicy
+from manualpar.core.parameters.comm_policy import CommPolicy, Format
 from manualpar.core.parameters.quantized_collectives import BlockQuantizer
 from manualpar.core.program.program import Program
 from manualpar.core.tracing.jaxprs import all_equations
 from manualpar.core.tracing.scopes import METRICS_SCOPE, purpose_of
-from manualpar.strategies.diloco.program import DiLoCoProgram, build_diloco
+from manualpar.strategies.diloco.program import build_diloco
 from manualpar.strategies.fsdp import fsdp
 
 
@@ -44,7 +44,7 @@ def diloco(
     outer_overlap: bool = False,
     replica_axis: AxisName = "replica",
     **options: Unpack[ProgramOptions],
-) -> DiLoCoProgram:
+) -> Program:
     """Builds training whose replicas take `every` inner steps between two outer steps.
 
     ```python
@@ -138,9 +138,11 @@ def diloco(
         replica_axes=axes,
         every=every,
         outer_tx=outer_tx,
-        outer_wire=CommPolicy(
-            reduce_dtype=inner_program.wire.reduce_dtype,
-            reduce_code=BlockQuantizer(outer_code) if outer_code else None,
+        outer_comm=CommPolicy(
+            reduce=Format(
+                inner_program.comm.reduce.dtype,
+                BlockQuantizer(outer_code) if outer_code else None,
+            )
         ),
         num_fragments=outer_fragments,
         overlap=outer_overlap,
@@ -195,10 +197,11 @@ def _check(
     return mesh, batch, axes
 
 
-def _check_steps(program: DiLoCoProgram) -> None:
+def _check_steps(program: Program) -> None:
     """Refuses outer steps that fail, and inner steps that send replicas more than metrics."""
+    assert program.outer is not None
     try:
-        for outer_step in program.outer_steps:
+        for outer_step in program.outer.steps:
             outer_step.trace(program.abstract_state)
     except TypeError as error:
         raise TypeError(
@@ -217,7 +220,7 @@ def _check_steps(program: DiLoCoProgram) -> None:
         named = (eqn.params.get("axis_name"), *(eqn.params.get("axes") or ()))
         scope = str(eqn.source_info.name_stack)
         is_silent = eqn.primitive.name in ("axis_index", "pvary", "shard_map")
-        crosses = {*program.replica_axes} & {
+        crosses = {*program.outer.replica_axes} & {
             x for x in jax.tree.leaves(named) if isinstance(x, str)
         }
         if crosses and not is_silent and purpose_of(scope) != METRICS_SCOPE:

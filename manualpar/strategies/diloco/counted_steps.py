@@ -15,9 +15,8 @@ import jax.numpy as jnp
 
 from manualpar.core.model.loss_function import Metrics
 from manualpar.core.program.guarded_step import check_alive, is_deleted
+from manualpar.core.program.outer_steps import StepFunction
 from manualpar.core.state.train_state import TrainState
-
-StepFunction = Callable[[TrainState, Any], tuple[TrainState, Metrics]]
 
 
 class OuterStep:
@@ -69,7 +68,7 @@ class CountedStep:
         due_at: Callable[[int], int | None],
         every: int,
     ) -> None:
-        """Combines the steps of a `DiLoCoProgram`.
+        """Combines the steps of DiLoCo.
 
         `due_at(number)` returns the fragment that step `number` exchanges, or `None`.
         """

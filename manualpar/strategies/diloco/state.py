@@ -34,7 +34,7 @@ class DiLoCoState:
     """Makes the state of all replicas; each replica has a state of the program `inner`.
 
     Attributes:
-      placements: The tree of parameters with a `Placement` at each leaf.
+      placements: The tree of parameters with a `Route` at each leaf.
       fragments: Divides the parameters into parts that are exchanged at different steps.
       fragment_tx: The outer optimizer of one fragment.
       outer_tx: The outer optimizer of all fragments.

@@ -11,10 +11,11 @@ from typing import Any
 
 from manualpar.core.model.evaluation import EVAL_SWITCHES, required, signature_of
 from manualpar.core.model.interface import InitArgs
+from manualpar.core.trees import Batch
 
 
 def initial_call(
-    module: Any, batch: Any, init_args: InitArgs | None = None
+    module: Any, batch: Batch, init_args: InitArgs | None = None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns the `args` and `kwargs` with which a module is initialised.
 

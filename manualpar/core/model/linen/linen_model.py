@@ -34,6 +34,7 @@ from manualpar.core.model.interface import InitArgs, ModelInterface, register_in
 from manualpar.core.model.linen.call_arguments import initial_call
 from manualpar.core.model.recurrence import varying_linen_carries
 from manualpar.core.model.split_dropout import SplitAttention, key_like
+from manualpar.core.trees import Batch, Variables
 
 
 @register_interface
@@ -65,7 +66,7 @@ class LinenModel(ModelInterface):
         return apply
 
     def initial_call(
-        self, batch: Any, init_args: InitArgs | None
+        self, batch: Batch, init_args: InitArgs | None
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns `call_arguments.initial_call` of the module."""
         return initial_call(self.module, batch, init_args)
@@ -84,7 +85,7 @@ class LinenModel(ModelInterface):
         del path
         return kernel
 
-    def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
+    def apply(self, variables: Variables, *args: Any, **kwargs: Any) -> Any:
         """Calls `module.apply` with fields replaced in every module.
 
         Raises:
