@@ -85,6 +85,15 @@ def test_a_config_that_does_not_lock_itself_is_locked(tmp_path):
     assert _parse(f"--config={tmp_path / 'a.py'}").config.is_locked
 
 
+def test_a_mesh_that_is_no_dict_leaves_the_overrides_alone(tmp_path):
+    text = (CONFIGS / "fsdp.py").read_text()
+    text = text.replace('ConfigDict({"data": -1})', "None")
+    (tmp_path / "a.py").write_text(text)
+    command = _parse(f"--config={tmp_path / 'a.py'}", "--config.seed=1")
+    with pytest.raises(ValueError, match=r"parallel\.mesh is None, expected a dict of axis"):
+        check_config(command.config)
+
+
 def test_force_is_off_unless_asked_for():
     assert (_parse().flags.force, _parse("--force").flags.force) == (False, True)
 

@@ -18,6 +18,7 @@ from manualpar.models.generation.drawing import Drawing
 from manualpar.models.generation.sampling import sample_tokens
 from manualpar.models.generation.scoring import score_completions
 from tests.models.finetuning.adapted_models import BATCH, PLAN, SOMEBODYS, Somebodys
+from tests.refused.sentences import cases
 from tests.refused.table import check_refused, rows
 
 KEY = jax.eval_shape(lambda: jax.random.key(0))
@@ -107,27 +108,31 @@ REFUSED = [
     *rows(
         "language_model_loss",
         lose,
-        # Numpy would spread it over the tokens: there are as many as examples.
-        (
-            {"mask": np.ones(3)},
-            r"language_model_loss: batch.mask has the shape \(3,\), expected \(3, 3\): one for",
-        ),
-        (
-            {"labels": np.ones((3, 4), int)},
-            r"language_model_loss: batch.labels has the shape \(3, 4\), expected \(3, 3\)",
-        ),
-        (
-            {"answer": lambda x, y: x},
-            r"language_model_loss: .*takes labels, returned arrays of the shapes \[\(3, 3\)\], exp",
-        ),
-        (
-            {"answer": lambda x, y: (x, y[0])},
-            r"language_model_loss: .*takes labels, returned arrays of the shapes \[\(3, 3\), "
-            r"\(3,\)\], expected two of \(3, 3\)",
-        ),
-        (
-            {"answer": lambda x, y: (x * 0.5, x == y), "mask": np.ones(3)},
-            r"batch.mask has the shape \(3,\), expected \(3, 3\)",
+        *cases(
+            # Numpy would spread it over the tokens: there are as many as examples.
+            (
+                {"mask": np.ones(3)},
+                r"batch.mask has the shape \(3,\), expected \(3, 3\): one for each",
+            ),
+            (
+                {"labels": np.ones((3, 4), int)},
+                r"batch.labels has the shape \(3, 4\), expected \(3, 3\)",
+            ),
+            (
+                {"answer": lambda x, y: x},
+                r".*takes labels, returned arrays of the shapes \[\(3, 3\)\], expected two of "
+                r"\(3, 3\)",
+            ),
+            (
+                {"answer": lambda x, y: (x, y[0])},
+                r".*takes labels, returned arrays of the shapes \[\(3, 3\), \(3,\)\], expected "
+                r"two of \(3, 3\)",
+            ),
+            (
+                {"answer": lambda x, y: (x * 0.5, x == y), "mask": np.ones(3)},
+                r"batch.mask has the shape \(3,\), expected \(3, 3\)",
+            ),
+            begins="language_model_loss: ",
         ),
     ),
     *rows(
@@ -201,14 +206,17 @@ REFUSED = [
     *rows(
         "sample_tokens",
         sample,
-        (([], {}), r"sample_tokens: prompt has the shape \(0,\), expected \[tokens\] or"),
-        ((np.zeros((2, 0), int), {}), r"sample_tokens: prompt has the shape \(2, 0\)"),
-        ((3, {}), r"sample_tokens: prompt has the shape \(\)"),
+        *cases(
+            (([], {}), r"prompt has the shape \(0,\), expected \[tokens\] or"),
+            ((np.zeros((2, 0), int), {}), r"prompt has the shape \(2, 0\)"),
+            ((3, {}), r"prompt has the shape \(\)"),
+            (([1], {"num_tokens": 0}), "num_tokens is 0, expected at least 1"),
+            (([1], {"sequence_length": 0}), "sequence_length is 0, expected at least 1"),
+            (([1], {"temperature": -1}), "temperature is -1, expected a finite number from 0"),
+            (([1], {"temperature": float("nan")}), "temperature is nan, expected a finite"),
+            begins="sample_tokens: ",
+        ),
         (([1.5], {}), TypeError, "sample_tokens: prompt is of float64, expected integers"),
-        (([1], {"num_tokens": 0}), "sample_tokens: num_tokens is 0, expected at least 1"),
-        (([1], {"sequence_length": 0}), "sample_tokens: sequence_length is 0, expected at least 1"),
-        (([1], {"temperature": -1}), "sample_tokens: temperature is -1, expected a finite number"),
-        (([1], {"temperature": float("nan")}), "sample_tokens: temperature is nan, expected a fin"),
     ),
     *rows(
         "score_completions",

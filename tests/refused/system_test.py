@@ -1,6 +1,5 @@
 """What is refused of clusters, of paths in buckets, and of files that anybody may have written."""
 
-import asyncio
 import functools
 import importlib.util
 import socket
@@ -11,9 +10,7 @@ import pytest
 
 from manualpar.errors import MissingExtraError
 from manualpar.system.cluster import initialize
-from manualpar.system.cluster.channel import knock
 from manualpar.system.cluster.environment import find_assignment
-from manualpar.system.cluster.messages import Terms
 from manualpar.system.cluster.startup import listen
 from manualpar.system.reports.pictures import new_figure
 from manualpar.system.storage import as_path, untrusted
@@ -70,12 +67,6 @@ def draw(path):
 def listen_where_another_does(host):
     with socket.create_server((host, 0)) as server:
         listen(f"{host}:{server.getsockname()[1]}")
-
-
-def knock_where_nobody_is(host):
-    with socket.create_server((host, 0)) as server:
-        port = server.getsockname()[1]
-    asyncio.run(knock([host], port, Terms(1, 2, "", 20.0, 0.2)))
 
 
 def parse_at_most_99_bytes(text):
@@ -150,11 +141,6 @@ REFUSED = [
         "listen",
         listen_where_another_does,
         ("127.0.0.1", ConnectionError, "another program has that port"),
-    ),
-    *rows(
-        "process 0",
-        knock_where_nobody_is,
-        ("127.0.0.1", ConnectionError, r"cannot be reached on its port \d+ within 0.2 s"),
     ),
     *rows(
         "path",

@@ -308,7 +308,8 @@ REFUSED = [
             ),
             (
                 {"parallel.mesh": {"expert": 4, "model": 2}},
-                "has the axes ['expert', 'model'] and the model has no experts to divide over 'ex",
+                "has the axes ['expert', 'model'] and the model has no experts to divide over "
+                "'expert'",
             ),
         ),
     ),

@@ -377,6 +377,13 @@ def test_process_0_may_come_last(capfd):
     assert joined
 
 
+def test_process_0_that_never_comes_is_an_error():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with pytest.raises(ConnectionError, match=f"cannot be reached on its port {port} within 0.2 s"):
+        asyncio.run(knock(["127.0.0.1"], port, Terms(1, 2, "", 20.0, 0.2)))
+
+
 def test_addresses():
     assert split_address("10.0.0.1:12") == ("10.0.0.1", 12)
     assert split_address("[::1]:12") == ("::1", 12)
