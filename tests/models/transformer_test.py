@@ -302,13 +302,13 @@ def test_a_window_hides_what_is_farther_away_and_a_cap_bounds_scores():
     assert jnp.abs(before - capped).max() > 1e-3
 
 
-@pytest.mark.slow
 def test_attention_that_cannot_run_is_refused_but_its_parameters_can_be_made():
     model = SMALL.clone(attention="cudnn")
     with pytest.raises(ValueError, match=r"config.model.attention.* 'cudnn', and the devices"):
         jax.eval_shape(model.apply, {"params": _params(model)}, _tokens((2, 8)))
 
 
+@pytest.mark.slow
 def test_weights_begin_as_documented():
     model = Transformer(vocab_size=512, num_layers=8, hidden_size=256, num_heads=8, mlp_size=768)
     params = _init(model)

@@ -28,27 +28,16 @@ def load(options):
     load_dataset(seed=0, **options)
 
 
-def options_of(source, **options):
-    return {"source": source, **options}
-
-
-def find_in(files):
-    """Looks for files in this folder, or one of its patterns."""
-    pattern, names = files
-    for name in names:
-        (HERE / name).write_bytes(b"x")
-    find_files(pattern)
-
-
 def find_unreadable(name):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "access", lambda path, mode: path.name != name)
-        find_in((".", [f"{i}.txt" for i in range(5)]))
+        (HERE / name).write_bytes(b"x")
+        find_files(".")
 
 
 def load_one_line(line):
     (HERE / "a.txt").write_bytes(line)
-    load(options_of("text", path=".", sequence_length=8))
+    load({"source": "text", "path": ".", "sequence_length": 8})
 
 
 def read_changed(content):
@@ -104,7 +93,7 @@ def read_changed_documents(line):
 def cache_in_a_file(name):
     (HERE / name).write_text("")
     path = write_documents(HERE, "jsonl", DOCUMENTS)
-    load(options_of("jsonl", path=path, sequence_length=16, held_out=0.1, cache=name))
+    load({"source": "jsonl", "path": path, "sequence_length": 16, "held_out": 0.1, "cache": name})
 
 
 def load_damaged(damage):
@@ -163,29 +152,29 @@ SOURCES = [
         load,
         *cases(
             (
-                options_of("mnist"),
+                {"source": "mnist"},
                 "source is 'mnist', expected one of digits, synthetic, text, tokens",
             ),
-            (options_of("text"), "sequence_length is 0, expected at least 1 for the source 'text'"),
+            ({"source": "text"}, "sequence_length is 0, expected at least 1 for the source 'text'"),
             (
-                options_of("tokens"),
+                {"source": "tokens"},
                 "sequence_length is 0, expected at least 1 for the source 'tokens'",
             ),
             (
-                options_of("tokens", sequence_length=1, tokenizer="t.json"),
+                {"source": "tokens", "sequence_length": 1, "tokenizer": "t.json"},
                 "tokenizer is 't.json', expected '' for the source 'tokens'",
             ),
-            (options_of("text", sequence_length=1, path="/no/such"), "path is '/no/such'"),
-            (options_of("tokens", sequence_length=1, path="/no/such"), "path is '/no/such'"),
+            ({"source": "text", "sequence_length": 1, "path": "/no/such"}, "path is '/no/such'"),
+            ({"source": "tokens", "sequence_length": 1, "path": "/no/such"}, "path is '/no/such'"),
             (
-                options_of("text", sequence_length=1, tokenizer="/no/such"),
+                {"source": "text", "sequence_length": 1, "tokenizer": "/no/such"},
                 "tokenizer is '/no/such'",
             ),
             begins=r"^config\.data\.",
         ),
         *(
             (
-                options_of(source, path="s3://AKIAUSER:hush@bucket/x", sequence_length=32),
+                {"source": source, "path": "s3://AKIAUSER:hush@bucket/x", "sequence_length": 32},
                 "^(?!.*hush).*credentials come from the environment",
             )
             for source in ("text", "tokens", "jsonl")
@@ -193,9 +182,9 @@ SOURCES = [
     ),
     *rows(
         "text",
-        find_in,
+        find_files,
         *(
-            ((path, []), r"config\.data\.path is .* stands for no file with any")
+            (path, r"config\.data\.path is .* stands for no file with any")
             for path in ("/no/such", ".", "*.txt")
         ),
     ),
@@ -215,7 +204,7 @@ SOURCES = [
     ),
     *rows(
         "mixture",
-        lambda mixture: load(options_of("mixture", mixture=mixture, **SHORT)),
+        lambda mixture: load({"source": "mixture", "mixture": mixture, **SHORT}),
         ((), r"config\.data\.mixture is \(\), expected an entry"),
         (("jsonl x",), r"the entry 'jsonl x', whose source is 'x', none of text, tokens, jsonl"),
         (("0.5 mixture x",), r"whose source is 'mixture', none of"),
