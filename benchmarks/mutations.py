@@ -1,20 +1,19 @@
-"""Mutation test of our own collectives: each is got wrong in turn, and the tests must notice.
+"""Mutation test of this package's collectives: each is made wrong, and a test must fail.
 
 python -m benchmarks.mutations [--jobs 1] [--only NAME] [--list] [--timeout S] [--output FILE.md]
                                [--results FOLDER] [--shard I/N]
 
-`mutation_sites` says which calls are mutated, `mutation_operators` how. Every mutant is made in a
-copy of the working tree as it was when the command began; there `TESTS` run in one process until
-the first fails. A mutant is killed if a test fails, which includes a program that jax refuses to
-trace, or if the tests take longer than the timeout. Mutants that are the same program as the
-original are not run; they stand in `EQUIVALENT` with the reason. Without a mutation all tests must
-pass: that is run first, and fills a cache of compiled programs for the others. (The cache finds a
-program by everything that the compiler sees, so a mutant shares only what it has in common with the
-original.)
+`mutation_sites` finds the calls, and `mutation_operators` mutates them. Each mutant is applied to a
+snapshot of the working tree, which is taken when the command begins. There `TESTS` run in one
+process until the first failure. A mutant is killed if a test fails (also if JAX refuses to trace a
+program), or if the tests take longer than the timeout. Mutants that are equivalent to the original
+are not run; `EQUIVALENT` lists them with reasons. The tests run first without a mutation. They must
+pass, and fill a cache of compiled programs. (The cache's key is everything that the compiler sees,
+so a mutant shares only the programs that it does not change.)
 
-The whole takes hours. With `--results` every outcome is appended to a file in that folder, and a
-later command goes on from there, as long as the package and the tests are the same. With `--shard`
-a command runs every N-th mutant, so that several can share the work and one folder of results.
+All mutants take hours. With `--results` every outcome is appended to a file in that folder, and a
+later command goes on from there if the package and the tests have not changed. With `--shard` a
+command runs every N-th mutant, so that several commands can share the work and a results folder.
 """
 
 import argparse
@@ -57,7 +56,7 @@ DROPOUT = (
     "tests/core/program/program_test.py"
     "::test_dropout_masks_differ_on_every_example_minibatch_and_step"
 )
-# In this order every mutant is tried on them.
+# The tests of every mutant, in this order.
 TESTS = (
     "tests/core/parameters/collectives_test.py",
     "tests/core/mesh/rng_test.py",
@@ -75,7 +74,7 @@ TESTS = (
     "tests/core/program/program_test.py::test_evaluation_is_without_dropout_and_counts_what_the_mask_says",
     DROPOUT,
 )
-# What is likely to kill a mutant of such a name runs before them; the first name that fits counts.
+# Tests that run first, because they probably kill mutants with such names; the first match counts.
 FIRST = {
     "core.modes.variable_reduction:*": (
         "tests/core/modes/gradients_test.py",
@@ -157,14 +156,14 @@ FIRST = {
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What the tests said of a mutant, or of no mutant.
+    """The outcome of the tests for a mutant, or for the original.
 
     Attributes:
       killed_by: The test that failed; `""` if all passed.
-      error: The type of the exception in it: an `AssertionError` says that numbers, copies or
-        counts were wrong, another one that the program was refused.
-      seconds: How long they took.
-      output: What they wrote; not kept in a file of results.
+      error: The type of the test's exception: `AssertionError` if numbers, copies or counts were
+        wrong, another type if the program was refused.
+      seconds: The time of the tests.
+      output: The output of the tests, which files of results leave out.
     """
 
     killed_by: str
@@ -174,7 +173,7 @@ class Outcome:
 
 
 def select_tests(mutant: Mutant | None) -> tuple[str, ...]:
-    """The tests for a mutant, in their order; for no mutant those for any."""
+    """Returns the tests for a mutant in order; without a mutant, the tests for all mutants."""
     fitting = [t for name, t in FIRST.items() if not mutant or fnmatchcase(mutant.name, name)]
     first = [test for tests in fitting[: 1 if mutant else None] for test in tests]
     return tuple(dict.fromkeys([*first, *TESTS]))
@@ -186,7 +185,7 @@ def run_tests(
     """Runs the tests in a copy of the snapshot with a mutation.
 
     Raises:
-      RuntimeError: The tests could not be run, which says nothing about the mutant.
+      RuntimeError: The tests could not run, so that the outcome is unknown.
     """
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "copy"
@@ -230,14 +229,14 @@ def run_tests(
 
 
 def hash_sources(snapshot: Path) -> str:
-    """Tells the package and the tests of a snapshot from those of another."""
+    """Hashes the package and the tests of a snapshot."""
     files = [path for top in ("manualpar", "tests") for path in (snapshot / top).rglob("*.py")]
     parts = [f"{path.relative_to(snapshot)}\0{path.read_text('utf-8')}" for path in sorted(files)]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
 def save_outcome(path: Path, sources: str, name: str, outcome: Outcome) -> None:
-    """Appends an outcome in one line, which several processes may do at a time."""
+    """Appends an outcome as one line; several processes may append at the same time."""
     fields = dataclasses.asdict(dataclasses.replace(outcome, output=""))
     line = json.dumps({"sources": sources, "mutant": name, **fields})
     with path.open("a", encoding="utf-8") as file:
@@ -245,7 +244,7 @@ def save_outcome(path: Path, sources: str, name: str, outcome: Outcome) -> None:
 
 
 def load_outcomes(path: Path, sources: str) -> dict[str, Outcome]:
-    """The outcomes so far by mutant, where `""` is no mutant, without those of other sources."""
+    """Reads the outcomes for these sources by mutant; `""` is the original."""
     outcomes = {}
     for line in path.read_text("utf-8").splitlines() if path.exists() else ():
         fields = json.loads(line)
@@ -256,7 +255,7 @@ def load_outcomes(path: Path, sources: str) -> dict[str, Outcome]:
 
 
 def report(sites: Sequence[Site], outcomes: dict[str, Outcome], total: int, command: str) -> str:
-    """The result in Markdown: a table with a row for each site and a column for each kind."""
+    """Makes a Markdown table with a row for each site and a column for each kind."""
     survivors = [name for name, outcome in outcomes.items() if not outcome.killed_by]
     killed = len(outcomes) - len(survivors)
     kill_rate = f"{killed / max(len(outcomes), 1):.1%}"
@@ -299,7 +298,7 @@ def report(sites: Sequence[Site], outcomes: dict[str, Outcome], total: int, comm
 
 
 def write_section(path: Path, section: str) -> None:
-    """Puts a section in a Markdown file in place of that with the same heading, else at its end."""
+    """Replaces the section with the same heading in a Markdown file, or appends the section."""
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     heading = section.splitlines()[0]
     before, found, after = f"\n{text}".partition(f"\n{heading}\n")
@@ -309,12 +308,12 @@ def write_section(path: Path, section: str) -> None:
 
 
 def choose(mutants: Iterable[Mutant], only: str) -> tuple[Mutant, ...]:
-    """The mutants to run: those with `only` in their name that are another program."""
+    """Returns the mutants with `only` in their name that are not equivalent."""
     return tuple(m for m in mutants if only in m.name and not m.equivalent)
 
 
 def parse_shard(text: str) -> tuple[int, int]:
-    """`2/4`: every fourth mutant, from the second."""
+    """Parses a shard; `2/4` is every fourth mutant, from the second."""
     match = re.fullmatch(r"(\d+)/(\d+)", text)
     if not match or not 1 <= int(match[1]) <= int(match[2]):
         raise argparse.ArgumentTypeError(f"is {text!r}, expected I/N with 1 <= I <= N")
@@ -394,7 +393,7 @@ def main() -> None:
                     verdict = f"killed by {outcome.killed_by} ({outcome.error})"
                 where = f"{mutant.site.path}:{mutant.site.line}"
                 print(f"{where} {mutant.name} {verdict} {outcome.seconds:.1f} s", flush=True)
-                if arguments.output:  # After each: a run that is broken off leaves what it has.
+                if arguments.output:  # An interrupted run keeps its results.
                     write_section(arguments.output, summarise())
         if arguments.output:
             write_section(arguments.output, summarise())

@@ -105,7 +105,7 @@ def step_bytes(program: Program, *, stage: int | None = None) -> dict[tuple[str,
     if program.mode == "auto-unconstrained":
         raise ValueError(
             "step_bytes: program has mode='auto-unconstrained', expected 'manual', 'auto' or "
-            "'explicit': the compiler is free to send what it likes. Read what it sends with "
+            "'explicit', because in this mode the compiler chooses the collectives. Read them with "
             "compiled_collectives."
         )
     if program.outer is not None:
@@ -307,7 +307,7 @@ def _gathers(
     if sum(is_data) > 1:
         raise ValueError(
             f"step_bytes: parameter {info.path} is sharded as {names}, expected data axes in one "
-            "dimension at most. Read what is sent with trace_collectives."
+            "dimension at most. Read the bytes with trace_collectives."
         )
     loops = [] if once_a_step else sorted(info.loop_dims)
     calls = math.prod(info.shape[i] // axes_size(program.mesh, axis_tuple(names[i])) for i in loops)

@@ -110,8 +110,8 @@ def step_memory(program: Program, *, platform: str = "tpu") -> Memory:
     if platform not in FUSIONS:
         raise ValueError(
             f"step_memory: platform={platform!r}, expected one of "
-            f"{', '.join(map(repr, FUSIONS))}: how others fuse has not been measured. Take the one "
-            "that is nearer."
+            f"{', '.join(map(repr, FUSIONS))}, because the fusion of other platforms has not been "
+            "measured. Use the more similar one."
         )
     if program.outer is not None:  # One replica, and the common parameters.
         state = program.abstract_state
@@ -160,8 +160,9 @@ def _trace(program: Program) -> ClosedJaxpr:
             raise ValueError(
                 f"step_memory: program has mode={program.mode!r}"
                 f"{f' on a mesh with the axes {others} besides {program.data_axes}' * bool(others)}"
-                ", expected mode 'manual', or 'auto' or 'explicit' on data axes alone: the "
-                "compiler is free to hold what it likes. Compile it and ask its memory_analysis()."
+                ", expected mode 'manual', or 'auto' or 'explicit' with data axes only, because "
+                "here the compiler chooses the layouts. Compile the step and read its "
+                "memory_analysis()."
             )
         asked = program.step
         mode = Manual(asked.mode.mesh, asked.mode.data_axes, asked.mode.comm)

@@ -72,8 +72,9 @@ def assert_same_as_one_device(
     mesh: Any = program.mesh
     if isinstance(mesh, AbstractMesh) or jax.process_count() > 1:
         raise ValueError(
-            "assert_same_as_one_device: the program is on an abstract mesh or on those of several "
-            "processes, expected devices of this process. Build it on make_mesh in one process."
+            "assert_same_as_one_device: the program is on an abstract mesh or on devices of "
+            "several processes, expected devices of this process. Build it on make_mesh in one "
+            "process."
         )
     check_batch("assert_same_as_one_device: batch", batch, program.mesh, program.roles)
     state = program.init(rng)
@@ -92,9 +93,9 @@ def assert_same_as_one_device(
         one, one_again = map(_on_one_device(program, state, batch), keys)
     if any(compare(one_again, one)):
         raise ValueError(
-            "assert_same_as_one_device: loss_fn depends on its rng: with two keys one device has "
-            "two results, so there is nothing to compare. Switch dropout and other randomness off "
-            "(a rate of 0, or a model made with deterministic=True)."
+            "assert_same_as_one_device: loss_fn depends on its rng, expected the same result with "
+            "every key. Switch dropout and other randomness off (a rate of 0, or a model made with "
+            "deterministic=True)."
         )
     unpadded_params, _ = partition(program.placements, program.whole_state.params)
     grads = jax.tree.map(_unpadded, grads, unpadded_params)
@@ -196,22 +197,22 @@ def _unpadded(x: Any, like: Any) -> Any:
 
 def _known_reasons(program: Program) -> str:
     """Returns the known causes of such a difference that the program may have."""
-    reasons = " A loss that couples examples takes all of them with manualpar.gather_examples."
+    reasons = " A loss that couples examples must gather them with manualpar.gather_examples."
     if program.num_minibatches > 1:
         reasons += (
-            f" To a loss that couples examples, each of num_minibatches={program.num_minibatches} "
-            "is a batch of its own."
+            " A loss that couples examples couples only those of one minibatch, and this program "
+            f"has num_minibatches={program.num_minibatches}."
         )
     if "batch_stats" in program.whole_state.collections:
         reasons += (
-            " The model has batch_stats: statistics of a batch are those of the examples that a "
-            "device has at once. nn.BatchNorm(axis_name=...) makes them global, "
-            "use_running_average=True leaves them out of the comparison."
+            " The model has batch_stats, which each device computes from its own examples. "
+            "nn.BatchNorm(axis_name=...) makes them global; use_running_average=True excludes "
+            "them from the comparison."
         )
     if any(place.split_axes for _, place in program.parameters):
         reasons += (
-            " Layers compute with parts of their parameters: no type refuses a bias that is added "
-            "before leave, a mean in place of the sum, a product of parts that nothing has summed, "
-            "or a norm over features that are split."
+            " Layers compute with parts of their parameters. JAX's types do not detect a bias that "
+            "is added before leave, a mean in place of the sum, a product of unsummed parts, or a "
+            "norm over split features."
         )
     return reasons

@@ -193,15 +193,15 @@ def ledger(
     if spread := {product.spread for product in products if product.spread > 1 and product.flops}:
         where = "on global arrays" if num_devices in spread else "along axes left to XLA"
         notes.append(
-            f"FLOPs {where} are taken as spread evenly over {max(spread)} devices: where XLA "
-            "computes the same on several, a device's are more"
+            f"FLOPs {where} are taken as spread evenly over {max(spread)} devices; a device has "
+            "more of them if XLA repeats a computation on several devices"
         )
     if names := sorted(set(uncounted(all_equations(jaxpr)))):
         notes.append(f"FLOPs of {', '.join(names)} are not known here and left out")
     if ours and ours.mode != "manual":
         notes.append(
-            f"mode={ours.mode!r}: the compiler writes the collectives, so they stand in the "
-            "compiled program only"
+            f"mode={ours.mode!r}: the compiler writes the collectives, so only the compiled "
+            "program has them"
         )
     if ours and (codes := describe_codes(ours.comm)):
         notes.append(f"sent quantized: {codes}")
@@ -229,9 +229,8 @@ def ledger(
         return result
     if ours and isinstance(meshes[0], AbstractMesh):
         raise ValueError(
-            f"ledger: compile=True, and {result.name} is on an abstract mesh, of devices that "
-            "nobody has; expected a mesh of devices. Build it on one of make_mesh, or leave "
-            "compile=False."
+            f"ledger: compile=True, but {result.name} is on an abstract mesh, expected a mesh of "
+            "devices. Build the program on a mesh of make_mesh, or leave compile=False."
         )
     compiled = read_compiled(traced.lower().compile(), stage=sending.stage)
     changes = find_changes(collectives, compiled.collectives, root=root)
@@ -260,8 +259,8 @@ def _trace(program: Any, args: tuple[Any, ...]) -> jax.stages.Traced:
     """Traces a program or a function; refuses one that cannot be traced."""
     if isinstance(program, Program | jax.stages.Traced) and args:
         raise TypeError(
-            f"ledger: {_name(program)} was given {len(args)} arguments, expected none: it has "
-            "its own. Leave them out."
+            f"ledger: {_name(program)} was given {len(args)} arguments, expected none, because the "
+            "program already has its arguments. Leave them out."
         )
     if isinstance(program, jax.stages.Traced):
         return program
@@ -272,7 +271,7 @@ def _trace(program: Any, args: tuple[Any, ...]) -> jax.stages.Traced:
     if not callable(program):
         raise TypeError(
             f"ledger: program is a {type(program).__name__}, expected a Program, a function with "
-            "its abstract arguments, or what jax.jit(f).trace(*args) returns."
+            "its abstract arguments, or the result of jax.jit(f).trace(*args)."
         )
     name, function = _name(program), program
     if not hasattr(program, "trace"):
@@ -308,7 +307,7 @@ def _check_arguments(name: str, function: Callable[..., Any], args: tuple[Any, .
         if not is_array and not isinstance(leaf, bool | int | float | complex):
             raise TypeError(
                 f"ledger: {name} was given args{jax.tree_util.keystr(path)}={leaf!r}, expected an "
-                "array or a jax.ShapeDtypeStruct(shape, dtype). Bind what is no array with "
+                "array or a jax.ShapeDtypeStruct(shape, dtype). Bind other values with "
                 "functools.partial, or jit the function with static_argnums."
             )
 

@@ -18,7 +18,7 @@ def data_parallel(
     loss_fn: LossFn,
     **options: Unpack[ProgramOptions],
 ) -> Program:
-    """Builds data-parallel training: the state is replicated, gradients are averaged.
+    """Builds data-parallel training: the state is replicated, and gradients are averaged.
 
     See `manualpar.core.program.program.build_program` for arguments, result and errors.
 

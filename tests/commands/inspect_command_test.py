@@ -307,7 +307,7 @@ def test_memory_is_a_size_or_a_chip():
         (["--against=other.json"], "other.json lacks mesh, bytes, counts, collectives, flops, mem"),
         (["--budget=none.toml"], "none.toml: No such file or directory."),
         (["--budget=b.toml"], "b.toml has no budget [fsdp]; the nearest one is [fsdp_lm]. Write "),
-        (["--budget=c.toml"], "c.toml: [fsdp] is for devices=4, and the step is one for 8; i"),
+        (["--budget=c.toml"], "c.toml: [fsdp] is for devices=4, but the step is for 8; i"),
         (["--output=old"], "--output=old holds an earlier run (config.json), which is not overwri"),
         (["--output=text.json/new"], "the results cannot be written: "),
     ],

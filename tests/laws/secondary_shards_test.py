@@ -150,7 +150,7 @@ def test_groups_may_be_replicated_too(devices8):
         ({"communicate_every": "step"}, ValueError, "communicate_every='step', expected"),
         ({"reshard_after_forward": False}, ValueError, "reshard_after_forward=False, expected"),
         ({"pipeline": Pipeline("node")}, ValueError, "with pipeline="),
-        ({"regather_axes": TWO}, ValueError, "expected the first of those axes, and not all"),
+        ({"regather_axes": TWO}, ValueError, "expected the first axes of axis_name, but not all"),
         (
             {"regather_axes": ("node",)},
             ValueError,

@@ -23,7 +23,7 @@ AXES = (
     ({"data": -2}, "size -2"),
     ({"a": -1, "b": -1}, "more than one -1"),
     ({"data": 16}, "needs 16 devices, got 8"),
-    ({"replica": 3, "data": -1}, "does not divide the 8 devices"),
+    ({"replica": 3, "data": -1}, "expected a divisor of the number of devices, 8"),
     ({"data": 2.0}, TypeError, "expected a name with an integer size"),
     ({"data": True}, TypeError, "expected a name with an integer size"),
     ({1: 8}, TypeError, "expected a name with an integer size"),
@@ -134,7 +134,7 @@ REFUSED = [
     *rows(
         "a mesh without an axis",
         lambda axes: check_mesh_has("hsdp", abstract_mesh({"model": 8}, 8), axes),
-        (("data",), r"Build it with make_mesh\({'data': 1, 'model': 8}\)"),
+        (("data",), r"Build the mesh with make_mesh\({'data': 1, 'model': 8}\)"),
         (("replica", "data"), MISSING),
     ),
     *rows(

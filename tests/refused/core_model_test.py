@@ -146,7 +146,7 @@ def call_on_devices(function):
     return trace_on(DATA8, functools.partial(call_loss, function), P("data"), x)
 
 
-UNBOUND = "something reduces over a mesh axis 'batch', but "
+UNBOUND = "a layer or a collective reduces over a mesh axis 'batch', but "
 CONSTANT = (
     r"function, at core_model_test.py:\d+ \(return original.*\), a loop .* has a constant .* type "
     r"float32\[2\].*mode='auto'"
@@ -157,7 +157,7 @@ MEMORY = {"memory": {"seen": np.zeros(2, np.float32)}}
 # Models and losses that reduce over an axis that is not bound, with options of the program.
 OF_NO_AXIS = (
     ((NORM, {}), UNBOUND + r"the mesh has the axes \['data'\].* axis_aliases=.'batch': 'data'."),
-    ((NORM, {"mode": "auto"}), UNBOUND + "in this mode there is none"),
+    ((NORM, {"mode": "auto"}), UNBOUND + "in this mode no axis is bound"),
     ((nn.Dense(4), {"loss": reducing("batch")}), UNBOUND + r".*build make_mesh\({'batch': -1}\)"),
     (
         (nn.Dense(4), {"loss": reducing("data"), "mode": "auto"}),
@@ -173,14 +173,14 @@ REFUSED = [
             (Decoder(), BATCH, None),
             TypeError,
             r"Decoder.__call__ cannot be called with batch.inputs alone .* it also needs 'target', "
-            r"'mask'. It takes \(source, target, scale=1.0, \*, mask, train=False\). Say what .*: "
+            r"'mask'. It takes \(source, target, scale=1.0, \*, mask, train=False\). Make the .*: "
             r"init_args=lambda batch: \(\(batch\['source'\], batch\['target'\]\), "
             r"\{'mask': batch\['mask'\]\}\)\.",
         ),
         (
             (Decoder(), BATCH, lambda batch: ((X,), {"method": "encode"})),
             TypeError,
-            r"Decoder.encode cannot be called with what init_args returns .* needs 'key'",
+            r"Decoder.encode cannot be called with the result of init_args .* needs 'key'",
         ),
         (
             (Silent(), BATCH, lambda batch: ((X,), {"y": X})),
@@ -200,7 +200,7 @@ REFUSED = [
         (
             (Silent(), {"image": X}, None),
             TypeError,
-            r"batch is a dict, expected one with .inputs: .* \(\(batch\['x'\],\), \{\}\)",
+            r"batch is a dict, expected one with .inputs, .* \(\(batch\['x'\],\), \{\}\)",
         ),
         (
             (Silent(), BATCH, lambda batch: (X,)),
@@ -232,7 +232,7 @@ REFUSED = [
         ),
         (
             (MEAN, {"loss": (SUM, np.array(300, jnp.bfloat16))}),
-            "count of dtype bfloat16, which cannot count far",
+            "count of dtype bfloat16, which cannot hold large counts",
         ),
         ((MEAN, {"loss": (SUM, np.bool_(True))}), "count of dtype bool"),
     ),
@@ -291,7 +291,7 @@ REFUSED = [
     *rows(
         "axis_aliases on a mesh",
         lambda options: build_small(NORM, axis_aliases={"batch": "data"}, **options),
-        ({"axes": {"data": 4, "batch": 2}}, "'batch' is an axis of the mesh, expected a name that"),
+        ({"axes": {"data": 4, "batch": 2}}, "'batch' is an axis of the mesh; expected a name that"),
         (
             {"builder": hsdp, "axes": {"replica": 2, "data": 4}, "mode": "auto"},
             "but in this mode the batch is global",

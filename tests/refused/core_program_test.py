@@ -154,7 +154,7 @@ REFUSED = [
         ((zero, {"stage": 2}), "zero2: error_feedback=True with gradients that are reduced in"),
         (
             (data_parallel, {"reduce_code": None}),
-            "error_feedback=True with no reduce_code, expected a code",
+            "error_feedback=True with no reduce_code, expected",
         ),
         ((data_parallel, {"mode": "auto"}), "reduce_code='int4' with mode='auto'"),
         (

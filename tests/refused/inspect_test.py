@@ -149,7 +149,7 @@ def in_two_dimensions():
 
 WHILE = r"while \(scope: {}\) contains {} over \(.*Write the loop as a jax.lax.scan"
 GOSSIP = r"contains gossip over \['data'.*\] \(scope: chat\), expected one of all_gather, .*kind"
-TRIPS = "ledger: while_trips is .*, expected the most rounds that a while runs, an integer"
+TRIPS = "ledger: while_trips is .*, expected the largest number of rounds of a while .an integer"
 NOT_COMPILED = r"0 ENTRY computations.*Pass jax.jit\(f\).lower"
 
 WRONG_BUDGETS = (
@@ -168,7 +168,7 @@ WRONG_BUDGETS = (
     ("axes.dta.bytes = 1", "the step has no axis dta; the nearest one is data."),
     ("modules.heed.bytes = 1", "the step has no module heed; the nearest one is head."),
     ('modules."layer_*/mlp/up".bytes = 1', 'has no module "layer_*/mlp/up"; the nearest one i'),
-    ("devices = 4", "budgets.toml: [lm] is for devices=4, and the step is one for 8; inspect "),
+    ("devices = 4", "budgets.toml: [lm] is for devices=4, but the step is for 8; inspect the "),
     ("bytes = ", "budgets.toml: Invalid value"),
 )
 
@@ -182,7 +182,7 @@ REFUSED = [
         (
             lambda: parse_budgets("bytes = 3", "budgets.toml"),
             BudgetError,
-            "bytes = 3 stands outside of a table",
+            "bytes = 3 is outside of a table",
         ),
         (
             lambda: budget_for(parse_budgets("[fsdp]\n[zero]\n", "b.toml"), "fsdp_lm", "b.toml"),
@@ -224,7 +224,7 @@ REFUSED = [
         (
             lambda program: program.lower(),
             TypeError,
-            r"program is a Lowered, expected what jax.jit\(f\).trace",
+            r"program is a Lowered, expected the result of jax.jit\(f\).trace",
         ),
     ),
     *rows(
@@ -306,7 +306,7 @@ REFUSED = [
         (((X,), {}), TypeError, "data_parallel manual was given 1 arguments, expected non"),
         (
             ((), {"compile": True}),
-            "ledger: compile=True, and data_parallel manual is on an abstract mesh.*make_mesh",
+            "ledger: compile=True, but data_parallel manual is on an abstract mesh.*make_mesh",
         ),
     ),
 ]

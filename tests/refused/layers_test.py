@@ -169,7 +169,7 @@ REFUSED = [
         ),
         (
             lambda x, w: matmul_scatter(enter_ring(x[None], "model", 0), w, "model", 1),
-            "x is in chunks along sequence_dim=0 over .'model',., expected them along 1",
+            "x is in chunks along sequence_dim=0 over .'model',., expected chunks along 1",
         ),
     ),
     *rows(
@@ -199,7 +199,7 @@ REFUSED = [
         (
             (lambda x: split_lookup(TABLE + x[0, 0], x[0], ("data", "model")), "data"),
             r"split_lookup: an array of shape \(16, 6\) varies over \['data'\] by its type, "
-            r"expected all of \('data', 'model'\)",
+            r"expected all of the axes \('data', 'model'\)",
         ),
         (
             (lambda x: split_cross_entropy(logits_of(x), jnp.ones(x.shape, int)), "data", "model"),

@@ -154,7 +154,7 @@ REFUSED = [
         ),
         ({"builder": no_options}, TypeError, r"\(model, tx, loss_fn\), expected .*\*\*options\)"),
         ({"color": "pink"}, "color of 'fsdp' is 'pink', expected one such as"),
-        ({"fields": {"pad": bool}}, TypeError, "fields of 'fsdp' are .*expected a Field by the na"),
+        ({"fields": {"pad": bool}}, TypeError, "fields of 'fsdp' are .*expected a dict with a F"),
         ({"fields": STATE_SHARDING}, TypeError, "fields of 'fsdp' are .*STATE_SHARDING_FIELDS"),
         *(
             ({"name": "other", **own}, "register: 'other' has 'param_dtype' among its fields or")
@@ -170,7 +170,7 @@ REFUSED = [
         ({"every": 0}, "every=0, expected a number of steps"),
         ({"outer_fragments": 2}, "outer_fragments=2, expected a number from 1 to every"),
         ({"every": 9, "outer_fragments": 5}, "fragments=5, expected at most 4, the num"),
-        ({"outer_tx": optax.contrib.reduce_on_plateau()}, TypeError, "there is no loss"),
+        ({"outer_tx": optax.contrib.reduce_on_plateau()}, TypeError, "an outer step has no loss"),
         ({"outer_tx": 0.7}, TypeError, "outer_tx is 0.7, expected an optax"),
         (
             {"tx": optax.MultiSteps(optax.sgd(1.0), 2).gradient_transformation()},
@@ -184,11 +184,11 @@ REFUSED = [
         *(
             (
                 {"model": OverReplicas(shared)},
-                r"parameter 'rows' of shape .., 8. is split over \['replica'\], the replicas' own",
+                r"parameter 'rows' of shape .., 8. is split over \['replica'\], an axis of",
             )
             for shared in (False, True)
         ),
-        ({"loss": coupled, "every": 2}, r"among them \['replica'\], expected none"),
+        ({"loss": coupled, "every": 2}, r"among them \['replica'\]; expected no coll"),
     ),
 ]
 

@@ -1,14 +1,15 @@
 """Refuses models and losses that are wrong if a device has only some positions of a sequence.
 
-With a context axis a device runs the model on a part of each sequence, and its positions are not
-all neighbours. Code that treats every position separately is right. Other code has to handle the
-axis, see `manualpar.layers.Context`: attention, convolutions, sums, shifts, position numbers.
-Shapes and types do not show code that ignores the axis. So the loss is traced twice, on a device's
-positions and on all positions, and both traces are walked side by side.
+With a context axis a device runs the model on a part of each sequence. The part is not one run of
+neighbouring positions. Code that treats every position separately is right. Attention,
+convolutions, sums, shifts and position numbers have to handle the axis, see
+`manualpar.layers.Context`. Shapes and types do not show code that ignores the axis. So the loss is
+traced twice, on a device's positions and on all positions, and both traces are walked side by side.
 
-Sums over positions are right if they only contribute to the mean loss and the metrics, which a step
-sums over the devices. The loss may be `sum / count`, with the count of its metric. The count may be
-kept from being 0 as over data axes, because a device without a valid position has the weight 0.
+Sums over positions are right if they only contribute to the mean loss and the metrics, because a
+step sums these over the devices. The loss may be `sum / count`, where `count` is the count of
+`metrics["loss"]`. The loss may replace a count of 0 before it divides, as with data axes, because a
+device without a valid position has the weight 0.
 """
 
 import dataclasses
@@ -85,7 +86,8 @@ def check_context(strategy: str, model: TracedModel, batch: Batch, roles: AxisRo
       roles: The roles of all axes. Nothing is checked if no axis splits dim 1 of the batch.
 
     Raises:
-      ValueError: An operation mixes positions, or is not known not to; its module is named.
+      ValueError: An operation mixes positions, or it is not known whether it does. The message
+        names its module.
     """
     axis = roles.context_axis
     if axis is None or not model.mode.writes_collectives or model.mode.mesh.shape[axis] == 1:
@@ -157,24 +159,25 @@ def _check_results(complaint: str, loss: Any, metrics: Any) -> None:
     count, number = metrics["loss"][1]
     if loss is not None and not is_mean(loss[0], count, number):
         raise ValueError(
-            f"{complaint} the loss is {loss[0].description}, which is no mean over the count "
-            "of metrics['loss']; expected sum / count, with the same count and with sums over "
-            "this device's positions, or a value that is the same on all devices along the axis."
+            f"{complaint} the loss is {loss[0].description}, which is not a mean over the count of "
+            "metrics['loss']; expected sum / count, where count is that of metrics['loss'] and "
+            "both are sums over this device's positions, or a value that is the same on all "
+            "devices along the axis."
         )
     for name, ((total, _), (count, _)) in metrics.items():
         powers = {power_of_sum(value) for value in (total, count) if value.kind != "zero"}
         if len(powers) > 1 or None in powers:
             raise ValueError(
                 f"{complaint} metrics[{name!r}] is the pair of {total.description} and "
-                f"{count.description}; expected sums over this device's positions, which are "
-                "added up over the devices, or two numbers that are the same on all of them."
+                f"{count.description}; expected two sums over this device's positions (a step adds "
+                "them up over the devices), or two numbers that are the same on all devices."
             )
 
 
 def _check_collections(
     complaint: str, model: TracedModel, axis: str, collections: Collections
 ) -> None:
-    """Refuses variables that differ between devices and are not averaged."""
+    """Refuses variables that would differ between devices and that a step does not average."""
 
     def check(path: Any, before: Any, result: Any) -> None:
         value, _ = result

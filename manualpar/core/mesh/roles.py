@@ -26,7 +26,7 @@ class AxisRoles:
     """The roles of a mesh's axes.
 
     Attributes:
-      batch_dims: The split dimensions of a batch's leaves, and the mesh axes that split each.
+      batch_dims: The mesh axes that split each dimension of the batch's leaves, by dimension.
       others: The role of each axis that splits no dimension of the batch; `"storage"` by default.
     """
 

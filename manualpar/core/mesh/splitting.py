@@ -20,14 +20,14 @@ def shapes_of_batch(field: str, batch: Batch) -> Any:
         except TypeError as error:
             raise TypeError(
                 f"{field}{jax.tree_util.keystr(path)} is a {type(x).__name__}, expected an array "
-                "of numbers, of shape [B, ...] where it has a row for each example."
+                "of numbers. If it has a row for each example, its shape is [B, ...]."
             ) from error
 
     return jax.tree_util.tree_map_with_path(abstract, batch)
 
 
 def check_batch(field: str, batch: Batch, mesh: Mesh, roles: AxisRoles) -> None:
-    """Refuses a batch, which the message calls `field`, that the mesh cannot split evenly."""
+    """Refuses a batch that the mesh cannot split evenly; messages call the batch `field`."""
     for dim, axes in roles.batch_dims.items():
         _check_dim(field, batch, dim, axes, axes_size(mesh, axes))
     if roles.context_axis is not None and mesh.shape[roles.context_axis] > 1:
@@ -35,13 +35,14 @@ def check_batch(field: str, batch: Batch, mesh: Mesh, roles: AxisRoles) -> None:
 
 
 def _check_positions(field: str, batch: Batch, axis: str, devices: int) -> None:
-    """Refuses lengths of sequences that zig-zag order does not allow, and leaves without dim 1."""
+    """Refuses sequence lengths that zig-zag order does not allow, and leaves with only one dim."""
     for path, x in jax.tree_util.tree_leaves_with_path(batch):
         name = f"{field}{jax.tree_util.keystr(path)}"
         if jnp.ndim(x) == 1:
             raise ValueError(
                 f"{name} has shape {x.shape}, but context_axis={axis!r} splits the positions of "
-                "sequences; expected [B, S, ...], or a scalar. Repeat it for each position."
+                "sequences; expected the shape [B, S, ...], or a scalar. Repeat the values for "
+                "each position."
             )
         if jnp.ndim(x) and x.shape[1] % (2 * devices):
             raise ValueError(

@@ -67,7 +67,7 @@ def initialisation(
         variables: dict[str, Any] = run(rng, jax.tree.map(jnp.zeros_like, batch))
         return variables
 
-    key = jax.eval_shape(lambda: jax.random.key(0))  # Abstract: building touches no device.
+    key = jax.eval_shape(lambda: jax.random.key(0))  # Abstract: building uses no device.
     found: tuple[Init, dict[str, Any]] = with_mesh_if_needed(
         mode,
         lambda: (init, jax.eval_shape(init, key)),
@@ -94,10 +94,10 @@ def _box_typed(x: Any) -> Any:
 def with_mesh_if_needed(
     mode: Mode, call: Callable[[], Any], call_on_mesh: Callable[[], Any]
 ) -> Any:
-    """Calls the first function, or the second if that fails and the mode has a mesh for models."""
+    """Calls `call`; if it fails and the mode has a mesh for models, calls `call_on_mesh`."""
     try:
         return call()
-    except Exception:  # Any error: if the mesh was not the cause, the second call raises it again.
+    except Exception:  # If the missing mesh is not the cause, the second call fails too.
         if mode.model_mesh is None:
             raise
     return call_on_mesh()

@@ -23,7 +23,7 @@ class Applicable(Protocol):
         """Calls the module."""
 
 
-# A Linen module, or a model that another interface wraps: NNX modules, and functions that make one.
+# A Linen module, an NNX module, or a function that makes an NNX module.
 Model = nn.Module | Callable[..., Any] | Applicable
 # Makes the arguments of a model's call from a batch.
 InitArgs = Callable[[Any], tuple[Sequence[Any], Mapping[str, Any]]]
@@ -39,8 +39,8 @@ class ModelInterface(abc.ABC):
       module: The module.
       phase: Whether calls train or evaluate.
       axis_aliases: Maps axis names in the module to mesh axes.
-      loop_dims: The dims of each parameter that loops run over, by the parameter's path; `None`
-        until they have been found.
+      loop_dims: For each parameter's path, the dims over which loops run; `None` until they have
+        been found.
       makes_variables_in_calls: Whether a call may add to collections, as `sow` does.
     """
 
@@ -63,7 +63,7 @@ class ModelInterface(abc.ABC):
 
     @property
     def apply_fn(self) -> Callable[..., Any]:
-        """The function that a training state has as `apply_fn`."""
+        """The function for the field `apply_fn` of a training state."""
         return self.apply
 
     @property

@@ -9,10 +9,10 @@ like `model.apply`. `rng` is a key that differs between devices, minibatches and
 
 - A share may have no valid example. The gradient of 0 / 0 would be NaN on that device and then
   everywhere, so a masked loss divides by `jnp.maximum(count, 1)` or
-  `jnp.where(count > 0, count, 1)`. The first changes the loss if a share's weights add up to less
-  than 1. The same holds over a context axis, see `context_check`.
-- A loss may use collectives and so be the same on all devices (`jax.lax.pmean(loss, axes)`, a ratio
-  of `psum`s). Then its gradient is the gradient of one device's loss. The program sums metrics over
+  `jnp.where(count > 0, count, 1)`. `jnp.maximum` changes the loss if a share's weights add up to
+  less than 1. The same rules hold over a context axis, see `context_check`.
+- A loss that uses collectives may be the same on all devices (`jax.lax.pmean(loss, axes)`, a ratio
+  of `psum`s). Then the gradient is the gradient of one device's loss. The program sums metrics over
   the devices. If a loss has already summed metrics, their means are right but their counts wrong.
 - Sharded `params` are boxes, which `apply_fn` accepts. A penalty on parameters reads
   `flax.linen.unbox(params)`, which gathers all of them, also experts and split layers.
@@ -146,8 +146,8 @@ def _check_metric(name: str, value: Any) -> tuple[jax.Array, jax.Array]:
     is_small_float = jnp.issubdtype(count.dtype, jnp.floating) and jnp.finfo(count.dtype).bits < 32
     if count.dtype == bool or is_small_float:
         raise ValueError(
-            f"loss_fn: metrics[{name!r}] has a count of dtype {count.dtype}, which cannot count "
-            "far, expected an integer or float32. Cast the mask before you sum it."
+            f"loss_fn: metrics[{name!r}] has a count of dtype {count.dtype}, which cannot hold "
+            "large counts, expected an integer or float32. Cast the mask before you sum it."
         )
     return total, count
 

@@ -1,6 +1,6 @@
 """Metrics: pairs `(sum, count)`, which add up over devices, minibatches, batches and steps.
 
-The mean is taken once, at the end, because a mean of means over unequal parts would be wrong.
+The mean is computed once, at the end, because a mean of the means of unequal parts is wrong.
 """
 
 import math
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-# A sum and a count by name: scalars on the device, or floats once fetched.
+# A pair (sum, count) for each name: scalars on the device, or floats after `fetch_metrics`.
 Metrics = dict[str, tuple[Any, Any]]
 
 
@@ -46,7 +46,7 @@ def add_metrics(first: Metrics | None, second: Metrics) -> Metrics:
     """Adds two metrics; `first` may be `None`, for no metrics yet.
 
     Raises:
-      ValueError: They are not metrics of the same names.
+      ValueError: The two do not have the same names.
     """
     if first is None:
         return second
@@ -64,7 +64,8 @@ def _add(first: Metrics, second: Metrics) -> Metrics:
     return jax.tree.map(operator.add, first, second)
 
 
-# One computation for all metrics: simulated devices run few at a time, see `guarded_step`.
+# One computation adds all metrics: simulated devices run few computations at a time, see
+# `guarded_step`.
 _add_on_devices = jax.jit(_add)
 
 

@@ -8,15 +8,15 @@ and then activations are sent to the next stage and gradients to the stage befor
 the ticks.
 
 The stage of the first chunk runs the prefix of the loss before that chunk. The stage of the last
-chunk runs the suffix after it, and the suffix's backward pass at once. All stages differentiate the
-same function of the parameters. So each stage has a term of the gradient of a parameter outside
-the layers, and the sum over stages is the gradient.
+chunk runs the suffix after it, and directly after it the suffix's backward pass. All stages
+differentiate the same function of the parameters. So each stage has a term of the gradient of a
+parameter outside the layers, and the sum over stages is the gradient.
 
 Invariants: all devices send activations and gradients in every tick, outside of any condition.
 Collectives inside a condition run among the devices of one stage. No permute is in a condition that
 differs between devices, because some backends wait in a permute for all devices. If the layers
-contain a permute, all stages compute a chunk in each tick in which any stage has to. The other
-stages ignore the result.
+contain a permute, and one stage has to compute a chunk in a tick, all stages compute a chunk in
+this tick. The other stages ignore the result.
 
 Symbols: `S` stages, `v` chunks of layers on a stage, `M` microbatches, `L` layers.
 """

@@ -73,8 +73,8 @@ def mean_collections(
     """Reduces the replicas' collections over the replicas with `sync_collections`.
 
     A variable without a rule is equal on all devices of a replica after a step. Replicas' values
-    differ at most by random numbers: floating-point values are averaged, and of integers the
-    maximum is taken.
+    differ at most by random numbers: floating-point values are averaged, and integers get the
+    maximum of the replicas.
 
     Communication:
       One all-reduce over `axes` for each leaf.

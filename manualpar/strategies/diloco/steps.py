@@ -116,7 +116,7 @@ class ReplicaSteps:
         inner_state, metrics = self._replica_step.train(inner_state, batch)
         inner_state = jax.tree.map(self._constrain, inner_state, self.inner.layout)
         count = metrics["loss"][1].astype(jnp.float32)
-        if self._replica_step.nonfinite == "skip":  # A skipped step has no weight: may be NaN.
+        if self._replica_step.nonfinite == "skip":  # A skipped step may have NaN here.
             count = jnp.where(metrics["nonfinite"][0] > 0, jnp.zeros_like(count), count)
         replica = {
             "params": partition(self._placements, inner_state.params)[0],
@@ -127,15 +127,15 @@ class ReplicaSteps:
         return to_replica(replica, self.axes), sync_metrics(metrics, self.axes)
 
     def outer_step(self, fragment: int, state: TrainState) -> TrainState:
-        """Takes an outer step for a fragment; then all replicas have equal values of it."""
+        """Takes an outer step for a fragment, after which its values are equal on all replicas."""
         return self._apply(fragment, state, *self._exchange(fragment, state), None)
 
     def overlapped_outer_step(
         self, fragment: int, state: TrainState, batch: Any
     ) -> tuple[TrainState, Metrics]:
-        """Takes an inner step, and exchanges at the same time a fragment's values from before it.
+        """Takes an inner step, and meanwhile exchanges a fragment's values from before this step.
 
-        A replica's change in this inner step stays per-replica and is part of the next exchange.
+        The change that a replica makes in this inner step is part of the next exchange.
         """
         exchanged = self._exchange(fragment, state)
         after, metrics = self.train(state, batch)

@@ -83,7 +83,7 @@ with_own_gradient.defjvp(lambda primals, tangents: (with_own_gradient(*primals),
         (lambda params: stack(params, reverse=True), "runs backwards, expected reverse=False"),
         (
             lambda params: jax.lax.map(lambda w: w.sum(), params["kernel"]).sum(),
-            "hands nothing from layer to layer",
+            "passes nothing from layer to layer",
         ),
         (
             lambda params: stack(params).sum() + jnp.square(params["bias"]).sum(),

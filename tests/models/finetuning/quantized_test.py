@@ -147,7 +147,9 @@ def test_kernels_are_encoded_in_shards_and_come_out_of_them_again(devices8):
             (tensor_parallel(base, PLAN), {"data": 2, "model": 4}, {"frozen_dtype": "bfloat16"}),
         )
     ]
-    with pytest.warns(UserWarning, match="cast to what the program stores .*head/bias from"):
+    with pytest.warns(
+        UserWarning, match="cast to the dtypes that the program stores .*head/bias from"
+    ):
         states = [p.init_from(plain, jax.random.key(1), missing="init") for p in programs]
     expected = by_path(plain)
     for program, state in zip(programs, states, strict=True):

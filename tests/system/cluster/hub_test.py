@@ -220,7 +220,7 @@ def test_a_process_that_talks_nonsense_is_lost_in_a_sentence(said, capfd):
     asyncio.run(talk())
     meeting.hub.thread.join(HANG_SECONDS)
     assert re.fullmatch(
-        r"process 1 on \S+ \(pid \d+\) was lost: it sent what no process of this run sends",
+        r"process 1 on \S+ \(pid \d+\) was lost: it sent a message that no process of .*",
         str(meeting.lost[0]),
     )
     assert not capfd.readouterr().err
@@ -257,7 +257,7 @@ def test_a_hub_that_talks_nonsense_is_lost_in_a_sentence(said, capfd):
         thread.join(HANG_SECONDS)
     (loss,) = lost
     assert str(loss) == (
-        "process 0 on h (pid 7) was lost: it sent what no process of this run sends"
+        "process 0 on h (pid 7) was lost: it sent a message that no process of this run sends"
     )
     assert not capfd.readouterr().err
 

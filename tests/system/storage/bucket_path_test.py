@@ -180,7 +180,7 @@ def test_a_server_without_ranges_is_told(server):
     there["model/a"] = b"content"
     before[:] = [lambda: ObjectPart(b"", 7, "", False, None)] * 9
     with pytest.raises(
-        BucketError, match=r"s3://.*/a: the server answers a request for 2 bytes of"
+        BucketError, match=r"s3://.*/a: the server answers a request for 2 bytes with"
     ):
         (MODEL / "a").read_bytes(1, 3)
 

@@ -74,7 +74,7 @@ def test_a_file_of_tensors_has_a_header_of_some_length(tmp_path):
         with file:
             assert (header, file.tell()) == (found, 0)
     (tmp_path / "file").write_bytes((80).to_bytes(8, "little") + bytes(84))
-    with pytest.raises(ValueError, match=r"^has a header of 80 bytes, expected at most 79: fewer"):
+    with pytest.raises(ValueError, match=r"^has a header of 80 bytes, expected at most 79: store"):
         open_tensors(tmp_path / "file", most=79)
     (tmp_path / "file").unlink()
     os.mkfifo(tmp_path / "file")
