@@ -86,7 +86,7 @@ REFUSED = [
             ("v5e:32x32", "has 1024 devices in a slice, expected at most 256"),
             ("h100:8x8", "expected a number of devices for h100, such as h100:32"),
             ("2xh100:8", "expected a number of devices for h100"),
-            ("h100:12", "expected whole nodes of 8, or fewer than one"),
+            ("h100:12", "expected a multiple of 8 (full nodes), or fewer devices than one node"),
         ),
     ),
     *rows(
@@ -112,7 +112,7 @@ REFUSED = [
         (lambda: mean_time_between_failures(0.0, 8), "expected a positive time"),
         (
             lambda: goodput(5.0, CheckpointCosts(1.0, 10.0, 0, 0), 3600.0),
-            "interval is 5.0 s, expected at least the 10 s",
+            "interval is 5.0 s, expected more than 0, and at least the 10 s",
         ),
         (lambda: longest_recovery(1.0, blocked=1.0, mtbf=3600.0), "a share between 0 and 1"),
         (lambda: longest_recovery(0.99, blocked=600.0, mtbf=10800.0), "saves take the rest"),
@@ -140,7 +140,7 @@ REFUSED = [
         "a program's text",
         read_text,
         *(
-            (text, "expected an HloModule that is scheduled")
+            (text, "expected a scheduled HloModule")
             for text in ("", "module @jit_f {}", "HloModule jit_f, num_partitions=8")
         ),
     ),
@@ -172,9 +172,9 @@ REFUSED = [
             (failed("INTERNAL: a\nb"), "failed for v5e:4x4: INTERNAL: a b"),
             (
                 (None, {"returncode": -signal.SIGABRT, "stderr": "chat\nF0000 check failed\n"}),
-                "ended with signal SIGABRT for v5e:4x4; its last words: F0000 check failed",
+                "ended with signal SIGABRT for v5e:4x4; its last line: F0000 check failed",
             ),
-            ((None, {"returncode": 3}), "ended with exit code 3 .* nothing was said"),
+            ((None, {"returncode": 3}), "ended with exit code 3 .* no output"),
             ((FACTS, {"returncode": -signal.SIGKILL}), "ended with signal SIGKILL"),
             ((None, {"is_slow": True}), "has not finished after 1,800 seconds for v5e:4x4"),
             ((FACTS | {"num_devices": 8, "memory": {}}, {}), "for 8 devices, expected 16"),

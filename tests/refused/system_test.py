@@ -83,7 +83,7 @@ REFUSED = [
         (("h:5", 2, None), "given without process_id, expected all three or none"),
         ((None, 2, 0), "given without coordinator_address"),
         (("h", 2, 0), "coordinator_address='h', expected <host>:<port>"),
-        (("h:5", 2, 2), "process_id=2 with num_processes=2, expected one of 0"),
+        (("h:5", 2, 2), "process_id=2 with num_processes=2, expected a number from 0"),
         (("auto", 2, None), "coordinator_address='auto' comes with num_processes=2"),
     ),
     *rows(
@@ -95,7 +95,7 @@ REFUSED = [
         ),
         (OURS | {"MANUALPAR_PROCESS_ID": "x"}, "='x', expected integers"),
         ({"JAX_COORDINATOR_ADDRESS": "h:5"}, "Set MANUALPAR_NUM_PROCESSES"),
-        ({"OMPI_COMM_WORLD_SIZE": "2"}, "as Open MPI 5 does not"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "Open MPI 5 does not give"),
     ),
     *rows(
         "a cluster that jax does not find",
@@ -113,7 +113,7 @@ REFUSED = [
         (
             {"MEGASCALE_NUM_SLICES": "2"},
             ConnectionError,
-            r"that is none of this host's .* in /etc/hosts",
+            r"this host does not have that address .* in /etc/hosts",
         ),
     ),
     *rows(
@@ -140,7 +140,7 @@ REFUSED = [
     *rows(
         "listen",
         listen_where_another_does,
-        ("127.0.0.1", ConnectionError, "another program has that port"),
+        ("127.0.0.1", ConnectionError, "another program uses that port"),
     ),
     *rows(
         "path",
@@ -159,7 +159,7 @@ REFUSED = [
             )
         ),
         *(
-            (text, r"holds '..' or what cannot be printed")
+            (text, r"contains '..' or unprintable characters")
             for text in ("s3://bucket/a/../b", "s3://bucket/a\0b", "gs://bucket/a\nb")
         ),
     ),

@@ -338,7 +338,7 @@ REFUSED = [
                 "config.model.int8 has '*kernel', expected a glob on paths of",
             ),
         ),
-        ({"model.lora": ("output:2",)}, "targets has 'output': 2, which matches no module"),
+        ({"model.lora": ("output:2",)}, "targets has 'output': 2, but this glob matches no module"),
     ),
     *rows(
         "memory",
