@@ -384,20 +384,6 @@ def test_process_0_that_never_comes_is_an_error():
         asyncio.run(knock(["127.0.0.1"], port, Terms(1, 2, "", 20.0, 0.2)))
 
 
-@pytest.mark.parametrize("address", ["203.0.113.77:0", "no.such.host.invalid:1234"])
-def test_an_address_that_is_not_ours_is_refused(address):
-    with pytest.raises(ConnectionError, match="expected an address of this host") as caught:
-        listen(address)
-    assert "JAX_COORDINATOR_BIND_ADDRESS" in str(caught.value)
-
-
-def test_a_port_that_is_taken_is_refused():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        with pytest.raises(ConnectionError, match="another program uses that port"):
-            listen(f"127.0.0.1:{port}")
-
-
 def test_addresses():
     assert split_address("10.0.0.1:12") == ("10.0.0.1", 12)
     assert split_address("[::1]:12") == ("::1", 12)
