@@ -52,7 +52,7 @@ class ExportTarget(Protocol):
         """Raises a `ValueError` if the folder contains other files, or is not a folder."""
 
     def owned(self) -> contextlib.AbstractContextManager[None]:
-        """Context manager: locks the folder, and deletes the files of an unfinished export."""
+        """Locks the folder in a context, and deletes the files of an unfinished export."""
 
     def file(self, name: str) -> contextlib.AbstractContextManager[Path]:
         """Yields the path of a local file to write, and moves the file to its place afterwards."""
