@@ -39,7 +39,8 @@ from benchmarks.mutation_operators import KINDS, Mutant, left_alone, mutate
 from benchmarks.mutation_sites import Site, find_sites
 
 ROOT = Path(__file__).parent.parent
-NOT_COPIED = (".*", "__pycache__", "*.egg-info", "build", "dist", "runs")
+NOT_COPIED = (".*", "__pycache__", "*.egg-info")
+NOT_COPIED_FROM_ROOT = ("build", "dist", "runs")  # `tests/runs` is copied
 
 COUNTS = "tests/inspect/expected_bytes_test.py::test_every_row_of_the_table"
 STEPS = "tests/laws/strategies_test.py::test_ten_steps_equal_the_single_device"
@@ -177,6 +178,16 @@ def select_tests(mutant: Mutant | None) -> tuple[str, ...]:
     fitting = [t for name, t in FIRST.items() if not mutant or fnmatchcase(mutant.name, name)]
     first = [test for tests in fitting[: 1 if mutant else None] for test in tests]
     return tuple(dict.fromkeys([*first, *TESTS]))
+
+
+def copy_tree(target: Path) -> None:
+    """Copies the working tree, without what was built, installed or written by a run."""
+
+    def ignored(folder: str, names: list[str]) -> set[str]:
+        patterns = NOT_COPIED + (NOT_COPIED_FROM_ROOT if Path(folder) == ROOT else ())
+        return {name for name in names if any(fnmatchcase(name, p) for p in patterns)}
+
+    shutil.copytree(ROOT, target, ignore=ignored)
 
 
 def run_tests(
@@ -351,7 +362,7 @@ def main() -> None:
     command = " ".join(["python -m benchmarks.mutations", *sys.argv[1:]])
     with tempfile.TemporaryDirectory() as folder:
         snapshot, results = Path(folder) / "snapshot", arguments.results or Path(folder) / "results"
-        shutil.copytree(ROOT, snapshot, ignore=shutil.ignore_patterns(*NOT_COPIED))
+        copy_tree(snapshot)
         sites = find_sites(snapshot)
         mutants = choose((m for site in sites for m in mutate(site)), arguments.only)
         if arguments.list:
