@@ -105,7 +105,7 @@ def step_bytes(program: Program, *, stage: int | None = None) -> dict[tuple[str,
     if program.mode == "auto-unconstrained":
         raise ValueError(
             "step_bytes: program has mode='auto-unconstrained', expected 'manual', 'auto' or "
-            "'explicit': the compiler is free to send what it likes. Read what it sends with "
+            "'explicit', because in this mode the compiler chooses the collectives. Read them with "
             "compiled_collectives."
         )
     if program.outer is not None:

@@ -1,4 +1,4 @@
-"""Closed form of the collectives of a `Transformer`'s layers in a training step."""
+"""Predicts the collectives of a `Transformer`'s layers in a training step by closed formulas."""
 
 import dataclasses
 import re
@@ -48,11 +48,11 @@ def transformer_sends(
       stage: The pipeline stage whose collectives are counted, if there is a pipeline.
 
     Returns:
-      The collectives between stages, and those over `model.split_axis`, `model.expert_axis` and
-      `model.context_axis` if the mesh has these axes. Collectives for parameters and gradients are
-      not included: `step_bytes` returns them, and both together are all collectives over
-      `split_axis`. With `overlap="ring"` permutes send the same bytes in place of the layers'
-      all-gathers and reduce-scatters, but the result lists the latter.
+      The collectives between stages, and the collectives over `model.split_axis`,
+      `model.expert_axis` and `model.context_axis` if the mesh has these axes. Collectives for
+      parameters and gradients are not included, because `step_bytes` returns them; both results
+      together are all collectives over `split_axis`. With `overlap="ring"` the result lists the
+      layers' all-gathers and reduce-scatters, although permutes send their bytes.
 
     Raises:
       ValueError: There is no closed form for documents in a pipeline with a context axis, and none
@@ -71,24 +71,24 @@ def transformer_sends(
         return *sends, *_arranging(program)
     if model.dense_layers:
         raise ValueError(
-            f"transformer_sends: dense_layers={model.dense_layers}, expected 0 in a pipeline: what "
-            "layers before the stages send has no closed form here. Read it with trace_collectives."
+            f"transformer_sends: dense_layers={model.dense_layers}, expected 0 in a pipeline: "
+            "there is no closed form for layers before the stages. Use trace_collectives."
         )
     run, table = form.run, form.run.table
     if of_minibatch.context and _has_documents(program, model):
         raise ValueError(
-            f"transformer_sends: bos_token={model.bos_token}, expected -1, no documents, in a "
-            "pipeline with a context: what is sent otherwise has no closed form here. Read it with "
+            f"transformer_sends: bos_token={model.bos_token}, expected -1 (no documents) in a "
+            "pipeline with a context axis: there is no closed form for documents there. Use "
             "trace_collectives."
         )
-    # Layers with a permute run on all stages if any stage has to, forward as often as backward.
+    # A layer with a permute runs on all stages whenever one stage runs it, forward and backward.
     together = form.loss.cut.layers_permute
     runs = int(table.is_run("forward_microbatch", together=together)[:, stage].sum())
     looped = len(scanned_layers(model))
     sends = _times(runs * (looped // (run.num_stages * run.chunks)), layers)
     if stage == 0:
         sends += _times(minibatches, before)
-    # What is behind the scan runs on all stages if a ring goes around in it.
+    # If the code after the scan has a ring, it runs on all stages.
     if stage == run.num_stages - 1 or form.loss.cut.suffix.permutes:
         of_rest = _in_minibatch(program, model, passes=1).layer
         sends += _times(minibatches, [*_times(model.num_layers - looped, of_rest), *after])
