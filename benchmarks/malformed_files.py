@@ -294,7 +294,7 @@ def _other_command_cases(folder: Path) -> Iterator[Case]:
         "--compiler=gcc",
         "--vocab_size=-1",
         "--vocab_size=x",
-        "--sweep=maybe",
+        "--search=maybe",
         "--devices=8",
         "--workdir=/etc/passwd",
         "--topolgy=v5e:4x4",

@@ -99,8 +99,8 @@ FLAGS: Mapping[str, Flag] = {
     ),
     "search": Flag(
         "Ranks ways to run on the devices: for a transformer with sharded parameters all layouts "
-        "over replica, stage, data, context, expert and model, in closed form; otherwise strategies "
-        "and meshes, traced.",
+        "over replica, stage, data, context, expert and model, in closed form; otherwise "
+        "strategies and meshes, traced.",
         bool,
         False,
     ),

@@ -7,7 +7,7 @@ from typing import Any
 
 import rich.console
 
-from manualpar.core.parameters.comm_policy import CommPolicy
+from manualpar.core.parameters.comm_policy import CommPolicy, Format
 from manualpar.core.parameters.quantized_collectives import BlockQuantizer
 from manualpar.inspect.step_ledger import describe_codes
 from manualpar.planner.closed_form.layout import AnyCode
@@ -162,8 +162,11 @@ def print_closed_form(
     console: rich.console.Console, *, gather_code: AnyCode, reduce_code: AnyCode
 ) -> None:
     """Prints the assumptions of the closed form of layouts, beyond those of the roofline."""
-    gathers, sums = (BlockQuantizer(code) if code else None for code in (gather_code, reduce_code))
-    codes = describe_codes(CommPolicy(gather_code=gathers, reduce_code=sums))
+    gather, reduce = (
+        Format(quantizer=BlockQuantizer(code) if code else None)
+        for code in (gather_code, reduce_code)
+    )
+    codes = describe_codes(CommPolicy(gather, reduce))
     print_wrapped(
         console,
         "- Parameters and Adam's averages are float32; products, gathers and activations are "

@@ -10,7 +10,7 @@ import pytest
 from manualpar import Batch, fsdp, make_mesh
 from manualpar.models import Transformer, flops_per_token
 from manualpar.models.cross_entropy import language_model_loss
-from manualpar.planner.closed_form.layout_search import rank_layouts
+from manualpar.planner.closed_form.layout_estimate import LayoutEstimator
 from manualpar.planner.topology import parse_topology
 from tests.models import split_layers
 from tests.refused.sentences import cases
@@ -75,7 +75,7 @@ def build_context(changes, context_axis="context"):
 
 
 def plan_layouts(model):
-    rank_layouts(model.clone(dense_layers=1), parse_topology("v5p:2x2x1"), examples=8, positions=8)
+    LayoutEstimator(model, parse_topology("v5p:2x2x1"), examples=8, positions=8)
 
 
 REFUSED = [
@@ -180,8 +180,9 @@ REFUSED = [
     *rows(
         "layouts",
         plan_layouts,
-        (QWEN, "plan: config.model.shared_experts_size is .*use --sweep"),
-        (EXPERTS, "plan: config.model.dense_layers is .*use --sweep"),
+        (QWEN, "plan: config.model.shared_experts_size is .*, expected"),
+        (EXPERTS.clone(dense_layers=1), "plan: config.model.dense_layers is .*, expected"),
+        (EXPERTS.clone(capacity_factor=0.0), "plan: config.model.capacity_factor is .*, expected"),
     ),
 ]
 
