@@ -98,7 +98,7 @@ FLAGS: Mapping[str, Flag] = {
         "How many tokens a language model knows, by default those of its data.", int, 0
     ),
     "search": Flag(
-        "Ranks ways to run on the devices: for a transformer with sharded parameters all layouts "
+        "Ranks ways to run on the devices: all layouts of a transformer with sharded parameters "
         "over replica, stage, data, context, expert and model, in closed form; otherwise "
         "strategies and meshes, traced.",
         bool,

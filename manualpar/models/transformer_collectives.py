@@ -107,6 +107,8 @@ class MinibatchCollectives:
       tokens: `[B, S]`, the tokens of a device in a minibatch.
       parameter_dtype: The dtype in which the model gets its parameters.
       passes: How often the layers' forward pass runs, without the runs of remat.
+      recomputed: Whether the backward pass runs the layers' forward pass again; by default as the
+        model's `remat` says.
       lookups: How often the code before the layers runs.
       documents: How documents are found: in the batch, by counting, or `""` for not at all.
       copies: How many copies of a loop's body a program has.

@@ -9,6 +9,8 @@ pass of the step each of them runs, by its scope.
 """
 
 import dataclasses
+import functools
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -38,6 +40,7 @@ from manualpar.training.task import CONTEXT_AXIS, STAGE_AXIS
 
 RECOMPUTED = f"{BACKWARD}/rematted_computation"
 BFLOAT16 = jnp.dtype("bfloat16")
+EMBEDDING = "embedding"  # The parameter before the layers.
 # Metrics, each a sum and a number: loss, accuracy and objective; two losses of experts
 # and their dropped tokens, beside the share of each expert.
 METRICS, METRICS_OF_EXPERTS = 3, 3
@@ -86,32 +89,33 @@ class LayoutCollectives:
         again = self._in_minibatch(passes=int(layout.runs_chunks_again))
         gathers_again = 1 + layout.runs_chunks_again
         at = {part: f"{ticks.scope(part, together=self._together)}/" for part in ROWS}
+        inside, before, behind = self._inside, self._before, self._behind
         return {
             "forward": [
-                *self._gathers(runs, FORWARD, inside=True, scope=at["forward"]),
-                *_times(layers, first.layer, scope=at["forward"], passes=("forward",)),
-                *_times(runs, first.documents, scope=at["forward"]),
+                *self._gathers(inside, runs, FORWARD, at["forward"]),
+                *_times(layers, first.layer, at["forward"], LAYERS, passes=("forward",)),
+                *_times(runs, first.documents, at["forward"]),
             ],
             "backward": [
-                *self._gathers(gathers_again * runs, RECOMPUTED, inside=True, scope=at["backward"]),
-                *self._scatters(runs, inside=True, scope=at["backward"]),
-                *_times(layers, again.layer, scope=at["backward"], again=True),
-                *_times(runs, again.documents, scope=at["backward"], again=True),
+                *self._gathers(inside, gathers_again * runs, RECOMPUTED, at["backward"]),
+                *self._scatters(inside, runs, at["backward"]),
+                *_times(layers, again.layer, at["backward"], LAYERS, again=True),
+                *_times(runs, again.documents, at["backward"], again=True),
             ],
             "before": [
-                *self._gathers(m, FORWARD, inside=False, scope=at["before"]),
-                *_times(m, first.before, scope=at["before"], passes=("forward",)),
+                *self._gathers(before, m, FORWARD, at["before"]),
+                *_times(m, first.before, at["before"], passes=("forward",)),
             ],
             "before_backward": [
-                *self._gathers(m, RECOMPUTED, inside=False, scope=at["before_backward"]),
-                *self._scatters(m, inside=False, scope=at["before_backward"]),
-                *_times(m, first.before, scope=at["before_backward"], again=True),
+                *self._gathers(before, m, RECOMPUTED, at["before_backward"]),
+                *self._scatters(before, m, at["before_backward"]),
+                *_times(m, first.before, at["before_backward"], again=True),
             ],
             "after": [
-                *self._gathers(m, FORWARD, after=True, scope=at["after"]),
-                *self._gathers(m, RECOMPUTED, after=True, scope=at["after"]),
-                *self._scatters(m, after=True, scope=at["after"]),
-                *_times(m, first.after, scope=at["after"]),
+                *self._gathers(behind, m, FORWARD, at["after"]),
+                *self._gathers(behind, m, RECOMPUTED, at["after"]),
+                *self._scatters(behind, m, at["after"]),
+                *_times(m, first.after, at["after"]),
             ],
         }
 
@@ -122,13 +126,29 @@ class LayoutCollectives:
 
     @property
     def chunk_runs(self) -> int:
-        """How often a stage runs a chunk forward."""
+        """The number of times that a stage runs a chunk forward."""
         assert self.ticks is not None
         is_run = self.ticks.table.is_run("forward_microbatch", together=self._together)
         return int(is_run[:, 0].sum())
 
+    @functools.cached_property
+    def _inside(self) -> tuple[ParameterForm, ...]:
+        """The parameters of the layers."""
+        return tuple(form for form in self.forms if _is_inside(form))
+
+    @functools.cached_property
+    def _before(self) -> tuple[ParameterForm, ...]:
+        """The parameters before the layers."""
+        return tuple(form for form in self.forms if form.info.path == EMBEDDING)
+
+    @functools.cached_property
+    def _behind(self) -> tuple[ParameterForm, ...]:
+        """The parameters after the layers: the last norm, and the head or a tied embedding."""
+        outside = (form for form in self.forms if not _is_inside(form))
+        return tuple(x for x in outside if x.info.path != EMBEDDING or self.model.tied_head)
+
     def _in_minibatch(
-        self, *, passes: int = 1, recomputed: bool | None = None, lookups: int = 1
+        self, *, passes: int = 1, recomputed: bool | None = None
     ) -> MinibatchCollectives:
         again = bool(self.layout.recomputed) if recomputed is None else recomputed
         has_documents = self.model.bos_token >= 0
@@ -141,7 +161,6 @@ class LayoutCollectives:
             parameter_dtype=BFLOAT16,
             passes=passes,
             recomputed=again,
-            lookups=lookups,
             documents="counted" if has_documents else "",
             in_ticks=self.x.L // self.layout.chunks if self.ticks is not None else 0,
             copies=copies,
@@ -150,55 +169,36 @@ class LayoutCollectives:
     def _of_minibatches(self) -> Iterator[Collective]:
         """Yields the collectives of all minibatches, without stages."""
         m, sends = self.layout.num_minibatches, self._in_minibatch()
-        yield from self._gathers(m, FORWARD)
-        yield from self._gathers(m, RECOMPUTED)
-        yield from self._scatters(m)
+        needed = [form for form in self.forms if self._is_needed_backward(form)]
+        yield from self._gathers(self.forms, m, FORWARD)
+        yield from self._gathers(needed, m, RECOMPUTED)
+        yield from self._scatters(self.forms, m)
         yield from _times(m, [*sends.before, *sends.documents])
-        yield from _times(m * self.x.L, sends.layer)
+        yield from _times(m * self.x.L, sends.layer, module=LAYERS)
         yield from _times(m, sends.after)
 
-    def _chosen(self, inside: bool | None, after: bool) -> Iterator[tuple[ParameterForm, int]]:
-        """Yields parameters of the layers, or of the model before or after them; by default all.
-
-        The number divides the runs of a stage's layers: each run of a chunk has a part of them.
-        """
-        for form in self.forms:
-            path = form.info.path
-            if path.startswith(f"{LAYERS}/"):
-                if not after and inside is not False:
-                    yield form, self.layout.chunks
-            elif (inside is None and not after) or (
-                not inside
-                and (path != "embedding" or self.model.tied_head if after else path == "embedding")
-            ):
-                yield form, 1
-
     def _gathers(
-        self,
-        times: int,
-        prefix: str,
-        *,
-        inside: bool | None = None,
-        after: bool = False,
-        scope: str = "",
+        self, forms: Iterable[ParameterForm], times: int, prefix: str, scope: str = ""
     ) -> Iterator[Collective]:
-        """Yields the gathers in a pass, of parameters that are gathered where they are used."""
-        if self.layout.communicate != "minibatch":
-            return
-        for form, parts in self._chosen(inside, after):
-            if scope or prefix == FORWARD or self._is_needed_backward(form):
-                yield from form.gathers(
-                    CommCounts(times, times), _scope(scope + prefix, form, GATHER_SCOPE), parts
-                )
+        """Yields the gathers in a pass, of parameters that are gathered where they are used.
+
+        Each run of a chunk gathers its part of the layers.
+        """
+        if self.layout.communicate == "minibatch":
+            for form in forms:
+                parts = self.layout.chunks if _is_inside(form) else 1
+                name = _scope(scope + prefix, form, GATHER_SCOPE)
+                yield from form.gathers(CommCounts(times, times), name, parts)
 
     def _scatters(
-        self, times: int, *, inside: bool | None = None, after: bool = False, scope: str = ""
+        self, forms: Iterable[ParameterForm], times: int, scope: str = ""
     ) -> Iterator[Collective]:
-        """Yields the scatters in the backward pass."""
-        for form, parts in self._chosen(inside, after):
+        """Yields the scatters in the backward pass, and the sums of what devices share."""
+        for form in forms:
+            parts = self.layout.chunks if _is_inside(form) else 1
             if self.layout.communicate == "minibatch":
-                of_gradient = _scope(scope + BACKWARD, form, SCATTER_SCOPE)
-                yield from form.scatters(times, of_gradient, parts)
+                name = _scope(scope + BACKWARD, form, SCATTER_SCOPE)
+                yield from form.scatters(times, name, parts)
             yield from form.shared_sums(times, _scope(scope + BACKWARD, form, CAST_SCOPE), parts)
 
     def _is_needed_backward(self, form: ParameterForm) -> bool:
@@ -206,7 +206,7 @@ class LayoutCollectives:
         path = form.info.path
         if path.endswith("/bias"):
             return bool(self.layout.recomputed)
-        return path != "embedding" or self.model.tied_head
+        return path != EMBEDDING or self.model.tied_head
 
     def _once_a_step(self) -> Iterator[Collective]:
         """Yields the collectives of parameters and gradients outside of the passes."""
@@ -223,7 +223,7 @@ class LayoutCollectives:
         """Yields the collectives of examples and metrics."""
         layout, sizes = self.layout, self.layout.mesh
         data = self.forms[0].program.data_axes
-        of_data = _product(sizes, data)
+        of_data = math.prod(sizes[axis] for axis in data)
         others = tuple(axis for axis in sizes if axis not in data)
         if sizes.get(CONTEXT_AXIS, 1) > 1:  # The order that balances causal attention.
             rows = (self.x.B * layout.num_minibatches, self.x.S // 2)
@@ -234,14 +234,14 @@ class LayoutCollectives:
         several = tuple(axis for axis in data if sizes[axis] > 1)
         yield Collective("all_reduce", several, of_data, (), FLOAT32, 1, COUNT_SCOPE)
         yield Collective(
-            "all_reduce", data, of_data, (self.num_metrics + 2,), FLOAT32, 1, METRICS_SCOPE
+            "all_reduce", data, of_data, (self._num_metrics + 2,), FLOAT32, 1, METRICS_SCOPE
         )
         if others:
-            size = _product(sizes, others)
+            size = math.prod(sizes[axis] for axis in others)
             yield Collective("all_reduce", others, size, (), FLOAT32, 1, NONFINITE_SCOPE)
 
     @property
-    def num_metrics(self) -> int:
+    def _num_metrics(self) -> int:
         """The numbers of a minibatch's metrics."""
         experts = self.model.num_experts
         return 2 * (METRICS + bool(experts) * (METRICS_OF_EXPERTS + experts))
@@ -263,17 +263,14 @@ class LayoutCollectives:
             of_layers = (self.model.num_layers, x.B)
             yield sent("permute", of_layers, FLOAT32, 3 * 2 * table.num_ticks)
             yield sent("permute", (*of_layers, experts), FLOAT32, 2 * table.num_ticks)
-        yield sent("all_reduce", (), FLOAT32, self.num_metrics)
+        yield sent("all_reduce", (), FLOAT32, self._num_metrics)
         if layout.chunks > 1:  # Stages exchange shards of chunks, and back.
-            for form, _ in self._chosen(True, False):
+            for form in self._inside:
                 yield from form.exchanged(layout.chunks, STAGE_AXIS)
 
 
-def _product(sizes: Mapping[str, int], axes: Iterable[str]) -> int:
-    product = 1
-    for axis in axes:
-        product *= sizes[axis]
-    return product
+def _is_inside(form: ParameterForm) -> bool:
+    return form.info.path.startswith(f"{LAYERS}/")
 
 
 def _scope(prefix: str, form: ParameterForm, purpose: str) -> str:
@@ -285,27 +282,26 @@ def _scope(prefix: str, form: ParameterForm, purpose: str) -> str:
 def _times(
     number: int,
     sends: Iterable[Collective],
-    *,
     scope: str = "",
+    module: str = "",
+    *,
     passes: tuple[str, ...] = ("forward", "backward"),
     again: bool = False,
 ) -> Iterator[Collective]:
     """Yields collectives `number` times, inside of a scope.
 
     Args:
-      number: How often they run.
-      sends: The collectives.
-      scope: The scope, with a slash at its end.
+      number: The number of runs.
+      sends: The collectives; their scopes have a pass and a purpose.
+      scope: The scope around them, with a slash at its end.
+      module: The module that sends them, `""` for the model.
       passes: The passes whose collectives are yielded.
       again: Whether the backward pass runs the forward pass too.
     """
     for x in sends:
         if x.times and x.phase in passes:
-            inner = (
-                x.scope.replace(FORWARD, RECOMPUTED, 1)
-                if again and x.phase == "forward"
-                else x.scope
-            )
-            yield Collective(
-                x.kind, x.axes, x.axis_size, x.shape, x.dtype, number * x.times, scope + inner
-            )
+            prefix, _, purpose = x.scope.partition("/")
+            prefix = RECOMPUTED if again and prefix == FORWARD else prefix
+            name = scope + "/".join(filter(None, (prefix, module, purpose)))
+            times = number * x.times
+            yield Collective(x.kind, x.axes, x.axis_size, x.shape, x.dtype, times, name)

@@ -4,8 +4,9 @@ The closed form makes the `StepWork` of a layout: its collectives, its products 
 roofline times it, as it times the work of a traced program (`manualpar.planner.roofline`).
 
 What differs from a traced program: the largest products and reductions are counted, and no others.
-All stages are as full as the fullest one. The bytes of a quantized number are those of its row, and
-quantizing and dequantizing take no time and save no memory.
+All stages are as full as the fullest one. Documents are counted from a token that begins them, and
+a step looks for gradients that are not finite. The bytes of a quantized number are those of its
+row, and quantizing and dequantizing take no time and save no memory.
 """
 
 import dataclasses
