@@ -1,4 +1,4 @@
-"""The fields of a config that say how a model is fine-tuned."""
+"""Prepares a model for fine-tuning, with LoRA or int8 weights, as its config says."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -14,11 +14,13 @@ FINE_TUNING_FIELDS = ("lora", "lora_alpha", "int8")
 
 
 def fine_tuned(model: nn.Module, config: ml_collections.ConfigDict) -> Any:
-    """Adapts a model as `config.model` says; returns the model itself if nothing is set.
+    """Adds LoRA and int8 weights to a model; returns the model itself if the config sets neither.
+
+    `config` is the group `config.model` of a config.
 
     Raises:
-      ValueError: An entry of `lora` or `int8` is no pair of a glob and a number, or repeats a glob
-        twice; or `lora_alpha` is 0.
+      ValueError: An entry of `lora` or `int8` is not `glob:number`, or repeats a glob. Or
+        `lora_alpha` is 0.
     """
     blocks = _numbers_by_glob(
         "int8",
