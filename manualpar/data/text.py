@@ -247,7 +247,7 @@ def split_files(files: Sequence[TextFile], path: str = "") -> dict[str, list[Tex
 
 
 def encode_files(files: Sequence[TextFile], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
-    """Yields a split's stream in pieces `int32[N]`: each file as BOS and tokens, then a last BOS."""
+    """Yields a split's stream in pieces `int32[N]`: each file as BOS and tokens, then a BOS."""
     bos = np.array([tokenizer.bos_token], np.int32)
     for start in range(0, len(files), DOCUMENTS_AT_ONCE):
         part = files[start : start + DOCUMENTS_AT_ONCE]
