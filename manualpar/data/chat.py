@@ -125,7 +125,7 @@ class Chats:
         if not isinstance(tokenizer, FileTokenizer):
             raise ValueError(
                 "config.data.tokenizer is '', expected the directory of a tokenizer with a "
-                "template for chats, whose special tokens bytes do not have."
+                "template for chats, because the tokenizer of bytes has no special tokens."
             )
         require("config.data.tokenizer", "tokenizers")
         import tokenizers
@@ -187,7 +187,7 @@ class Chats:
                 last = special[-1]
             tokens[first : last + 1] |= LEARNED
         if not (tokens[1:] & LEARNED).any():
-            raise ValueError("has no answer to learn; expected a message of the assistant with one")
+            raise ValueError("has no answer to learn; expected a message of the assistant")
         return tokens
 
     def _encode(self, text: str) -> Any:
@@ -238,5 +238,5 @@ def _utf8(text: str) -> bytes:
         return text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"has half of a surrogate pair, character {error.start}, which is no text"
+            f"has half of a surrogate pair at character {error.start}, which is no text"
         ) from None

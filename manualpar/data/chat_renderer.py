@@ -71,8 +71,8 @@ class Renderer:
                 after = text if is_last else self._render(messages[: index + 1], now)
                 if not (after.startswith(before) and text.startswith(after)):
                     raise Refused(
-                        f"has a message {index + 1} of the assistant that the chat's template "
-                        "renders otherwise in the midst of a chat than at its end; expected a "
+                        f"has a message {index + 1} of the assistant, which the chat's template "
+                        "renders differently in the middle of a chat and at its end; expected a "
                         "template with {% generation %} marks for such chats"
                     )
                 spans.append((len(before), len(after)))

@@ -108,7 +108,7 @@ class ChatTemplate:
                     # The process has lost answers to earlier chats. Asks for them again.
                     count = 1
                 if why:
-                    where = f"; the template stands in {self._name}" if self._name else ""
+                    where = f"; the template is in {self._name}" if self._name else ""
                     refusal = ValueError(f"{why}{where}")
                     answers += [refusal] * (len(chats) - len(answers))
         return answers
@@ -214,8 +214,8 @@ def load_template(path: str, tokenizer: Sequence[pathlib.Path]) -> ChatTemplate:
     if not source:
         raise ValueError(
             "config.data.template is '', and config.data.tokenizer has no chat_template; expected "
-            "the directory of a model with one in its tokenizer_config.json, or a file with a "
-            "Jinja template."
+            "a file with a Jinja template, or the directory of a model whose tokenizer_config.json "
+            "has a chat_template."
         )
     try:
         return ChatTemplate(source, tokens, place)

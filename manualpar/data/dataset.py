@@ -98,7 +98,7 @@ class ArrayStream:
         tokens = np.array(self.tokens[start:stop], np.int32)
         if (wrong := tokens[(tokens < 0) | (tokens >= self.vocab_size)]).size:
             raise DamagedDataError(
-                f"config.data.path: {self.name} has token {wrong[0]} among those from {start} to "
+                f"config.data.path: {self.name} has token {wrong[0]} between positions {start} and "
                 f"{stop}, expected less than the vocabulary's {self.vocab_size}; make the file "
                 "again with `python -m manualpar.data.tokenize`."
             )

@@ -96,8 +96,8 @@ def find_document_files(path: str, source: str) -> list[DocumentFile]:
         )
     if source == "arrayrecord" and isinstance(found[0].path, BucketPath):
         raise ValueError(
-            f"config.data.path is {path!r}, expected a path on a disk: ArrayRecord files are read "
-            "there alone. Copy them, or make token files of them."
+            f"config.data.path is {path!r}, expected a path on a disk, because ArrayRecord files "
+            "cannot be read from a bucket; copy them to a disk, or make token files of them."
         )
     return [DocumentFile(str(file.path), file.name, *state_of(file.path)) for file in found]
 
@@ -112,7 +112,7 @@ def open_document_file(path: str) -> BinaryIO:
         return open_for_reading(as_path(path))
     except OSError as error:
         raise DamagedDataError(
-            f"{path} cannot be read ({error.strerror or error}); bring it back as it was."
+            f"{path} cannot be read ({error.strerror or error}); restore the file."
         ) from error
 
 
@@ -152,8 +152,8 @@ def read_documents(part: DocumentRange) -> Iterator[Document]:
         found = None
     if found != (part.file.size, part.file.modified):
         raise DamagedDataError(
-            f"{part.file.path} has changed since it was found; files of data must stay as they are "
-            "while they are in use."
+            f"{part.file.path} has changed since it was found; do not change data files while they "
+            "are in use."
         )
     read = {"jsonl": _read_lines, "parquet": _read_rows, "arrayrecord": _read_records}[part.source]
     for document in read(part):
@@ -213,7 +213,7 @@ def as_document(value: Any, where: str) -> Document:
             return value.encode()
         except UnicodeEncodeError as error:
             raise ValueError(
-                f"{where} half of a surrogate pair, character {error.start}, which is no text"
+                f"{where} half of a surrogate pair at character {error.start}, which is no text"
             ) from None
     # Neither True nor 1.0 is a token.
     if isinstance(value, list) and all(type(token) is int for token in value):

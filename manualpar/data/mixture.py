@@ -106,7 +106,8 @@ def mix(entries: Sequence[Entry], load: Callable[[Entry], LanguageDataset]) -> L
     shares = shares_of([entry.weight for entry in entries])
     for entry, share in zip(entries, shares, strict=True):
         if not share:
-            raise _refused(entry, f"less than 1/{SLOTS} of all weights; expected more")
+            why = f"whose weight is less than 1/{SLOTS} of all weights; expected a larger weight"
+            raise _refused(entry, why)
     datasets = []
     for entry in entries:
         try:
@@ -119,8 +120,8 @@ def mix(entries: Sequence[Entry], load: Callable[[Entry], LanguageDataset]) -> L
         if dataset.tokenizer.fingerprint != first.fingerprint:
             raise _refused(
                 entry,
-                f"which has other tokens than {_shown(entries[0])}; expected one tokenizer for "
-                "all: that of config.data.tokenizer, and of the directories of the source 'tokens'",
+                f"whose tokenizer is not that of {_shown(entries[0])}; expected the same tokenizer "
+                "in config.data.tokenizer and in all directories of the source 'tokens'",
             )
     made = make_fingerprint("mixture", shares, [dataset.fingerprint for dataset in datasets])
     splits: dict[str, Any] = {}

@@ -136,7 +136,7 @@ def pack(
         raise ValueError(
             f"config.data.sequence_length is {sequence_length}, and {is_long.sum()} of "
             f"{len(lengths)} examples of {name} are longer, the longest {positions.max()}; "
-            "expected that much, or config.data.long_examples='cut' or 'drop'."
+            f"expected at least {positions.max()}, or config.data.long_examples='cut' or 'drop'."
         )
     kept = np.flatnonzero(~is_long) if long_examples == "drop" else np.arange(len(lengths))
     if not len(kept):

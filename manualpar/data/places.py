@@ -82,16 +82,15 @@ def read_range(path: BucketPath, start: int, stop: int, version: Version | None 
         data = path.read_bytes(start, stop, version=version)
     except ContentError as error:
         raise DamagedDataError(
-            f"config.data.path: {error}; files of a corpus must stay as they are while it is in "
-            "use."
+            f"config.data.path: {error}; do not change the files of a corpus during a run."
         ) from None
     except OSError as error:
         raise DamagedDataError(
-            f"config.data.path: {error}; it could be read when the run began."
+            f"config.data.path: {error}; the file could be read when the run began."
         ) from None
     if len(data) != stop - start:
         raise DamagedDataError(
-            f"config.data.path: {path} is shorter than it was when the run began; files of a "
-            "corpus must stay as they are while it is in use."
+            f"config.data.path: {path} is shorter than when the run began; do not change the files "
+            "of a corpus during a run."
         )
     return data

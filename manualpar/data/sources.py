@@ -82,8 +82,8 @@ def load_dataset(
         )
     if mixture and source != "mixture":
         raise ValueError(
-            f"config.data.source is {source!r}, expected 'mixture' for the entries of "
-            "config.data.mixture; set that to () otherwise."
+            f"config.data.source is {source!r}, expected 'mixture', because config.data.mixture "
+            "has entries; or set config.data.mixture=()."
         )
 
     def load(source: str, path: str, *, field: str, tokenizer: str) -> LanguageDataset:
@@ -108,8 +108,8 @@ def load_dataset(
         )
     if source == "tokens" and tokenizer:
         raise ValueError(
-            f"config.data.tokenizer is {tokenizer!r}, expected '' for the source 'tokens', whose "
-            "directory holds the tokenizer that it was made with."
+            f"config.data.tokenizer is {tokenizer!r}, expected '' for the source 'tokens', because "
+            "a directory of token files holds its own tokenizer."
         )
     return load(source, path, field=field, tokenizer=tokenizer)
 

@@ -75,13 +75,13 @@ class TextFile:
                 data = opened.read(size)
         except OSError as error:
             raise DamagedDataError(
-                f"config.data.path: {self.path} could be read when the run began and cannot be now "
-                f"({error.strerror}); bring it back as it was."
+                f"config.data.path: {self.path} could be read when the run began, but not now "
+                f"({error.strerror}); restore the file."
             ) from error
         if now != self.file_size or len(data) != size:
             raise DamagedDataError(
                 f"config.data.path: {self.path} had {self.file_size} bytes when the run began and "
-                f"has {now} now; files of a corpus must stay as they are while it is in use."
+                f"has {now} now; do not change the files of a corpus during a run."
             )
         return data
 

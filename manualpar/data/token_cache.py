@@ -48,9 +48,9 @@ def load_cached(
     if job.size > MOST_BYTES:
         raise ValueError(
             f"config.data.path is {path!r}, which has {job.size / 2**30:.1f} GiB of documents, "
-            f"expected at most {MOST_BYTES / 2**30:.0f} GiB for a run that makes their tokens by "
-            "itself; make them once with `python -m manualpar.data.tokenize`, and use the source "
-            "'tokens'."
+            f"expected at most {MOST_BYTES / 2**30:.0f} GiB, because a run makes tokens in one "
+            "process; make token files once with `python -m manualpar.data.tokenize`, and use the "
+            "source 'tokens'."
         )
     folder = cache_folder(cache) / "tokens"
     directory = folder / job.key

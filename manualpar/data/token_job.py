@@ -191,8 +191,8 @@ def _run_job_for_bucket(
 
 def _in_the_way(directory: AnyPath) -> ValueError:
     return ValueError(
-        f"output is {str(directory)!r}, where there is something already; expected a directory to "
-        "make."
+        f"output is {str(directory)!r}, which already holds token files or is a file; name another "
+        "directory."
     )
 
 
@@ -223,9 +223,9 @@ def _begin_directory(job: Job, directory: pathlib.Path, parts: pathlib.Path) -> 
             found = None
         if found != job.key:
             raise ValueError(
-                f"output is {str(directory)!r}, where an unfinished call had other files, files "
-                "that have changed since, or other options; expected the same ones, or another "
-                "directory. Delete it to begin again."
+                f"output is {str(directory)!r}, which holds an unfinished call with other options "
+                "or other files, or the files have changed since; use the same options and files, "
+                "name another directory, or delete this one to begin again."
             )
     else:
         write_whole(described, {"key": job.key})
@@ -250,8 +250,8 @@ def _join(job: Job, directory: pathlib.Path, parts: pathlib.Path) -> TokenFiles:
         if not total["documents"]:
             everything = sum(part[name]["documents"] for part in counts for name in SPLITS)
             raise ValueError(
-                f"config.data.held_out is {job.held_out}, which leaves no document of {everything} "
-                f"for {split}; expected a larger share, or more documents."
+                f"config.data.held_out is {job.held_out}, which leaves none of the {everything} "
+                f"documents for {split}; expected a larger share, or more documents."
             )
         size = 0 if total["unknown"] else total["bytes"]
         digest, end = hashlib.blake2b(digest_size=8), b""

@@ -72,8 +72,8 @@ def make_parts(work: Work, processes: int, report: Callable[[TokenProgress], Non
                     raise receiver.recv()
                 if worker.exitcode:
                     raise DamagedDataError(
-                        "a process that made tokens was ended from outside, for lack of memory "
-                        "perhaps; the same command goes on where it was."
+                        "a process that made tokens was killed, perhaps because memory was full; "
+                        "start the same command again to go on."
                     )
             with shared.get_lock():
                 report(TokenProgress(*shared[:3]))

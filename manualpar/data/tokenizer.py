@@ -101,8 +101,8 @@ class FileTokenizer:
             encoded = guarded(lambda: encode(texts))
         except ValueError as error:
             raise ValueError(
-                f"config.data.tokenizer cannot encode a text ({error}); expected a tokenizer that "
-                "has tokens for everything, or one for what is unknown."
+                f"config.data.tokenizer cannot encode a text ({error}); expected a tokenizer with "
+                "tokens for every text, or with a token for unknown text."
             ) from error
         return [np.array(encoding.ids, np.int32) for encoding in encoded]
 
@@ -181,8 +181,8 @@ def load_tokenizer(path: str) -> Tokenizer:
     most = 2**31 - 1
     if (largest := max(tokenizer.get_vocab().values())) >= most:
         raise refuse(
-            f"has a token of number {largest}; expected less than {most}, so that int32 holds them "
-            "all"
+            f"has the token {largest}; expected tokens below {most}, because they are stored as "
+            "int32"
         )
     digest = hashlib.blake2b(file.read_bytes(), digest_size=8)
     if named:

@@ -117,13 +117,15 @@ def _check_growth(named: str, steps: list[dict[str, Any]]) -> None:
     start = len(text)
     for step in steps:
         if len(step["content"]) * (len(text) + 1) > MAX_CHARACTERS:
-            raise ValueError(f"has {named} with a text of {len(step['content']):,} characters")
+            raise ValueError(
+                f"has {named} that insert a text of {len(step['content']):,} characters"
+            )
         replace = _replacement(step["pattern"], step["content"])
         text = guarded(functools.partial(replace.normalize_str, text))
         if len(text) > MAX_GROWTH * start:
             raise ValueError(
-                f"has {len(steps)} {named} that replace texts, of which some make a text of "
-                f"{start} characters more than {MAX_GROWTH} times as long"
+                f"has {len(steps)} {named} that replace texts, and they make a text of {start} "
+                f"characters more than {MAX_GROWTH} times as long"
             )
 
 

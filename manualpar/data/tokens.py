@@ -99,8 +99,8 @@ def load_tokens(
         raise _refuse(
             path,
             f"whose {files.tokenizer or 'byte tokenizer'} has {tokenizer.vocab_size} tokens and "
-            f"BOS {tokenizer.bos_token}, expected the {files.vocab_size} and {files.bos_token} of "
-            f"its {DESCRIPTION}",
+            f"BOS {tokenizer.bos_token}, expected {files.vocab_size} tokens and BOS "
+            f"{files.bos_token} as in {DESCRIPTION}",
         )
 
     def load(split: str) -> TokenSplit | PackedSplit:

@@ -28,8 +28,8 @@ def simulate_devices(count: int | None, *, force: bool = False) -> None:
     """
     if count is not None and count > MOST and not force:
         raise ValueError(
-            f"--devices={count}: expected at most {MOST} simulated devices, each of which takes a "
-            "thread and memory of its own."
+            f"--devices={count}: expected at most {MOST}, because each simulated device takes a "
+            "thread and memory; simulate fewer, or add --force."
         )
     if count is None:
         chosen = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")

@@ -100,9 +100,9 @@ def prepare(
     every = 1 if program.outer is None else program.outer.every
     if config.training.num_steps % every:
         raise ValueError(
-            f"config.training.num_steps is {config.training.num_steps} and "
-            f"config.parallel.every is {every}, expected a multiple of it, because the "
-            "replicas' steps after their last outer step are lost."
+            f"config.training.num_steps is {config.training.num_steps} and config.parallel.every "
+            f"is {every}, expected a number of steps that is a multiple of {every}, because the "
+            "steps after the last outer step would be lost."
         )
     paths = [info.path for info, _ in program.parameters]
     wanted = config.debug.draw_sharding
@@ -125,7 +125,7 @@ def _check_best_metric(config: ml_collections.ConfigDict, task: Task, program: P
     if not config.training.eval_every_steps:
         raise ValueError(
             f"config.checkpoint.best_metric is {wanted!r} and config.training.eval_every_steps is "
-            "0, expected evaluations to find the best by, or '' for none."
+            "0, expected at least 1, because evaluations report this metric; or set best_metric=''."
         )
     metrics = jax.eval_shape(program.eval_step, program.abstract_state, program.abstract_batch)
     known = task.derive("eval", dict.fromkeys(metrics, 0.0))
@@ -178,13 +178,13 @@ def _build(
         ("gather_code", "", "what it sends"),
         ("reduce_code", "", "what it sends"),
         ("axis_by_axis", False, "how it sends"),
-        ("sequence", False, "where activations lie"),
+        ("sequence", False, "how activations are sharded"),
     ):
         if parallel.get(field) and parallel.mode != "manual":
             raise ValueError(
                 f"config.parallel.{field} is {parallel[field]!r} and config.parallel.mode is "
-                f"{parallel.mode!r}, expected {unused!r}, because XLA chooses {choice}, or mode "
-                "'manual'."
+                f"{parallel.mode!r}, expected {unused!r} or mode 'manual', because in other modes "
+                f"XLA chooses {choice}."
             )
     _check_split(config, task, mesh)
     if EXPERT_AXIS in mesh.shape and not config.model.get("num_experts"):
@@ -286,8 +286,8 @@ def _check_split(config: ml_collections.ConfigDict, task: Task, mesh: Mesh | Abs
     if config.parallel.layer_overlap != "none" and not config.parallel.sequence:
         raise ValueError(
             f"config.parallel.layer_overlap is {config.parallel.layer_overlap!r} and "
-            "config.parallel.sequence is False, expected 'none', or sequence=True, whose "
-            "collectives it takes apart."
+            "config.parallel.sequence is False, expected 'none' or sequence=True, because it "
+            "overlaps the collectives of sequence parallelism."
         )
     if not splits_layers(config):
         return
@@ -295,8 +295,8 @@ def _check_split(config: ml_collections.ConfigDict, task: Task, mesh: Mesh | Abs
     if vocabulary % devices:
         raise ValueError(
             f"config.model.vocab_multiple is {config.model.vocab_multiple}, which makes a "
-            f"vocabulary of {vocabulary}, expected one that divides over the {devices} devices "
-            f"along {SPLIT_AXIS!r}; set --config.model.vocab_multiple={devices}."
+            f"vocabulary of {vocabulary}, expected a vocabulary that divides over the {devices} "
+            f"devices along {SPLIT_AXIS!r}; set --config.model.vocab_multiple={devices}."
         )
     if config.parallel.sequence and config.data.sequence_length % devices:
         raise ValueError(
@@ -332,7 +332,7 @@ def _check_stages_and_context(
             if every:
                 number += f" groups of config.model.global_every={every}, or up to {every - 1} more"
             if config.model.dense_layers:
-                number += f" besides config.model.dense_layers={config.model.dense_layers}"
+                number += f", plus config.model.dense_layers={config.model.dense_layers}"
             raise ValueError(
                 f"config.model.num_layers is {config.model.num_layers}, expected {number}: "
                 f"{stages} devices along {STAGE_AXIS!r} times "
@@ -342,7 +342,7 @@ def _check_stages_and_context(
     if parts > 2 and config.data.sequence_length % parts:
         raise ValueError(
             f"config.data.sequence_length is {config.data.sequence_length}, expected a multiple of "
-            f"{parts}, two half blocks for each device along {CONTEXT_AXIS!r}."
+            f"{parts}, because each device along {CONTEXT_AXIS!r} has two half blocks."
         )
 
 

@@ -25,8 +25,7 @@ def fine_tuned(model: nn.Module, config: ml_collections.ConfigDict) -> Any:
     blocks = _numbers_by_glob(
         "int8",
         config.int8,
-        "a glob on paths of parameters and the length of a block of at least 1, such as "
-        "'*kernel:64'",
+        "a glob on parameter paths and a block length of at least 1, such as '*kernel:64'",
     )
     ranks = _numbers_by_glob(
         "lora",
@@ -38,8 +37,8 @@ def fine_tuned(model: nn.Module, config: ml_collections.ConfigDict) -> Any:
         return tuned
     if not config.lora_alpha:
         raise ValueError(
-            "config.model.lora_alpha is 0, expected a number above 0, such as twice the rank: what "
-            "an adapter adds is multiplied by lora_alpha / rank."
+            "config.model.lora_alpha is 0, expected a number above 0, such as twice the rank, "
+            "because the output of an adapter is multiplied by lora_alpha / rank."
         )
     return lora(tuned, ranks, alpha=config.lora_alpha)
 

@@ -35,7 +35,7 @@ def check_fits(experiment: Experiment) -> None:
     """Raises a `ValueError` if an experiment certainly does not fit into its devices' memory."""
     config, program = experiment.config, experiment.program
     devices = [d for d in program.mesh.devices.flat if d.process_index == jax.process_index()]
-    host, smaller = host_memory(), "make them smaller, or start it all the same with --force"
+    host, smaller = host_memory(), "make some of these sizes smaller, or start with --force"
     waiting = (config.data.prefetch + 1) * state_bytes(program.abstract_batch)[0] * len(devices)
     if waiting > host:
         raise ValueError(

@@ -119,10 +119,10 @@ class ReplicaSentinel:
             raise ReplicaError(
                 f"{self._names[leaf]!r} is not the same, bit for bit, on devices that hold copies "
                 f"of it: {_who_differs(self._mesh, devices, copies)}. {len(found)} of "
-                f"{len(self._names)} leaves differ. Neither train on from this state nor save it: "
-                "go back to one that passed. If the same device is named again, leave it out, "
-                "because it computes or stores wrongly; if not, look for an update of this leaf "
-                "that is not synchronised."
+                f"{len(self._names)} leaves differ. Do not save this state or train on from it: "
+                "go back to a state that passed this check. If the same device is named again, "
+                "leave the device out, because it computes or stores wrongly. If not, look for an "
+                "update of this leaf that is not synchronised."
             )
 
     def fingerprints(self, state: Any) -> np.ndarray:

@@ -69,8 +69,8 @@ def load_run(workdir: AnyPath, *, mesh: dict[str, int] | None = None) -> Trained
     if (model := (mesh or {}).get("model", 1)) > 1 and multiple % model:
         raise UsageError(
             f"--mesh has model={model} and the run has config.model.vocab_multiple={multiple}, "
-            "expected a size that divides it, because the vocabulary is split too; put the devices "
-            "along data."
+            f"expected a model axis that divides {multiple}, because the vocabulary is split along "
+            "it; put the devices along data."
         )
     experiment = prepare_saved(config, mesh)
     try:

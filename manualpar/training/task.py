@@ -105,7 +105,8 @@ def _language_modelling(config: ml_collections.ConfigDict) -> Task:
     if 0 < config.model.vocab_size < tokenizer.vocab_size:
         raise ValueError(
             f"config.data.tokenizer has {tokenizer.vocab_size} tokens and config.model.vocab_size "
-            f"is {config.model.vocab_size}, expected a tokenizer of the model, of at most as many."
+            f"is {config.model.vocab_size}, expected a tokenizer with at most as many tokens, such "
+            "as the model's."
         )
     model = Transformer(
         **_fields(config.model) | {"vocab_size": config.model.vocab_size or tokenizer.vocab_size},

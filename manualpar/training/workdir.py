@@ -216,9 +216,9 @@ def restore(
     if found != expected:
         raise CheckpointError(
             f"the checkpoint of step {restored.step} was saved with other data (fingerprint "
-            f"{found}, now {expected}): the files of config.data have changed since, and the run "
-            "would not see the examples it has not seen yet. Bring them back as they were, or "
-            "begin another run in another workdir."
+            f"{found}, now {expected}): the files of config.data have changed since, so the run "
+            "would miss some examples and repeat others. Restore the files, or begin another run "
+            "in another workdir."
         )
     return restored
 
@@ -230,15 +230,15 @@ def _check_extra(restored: Restored) -> None:
         parse_state(extra["recorder"])
         numbers = [extra["position"], *(extra["files"][name] for name in PLACED_FILES)]
         if not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
-            raise ValueError("the position or the size of a file is not a number of them")
+            raise ValueError("the position or the size of a file is not a whole number")
         if not isinstance(extra["data"], str) or not isinstance(extra.get("config", {}), dict):
             raise TypeError("data is not a string, or config not an object")
     except Exception as error:  # The JSON may hold anything.
         why = explain_failure(error)
         raise CheckpointError(
             f"the checkpoint of step {restored.step} does not hold what a run saves besides its "
-            f"arrays ({why}): begin another run in another workdir, or go on from an earlier "
-            "checkpoint, by deleting this one."
+            f"arrays ({why}): delete this checkpoint to go on from an earlier one, or begin "
+            "another run in another workdir."
         ) from error
 
 

@@ -37,7 +37,7 @@ def test_a_template_that_does_not_end_is_refused(impatient, name):
     text = str(refused.value)
     assert "\n" not in text
     assert len(text) < 500
-    assert text.endswith("stands in model/tokenizer_config.json") or text.startswith("is no Jinja")
+    assert text.endswith("is in model/tokenizer_config.json") or text.startswith("is no Jinja")
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_a_chat_has_one_time_and_no_tools():
 def test_the_file_of_a_template_is_named(tmp_path):
     (tmp_path / "t.jinja").write_text("{{ raise_exception('no') }}")
     template = load_template(str(tmp_path / "t.jinja"), [])
-    place = re.escape(f"(no); the template stands in {tmp_path / 't.jinja'}")
+    place = re.escape(f"(no); the template is in {tmp_path / 't.jinja'}")
     with pytest.raises(ValueError, match=place):
         template.prompt(CHAT)
 

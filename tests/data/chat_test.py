@@ -84,7 +84,7 @@ THINKING = """{%- for message in messages %}
         (
             CHATML,
             {"messages": [*CHAT[:2], {"role": "assistant", "content": "\ud800"}]},
-            r"has half of a surrogate pair, character 0",
+            r"has half of a surrogate pair at character 0",
         ),
         (
             CHATML,
@@ -116,7 +116,7 @@ THINKING = """{%- for message in messages %}
         (
             THINKING,
             {"messages": CHAT},
-            r"has a message 3 of the assistant that .* otherwise in the",
+            r"has a message 3 of the assistant, which .* differently in the middle",
         ),
     ],
 )

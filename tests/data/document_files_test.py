@@ -59,7 +59,7 @@ BAD_LINES = {
     b'{"text": [1, true]}': r"has in 'text' a list that is not all integers, expected",
     b'{"text": [1, -2]}': r"has in 'text' a token below 0, or above",
     b'{"text": [4294967296]}': r"has in 'text' a token below 0, or above",
-    b'{"text": "\\ud800"}': r"has in 'text' half of a surrogate pair, character 0",
+    b'{"text": "\\ud800"}': r"has in 'text' half of a surrogate pair at character 0",
     b'{"text": ' + b"[" * 10**5 + b"}": r"is nested deeper than|is not JSON",
     b'{"text": NaN}': r"is not JSON \(NaN",
 }

@@ -84,6 +84,8 @@ def test_what_cannot_be_kept_is_a_mistake_in_the_config(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"^config\.data\.cache is '.*/file', where .* cannot be"):
         _load(path, tmp_path / "file")
     monkeypatch.setattr(token_cache, "MOST_BYTES", 100)
-    with pytest.raises(ValueError, match=r"make them once with `python -m manualpar\.data\.tokeni"):
+    with pytest.raises(
+        ValueError, match=r"make token files once with `python -m manualpar\.data\.tokeni"
+    ):
         _load(path, tmp_path / "cache")
     assert not (tmp_path / "cache").exists()

@@ -96,7 +96,7 @@ def test_an_interrupted_call_leaves_nothing_that_loads_and_can_be_repeated(
         load_dataset("tokens", seed=0, path=output, sequence_length=16)
     write_token_files(corpus, output)
     assert len(load_dataset("tokens", seed=0, path=output, sequence_length=16).train)
-    with pytest.raises(ValueError, match=r"output is '.*', where there is something already"):
+    with pytest.raises(ValueError, match=r"output is '.*', which already holds token files"):
         write_token_files(corpus, output)
 
 
@@ -154,7 +154,10 @@ def _garble(directory):
         (_describe_train(bytes=-1), r"has splits\.train\.bytes=-1, expected at least 0"),
         (_describe_train(documents=-1), r"has splits\.train\.documents=-1, expected at least 1"),
         (_describe_train(blake2b=None), r"has splits\.train\.blake2b=None, expected a string"),
-        (_describe(vocab_size=300), r"whose byte tokenizer has 257 .* expected the 300 and 256"),
+        (
+            _describe(vocab_size=300),
+            r"byte tokenizer has 257 .* expected 300 tokens and BOS 256",
+        ),
         (_garble, r"eval\.bin has token 65535 .* less than the vocabulary's 257"),
     ],
 )
@@ -183,7 +186,7 @@ def test_the_command_line_says_what_it_made(tmp_path, corpus, capsys):
     assert ended.value.code == 2
     error = capsys.readouterr().err
     assert error.startswith("error: --output=")
-    assert "where there is something already" in error
+    assert "which already holds token files or is a file" in error
     assert error.count("\n") == 1
 
 
@@ -221,9 +224,7 @@ def test_equal_documents_are_in_the_same_split_of_different_files(tmp_path):
     few = [token_parts.split_of_content(str(i).encode(), 0.05) for i in range(2000)]
     assert all(b == "train" for a, b in zip(splits, few, strict=True) if a == "train")
     path = write_documents(tmp_path, "jsonl", ["only one"] * 5)
-    with pytest.raises(
-        ValueError, match=r"^config\.data\.held_out is 0\.02, which leaves no docum"
-    ):
+    with pytest.raises(ValueError, match=r"^config\.data\.held_out is 0\.02, which leaves none of"):
         write_token_files(path, str(tmp_path / "tokens"), source="jsonl")
 
 
@@ -284,7 +285,7 @@ def test_parts_of_another_call_are_not_gone_on_with(tmp_path, monkeypatch):
         patch.setattr(token_job, "_join", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             write_token_files(path, output, source="jsonl", held_out=0.1)
-    message = r"where an unfinished call had other files, files that have changed since, or other"
+    message = "which holds an unfinished call with other options or other files, or the files have"
     with pytest.raises(ValueError, match=message):
         write_token_files(path, output, source="jsonl", held_out=0.2)
     with open(path, "a") as file:

@@ -160,12 +160,12 @@ def test_a_config_builds_its_strategy(config, name, devices8):
         (
             {"mode": "auto", "reduce_dtype": "float32"},
             "config.parallel.reduce_dtype is 'float32' and config.parallel.mode is 'auto', "
-            "expected '', because XLA chooses where it sums, or mode 'manual'.",
+            "expected '' or mode 'manual', because in other modes XLA chooses where it sums.",
         ),
         (
             {"mode": "auto", "axis_by_axis": True},
             "config.parallel.axis_by_axis is True and config.parallel.mode is 'auto', expected "
-            "False, because XLA chooses how it sends, or mode 'manual'.",
+            "False or mode 'manual', because in other modes XLA chooses how it sends.",
         ),
         (
             {"keep_gathered": ("output_dens",)},
@@ -241,20 +241,21 @@ def test_an_axis_of_the_mesh_splits_the_layers_unless_rules_name_it(text):
         (
             {"data": 2, "model": 4},
             {"mode": "auto"},
-            "config.parallel.sequence is True and config.parallel.mode is 'auto', expected False, "
-            "because XLA chooses where activations lie, or mode 'manual'.",
+            "config.parallel.sequence is True and config.parallel.mode is 'auto', expected False "
+            "or mode 'manual', because in other modes XLA chooses how activations are sharded.",
         ),
         (
             {"data": 2, "model": 4},
             {"vocab_multiple": 1},
-            "config.model.vocab_multiple is 1, which makes a vocabulary of 257, expected one that "
-            "divides over the 4 devices along 'model'; set --config.model.vocab_multiple=4.",
+            "config.model.vocab_multiple is 1, which makes a vocabulary of 257, expected a "
+            "vocabulary that divides over the 4 devices along 'model'; set "
+            "--config.model.vocab_multiple=4.",
         ),
         (
             {"data": 2, "model": 4},
             {"sequence": False, "layer_overlap": "ring"},
             "config.parallel.layer_overlap is 'ring' and config.parallel.sequence is False, "
-            "expected 'none', or sequence=True",
+            "expected 'none' or sequence=True",
         ),
         (
             {"data": 2, "model": 4},
@@ -341,7 +342,7 @@ def test_a_parameter_to_draw_must_be_there(devices8):
     ("best_metric", "eval_every_steps", "message"),
     [
         ("acuracy", 5, "expected one of 'accuracy', 'loss' or '' for none; the nearest one is 'ac"),
-        ("loss", 0, "config.training.eval_every_steps is 0, expected evaluations to find the best"),
+        ("loss", 0, "config.training.eval_every_steps is 0, expected at least 1"),
     ],
 )
 def test_a_best_metric_must_be_reported(best_metric, eval_every_steps, message, devices8):

@@ -41,7 +41,10 @@ def test_a_config_names_what_is_stored_in_int8(devices8):
             {"lora": ("output_dense:2",), "lora_alpha": 0.0},
             "config.model.lora_alpha is 0, expected",
         ),
-        ({"int8": ("*kernel",)}, "config.model.int8 has '*kernel', expected a glob on paths of"),
+        (
+            {"int8": ("*kernel",)},
+            "config.model.int8 has '*kernel', expected a glob on param",
+        ),
         ({"lora": ("output:2",)}, "targets has 'output': 2, which matches no module"),
     ],
 )

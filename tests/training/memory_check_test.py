@@ -87,5 +87,5 @@ def test_the_limit_is_just_where_the_memory_ends(monkeypatch):
 
 
 def test_more_devices_than_one_would_simulate_are_refused():
-    with pytest.raises(ValueError, match=f"--devices=100000: expected at most {MOST} simulated"):
+    with pytest.raises(ValueError, match=f"--devices=100000: expected at most {MOST}, because"):
         simulate_devices(100000)
