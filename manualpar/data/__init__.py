@@ -1,7 +1,7 @@
-"""Data: where examples come from, and how they become batches on the devices.
+"""Loads data sets, and puts their batches on the devices.
 
-`load_dataset` gives splits, which are examples by number; `train_batches` and `evaluation_batches`
-turn a split into batches on a mesh.
+`load_dataset` returns a dataset with three splits. In a split each example has a number.
+`train_batches` and `evaluation_batches` turn a split into batches on a mesh.
 """
 
 from manualpar.data.batches import (

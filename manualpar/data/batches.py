@@ -1,19 +1,20 @@
-"""Batches on the devices, read ahead by Grain's threads.
+"""Yields batches on the devices, which Grain's threads read ahead.
 
-Training draws from an endless stream: permutations of the split, a new one for each epoch, one
-after the other, or several such streams mixed, see `manualpar.data.order`. The example at position
-`p` depends only on the seed and on `p`, and a batch is the next `B` of them. So neither its
-content nor its order depends on how many processes and devices read it, nor on how far ahead they
-read, and the whole state of the data is one number: the position after the last batch that was
-used. All batches are full and no example is dropped: one batch may hold the end of an epoch and the
-start of the next.
+Training reads an endless stream of examples, see `manualpar.data.order`. The example at position
+`p` depends only on the seed and on `p`, and a batch is the next `B` examples. So a batch does not
+depend on the number of processes and devices, nor on how far ahead they read. The state of the data
+is one number: the position after the last batch that was used. All batches are full and no example
+is dropped. A batch may have examples from the end of an epoch and from the start of the next.
 
-Evaluation takes each example once, in order, and pads the last batch.
+Evaluation reads each example once, in order, and pads the last batch.
 
-A process reads the rows that its own devices hold, each once, even if several of them hold it.
+A process reads only the rows of its own devices. It reads a row once, even if several devices have
+the row.
 
-Symbol: `B` examples in a batch. Threads do all the reading ahead, because Grain's worker processes
-need parsed flags and seconds to start, which only heavy decoding is worth.
+Threads read ahead, not Grain's worker processes. These need parsed flags, and seconds to start,
+which pays only for slow decoding.
+
+Symbol: `B` examples in a batch.
 """
 
 import sys
@@ -39,17 +40,18 @@ def train_batches(
     start_position: int = 0,
     prefetch: int = 2,
 ) -> Generator[Batch, None, None]:
-    """Yields batches to train on without end, from any position of the stream.
+    """Yields batches for training without end, from any position of the stream.
 
     Args:
       split: The examples; there may be fewer than in a batch.
-      seed: The seed of the epochs' orders, not negative.
+      seed: The seed of the order of examples, not negative.
       batch_size: `B`.
       sharding: The sharding of the batches, such as `program.batch_sharding`. Each process reads
-        the rows of its own devices, whole sequences even if these are split.
-      start_position: Examples to leave out. After `n` batches that start at `p`, a call with
-        `p + n * batch_size` goes on as this one would.
-      prefetch: Batches that threads read ahead, at least 1. One more waits on the devices.
+        the rows of its own devices. It reads complete sequences, even if devices split them.
+      start_position: The number of examples to skip. To go on after `n` batches of a call with
+        position `p`, start at `p + n * batch_size`.
+      prefetch: The number of batches that threads read ahead, at least 1. One more batch waits on
+        the devices.
 
     Returns:
       Batches of global arrays; closing the iterator ends the threads.
@@ -65,7 +67,7 @@ def train_batches(
 
 
 def train_batch(split: Split, position: int, *, batch_size: int, seed: int) -> Batch:
-    """Reads the global batch at a position of the stream of `train_batches`, as numpy arrays."""
+    """Reads the batch at a position of the stream of `train_batches`, as global numpy arrays."""
     indices = order_of(split, seed)(position + np.arange(batch_size))
     return _stack(split[index] for index in indices.tolist())
 
@@ -103,21 +105,22 @@ def evaluation_batches(
 
 def abstract_batch(split: Split, batch_size: int) -> Batch:
     """Returns the shapes and dtypes of a batch of `split`, as `jax.ShapeDtypeStruct`s."""
-    # A sequence that is too long is refused before a thousand million tokens of it are read.
+    # Reads no example if it can: a sequence may be so long that the program is refused later.
     example = getattr(split, "abstract_example", None) or split[0]
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((batch_size, *x.shape), x.dtype), example)
 
 
 def rows_of_this_process(sharding: jax.sharding.Sharding, num_rows: int) -> np.ndarray:
-    """Returns the numbers of the rows `[B]` on this process's devices, ascending."""
-    if isinstance(sharding, NamedSharding):  # Sequences may be split too, but are read whole.
+    """Returns the ascending numbers of the batch's rows that this process's devices have."""
+    # The sharding may split sequences too, but a process reads complete sequences.
+    if isinstance(sharding, NamedSharding):
         sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:1]))
     parts: Iterable[Any] = sharding.addressable_devices_indices_map((num_rows,)).values()
     return np.unique(np.concatenate([np.arange(num_rows)[part] for part in parts]))
 
 
 def place(batch: Batch, rows: np.ndarray, sharding: jax.sharding.Sharding, num_rows: int) -> Batch:
-    """Makes global arrays `[B, ...]` of numpy arrays that hold the rows of this process."""
+    """Makes global arrays `[B, ...]` from numpy arrays with the rows of this process."""
 
     def place_leaf(array: np.ndarray) -> jax.Array:
         def part(index: Any) -> np.ndarray:
@@ -142,7 +145,7 @@ def _read_ahead(
 ) -> Generator[Batch, None, None]:
     """Yields batches of consecutive positions, which threads read ahead.
 
-    Each is put on the devices while the one before is used.
+    Each batch is put on the devices while the batch before it is used.
     """
     require("manualpar.data", "grain")
     import grain

@@ -1,13 +1,14 @@
-"""The source `chat`: questions and answers in JSON lines, of which the answers are learned.
+"""The source `chat`: JSON lines with questions and answers. A model learns only the answers.
 
-A line is either a chat, `{"messages": [{"role": ..., "content": ...}, ...]}`, whose text is what a
-template makes of it, or `{"prompt": ..., "completion": ...}`, two texts end to end. What is learned
-are the tokens of the assistant's messages, or of the completion, with the token that ends them; all
-others are there to be read. White space that a template writes behind that last token is not
-learned.
+A line is a chat, `{"messages": [{"role": ..., "content": ...}, ...]}`, or two texts,
+`{"prompt": ..., "completion": ...}`. A template turns a chat into one text. The completion directly
+follows the prompt.
 
-The text of a message cannot become a special token: a chat whose
-messages spell one out is refused.
+A model learns the tokens of the assistant's messages or of the completion, and the token that ends
+an answer. All other tokens are only inputs. White space that the template writes after the end
+token is not learned.
+
+A chat is refused if a message spells out a special token, so a message cannot contain one.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,13 +30,19 @@ T = TypeVar("T")
 
 
 class ChatEncoder:
-    """Makes examples of lines; an `Encoder`."""
+    """Encodes JSON lines as examples; implements `Encoder`."""
 
     dtype = "<u4"
     makes_examples = True
 
     def __init__(self, tokenizer: Tokenizer, held_out: float, template: str = "") -> None:
-        """Takes the share of examples that eval and test get each, and a template's file or ""."""
+        """Makes an encoder.
+
+        Args:
+          tokenizer: Encodes the texts.
+          held_out: The share of examples for each of eval and test.
+          template: The file with the template; "" for the tokenizer's template.
+        """
         self._tokenizer, self._held_out = tokenizer, held_out
         self._template_path = template
         self._chats: Chats | None = None
@@ -57,10 +64,10 @@ class ChatEncoder:
             yield batch
 
     def example(self, fields: Mapping[str, Any]) -> np.ndarray:
-        """Makes the example `uint32[N]` of a line.
+        """Encodes a line as an example, `uint32[N]`.
 
         Raises:
-          ValueError: The line is no example; the message completes a sentence about it.
+          ValueError: The line is no example. The message completes a sentence about the line.
         """
         (made,) = self._examples([fields])
         if isinstance(made, ValueError):
@@ -70,7 +77,7 @@ class ChatEncoder:
     def _examples(
         self, lines: Sequence[Mapping[str, Any] | ValueError]
     ) -> list[np.ndarray | ValueError]:
-        """Makes the examples of lines; a line that is refused gives its error instead."""
+        """Encodes lines as examples; returns the error of each line that is refused."""
         made: dict[int, np.ndarray | ValueError] = {}
         chats: dict[int, Any] = {}
         for number, line in enumerate(lines):
@@ -107,24 +114,24 @@ class ChatEncoder:
 
 
 class Chats:
-    """Makes examples and prompts of messages."""
+    """Encodes the messages of chats, as examples to train on or as prompts."""
 
     def __init__(self, tokenizer: Tokenizer, template: str = "") -> None:
-        """Takes a template's file, or "" for the tokenizer's.
+        """Loads the template from the file `template`; "" for the tokenizer's template.
 
         Raises:
-          ValueError: There is no template.
+          ValueError: There is no template, or `tokenizer` is the tokenizer of bytes.
         """
         if not isinstance(tokenizer, FileTokenizer):
             raise ValueError(
                 "config.data.tokenizer is '', expected the directory of a tokenizer with a "
-                "template for chats, whose special tokens bytes do not have."
+                "template for chats, because the tokenizer of bytes has no special tokens."
             )
         require("config.data.tokenizer", "tokenizers")
         import tokenizers
 
         self._template: ChatTemplate = load_template(template, tokenizer.files)
-        # This encoding recognizes the special tokens that the template spells out.
+        # Unlike `FileTokenizer`, this one encodes the special tokens that a template spells out.
         self._tokenizer = tokenizers.Tokenizer.from_file(str(tokenizer.files[0]))
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -132,10 +139,11 @@ class Chats:
         self._special = {number: token.content for number, token in added.items() if token.special}
 
     def prompt(self, messages: Any) -> list[int]:
-        """Encodes a chat up to the place where the assistant writes.
+        """Encodes a chat as a prompt, which ends where the assistant begins to write.
 
         Raises:
-          ValueError: They are no messages; the message completes a sentence about a line.
+          ValueError: `messages` is no list of messages. The error completes a sentence about a
+            line.
         """
         self._check(messages)
         text = self._template.prompt(messages)
@@ -143,14 +151,18 @@ class Chats:
         return tokens
 
     def example(self, messages: Any) -> np.ndarray:
-        """Makes the example `uint32[N]` of messages; raises as `prompt`, and without an answer."""
+        """Encodes messages as an example, `uint32[N]`.
+
+        Raises:
+          ValueError: As in `prompt`, or the messages have no answer to learn.
+        """
         (made,) = self.examples([messages])
         if isinstance(made, ValueError):
             raise made
         return made
 
     def examples(self, chats: Sequence[Any]) -> list[np.ndarray | ValueError]:
-        """Makes the example of each chat, or the reason why there is none; see `example`."""
+        """Encodes each chat as `example` does; returns the error of each chat that is refused."""
         made: list[Any] = [_attempt(self._check, messages) for messages in chats]
         good = [number for number, error in enumerate(made) if error is None]
         rendered = self._template.render_all([chats[number] for number in good])
@@ -175,7 +187,7 @@ class Chats:
                 last = special[-1]
             tokens[first : last + 1] |= LEARNED
         if not (tokens[1:] & LEARNED).any():
-            raise ValueError("has no answer to learn; expected a message of the assistant with one")
+            raise ValueError("has no answer to learn; expected a message of the assistant")
         return tokens
 
     def _encode(self, text: str) -> Any:
@@ -226,5 +238,5 @@ def _utf8(text: str) -> bytes:
         return text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"has half of a surrogate pair, character {error.start}, which is no text"
+            f"has half of a surrogate pair at character {error.start}, which is no text"
         ) from None

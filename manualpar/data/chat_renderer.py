@@ -1,14 +1,14 @@
-"""The process that renders the template of chats: a program of its own, within limits.
+"""Renders chats with a template, in a separate process with limits on time and memory.
 
-A template is a program that somebody else wrote. Jinja's sandbox keeps it from reaching anything,
-but not from running for ever or filling the memory, and one operation is enough for that:
-`'a' * 10**10`, or printing a list that holds itself twice, forty times. No list of such operations
-is complete. So templates are compiled and rendered in this process, which the system ends after
-`CPU_SECONDS` of computing, and gives no more than `MEMORY_BYTES`. It imports nothing but Jinja.
+A template is a program that somebody else wrote. Jinja's sandbox keeps it from files and other
+objects, but not from running for ever or filling the memory. One operation is enough for that, such
+as `'a' * 10**10`, and a list of such operations would never be complete. So templates are compiled
+and rendered in this process. The system ends it after `CPU_SECONDS` of computing, and gives it no
+more than `MEMORY_BYTES`. It imports nothing but Jinja.
 
-It reads requests from standard input, and answers to standard output: first a template, and then
-lists of chats, each of which gets an answer of its own, up to one that is refused.
-`manualpar.data.chat_template` runs it.
+It reads requests from standard input, and writes answers to standard output. The first request is a
+template. Each later request is a list of chats. It answers each chat, until it refuses one.
+`manualpar.data.chat_template` runs this program.
 """
 
 import contextlib
@@ -26,10 +26,10 @@ from typing import IO, Any, ClassVar, NoReturn
 
 CPU_SECONDS = 2.0
 MEMORY_BYTES = 3 << 28
-# Limit of a text, to which a multiple of the chat's bytes is added.
+# A rendered text may have MAX_CHARACTERS + MAX_GROWTH times the bytes of its chat.
 MAX_CHARACTERS, MAX_GROWTH = 1 << 22, 8
 SAID_CHARACTERS = 300  # Limit of a message that a template writes.
-# Noncharacters of Unicode, which no text has: where what is learned begins and ends.
+# Mark the beginning and end of text to learn. No text has these noncharacters of Unicode.
 BEGIN, END = "\ufdd0", "\ufdd1"
 Messages = list[dict[str, Any]]
 Span = tuple[int, int]
@@ -38,8 +38,8 @@ LENGTH_BYTES = 8
 BUFFER_BYTES = 1 << 18
 
 
-class Refused(Exception):  # noqa: N818  # A judgement, and no mistake in here.
-    """The message completes a sentence about a template, or about a chat."""
+class Refused(Exception):  # noqa: N818  # It is no error of this program.
+    """A template or a chat is refused; the message completes a sentence about it."""
 
 
 class Renderer:
@@ -59,8 +59,8 @@ class Renderer:
         self._has_marks = re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", source) is not None
 
     def render(self, messages: Messages) -> Rendered:
-        """Renders a chat, and returns the parts that the assistant wrote, ascending."""
-        now = datetime.datetime.now()  # One time for all texts of a chat.
+        """Renders a chat; returns its text and the spans that the assistant wrote, in order."""
+        now = datetime.datetime.now()  # All texts of a chat have the same time.
         if self._has_marks:
             return _without_marks(self._render(messages, now))
         text, spans = self._render(messages, now), []
@@ -71,15 +71,15 @@ class Renderer:
                 after = text if is_last else self._render(messages[: index + 1], now)
                 if not (after.startswith(before) and text.startswith(after)):
                     raise Refused(
-                        f"has a message {index + 1} of the assistant that the chat's template "
-                        "renders otherwise in the midst of a chat than at its end; expected a "
+                        f"has a message {index + 1} of the assistant, which the chat's template "
+                        "renders differently in the middle of a chat and at its end; expected a "
                         "template with {% generation %} marks for such chats"
                     )
                 spans.append((len(before), len(after)))
         return text, spans
 
     def prompt(self, messages: Messages) -> Rendered:
-        """Renders a chat up to the place where the assistant writes."""
+        """Renders a chat, with the prompt for the assistant at its end."""
         return _without_marks(self._render(messages, datetime.datetime.now(), prompt=True))
 
     def _render(self, messages: Messages, now: datetime.datetime, *, prompt: bool = False) -> str:
@@ -118,7 +118,7 @@ def _said(error: Exception) -> str:
 
 
 def _without_marks(text: str) -> Rendered:
-    """Removes `BEGIN` and `END` from a text, and returns where they were."""
+    """Removes `BEGIN` and `END` from a text; returns the text and the spans between them."""
     pieces, spans, length = [], [], 0
     for piece in re.split(f"({BEGIN}[^{BEGIN}{END}]*{END})", text):
         if piece.startswith(BEGIN):
@@ -134,7 +134,7 @@ def _environment() -> Any:
     import jinja2.sandbox
 
     class Generation(jinja2.ext.Extension):
-        """The block `generation`, whose text comes out between marks."""
+        """The block `generation`, which writes its text between `BEGIN` and `END`."""
 
         tags: ClassVar[set[str]] = {"generation"}
 
@@ -164,10 +164,10 @@ def _environment() -> Any:
 
 
 def send_message(file: IO[bytes], message: Any) -> None:
-    """Writes a value of lists, objects, texts and numbers into the file's buffer.
+    """Writes a value into the file's buffer; it may hold lists, dicts, texts and numbers.
 
     Raises:
-      ValueError: It holds something else.
+      ValueError: The value holds something else.
     """
     data = marshal.dumps(message)
     file.write(len(data).to_bytes(LENGTH_BYTES, "big"))
@@ -175,10 +175,10 @@ def send_message(file: IO[bytes], message: Any) -> None:
 
 
 def receive(file: IO[bytes]) -> Any:
-    """Reads the value that `send_message` has written.
+    """Reads a value that `send_message` has written.
 
     Raises:
-      EOFError: It ends before.
+      EOFError: The file ends before the end of the value.
     """
     length = int.from_bytes(file.read(LENGTH_BYTES), "big")
     data = file.read(length)
@@ -188,11 +188,11 @@ def receive(file: IO[bytes]) -> Any:
 
 
 def answer_within(action: Callable[[], Any], seconds: float) -> tuple[bool, Any]:
-    """Returns (True, the result of `action`), or (False, why it is refused).
+    """Returns (True, the result of `action`), or (False, the reason why it is refused).
 
-    It ends the process if `action` computes for longer than `seconds`.
+    If `action` computes for longer than `seconds`, the process ends.
     """
-    # The default action of its signal ends the process, within any operation.
+    # The timer's signal ends the process by default, even in the middle of an operation.
     signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         return True, action()
@@ -205,12 +205,12 @@ def answer_within(action: Callable[[], Any], seconds: float) -> tuple[bool, Any]
 
 
 def main() -> None:
-    """Answers requests until there are no more."""
+    """Answers requests until the input ends."""
     seconds, memory = float(sys.argv[1]), int(sys.argv[2])
-    sys.path += sys.argv[3:]  # Where Jinja is.
-    import jinja2.sandbox  # noqa: F401  # Before the limits, which are the template's.
+    sys.path += sys.argv[3:]  # The folders of Jinja.
+    import jinja2.sandbox  # noqa: F401  # Before the limits are set.
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # It ends with the process that runs it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent process ends this one.
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     requests, answers = sys.stdin.buffer, os.fdopen(sys.stdout.fileno(), "wb", BUFFER_BYTES)
@@ -228,7 +228,7 @@ def main() -> None:
                 is_fine, rendered = answer_within(functools.partial(render, messages), seconds)
                 send_message(answers, (is_fine, rendered))
                 if not is_fine:
-                    break  # Others might take as long.
+                    break  # Later chats might take as long.
             answers.flush()
 
 

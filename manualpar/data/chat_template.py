@@ -1,17 +1,17 @@
-"""The template of a tokenizer's chats: messages become one text, and what is learned is marked.
+"""Renders chats with a template, and finds the parts of the text that the assistant writes.
 
-A template is a Jinja program that came with somebody's model. It runs in a process of its own, in
-Jinja's immutable sandbox: it sees the messages, the names of special tokens and the date, reaches
-nothing else, and has `chat_renderer.CPU_SECONDS` for a chat and `chat_renderer.MEMORY_BYTES`. Its
-dialect is that of `transformers`: blocks take their line with them, loops may be left,
-`raise_exception` refuses messages, `strftime_now` writes the date, `tools` and `documents` are
-none, and what stands between `{% generation %}` and `{% endgeneration %}` is what the model is to
-write.
+A template is a Jinja program that comes with a model. It runs in a separate process, in Jinja's
+immutable sandbox. It can read the messages, the special tokens and the date, and nothing else. A
+chat may take `chat_renderer.CPU_SECONDS` and `chat_renderer.MEMORY_BYTES`. Templates are written
+for `transformers` and work as there. A line with only a block tag writes no line. Loops have
+`break` and `continue`. `raise_exception` refuses messages, and `strftime_now` writes the date.
+`tools` and `documents` are None. The assistant writes the text between `{% generation %}` and
+`{% endgeneration %}`.
 
-A template without these marks is rendered several times for a chat, up to each turn of the
-assistant: once with the turn, and once with the prompt to write in its place. The assistant writes
-what the first text has behind the second. A template whose earlier text changes with later messages
-cannot be taken apart like this, and is refused.
+If a template has no such marks, each turn of the assistant is found with two renderings. The first
+ends with the turn. The second ends before the turn, with the prompt for the assistant. The
+assistant writes the text by which the first is longer. If later messages change the text of earlier
+ones, this does not work, and the chat is refused.
 """
 
 import contextlib
@@ -41,25 +41,25 @@ from manualpar.errors import require
 from manualpar.system.storage import AnyPath, BucketPath, user_path
 from manualpar.system.storage.untrusted import read_file, read_object
 
-# The special tokens that templates see, by their names in a tokenizer's configuration.
+# The special tokens that templates can use, by their names in `tokenizer_config.json`.
 TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 
 __all__ = ["BEGIN", "END", "ChatTemplate", "load_template"]
 
 
 class ChatTemplate:
-    """Renders chats, in a process that ends with this object."""
+    """Renders chats in another process, which ends when this object is deleted."""
 
     def __init__(self, source: str, tokens: Mapping[str, str], name: str = "") -> None:
         """Compiles a template.
 
         Args:
-          source: Its text.
+          source: The text of the template.
           tokens: The texts of special tokens by name, such as `bos_token`.
-          name: Where it stands, for messages about chats.
+          name: The template's file, for error messages about chats.
 
         Raises:
-          ValueError: It is no template; the message completes a sentence about the template.
+          ValueError: `source` is no template. The message completes a sentence about the template.
         """
         require("config.data.source='chat'", "jinja2")
         self._source, self._tokens, self._name = source, dict(tokens), name
@@ -70,28 +70,28 @@ class ChatTemplate:
             self._start()
 
     def render(self, messages: Messages) -> tuple[str, list[Span]]:
-        """Renders a chat; returns its text, and the parts that the assistant wrote, ascending.
+        """Renders a chat; returns its text and the spans that the assistant wrote, in order.
 
         Raises:
-          ValueError: The template refuses the messages, does not say what the assistant wrote, or
-            does not end within its limits.
+          ValueError: The template refuses the messages or exceeds its limits, or the assistant's
+            text cannot be found.
         """
         return _unwrapped(self.render_all([messages])[0])
 
     def render_all(self, chats: Sequence[Messages]) -> list[Rendered | ValueError]:
-        """Renders chats as `render` does, up to one that is refused; those behind get its error."""
+        """Renders chats; if one is refused, its error is the result for it and all later chats."""
         return self._answers("render", chats)
 
     def prompt(self, messages: Messages) -> str:
-        """Renders a chat up to where the assistant is to write; raises as `render`."""
+        """Renders a chat, with the prompt for the assistant at its end; raises as `render` does."""
         return _unwrapped(self._answers("prompt", [messages])[0])[0]
 
     def _answers(self, kind: str, chats: Sequence[Messages]) -> list[Rendered | ValueError]:
         answers: list[Rendered | ValueError] = []
-        count = len(chats)  # Asked for at once.
+        count = len(chats)  # The number of chats in a request.
         with self._lock:
             while left := chats[len(answers) :]:
-                if self._process is None or self._owner != os.getpid():  # A pipe has one user.
+                if self._process is None or self._owner != os.getpid():  # Forks share a pipe.
                     self._start()
                 why = ""
                 try:
@@ -105,9 +105,10 @@ class ChatTemplate:
                 except _EndedError as error:
                     if count == 1:
                         why = f"is refused by the chat's template ({error})"
-                    count = 1  # Answers before the one that has ended it may be lost with it.
+                    # The process has lost answers to earlier chats. Asks for them again.
+                    count = 1
                 if why:
-                    where = f"; the template stands in {self._name}" if self._name else ""
+                    where = f"; the template is in {self._name}" if self._name else ""
                     refusal = ValueError(f"{why}{where}")
                     answers += [refusal] * (len(chats) - len(answers))
         return answers
@@ -136,7 +137,7 @@ class ChatTemplate:
     def _send(self, message: Any) -> None:
         with self._connected() as process:
             assert process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):  # Reading says why it has ended.
+            with contextlib.suppress(BrokenPipeError):  # `_receive` finds out why it has ended.
                 send_message(process.stdin, message)
                 process.stdin.flush()
 
@@ -180,7 +181,7 @@ class _EndedError(Exception):
 
 
 def _end(process: "subprocess.Popen[bytes]", owner: int) -> None:
-    if os.getpid() == owner:  # And not a fork of it.
+    if os.getpid() == owner:  # A fork must not end the process of its parent.
         process.kill()
         process.wait()
     for pipe in (process.stdin, process.stdout):
@@ -190,14 +191,14 @@ def _end(process: "subprocess.Popen[bytes]", owner: int) -> None:
 
 
 def load_template(path: str, tokenizer: Sequence[pathlib.Path]) -> ChatTemplate:
-    """Loads the template of a tokenizer's directory, or another one.
+    """Loads a template from a file, or from the tokenizer's directory.
 
     Args:
-      path: A file with a template; "" for the tokenizer's.
+      path: The file with the template; "" for the tokenizer's template.
       tokenizer: The tokenizer's files.
 
     Raises:
-      ValueError: There is none, or it is no template.
+      ValueError: There is no template, or its text is no template.
     """
     source, tokens, place = "", {}, path
     for file in tokenizer:
@@ -213,8 +214,8 @@ def load_template(path: str, tokenizer: Sequence[pathlib.Path]) -> ChatTemplate:
     if not source:
         raise ValueError(
             "config.data.template is '', and config.data.tokenizer has no chat_template; expected "
-            "the directory of a model with one in its tokenizer_config.json, or a file with a "
-            "Jinja template."
+            "a file with a Jinja template, or the directory of a model whose tokenizer_config.json "
+            "has a chat_template."
         )
     try:
         return ChatTemplate(source, tokens, place)
@@ -226,7 +227,7 @@ def load_template(path: str, tokenizer: Sequence[pathlib.Path]) -> ChatTemplate:
 
 
 def _template_of(fields: Mapping[str, Any]) -> str:
-    """Reads the template in a `tokenizer_config.json`; among several, the default one."""
+    """Returns the template in a `tokenizer_config.json`; if there are several, the default one."""
     found = fields.get("chat_template")
     if isinstance(found, list):
         named = {each.get("name"): each for each in found if isinstance(each, dict)}

@@ -1,15 +1,15 @@
-"""Examples by number, in three splits.
+"""Defines datasets: three splits, in which each example has a number.
 
-A `Split` is random access: example `i` is always the same one, in whatever order examples are read.
-This makes a run repeatable, because a pipeline only has to say which numbers it wants.
+A `Split` gives random access to examples. Example `i` is always the same, in whatever order the
+examples are read. So a run is repeatable if it reads the same numbers.
 
-A split of text is a stream of tokens, `BOS doc BOS doc ... BOS doc BOS`: the token BOS begins a
-document and ends the one before it; the last one only ends a document. So every token of every
-document, and every document's end, is a label once. Sequence `i` takes the tokens from `i * S` to
-`i * S + S`, both included: all but the last are inputs and all but the first are labels. No token
-is dropped, and none is a label twice. The inputs show where documents begin, `cumsum(inputs ==
-BOS)`, so a model needs no other mask to keep them apart. A document that continues in the next
-sequence has no BOS there.
+A split of text is a stream of tokens, `BOS doc BOS doc ... BOS doc BOS`. A token BOS begins a
+document and ends the document before it; the last BOS only ends a document. So every token of a
+document, and every end of a document, is a label once. Sequence `i` takes the tokens from `i * S`
+to `i * S + S`, both included: all but the last are inputs and all but the first are labels. No
+token is dropped, and none is a label twice. A model can number the documents of a sequence as
+`cumsum(inputs == BOS)`, and needs no other mask to keep them apart. A document that continues in
+the next sequence has no BOS there.
 
 Symbol: `S` tokens in a sequence.
 """
@@ -29,7 +29,7 @@ SPLITS = ("train", "eval", "test")
 
 
 class DamagedDataError(ValueError):
-    """A file of the data has changed, or its content is impossible; one sentence for the user."""
+    """A data file has changed or holds something impossible; the message is one sentence."""
 
 
 class Split(Protocol):
@@ -47,11 +47,11 @@ class LanguageSplit(Split, Protocol):
 
     @property
     def tokens_per_byte(self) -> float | None:
-        """Labels for each byte of text; `None` if its bytes are unknown."""
+        """The number of labels per byte of text; `None` if the number of bytes is unknown."""
 
     @property
     def abstract_example(self) -> Batch:
-        """The shapes and dtypes of all examples, as `jax.ShapeDtypeStruct`s; none is read."""
+        """The shapes and dtypes of any example, as `jax.ShapeDtypeStruct`s; reads no example."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,21 +69,21 @@ class ArraySplit:
 
 
 class TokenStream(Protocol):
-    """The documents of a split, end to end."""
+    """The tokens of a split's documents, one document after the other."""
 
     def __len__(self) -> int:
-        """Returns the number of tokens, with every BOS."""
+        """Returns the number of tokens; each BOS counts."""
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Reads tokens `start` to `stop`, `int32[stop - start]`; both are within the stream."""
+        """Reads tokens `start` to `stop` of the stream, `int32[stop - start]`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ArrayStream:
-    """A stream that is an array, in memory or mapped into it."""
+    """A stream of tokens in an array, which is in memory or a mapped file."""
 
     tokens: np.ndarray  # `uint[N]`.
-    name: str  # Its name in messages.
+    name: str  # The stream's name in messages.
     vocab_size: int
 
     def __len__(self) -> int:
@@ -93,12 +93,12 @@ class ArrayStream:
         """Reads tokens `start` to `stop`.
 
         Raises:
-          DamagedDataError: One is not in the vocabulary; a device would clamp it silently.
+          DamagedDataError: A token is not in the vocabulary. A device would clamp it silently.
         """
         tokens = np.array(self.tokens[start:stop], np.int32)
         if (wrong := tokens[(tokens < 0) | (tokens >= self.vocab_size)]).size:
             raise DamagedDataError(
-                f"config.data.path: {self.name} has token {wrong[0]} among those from {start} to "
+                f"config.data.path: {self.name} has token {wrong[0]} between positions {start} and "
                 f"{stop}, expected less than the vocabulary's {self.vocab_size}; make the file "
                 "again with `python -m manualpar.data.tokenize`."
             )
@@ -107,28 +107,28 @@ class ArrayStream:
 
 @dataclasses.dataclass(frozen=True)
 class TokenSplit:
-    """A stream as sequences. BOS fills up the last one, and only there the mask is 0."""
+    """Cuts a stream into sequences. BOS fills up the last one, and the mask is 0 there only."""
 
-    stream: TokenStream  # Two tokens at least.
+    stream: TokenStream  # At least two tokens.
     sequence_length: int  # `S`.
     bos_token: int
     num_bytes: int  # Bytes of the documents' text; 0 if unknown.
     num_documents: int
-    has_documents: bool = False  # Whether inputs are as in `PackedSplit`.
+    has_documents: bool = False  # Whether inputs have `tokens` and `documents`, see `PackedSplit`.
 
     @property
     def num_labels(self) -> int:
-        """The number of labels: all tokens of the stream but the first."""
+        """The number of labels: every token of the stream but the first is a label."""
         return len(self.stream) - 1
 
     @property
     def tokens_per_byte(self) -> float | None:
-        """Labels for each byte of text, if it is known: ends of documents are labels, no bytes."""
+        """The number of labels per byte of text, or `None`; ends of documents are labels too."""
         return self.num_labels / self.num_bytes if self.num_bytes else None
 
     @property
     def abstract_example(self) -> Batch:
-        """The shapes and dtypes of all sequences, as `jax.ShapeDtypeStruct`s; none is read."""
+        """The shapes and dtypes of any sequence, as `jax.ShapeDtypeStruct`s; reads no tokens."""
         tokens = jax.ShapeDtypeStruct((self.sequence_length,), np.int32)
         inputs = {"tokens": tokens, "documents": tokens} if self.has_documents else tokens
         return Batch(inputs, tokens, jax.ShapeDtypeStruct((self.sequence_length,), np.float32))
@@ -154,10 +154,10 @@ class TokenSplit:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dataset:
-    """Three splits that have no example in common: for training, evaluations on the way, the test.
+    """Three splits with no example in common: for training, evaluation and the test.
 
-    The fingerprint says which examples these are and how they are numbered. Two processes, or a run
-    and the checkpoint that it resumes, see the same batches only if theirs are equal.
+    The fingerprint depends on the examples and their numbers. Two processes see the same batches
+    only if their fingerprints are equal. So do a run and the checkpoint that it goes on from.
     """
 
     train: Split
@@ -168,7 +168,7 @@ class Dataset:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClassificationDataset(Dataset):
-    """Inputs and the class of each; labels are less than `num_classes`."""
+    """Inputs with a class each; the labels are less than `num_classes`."""
 
     num_classes: int
 
@@ -177,8 +177,8 @@ class ClassificationDataset(Dataset):
 class LanguageDataset(Dataset):
     """Text as tokens, made by `tokenizer`; a model needs its `vocab_size` and `bos_token`.
 
-    Bits per byte of a split are `loss / ln 2 * split.tokens_per_byte`, with the loss in nats;
-    they are known if the number of the text's bytes is.
+    A split has `loss / ln 2 * split.tokens_per_byte` bits per byte, with the loss in nats, if its
+    `tokens_per_byte` is known.
     """
 
     train: LanguageSplit
@@ -188,7 +188,7 @@ class LanguageDataset(Dataset):
 
 
 def make_fingerprint(*parts: Any) -> str:
-    """Hashes parts (JSON or arrays) to 16 hexadecimal digits, which differ if any part does."""
+    """Hashes JSON values and arrays to 16 hexadecimal digits, which change if a value changes."""
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
         if isinstance(part, np.ndarray):

@@ -1,14 +1,14 @@
-"""Files of many documents: JSON lines, Parquet and ArrayRecord, read in parts and without trust.
+"""Reads files with many documents: JSON lines, Parquet and ArrayRecord.
 
-A document is a text, as UTF-8, or tokens that somebody has made already, an array of integers. It
-comes from one field of a JSON object, one column of a table, or a whole record.
+A document is a text in UTF-8, or a list of ready-made tokens. It is one field of a JSON object, one
+value in a column of a table, or one record.
 
 Files are divided into parts of about `PART_BYTES`, which processes read independently of each
-other. Only the files decide the parts. No part of a file is in memory but the documents that
-are being read: at most a line, a batch of rows, or a group of records.
+other. Only the files decide the parts. Only the documents that are being read are in memory: at
+most a line, a batch of rows, or a group of records.
 
-Nothing of a file is believed: a line that is no JSON, a missing field, a value of another type and
-bytes that are no UTF-8 are each a `DamagedDataError` that names the file and the line, row or
+Everything in a file is checked. A line that is no JSON, a missing field, a value of another type
+and bytes that are no UTF-8 each raise a `DamagedDataError`. It names the file, and the line, row or
 record, counted from one.
 """
 
@@ -26,7 +26,7 @@ from manualpar.errors import require
 from manualpar.system.storage import BucketPath, as_path, open_for_reading
 from manualpar.system.storage.untrusted import MAX_BYTES, parse_object
 
-# Suffixes to search a directory for; files given by name or by a glob are all taken.
+# The suffixes of the files to take from a directory. A file or a glob may have any suffix.
 SUFFIXES = {
     "jsonl": (".jsonl", ".ndjson", ".json"),
     "parquet": (".parquet",),
@@ -34,20 +34,20 @@ SUFFIXES = {
 }
 PART_BYTES = 2**24
 ROWS_AT_ONCE = 256
-# Types of tokens in a record, by the names that `config.data.field` has for them.
+# The types of tokens in an ArrayRecord file that `config.data.field` may name.
 TOKEN_DTYPES = ("<u2", "<i4", "<u4", "<i8")
 Document = bytes | np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
 class DocumentFile:
-    """A file, and how it was when it was found.
+    """A file, with its size and time of change when it was found.
 
     Attributes:
       path: The path of the file.
-      name: Its path from the directory of all, with slashes.
-      size: Its bytes.
-      modified: When it was last changed, in nanoseconds.
+      name: The path relative to the directory of all files, with slashes.
+      size: The number of bytes.
+      modified: The time of the last change in nanoseconds; in a bucket a hash of the version.
     """
 
     path: str
@@ -63,10 +63,10 @@ class DocumentRange:
     Attributes:
       source: One of `SUFFIXES`.
       file: The file.
-      field: The field, or the column; for ArrayRecord see `read_documents`.
+      field: The field or the column; for ArrayRecord see `read_documents`.
       start: The first byte, row group or record.
-      stop: The one after the last. A line belongs to the part that it begins in.
-      size: About how many bytes it has.
+      stop: The end of the range; it is not included. A line belongs to the part that it begins in.
+      size: The estimated number of bytes.
     """
 
     source: str
@@ -81,12 +81,12 @@ def find_document_files(path: str, source: str) -> list[DocumentFile]:
     """Finds files that are not empty, in the order of the hashes of their names.
 
     Args:
-      path: A file, a directory, for all files under it with one of the `SUFFIXES` except hidden
-        ones, or a glob.
+      path: A file, a directory or a glob. A directory stands for all files under it that have one
+        of the source's `SUFFIXES` and are not hidden.
       source: One of `SUFFIXES`.
 
     Raises:
-      ValueError: There are no files, or one cannot be read.
+      ValueError: There are no files, or a file cannot be read.
     """
     found = files_of_path(path, SUFFIXES[source]) if path else []
     if not found:
@@ -96,23 +96,23 @@ def find_document_files(path: str, source: str) -> list[DocumentFile]:
         )
     if source == "arrayrecord" and isinstance(found[0].path, BucketPath):
         raise ValueError(
-            f"config.data.path is {path!r}, expected a path on a disk: ArrayRecord files are read "
-            "there alone. Copy them, or make token files of them."
+            f"config.data.path is {path!r}, expected a path on a disk, because ArrayRecord files "
+            "cannot be read from a bucket; copy them to a disk, or make token files of them."
         )
     return [DocumentFile(str(file.path), file.name, *state_of(file.path)) for file in found]
 
 
 def open_document_file(path: str) -> BinaryIO:
-    """Opens a file for reading; the one place where files of documents are opened as bytes.
+    """Opens a file of documents for reading bytes.
 
     Raises:
-      DamagedDataError: It cannot be opened.
+      DamagedDataError: The file cannot be opened.
     """
     try:
         return open_for_reading(as_path(path))
     except OSError as error:
         raise DamagedDataError(
-            f"{path} cannot be read ({error.strerror or error}); bring it back as it was."
+            f"{path} cannot be read ({error.strerror or error}); restore the file."
         ) from error
 
 
@@ -120,8 +120,8 @@ def divide(source: str, files: Sequence[DocumentFile], field: str) -> list[Docum
     """Divides all files into parts, in order.
 
     Raises:
-      DamagedDataError: A file is not of its format, or has no such column.
-      ValueError: There cannot be such a field.
+      DamagedDataError: A file does not have the format of `source`, or lacks the column `field`.
+      ValueError: `field` is empty, or not allowed for `source`.
     """
     if not field:
         raise ValueError("config.data.field is '', expected the name of the field with the text.")
@@ -139,12 +139,12 @@ def divide(source: str, files: Sequence[DocumentFile], field: str) -> list[Docum
 
 
 def read_documents(part: DocumentRange) -> Iterator[Document]:
-    """Reads the documents of a part one after the other; empty ones are left out.
+    """Yields the documents of a part in order, except for empty ones.
 
     The field of an ArrayRecord is "text", or one of `TOKEN_DTYPES`.
 
     Raises:
-      DamagedDataError: The file is damaged, has changed, or holds something else.
+      DamagedDataError: The file is damaged or has changed, or a document has the wrong type.
     """
     try:
         found = state_of(as_path(part.file.path))
@@ -152,8 +152,8 @@ def read_documents(part: DocumentRange) -> Iterator[Document]:
         found = None
     if found != (part.file.size, part.file.modified):
         raise DamagedDataError(
-            f"{part.file.path} has changed since it was found; files of data must stay as they are "
-            "while they are in use."
+            f"{part.file.path} has changed since it was found; do not change data files while they "
+            "are in use."
         )
     read = {"jsonl": _read_lines, "parquet": _read_rows, "arrayrecord": _read_records}[part.source]
     for document in read(part):
@@ -169,10 +169,10 @@ def _line_parts(file: DocumentFile, field: str) -> Iterator[tuple[int, int, int]
 
 
 def lines_of(part: DocumentRange) -> Iterator[tuple[int, bytes]]:
-    """Yields the lines that begin in a part, with their places; skips blank lines."""
+    """Yields the lines that begin in a part, each with its position; skips blank lines."""
     with open_document_file(part.file.path) as file:
         if part.start:
-            # The byte before may end a line; otherwise the line is the previous part's.
+            # If the byte before is no end of a line, this line belongs to the previous part.
             file.seek(part.start - 1)
             while not (piece := file.readline(MAX_BYTES)).endswith(b"\n") and piece:
                 pass
@@ -182,7 +182,7 @@ def lines_of(part: DocumentRange) -> Iterator[tuple[int, bytes]]:
 
 
 def line_error(part: DocumentRange, place: int, what: object) -> DamagedDataError:
-    """Makes the error of the line that begins at a place of the file."""
+    """Makes the error for the line that begins at the position `place` of the file."""
     with open_document_file(part.file.path) as file:
         number, left = 1, place
         while left and (piece := file.read(min(left, 2**20))):
@@ -206,14 +206,14 @@ def as_document(value: Any, where: str) -> Document:
     """Converts a value to a document.
 
     Raises:
-      ValueError: It is neither a text nor a list of tokens; the message begins with `where`.
+      ValueError: The value is not a text or a list of tokens. The message begins with `where`.
     """
     if isinstance(value, str):
         try:
             return value.encode()
         except UnicodeEncodeError as error:
             raise ValueError(
-                f"{where} half of a surrogate pair, character {error.start}, which is no text"
+                f"{where} half of a surrogate pair at character {error.start}, which is no text"
             ) from None
     # Neither True nor 1.0 is a token.
     if isinstance(value, list) and all(type(token) is int for token in value):
@@ -325,7 +325,7 @@ def _read_records(part: DocumentRange) -> Iterator[Document]:
             stop = min(start + ROWS_AT_ONCE, part.stop)
             try:
                 records = reader.read(start, stop)
-            except Exception as error:  # The library's own are not exported.
+            except Exception as error:  # The library does not export its own.
                 raise DamagedDataError(
                     f"{part.file.path} is damaged after record {start} ({_first_line(error)})."
                 ) from error

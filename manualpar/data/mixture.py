@@ -1,14 +1,15 @@
-"""The source `mixture`: other sources of text, each with a weight.
+"""The source `mixture`: a mixture of other sources of text, each with a weight.
 
-The weights are shares of the training sequences. A source has its own epochs, see
-`manualpar.data.order`. Evaluation and test take each held-out example of every source once.
+The weights are shares of the training sequences. Each source has its own epochs, see
+`manualpar.data.order`. Evaluation and test read each held-out example of every source once.
 
-An entry is one text, `WEIGHT SOURCE PATH`, so that a flag and JSON can hold it, and a path may hold
-anything:
+An entry is one text, `WEIGHT SOURCE PATH`, so that a flag and JSON can hold it. The path may have
+any characters:
 
     config.data.mixture = ("0.7 jsonl ~/web", "0.2 parquet:content ~/code", "0.1 tokens ~/t")
 
-After a colon stands the field, in place of `config.data.field`. A weight may be a fraction, `1/3`.
+A source may be followed by a colon and a field, which replaces `config.data.field`. A weight may be
+a fraction such as `1/3`.
 """
 
 import dataclasses
@@ -26,7 +27,7 @@ from manualpar.data.dataset import (
 )
 from manualpar.data.packing import PackedSplit
 
-# Slots of the table; weights are rounded to multiples of their sum / SLOTS.
+# The slots of the table in `manualpar.data.order`. Shares are rounded to multiples of 1 / SLOTS.
 SLOTS = 2**16
 
 
@@ -41,12 +42,12 @@ class Entry(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class MixedSplit:
-    """Splits end to end, of which training takes examples by their shares.
+    """The splits of several sources, one after the other; training mixes them by their shares.
 
     Attributes:
       parts: The splits.
-      shares: What each is to the whole: slots of `SLOTS` for training, otherwise labels; 0 for
-        packed parts there, whose bytes nobody knows.
+      shares: The share of each split: its slots of `SLOTS` for training; otherwise its number of
+        labels, or 0 if it is packed.
     """
 
     parts: tuple[LanguageSplit, ...]
@@ -54,14 +55,14 @@ class MixedSplit:
 
     @property
     def tokens_per_byte(self) -> float | None:
-        """Labels for each byte of text, of parts as large as their shares, if all know theirs."""
+        """The number of labels per byte of text, for parts of these shares; `None` if unknown."""
         rates = [part.tokens_per_byte for part in self.parts]
         bytes_of = [share / rate for share, rate in zip(self.shares, rates, strict=True) if rate]
         return sum(self.shares) / sum(bytes_of) if all(rates) else None
 
     @property
     def abstract_example(self) -> Batch:
-        """The shapes and dtypes of all examples, as `jax.ShapeDtypeStruct`s."""
+        """The shapes and dtypes of any example, as `jax.ShapeDtypeStruct`s."""
         return self.parts[0].abstract_example
 
     def __len__(self) -> int:
@@ -78,10 +79,10 @@ class MixedSplit:
 
 
 def parse_mixture(entries: Sequence[str], sources: Sequence[str]) -> list[Entry]:
-    """Reads `config.data.mixture`.
+    """Parses the entries of `config.data.mixture`.
 
     Raises:
-      ValueError: There is no entry, or one is not as it should be.
+      ValueError: There is no entry, or an entry is malformed.
     """
     if not entries:
         raise ValueError(
@@ -95,16 +96,18 @@ def mix(entries: Sequence[Entry], load: Callable[[Entry], LanguageDataset]) -> L
     """Loads the sources of a mixture and mixes them.
 
     Args:
-      entries: The sources.
-      load: Loads one.
+      entries: The entries of the sources.
+      load: Loads the source of an entry.
 
     Raises:
-      ValueError: One cannot be loaded, has other tokens than the first, or too small a weight.
+      ValueError: A source cannot be loaded, has another tokenizer than the first source, or has too
+        small a weight.
     """
     shares = shares_of([entry.weight for entry in entries])
     for entry, share in zip(entries, shares, strict=True):
         if not share:
-            raise _refused(entry, f"less than 1/{SLOTS} of all weights; expected more")
+            why = f"whose weight is less than 1/{SLOTS} of all weights; expected a larger weight"
+            raise _refused(entry, why)
     datasets = []
     for entry in entries:
         try:
@@ -117,8 +120,8 @@ def mix(entries: Sequence[Entry], load: Callable[[Entry], LanguageDataset]) -> L
         if dataset.tokenizer.fingerprint != first.fingerprint:
             raise _refused(
                 entry,
-                f"which has other tokens than {_shown(entries[0])}; expected one tokenizer for "
-                "all: that of config.data.tokenizer, and of the directories of the source 'tokens'",
+                f"whose tokenizer is not that of {_shown(entries[0])}; expected the same tokenizer "
+                "in config.data.tokenizer and in all directories of the source 'tokens'",
             )
     made = make_fingerprint("mixture", shares, [dataset.fingerprint for dataset in datasets])
     splits: dict[str, Any] = {}
@@ -137,7 +140,7 @@ def mix(entries: Sequence[Entry], load: Callable[[Entry], LanguageDataset]) -> L
 
 
 def shares_of(weights: Sequence[Fraction]) -> list[int]:
-    """Divides `SLOTS` slots by weight: the nearest numbers that add up."""
+    """Divides `SLOTS` slots by weight; rounds so that the shares add up to `SLOTS`."""
     total = sum(weights)
     exact = [weight * SLOTS / total for weight in weights]
     shares = [int(share) for share in exact]

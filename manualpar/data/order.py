@@ -1,13 +1,13 @@
-"""The order in which training takes examples: endless, and known at any position.
+"""The order in which training reads examples. It is endless, and known at any position.
 
-The order of one split is a permutation of its examples for each epoch, one after the other.
+For one split, the order is a permutation of the examples for each epoch, one after the other.
 
-In a mixture, a repeated table of `SLOTS` slots gives the source of each position. Each
-source has slots in proportion to its weight. The `k`-th of its `n` slots is at a random place of
-the `k`-th of `n` equal parts of the table. So after any number of positions each source has been
-taken as often as its weight says, but for about one example for each source. Because a source's
-slots are counted, the position also says how many of its examples have come before. So each source
-has its own epochs: a small one begins again and again while a large one is in its first.
+For a mixture, a repeated table of `SLOTS` slots gives the source of each position. A source has
+slots in proportion to its weight. The `k`-th of its `n` slots is at a random place in the `k`-th of
+`n` equal parts of the table. So after any number of positions, the number of examples from a source
+differs from its share by about one. The position also determines how many examples of a source come
+before it. So each source has its own epochs: a small source may begin its tenth epoch while a large
+one is in its first.
 
 The example at a position depends only on the seed and the position, and the cost is the same for
 all positions. So the state of the data is one number, also for a mixture.
@@ -21,16 +21,16 @@ import numpy as np
 from manualpar.data.dataset import Split
 from manualpar.data.mixture import SLOTS, MixedSplit
 
-# From ascending positions `int64[N]` to the numbers of examples `int64[N]`.
+# A function from ascending positions `int64[N]` to the numbers of their examples `int64[N]`.
 Order = Callable[[np.ndarray], np.ndarray]
 
 
 def endless_order(num_examples: int, *seed: int) -> Order:
-    """Makes permutations of examples without end, a new one for each epoch.
+    """Makes the endless order of one split, with a new permutation for each epoch.
 
     Grain's own shuffle looks up one position at a time, which takes longer than reading small
-    examples. An epoch's order takes 8 bytes an example. The latest two are kept, because a batch
-    may be in both.
+    examples. The permutation of an epoch takes 8 bytes per example. The latest two are kept,
+    because a batch may have examples of two epochs.
     """
 
     @functools.lru_cache(maxsize=2)
@@ -46,11 +46,11 @@ def endless_order(num_examples: int, *seed: int) -> Order:
 
 
 def mixed_order(sizes: Sequence[int], shares: Sequence[int], seed: int) -> Order:
-    """Makes the order of a mixture, whose examples are numbered source after source.
+    """Makes the order of a mixture; its examples are numbered source after source.
 
     Args:
       sizes: The number of examples of each source.
-      shares: How many of `SLOTS` slots each source has; see `shares_of`.
+      shares: The number of slots of each source; they add up to `SLOTS`, see `shares_of`.
       seed: The seed of the order.
     """
     source_of, rank_of = _slots(shares, seed)
@@ -71,14 +71,14 @@ def mixed_order(sizes: Sequence[int], shares: Sequence[int], seed: int) -> Order
 
 
 def order_of(split: Split, seed: int) -> Order:
-    """Returns a split's order if it defines one, and else permutations of its examples."""
+    """Returns the order of a split: `mixed_order` for a mixture, otherwise `endless_order`."""
     if isinstance(split, MixedSplit):
         return mixed_order([len(part) for part in split.parts], split.shares, seed)
     return endless_order(len(split), seed)
 
 
 def _slots(shares: Sequence[int], seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns each slot's source, and how many earlier slots have it; `int64[SLOTS]`."""
+    """Returns each slot's source, and its number among the slots of that source, `int64[SLOTS]`."""
     rng = np.random.default_rng((seed, len(shares)))
     times = np.concatenate([(np.arange(n) + rng.random(n)) / n for n in shares])
     sources = np.repeat(np.arange(len(shares)), shares)

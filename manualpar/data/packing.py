@@ -1,16 +1,16 @@
-"""Examples of different lengths, several in a sequence, which never look at each other.
+"""Packs several examples of different lengths into a sequence, without attention between them.
 
-An example is an array of `uint32`: tokens, and in the highest bit of each whether it is learned.
-One of `n + 1` tokens takes `n` positions: all tokens but the last are inputs, and all but the first
-are labels. So a sequence of `S` positions holds examples whole, end to end. Beside its tokens it
-has the number of the example that each position belongs to, 1, 2, ..., and 0 for padding. Attention
-stays within a number. Positions count from the beginning of the sequence, which rotary attention
-does not notice.
+An example is an array of `uint32`. The highest bit of an element says whether the token is learned;
+the other bits are the token. An example of `n + 1` tokens takes `n` positions: all tokens but the
+last are inputs, and all but the first are labels. A sequence of `S` positions holds complete
+examples, one after the other. In addition to its tokens it has the number of each position's
+example, 1, 2, ..., and 0 for padding. Attention stays within an example. Positions count from the
+beginning of the sequence, which makes no difference to rotary attention.
 
-Which examples share a sequence is decided once, when they are loaded: they are shuffled, and of
-`WINDOW` at a time the longest comes first, into the fullest sequence that has room for it. An epoch
-is then a permutation of the sequences, as of any split; so packing needs no state, and a run goes
-on anywhere.
+Examples are assigned to sequences once, when they are loaded. They are shuffled, and `WINDOW` of
+them are packed at a time. The longest goes first, into the fullest sequence that has room for it.
+After that an epoch is a permutation of the sequences, as for any split. So packing needs no state,
+and a run can go on from any position.
 
 Symbols: `S` positions, `P` sequences.
 """
@@ -28,7 +28,7 @@ from manualpar.data.dataset import DamagedDataError
 # The highest bit of a token says that it is learned.
 LEARNED = np.uint32(2**31)
 WINDOW = 1024
-# The order of packing belongs to the data: it stays when the seed of a run changes.
+# The order of packing belongs to the data: it stays the same when the seed of a run changes.
 PACKING_SEED = 0
 LongExamples = Literal["error", "cut", "drop"]
 LONG_EXAMPLES: tuple[LongExamples, ...] = get_args(LongExamples)
@@ -36,16 +36,16 @@ LONG_EXAMPLES: tuple[LongExamples, ...] = get_args(LongExamples)
 
 @dataclasses.dataclass(frozen=True)
 class PackedSplit:
-    """Packed examples; make it with `pack`.
+    """A split of packed examples; `pack` makes it.
 
     Attributes:
-      tokens: All examples end to end, `uint32[N]`, with `LEARNED`.
-      starts: Where each begins in them, and their end.
-      order: The numbers of the examples, sequence after sequence.
-      firsts: Where each sequence begins in `order`, and its end, `[P + 1]`.
+      tokens: The tokens of all examples, one after the other, `uint32[N]`, with `LEARNED`.
+      starts: The index in `tokens` where each example begins, and the end of `tokens`.
+      order: The numbers of the examples in each sequence, one sequence after the other.
+      firsts: The index in `order` where each sequence begins, and the end of `order`, `[P + 1]`.
       sequence_length: `S`.
-      vocab_size: All tokens are less than it.
-      padding: The token of positions without an example.
+      vocab_size: All tokens are less than this.
+      padding: The token at positions without an example.
       name: The name of the data in messages.
     """
 
@@ -60,17 +60,17 @@ class PackedSplit:
 
     @property
     def tokens_per_byte(self) -> None:
-        """`None`, because it is unknown which bytes of the text are learned."""
+        """`None`, because the number of bytes in the learned text is unknown."""
 
     @property
     def filled(self) -> float:
-        """The share of the positions that have an example."""
+        """The share of positions with an example."""
         lengths = np.minimum(np.diff(self.starts)[self.order] - 1, self.sequence_length)
         return float(lengths.sum() / (len(self) * self.sequence_length))
 
     @property
     def abstract_example(self) -> Batch:
-        """The shapes and dtypes of all sequences, as `jax.ShapeDtypeStruct`s."""
+        """The shapes and dtypes of any sequence, as `jax.ShapeDtypeStruct`s."""
         numbers = jax.ShapeDtypeStruct((self.sequence_length,), np.int32)
         mask = jax.ShapeDtypeStruct((self.sequence_length,), np.float32)
         return Batch({"tokens": numbers, "documents": numbers}, numbers, mask)
@@ -115,7 +115,7 @@ def pack(
     long_examples: LongExamples,
     name: str,
 ) -> PackedSplit:
-    """Decides which examples share a sequence.
+    """Assigns examples to sequences.
 
     Args:
       tokens: See `PackedSplit`.
@@ -123,8 +123,8 @@ def pack(
       sequence_length: `S`.
       vocab_size: See `PackedSplit`.
       padding: See `PackedSplit`.
-      long_examples: How to treat examples with more than `S` positions: `"error"`, `"cut"` keeps
-        their beginning, `"drop"` leaves them out.
+      long_examples: How to treat examples with more than `S` positions: `"error"` refuses them,
+        `"cut"` keeps their first `S` positions, and `"drop"` leaves them out.
       name: See `PackedSplit`.
 
     Raises:
@@ -136,7 +136,7 @@ def pack(
         raise ValueError(
             f"config.data.sequence_length is {sequence_length}, and {is_long.sum()} of "
             f"{len(lengths)} examples of {name} are longer, the longest {positions.max()}; "
-            "expected that much, or config.data.long_examples='cut' or 'drop'."
+            f"expected at least {positions.max()}, or config.data.long_examples='cut' or 'drop'."
         )
     kept = np.flatnonzero(~is_long) if long_examples == "drop" else np.arange(len(lengths))
     if not len(kept):
@@ -168,9 +168,9 @@ def pack(
 
 
 def _fill(numbers: np.ndarray, positions: np.ndarray, room: int) -> list[list[int]]:
-    """Packs by best fit, longest first, and returns the members of each sequence."""
+    """Packs by best fit, longest first, and returns the examples of each sequence."""
     sequences: list[list[int]] = []
-    # Those with room, as pairs of the room and the sequence, the fullest first.
+    # The sequences with room, as pairs (room, sequence), the fullest first.
     left: list[tuple[int, int]] = []
     for index in np.argsort(-positions, kind="stable"):
         size = int(positions[index])

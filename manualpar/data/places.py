@@ -1,6 +1,6 @@
-"""The places of data files: on a disk, or in a bucket, from which ranges are read.
+"""Finds data files in a bucket, and reads ranges of them.
 
-Nothing of a bucket is kept on a disk unless the config names a cache.
+Nothing from a bucket is copied to a disk unless the config names a cache.
 """
 
 import glob
@@ -17,10 +17,11 @@ from manualpar.system.storage import AnyPath, BucketPath, ContentError, Version
 def find_in_bucket(
     path: BucketPath, suffixes: tuple[str, ...]
 ) -> Iterator[tuple[BucketPath, str, int]]:
-    """Finds the files that a path stands for, with names and sizes.
+    """Yields the path, name and size of each file that a path in a bucket stands for.
 
-    A name begins at the last folder without `*`, `?` or `[`. Of a folder, files with one of the
-    suffixes count, if any are given. None is hidden, unless a part of a pattern begins with a dot.
+    A name is relative to the last folder before the first `*`, `?` or `[`. If the path is a folder,
+    only files with one of the suffixes count; all do if `suffixes` is empty. Hidden files do not
+    count, unless a part of the pattern begins with a dot.
     """
     magic = [number for number, part in enumerate(path.parts) if glob.has_magic(part)]
     if magic:
@@ -44,7 +45,7 @@ def _is_hidden(name: str) -> bool:
 
 
 def state_of(path: AnyPath) -> tuple[int, int]:
-    """Returns the size of an existing file, and a number that changes with its content."""
+    """Returns the size of a file that exists, and a number that changes when the file does."""
     if isinstance(path, BucketPath):
         version = path.version()
         digest = hashlib.blake2b(version.tag.encode(), digest_size=8).digest()
@@ -54,10 +55,10 @@ def state_of(path: AnyPath) -> tuple[int, int]:
 
 
 class BucketArray:
-    """An array in an object of a bucket, of which slices are read."""
+    """An array in an object of a bucket; reads only the slices that are asked for."""
 
     def __init__(self, path: BucketPath, dtype: str) -> None:
-        """Asks only for the version, from which all reads are made."""
+        """Asks for the object's version, and reads nothing yet; all slices are of this version."""
         self._path, self._dtype, self._version = path, np.dtype(dtype), path.version()
         self._length = self._version.size // self._dtype.itemsize
 
@@ -71,25 +72,25 @@ class BucketArray:
 
 
 def read_range(path: BucketPath, start: int, stop: int, version: Version | None = None) -> bytes:
-    """Reads bytes of an object, of any version of it by default.
+    """Reads the bytes `start` to `stop` of an object; `None` accepts any version.
 
     Raises:
-      DamagedDataError: It cannot be read any more, is shorter than it was, or of another version.
+      DamagedDataError: The object cannot be read any more, is shorter than it was, or has another
+        version.
     """
     try:
         data = path.read_bytes(start, stop, version=version)
     except ContentError as error:
         raise DamagedDataError(
-            f"config.data.path: {error}; files of a corpus must stay as they are while it is in "
-            "use."
+            f"config.data.path: {error}; do not change the files of a corpus during a run."
         ) from None
     except OSError as error:
         raise DamagedDataError(
-            f"config.data.path: {error}; it could be read when the run began."
+            f"config.data.path: {error}; the file could be read when the run began."
         ) from None
     if len(data) != stop - start:
         raise DamagedDataError(
-            f"config.data.path: {path} is shorter than it was when the run began; files of a "
-            "corpus must stay as they are while it is in use."
+            f"config.data.path: {path} is shorter than when the run began; do not change the files "
+            "of a corpus during a run."
         )
     return data

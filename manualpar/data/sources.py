@@ -1,4 +1,4 @@
-"""Datasets by the name that a config asks for, one of `SOURCES`."""
+"""Loads a dataset by the name of its source, which is one of `SOURCES`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -24,7 +24,7 @@ from manualpar.errors import require
 
 TEXT_SOURCES = ("text", "tokens", *SUFFIXES, "chat")
 SOURCES = ("digits", "synthetic", *TEXT_SOURCES, "mixture")
-# The splits belong to the data: they stay when the seed of a run changes.
+# The splits belong to the data: they stay the same when the seed of a run changes.
 DIGITS_SPLIT_SEED = 0
 DIGITS_TEST_EXAMPLES = 360
 DIGITS_EVAL_EXAMPLES = 144
@@ -44,28 +44,30 @@ def load_dataset(
     template: str = "",
     long_examples: LongExamples = "error",
 ) -> Dataset:
-    """Loads one of `SOURCES`.
+    """Loads the dataset of a source.
 
     Args:
-      source: `digits` and `synthetic` are a `ClassificationDataset`, the others a
-        `LanguageDataset`.
-      seed: The seed of `synthetic`; the others are always the same.
-      path: The files, for `tokens` their directory; see `find_files` for `text`, otherwise
-        `find_document_files`.
-      sequence_length: Tokens in a sequence, at least 1.
+      source: One of `SOURCES`. `digits` and `synthetic` give a `ClassificationDataset`, the other
+        sources a `LanguageDataset`.
+      seed: The seed of `synthetic`. The data of other sources does not depend on it.
+      path: The files of the data; for `tokens` a directory. See `find_files` for `text`, and
+        `find_document_files` for `jsonl`, `parquet`, `arrayrecord` and `chat`.
+      sequence_length: The number of tokens in a sequence, at least 1.
       tokenizer: A `tokenizer.json`, a directory with one, or "" for bytes.
-      field: The field or column with the text, for `jsonl` and `parquet`; "text" or the type of
-        tokens for `arrayrecord`.
-      held_out: The share of the documents that eval and test get each, for these and `chat`.
-      cache: The folder for the tokens of these four; see `manualpar.data.token_cache`.
+      field: For `jsonl` and `parquet` the field or column with the text. For `arrayrecord` "text",
+        or the type of its tokens.
+      held_out: The share of the documents for each of eval and test, for `jsonl`, `parquet`,
+        `arrayrecord` and `chat`.
+      cache: The folder for tokens of the same sources, see `manualpar.data.token_cache`. For
+        `tokens` in a bucket, the folder to copy the files to.
       mixture: The entries of `mixture`; see `manualpar.data.mixture`.
-      template: For `chat` a file with the template, or "" for the tokenizer's.
-      long_examples: What becomes of examples of `chat` that are longer than a sequence; see
+      template: For `chat` the file with the template; "" for the tokenizer's template.
+      long_examples: How to treat examples of `chat` that are longer than a sequence; see
         `manualpar.data.packing.pack`.
 
     Raises:
-      ValueError: An argument, or the file that it names, does not fit; the message calls it
-        `config.data.<argument>`.
+      ValueError: An argument is not allowed, or a file that it names is missing or damaged. The
+        message names the argument as `config.data.<argument>`.
     """
     if source == "digits":
         return load_digits()
@@ -80,8 +82,8 @@ def load_dataset(
         )
     if mixture and source != "mixture":
         raise ValueError(
-            f"config.data.source is {source!r}, expected 'mixture' for the entries of "
-            "config.data.mixture; set that to () otherwise."
+            f"config.data.source is {source!r}, expected 'mixture', because config.data.mixture "
+            "has entries; or set config.data.mixture=()."
         )
 
     def load(source: str, path: str, *, field: str, tokenizer: str) -> LanguageDataset:
@@ -106,8 +108,8 @@ def load_dataset(
         )
     if source == "tokens" and tokenizer:
         raise ValueError(
-            f"config.data.tokenizer is {tokenizer!r}, expected '' for the source 'tokens', whose "
-            "directory holds the tokenizer that it was made with."
+            f"config.data.tokenizer is {tokenizer!r}, expected '' for the source 'tokens', because "
+            "a directory of token files holds its own tokenizer."
         )
     return load(source, path, field=field, tokenizer=tokenizer)
 
@@ -115,8 +117,8 @@ def load_dataset(
 def load_digits() -> ClassificationDataset:
     """Loads scikit-learn's 1,797 handwritten digits: 8x8 scans as 64 values in [0, 1].
 
-    1,293 are for training, 144 for evaluation and 360 for the test. The splits are always the same,
-    and each has the ten digits in the proportions of the whole.
+    1,293 are for training, 144 for evaluation and 360 for the test. The splits are always the same.
+    Each split has the ten digits in the same proportions as the full data.
     """
     require("config.data.source='digits'", "sklearn")
     # scikit-learn takes a second to import.
@@ -137,10 +139,10 @@ def load_digits() -> ClassificationDataset:
 
 
 def make_synthetic(seed: int) -> ClassificationDataset:
-    """Draws normal noise of MNIST's shape in ten classes: 4,096 for training, 512 per other split.
+    """Draws inputs of MNIST's size as normal noise: 4,096 for training, 512 for each other split.
 
-    It can be learned: the label is the largest of ten random projections of the input, the same for
-    all splits. Both follow from `seed`.
+    A model can learn the labels. A label is the number of the largest of ten random projections of
+    the input. The projections are the same for all splits. `seed` determines all of it.
     """
     rng = np.random.default_rng(seed)
     projections = rng.standard_normal((784, 10), dtype=np.float32)

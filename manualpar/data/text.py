@@ -1,12 +1,13 @@
-"""The source `text`: files, each a document. Of one or two files, pieces are the documents.
+"""The source `text`: each file is a document. One or two files are cut into several documents.
 
-Only a hash of a file's name decides which split it is in, and where. So both are the same in every
-run, on every file system and in every locale, and stay when files are added or removed. The order
-of these hashes also mixes files well: the first sequences of a split are a fair sample of it.
+Only a hash of a file's name decides the file's split, and its place there. So both are the same in
+every run, on every file system and in every locale. They stay the same when files are added or
+removed. The order by hash also mixes the files well: the first sequences of a split are a fair
+sample of it.
 
-Files are read as bytes when a sequence is asked for, and only the part that it needs; loading looks
-at names and sizes. A tokenizer file has to see everything first: for more than some tens of
-megabytes make token files once (`manualpar.data.tokenize`) and use the source `tokens`.
+If tokens are bytes, loading needs only names and sizes of files. A sequence then reads only the
+bytes that it needs. With a tokenizer file, loading reads and encodes all files. For more than some
+tens of megabytes make token files once (`manualpar.data.tokenize`) and use the source `tokens`.
 """
 
 import bisect
@@ -35,27 +36,27 @@ from manualpar.system.storage import AnyPath, BucketPath, open_for_reading, user
 
 # The share of the files that is held out for each of eval and test.
 HELD_OUT = 0.02
-# Other people's code, under the standard library's directory.
+# Directories of installed packages inside the standard library's directory.
 INSTALLED = frozenset({"site-packages", "dist-packages"})
-# Number of pieces into which one or two files are cut, at ends of lines, to hold some out.
+# If there are one or two files, each is cut into this many pieces of lines, to hold some out.
 PIECES = 50
-# Documents that a tokenizer gets at once, so that it can use several cores.
+# The number of documents to encode at once, so that the tokenizer can use several cores.
 DOCUMENTS_AT_ONCE = 64
 
 
 @dataclasses.dataclass(frozen=True)
 class TextFile:
-    """A document: a file of the corpus, or a piece of one. Sizes are in bytes."""
+    """A document: a file of the corpus, or a piece of a file. Sizes are in bytes."""
 
     path: AnyPath
-    name: str  # Its path relative to the corpus' directory, with slashes.
+    name: str  # The path relative to the corpus' directory, with slashes.
     file_size: int
-    start: int  # Where in the file it begins.
+    start: int  # Where the document begins in the file.
     size: int  # At least 1.
 
     @property
     def name_hash(self) -> float:
-        """A hash of its name, from 0 to 1."""
+        """A hash of the document's name, from 0 to 1."""
         digest = hashlib.blake2b(os.fsencode(self.name), digest_size=8).digest()
         return int.from_bytes(digest, "big") / 2**64
 
@@ -63,7 +64,7 @@ class TextFile:
         """Reads `size` bytes of the document from `offset` on.
 
         Raises:
-          DamagedDataError: The file cannot be read any more, or is not as long as it was.
+          DamagedDataError: The file cannot be read any more, or its size has changed.
         """
         if isinstance(self.path, BucketPath):
             return read_range(self.path, self.start + offset, self.start + offset + size)
@@ -74,19 +75,19 @@ class TextFile:
                 data = opened.read(size)
         except OSError as error:
             raise DamagedDataError(
-                f"config.data.path: {self.path} could be read when the run began and cannot be now "
-                f"({error.strerror}); bring it back as it was."
+                f"config.data.path: {self.path} could be read when the run began, but not now "
+                f"({error.strerror}); restore the file."
             ) from error
         if now != self.file_size or len(data) != size:
             raise DamagedDataError(
                 f"config.data.path: {self.path} had {self.file_size} bytes when the run began and "
-                f"has {now} now; files of a corpus must stay as they are while it is in use."
+                f"has {now} now; do not change the files of a corpus during a run."
             )
         return data
 
 
 def load_text(path: str, *, sequence_length: int, tokenizer: Tokenizer) -> LanguageDataset:
-    """Loads the files that `path` stands for as sequences of tokens.
+    """Loads the files of `path` as sequences of tokens.
 
     Raises:
       ValueError: See `find_files` and `split_files`.
@@ -115,16 +116,17 @@ def load_text(path: str, *, sequence_length: int, tokenizer: Tokenizer) -> Langu
 
 
 def find_files(path: str) -> list[TextFile]:
-    """Finds the files of a corpus, none of them empty, in the order in which they are packed.
+    """Finds the files of a corpus that are not empty, in the order of their tokens in the stream.
+
+    It does not recognise files that are not text; use a glob to leave them out.
 
     Args:
-      path: A file; or a directory, for all files under it except hidden ones, whose name or whose
-        directory's begins with a dot; or a glob with `**` for any directories, such as
-        `~/code/**/*.py`; or "" for the `.py` files of Python's own standard library. Files that are
-        not text are not recognised: a glob can leave them out.
+      path: A file, a directory, a glob, or "". A directory stands for all files under it, except
+        for files and directories whose name begins with a dot. In a glob, such as `~/code/**/*.py`,
+        `**` stands for any directories. "" stands for the `.py` files of Python's standard library.
 
     Raises:
-      ValueError: There are no files, or one cannot be read.
+      ValueError: There are no files, or a file cannot be read.
     """
     files = files_of_path(path)
     described = repr(path)
@@ -141,15 +143,15 @@ def find_files(path: str) -> list[TextFile]:
 
 
 def files_of_path(path: str, suffixes: tuple[str, ...] = ()) -> list[TextFile]:
-    """Finds the files that a path stands for as in `find_files`, none empty, in order.
+    """Finds the files of a path as `find_files` does; may find none, and cuts none into pieces.
 
     Args:
-      path: A file, a directory, a glob, on a disk or in a bucket; or "" for Python's standard
+      path: A file, a directory or a glob, on a disk or in a bucket; or "" for Python's standard
         library.
-      suffixes: The ends of names that count in a directory; all if there are none.
+      suffixes: The suffixes of the files to take from a directory; empty for all files.
 
     Raises:
-      ValueError: One cannot be read.
+      ValueError: A file cannot be read.
     """
     place = user_path(path)
     if isinstance(place, BucketPath):
@@ -166,7 +168,7 @@ def files_of_path(path: str, suffixes: tuple[str, ...] = ()) -> list[TextFile]:
             paths = [file for file in found if file.name.endswith(suffixes or "")]
         else:
             root = _fixed_part(root)
-            # A file's name may look like a glob.
+            # The name of a file may look like a glob.
             named = [expanded] if os.path.isfile(expanded) else glob.iglob(expanded, recursive=True)
             paths = [pathlib.Path(file) for file in named if os.path.isfile(file)]
     for file in paths:
@@ -187,7 +189,7 @@ def _in_order(files: Iterable[TextFile]) -> list[TextFile]:
 
 
 def _files_under(root: pathlib.Path, left_out: frozenset[str]) -> Iterator[pathlib.Path]:
-    """Yields every file that is not hidden and not in a directory of these names."""
+    """Yields the files under `root`, except hidden ones and those in a directory in `left_out`."""
     for directory, subdirectories, names in os.walk(root):
         subdirectories[:] = {name for name in subdirectories if name[0] != "."} - left_out
         paths = (pathlib.Path(directory, name) for name in names if name[0] != ".")
@@ -195,7 +197,7 @@ def _files_under(root: pathlib.Path, left_out: frozenset[str]) -> Iterator[pathl
 
 
 def _fixed_part(pattern: pathlib.Path) -> pathlib.Path:
-    """Returns the directory of everything that a pattern, or a file's path, stands for."""
+    """Returns the last directory of a pattern, or of a file's path, before the first wildcard."""
     for parent in reversed(pattern.parents):
         if glob.has_magic(parent.name):
             return parent.parent
@@ -203,7 +205,7 @@ def _fixed_part(pattern: pathlib.Path) -> pathlib.Path:
 
 
 def _cut(file: TextFile) -> Iterator[TextFile]:
-    """Cuts a file into pieces of whole lines, about equally long."""
+    """Cuts a file into pieces of complete lines with about equal sizes."""
     ends = {file.size}
     with open_for_reading(file.path) as opened:
         for piece in range(1, PIECES):
@@ -220,11 +222,12 @@ def _cut(file: TextFile) -> Iterator[TextFile]:
 def split_files(files: Sequence[TextFile], path: str = "") -> dict[str, list[TextFile]]:
     """Divides files, in the order of `find_files`, into train, eval and test.
 
-    Only the hash of a file's name decides whether it is held out: `HELD_OUT` of all hashes are
-    eval's and as many the test's. If that leaves eval or test without files, it gets the next one.
+    Only the hash of a file's name decides its split. Hashes below `HELD_OUT` are for eval, and
+    those below `2 * HELD_OUT` are for test. If eval or test would get no file, it gets the next.
 
     Raises:
-      ValueError: There are fewer than three files; the message names the config's `path`.
+      ValueError: There are fewer than three files. The message shows `path`, which comes from the
+        config.
     """
     if len(files) < len(SPLITS):
         raise ValueError(
@@ -244,7 +247,7 @@ def split_files(files: Sequence[TextFile], path: str = "") -> dict[str, list[Tex
 
 
 def encode_files(files: Sequence[TextFile], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
-    """Yields a split's stream in pieces `int32[N]`: each file as BOS and tokens, then BOS."""
+    """Yields a split's stream in pieces `int32[N]`: each file as BOS and tokens, then a BOS."""
     bos = np.array([tokenizer.bos_token], np.int32)
     for start in range(0, len(files), DOCUMENTS_AT_ONCE):
         part = files[start : start + DOCUMENTS_AT_ONCE]
@@ -254,11 +257,11 @@ def encode_files(files: Sequence[TextFile], tokenizer: Tokenizer) -> Iterator[np
 
 
 class ByteStream:
-    """Files as bytes, end to end, read when they are asked for."""
+    """A stream of the bytes of files, which reads the files when tokens are asked for."""
 
     def __init__(self, files: Sequence[TextFile]) -> None:
         self._files = files
-        # Where each file's BOS stands, and after the last text the BOS that ends the stream.
+        # The position of each file's BOS, and of the BOS that ends the stream.
         self._starts = [0, *np.cumsum([1 + file.size for file in files]).tolist()]
 
     def __len__(self) -> int:

@@ -1,12 +1,12 @@
-"""Files of documents as a dataset: their tokens are made once, kept in a cache, and mapped.
+"""Tokenizes files of documents once, and keeps the tokens in a cache for later runs.
 
-The first run that asks for files makes a directory of token files of them, in a folder whose name
-says what it was made of: the files' places, sizes and times of change, the field, the tokenizer.
-Later runs map it. So loading costs no memory, any sequence is read in microseconds,
-and a changed file is another dataset. Of the processes of a machine one makes it, and the others
-wait. The folder may be deleted whenever no run is using it.
+The first run with some files makes a directory of token files. The directory's name is a hash of
+the files' paths, sizes and times of change, of the field and of the tokenizer. So a changed file
+gets another directory. Later runs map the directory: it takes no memory to load, and any sequence
+is read in microseconds. One process of a machine makes the directory, and the others wait. It may
+be deleted when no run uses it.
 
-The fingerprint is a hash of the tokens and does not depend on the paths of files and cache.
+The dataset's fingerprint is a hash of the tokens. It does not depend on the paths.
 """
 
 import fcntl
@@ -20,7 +20,7 @@ from manualpar.data.token_job import Job, run_job
 from manualpar.data.tokens import DESCRIPTION, TokenFilesError, load_tokens
 from manualpar.system.storage import BucketError, local_path, user_cache
 
-# One process makes the tokens of so much text in minutes. For more there is a command.
+# One process tokenizes this many bytes in minutes. For more text there is a command.
 MOST_BYTES = 2**31
 
 
@@ -32,13 +32,13 @@ def load_cached(
     cache: str,
     long_examples: LongExamples = "error",
 ) -> LanguageDataset:
-    """Opens the tokens of a job, which are made first if the cache lacks them.
+    """Opens the tokens of a job from the cache; makes them first if the cache does not have them.
 
     Args:
       job: The job that makes the tokens.
       path: The path of the files, for messages.
-      sequence_length: Tokens in a sequence.
-      cache: The folder of the cache; "" for `manualpar` in the user's folder for caches.
+      sequence_length: The number of tokens in a sequence.
+      cache: The folder of the cache; "" for the default in the user's cache folder.
       long_examples: See `manualpar.data.packing.pack`.
 
     Raises:
@@ -48,9 +48,9 @@ def load_cached(
     if job.size > MOST_BYTES:
         raise ValueError(
             f"config.data.path is {path!r}, which has {job.size / 2**30:.1f} GiB of documents, "
-            f"expected at most {MOST_BYTES / 2**30:.0f} GiB for a run that makes their tokens by "
-            "itself; make them once with `python -m manualpar.data.tokenize`, and use the source "
-            "'tokens'."
+            f"expected at most {MOST_BYTES / 2**30:.0f} GiB, because a run makes tokens in one "
+            "process; make token files once with `python -m manualpar.data.tokenize`, and use the "
+            "source 'tokens'."
         )
     folder = cache_folder(cache) / "tokens"
     directory = folder / job.key
@@ -64,7 +64,8 @@ def load_cached(
             options["long_examples"] = long_examples
             try:
                 return load_tokens(str(directory), **options)
-            except TokenFilesError:  # Runs that use the damaged files keep what they mapped.
+            # Other runs may have mapped the damaged files. The deleted files stay mapped there.
+            except TokenFilesError:
                 shutil.rmtree(directory)
                 run_job(job, directory)
                 return load_tokens(str(directory), **options)
@@ -78,7 +79,7 @@ def load_cached(
 
 
 def cache_folder(cache: str) -> pathlib.Path:
-    """Returns the folder that a config names, or the user's."""
+    """Returns the cache folder that a config names; "" for the default in the user's folder."""
     if cache:
         return local_path(cache, "config.data.cache")
     return user_cache()

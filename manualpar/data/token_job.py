@@ -1,9 +1,10 @@
-"""Makes a directory of token files of files of documents, in parts, with any number of processes.
+"""Makes a directory of token files from files of documents, with any number of processes.
 
-Only the files decide the parts and their order. A process makes the tokens
-of a part and writes them into the folder `parts`, and last of all a small file that says that the
-part is finished. When all parts are, they are joined. So the result is the same to the byte with
-one process and with many, and a call that was killed goes on with the parts that were not finished.
+The work is divided into parts. Only the files decide the parts and their order. A process writes
+the tokens of a part into the folder `parts`. After them it writes a small file, which marks the
+part as finished. When all parts are finished, they are joined. So the result has the same bytes
+with any number of processes. After a call that was killed, the next call makes the parts that are
+not finished.
 """
 
 import contextlib
@@ -59,9 +60,9 @@ class Job:
       parts: The parts of the input.
       tokenizer: See `load_tokenizer`.
       held_out: The share of the documents that is held out for each of eval and test.
-      key: Differs if anything does that the result depends on.
-      is_chat: Whether the lines are chats, see `manualpar.data.chat`.
-      template: The file of their template; "" for the tokenizer's.
+      key: A hash of everything that the result depends on.
+      is_chat: Whether the source is `chat`, see `manualpar.data.chat`.
+      template: The file with the template of a chat; "" for the tokenizer's template.
     """
 
     parts: tuple[DocumentRange | TextPart, ...]
@@ -73,7 +74,7 @@ class Job:
 
     @property
     def size(self) -> int:
-        """The bytes of all parts, as far as they are known before they are read."""
+        """The bytes of all parts, as estimated before they are read."""
         return sum(part.size for part in self.parts)
 
     def make_encoder(self) -> Encoder:
@@ -100,11 +101,11 @@ def make_job(
       path: The files; see `find_files` for `text`, otherwise `find_document_files`.
       tokenizer: See `load_tokenizer`.
       field: See `DocumentRange`.
-      held_out: The share of each of eval and test, for other sources than `text`.
+      held_out: The share of each of eval and test, for sources other than `text`.
       template: See `Job`.
 
     Raises:
-      ValueError: An argument, or what it names, does not fit.
+      ValueError: An argument is not allowed, or a file that it names is missing or damaged.
     """
     parts: list[DocumentRange | TextPart] = []
     if source == "text":
@@ -139,18 +140,18 @@ def run_job(
     processes: int = 1,
     report: Callable[[TokenProgress], None] = lambda progress: None,
 ) -> TokenFiles:
-    """Makes the directory, or finishes one that an interrupted call with an equal job left behind.
+    """Makes a directory of token files, or finishes it after an interrupted call with an equal job.
 
     Args:
       job: The job to run.
-      directory: Where; the folders above it need not exist. For one in a bucket the files are made
-        in the user's folder for caches, and put there at the end, the description last.
-      processes: How many make tokens. One is this one.
-      report: Is called now and then.
+      directory: The directory to make; its parents need not exist. If it is in a bucket, the files
+        are made in the user's cache folder and then uploaded, the description last.
+      processes: The number of processes that make tokens; 1 for only this process.
+      report: Called now and then with the progress.
 
     Raises:
-      ValueError: The directory holds something else, or a split got no document.
-      DamagedDataError: A file of documents is damaged; or a process ended.
+      ValueError: The directory holds something else, or a split would have no document.
+      DamagedDataError: A file of documents is damaged, or something outside ended a process.
       OSError: The directory cannot be written to.
     """
     if isinstance(directory, BucketPath):
@@ -158,7 +159,8 @@ def run_job(
     parts = directory / PARTS
     _begin_directory(job, directory, parts)
     with _lock(parts):
-        if not (directory / DESCRIPTION).exists():  # Another process may have finished it just now.
+        # Another process may have finished the directory while this one waited for the lock.
+        if not (directory / DESCRIPTION).exists():
             finished = {n for n in range(len(job.parts)) if finished_file(parts, n).exists()}
             left = {n: part for n, part in enumerate(job.parts) if n not in finished}
             done = TokenProgress(job.size - sum(part.size for part in left.values()), 0, 0)
@@ -172,12 +174,12 @@ def run_job(
 def _run_job_for_bucket(
     job: Job, directory: BucketPath, *, processes: int, report: Callable[[TokenProgress], None]
 ) -> TokenFiles:
-    """Makes the files on a disk, under a name that the same call finds again, and puts them."""
+    """Makes the files in a local folder that an equal call finds again, and then uploads them."""
     if (directory / DESCRIPTION).is_file():
         raise _in_the_way(directory)
     name = hashlib.blake2b(f"{directory} {job.key}".encode(), digest_size=8).hexdigest()
     made = user_cache() / "made" / name
-    if not (made / DESCRIPTION).exists():  # It may have been interrupted while it put them.
+    if not (made / DESCRIPTION).exists():  # An earlier call may have stopped during the upload.
         run_job(job, made, processes=processes, report=report)
     names = {path.name for path in made.iterdir()} - {DESCRIPTION}
     for each in (*sorted(names), DESCRIPTION):
@@ -189,8 +191,8 @@ def _run_job_for_bucket(
 
 def _in_the_way(directory: AnyPath) -> ValueError:
     return ValueError(
-        f"output is {str(directory)!r}, where there is something already; expected a directory to "
-        "make."
+        f"output is {str(directory)!r}, which already holds token files or is a file; name another "
+        "directory."
     )
 
 
@@ -221,9 +223,9 @@ def _begin_directory(job: Job, directory: pathlib.Path, parts: pathlib.Path) -> 
             found = None
         if found != job.key:
             raise ValueError(
-                f"output is {str(directory)!r}, where an unfinished call had other files, files "
-                "that have changed since, or other options; expected the same ones, or another "
-                "directory. Delete it to begin again."
+                f"output is {str(directory)!r}, which holds an unfinished call with other options "
+                "or other files, or the files have changed since; use the same options and files, "
+                "name another directory, or delete this one to begin again."
             )
     else:
         write_whole(described, {"key": job.key})
@@ -231,7 +233,7 @@ def _begin_directory(job: Job, directory: pathlib.Path, parts: pathlib.Path) -> 
 
 @contextlib.contextmanager
 def _lock(parts: pathlib.Path) -> Iterator[None]:
-    """Lets one process at a time write parts; another waits, and finds what the first made."""
+    """Lets one process at a time write parts; another process waits until the lock is free."""
     with open(parts / LOCK, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -248,8 +250,8 @@ def _join(job: Job, directory: pathlib.Path, parts: pathlib.Path) -> TokenFiles:
         if not total["documents"]:
             everything = sum(part[name]["documents"] for part in counts for name in SPLITS)
             raise ValueError(
-                f"config.data.held_out is {job.held_out}, which leaves no document of {everything} "
-                f"for {split}; expected a larger share, or more documents."
+                f"config.data.held_out is {job.held_out}, which leaves none of the {everything} "
+                f"documents for {split}; expected a larger share, or more documents."
             )
         size = 0 if total["unknown"] else total["bytes"]
         digest, end = hashlib.blake2b(digest_size=8), b""
@@ -274,7 +276,7 @@ def _join(job: Job, directory: pathlib.Path, parts: pathlib.Path) -> TokenFiles:
         splits=splits,
         examples=int(encoder.makes_examples),
     )
-    # The description appears at once and last, so it never describes files that are missing.
+    # The description is written last, in one step, so it never describes files that are missing.
     write_whole(directory / DESCRIPTION, dataclasses.asdict(written))
     return written
 
@@ -282,7 +284,7 @@ def _join(job: Job, directory: pathlib.Path, parts: pathlib.Path) -> TokenFiles:
 def _concatenate(
     joined: pathlib.Path, sources: Sequence[pathlib.Path], end: bytes, digest: Any
 ) -> None:
-    """Writes files end to end, and then `end`; the digest sees all of it."""
+    """Writes the content of files one after the other, then `end`, and updates the digest."""
     with open(joined, "wb") as out:
         for source in sources:
             with open(source, "rb") as file:

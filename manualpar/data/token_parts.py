@@ -1,11 +1,11 @@
-"""The tokens of a part of the files of documents, on their way into a directory of token files.
+"""Encodes a part of the documents, and writes its tokens for a directory of token files.
 
-For each split a part has a file of tokens, `BOS doc BOS doc ... BOS doc`, and when all of these are
-on the disk, a small file that says how much they hold. Without that the part is not finished.
+A part has a file of tokens for each split, `BOS doc BOS doc ... BOS doc`. When these files are on
+the disk, it also gets a small file with their counts. Without that file the part is not finished.
 
-A document of a file of many is in the split that a hash of its content decides, so that equal
-documents are in the same one, wherever they stand. Files of the source `text` are divided by their
-names, see `manualpar.data.text`.
+If a file has many documents, a hash of a document's content decides its split. So equal documents
+are in the same split, in whatever files they are. For the source `text` a hash of the file's name
+decides, see `manualpar.data.text`.
 """
 
 import contextlib
@@ -28,27 +28,27 @@ from manualpar.data.tokens import DTYPES, LENGTHS, lengths_file
 Label = TypeVar("Label")
 Content = TypeVar("Content", bound=Document)
 
-# A tokenizer gets so much at once.
+# Limits on the documents that a tokenizer gets in one call.
 DOCUMENTS_AT_ONCE, BYTES_AT_ONCE = 64, 2**23
 
 
 @dataclasses.dataclass(frozen=True)
 class TextPart:
-    """Whole files of a split of the source `text`."""
+    """Some files of the source `text`, all of the same split."""
 
     split: str
     files: tuple[TextFile, ...]
 
     @property
     def size(self) -> int:
-        """Its bytes."""
+        """The bytes of all files."""
         return sum(file.size for file in self.files)
 
 
 class TokenProgress(NamedTuple):
-    """How much is done."""
+    """The amount of work done so far."""
 
-    bytes: int  # Of the parts' sizes.
+    bytes: int  # Bytes of the input; they add up to the sizes of the parts.
     documents: int
     tokens: int
 
@@ -59,7 +59,7 @@ def finished_file(parts: pathlib.Path, number: int) -> pathlib.Path:
 
 
 def tokens_file(parts: pathlib.Path, number: int, split: str) -> pathlib.Path:
-    """Returns the path of a part's tokens in a split; a file of lengths may be next to it."""
+    """Returns the path of a part's tokens for a split; a file of lengths may be next to it."""
     return parts / f"{number:06d}-{split}.bin"
 
 
@@ -70,11 +70,11 @@ def write_part(
     encoder: "Encoder",
     count: Callable[[TokenProgress], None],
 ) -> None:
-    """Writes the tokens of a part's documents by split, and then that it is finished.
+    """Writes a part's tokens, a file for each split, and then marks the part as finished.
 
     Args:
       part: The part.
-      number: Its number among all.
+      number: The number of the part among all parts.
       parts: The folder of parts.
       encoder: Makes the tokens.
       count: Called with the work done since its last call.
@@ -113,27 +113,27 @@ def write_part(
     write_whole(finished_file(parts, number), counts)
 
 
-# The split of a document, its tokens as they are written, and the bytes of its text if it has one.
+# A document's split, its tokens as they are written, and the bytes of its text (`None` if unknown).
 Encoded = tuple[str, np.ndarray, int | None]
 
 
 class Encoder(Protocol):
     """Makes the tokens of documents."""
 
-    dtype: str  # Of the files of tokens, one of `DTYPES`.
-    makes_examples: bool  # Whether documents are kept apart, see `manualpar.data.packing`.
+    dtype: str  # The dtype of the files of tokens, one of `DTYPES`.
+    makes_examples: bool  # Whether documents are examples, see `manualpar.data.packing`.
 
     def encode(self, part: DocumentRange | TextPart) -> Iterator[list[Encoded]]:
-        """Encodes the documents of a part in order, some at a time."""
+        """Encodes the documents of a part in order, and yields several at a time."""
 
 
 class DocumentEncoder:
-    """Texts and tokens, each document behind a BOS."""
+    """Encodes documents that are texts or tokens, and puts a BOS before each."""
 
     makes_examples = False
 
     def __init__(self, tokenizer: Tokenizer, held_out: float) -> None:
-        """Takes the share of documents that is held out for each of eval and test."""
+        """Makes an encoder that holds out the share `held_out` for each of eval and test."""
         self._tokenizer, self._held_out = tokenizer, held_out
         self.dtype = DTYPES[0] if tokenizer.vocab_size <= 2**16 else DTYPES[1]
 
@@ -160,7 +160,7 @@ class DocumentEncoder:
             yield split_of_content(content, self._held_out), document
 
     def _checked(self, part: DocumentRange | TextPart, tokens: np.ndarray) -> np.ndarray:
-        """Checks tokens read from a file and removes the BOS that may begin them."""
+        """Checks tokens that were read from a file, and removes a BOS at their beginning."""
         if (largest := tokens.max()) >= self._tokenizer.vocab_size:
             path = part.file.path if isinstance(part, DocumentRange) else part.files[0].path
             raise DamagedDataError(
@@ -177,7 +177,7 @@ def split_of_content(content: bytes, held_out: float) -> str:
 
 
 def batches(documents: Iterable[tuple[Label, Content]]) -> Iterator[list[tuple[Label, Content]]]:
-    """Yields documents, each with something about it, some at a time."""
+    """Collects pairs of a label and a document into lists for one call of a tokenizer."""
     collected: list[tuple[Label, Content]] = []
     size = 0
     for label, document in documents:
@@ -191,7 +191,7 @@ def batches(documents: Iterable[tuple[Label, Content]]) -> Iterator[list[tuple[L
 
 
 def write_whole(path: pathlib.Path, content: Any) -> None:
-    """Writes a JSON file that appears at once, and is on the disk when this returns."""
+    """Writes a JSON file; other processes never see a part of it. It returns once it is on disk."""
     unfinished = path.with_name(f"{path.name}.unfinished")
     with open(unfinished, "w") as file:
         file.write(json.dumps(content, indent=2) + "\n")

@@ -1,8 +1,8 @@
 """Makes the parts of a directory of token files, in this process or in several.
 
-Processes take the next part when they have finished one. They end with the process that began them,
-however that ends; a part that one was at is made again by the next call. No process waits for
-another one's tokens, so any of them may be slow.
+A process takes the next part when it has finished one. No process waits for the tokens of another,
+so a slow process delays none. All processes end when the process that started them ends, for
+whatever reason. The next call makes their unfinished parts again.
 """
 
 import dataclasses
@@ -24,13 +24,13 @@ SECONDS_BETWEEN_REPORTS = 0.2
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """The parts that are left to make.
+    """The parts that are not made yet.
 
     Attributes:
-      parts: Every part by its number.
-      folder: Where they are written.
-      make_encoder: Makes the encoder; it is sent to the processes.
-      done: The work that had been done before.
+      parts: Each of these parts by its number.
+      folder: The folder to write the parts to.
+      make_encoder: Makes the encoder. This function is sent to the processes.
+      done: The work that earlier calls have done.
     """
 
     parts: dict[int, DocumentRange | TextPart]
@@ -44,11 +44,11 @@ def make_parts(work: Work, processes: int, report: Callable[[TokenProgress], Non
 
     Args:
       work: The parts.
-      processes: How many make them; one is this one.
-      report: Is called now and then with all that is done.
+      processes: The number of processes. 1 makes the parts in this process.
+      report: Called now and then with all the work done so far.
 
     Raises:
-      DamagedDataError: A file is damaged, or a process was ended from outside.
+      DamagedDataError: A file is damaged, or something outside ended a process.
       ValueError, OSError: See `write_part`.
     """
     if not work.parts:
@@ -56,9 +56,9 @@ def make_parts(work: Work, processes: int, report: Callable[[TokenProgress], Non
     if processes == 1:
         _make_parts_here(work, report)
         return
-    # Processes that are forked would inherit the locks of this one's threads.
+    # A forked process would inherit the locks of this process's threads.
     spawn = multiprocessing.get_context("spawn")
-    # The three numbers of `TokenProgress`, and how many parts have been taken.
+    # The three numbers of `TokenProgress`, and the number of parts that processes have taken.
     shared = spawn.Array("q", [*work.done, 0])
     pipes = [spawn.Pipe(duplex=False) for _ in range(min(processes, len(work.parts)))]
     workers = [spawn.Process(target=_work, args=(work, shared, pipe)) for _, pipe in pipes]
@@ -72,8 +72,8 @@ def make_parts(work: Work, processes: int, report: Callable[[TokenProgress], Non
                     raise receiver.recv()
                 if worker.exitcode:
                     raise DamagedDataError(
-                        "a process that made tokens was ended from outside, for lack of memory "
-                        "perhaps; the same command goes on where it was."
+                        "a process that made tokens was killed, perhaps because memory was full; "
+                        "start the same command again to go on."
                     )
             with shared.get_lock():
                 report(TokenProgress(*shared[:3]))
@@ -100,8 +100,8 @@ def _make_parts_here(work: Work, report: Callable[[TokenProgress], None]) -> Non
 
 
 def _work(work: Work, shared: Any, errors: multiprocessing.connection.Connection) -> None:
-    """Takes parts until there are none left, or one fails."""
-    # Ctrl-C reaches this process too, and is for the one that waits for it.
+    """Makes parts until none is left, or until one fails."""
+    # A terminal sends Ctrl-C to this process too. Only the parent process handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:

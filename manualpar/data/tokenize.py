@@ -3,11 +3,12 @@
     python -m manualpar.data.tokenize --input=TEXT --output=DIRECTORY [--source=jsonl]
         [--tokenizer=tokenizer.json] [--processes=2]
 
-TEXT is a file, a directory or a glob, as `config.data.path` of the same source, and the splits are
-the same ones: `text`, whose files are documents, `jsonl`, `parquet`, `arrayrecord` or `chat`.
-DIRECTORY is made; it may be in a bucket, as TEXT may. Without a tokenizer, tokens are bytes. The
-files are the same to the byte with any number of processes; after an interruption the same command
-goes on where it was. Then train with `--config.data.source=tokens --config.data.path=DIRECTORY`.
+TEXT is a file, a directory or a glob, like `config.data.path`. The source is `text` (each file is a
+document), `jsonl`, `parquet`, `arrayrecord` or `chat`. The splits are the same as in training with
+that source. The command makes DIRECTORY. TEXT and DIRECTORY may be in a bucket. Without a
+tokenizer, tokens are bytes. The files have the same bytes with any number of processes. After an
+interruption the same command goes on where it stopped. Then train with
+`--config.data.source=tokens --config.data.path=DIRECTORY`.
 """
 
 import argparse
@@ -45,18 +46,18 @@ def write_token_files(
     """Makes a directory of token files, and returns its description.
 
     Args:
-      text: The files; for `text` "" is Python's standard library.
-      output: The directory to make. A call with the same arguments that was interrupted is gone on
-        with.
+      text: The files; for the source `text` "" is Python's standard library.
+      output: The directory to make. If an earlier call with the same arguments was interrupted, it
+        goes on from there.
       source: The kind of the files: `text`, `jsonl`, `parquet`, `arrayrecord` or `chat`.
       tokenizer: A `tokenizer.json`, a directory with one, or "" for bytes.
       field: The field with the text; see `manualpar.data.document_files.DocumentRange`.
-      held_out: The share of the documents for each of eval and test; `text` has its own.
-      template: The file of the template of `chat`; "" for the tokenizer's.
-      processes: How many processes make tokens.
+      held_out: The share of the documents for each of eval and test. `text` has a fixed share.
+      template: The file with the template of `chat`; "" for the tokenizer's template.
+      processes: The number of processes that make tokens.
 
     Raises:
-      ValueError: There is no text or no tokenizer, or the directory holds something already.
+      ValueError: There is no text or no tokenizer, or the directory is not empty.
     """
     job = make_job(
         source, text, tokenizer=tokenizer, field=field, held_out=held_out, template=template
@@ -65,7 +66,7 @@ def write_token_files(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Writes token files, shows the progress, and prints what they hold."""
+    """Writes token files, shows the progress, and prints the size of each split."""
     parser = OneSentenceParser(
         prog="python -m manualpar.data.tokenize",
         description=__doc__,
@@ -115,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _shown(size: int) -> Iterator[Callable[[TokenProgress], None]]:
-    """Shows a progress bar of bytes, documents and tokens a second, if there is a terminal."""
+    """Shows the bytes, documents and tokens per second in a progress bar, if on a terminal."""
     require("python -m manualpar.data.tokenize", "rich")
     import rich.console
     import rich.progress

@@ -1,6 +1,6 @@
-"""Text as tokens: bytes, or the tokens of a Hugging Face tokenizer file.
+"""Tokenizers: tokens are bytes, or those of a Hugging Face tokenizer file.
 
-Every tokenizer has a token BOS that no text contains; it begins each document.
+Every tokenizer has a token BOS. It begins each document, and no text contains it.
 """
 
 import functools
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 TEMPLATE = "chat_template.jinja"
-# Names of the token that begins, or separates, documents; the first one that is there is taken.
+# Names of the token that begins or separates documents. The first name in the vocabulary is used.
 BOS_NAMES = (
     "<|begin_of_text|>",
     "<|startoftext|>",
@@ -38,33 +38,33 @@ BOS_NAMES = (
 
 
 class ByteTokenizer:
-    """Tokens are the bytes of UTF-8, and BOS is 256, so the vocabulary has 257."""
+    """Encodes a text as its UTF-8 bytes. BOS is 256, so the vocabulary has 257 tokens."""
 
-    fingerprint = "bytes"  # Equal for tokenizers that make the same tokens of every text.
-    vocab_size = 257  # All tokens are less than that.
+    fingerprint = "bytes"  # Equal for tokenizers that encode every text alike.
+    vocab_size = 257  # All tokens are less than this.
     bos_token = 256
-    end_token = 256  # It ends an answer; a BOS ends documents too.
-    begins_with_bos = True  # Whether a prompt does.
-    files: tuple[pathlib.Path, ...] = ()  # Files from which `load_tokenizer` can make it again.
+    end_token = 256  # The token that ends an answer. It is BOS, which also ends documents.
+    begins_with_bos = True  # Whether a prompt begins with BOS.
+    files: tuple[pathlib.Path, ...] = ()  # The files that `load_tokenizer` reads.
 
     def encode_documents(self, documents: Sequence[bytes]) -> list[np.ndarray]:
-        """Encodes each document as its bytes, `int32[N]` without BOS, UTF-8 or not."""
+        """Encodes each document as its bytes, `int32[N]` without BOS, even if it is not UTF-8."""
         return [np.frombuffer(data, np.uint8).astype(np.int32) for data in documents]
 
     def encode(self, text: str) -> np.ndarray:
-        """Encodes a text as its bytes; keeps undecodable bytes of a command line."""
+        """Encodes a text as its bytes, including bytes of a command line that are not UTF-8."""
         return self.encode_documents([text.encode(errors="surrogateescape")])[0]
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Decodes tokens without BOS; U+FFFD stands for bytes that are not UTF-8."""
+        """Decodes tokens, and drops BOS; bytes that are not UTF-8 become U+FFFD."""
         return bytes(token for token in map(int, tokens) if token < 256).decode(errors="replace")
 
 
 class FileTokenizer:
     """A Hugging Face `tokenizer.json`, with the attributes of a `ByteTokenizer`.
 
-    Special tokens that are spelled out in a document are ordinary text. Nothing is added in front
-    or behind, and nothing is truncated. Parts of a document that are not UTF-8 reach it as U+FFFD.
+    If a document spells out a special token, it is encoded as ordinary text. No tokens are added at
+    the ends, and none are cut off. Parts of a document that are not UTF-8 are encoded as U+FFFD.
     """
 
     def __init__(
@@ -77,15 +77,15 @@ class FileTokenizer:
         begins_with_bos: bool = True,
         files: tuple[pathlib.Path, ...] = (),
     ) -> None:
-        """Takes a tokenizer whose vocabulary has `bos_token`, and changes its settings.
+        """Changes the settings of a tokenizer, whose vocabulary must have `bos_token`.
 
-        Without an `end_token` it is BOS, which ends documents.
+        `end_token` is BOS by default, because BOS ends documents.
         """
         tokenizer.no_truncation()
         tokenizer.no_padding()
         tokenizer.encode_special_tokens = True
         self._tokenizer = tokenizer
-        # This is not the count, because numbers in between may be missing.
+        # The vocabulary may leave numbers out, so the count of its tokens may be smaller.
         self.vocab_size = 1 + max(tokenizer.get_vocab().values())
         self.bos_token = bos_token
         self.end_token = bos_token if end_token is None else end_token
@@ -94,15 +94,15 @@ class FileTokenizer:
         self.files = files
 
     def encode_documents(self, documents: Sequence[bytes]) -> list[np.ndarray]:
-        """Encodes each document, `int32[N]` without BOS; the cores share the documents."""
+        """Encodes each document as `int32[N]` without BOS; uses several cores."""
         texts = [data.decode(errors="replace") for data in documents]
         encode = functools.partial(self._tokenizer.encode_batch_fast, add_special_tokens=False)
         try:
             encoded = guarded(lambda: encode(texts))
         except ValueError as error:
             raise ValueError(
-                f"config.data.tokenizer cannot encode a text ({error}); expected a tokenizer that "
-                "has tokens for everything, or one for what is unknown."
+                f"config.data.tokenizer cannot encode a text ({error}); expected a tokenizer with "
+                "tokens for every text, or with a token for unknown text."
             ) from error
         return [np.array(encoding.ids, np.int32) for encoding in encoded]
 
@@ -123,9 +123,9 @@ def load_tokenizer(path: str) -> Tokenizer:
     """Loads a tokenizer.
 
     Args:
-      path: A `tokenizer.json`; or a directory that holds one, such as that of a model, whose
-        `tokenizer_config.json` says which token begins documents and which ends answers; or "" for
-        the tokenizer of bytes.
+      path: A `tokenizer.json`; or a directory with one, such as a model's; or "" for the tokenizer
+        of bytes. The directory's `tokenizer_config.json` names the token that begins documents and
+        the token that ends answers.
 
     Raises:
       ValueError: The file is missing, is no tokenizer, or has no token for BOS.
@@ -181,13 +181,13 @@ def load_tokenizer(path: str) -> Tokenizer:
     most = 2**31 - 1
     if (largest := max(tokenizer.get_vocab().values())) >= most:
         raise refuse(
-            f"has a token of number {largest}; expected less than {most}, so that int32 holds them "
-            "all"
+            f"has the token {largest}; expected tokens below {most}, because they are stored as "
+            "int32"
         )
     digest = hashlib.blake2b(file.read_bytes(), digest_size=8)
     if named:
         digest.update(f"{bos_token} {end_token}".encode())
-    # With its configuration it says itself whether a prompt begins with BOS.
+    # A tokenizer with a configuration adds BOS to a text itself if prompts begin with BOS.
     try:
         begins = not files or guarded(lambda: tokenizer.encode("a")).ids[:1] == [bos_token]
     except ValueError as error:
@@ -205,14 +205,14 @@ def load_tokenizer(path: str) -> Tokenizer:
 def special_tokens(
     fields: dict[str, Any], names: tuple[str, ...] = ("bos_token", "eos_token")
 ) -> dict[str, str]:
-    """Returns the texts of the tokens that a `tokenizer_config.json` names, by their fields.
+    """Returns the text of each special token that a `tokenizer_config.json` names, by its field.
 
     Args:
       fields: The content of the file.
       names: The fields to look at.
 
     Raises:
-      ValueError: A field is neither a text, nor an object with one, nor null.
+      ValueError: A field is not a text, an object with a text, or null.
     """
     found = {}
     for name in names:

@@ -1,11 +1,12 @@
-"""Tokenizers that do not end: what a `tokenizer.json` has run on every text, tried on a short one.
+"""Refuses a tokenizer file that would take too long, or too much memory, for a short text.
 
-A tokenizer is a program too. Normalizers and decoders replace texts by other texts, and forty that
-each double the text make a million of millions of it. A regular expression such as `(a+)+$` takes
-exponential time; its library gives up after a second, and the library of tokenizers then panics:
-its exception is no `Exception`, and it writes a stack to standard error. So what replaces is
-followed step by step on a text of all characters that it mentions, and regular expressions meet
-texts that repeat theirs, when a tokenizer is loaded.
+A tokenizer file is a program too. Its normalizers and decoders replace texts. Forty replacements
+that each double a text make it 10**12 times as long. A regular expression such as `(a+)+$` takes
+exponential time. The library of regular expressions gives up after a second. The tokenizers library
+then panics: it writes a stack to standard error, and its exception is no subclass of `Exception`.
+
+So a tokenizer is tried when it is loaded. The replacements run step by step on a text of all
+characters that they mention. Each regular expression runs on texts that repeat its characters.
 """
 
 import contextlib
@@ -23,18 +24,18 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 PANIC = "pyo3_runtime"
-# How many times as long a text may become on average, and how much one step may write.
+# A text may become this many times as long. One step may write this many characters.
 MAX_GROWTH, MAX_CHARACTERS = 8, 1 << 24
-# Characters of a regular expression to repeat, and how often.
+# This many characters of a regular expression are repeated, this many times.
 MAX_TRIED, REPEATED = 32, 64
 
 
 class PanicError(ValueError):
-    """The library of tokenizers has panicked."""
+    """The tokenizers library has panicked."""
 
 
 def guarded(action: Callable[[], T]) -> T:
-    """Calls a function of the library of tokenizers; whatever it raises is a `ValueError`."""
+    """Calls a function of the tokenizers library, and turns its exceptions into `ValueError`s."""
     try:
         return action()
     except BaseException as error:
@@ -47,10 +48,10 @@ def guarded(action: Callable[[], T]) -> T:
 
 
 def check_tokenizer(tokenizer: "tokenizers.Tokenizer") -> None:
-    """Refuses a tokenizer that would take all memory, or for ever, for an ordinary text.
+    """Refuses a tokenizer that would take all memory, or would not end, for an ordinary text.
 
     Raises:
-      ValueError: It would; the message completes a sentence about it.
+      ValueError: The tokenizer is such. The message completes a sentence about the tokenizer.
     """
     steps = {
         name: json.loads(part.__getstate__())
@@ -73,7 +74,7 @@ def check_tokenizer(tokenizer: "tokenizers.Tokenizer") -> None:
 
 
 def _patterns(node: Any) -> Iterator[str]:
-    """Finds the regular expressions anywhere in a tree of JSON."""
+    """Yields the regular expressions anywhere in a JSON value."""
     if isinstance(node, dict):
         if isinstance(node.get("Regex"), str):
             yield node["Regex"]
@@ -83,14 +84,14 @@ def _patterns(node: Any) -> Iterator[str]:
 
 
 def _texts(pattern: str) -> Iterator[str]:
-    """Yields texts on which a regular expression may try for long, and then not match."""
+    """Yields texts for which a slow regular expression may take long before it fails to match."""
     literal = "".join(dict.fromkeys(c for c in pattern if c.isalnum()))[:MAX_TRIED]
     for unit in dict.fromkeys((*literal, literal, "0", " ", "-", "a")):
         yield unit * REPEATED + "!\0"
 
 
 def _replacing(node: Any) -> Iterator[dict[str, Any]]:
-    """Returns the steps of a normalizer or decoder that replace texts, in order."""
+    """Yields the steps that replace texts in a normalizer or decoder, in order."""
     if node.get("type") == "Sequence":
         for inner in node.get("normalizers") or node.get("decoders") or ():
             yield from _replacing(inner)
@@ -116,13 +117,15 @@ def _check_growth(named: str, steps: list[dict[str, Any]]) -> None:
     start = len(text)
     for step in steps:
         if len(step["content"]) * (len(text) + 1) > MAX_CHARACTERS:
-            raise ValueError(f"has {named} with a text of {len(step['content']):,} characters")
+            raise ValueError(
+                f"has {named} that insert a text of {len(step['content']):,} characters"
+            )
         replace = _replacement(step["pattern"], step["content"])
         text = guarded(functools.partial(replace.normalize_str, text))
         if len(text) > MAX_GROWTH * start:
             raise ValueError(
-                f"has {len(steps)} {named} that replace texts, of which some make a text of "
-                f"{start} characters more than {MAX_GROWTH} times as long"
+                f"has {len(steps)} {named} that replace texts, and they make a text of {start} "
+                f"characters more than {MAX_GROWTH} times as long"
             )
 
 
@@ -136,7 +139,7 @@ def _replacement(pattern: dict[str, str], content: str) -> Any:
 
 @contextlib.contextmanager
 def _held_stderr() -> Iterator[None]:
-    """Drops what is written to standard error if an error is raised, and shows it otherwise."""
+    """Holds back standard error in this context; drops it on an error, and shows it otherwise."""
     with tempfile.TemporaryFile() as held:
         saved = os.dup(2)
         try:

@@ -1,14 +1,14 @@
-"""The source `tokens`: files of tokens, mapped into memory.
+"""Opens a directory of token files, the source `tokens`, and maps the files into memory.
 
 `python -m manualpar.data.tokenize` makes a directory with
 
     train.bin  eval.bin  test.bin   each a `TokenStream` as little-endian uint16 or uint32
-    tokenizer.json                  the tokenizer, unless tokens are bytes; tokenizer_config.json
-                                    too, if it came from a directory with one
-    train.lengths ...               of examples, how many tokens each has, as little-endian uint32
-    tokens.json                     a `TokenFiles`, written last: without it nothing is complete
+    tokenizer.json                  the tokenizer, unless tokens are bytes
+    tokenizer_config.json           if the tokenizer's directory had one
+    train.lengths ...               for a chat: the tokens of each example, little-endian uint32
+    tokens.json                     a `TokenFiles`; written last, it marks the directory complete
 
-A process touches only the pages of its own sequences.
+A process reads only the pages that have its own sequences.
 """
 
 import dataclasses
@@ -41,15 +41,15 @@ TYPES: Mapping[Any, str] = {int: "an integer", str: "a string"}
 
 
 class TokenFilesError(ValueError):
-    """A directory is not one of token files, or not whole; one sentence for the user."""
+    """A directory does not hold complete token files; the message is one sentence."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenFile:
     """The content of one file."""
 
-    tokens: int  # With every BOS.
-    bytes: int  # Bytes of the text that they were made of; 0 if unknown.
+    tokens: int  # The number of tokens; each BOS counts.
+    bytes: int  # The bytes of the text that was tokenized; 0 if unknown.
     documents: int
     blake2b: str  # The file's hash, 16 hexadecimal digits.
 
@@ -64,7 +64,7 @@ class TokenFiles:
     bos_token: int
     tokenizer: str  # The tokenizer's file in the directory, or "" for bytes.
     splits: dict[str, TokenFile]
-    examples: int = 0  # 1 if the documents are examples of a chat, each with its length.
+    examples: int = 0  # 1 if the documents are examples of a chat, with a file of their lengths.
 
 
 def load_tokens(
@@ -76,21 +76,21 @@ def load_tokens(
 ) -> LanguageDataset:
     """Opens a directory of token files, and packs them if they are examples.
 
-    Only the files' lengths and first tokens are checked. In a bucket, ranges of them are
-    read when they are asked for, unless there is a `cache`, a local folder that they are copied to.
+    It checks only the lengths of the files and their first tokens. If the directory is in a bucket,
+    a sequence is read when it is asked for, unless a `cache` is given.
 
     Args:
       path: The directory.
-      sequence_length: Tokens in a sequence.
-      cache: The folder for copies of files in a bucket; "" for none.
-      long_examples: How to treat examples that are longer, see `pack`.
+      sequence_length: The number of tokens in a sequence.
+      cache: The local folder to copy the files of a bucket to; "" to copy nothing.
+      long_examples: How to treat examples longer than a sequence, see `pack`.
 
     Raises:
-      ValueError: A file is missing, or does not fit the description.
+      ValueError: A file is missing, or does not match `tokens.json`.
     """
     directory = user_path(path)
     if isinstance(directory, BucketPath) and cache:
-        read_description(directory, path)  # Checks that these are token files before it copies all.
+        read_description(directory, path)  # Refuses other folders before the copy.
         directory = copied_folder(directory, local_path(cache, "config.data.cache"))
     files = read_description(directory, path)
     file = directory / files.tokenizer if files.tokenizer else ""
@@ -99,8 +99,8 @@ def load_tokens(
         raise _refuse(
             path,
             f"whose {files.tokenizer or 'byte tokenizer'} has {tokenizer.vocab_size} tokens and "
-            f"BOS {tokenizer.bos_token}, expected the {files.vocab_size} and {files.bos_token} of "
-            f"its {DESCRIPTION}",
+            f"BOS {tokenizer.bos_token}, expected {files.vocab_size} tokens and BOS "
+            f"{files.bos_token} as in {DESCRIPTION}",
         )
 
     def load(split: str) -> TokenSplit | PackedSplit:
@@ -133,7 +133,7 @@ def load_tokens(
                 name=f"{path} ({split})",
             )
         stream = ArrayStream(mapped, str(file), files.vocab_size)
-        stream.read(0, min(len(stream), LOOKED_AT))  # Files of another tokenizer show at once.
+        stream.read(0, min(len(stream), LOOKED_AT))  # Refuses tokens that are too large.
         return TokenSplit(stream, sequence_length, files.bos_token, part.bytes, part.documents)
 
     described = dataclasses.asdict(files)
@@ -150,7 +150,7 @@ def _array(file: AnyPath, dtype: str) -> Any:
 
 
 def lengths_file(tokens: pathlib.Path) -> pathlib.Path:
-    """Returns the path of the lengths of the examples in a file of tokens."""
+    """Returns the path of the file with the lengths of the examples in a file of tokens."""
     return tokens.with_suffix(LENGTHS_SUFFIX)
 
 
@@ -164,7 +164,7 @@ def _refuse(path: str, what: str) -> TokenFilesError:
 
 
 def read_description(directory: AnyPath, path: str) -> TokenFiles:
-    """Reads and checks the `tokens.json` of a directory, which errors call `path`."""
+    """Reads and checks the `tokens.json` of a directory; errors show `path` as its name."""
     file = directory / DESCRIPTION
     if not file.is_file():
         complete = f"complete with its {DESCRIPTION}"
@@ -179,7 +179,7 @@ def read_description(directory: AnyPath, path: str) -> TokenFiles:
 
 
 def _parse_description(fields: Any) -> TokenFiles:
-    """Parses `TokenFiles` from JSON; errors complete a sentence that begins with the file."""
+    """Parses `TokenFiles` from JSON; an error completes a sentence whose subject is the file."""
     if fields.get("version") != VERSION:
         raise ValueError(f"has the version {fields.get('version')!r}, expected {VERSION}")
     fields = {"examples": 0} | fields
@@ -193,7 +193,7 @@ def _parse_description(fields: Any) -> TokenFiles:
     for split in SPLITS:
         part = _object(splits.get(split), f"splits.{split}")
         _check_fields(part, TokenFile, f"splits.{split}.")
-        # The smallest stream has a token besides the BOS that begins it.
+        # The smallest stream has two tokens: a BOS and one token.
         for field, least in (("tokens", 2), ("bytes", 0), ("documents", 1)):
             if (value := part[field]) < least:
                 raise ValueError(f"has splits.{split}.{field}={value}, expected at least {least}")
@@ -210,7 +210,7 @@ def _object(value: Any, name: str) -> dict[str, Any]:
 def _check_fields(
     values: dict[str, Any], kind: type[TokenFile | TokenFiles], prefix: str = ""
 ) -> None:
-    """Refuses an object that has not just the fields of a dataclass, with plain values as there."""
+    """Refuses an object whose fields, or the types of their values, are not those of `kind`."""
     types: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(kind)}
     for field in sorted(types.keys() ^ values.keys()):
         what = "lacks" if field in types else "has the unknown field"

@@ -1,10 +1,10 @@
-"""Config files, and the fields of a config, which are checked before anything else happens.
+"""Loads config files, and checks the fields of a config before anything else happens.
 
-A config file is Python with a `get_config()`. Its config is a locked `ml_collections.ConfigDict` of
-plain values, so that every field can be set by a flag and stored as JSON, where tuples are lists.
-`FIELDS` lists the fields of every config and `MODEL_FIELDS` the fields that a model adds. A config
+A config file is Python with a `get_config()`, which returns an `ml_collections.ConfigDict`. Its
+values are plain, so that a flag can set every field and JSON can store it (tuples become lists).
+`FIELDS` lists the fields of every config, and `MODEL_FIELDS` the fields that a model adds. A config
 has exactly these fields. It may leave out fields with a default; `complete_config` fills them in. A
-field that its strategy does not have is checked but not used.
+field that only other strategies have is checked but not used.
 """
 
 import difflib
@@ -35,11 +35,12 @@ from manualpar.strategies import BUILT_IN, Field, strategy_kinds
 from manualpar.training.checkpoints.compatibility import REMOVED, renamed_value
 
 DTYPES = ("bfloat16", "float16", "float32")
-# "" means no cast. In float16 gradients overflow: they are summed before they are divided.
+# "" means no cast. float16 is missing: gradients are summed before they are divided, and the sum
+# would overflow.
 WIRE_DTYPES = ("", "bfloat16", "float32")
 ON_NONFINITE = ("ignore", "stop", "skip", "rollback")
-# A Python loop traces and compiles layers and minibatches one by one, 0.1 s each. Each expert has a
-# metric of how often it was chosen, 12 ms of tracing.
+# The most repetitions that are traced and compiled one by one. A layer or a minibatch takes 0.1 s.
+# An expert takes 12 ms, because it has a metric that counts how often it is chosen.
 MOST_WRITTEN_OUT = 1000
 LARGEST = 1e38  # A float32 can hold it.
 LONGEST_SECONDS = 1e6  # Every clock and timer accepts it.
@@ -50,7 +51,7 @@ FIELDS: Mapping[str, Field] = {
     "profile": Field(str),
     "data.source": Field(str),
     "data.batch_size": Field(int, 1, below=2**31),
-    "data.prefetch": Field(int, 1, below=2**10),  # A thread reads each batch.
+    "data.prefetch": Field(int, 1, below=2**10),  # Each batch takes a thread.
     "model.name": Field(str, choices=("classifier", "transformer")),
     "model.lora": Field(tuple, holds_names=True, default=()),
     "model.int8": Field(tuple, holds_names=True, default=()),
@@ -173,24 +174,24 @@ MODEL_FIELDS: Mapping[str, Mapping[str, Field]] = {
         "parallel.pipeline": Field(str, choices=SCHEDULES),
         "parallel.pipeline_chunks": Field(int, 1, below=MOST_WRITTEN_OUT + 1),
         "parallel.pipeline_keep": Field(str, choices=KEEPS),
-        # Each token takes a pass of the whole model.
+        # Each token takes one forward pass of the model.
         "sample.num_tokens": Field(int, 0, below=10**6),
         "sample.prompt": Field(str),
         "sample.temperature": Field(float, 0, below=LARGEST),
     },
 }
-# A dict that is itself a value, not a group of fields.
+# Fields whose value is a dict. Any other dict is a group of fields.
 DICT_FIELDS = frozenset({"parallel.mesh"})
 
 
 def load_config(path: Path) -> ml_collections.ConfigDict:
-    """Runs a config file and returns the config of its `get_config()`, complete and locked.
+    """Runs a config file, and returns what its `get_config()` returns, completed and locked.
 
     The config is not checked.
 
     Raises:
-      UsageError: There is no such file, it is not Python, it raises an error or asks to exit, or it
-        has no `get_config()` that returns a `ConfigDict`.
+      UsageError: The file does not exist, is not Python, raises an error, calls `exit()`, or has no
+        `get_config()` that returns a `ConfigDict`.
     """
 
     def refused(why: str) -> UsageError:
@@ -235,20 +236,20 @@ def complete_config(config: ml_collections.ConfigDict) -> ml_collections.ConfigD
         group, field = name.split(".")
         if group not in config:
             config[group] = ml_collections.ConfigDict()
-        # `check_config` reports a value in the place of a group.
+        # If a group is not a `ConfigDict`, `check_config` reports it.
         if isinstance(config[group], ml_collections.ConfigDict) and field not in config[group]:
             config[group][field] = default
     return config.lock()
 
 
 def field_defaults(config: Mapping[str, Any] | ml_collections.ConfigDict) -> dict[str, Any]:
-    """Returns the defaults of the fields that this config may leave out, by dotted name."""
+    """Returns the default of each field that this config may leave out, by dotted name."""
     fields = fields_of(config).items()
     return {name: field.default for name, field in fields if field.default is not None}
 
 
 def fields_of(config: Mapping[str, Any] | ml_collections.ConfigDict) -> dict[str, Field]:
-    """Returns the fields of every config, and of its `model.name` and `parallel.strategy`."""
+    """Returns `FIELDS`, with the fields of this config's model and strategy added."""
     values, kinds = flatten_config(config), strategy_kinds()
     kind = kinds.get(str(values.get("parallel.strategy")))
     return {
@@ -265,7 +266,7 @@ def one_line(value: object) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Finds the known name most like `name`; compares the last parts of dotted names too."""
+    """Finds the name in `known` that is most like `name`, as a whole or in its last dotted part."""
 
     def likeness(candidate: str) -> float:
         pairs = [(name, candidate), (name.split(".")[-1], candidate.split(".")[-1])]
@@ -275,7 +276,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def flatten_config(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Returns every value by its dotted name, in order; a field that is a dict is one value."""
+    """Returns the value of each field by its dotted name; fields of `DICT_FIELDS` stay dicts."""
     flat: dict[str, Any] = {}
     for key, value in config.items():
         name = f"{prefix}{key}"
@@ -288,8 +289,8 @@ def check_config(config: Any) -> None:
     """Checks a config against `fields_of(config)`.
 
     Raises:
-      ValueError: It is no `ConfigDict`, lacks a field, has an unknown one, or a value is not
-        allowed; the message names the first.
+      ValueError: The config is not a `ConfigDict`, a field is missing or unknown, or a value is not
+        allowed. The message names the first such field.
     """
     if not isinstance(config, ml_collections.ConfigDict):
         raise ValueError(

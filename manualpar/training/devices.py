@@ -1,4 +1,4 @@
-"""Simulated devices: one CPU stands in for several, so that every strategy runs everywhere."""
+"""Simulates several devices on one CPU, so that every strategy runs on every machine."""
 
 import os
 
@@ -7,7 +7,7 @@ import jax
 from manualpar.core.mesh.mesh import how_to_simulate
 
 DEFAULT_COUNT = 8
-# Each device takes a thread, and a machine has some tens of thousands of threads.
+# Each device takes a thread, and a machine can run some tens of thousands of threads.
 MOST = 4096
 
 
@@ -15,9 +15,10 @@ def simulate_devices(count: int | None, *, force: bool = False) -> None:
     """Chooses the devices of this process; call it before anything asks jax for a device.
 
     Args:
-      count: How many CPU devices to simulate, whatever else the machine has. `None` simulates eight
-        where the CPU would be the only device, unless `JAX_NUM_CPU_DEVICES`, or
-        `--xla_force_host_platform_device_count` in `XLA_FLAGS`, has chosen a number.
+      count: The number of CPU devices to simulate, which are used even if the machine has GPUs or
+        TPUs. `None` simulates `DEFAULT_COUNT` devices on a machine without GPUs and TPUs. It does
+        nothing if `JAX_NUM_CPU_DEVICES`, or `--xla_force_host_platform_device_count` in
+        `XLA_FLAGS`, is set.
       force: Whether `count` may be more than `MOST`.
 
     Raises:
@@ -27,8 +28,8 @@ def simulate_devices(count: int | None, *, force: bool = False) -> None:
     """
     if count is not None and count > MOST and not force:
         raise ValueError(
-            f"--devices={count}: expected at most {MOST} simulated devices, each of which takes a "
-            "thread and memory of its own."
+            f"--devices={count}: expected at most {MOST}, because each simulated device takes a "
+            "thread and memory; simulate fewer, or add --force."
         )
     if count is None:
         chosen = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")

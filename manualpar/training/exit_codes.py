@@ -1,16 +1,16 @@
-"""How a run ends: exit codes, for people and schedulers, and ending all of its processes.
+"""Chooses the exit code of a run, and ends all processes if one of them fails.
 
 0  finished
-1  an error of ours, with a traceback; of `experiments.inspect`, a budget that is broken
-2  a mistake of the user's, in one sentence
+1  an unexpected error, with a traceback; in `experiments.inspect`, a program over its budget
+2  a mistake of the user, in one sentence
 3  copies of the state differ between devices (`config.debug.check_replicas_every`)
 4  another process was lost, or failed
 5  the loss or a gradient is not finite (`config.training.on_nonfinite`)
-6  a checkpoint, or a file of the run or of its data, cannot be read or written
-75  asked to stop by SIGTERM, stopped and saved: start the same command again to go on
+6  a file of a checkpoint, of the run or of its data cannot be read or written
+75  SIGTERM: the run saved a checkpoint and stopped; start the same command again to go on
 127  the launcher cannot start the command
 130  Ctrl-C
-143  SIGTERM a second time: ended at once, nothing saved since the last checkpoint
+143  a second SIGTERM: the run ended at once; only the last checkpoint is saved
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from manualpar.training.recorder import NonFiniteError
 from manualpar.training.replicas import ReplicaError
 from manualpar.training.trainer import StoppedError
 
-STOPPED_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: try again.
+STOPPED_EXIT_CODE = 75  # `EX_TEMPFAIL` in sysexits.h, which means "try again".
 # Errors that are shown as one sentence.
 EXIT_CODES: Mapping[type[Exception], int] = {
     UsageError: USAGE_EXIT_CODE,
@@ -47,10 +47,10 @@ AGREED_ERRORS = (UsageError, StoppedError, NonFiniteError, ReplicaError)
 def ending_all(
     cluster: Cluster, *, agreed: tuple[type[Exception], ...] = AGREED_ERRORS
 ) -> Iterator[None]:
-    """Ends all processes if an error is raised here that the other processes may not raise.
+    """Ends all processes if this context raises an error that the other processes may not raise.
 
-    Enter it inside of every context whose exit waits for the other processes. Errors of `agreed`
-    are raised in all processes.
+    Enter it inside every context whose exit waits for the other processes. Errors of the types in
+    `agreed` end nothing, because all processes raise them.
     """
     try:
         yield
@@ -64,7 +64,8 @@ def ending_all(
 def end_all(cluster: Cluster, error: Exception) -> None:
     """Ends all processes because of an error in this process; does nothing for a single process.
 
-    The others wait for this process in a collective, and an ordinary exit would wait for them.
+    The other processes wait for this process in a collective. An ordinary exit of this process
+    would wait for them, without end.
     """
     if cluster.num_processes == 1:
         return
@@ -73,7 +74,7 @@ def end_all(cluster: Cluster, error: Exception) -> None:
         os._exit(LOST_PROCESS_EXIT_CODE)
     code = exit_code(error)
     with contextlib.ExitStack() as stack:
-        # Even if something fails here, such as printing without memory.
+        # Both are called even if the code below fails, for example because memory is full.
         stack.callback(os._exit, code)
         stack.callback(cluster.failed, error)
         if code == FAILED_EXIT_CODE:

@@ -1,4 +1,4 @@
-"""From a config to a program."""
+"""Builds the program that a config describes."""
 
 import dataclasses
 import math
@@ -38,18 +38,20 @@ from manualpar.training.task import (
     splits_layers,
 )
 
-# The program's part of `config.training.on_nonfinite`; the loop does the rest.
+# The program's option `nonfinite` for each `config.training.on_nonfinite`. The training loop stops
+# or rolls back when the program reports.
 NONFINITE = {"ignore": "ignore", "stop": "report", "skip": "skip", "rollback": "report"}
-# The axes that split the batch, if the mesh has them; the axis that is replicated over comes first.
-# `data` and `data_minor` split the data axis for collectives axis by axis. Devices along `expert`
-# have different tokens, which are sent to the experts.
+# The axes that split the batch, if the mesh has them. `replica` comes first; some strategies
+# replicate parameters over it. `data` and `data_minor` together are the data axis, in two parts for
+# collectives that run axis by axis. Devices along `expert` have different examples, and send their
+# tokens to the experts.
 DATA_AXES = ("replica", "data", "data_minor", EXPERT_AXIS)
 
 
 class Experiment(NamedTuple):
     """Everything that a run needs; nothing is compiled yet.
 
-    `chosen` are the compiler options of the program, with the reasons.
+    `chosen` holds the program's compiler options and the reason for them.
     """
 
     config: ml_collections.ConfigDict
@@ -65,16 +67,19 @@ def prepare(
     devices: Sequence[jax.Device] | int | None = None,
     task: Task | None = None,
 ) -> Experiment:
-    """Checks a config and builds what it describes; see `manualpar.training.config` and `configs/`.
+    """Checks a config, and builds the task and the program that it describes.
+
+    See `manualpar.training.config` and `configs/` for the fields.
 
     Args:
       config: The config.
-      devices: The devices to train on, by default all of `jax.devices()`; or the number of devices
-        to trace a program for, which cannot run.
-      task: The model, loss and data, by default `make_task(config)`.
+      devices: The devices to train on; by default all of `jax.devices()`. A number of devices gives
+        a program that is traced for so many devices and cannot run.
+      task: The model, loss and data; by default `make_task(config)`.
 
     Raises:
-      ValueError: Fields contradict each other or the devices; the message names them.
+      ValueError: A field is not allowed, or contradicts another field or the devices. The message
+        names the fields.
     """
     config = fill_from_hf(config)
     check_config(config)
@@ -95,9 +100,9 @@ def prepare(
     every = 1 if program.outer is None else program.outer.every
     if config.training.num_steps % every:
         raise ValueError(
-            f"config.training.num_steps is {config.training.num_steps} and "
-            f"config.parallel.every is {every}, expected a multiple of it, because the "
-            "replicas' steps after their last outer step are lost."
+            f"config.training.num_steps is {config.training.num_steps} and config.parallel.every "
+            f"is {every}, expected a number of steps that is a multiple of {every}, because the "
+            "steps after the last outer step would be lost."
         )
     paths = [info.path for info, _ in program.parameters]
     wanted = config.debug.draw_sharding
@@ -113,14 +118,14 @@ def prepare(
 
 
 def _check_best_metric(config: ml_collections.ConfigDict, task: Task, program: Program) -> None:
-    """Refuses to find the best checkpoint by a metric that is never reported."""
+    """Refuses a `config.checkpoint.best_metric` that evaluations do not report."""
     wanted = config.checkpoint.best_metric
     if not wanted:
         return
     if not config.training.eval_every_steps:
         raise ValueError(
             f"config.checkpoint.best_metric is {wanted!r} and config.training.eval_every_steps is "
-            "0, expected evaluations to find the best by, or '' for none."
+            "0, expected at least 1, because evaluations report this metric; or set best_metric=''."
         )
     metrics = jax.eval_shape(program.eval_step, program.abstract_state, program.abstract_batch)
     known = task.derive("eval", dict.fromkeys(metrics, 0.0))
@@ -141,9 +146,9 @@ def build_experiment(
 ) -> Program:
     """Traces the program that `config` describes, for batches of the task's data.
 
-    Ignores options that the strategy does not have, such as `pad` for `dp`. On a mesh with several
-    of `DATA_AXES` a strategy shards over them as over one axis, except for the axis that it
-    replicates over.
+    Ignores options that the strategy does not have, such as `pad` for `dp`. If the mesh has several
+    of `DATA_AXES`, the strategy shards over all of them as if they were one axis. It leaves out
+    `replica` if it replicates over that axis.
     """
     return _build(config, task, schedule, devices)[0]
 
@@ -154,7 +159,7 @@ def _build(
     schedule: optax.Schedule,
     devices: Sequence[jax.Device] | int | None,
 ) -> tuple[Program, ChosenOptions]:
-    """Builds the program, and returns the compiler options that were chosen for it."""
+    """Builds the program, and returns it with its compiler options."""
     optimizer, parallel = config.optimizer, config.parallel
     axes = _mesh_axes(parallel, is_split=isinstance(task.model, Transformer))
     if isinstance(devices, int):
@@ -173,13 +178,13 @@ def _build(
         ("gather_code", "", "what it sends"),
         ("reduce_code", "", "what it sends"),
         ("axis_by_axis", False, "how it sends"),
-        ("sequence", False, "where activations lie"),
+        ("sequence", False, "how activations are sharded"),
     ):
         if parallel.get(field) and parallel.mode != "manual":
             raise ValueError(
                 f"config.parallel.{field} is {parallel[field]!r} and config.parallel.mode is "
-                f"{parallel.mode!r}, expected {unused!r}, because XLA chooses {choice}, or mode "
-                "'manual'."
+                f"{parallel.mode!r}, expected {unused!r} or mode 'manual', because in other modes "
+                f"XLA chooses {choice}."
             )
     _check_split(config, task, mesh)
     if EXPERT_AXIS in mesh.shape and not config.model.get("num_experts"):
@@ -253,7 +258,7 @@ def _build(
 def _choose_options(
     parallel: ml_collections.ConfigDict, mesh: Mesh | AbstractMesh, axes: Sequence[str]
 ) -> ChosenOptions:
-    """Chooses the compiler options for gradients that are scattered over some axes of a mesh."""
+    """Chooses the compiler options for a program that reduce-scatters gradients over `axes`."""
     if isinstance(mesh, AbstractMesh):
         return ChosenOptions()
     sizes = [mesh.shape[axis] for axis in axes]
@@ -265,7 +270,7 @@ def _choose_options(
 
 
 def _check_split(config: ml_collections.ConfigDict, task: Task, mesh: Mesh | AbstractMesh) -> None:
-    """Refuses layers that cannot be split over the mesh as the config says."""
+    """Refuses a config whose layers cannot be split over the mesh."""
     if not isinstance(task.model, Transformer):
         return
     if config.parallel.sequence and not splits_layers(config):
@@ -281,8 +286,8 @@ def _check_split(config: ml_collections.ConfigDict, task: Task, mesh: Mesh | Abs
     if config.parallel.layer_overlap != "none" and not config.parallel.sequence:
         raise ValueError(
             f"config.parallel.layer_overlap is {config.parallel.layer_overlap!r} and "
-            "config.parallel.sequence is False, expected 'none', or sequence=True, whose "
-            "collectives it takes apart."
+            "config.parallel.sequence is False, expected 'none' or sequence=True, because it "
+            "overlaps the collectives of sequence parallelism."
         )
     if not splits_layers(config):
         return
@@ -290,8 +295,8 @@ def _check_split(config: ml_collections.ConfigDict, task: Task, mesh: Mesh | Abs
     if vocabulary % devices:
         raise ValueError(
             f"config.model.vocab_multiple is {config.model.vocab_multiple}, which makes a "
-            f"vocabulary of {vocabulary}, expected one that divides over the {devices} devices "
-            f"along {SPLIT_AXIS!r}; set --config.model.vocab_multiple={devices}."
+            f"vocabulary of {vocabulary}, expected a vocabulary that divides over the {devices} "
+            f"devices along {SPLIT_AXIS!r}; set --config.model.vocab_multiple={devices}."
         )
     if config.parallel.sequence and config.data.sequence_length % devices:
         raise ValueError(
@@ -303,7 +308,7 @@ def _check_split(config: ml_collections.ConfigDict, task: Task, mesh: Mesh | Abs
 def _check_stages_and_context(
     config: ml_collections.ConfigDict, task: Task, mesh: Mesh | AbstractMesh
 ) -> None:
-    """Refuses layers and sequences that cannot be spread over the mesh."""
+    """Refuses a config whose layers or sequences do not divide over stages or `context`."""
     for axis, missing in ((STAGE_AXIS, "layers in a scan"), (CONTEXT_AXIS, "sequences")):
         if axis in mesh.shape and not isinstance(task.model, Transformer):
             raise ValueError(
@@ -318,7 +323,8 @@ def _check_stages_and_context(
                 "expected True: a pipeline is cut at the scan over layers."
             )
         stages, chunks = mesh.shape[STAGE_AXIS], config.parallel.pipeline_chunks
-        # With two kinds of layers a pipeline cuts between groups; the last stage has the rest.
+        # If layers are of two kinds, a pipeline cuts between groups of `every` layers. The last
+        # stage also has the layers that remain.
         every = config.model.global_every
         groups = (config.model.num_layers - config.model.dense_layers) // max(every, 1)
         if not groups or groups % (stages * chunks):
@@ -326,7 +332,7 @@ def _check_stages_and_context(
             if every:
                 number += f" groups of config.model.global_every={every}, or up to {every - 1} more"
             if config.model.dense_layers:
-                number += f" besides config.model.dense_layers={config.model.dense_layers}"
+                number += f", plus config.model.dense_layers={config.model.dense_layers}"
             raise ValueError(
                 f"config.model.num_layers is {config.model.num_layers}, expected {number}: "
                 f"{stages} devices along {STAGE_AXIS!r} times "
@@ -336,14 +342,14 @@ def _check_stages_and_context(
     if parts > 2 and config.data.sequence_length % parts:
         raise ValueError(
             f"config.data.sequence_length is {config.data.sequence_length}, expected a multiple of "
-            f"{parts}, two half blocks for each device along {CONTEXT_AXIS!r}."
+            f"{parts}, because each device along {CONTEXT_AXIS!r} has two half blocks."
         )
 
 
 def _mesh_axes(parallel: ml_collections.ConfigDict, *, is_split: bool) -> dict[str, int]:
-    """Returns the axes of the mesh, `DATA_AXES` first, because a config keeps no order.
+    """Returns the sizes of the mesh axes, `DATA_AXES` first, because a config keeps no order.
 
-    So axes with names unknown to `manualpar.core.mesh.mesh_order` get the fastest links.
+    So axes whose names `manualpar.core.mesh.mesh_order` does not know get the fastest links.
     """
     sizes = parallel.mesh.to_dict()
     first = {axis: sizes[axis] for axis in DATA_AXES if axis in sizes}

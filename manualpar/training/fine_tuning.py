@@ -1,4 +1,4 @@
-"""The fields of a config that say how a model is fine-tuned."""
+"""Prepares a model for fine-tuning, with LoRA or int8 weights, as its config says."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -14,17 +14,18 @@ FINE_TUNING_FIELDS = ("lora", "lora_alpha", "int8")
 
 
 def fine_tuned(model: nn.Module, config: ml_collections.ConfigDict) -> Any:
-    """Adapts a model as `config.model` says; returns the model itself if nothing is set.
+    """Adds LoRA and int8 weights to a model; returns the model itself if the config sets neither.
+
+    `config` is the group `config.model` of a config.
 
     Raises:
-      ValueError: An entry of `lora` or `int8` is no pair of a glob and a number, or repeats a glob
-        twice; or `lora_alpha` is 0.
+      ValueError: An entry of `lora` or `int8` is not `glob:number`, or repeats a glob. Or
+        `lora_alpha` is 0.
     """
     blocks = _numbers_by_glob(
         "int8",
         config.int8,
-        "a glob on paths of parameters and the length of a block of at least 1, such as "
-        "'*kernel:64'",
+        "a glob on parameter paths and a block length of at least 1, such as '*kernel:64'",
     )
     ranks = _numbers_by_glob(
         "lora",
@@ -36,8 +37,8 @@ def fine_tuned(model: nn.Module, config: ml_collections.ConfigDict) -> Any:
         return tuned
     if not config.lora_alpha:
         raise ValueError(
-            "config.model.lora_alpha is 0, expected a number above 0, such as twice the rank: what "
-            "an adapter adds is multiplied by lora_alpha / rank."
+            "config.model.lora_alpha is 0, expected a number above 0, such as twice the rank, "
+            "because the output of an adapter is multiplied by lora_alpha / rank."
         )
     return lora(tuned, ranks, alpha=config.lora_alpha)
 

@@ -1,8 +1,8 @@
 """Imports a Hugging Face model from the directory `config.model.from_hf`.
 
-Its `config.json` sets the fields of `config.model` that define the model, and its tokenizer makes
-tokens of texts unless `config.data.tokenizer` names another. The fields are filled in before the
-config is checked, so that every reader of the config sees the trained model.
+The directory's `config.json` sets the fields of `config.model` that define the model. The run uses
+the directory's tokenizer, unless `config.data.tokenizer` names another. The fields are filled in
+before the config is checked, so that all code that reads the config finds the imported model.
 """
 
 from collections.abc import Callable, Iterable
@@ -24,15 +24,17 @@ from manualpar.system.reports.tables import describe_bytes
 def fill_from_hf(
     config: ml_collections.ConfigDict, *, given: Iterable[str] = ()
 ) -> ml_collections.ConfigDict:
-    """Fills in a config from `config.model.from_hf`, as a locked copy; if '', the same config.
+    """Returns a locked copy of a config, with fields filled in from `config.model.from_hf`.
+
+    If `from_hf` is '', it returns the config itself.
 
     Args:
       config: The config; it is not checked yet.
-      given: The fields that were set on a command line, by dotted name.
+      given: The dotted names of the fields that the command line sets.
 
     Raises:
-      ValueError: The directory holds no config that a `Transformer` can follow, or a field of
-        `given` has another value.
+      ValueError: No `Transformer` can be the model in the directory, there is no tokenizer, or a
+        field of `given` differs from the directory's `config.json`.
     """
     model = config.get("model")
     directory = model.get("from_hf", "") if isinstance(model, ml_collections.ConfigDict) else ""
@@ -64,7 +66,7 @@ def fill_from_hf(
 def initial_state(
     config: ml_collections.ConfigDict, program: Program, *, report: Callable[[str], None]
 ) -> TrainState:
-    """Reads a run's first state from files if the config says so, or else makes it by `init`.
+    """Loads the first state of a run from `config.model.from_hf`; initializes it if that is ''.
 
     Raises:
       UsageError: The files do not fit the model; see `load_hf`.
@@ -74,7 +76,7 @@ def initial_state(
     if not directory:
         return program.init(key)
     try:
-        # Adapters have no tensors there.
+        # The directory has no tensors for adapters.
         missing: Missing = "init" if config.model.get("lora") else "error"
         loaded = load(program, directory, key, missing=missing)
     except ValueError as error:

@@ -1,8 +1,8 @@
 """Refuses a run that cannot fit into memory, before anything is allocated or compiled.
 
 The peak memory of a device is read from the traced step, see `manualpar.inspect.memory`. The state
-and the batch are exact. The rest is an estimate, and XLA may need less. So a step may start if it
-fits into `SLACK` times the memory.
+and the batch are exact. The rest is an estimate, and XLA may need less. So a run is refused only if
+its state and batch do not fit, or its peak is more than `SLACK` times the memory.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from manualpar.training.config import flatten_config
 from manualpar.training.experiment import Experiment
 
 SLACK = 2
-# Linux's files with the memory limit of a container's processes together.
+# Linux's files with the memory limit of a container.
 CONTROL_GROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 # The fields that the size of a step depends on.
 SIZES = (
@@ -35,7 +35,7 @@ def check_fits(experiment: Experiment) -> None:
     """Raises a `ValueError` if an experiment certainly does not fit into its devices' memory."""
     config, program = experiment.config, experiment.program
     devices = [d for d in program.mesh.devices.flat if d.process_index == jax.process_index()]
-    host, smaller = host_memory(), "make them smaller, or start it all the same with --force"
+    host, smaller = host_memory(), "make some of these sizes smaller, or start with --force"
     waiting = (config.data.prefetch + 1) * state_bytes(program.abstract_batch)[0] * len(devices)
     if waiting > host:
         raise ValueError(
@@ -59,13 +59,13 @@ def check_fits(experiment: Experiment) -> None:
 def least_bytes(program: Program) -> dict[str, int]:
     """Estimates a lower bound of a step's bytes on a device, by class; compiles nothing.
 
-    `activations` are the certain part of the estimate of `step_memory`.
+    `activations` is the peak of `step_memory` divided by `SLACK`, less the state and the batch.
     """
     state = state_bytes(program.abstract_state)[0]
     batch = state_bytes(program.abstract_batch)[0]
     try:
         peak = step_memory(program, platform="cpu").peak
-    except ValueError:  # XLA decides which arrays are held.
+    except ValueError:  # Only XLA can tell which arrays are in memory at the same time.
         peak = 0
     activations = max(0, peak // SLACK - state - batch)
     return {"state": state, "batch": batch, "activations": activations}

@@ -1,10 +1,10 @@
-"""The model FLOPs of an example if some parameters are frozen.
+"""Counts the model FLOPs of an example if some parameters are frozen.
 
-A task counts the FLOPs of training all parameters of a model, in closed form. If some are frozen,
-a step needs neither their gradients nor the gradients of activations before the first trained
-parameter; adapters add matrix products. So the count is multiplied by the share that is left of
-the products of a training step, as they are traced on one device. Recomputation in the backward
-pass is not counted.
+A task counts the FLOPs of training all parameters of a model, in closed form. A step with frozen
+parameters does not compute their gradients, nor the gradients of activations before the first
+trained parameter. Adapters add matrix products. So the closed form is multiplied by a ratio: the
+FLOPs of this step, divided by the FLOPs of a step that trains all parameters of the task's model.
+Both are counted in steps traced on one device. Recomputation in the backward pass is not counted.
 """
 
 from fractions import Fraction
@@ -29,17 +29,17 @@ TRAINED, BATCH = 0, 1
 
 
 def flops_of_example(task: Task, model: Any, program: Program) -> float:
-    """Counts a training step's FLOPs for an example, forward and backward; no recomputation.
+    """Counts the FLOPs per example of a training step, without recomputation.
 
     Args:
       task: The task of the run.
-      model: The task's model, or the same with adapters.
+      model: The task's model, with adapters if the run has any.
       program: The program of `model`.
     """
     if all(place.trainable for _, place in program.parameters):
         return task.flops_per_example
     some = _products(model, task, program, program.model.trainable)
-    # The closed form counts gradients of inputs too, if inputs are floats.
+    # The closed form also counts the gradients of inputs that are floats.
     every = _products(task.model, task, program, ("*",), argnums=(TRAINED, BATCH))
     return task.flops_per_example * float(some / every)
 
@@ -52,7 +52,10 @@ def _products(
     *,
     argnums: tuple[int, ...] = (TRAINED,),
 ) -> Fraction:
-    """Counts the operations of one device that computes the gradients of some parameters."""
+    """Counts the FLOPs of a step that computes gradients of the parameters that match `globs`.
+
+    The step runs on one device. `argnums` are the arguments of the loss that get gradients.
+    """
     adapter, batch = interface_of(model), program.abstract_batch
     key = jax.eval_shape(lambda: jax.random.key(0))
     params = jax.eval_shape(

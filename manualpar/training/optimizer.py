@@ -1,7 +1,8 @@
 """AdamW with a warm-up, a cosine decay, and weight decay for matrices only.
 
-With peak p, w warm-up steps and T steps in all, update s (counted from 0) has the learning rate
-p (s + 1) / (w + 1) in the warm-up, and then half a cosine from p to 0 at step T.
+A run has T steps, of which the first w are the warm-up, and p is the peak of the learning rate. In
+the warm-up, update s (counted from 0) has the learning rate p (s + 1) / (w + 1). After the warm-up
+the learning rate follows half a cosine, from p to 0 at step T.
 
 Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2019.
 """
@@ -29,9 +30,9 @@ def warmup_cosine_schedule(
 
 
 def weight_decay_mask(params: Any) -> Any:
-    """Returns whether to decay each parameter: not biases, scales, or arrays of less than two dims.
+    """Marks the parameters to decay: all but biases, scales and arrays of fewer than two dims.
 
-    Biases and scales are found by their names, because in a scanned layer they have two dims.
+    It finds biases and scales by their names, because in a scanned layer they have two dims.
     """
 
     def decays(path: jax.tree_util.KeyPath, value: Any) -> bool:
@@ -54,8 +55,8 @@ def adamw(
     Args:
       schedule: The learning rate of each update.
       weight_decay: The decay of a weight in an update, as a multiple of the learning rate.
-      b1: The decay rate of the mean of gradients.
-      b2: The decay rate of the mean of their squares.
+      b1: The decay rate of the running mean of gradients.
+      b2: The decay rate of the running mean of squared gradients.
       clip_norm: The largest global norm of a gradient; a larger one is scaled down. 0 for no limit.
     """
     update = optax.adamw(schedule, b1=b1, b2=b2, weight_decay=weight_decay, mask=weight_decay_mask)

@@ -26,7 +26,7 @@ SKIPPED = "skipped_steps"
 
 
 class NonFiniteError(Exception):
-    """The loss or a gradient of a step, counted from 1, is infinite or not a number."""
+    """The loss or a gradient is infinite or NaN in the step `step`, counted from 1."""
 
     def __init__(self, step: int) -> None:
         super().__init__(f"the loss or a gradient of step {step} is not finite")
@@ -36,9 +36,9 @@ class NonFiniteError(Exception):
 def parse_state(
     state: Mapping[str, Any],
 ) -> tuple[dict[str, Metrics], dict[str, dict[str, float]], int]:
-    """Reads a `Recorder.state()` from JSON; raises any exception if it is not one.
+    """Parses the JSON of a `Recorder.state()`; malformed JSON raises an exception of any type.
 
-    Returns the totals and the latest report of each split, and how many steps were skipped.
+    Returns the totals and the latest report of each split, and the number of skipped steps.
     """
     totals: dict[str, Metrics] = {
         split: {name: (float(total), float(count)) for name, (total, count) in metrics.items()}
@@ -56,8 +56,8 @@ class Recorder:
     """Receives the metrics of steps in the order of dispatch, and reports their means.
 
     A training report has the mean over the steps since the last report, and the learning rate of
-    the last step. Its rates count only the time of training steps: not the first step of the
-    process, which compiles, nor evaluation, nor the time in `leave_out`.
+    the last step. Its rates count only the time of training steps. They leave out the first step of
+    the process, which compiles, evaluations, and the time in `leave_out`.
     """
 
     writer: RunWriter  # Receives every report, before `screen` does.
@@ -67,10 +67,11 @@ class Recorder:
     rates: Callable[[int, float], Mapping[str, float]]  # Rates from a number of steps and seconds.
     # Turns the means of a split into the reported numbers.
     derive: Callable[[str, dict[str, float]], dict[str, float]] = lambda split, means: means
-    # Whether the program skips the update of a step that is not finite. If it does, the step is
-    # counted, and left out of the means; otherwise it is an error.
+    # Whether the program skips the update of a step that is not finite. If so, the recorder counts
+    # the step and leaves it out of the means. If not, it raises `NonFiniteError`.
     skips_nonfinite: bool = False
-    # Split, step, metrics, whether they complete a report, and the learning rate.
+    # An entry has the split, the step, its metrics, whether they complete a report, and the
+    # learning rate.
     _queue: collections.deque[tuple[str, int, Metrics, bool, Any]] = dataclasses.field(
         default_factory=collections.deque
     )
@@ -83,13 +84,15 @@ class Recorder:
     _timed_seconds: float = 0.0
 
     def put(self, split: str, step: int, metrics: Metrics, *, report: bool) -> None:
-        """Queues metrics of `split` after `step` updates; with `report` they complete a report.
+        """Queues metrics of `split` after `step` updates.
+
+        `report` says whether these metrics are the last ones of a report.
 
         Raises:
           NonFiniteError: An earlier step, fetched now, was not finite.
         """
-        # The device computes the schedule too, after everything in its queue. So it is computed
-        # now: at the time of the report it would wait until the device has nothing left to do.
+        # The device also computes the learning rate, after everything in its queue. A computation
+        # at the time of the report would wait for all steps dispatched since. So it starts now.
         rate = self.learning_rate(step - 1) if report and split == "train" else None
         self._queue.append((split, step, metrics, report, rate))
         if len(self._queue) > LAG:
@@ -113,13 +116,13 @@ class Recorder:
         return self._latest.get(split, {})
 
     def state(self) -> dict[str, Any]:
-        """Returns the state for `resume`, as JSON; the queue must be empty."""
+        """Returns the state for `resume`, as values for JSON; the queue must be empty."""
         assert not self._queue, "drained before"
         totals = {split: dict(metrics) for split, metrics in self._totals.items()}
         return {"totals": totals, "latest": self._latest, "skipped": self._skipped}
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a `state()`, and drops the queue."""
+        """Takes over a `state()`, and drops the queue."""
         self._queue.clear()
         self._totals, self._latest, self._skipped = parse_state(state)
         self._fetched_at = None
@@ -134,8 +137,8 @@ class Recorder:
             self._skipped += 1
             metrics = dict.fromkeys(metrics, (0.0, 0.0))
         self._totals[split] = add_metrics(self._totals.get(split), metrics)
-        # The device works through the queue in order, so that the time since the last fetch went
-        # into this entry.
+        # The device works through the queue in order, so the time since the last fetch is the time
+        # that this entry took.
         now, before = time.perf_counter(), self._fetched_at
         self._fetched_at = now
         if split == "train":

@@ -6,8 +6,8 @@ notices the difference, because JAX reads such an array from the first device th
 device computes a fingerprint of its part, and the host compares the fingerprints of copies.
 
 A device's part of an array is read as `uint32` words `w_i`; an element of up to 32 bits is one
-word. With the finaliser `m` of MurmurHash3, a bijection, and `p_i = m(i)`, its fingerprint is two
-sums modulo 2**32:
+word. Let `m` be the finaliser of MurmurHash3, which is a bijection, and `p_i = m(i)`. The
+fingerprint of the part is two sums modulo 2**32:
 
     sum_i h_i  where  h_i = m(w_i ^ p_i),   and   sum_i m(h_i + p_i)
 
@@ -38,15 +38,15 @@ class ReplicaError(RuntimeError):
 
 
 class ReplicaSentinel:
-    """Compares the copies that the devices hold of a state.
+    """Compares the copies of a state on different devices.
 
     ```python
     sentinel = ReplicaSentinel(program.mesh, program.layout)
     state, metrics = program.train_step(state, batch)
-    sentinel.check(state)  # Before the next step: that donates the state.
+    sentinel.check(state)  # Before the next step, which donates the state.
     ```
 
-    It compiles when it is first used: keep it for all checks.
+    The first check compiles, so keep the sentinel for all checks.
     """
 
     def __init__(self, mesh: Mesh, layout: Any) -> None:
@@ -75,8 +75,8 @@ class ReplicaSentinel:
         axes = tuple(mesh.axis_names)
 
         def fingerprints_on_device(leaves: tuple[jax.Array, ...]) -> jax.Array:
-            # By its type a copy is the same on all devices, and so is its fingerprint. `out_specs`
-            # lets each device return the fingerprint of its own copy.
+            # `shard_map` assumes that copies are equal, and so are their fingerprints. `out_specs`
+            # still returns the fingerprint that each device has computed.
             return jnp.stack([_fingerprint(x) for x in leaves])[None]
 
         self._on_devices = jax.jit(
@@ -94,7 +94,7 @@ class ReplicaSentinel:
         """Checks that copies are the same, bit for bit, in every leaf; waits for the state.
 
         A part that only one device holds is not compared. Later steps can spread a difference to
-        all leaves, through the gradients: only a check right after it arose can name the device.
+        all leaves, through the gradients. So only a check soon after the fault can name the device.
 
         Args:
           state: A tree of global arrays in the sentinel's layout. It is only read.
@@ -102,10 +102,10 @@ class ReplicaSentinel:
         Raises:
           ReplicaError: Copies differ. The message names the first such leaf and the devices. All
             processes raise it.
-          ValueError: The state is not in the layout, or was donated.
+          ValueError: The state does not have the sentinel's layout, or was donated.
 
         Communication:
-          None. With several processes an all-gather of 8 bytes per leaf and device.
+          None in one process. Several processes all-gather 8 bytes per leaf and device.
         """
         fingerprints = self.fingerprints(state)
         found = []
@@ -119,10 +119,10 @@ class ReplicaSentinel:
             raise ReplicaError(
                 f"{self._names[leaf]!r} is not the same, bit for bit, on devices that hold copies "
                 f"of it: {_who_differs(self._mesh, devices, copies)}. {len(found)} of "
-                f"{len(self._names)} leaves differ. Neither train on from this state nor save it: "
-                "go back to one that passed. If the same device is named again, leave it out, "
-                "because it computes or stores wrongly; if not, look for an update of this leaf "
-                "that is not synchronised."
+                f"{len(self._names)} leaves differ. Do not save this state or train on from it: "
+                "go back to a state that passed this check. If the same device is named again, "
+                "leave the device out, because it computes or stores wrongly. If not, look for an "
+                "update of this leaf that is not synchronised."
             )
 
     def fingerprints(self, state: Any) -> np.ndarray:
@@ -153,7 +153,7 @@ def _named_leaves(tree: Any) -> tuple[tuple[str, ...], tuple[Any, ...]]:
 
 
 def _devices_by_part(mesh: Mesh, spec: PartitionSpec) -> np.ndarray:
-    """Returns positions in the mesh, `[parts, copies]`: the devices of a row hold one part."""
+    """Returns mesh positions of devices, `[parts, copies]`; the devices in a row hold one part."""
     sharded = {axis for entry in spec for axis in axis_tuple(entry)}
     dims = sorted(range(mesh.devices.ndim), key=lambda dim: mesh.axis_names[dim] not in sharded)
     positions = np.arange(mesh.size).reshape(mesh.devices.shape).transpose(dims)
@@ -162,7 +162,7 @@ def _devices_by_part(mesh: Mesh, spec: PartitionSpec) -> np.ndarray:
 
 
 def _who_differs(mesh: Mesh, devices: np.ndarray, copies: np.ndarray) -> str:
-    """Describes the devices, given by their positions, whose copies differ from most copies."""
+    """Names the devices whose copies differ from most copies; `devices` has their positions."""
     values = [tuple(copy) for copy in copies.tolist()]
     (common, votes), (_, next_votes), *_ = Counter(values).most_common()
 
@@ -205,7 +205,7 @@ def _fingerprint(x: jax.Array) -> jax.Array:
         index += jax.lax.broadcasted_iota(jnp.uint32, words.shape, dim)
     position = _mix(index)
     first = _mix(words ^ position)
-    # One reduction for both sums is one pass over the array, and nothing of its size is stored.
+    # One reduction computes both sums in one pass, and stores no array of this size.
     zero = np.uint32(0)
     sums = jax.lax.reduce(
         (first, _mix(first + position)),

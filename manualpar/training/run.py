@@ -1,4 +1,4 @@
-"""A run: an experiment in a folder, from the beginning or from its latest checkpoint."""
+"""Runs an experiment in a folder, from the beginning or from the latest checkpoint there."""
 
 import contextlib
 import functools
@@ -48,19 +48,19 @@ from manualpar.training.workdir import (
 )
 from manualpar.training.workdir_lock import lock_workdir
 
-# Prefixes of files in a workdir that a resumed run does not need.
+# Files in a workdir whose paths begin like this are not results. They are not copied to a bucket.
 NO_RESULTS = (f"{FOLDER}/", ".lock", "profile/")
 
 
 class Result(NamedTuple):
-    """The metrics of the test examples, and a text from the trained model, if it generates any."""
+    """The metrics on the test examples, and a text that the trained model generated, or ""."""
 
     metrics: dict[str, float]
     sample: str = ""
 
 
 class ResultsTarget(NamedTuple):
-    """The destination of results, the local folder they are written to, and how to publish them."""
+    """The folder of a run, the local folder for its files, and a function that publishes them."""
 
     workdir: AnyPath
     folder: Path
@@ -70,13 +70,13 @@ class ResultsTarget(NamedTuple):
 def run(
     experiment: Experiment, workdir: AnyPath, *, cluster: Cluster, console: rich.console.Console
 ) -> Result:
-    """Trains and tests, and shows the mesh, the layout and the progress.
+    """Trains and tests an experiment, and shows the mesh, the layout and the progress.
 
-    If the folder holds a checkpoint, the run goes on from there.
+    If the folder holds a checkpoint, the run goes on from the latest one.
 
     Raises:
       CheckpointError: A checkpoint cannot be read or written.
-      UsageError: The folder holds the run of another config, or another run is using it.
+      UsageError: The folder holds a run with another config, or another run is using the folder.
       WriteError: The folder cannot be written to.
       StoppedError, KeyboardInterrupt, NonFiniteError, ReplicaError: See `Trainer.train`.
     """
@@ -86,9 +86,9 @@ def run(
             try:
                 say = functools.partial(print_line, console)
                 check = stack.enter_context(lock_workdir(workdir, report=say))
-                # Another run may have used it since the command line was checked.
+                # Another run may have used the folder since the command line was checked.
                 check_folder(experiment.config, workdir)
-            # It is a ValueError too, but no mistake on the command line.
+            # Both are ValueErrors too, but not mistakes on the command line.
             except (WriteError, BucketError):
                 raise
             except (UsageError, ValueError) as error:
@@ -135,7 +135,7 @@ def _run(
     with contextlib.ExitStack() as stack:
         place = restored.extra["files"] if restored else None
         if place is None and (folder / METRICS_FILE).exists():
-            # A run that ended before its first checkpoint begins again.
+            # An earlier run ended before its first checkpoint. This run starts over.
             place = dict.fromkeys(PLACED_FILES, 0)
         writer = RunWriter(
             folder,
@@ -171,7 +171,7 @@ def _run(
         # Several processes of one host would write to the same file.
         profiled = parse_profile(config.profile) if cluster.is_main else range(0)
         profiler = StepProfiler(profiled, folder / "profile", say)
-        restored = None  # Its state is donated to the first step.
+        restored = None  # The first step donates its state.
         trainer = Trainer(
             experiment, checkpoints, recorder, writer, cluster, detector, profiler, report=say
         )
@@ -184,7 +184,7 @@ def _run(
 
 
 def _no_lock() -> None:
-    """Checks nothing, in processes that have no lock."""
+    """Does nothing; it is the check of processes that have no lock."""
 
 
 def _describe(experiment: Experiment, *, cluster: Cluster, console: rich.console.Console) -> None:
@@ -214,7 +214,7 @@ def _describe_mesh(mesh: jax.sharding.Mesh) -> str:
 
 
 def _without_padding(program: Program, state: TrainState) -> TrainState:
-    """Returns the state with parameters of the model's shapes."""
+    """Returns the state without the padding of its parameters."""
 
     def take_off(x: jax.Array, model_array: jax.ShapeDtypeStruct) -> jax.Array:
         padding = tuple(a - b for a, b in zip(x.shape, model_array.shape, strict=True))

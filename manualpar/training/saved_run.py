@@ -1,8 +1,8 @@
-"""Loads the run of a workdir on any devices: to export its state, or to generate with it.
+"""Loads the run of a workdir on any devices, to export its state or to generate with it.
 
 The newest checkpoint gives the config. The parallelism of the run does not matter, because a state
-can be restored on any mesh: here every parameter is sharded over the data axis. If a run averages
-its parameters, the average is used, as in its evaluations.
+can be restored on any mesh. Here every parameter is sharded over the data axis. If the run averages
+its parameters, the average is loaded, because evaluations used it too.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from manualpar.training.config import complete_config
 from manualpar.training.experiment import Experiment, prepare
 from manualpar.training.workdir import FOLDER, open_checkpoints
 
-# Every parameter is sharded over the data axis, and communication is exact.
+# Values of `config.parallel`: every parameter is sharded, and communication is exact.
 SPLITS: dict[str, Any] = {
     "strategy": FSDP.name,
     "mode": "manual",
@@ -44,7 +44,7 @@ def saved_config(workdir: AnyPath) -> ml_collections.ConfigDict:
     """Reads the config of the newest checkpoint of a language model, complete and locked.
 
     Raises:
-      UsageError: There is no checkpoint, or it has no config, or it is of another model.
+      UsageError: There is no checkpoint, it has no config, or its model is no language model.
     """
     steps = open_folder(workdir / FOLDER).steps()
     if not steps:
@@ -69,18 +69,18 @@ def saved_config(workdir: AnyPath) -> ml_collections.ConfigDict:
 def prepare_saved(
     config: ml_collections.ConfigDict, mesh: Mapping[str, int] | None = None
 ) -> Experiment:
-    """Prepares the experiment of a saved config on all devices that there are now.
+    """Prepares the experiment of a saved config on all devices that JAX has now.
 
     Args:
       config: The config from `saved_config`.
       mesh: The axes of the mesh; `None` for all devices along `data`.
 
     Raises:
-      ValueError: The config is damaged or does not fit the mesh, or its data is gone.
+      ValueError: The config is damaged or does not fit the mesh, or the run's data is missing.
     """
     config = config.copy_and_resolve_references().unlock()
     kind = strategy_kinds().get(config.parallel.strategy, FSDP)
-    # No other strategy can load a state of DiLoCo's replicas: it stays DiLoCo, with one replica.
+    # Only DiLoCo can load a state with DiLoCo's replicas. So the strategy stays, with one replica.
     strategy_fields = {} if kind.is_exact else {"strategy": kind.name, "inner": FSDP.name}
     for name, value in (SPLITS | strategy_fields).items():
         if name in config.parallel:
@@ -90,7 +90,7 @@ def prepare_saved(
         axes if kind.is_exact else {"replica": 1, **axes}
     )
     if config.model.get("from_hf"):
-        config.model.from_hf = ""  # The fields are complete, and the directory may be gone.
+        config.model.from_hf = ""  # The saved fields are complete. The directory may be missing.
     config.optimizer.num_minibatches = 1
     config.data.batch_size = jax.device_count()
     if "sample" in config:
@@ -101,10 +101,10 @@ def prepare_saved(
 def restore_saved(
     experiment: Experiment, workdir: AnyPath, *, report: Callable[[str], None] = print
 ) -> Restored:
-    """Restores the newest checkpoint of a workdir, for an experiment of `prepare_saved`.
+    """Restores the newest checkpoint of a workdir, for the experiment of `prepare_saved`.
 
     Raises:
-      CheckpointError: It is damaged.
+      CheckpointError: The checkpoint is damaged.
     """
     with open_checkpoints(experiment.config, workdir) as checkpoints:
         restored = checkpoints.restore(experiment.program, report=report)

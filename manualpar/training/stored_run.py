@@ -1,8 +1,8 @@
-"""Loads a trained model from the folder of its run, or from Hugging Face's files.
+"""Loads a trained model from the folder of its run, or from a Hugging Face directory.
 
 A checkpoint stores global arrays, and each device reads its own part. So the mesh may differ from
-the training's: by default all devices are along `data` and the parameters are fully sharded. A run
-that was trained in stages or with split sequences is read in the same way.
+the mesh of the training. By default all devices are along `data` and the parameters are fully
+sharded. Runs with pipeline or context parallelism are loaded in the same way.
 """
 
 from typing import Any, NamedTuple
@@ -34,9 +34,9 @@ class Trained(NamedTuple):
       program: Its program.
       state: Its state.
       tokenizer: Its tokenizer.
-      max_length: Tokens of its training sequences; 0 if not known.
-      dataset: The data of the run; `None` for a model of Hugging Face's.
-      described: The model in a few words.
+      max_length: The number of tokens in a training sequence; 0 if it is not known.
+      dataset: The data of the run; `None` for a Hugging Face model.
+      described: A few words on where the model was loaded from.
       template: The file of its chat template; "" for the tokenizer's template.
     """
 
@@ -58,8 +58,8 @@ def load_run(workdir: AnyPath, *, mesh: dict[str, int] | None = None) -> Trained
         `data`.
 
     Raises:
-      UsageError: The folder holds no run of a language model with a checkpoint.
-      ValueError: The model does not fit the mesh; or the data of the run is gone.
+      UsageError: The folder holds no checkpoint of a language model, or the checkpoint is damaged.
+      ValueError: The model does not fit the mesh, or the data of the run is missing.
 
     Communication:
       None; each device reads its own part.
@@ -69,8 +69,8 @@ def load_run(workdir: AnyPath, *, mesh: dict[str, int] | None = None) -> Trained
     if (model := (mesh or {}).get("model", 1)) > 1 and multiple % model:
         raise UsageError(
             f"--mesh has model={model} and the run has config.model.vocab_multiple={multiple}, "
-            "expected a size that divides it, because the vocabulary is split too; put the devices "
-            "along data."
+            f"expected a model axis that divides {multiple}, because the vocabulary is split along "
+            "it; put the devices along data."
         )
     experiment = prepare_saved(config, mesh)
     try:
@@ -90,10 +90,10 @@ def load_run(workdir: AnyPath, *, mesh: dict[str, int] | None = None) -> Trained
 
 
 def load_directory(directory: AnyPath, *, mesh: dict[str, int] | None = None) -> Trained:
-    """Loads a model of Hugging Face's, see `load_hf`; `mesh` is as in `load_run`.
+    """Loads a Hugging Face model from a directory, see `load_hf`; `mesh` is as in `load_run`.
 
     Raises:
-      ValueError: The directory holds no model that a `Transformer` can be, or no tokenizer.
+      ValueError: No `Transformer` can be the model in the directory, or there is no tokenizer.
 
     Communication:
       None; each device reads its own part.

@@ -26,8 +26,7 @@ from manualpar.training.fine_tuning import FINE_TUNING_FIELDS
 
 # For each weight: a multiplication and an addition forward, and twice as many backward.
 FLOPS_PER_WEIGHT = 6
-# Axes of the mesh: the first splits layers, the second divides experts, the third splits sequences,
-# and the fourth divides the layers into stages.
+# The mesh axes of tensor, expert, context and pipeline parallelism, in this order.
 SPLIT_AXIS, EXPERT_AXIS, CONTEXT_AXIS, STAGE_AXIS = "model", "expert", "context", "stage"
 
 
@@ -36,13 +35,13 @@ class Task:
     """The model, loss, data and metrics that a config trains.
 
     Attributes:
-      headline: The metric that sums up a run.
-      flops_per_example: The FLOPs of a training step for an example, forward and backward, with
-        nothing recomputed.
-      tokens_per_example: Tokens in an example, 0 if it has none.
+      headline: The name of the metric that sums up a run.
+      flops_per_example: The FLOPs per example of a training step, forward and backward, without
+        recomputation.
+      tokens_per_example: The number of tokens in an example; 0 if examples have none.
       derive: Turns the means of a split's metrics into the reported metrics.
-      sample: Generates a text with a trained model, given its state, not padded, and a key; `None`
-        if there is nothing to generate.
+      sample: Generates a text from a trained state without padding and a random key. `None` if the
+        config asks for no text.
     """
 
     dataset: Dataset
@@ -106,7 +105,8 @@ def _language_modelling(config: ml_collections.ConfigDict) -> Task:
     if 0 < config.model.vocab_size < tokenizer.vocab_size:
         raise ValueError(
             f"config.data.tokenizer has {tokenizer.vocab_size} tokens and config.model.vocab_size "
-            f"is {config.model.vocab_size}, expected a tokenizer of the model, of at most as many."
+            f"is {config.model.vocab_size}, expected a tokenizer with at most as many tokens, such "
+            "as the model's."
         )
     model = Transformer(
         **_fields(config.model) | {"vocab_size": config.model.vocab_size or tokenizer.vocab_size},
@@ -116,7 +116,7 @@ def _language_modelling(config: ml_collections.ConfigDict) -> Task:
         annotate=bool(config.parallel.rules),
         split_axis=SPLIT_AXIS if is_split else "",
         sequence_parallel=config.parallel.sequence
-        and is_split,  # If the mesh does not split layers, it is refused later.
+        and is_split,  # `prepare` refuses `parallel.sequence` if the mesh does not split layers.
         overlap=config.parallel.layer_overlap if is_split and config.parallel.sequence else "none",
         expert_axis=EXPERT_AXIS if config.model.num_experts else "",
         context_axis=CONTEXT_AXIS if CONTEXT_AXIS in config.parallel.mesh else "",
@@ -126,7 +126,7 @@ def _language_modelling(config: ml_collections.ConfigDict) -> Task:
     def derive(split: str, means: dict[str, float]) -> dict[str, float]:
         more = {}
         if tokens_per_byte := getattr(dataset, split).tokens_per_byte:
-            # Bits per byte compare models with different tokens.
+            # Bits per byte can be compared between models with different tokenizers.
             more["bits_per_byte"] = means["loss"] / math.log(2) * tokens_per_byte
         if model.num_experts:
             # The load of the busiest expert, in multiples of an equal share.
@@ -134,7 +134,7 @@ def _language_modelling(config: ml_collections.ConfigDict) -> Task:
             more["busiest_expert"] = max(shares) * model.num_experts
         return means | more
 
-    # Encoded here, so that a bad prompt is an error before the training.
+    # The prompt is encoded here, so that a bad one is refused before the training.
     prompt = np.concatenate([[tokenizer.bos_token], tokenizer.encode(config.sample.prompt)])
 
     def sample(state: TrainState, rng: jax.Array) -> str:
@@ -165,7 +165,7 @@ def _language_modelling(config: ml_collections.ConfigDict) -> Task:
 def splits_layers(config: ml_collections.ConfigDict) -> bool:
     """Returns whether the config's mesh splits the layers of a transformer.
 
-    With `parallel.rules` the axis only shards: layers gather their parameters.
+    With `parallel.rules` the axis only shards parameters, and layers gather them before use.
     """
     return SPLIT_AXIS in config.parallel.mesh and not config.parallel.rules
 

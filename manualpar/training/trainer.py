@@ -3,8 +3,8 @@
 Everything else that happens between two steps is a hook: `trainer.every(n, hook)` calls
 `hook(state, position)` after every `n` steps. Hooks are called in the order in which they were
 added, and an exception that a hook raises ends the loop. `Trainer.train` adds, in this order, the
-check of replicas, evaluation, and saving. So a checkpoint of step s has all reports of step s, and
-a run that goes on from it reports nothing twice and leaves nothing out.
+check of replicas, evaluation, and saving. So the checkpoint of step s is saved after all reports of
+step s. A run that goes on from it repeats no report and leaves none out.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from manualpar.training.recorder import NonFiniteError, Recorder
 from manualpar.training.replicas import ReplicaError, ReplicaSentinel
 from manualpar.training.workdir import START, Position, position_of, restore
 
-# After this many rollbacks without a new checkpoint, the data is not the cause.
+# After this many rollbacks without a new checkpoint the run ends: the data is not the cause.
 MAX_ROLLBACKS = 3
 BETWEEN_STEPS = "between two steps"
 EXTRA_SECONDS = 30.0
@@ -75,11 +75,11 @@ class Trainer:
 
         Raises:
           StoppedError: One of the processes received SIGTERM.
-          KeyboardInterrupt: Ctrl-C was pressed. The step under way was finished, reported and saved
-            first.
+          KeyboardInterrupt: Ctrl-C was pressed. The current step was first finished, reported and
+            saved.
           NonFiniteError: The loss or a gradient is not finite. There is no checkpoint of that step
             or of a later one.
-          ReplicaError: Copies of the state differ. The step before it was reported first.
+          ReplicaError: Copies of the state differ. All steps before the check were reported first.
         """
         config = self.experiment.config
         if config.debug.check_replicas_every:
@@ -102,14 +102,14 @@ class Trainer:
     ) -> None:
         """Calls a hook after every `steps` steps with the state, which the next step donates.
 
-        With 0 it is never called. `at_start` calls it before the first step of a run too, and
-        `at_end` after the last step in any case.
+        If `steps` is 0, the hook is never called. `at_start` also calls it before the first step of
+        a run. `at_end` also calls it after the last step, whatever `steps` is.
         """
         if steps:
             self._hooks.append(_Scheduled(hook, steps, at_start, at_end))
 
     def run(self, state: TrainState, position: Position) -> TrainState:
-        """Runs the loop; the recorder may still wait for the last metrics when it ends."""
+        """Runs the loop, and returns before the recorder has fetched the last metrics."""
         config = self.experiment.config
         num_steps, log_every = config.training.num_steps, config.training.log_every_steps
         if not position.step:
@@ -138,7 +138,7 @@ class Trainer:
         return state
 
     def read_from(self, examples: int) -> Any:
-        """Reads batches for training, without end, after `examples` examples; to be closed."""
+        """Returns an endless iterator of batches after the first `examples` examples; close it."""
         config = self.experiment.config
         return train_batches(
             self.experiment.task.dataset.train,
@@ -150,9 +150,10 @@ class Trainer:
         )
 
     def _run_and_roll_back(self, state: TrainState, position: Position) -> TrainState:
-        """Runs the loop; if the config says so, a step that is not finite rolls it back.
+        """Runs the loop, and rolls it back after a step that is not finite if the config says so.
 
-        A rollback goes back to the latest checkpoint, and past the batch of the step that failed.
+        A rollback restores the latest checkpoint. The run then reads the batches after the one that
+        failed.
         """
         batch_size, rollbacks = self.experiment.config.data.batch_size, 0
         while True:
@@ -166,7 +167,7 @@ class Trainer:
                 if restored is None:
                     raise
                 state, (step, earlier) = restored
-                # After a rollback, `position` may be past the position of the checkpoint.
+                # If an earlier rollback skipped batches, `position` is past the checkpoint's.
                 failed = position.examples + (error.step - position.step) * batch_size
                 position = Position(step, failed)
                 self.report(
@@ -175,7 +176,7 @@ class Trainer:
                 )
 
     def _go_back(self) -> tuple[TrainState, Position] | None:
-        """Takes the run back to its latest checkpoint; `None` if it may not or there is none."""
+        """Restores the latest checkpoint; returns `None` if the config forbids it or has none."""
         config = self.experiment.config
         if config.training.on_nonfinite != "rollback" or not config.checkpoint.every_steps:
             return None
@@ -191,7 +192,7 @@ class Trainer:
         return restored.state, position_of(restored)
 
     def _replica_check(self) -> Hook:
-        """Makes a hook that waits, and checks that copies of the state are equal bit for bit."""
+        """Makes a hook that checks that copies of the state are equal, bit for bit."""
         program = self.experiment.program
         sentinel = ReplicaSentinel(program.mesh, program.layout)
 
@@ -212,9 +213,9 @@ class Trainer:
         self.cluster.enter(BETWEEN_STEPS)
 
     def _evaluate_on(self, split: str, state: TrainState, step: int) -> None:
-        """Evaluates a split, with the average of parameters if there is one.
+        """Evaluates a split, with the averaged parameters if the run averages them.
 
-        The recorder reports the means once they are there.
+        The recorder reports the means once it has fetched them.
         """
         config, program = self.experiment.config, self.experiment.program
         batches = evaluation_batches(
@@ -255,18 +256,18 @@ class Trainer:
         return every > 0 and step % every == 0
 
     def _wait_for_checkpoint(self) -> None:
-        """Waits until the checkpoint that was saved last is on disk, however slow the disk is."""
+        """Waits until the latest save is on disk, even if the disk is slow."""
         work = f"waiting for the checkpoint that was saved last in {self.checkpoints.folder}"
-        # The checkpoint's own limit is shorter, because its error says more.
+        # `Checkpoints` has a shorter limit, because its error says more.
         limit = self.checkpoints.longest_save + EXTRA_SECONDS
         self.cluster.enter(work, limit=limit, varies=True)
         with self.recorder.leave_out(), self.detector.during(work):
             self.checkpoints.wait()
 
     def save(self, state: TrainState, position: Position) -> None:
-        """Saves a state once all reports of it are on disk.
+        """Saves a state after all of its reports are on disk.
 
-        It may return before the checkpoint is on disk.
+        This may return before the checkpoint is on disk.
 
         Raises:
           CheckpointError: This checkpoint or the one before it cannot be written.
@@ -297,14 +298,14 @@ class Trainer:
 def postponed_interrupt(cluster: Cluster) -> Iterator[threading.Event]:
     """Turns the first Ctrl-C into a request to stop between two steps.
 
-    The `StoppedError` that follows becomes a `KeyboardInterrupt`; a second Ctrl-C raises one at
-    once. The first does not raise in the signal handler, because such an exception can come up
-    anywhere, even where Python discards it.
+    The run then stops with a `StoppedError`, which becomes a `KeyboardInterrupt` here. A second
+    Ctrl-C raises a `KeyboardInterrupt` at once. The first one raises nothing in the signal handler,
+    because such an exception can come up anywhere, even where Python discards it.
     """
     interrupted = threading.Event()
     previous = signal.getsignal(signal.SIGINT)
     main_thread = threading.current_thread() is threading.main_thread()
-    # A shell's background jobs ignore Ctrl-C, and None is a handler that Python cannot put back.
+    # Background jobs of a shell ignore Ctrl-C. If the handler is None, Python cannot restore it.
     if not main_thread or previous in (signal.SIG_IGN, None):
         yield interrupted
         return

@@ -1,9 +1,9 @@
-"""The folder of a run: a new one, or one that holds a run to go on with.
+"""Chooses and checks the folder of a run, and restores the run's checkpoint.
 
 A workdir holds `checkpoints/`, and a run that finds a checkpoint there goes on from it. In addition
 to the arrays, a checkpoint has the config, the position in the data, the sums of metrics that are
-not reported yet, and the lengths of the files of metrics, all as JSON. Lines that were written
-after the checkpoint are cut off, and the same lines are written again.
+not reported yet, and the sizes of the metrics files, all as JSON. A run that goes on cuts off the
+lines that were written after the checkpoint, and writes the same lines again.
 """
 
 import json
@@ -40,7 +40,7 @@ LARGE_IS_GOOD = frozenset({"accuracy"})
 
 
 class Position(NamedTuple):
-    """How far a run is: the updates made, and the training examples taken since its beginning."""
+    """The progress of a run: the updates made, and the training examples read, from its start."""
 
     step: int = 0
     examples: int = 0
@@ -50,7 +50,7 @@ START = Position()
 
 
 def choose_workdir(workdir: AnyPath | None, *, name: str) -> AnyPath:
-    """Returns the folder asked for, or makes a new numbered one, the same for all processes."""
+    """Returns `workdir`, or makes a new numbered folder, which is the same for all processes."""
     if workdir is not None:
         return workdir
     path, failure = "", ""
@@ -59,7 +59,7 @@ def choose_workdir(workdir: AnyPath | None, *, name: str) -> AnyPath:
             path = str(create_numbered_folder(RUNS / name))
         except OSError as error:
             failure = f"the results cannot be written: {error}; name another folder with --workdir."
-    # The other processes find it if they share the file system.
+    # The other processes find the folder if they share the file system.
     path, failure = from_first([path, failure])
     if failure:
         raise UsageError(failure)
@@ -67,17 +67,18 @@ def choose_workdir(workdir: AnyPath | None, *, name: str) -> AnyPath:
 
 
 def check_folder(config: ml_collections.ConfigDict, workdir: AnyPath | None) -> list[str]:
-    """Checks that a folder, `None` for a new one, is new or holds a run to go on with.
+    """Checks that a folder is new, or holds a run that this config can go on with.
 
-    Returns the differences between the config and the run's config, a sentence each.
+    `None` for `workdir` is a new folder in `RUNS`. Returns the differences between the config and
+    the run's config, a sentence each.
 
     Raises:
-      ValueError: It is not a folder, or cannot be written to; it holds the run of another model or
-        data, or one without a checkpoint while the config asks for none; or something is in the
-        way of a checkpoint.
-      OSError: Its checkpoints cannot be listed.
+      ValueError: The folder is a file, or cannot be written to. Or it holds a run of another model
+        or other data. Or it holds a run without a checkpoint, and this config saves none. Or a file
+        is in the way of a checkpoint.
+      OSError: The checkpoints in the folder cannot be listed.
     """
-    # In a bucket, taking the lock shows whether it can be written to.
+    # A bucket is tested when the run takes its lock.
     if not isinstance(workdir, BucketPath):
         _check_writable(RUNS if workdir is None else workdir)
     if workdir is None:
@@ -110,8 +111,8 @@ def _check_writable(folder: Path) -> None:
 def check_continues(config: ml_collections.ConfigDict, workdir: AnyPath) -> list[str]:
     """Compares a config with the config of a workdir's run.
 
-    The config in the newest checkpoint counts, because `config.json` may be gone or from another
-    run. The checkpoint is not verified here. `restore` verifies it, and compares again.
+    It compares with the config in the newest checkpoint, because `config.json` may be missing or
+    from another run. It does not verify the checkpoint. `restore` does, and compares again.
 
     Returns the allowed differences, a sentence each; raises a `ValueError` for other differences.
     """
@@ -143,12 +144,12 @@ def _read_config(path: AnyPath) -> dict[str, Any]:
 
 
 def _saved_config(workdir: AnyPath) -> dict[str, Any] | None:
-    """Reads the config in the newest checkpoint, flat; `None` if there is no readable one."""
+    """Returns the flattened config of the newest checkpoint; `None` if it cannot be read."""
     steps = open_folder(workdir / FOLDER).steps()
     try:
         config = read_extra(workdir / FOLDER / str(steps[-1])).get("config") if steps else None
     except (OSError, ValueError):
-        return None  # `restore` reports the damage, or takes the checkpoint before.
+        return None  # `restore` reports the damage, or restores the checkpoint before it.
     return flatten_config(config) if isinstance(config, dict) else None
 
 
@@ -167,12 +168,12 @@ def _compare(
 
 
 def _longest_save(stall_seconds: float) -> float:
-    """Returns the seconds a save may take: a stall is reported before; a week without reports."""
+    """Returns the seconds that a save may take: longer than until a stall report, else a week."""
     return max(2 * stall_seconds, 600.0) if stall_seconds else 7 * 24 * 3600.0
 
 
 def open_checkpoints(config: ml_collections.ConfigDict, workdir: AnyPath) -> Checkpoints:
-    """Opens the checkpoints of a workdir, to be kept as the config says."""
+    """Opens the checkpoints of a workdir; the config says which of them to keep."""
     checkpoint = config.checkpoint
     return Checkpoints(
         workdir / FOLDER,
@@ -196,8 +197,8 @@ def restore(
     `report` is called with a sentence for each checkpoint that is not used.
 
     Raises:
-      CheckpointError: It is damaged, or another model's, or of other data.
-      UsageError: Its config differs in something that a run cannot change.
+      CheckpointError: The checkpoint is damaged, or comes from another model or other data.
+      UsageError: The checkpoint's config differs in a field that a run cannot change.
     """
     restored = checkpoints.restore(
         experiment.program,
@@ -215,9 +216,9 @@ def restore(
     if found != expected:
         raise CheckpointError(
             f"the checkpoint of step {restored.step} was saved with other data (fingerprint "
-            f"{found}, now {expected}): the files of config.data have changed since, and the run "
-            "would not see the examples it has not seen yet. Bring them back as they were, or "
-            "begin another run in another workdir."
+            f"{found}, now {expected}): the files of config.data have changed since, so the run "
+            "would miss some examples and repeat others. Restore the files, or begin another run "
+            "in another workdir."
         )
     return restored
 
@@ -225,19 +226,19 @@ def restore(
 def _check_extra(restored: Restored) -> None:
     """Refuses a checkpoint whose JSON was not written by a run."""
     try:
-        extra = parse_object(json.dumps(restored.extra), allow_nan=True)  # Not nested too deep.
+        extra = parse_object(json.dumps(restored.extra), allow_nan=True)  # Refuses deep nesting.
         parse_state(extra["recorder"])
         numbers = [extra["position"], *(extra["files"][name] for name in PLACED_FILES)]
         if not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
-            raise ValueError("the position or the size of a file is not a number of them")
+            raise ValueError("the position or the size of a file is not a whole number")
         if not isinstance(extra["data"], str) or not isinstance(extra.get("config", {}), dict):
             raise TypeError("data is not a string, or config not an object")
     except Exception as error:  # The JSON may hold anything.
         why = explain_failure(error)
         raise CheckpointError(
             f"the checkpoint of step {restored.step} does not hold what a run saves besides its "
-            f"arrays ({why}): begin another run in another workdir, or go on from an earlier "
-            "checkpoint, by deleting this one."
+            f"arrays ({why}): delete this checkpoint to go on from an earlier one, or begin "
+            "another run in another workdir."
         ) from error
 
 

@@ -1,6 +1,7 @@
-"""One run at a time in a workdir: a lock on `.lock`, see `manualpar.system.storage.file_lock`.
+"""Locks a workdir, so that only one run at a time writes there.
 
-Process 0 takes it for all processes of a run. Reading a workdir takes no lock.
+The lock is on the file `.lock`, see `manualpar.system.storage.file_lock`. Process 0 takes it for
+all processes of a run. Reading a workdir needs no lock.
 """
 
 import contextlib
@@ -18,15 +19,17 @@ LOCK_FILE = ".lock"
 def lock_workdir(
     workdir: AnyPath, *, report: Callable[[str], None]
 ) -> Iterator[Callable[[], None]]:
-    """Keeps other runs out of a folder, which is created if need be, while the context lasts.
+    """Keeps other runs out of a folder while the context lasts; creates the folder if needed.
 
     If the file system has no locks, it calls `report` and locks nothing. In a bucket it takes a
-    lease, see `manualpar.system.storage.lease`. It yields a function that raises an error if the
-    lease was lost. If the file of a lock was deleted, the function locks a new file, and raises a
-    `WriteError` if another run was faster.
+    lease, see `manualpar.system.storage.lease`.
+
+    It yields a function that checks the lock. In a bucket the function raises an error if the lease
+    was lost. In a folder it locks a new file if the locked file was deleted, and raises a
+    `WriteError` if another run has locked the new file first.
 
     Raises:
-      UsageError: Another run has the lock; the message says which.
+      UsageError: Another run has the lock; the message names the run.
       WriteError: The file cannot be written.
     """
     with contextlib.ExitStack() as stack:

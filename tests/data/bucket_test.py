@@ -83,7 +83,7 @@ def test_token_files_are_made_in_a_bucket_and_an_interrupted_call_goes_on(
     assert not list((corpus.parent / "user_cache").rglob("*.bin"))
     with pytest.raises(SystemExit):
         tokenize([*flags, f"--output={there}"])
-    assert "there is something already" in capsys.readouterr().err
+    assert "which already holds token files" in capsys.readouterr().err
 
 
 @server
@@ -109,7 +109,7 @@ def test_json_lines_and_tables(bucket_folder, corpus):
     for source, name in (("jsonl", "/*.jsonl"), ("parquet", "/rows.parquet")):
         assert_same_data(load(source, f"{bucket_folder}{name}"), load(source, f"{corpus}{name}"))
     (bucket_folder / "x.array_record").write_bytes(b"x")
-    with pytest.raises(ValueError, match="ArrayRecord files are read there alone"):
+    with pytest.raises(ValueError, match="ArrayRecord files cannot be read from a bucket"):
         load("arrayrecord", bucket_folder)
     (bucket_folder / "records.jsonl").write_bytes(b'{"text": 1}\n')
     with pytest.raises(DamagedDataError, match=r"s3://.*records.jsonl, line 1: has in 'text' int"):
@@ -141,7 +141,7 @@ def test_tokens_by_ranges_or_from_a_copy(bucket_folder, corpus, s3_port, use_s3,
             dataset.train[0]
     use_s3()
     (bucket_folder / "train.bin").write_bytes(b"12")
-    with pytest.raises(DamagedDataError, match=r"train.bin changed after reading began; files of"):
+    with pytest.raises(DamagedDataError, match=r"train.bin changed after reading began; do not"):
         dataset.train[0]
     with pytest.raises(ValueError, match=r"whose train\.bin has 2 bytes, expected"):
         load_tokens(str(bucket_folder), sequence_length=16)

@@ -96,7 +96,7 @@ def test_an_interrupted_call_leaves_nothing_that_loads_and_can_be_repeated(
         load_dataset("tokens", seed=0, path=output, sequence_length=16)
     write_token_files(corpus, output)
     assert len(load_dataset("tokens", seed=0, path=output, sequence_length=16).train)
-    with pytest.raises(ValueError, match=r"output is '.*', where there is something already"):
+    with pytest.raises(ValueError, match=r"output is '.*', where which already holds token files"):
         write_token_files(corpus, output)
 
 
@@ -118,7 +118,7 @@ def test_the_command_line_says_what_it_made(tmp_path, corpus, capsys):
     assert ended.value.code == 2
     error = capsys.readouterr().err
     assert error.startswith("error: --output=")
-    assert "where there is something already" in error
+    assert "where which already holds token files" in error
     assert error.count("\n") == 1
 
 
@@ -209,7 +209,7 @@ def test_parts_of_another_call_are_not_gone_on_with(tmp_path, monkeypatch):
         patch.setattr(token_job, "_join", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             write_token_files(path, output, source="jsonl", held_out=0.1)
-    message = r"where an unfinished call had other files, files that have changed since, or other"
+    message = r"which holds an unfinished call with other options or other files, or the files have"
     with pytest.raises(ValueError, match=message):
         write_token_files(path, output, source="jsonl", held_out=0.2)
     with open(path, "a") as file:

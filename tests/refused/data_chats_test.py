@@ -113,7 +113,7 @@ REFUSED = [
             answer("a <|im_end|>"),
             r"has a message 3 whose content spells out the special token '<\|im_end\|>'",
         ),
-        (answer("\ud800"), r"has half of a surrogate pair, character 0"),
+        (answer("\ud800"), r"has half of a surrogate pair at character 0"),
         (answer("\ufdd0"), r"whose content spells out the special token '\\ufdd0'"),
         ({"prompt": "a", "completion": 3}, r"has a completion of type int, expected a te"),
         ({"prompt": "", "completion": "a"}, r"has an empty prompt, expected at least one"),
@@ -128,7 +128,7 @@ REFUSED = [
             ("{% for i in range(10**9) %}{% endfor %}", "Range too big"),
             begins=r"is refused by the chat's template \(",
         ),
-        (THINKING, r"has a message 3 of the assistant that .* otherwise in the"),
+        (THINKING, r"has a message 3 of the assistant, which .* differently in the middle"),
     ),
     *rows(
         "a tokenizer of chats",

@@ -214,7 +214,7 @@ SOURCES = [
         (("-1 jsonl x",), r"whose weight -1 is not above 0"),
         (("0 jsonl x",), r"whose weight 0 is not above 0"),
         (("",), r"whose source is '', none of"),
-        (("1 text", "1e-9 jsonl x"), r"the entry 'jsonl x', less than 1/65536 of all weights"),
+        (("1 text", "1e-9 jsonl x"), r"the entry 'jsonl x', whose weight is less than 1/65536"),
     ),
     *rows(
         "cache", cache_in_a_file, ("file", r"^config\.data\.cache is 'file', where .* cannot be")
@@ -235,7 +235,7 @@ DOCUMENT_FILES = [
             (b'{"text": [1, true]}', r"has in 'text' a list that is not all integers, expected"),
             (b'{"text": [1, -2]}', r"has in 'text' a token below 0, or above"),
             (b'{"text": [4294967296]}', r"has in 'text' a token below 0, or above"),
-            (b'{"text": "\\ud800"}', r"has in 'text' half of a surrogate pair, character 0"),
+            (b'{"text": "\\ud800"}', r"has in 'text' half of a surrogate pair at character 0"),
             (b'{"text": ' + b"[" * 10**5 + b"}", r"(is nested deeper than|is not JSON)"),
             (b'{"text": NaN}', r"is not JSON \(NaN"),
             begins=r"^x\.jsonl, line 41: ",
@@ -304,7 +304,7 @@ TOKENS = [
             (train(bytes=-1), r"has splits\.train\.bytes=-1, expected at least 0"),
             (train(documents=-1), r"has splits\.train\.documents=-1, expected at least 1"),
             (train(blake2b=None), r"has splits\.train\.blake2b=None, expected a string"),
-            (fields(vocab_size=300), r"whose byte tokenizer has 257 .* expected the 300 and 256"),
+            (fields(vocab_size=300), r"byte tokenizer has 257 .* expected 300 tokens and BOS 256"),
             (garble, r"eval\.bin has token 65535 .* less than the vocabulary's 257"),
             begins=r"config\.data\.path.*",
         ),
@@ -312,7 +312,7 @@ TOKENS = [
     *rows(
         "held_out",
         hold_out_of,
-        (["only one"] * 5, r"^config\.data\.held_out is 0\.02, which leaves no docum"),
+        (["only one"] * 5, r"^config\.data\.held_out is 0\.02, which leaves none of"),
     ),
     *rows(
         "tokens of others",

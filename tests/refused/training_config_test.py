@@ -232,12 +232,12 @@ REFUSED = [
             (
                 {"parallel.mode": "auto", "parallel.reduce_dtype": "float32"},
                 "config.parallel.reduce_dtype is 'float32' and config.parallel.mode is 'auto', "
-                "expected '', because XLA chooses where it sums, or mode 'manual'.",
+                "expected '' or mode 'manual', because in other modes XLA chooses where it sums.",
             ),
             (
                 {"parallel.mode": "auto", "parallel.axis_by_axis": True},
                 "config.parallel.axis_by_axis is True and config.parallel.mode is 'auto', expected "
-                "False, because XLA chooses how it sends, or mode 'manual'.",
+                "False or mode 'manual', because in other modes XLA chooses how it sends.",
             ),
             (
                 {"parallel.keep_gathered": ("output_dens",)},
@@ -268,7 +268,7 @@ REFUSED = [
             ),
             (
                 {"checkpoint.best_metric": "loss", "training.eval_every_steps": 0},
-                "config.training.eval_every_steps is 0, expected evaluations to find the best",
+                "config.training.eval_every_steps is 0, expected at least 1",
             ),
         ),
     ),
@@ -288,7 +288,7 @@ REFUSED = [
             (
                 {"parallel.mode": "auto"},
                 "config.parallel.sequence is True and config.parallel.mode is 'auto', expected "
-                "False, because XLA chooses where activations lie, or mode 'manual'.",
+                "False, or mode 'manual', because in other modes XLA chooses how activations are sharded.",
             ),
             (
                 {"model.vocab_multiple": 1},
@@ -299,7 +299,7 @@ REFUSED = [
             (
                 {"parallel.sequence": False, "parallel.layer_overlap": "ring"},
                 "config.parallel.layer_overlap is 'ring' and config.parallel.sequence is False, "
-                "expected 'none', or sequence=True",
+                "expected 'none' or sequence=True",
             ),
             (
                 {"data.sequence_length": 6},
@@ -335,7 +335,7 @@ REFUSED = [
             ),
             (
                 {"model.int8": ("*kernel",)},
-                "config.model.int8 has '*kernel', expected a glob on paths of",
+                "config.model.int8 has '*kernel', expected a glob on param",
             ),
         ),
         ({"model.lora": ("output:2",)}, "targets has 'output': 2, but this glob matches no module"),
@@ -363,7 +363,7 @@ REFUSED = [
     *rows(
         "devices",
         simulate_devices,
-        (100000, f"--devices=100000: expected at most {MOST} simulated"),
+        (100000, f"--devices=100000: expected at most {MOST}, because"),
     ),
 ]
 
