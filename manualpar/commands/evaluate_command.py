@@ -22,12 +22,12 @@ from manualpar.models.generation.scoring import Score, score_completions, score_
 from manualpar.system.storage import AnyPath, path_flag
 from manualpar.training.stored_run import Trained
 
-# The length for a model whose training length is not known.
+# The sequence length for a model if the length in its training is not known.
 MAX_LENGTH = 2048
 
 
 def evaluate_command(argv: Sequence[str], description: str) -> int:
-    """Evaluates the texts of a command line; returns the exit code."""
+    """Evaluates a model on the texts that a command line names; returns the exit code."""
     parser = model_flags(description)
     texts_group = parser.add_mutually_exclusive_group()
     texts_group.add_argument(
@@ -57,7 +57,10 @@ def evaluate_command(argv: Sequence[str], description: str) -> int:
 
 
 def summary(scores: Sequence[Score], num_bytes: int) -> dict[str, Any]:
-    """Computes the measures of texts of `num_bytes` bytes together; 0 if that is not known."""
+    """Computes the metrics of all texts together.
+
+    `num_bytes` is the number of bytes of all texts, or 0 if it is not known.
+    """
     nats = -sum(score.log_likelihood for score in scores)
     tokens = sum(score.num_tokens for score in scores)
     found: dict[str, Any] = {"tokens": tokens, "loss": nats / tokens}
@@ -90,7 +93,7 @@ def _text(trained: Trained, generator: Generator, path: AnyPath, length: int) ->
 
 
 def _test_split(trained: Trained, generator: Generator) -> dict[str, Any]:
-    """Measures the test split as the run does: packed sequences, each by itself."""
+    """Evaluates the test split as the run does: on packed sequences, each without the others."""
     if trained.dataset is None:
         raise UsageError("--hf has no test split, expected --text or --completions.")
     split = trained.dataset.test

@@ -1,4 +1,4 @@
-"""Generates answers to prompts: one on the terminal while it is generated, or many as JSONL."""
+"""Generates answers to prompts: streams one answer to the terminal, or writes many as JSONL."""
 
 import argparse
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from manualpar.models.generation.generator import Answer, Generator, Prompt
 from manualpar.system.storage import path_flag
 from manualpar.training.stored_run import Trained
 
-# The fields of an answer's line in addition to the fields of its prompt.
+# The fields that an answer's line has in addition to the fields of its prompt.
 ADDED = ("text", "ending", "tokens")
 
 
@@ -73,7 +73,7 @@ def _answer_all(
 def _prompts(
     trained: Trained, flags: argparse.Namespace, lines: Sequence[dict[str, Any]]
 ) -> list[Prompt]:
-    """Makes the prompts of lines; a chat becomes the tokens that its template writes."""
+    """Makes a prompt of each line; turns a chat into tokens by the tokenizer's chat template."""
     prompts: list[Prompt] = []
     chats = None
     for number, line in enumerate(lines, 1):

@@ -76,7 +76,8 @@ def _import(command: CommandLine, say: Callable[[str], None]) -> None:
                     stack.enter_context(lock_workdir(workdir, report=say))
                 except UsageError as error:
                     raise ValueError(str(error)) from None
-                _check_new(workdir)  # Another import may have ended since the first check.
+                # Checks again, because another import may have ended since the first check.
+                _check_new(workdir)
         _import_into(workdir, command, say)
 
 
@@ -90,7 +91,7 @@ def _import_into(workdir: AnyPath, command: CommandLine, say: Callable[[str], No
                 _copy_small_files(source, model_folder)
     config = command.config.copy_and_resolve_references().unlock()
     if config.data.tokenizer == config.model.from_hf:
-        config.data.tokenizer = ""  # The copy has its own tokenizer.
+        config.data.tokenizer = ""  # The folder `model` holds a copy of the tokenizer.
     config.model.from_hf = str(model_folder)
     experiment = prepare(fill_from_hf(config.lock()))
     with open_checkpoints(experiment.config, workdir) as checkpoints:
@@ -154,7 +155,7 @@ def export_command(argv: Sequence[str]) -> int:
             like=like,
             family=flags.family,
             dtype=flags.dtype,
-            # The data has it: the tokenizer of token files is in their folder.
+            # The tokenizer comes from the data: token files have their tokenizer in their folder.
             tokenizer=next(iter(dataset.tokenizer.files), None) if like is None else None,
             max_shard_bytes=flags.max_shard_bytes,
         )
@@ -172,13 +173,13 @@ def export_command(argv: Sequence[str]) -> int:
 
 
 def peak_memory() -> int:
-    """Returns the largest memory that this process has used, in bytes."""
+    """Returns the peak memory of this process, in bytes."""
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024
 
 
 def _answer(start: Callable[[], Cluster], work: Callable[[Callable[[str], None]], None]) -> int:
-    """Runs a command in all processes, and shows a user's mistake as one sentence."""
+    """Runs a command in every process, and shows a user's mistake as one sentence."""
     try:
         with start() as cluster:
             try:
@@ -205,14 +206,14 @@ def _check_new(workdir: AnyPath) -> None:
 
 
 def _copy_small_files(source: Path, folder: AnyPath) -> None:
-    """Copies the config and the tokenizer of a model, and replaces existing ones."""
+    """Copies a model's config and tokenizer to a folder, and replaces existing files."""
     if isinstance(folder, Path):
         folder.mkdir(parents=True, exist_ok=True)
     for name in (CONFIG_FILE, *TOKENIZER_FILES):
         if (source / name).exists():
             with open_file(source / name, follow_links=True) as file:
                 (folder / name).write_bytes(file.read())
-        elif isinstance(folder, BucketPath):  # From a failed import of another model.
+        elif isinstance(folder, BucketPath):  # Deletes the file of a failed import, if any.
             (folder / name).delete()
         else:
             (folder / name).unlink(missing_ok=True)

@@ -1,8 +1,8 @@
 """Runs the planner from a command line, prints its estimates and writes its files.
 
 With `--compiler=auto`, the default, XLA's TPU compiler compiles a step for TPUs if libtpu is
-installed, and its estimate is shown next to the roofline's. `tpu` requires the compiler, `none`
-uses only the roofline. GPU clusters have only the roofline.
+installed. Its estimate is shown next to the roofline's estimate. `--compiler=tpu` requires the
+compiler, and `--compiler=none` uses only the roofline. GPU clusters have only the roofline.
 """
 
 import functools
@@ -64,7 +64,7 @@ WITHOUT_CLOSED_FORM = (
     *("optimizer.trainable", "optimizer.ema_decay"),
     *("parallel.frozen_dtype", "parallel.regather_axes", "parallel.error_feedback"),
 )
-# Number of the fastest layouts to trace.
+# How many of the fastest layouts are traced.
 TRACED = 2
 FLAGS: Mapping[str, Flag] = {
     "topology": Flag(
@@ -111,7 +111,7 @@ FLAGS: Mapping[str, Flag] = {
 
 
 def _refine(line: CommandLine) -> None:
-    """Makes a `Topology` of the topology's name, and checks the compiler."""
+    """Turns the name in `--topology` into a `Topology`, and checks the other flags."""
     flags = line.flags
     if flags.compiler not in COMPILERS:
         raise UsageError(
@@ -144,14 +144,14 @@ PLANNING = Syntax(
 
 
 def plan_command(command: CommandLine) -> int:
-    """Runs a command line, for `absl.app.run`; returns the exit code."""
+    """Plans the config of a command line; returns the exit code for `absl.app.run`."""
 
     def work(console: rich.console.Console) -> Path:
         with users_mistakes():
             require("the picture of a plan", "matplotlib")
             if command.flags.workdir:
                 check_workdir(command.flags.workdir)
-            # Nothing is written before all estimates exist.
+            # Writes nothing before all estimates exist.
             flags = command.flags
             work = _sweep if flags.sweep else _layouts if flags.layouts else _plan
             write = work(command, console)
@@ -206,7 +206,7 @@ def _plan(command: CommandLine, console: rich.console.Console) -> Callable[[Path
 
 
 def _prepare(command: CommandLine) -> Experiment:
-    """Builds the experiment of the config, on as many devices as the topology has."""
+    """Builds the config's experiment for the topology's number of devices."""
     devices = command.flags.topology.num_devices
     return prepare_planned(command.config, devices=devices, vocab_size=command.flags.vocab_size)
 
@@ -225,9 +225,9 @@ def _wants_compiler(command: CommandLine, console: rich.console.Console) -> bool
 
 
 def _sweep(command: CommandLine, console: rich.console.Console) -> Callable[[Path], None]:
-    """Compares candidates, and the scaling of some; returns a function that writes the results."""
+    """Compares candidates, scales some of them, and returns a function that writes the results."""
     config, topology = command.config, command.flags.topology
-    # This refuses a config that is wrong for every candidate.
+    # `_prepare` refuses a config that is wrong for every candidate.
     builder = Builder(config, _prepare(command).task)
     report = functools.partial(print_line, console)
     outcomes = sweep(builder, topology, report=report)

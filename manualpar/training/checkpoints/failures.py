@@ -51,8 +51,8 @@ def cannot_write(path: AnyPath, error: BaseException) -> CheckpointError:
     """Makes the error to raise for a checkpoint that was not saved."""
     if any(isinstance(cause, TimeoutError) for cause in causes(error)):
         return CheckpointError(
-            f"checkpoint {path} was not saved: it was not written in time; see that all processes "
-            "can write there, or give a slow disk more time (config.watch.stall_seconds, of which "
-            "a save may take twice as much)."
+            f"checkpoint {path} was not saved: it was not written in time; check that all "
+            "processes can write there, or raise config.watch.stall_seconds for a slow disk (a "
+            "save may take twice as long)."
         )
     return CheckpointError(f"checkpoint {path} was not saved: {explain_failure(error)}.")

@@ -86,7 +86,7 @@ def parse_manifest(text: bytes) -> Manifest:
     try:
         manifest = _from_object(parse_object(text))
         if text.decode("ascii") != manifest_text(manifest):
-            raise ValueError("its checksum is of another content")
+            raise ValueError("its checksum does not match its content")
     except ValueError as error:
         raise DamagedError(f"{MANIFEST} is not as it was written: {error}") from None
     return manifest
@@ -156,18 +156,18 @@ def _from_object(content: dict[str, Any]) -> Manifest:
     values: list[Any] = [content.get(name) for name in ("step", "metrics", "files")]
     step, metrics, files = values
     if not _is_size(step):
-        raise ValueError(f"step is {step!r:.40}")
+        raise ValueError(f"step is {step!r:.40}, expected an integer, at least 0")
     numbers: Any = metrics.values() if isinstance(metrics, dict) else [None]
     if not all(type(x) in (int, float) and abs(x) <= sys.float_info.max for x in numbers):
-        raise ValueError("metrics are not finite numbers by name")
+        raise ValueError("metrics is not an object of finite numbers")
     if not isinstance(files, dict):
-        raise ValueError("files are not an object")
+        raise ValueError("files is not an object")
     for name, entry in files.items():
         if not _is_below(name):
             raise ValueError(f"{name!r:.80} is not the path of a file in the checkpoint")
         is_pair = isinstance(entry, list) and len(entry) == 2 and isinstance(entry[1], str)
         if not is_pair or not _is_size(entry[0]) or not re.fullmatch("[0-9a-f]{64}", entry[1]):
-            raise ValueError(f"of {name!r:.80} it does not have the size and the SHA-256")
+            raise ValueError(f"{name!r:.80} does not have a size and a SHA-256")
     return Manifest(step, metrics, {name: (size, digest) for name, (size, digest) in files.items()})
 
 

@@ -131,8 +131,8 @@ def find_leftovers(folder: Path) -> list[Path]:
             mode = path.lstat().st_mode
             if not stat.S_ISDIR(mode):
                 raise ValueError(
-                    f"{path} is {kind_of(mode)}, and a save needs the name for a folder of its "
-                    "own; move it away"
+                    f"{path} is {kind_of(mode)}, but a save has to create a folder of this name; "
+                    "move it away"
                 )
             leftovers.append(path)
     return leftovers

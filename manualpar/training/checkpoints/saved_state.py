@@ -103,9 +103,7 @@ class OrbaxFiles:
 
         # Without OCDBT, an array's name is a file's path, which could point outside the folder.
         if read_object(path / "state" / "_METADATA").get("use_ocdbt") is not True:
-            raise ValueError(
-                "its arrays are not in an OCDBT database, which is what is written here"
-            )
+            raise ValueError("its arrays are not in an OCDBT database, which manualpar writes")
         both = ocp.args.Composite(extra=ocp.args.JsonRestore(), keys=ocp.args.JsonRestore())
         with self._checkpointer() as orbax:
             texts = orbax.restore(path, args=both)
@@ -239,11 +237,11 @@ def leaves_to_read(
         leaves = [leaf for leaf in leaves if leaf.keys not in own]
         stored = unflatten_dict({keys: x for keys, x in arrays.items() if keys not in there})
         if own:
-            report("Residuals of gradients begin with zeros: those saved, if any, do not fit.")
+            report("Residuals of gradients begin with zeros: the checkpoint has none that fit.")
     if differences := find_differences(leaves, stored, keys):
         raise CheckpointError(
             f"checkpoint {path} is of another model: {'; '.join(differences)}. Choose another "
-            "workdir, or the config that it was saved with."
+            "workdir, or the config of the run that saved the checkpoint."
         )
     return leaves
 

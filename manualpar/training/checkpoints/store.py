@@ -126,7 +126,7 @@ class Checkpoints:
                 failure = (
                     f"checkpoints cannot be saved: process {jax.process_index()} on {host} does "
                     f"not find in {self.folder} what process 0 on {first_host} has written there; "
-                    "name a folder on a file system that all hosts share, by its whole path."
+                    "give the absolute path of a folder on a file system that all hosts share."
                 )
             failure = first_failure(failure)
             if jax.process_index() == 0:
@@ -170,7 +170,7 @@ class Checkpoints:
             # A copy, because the caller may change the original during the write.
             extra = json.loads(json.dumps(extra))
         except (TypeError, ValueError) as error:
-            raise TypeError(f"extra={extra!r}, expected what JSON can hold: {error}.") from None
+            raise TypeError(f"extra={extra!r}, expected values of JSON: {error}.") from None
         numbers = {name: float(value) for name, value in (metrics or {}).items()}
         self.wait()
         if step == self._current:
@@ -240,7 +240,7 @@ class Checkpoints:
         steps = self.steps()
         if step is not None and step not in steps:
             raise CheckpointError(
-                f"{self.folder} holds no checkpoint of step {step}; there are {steps}."
+                f"{self.folder} holds no checkpoint of step {step}; there are only steps {steps}."
             )
         candidates = [s for s in steps if step is None or s <= step]
         for candidate in reversed(candidates):
@@ -310,7 +310,8 @@ class Checkpoints:
                 self._place.delete(old)
         except OSError as error:
             return (
-                f"checkpoint {path} was saved, but no older one deleted: {explain_failure(error)}."
+                f"checkpoint {path} was saved, but older checkpoints could not be deleted: "
+                f"{explain_failure(error)}."
             )
         return ""
 
@@ -320,7 +321,7 @@ class Checkpoints:
         try:
             manifest = self._place.read_manifest(step)
             if manifest.step != step:
-                raise DamagedError(f"manifest.json is of step {manifest.step}")
+                raise DamagedError(f"manifest.json is of step {manifest.step}, expected {step}")
             part, parts = jax.process_index(), jax.process_count()
             self._place.verify(step, manifest, part=part, parts=parts)
         except DamagedError as error:
@@ -338,7 +339,7 @@ class Checkpoints:
             raise
         except Exception as error:  # Orbax and tensorstore raise any type.
             raise CheckpointError(
-                f"checkpoint {path} can't be read, though its files are as they were written: "
+                f"checkpoint {path} can't be read, although its files have the right checksums: "
                 f"{explain_failure(error)}."
             ) from error.with_traceback(None)
         return Restored(step, state, extra)

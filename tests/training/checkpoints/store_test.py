@@ -151,7 +151,8 @@ def test_one_that_cannot_be_deleted_is_told_apart(program, state, tmp_path, monk
         with monkeypatch.context() as patch:
             patch.setattr("manualpar.training.checkpoints.retention.shutil.rmtree", rmtree)
             checkpoints.save(program, state, step=2, extra={})
-            with pytest.raises(CheckpointError, match="2 was saved, but no older one deleted: per"):
+            says = "2 was saved, but older checkpoints could not be deleted: per"
+            with pytest.raises(CheckpointError, match=says):
                 checkpoints.wait()
         assert checkpoints.steps() == [2]
 
@@ -236,7 +237,7 @@ def test_wrong_arguments(tmp_path, program):
     with pytest.raises(ValueError, match="best_mode='most', expected 'min' or 'max'"):
         Checkpoints(tmp_path, best_mode="most")
     with Checkpoints(tmp_path) as checkpoints:
-        with pytest.raises(TypeError, match="expected what JSON can hold"):
+        with pytest.raises(TypeError, match="expected values of JSON"):
             checkpoints.save(program, None, step=1, extra={"a": object()})
         with pytest.raises(ValueError, match="step=-1, expected an integer, at least 0"):
             checkpoints.save(program, None, step=-1, extra={})
