@@ -215,7 +215,10 @@ def test_the_configs_before_are_kept(tmp_path):
 @pytest.mark.parametrize(
     ("edit", "found"),
     [
-        (lambda path: path.write_text("{}\n"), r"metrics.jsonl .* it has 3 bytes; put the file ba"),
+        (
+            lambda path: path.write_text("{}\n"),
+            r"metrics.jsonl .* but the file has 3 bytes; put the file ba",
+        ),
         (lambda path: path.unlink(), r"metrics.jsonl .* but the file is missing; put"),
         (
             lambda path: path.write_text("x" * 1000),
