@@ -1,7 +1,7 @@
-"""A comparison as a table, as Markdown and as a picture.
+"""Shows a comparison as a table, as Markdown and as a picture.
 
-A row is a dict as it is in `comparison.json`, see `experiments.compare`. The row of the single
-device is the last.
+A row is a dict from `comparison.json`, see `experiments.compare`. The last row is for the single
+device.
 """
 
 from collections.abc import Sequence
@@ -41,12 +41,12 @@ DASHES: dict[str, Any] = {
 
 
 def name(row: Row) -> str:
-    """A row's strategy and mode, such as `fsdp auto`."""
+    """Returns a row's strategy and mode, such as `fsdp auto`."""
     return f"{row['strategy']} {row['mode']}"
 
 
 def cells(row: Row) -> list[str]:
-    """A row of the table, in the order of `HEADERS`."""
+    """Formats a row's cells, in the order of `HEADERS`."""
     counts = [row["collectives"].get(kind, 0) for kind in KINDS]
     if others := sum(row["collectives"].values()) - sum(counts):
         counts.append(others)
@@ -65,14 +65,14 @@ def cells(row: Row) -> list[str]:
 
 
 def print_rows(console: rich.console.Console, rows: Sequence[Row], notes: Sequence[str]) -> None:
-    """Prints the table, the single device below a line, and the footnotes."""
+    """Prints the table and the footnotes; a line separates the single device's row."""
     *pairs, reference = map(cells, rows)
     print_table(console, [header.replace(" ", "\n") for header in HEADERS], pairs, last=reference)
     print_wrapped(console, *notes)
 
 
 def markdown(rows: Sequence[Row], notes: Sequence[str]) -> str:
-    """The table in Markdown, with the footnotes below it."""
+    """Formats the table in Markdown, with the footnotes below it."""
     alignments = ["---:" if header else "---" for header in HEADERS]
     lines = [f"| {' | '.join(line)} |" for line in (HEADERS, alignments, *map(cells, rows))]
     return "\n".join([*lines, "", *(f"- {note}" for note in notes), ""])
@@ -99,7 +99,7 @@ def footnotes(rows: Sequence[Row], *, repetitions: int) -> list[str]:
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Draws the losses, and bars for what a device holds and sends, into a PNG file."""
+    """Draws the losses, and bars for a device's memory and sent bytes, into a PNG file."""
     mesh = " x ".join(f"{axis}={size}" for axis, size in rows[0]["mesh"].items())
     title = f"One config under {len(rows) - 1} strategies and modes ({mesh})"
     size = (15, max(6.4, 2.6 + 0.34 * len(rows)))
@@ -117,7 +117,7 @@ def _draw_losses(losses: Any, differences: Any, rows: Sequence[Row]) -> None:
     steps = range(1, len(reference["losses"]) + 1)
     for index, row in enumerate(pairs):
         style = {"color": _color(row), "linestyle": DASHES[row["mode"]]}
-        # The first lines are wide, so that they can be seen under the last.
+        # The first lines are wider, so that they stay visible under the later lines.
         width = 1.2 + 4.0 * (len(pairs) - 1 - index) / max(len(pairs) - 1, 1)
         losses.plot(steps, row["losses"], linewidth=width, label=name(row), **style)
         apart = [x - y for x, y in zip(row["losses"], reference["losses"], strict=True)]
@@ -152,7 +152,7 @@ def _draw_bytes(axes: Any, rows: Sequence[Row]) -> None:
     for y, row in enumerate(rows):
         sent, formula = row["bytes_sent"], row["formula_bytes"] or 0
         color = _color(row) if row["read_from"] == "traced" else _pale(_color(row))
-        # The text stands behind the formula, too.
+        # An invisible part up to the formula puts the text to the right of the formula's line.
         parts = [(sent, color), (max(formula - sent, 0), "none")]
         bars.append(Bar("", parts, describe_bytes(sent)))
         if formula:
@@ -166,11 +166,11 @@ def _draw_bytes(axes: Any, rows: Sequence[Row]) -> None:
 
 def _color(row: Row) -> str:
     kind = strategy_kinds().get(row["strategy"])
-    return kind.color if kind else pictures.INK  # The single device.
+    return kind.color if kind else pictures.INK  # Only the single device has no such strategy.
 
 
 def _pale(color: str) -> str:
-    """A colour `#RRGGBB` half way to white."""
+    """Returns the colour halfway between `#RRGGBB` and white."""
     return "#" + "".join(f"{(int(color[i : i + 2], 16) + 255) // 2:02X}" for i in (1, 3, 5))
 
 
