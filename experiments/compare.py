@@ -233,8 +233,8 @@ def prepare_pairs(config: Any) -> list[tuple[str, Experiment]]:
     rate = rest["model"].get("dropout_rate", 0)
     if isinstance(rate, int | float) and rate > 0:
         raise ValueError(
-            f"config.model.dropout_rate is {rate}, expected 0: every device draws a mask of its "
-            "own, so that losses would not be those of one device."
+            f"config.model.dropout_rate is {rate}, expected 0: every device draws its own mask, so "
+            "the losses would differ from the losses on one device."
         )
     for path, unused in FIELDS.items():
         if path.startswith(UNUSED):
@@ -296,16 +296,16 @@ def _compare(line: CommandLine, console: rich.console.Console) -> Path:
     try:
         rows = compare(config, experiments, console=console)
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"of the results only the config is in {workdir}") from None
+        raise KeyboardInterrupt(f"only the config was written to {workdir}") from None
     notes = footnotes(rows, repetitions=config.compare.repetitions)
     for name, each in experiments:
         if outer := each.program.outer:
             notes.append(
-                f"In {name} an outer step follows every {outer.every} steps. Sent and "
-                "formula have its share; collectives and temporaries are those of a step alone."
+                f"In {name} an outer step follows every {outer.every} steps. Sent and formula "
+                "include its share; collectives and temporaries do not include the outer step."
             )
     told = {name: describe_codes(each.program.comm) for name, each in experiments}
-    notes += [f"What travels in {name}: {codes}." for name, codes in told.items() if codes]
+    notes += [f"Formats sent in {name}: {codes}." for name, codes in told.items() if codes]
     *pairs, reference = rows
     about: dict[str, Any] = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
     about["compiler_options"] = _compiler_options(experiments)

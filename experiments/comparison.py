@@ -81,20 +81,20 @@ def markdown(rows: Sequence[Row], notes: Sequence[str]) -> str:
 def footnotes(rows: Sequence[Row], *, repetitions: int) -> list[str]:
     """Explains the columns of the table."""
     device = jax.devices()[0]
-    cpu = " Simulated devices share the cores of one machine, so that it is no speed-up."
+    cpu = " Simulated devices share the cores of one machine, so this shows no speed-up."
     return [
-        f"jax {jax.__version__}, {device.device_kind}. Loss: that of the last of "
-        f"{len(rows[0]['losses'])} steps, and its difference from that of one device. State: "
-        "parameters and optimizer state on a device. Temporaries: what the compiled step holds "
-        "besides.",
-        "Sent and collectives (all-gathers/reduce-scatters/all-reduces/others): by a device in a "
-        "step. In mode manual they are read from the traced program, as it is written, metrics "
-        "included; in the other modes from the compiled program, as XLA made it for this backend.",
-        "Formula: for parameters and gradients, and in mode manual for layers that are split. ≤: "
-        "at most that, because weights are gathered again only where the backward pass needs them. "
-        "-: none, because XLA may send activations.",
-        f"Step: the median over {repetitions} rounds, in each of which every row takes one step, "
-        f"of its time divided by that of the first row.{cpu if device.platform == 'cpu' else ''}",
+        f"jax {jax.__version__}, {device.device_kind}. Loss: the loss of the last of "
+        f"{len(rows[0]['losses'])} steps, and its difference from the loss on one device. State: "
+        "parameters and optimizer state on a device. Temporaries: the memory that the compiled "
+        "step needs in addition.",
+        "Sent and collectives (all-gathers/reduce-scatters/all-reduces/others): per device and "
+        "step. In mode manual they are read from the traced program, including metrics. In the "
+        "other modes they are read from the program that XLA compiled for this backend.",
+        "Formula: the predicted bytes for parameters and gradients, and in mode manual also for "
+        "split layers. ≤: an upper bound, because weights are gathered again only if the backward "
+        "pass needs them. -: no formula, because XLA may send activations.",
+        f"Step: the time of a step divided by the first row's time, as a median over {repetitions} "
+        f"rounds. In a round every row makes one step.{cpu if device.platform == 'cpu' else ''}",
     ]
 
 
@@ -125,10 +125,10 @@ def _draw_losses(losses: Any, differences: Any, rows: Sequence[Row]) -> None:
     losses.plot(steps, reference["losses"], color=pictures.INK, linewidth=0.8, label="one device")
     differences.axhline(0, color=pictures.INK, linewidth=0.8)
     distance = max(row["largest_difference"] for row in pairs)
-    losses.set_title(f"Training loss, at most {distance:.1e} from that of one device")
+    losses.set_title(f"Training loss, at most {distance:.1e} from the loss on one device")
     losses.tick_params(labelbottom=False)
     losses.legend(fontsize=8, ncols=2, handlelength=3.2)
-    differences.set_title("Loss minus that of one device")
+    differences.set_title("Loss minus the loss on one device")
     differences.set_xlabel("step")
     differences.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
     for axes in (losses, differences):
@@ -144,7 +144,7 @@ def _draw_memory(axes: Any, rows: Sequence[Row]) -> None:
         bars.append(Bar(label, [(state, _color(row)), (temporaries, pictures.GREY)], text))
     pictures.draw_bars(axes, bars)
     pictures.scale_in_bytes(axes)
-    axes.set_title("Held on a device: state + temporaries")
+    axes.set_title("Memory of a device: state + temporaries")
 
 
 def _draw_bytes(axes: Any, rows: Sequence[Row]) -> None:
@@ -160,7 +160,7 @@ def _draw_bytes(axes: Any, rows: Sequence[Row]) -> None:
             axes.plot(formula, y, color=pictures.INK, **mark)
     pictures.draw_bars(axes, bars)
     pictures.scale_in_bytes(axes)
-    axes.set_title("Sent by a device in a step (|: the formula)")
+    axes.set_title("Bytes that a device sends in a step (|: the formula)")
     pictures.add_legend(axes, {"as traced": pictures.DARK, "as compiled": _pale(pictures.DARK)})
 
 

@@ -36,9 +36,9 @@ def model_flags(description: str) -> argparse.ArgumentParser:
     )
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--workdir", type=path_flag, help="The folder of a run with a checkpoint.")
-    which.add_argument("--hf", type=path_flag, help="A directory with a model of Hugging Face's.")
-    parser.add_argument("--mesh", default="data=-1", help="Its axes, such as data=4,model=2.")
-    parser.add_argument("--devices", type=int, help="How many CPU devices to simulate.")
+    which.add_argument("--hf", type=path_flag, help="A directory with a Hugging Face model.")
+    parser.add_argument("--mesh", default="data=-1", help="The mesh, such as data=4,model=2.")
+    parser.add_argument("--devices", type=int, help="The number of CPU devices to simulate.")
     parser.add_argument("--batch_size", type=int, default=32, help="Rows that run at once.")
     return parser
 
@@ -162,8 +162,8 @@ def check_lines(
                 )
         if taken := sorted(line.keys() & set(added)):
             raise UsageError(
-                f"{where}, line {number}: it has a field {taken[0]!r}, which the output adds to "
-                "each line; give the field another name, so that it is not lost."
+                f"{where}, line {number}: the line has a field {taken[0]!r}, which the output "
+                "would overwrite; rename the field."
             )
 
 

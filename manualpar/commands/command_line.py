@@ -62,8 +62,8 @@ class Flag(NamedTuple):
 
 
 WORKDIR = Flag(
-    "Folder of the run, by default a new runs/<name of the config>/<next number>; one that holds a "
-    "checkpoint goes on from it.",
+    "Folder of the run, by default a new runs/<name of the config>/<next number>. If it holds a "
+    "checkpoint, the run resumes from it.",
     Path,
 )
 
@@ -114,18 +114,18 @@ TRAINING = Syntax(
     {
         "workdir": WORKDIR._replace(in_buckets=True),
         "devices": Flag(
-            "How many CPU devices to simulate, by default 8 where the CPU is all there is.", int
+            "The number of CPU devices to simulate; by default 8 if there is only a CPU.", int
         ),
         "coordinator_address": Flag(
-            "Host:port of process 0, where several processes train together and nothing in the "
-            "environment says so; auto has jax find all three."
+            "Host:port of process 0, if several processes train together and the environment does "
+            "not say so. With auto, JAX finds the address, the number and the id."
         ),
         "num_processes": Flag(
-            "How many processes train together, with --coordinator_address.", int
+            "The number of processes that train together, with --coordinator_address.", int
         ),
-        "process_id": Flag("Which of them this is, from 0, with --coordinator_address.", int),
+        "process_id": Flag("This process's number, from 0, with --coordinator_address.", int),
         "force": Flag(
-            "Starts what does not fit into memory, and more devices than one would simulate.",
+            "Starts even if the run does not fit into memory or simulates very many devices.",
             bool,
             False,
         ),
@@ -190,7 +190,7 @@ def parse_command_line(
     values: dict[str, Any] = {name: flag_values[name].value for name in flags}
     for name, value in values.items():
         if isinstance(value, str) and "\0" in value:
-            raise UsageError(f"--{name}={value!r}: expected no NUL in it.")
+            raise UsageError(f"--{name}={value!r}: expected a value without NUL characters.")
         if flags[name].kind is Path:
             values[name] = _path(name, value, flags[name]) if value else None
     if values.get("devices") is not None and values["devices"] < 1:
@@ -218,7 +218,7 @@ def _check_overrides(arguments: list[str], syntax: Syntax) -> None:
         if not is_override and re.match(r"--?[a-zA-Z_]", argument):
             name = argument.lstrip("-").split("=")[0]
             if name in syntax.refused:
-                raise UsageError(f"--{name} means nothing here: {syntax.refused[name]}.")
+                raise UsageError(f"--{name} is not a flag of this command: {syntax.refused[name]}.")
             near = nearest(name, {*syntax.flags, "config"})
             raise UsageError(f"--{name} is not a known flag; the nearest one is --{near}.")
         if not is_override and not takes_value:
@@ -246,8 +246,8 @@ def _load_configs(paths: Sequence[str], overrides: list[str]) -> tuple[NamedConf
     names = Counter(each.name for each in configs)
     if clashes := [name for name, count in names.items() if count > 1]:
         raise UsageError(
-            f"two configs would be called {clashes[0]!r}, which results are named after; inspect "
-            "them one at a time."
+            f"two configs have the name {clashes[0]!r}, so their results would have the same name; "
+            "inspect them one at a time."
         )
     return tuple(configs)
 
@@ -290,7 +290,7 @@ def _check_fields(config: ml_collections.ConfigDict, overrides: Sequence[str]) -
             mend = ""
             if field.startswith("parallel.mesh."):
                 mend = (
-                    ", and another mesh is set as a whole, as by "
+                    "; to change the axes, set the complete mesh, as in "
                     """--config.parallel.mesh="{'replica': 2, 'data': -1}\""""
                 )
             raise UsageError(

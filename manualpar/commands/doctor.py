@@ -116,7 +116,7 @@ def config_facts(config: Any) -> Iterator[Fact]:
     parts = least_bytes(program)
     shown = ", ".join(f"{name} {describe_bytes(size)}" for name, size in parts.items())
     yield Fact("a device holds at least", f"{describe_bytes(sum(parts.values()))} ({shown})")
-    yield Fact("would run", "yes, as far as one can tell before it is compiled")
+    yield Fact("would run", "yes, as far as is known before compilation")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -146,7 +146,7 @@ def _prepare_devices(argv: Sequence[str]) -> Any:
     if not argv[1:]:
         return None
     if not any(re.match(r"--?config(=|$)", argument) for argument in argv[1:]):
-        raise UsageError(f"{argv[1]!r} is not understood, expected --config=<file> or nothing.")
+        raise UsageError(f"{argv[1]!r} is not understood, expected --config=<file> or no argument.")
     require("--config", *TRAIN)
     from manualpar.commands.command_line import Flag, Syntax, parse_command_line, quiet_absl
     from manualpar.training.devices import simulate_devices
@@ -165,7 +165,7 @@ def _try_step(mesh: jax.sharding.Mesh) -> Fact:
         program, batch = _small_program(mesh)
         if jax.process_count() == 1:
             assert_same_as_one_device(program, batch, jax.random.key(0))
-            return Fact(name, "right: loss and gradients are those of one device")
+            return Fact(name, "right: loss and gradients equal those of one device")
         _, metrics = program.train_step(program.init(jax.random.key(0)), batch)
         total, count = metrics["loss"]
         return Fact(name, f"runs, with a loss of {float(total) / float(count):.4f}")

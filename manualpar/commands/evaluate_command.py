@@ -31,14 +31,14 @@ def evaluate_command(argv: Sequence[str], description: str) -> int:
     parser = model_flags(description)
     texts_group = parser.add_mutually_exclusive_group()
     texts_group.add_argument(
-        "--text", type=path_flag, help='A text, or JSONL with "text": its perplexity.'
+        "--text", type=path_flag, help='A text, or JSONL with "text"; shows the perplexity.'
     )
     texts_group.add_argument(
         "--completions",
         type=path_flag,
-        help='JSONL with "context" and "completion": log-likelihoods.',
+        help='JSONL with "context" and "completion"; shows log-likelihoods.',
     )
-    parser.add_argument("--max_length", type=int, default=0, help="Tokens seen at once.")
+    parser.add_argument("--max_length", type=int, default=0, help="The longest sequence in tokens.")
     parser.add_argument("--output", type=path_flag, help="The file for the results.")
     flags = parser.parse_args(argv)
 
@@ -74,7 +74,7 @@ def _text(trained: Trained, generator: Generator, path: AnyPath, length: int) ->
     if path.name.endswith(".jsonl"):
         lines = read_lines(str(path))
         if missing := [index for index, line in enumerate(lines, 1) if "text" not in line]:
-            raise UsageError(f"--text={path}, line {missing[0]}: there is no 'text'.")
+            raise UsageError(f"--text={path}, line {missing[0]}: expected a field 'text'.")
         check_lines(f"--text={path}", lines, texts=("text",), added=())
         texts = [line["text"] for line in lines]
     else:
@@ -85,7 +85,7 @@ def _text(trained: Trained, generator: Generator, path: AnyPath, length: int) ->
     tokenizer = trained.tokenizer
     documents = [tokenizer.encode(text).tolist() for text in texts]
     if not any(documents):
-        raise UsageError(f"--text={path} has no text.")
+        raise UsageError(f"--text={path} is empty, expected some text.")
     scores = score_documents(
         generator, trained.state, documents, first_token=tokenizer.bos_token, max_length=length
     )
@@ -99,8 +99,8 @@ def _test_split(trained: Trained, generator: Generator) -> dict[str, Any]:
     split = trained.dataset.test
     if not isinstance(split, TokenSplit):
         raise UsageError(
-            f"{trained.described} has a test split of several documents in a sequence, expected "
-            "--text or --completions."
+            f"{trained.described} has a test split with several documents in a sequence, which "
+            "cannot be evaluated here; expected --text or --completions."
         )
     pairs = []
     for index in range(len(split)):

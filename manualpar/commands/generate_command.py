@@ -27,11 +27,11 @@ def generate_command(argv: Sequence[str], description: str) -> int:
     """Answers the prompts of a command line; returns the exit code."""
     parser = model_flags(description)
     prompts = parser.add_mutually_exclusive_group(required=True)
-    prompts.add_argument("--prompt", help="The text to go on with.")
+    prompts.add_argument("--prompt", help="The text to continue.")
     prompts.add_argument(
-        "--prompts", help='Lines, or JSONL with "prompt" or "messages"; - for stdin.'
+        "--prompts", help='A file of lines, or JSONL with "prompt" or "messages"; - for stdin.'
     )
-    parser.add_argument("--chat", action="store_true", help="A prompt is a user's message.")
+    parser.add_argument("--chat", action="store_true", help="Treats each prompt as a chat message.")
     parser.add_argument("--output", type=path_flag, help="The JSONL file of answers to --prompts.")
     parser.add_argument("--max_tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest token.")
@@ -79,7 +79,7 @@ def _prompts(
     for number, line in enumerate(lines, 1):
         where = f"--prompts={flags.prompts}, line {number}: " if flags.prompts else "--prompt: "
         if not {"prompt", "messages"} & line.keys():
-            raise UsageError(f"{where}there is no 'prompt', and no 'messages'.")
+            raise UsageError(f"{where}expected a field 'prompt' or 'messages'.")
         messages = line.get("messages")
         if messages is None and flags.chat:
             messages = [{"role": "user", "content": line["prompt"]}]

@@ -53,7 +53,7 @@ def import_command(command: CommandLine) -> int:
     def start() -> Cluster:
         check_config(config)
         if flags.workdir is None:
-            raise UsageError("--workdir is missing, expected the folder to make.")
+            raise UsageError("--workdir is missing, expected the folder to create.")
         _check_new(flags.workdir)
         check_folder(config, flags.workdir)
         simulate_devices(flags.devices, force=flags.force)
@@ -123,14 +123,14 @@ def export_command(argv: Sequence[str]) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("--workdir", type=path_flag, required=True, help="the folder of the run")
-    parser.add_argument("--to", type=path_flag, required=True, help="the directory to make")
+    parser.add_argument("--to", type=path_flag, required=True, help="the directory to create")
     parser.add_argument(
-        "--like", type=path_flag, help="where the model came from: config, tokenizer and dtypes"
+        "--like", type=path_flag, help="the directory to take config, tokenizer and dtypes from"
     )
-    parser.add_argument("--family", default="", help="without --like, such as llama")
-    parser.add_argument("--dtype", default="", help="of all tensors, such as bfloat16")
-    parser.add_argument("--max-shard-bytes", type=int, default=SHARD_BYTES, help="of a file")
-    parser.add_argument("--devices", type=int, help="how many CPU devices to simulate")
+    parser.add_argument("--family", default="", help="the family, such as llama, without --like")
+    parser.add_argument("--dtype", default="", help="the dtype of all tensors, such as bfloat16")
+    parser.add_argument("--max-shard-bytes", type=int, default=SHARD_BYTES, help="the largest file")
+    parser.add_argument("--devices", type=int, help="the number of CPU devices to simulate")
     flags = parser.parse_args(list(argv[1:]))
     quiet_absl()
 

@@ -73,26 +73,22 @@ NEEDED = ("mesh", "bytes", "counts", "collectives", "flops", "memory", "compiled
 MOST_COMPILED = 64
 INSPECT_FLAGS: Mapping[str, Flag] = {
     "devices": Flag(
-        "How many devices a step is for, by default those there are (8 simulated ones where the "
-        "CPU is all there is).",
+        "The number of devices that a step is for; by default all existing devices, or 8 simulated "
+        "devices if there is only a CPU.",
         int,
     ),
     "compile": Flag(
-        "Whether to compile the steps too, for simulated CPU devices if --devices is given; by "
-        f"default, up to {MOST_COMPILED} devices. --nocompile needs no devices, however many.",
+        "Whether to compile the steps too (for simulated CPU devices if --devices is given); by "
+        f"default up to {MOST_COMPILED} devices. --nocompile needs no devices.",
         bool,
     ),
     "output": Flag("Folder of the results, by default a new runs/inspect/<next number>.", Path),
-    "against": Flag(
-        "A ledger written before, or a folder of them, to show the difference to.", Path
-    ),
-    "budget": Flag("A TOML file with the most that each config may send, hold and compute.", Path),
-    "write_budget": Flag("Writes what is measured into the file that --budget names.", bool, False),
-    "schedule": Flag(
-        "Prints the schedule of each config's pipeline too, and draws it.", bool, False
-    ),
+    "against": Flag("An earlier ledger, or a folder of earlier ledgers, to compare with.", Path),
+    "budget": Flag("A TOML file with each config's limits on bytes, memory and FLOPs.", Path),
+    "write_budget": Flag("Writes the measured numbers into the file of --budget.", bool, False),
+    "schedule": Flag("Also prints and draws the schedule of each config's pipeline.", bool, False),
     "memory": Flag(
-        "What a device has, such as 16GiB, or the name of a chip such as v5p: marked in the "
+        "The memory of a device, such as 16GiB, or a chip, such as v5p; it is marked in the "
         "picture."
     ),
 }
@@ -161,7 +157,7 @@ def read_ledger(
         if needs_pipeline and experiment.program.pipeline is None:
             raise UsageError(
                 f"--schedule: {named.path} has no pipeline on the mesh {dict(mesh.shape)}; "
-                "expected one with an axis over which layers are in stages, as by "
+                "expected a mesh with an axis for stages, as in "
                 """--config.parallel.mesh="{'data': -1, 'stage': 2}"."""
             )
         schedule = read_schedule(experiment.program)
@@ -248,7 +244,7 @@ def _read_ledgers(line: CommandLine, console: rich.console.Console) -> dict[str,
         except RuntimeError as error:
             raise UsageError(f"--devices={flags.devices}: {error}.") from error
         except ValueError as error:
-            raise UsageError(f"{error} --nocompile needs no devices, however many.") from error
+            raise UsageError(f"{error} With --nocompile no devices are needed.") from error
     ledgers: dict[str, Json] = {}
     for named in line.configs:
         options = {"compile": flags.compile, "needs_pipeline": flags.schedule}
@@ -291,7 +287,7 @@ def _read_earlier(against: Path, name: str) -> tuple[Path, Json]:
     except OSError as error:
         raise UsageError(
             f"--against={against}: {path} cannot be read ({error.strerror or error}); name a "
-            "ledger that this command has written, or a folder of them."
+            "ledger that this command has written, or a folder of such ledgers."
         ) from error
     except ValueError as error:
         raise UsageError(f"--against={against}: {path} {error}.") from error

@@ -79,9 +79,9 @@ def draw_ledgers(
     ends = [_ends([panel.longest for panel in column]) for column in zip(*panels, strict=True)]
     differ = any(len(set(column)) > 1 for column in ends)
     title = (
-        "Of a device in a step: what it sends (left), and what it holds at the peak (right)"
-        f"{'; mind the scales, which differ' * differ}\n"
-        "Lines: solid the closed form of the strategy, dotted as compiled, dashed a bound"
+        "Per device and step: the bytes sent (left) and the peak memory (right)"
+        f"{'; the scales differ' * differ}\n"
+        "Lines: closed form of the strategy (solid), compiled step (dotted), bound (dashed)"
     )
     size = (15, 0.33 * sum(lines) + 0.85 * len(lines) + 1.2)
     with pictures.new_figure(path.name, size, title=title) as figure:

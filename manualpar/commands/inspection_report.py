@@ -163,12 +163,15 @@ def explain_closed_form(ledger: Json) -> str:
     sent = ledger["bytes"]["total"] - sum(others.values()) - sent_by_layers
     is_bound = ledger["predicted_is_bound"]
     words = (
-        f"the closed form is of parameters and gradients: {'≤ ' * is_bound}"
-        f"{predicted['total']:,.0f} bytes, of which the step sends {sent:,.0f}"
+        f"the closed form for parameters and gradients is {'≤ ' * is_bound}"
+        f"{predicted['total']:,.0f} bytes; the step sends {sent:,.0f} of these"
     )
     less = predicted["total"] - sent
     if less > 0 and is_bound:
-        words += f" ({less:,.0f} less, because what backward does not need is not gathered again)"
+        words += (
+            f" ({less:,.0f} less, because parameters that the backward pass does not need are not "
+            "gathered again)"
+        )
     elif less:
         how = "less" if less > 0 else "more"
         words += (
@@ -176,12 +179,12 @@ def explain_closed_form(ledger: Json) -> str:
         )
     if layers and (layers["total"] or sent_by_layers):
         words += (
-            f"; that of layers is {layers['total']:,.0f} bytes, of which the step sends "
-            f"{sent_by_layers:,.0f}"
+            f"; the closed form for layers is {layers['total']:,.0f} bytes; the step sends "
+            f"{sent_by_layers:,.0f} of these"
         )
     if others:
         named = ", ".join(f"{name} {size:,.0f}" for name, size in others.items())
-        words += f"; besides it sends {named}"
+        words += f"; the step also sends {named}"
     return words
 
 

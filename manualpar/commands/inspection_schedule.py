@@ -67,6 +67,6 @@ def print_schedule(console: rich.console.Console, name: str, schedule: Json) -> 
     print_line(
         console,
         f"A device idles for {describe_share(schedule['idle_share'])} of the time. It would be "
-        f"{describe_share(schedule['bubble'])}, the bubble, if chunks of layers were all there "
-        "is.\n",
+        f"{describe_share(schedule['bubble'])}, the bubble, if only the chunks of layers took "
+        "time.\n",
     )

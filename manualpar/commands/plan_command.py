@@ -72,28 +72,28 @@ FLAGS: Mapping[str, Flag] = {
         default=DEFAULT_TOPOLOGY,
     ),
     "compiler": Flag(
-        "Whether XLA's TPU compiler compiles the step for a TPU topology: auto, where libtpu is "
-        "installed; tpu; none.",
+        "Whether XLA's TPU compiler compiles the step for a TPU topology: auto (if libtpu is "
+        "installed), tpu (always) or none.",
         default="auto",
     ),
     "vocab_size": Flag(
-        "How many tokens a language model knows, by default those of its data.", int, 0
+        "The vocabulary size of a language model; by default the size in its data.", int, 0
     ),
     "sweep": Flag(
-        "Compares strategies, meshes, split layers, minibatches, remat and wire dtypes by the "
-        "roofline.",
+        "Compares strategies, meshes, split layers, minibatches, remat and communication dtypes by "
+        "the roofline.",
         bool,
         False,
     ),
     "layouts": Flag(
-        "Ranks all ways to lay a transformer over replica, stage, data, context, expert and model, "
-        "in closed form, with minibatches, chunks and remat.",
+        "Ranks all layouts of a transformer over replica, stage, data, context, expert and model "
+        "by closed forms, with minibatches, chunks and remat.",
         bool,
         False,
     ),
     "device_mtbf_hours": Flag(
-        "Hours between two failures of a device; then the plan says how often to save, and which "
-        "share of the time trains.",
+        "Hours between two failures of a device. With it the plan says how often to save, and "
+        "which share of the time is spent on training.",
         int,
         0,
     ),
@@ -101,8 +101,8 @@ FLAGS: Mapping[str, Flag] = {
         "Seconds from a failure until all processes run again, with --device_mtbf_hours.", int, 600
     ),
     "storage_bandwidth": Flag(
-        "GB/s that the file system takes from all processes together, with --device_mtbf_hours; 0 "
-        "for as much as they send.",
+        "GB/s that the file system accepts from all processes together, with --device_mtbf_hours; "
+        "0 for no limit.",
         int,
         0,
     ),
@@ -124,8 +124,8 @@ def _refine(line: CommandLine) -> None:
     alone = [name for name in ("sweep", "layouts", "device_mtbf_hours") if getattr(flags, name)]
     if len(alone) > 1:
         raise UsageError(
-            f"--{alone[1]} with --{alone[0]}: expected one of them; plan the mesh that was found "
-            "by itself."
+            f"--{alone[1]} with --{alone[0]}: expected only one of these flags; to use another "
+            "one, plan the best mesh in a second call."
         )
     with users_mistakes("--topology: "):
         flags.topology = parse_topology(flags.topology)
@@ -138,7 +138,7 @@ def _refine(line: CommandLine) -> None:
 
 PLANNING = Syntax(
     FLAGS,
-    refused=dict.fromkeys(TRAINING.flags.keys() - FLAGS, "--topology says what a plan is for"),
+    refused=dict.fromkeys(TRAINING.flags.keys() - FLAGS, "--topology gives the devices"),
     refine=_refine,
 )
 
@@ -218,7 +218,7 @@ def _wants_compiler(command: CommandLine, console: rich.console.Console) -> bool
         return True
     print_line(
         console,
-        "libtpu is not installed: this is the roofline's model, and no compiler's word; "
+        "libtpu is not installed, so this is the roofline's estimate, without a compiler; "
         "pip install 'manualpar[tpu-compiler]' adds it.",
     )
     return False
@@ -258,24 +258,25 @@ def _layouts(command: CommandLine, console: rich.console.Console) -> Callable[[P
     model = planned_task(config, command.flags.vocab_size).model
     if not isinstance(model, Transformer) or config.parallel.rules:
         raise ValueError(
-            f"--layouts: config.model.name is {config.model.name!r} and config.parallel.rules are "
-            f"{config.parallel.rules}, expected 'transformer' and none, which have a closed form; "
-            "use --sweep."
+            f"--layouts: config.model.name is {config.model.name!r} and config.parallel.rules is "
+            f"{config.parallel.rules}, expected 'transformer' and no rules, because other configs "
+            "have no closed form; use --sweep."
         )
     fields = flatten_config(config)
     for field in WITHOUT_CLOSED_FORM:
         if fields[field]:
             raise ValueError(
                 f"--layouts: config.{field} is {fields[field]!r}, expected none, because the "
-                "closed form is that of AdamW on all parameters; use --sweep."
+                "closed form is for AdamW on all parameters; use --sweep."
             )
     sizes = {"examples": config.data.batch_size, "positions": config.data.sequence_length}
     codes = {name: fields[f"parallel.{name}"] for name in CODES}
     plans = rank_layouts(model, topology, **sizes, **codes)
     if not plans:
         raise ValueError(
-            f"--layouts: no layout on {topology.name} divides and fits, of batch_size="
-            f"{config.data.batch_size}; expected more devices, or a batch that they divide."
+            f"--layouts: no layout on {topology.name} divides config.data.batch_size="
+            f"{config.data.batch_size} and fits into memory; use more devices, or a batch size "
+            "that they divide."
         )
     print_layouts(console, plans)
     for plan in fastest_of_each_mesh(plans)[:TRACED]:

@@ -37,7 +37,9 @@ def draw_schedule(table: Table, path: Path, *, title: str, costs: Costs | None =
         stages, kept = figure.subplots(2, 1, sharex=True, height_ratios=(height, 1.6))
         _draw_stages(stages, table, costs or Costs())
         _draw_inputs(kept, table, costs or Costs())
-        kept.set_xlabel("time, in F of a chunk" if costs is None else "operations of a device")
+        kept.set_xlabel(
+            "time, in forward passes of a chunk" if costs is None else "operations of a device"
+        )
         if costs:
             kept.xaxis.set_major_formatter(lambda flops, position: describe_flops(flops))
         figure.savefig(path)

@@ -34,8 +34,8 @@ from manualpar.training.trainer import StoppedError
 from manualpar.training.workdir import check_folder, choose_workdir
 
 NONFINITE_MEND = (
-    ". config.training.on_nonfinite='skip' leaves such an update out, 'rollback' goes back to the "
-    "latest checkpoint and past the batch."
+    ". config.training.on_nonfinite='skip' leaves out such an update; 'rollback' goes back to the "
+    "latest checkpoint and leaves out the batch."
 )
 
 

@@ -88,7 +88,7 @@ def test_true_or_false_and_tuples_are_understood(argument, field, value):
         (["--config.parallel.mesh.replica=2"], "one is --config.parallel.mesh.data, and another"),
         (
             ["--config.parallel.mesh.replica=2"],
-            """set as a whole, as by --config.parallel.mesh="{'replica': 2, 'data': -1}".""",
+            """complete mesh, as in --config.parallel.mesh="{'replica': 2, 'data': -1}".""",
         ),
         (["--config.nonsense=1"], "has no field 'nonsense'; the nearest one is --config.seed."),
         (["--config.optimizer.learning_rat=1"], "nearest one is --config.optimizer.learning_rate."),

@@ -66,7 +66,7 @@ def test_flags_of_the_planner_and_of_the_config_are_told_apart():
         (["--topolgy=v5e:2x2"], "--topolgy is not a known flag; the nearest one is --topology"),
         (["--compiler=gpu"], "--compiler=gpu: expected one of auto, tpu, none"),
         (["--compiler=tpu", "--topology=h100:8"], "expected a TPU topology such as v5e:16x16"),
-        (["--devices=4"], "--devices means nothing here: --topology says what a plan is for."),
+        (["--devices=4"], "--devices is not a flag of this command: --topology gives"),
         (["--vocab_size=many"], "--vocab_size=many"),
         (["--restart_seconds=-1"], "--restart_seconds=-1: expected 0 or more"),
         (["--device_mtbf_hours=1", "--sweep"], "--device_mtbf_hours with --sweep: expected one"),
