@@ -85,7 +85,7 @@ def test_true_or_false_and_tuples_are_understood(argument, field, value):
     [
         (["--config.parallel.pad=maybe"], "--config.parallel.pad=maybe: expected true or false."),
         (["--config.parallel.rules=(('a',None)"], "rules=(('a',None): expected a tuple of pairs"),
-        (["--config.parallel.mesh.replica=2"], "one is --config.parallel.mesh.data, and another"),
+        (["--config.parallel.mesh.replica=2"], "one is --config.parallel.mesh.data; to change"),
         (
             ["--config.parallel.mesh.replica=2"],
             """complete mesh, as in --config.parallel.mesh="{'replica': 2, 'data': -1}".""",

@@ -224,9 +224,24 @@ def test_every_field_of_a_line_is_kept(asked):
 @pytest.mark.parametrize(
     ("command", "flag", "line", "message"),
     [
-        (generate_command, "prompts", {"prompt": "a", "text": "mine"}, "it has a field 'text', wh"),
-        (generate_command, "prompts", {"prompt": "a", "tokens": []}, "it has a field 'tokens'"),
-        (generate_command, "prompts", {"messages": [], "ending": 1}, "it has a field 'ending'"),
+        (
+            generate_command,
+            "prompts",
+            {"prompt": "a", "text": "mine"},
+            "the line has a field 'text', wh",
+        ),
+        (
+            generate_command,
+            "prompts",
+            {"prompt": "a", "tokens": []},
+            "the line has a field 'tokens'",
+        ),
+        (
+            generate_command,
+            "prompts",
+            {"messages": [], "ending": 1},
+            "the line has a field 'ending'",
+        ),
         (
             generate_command,
             "prompts",
@@ -250,7 +265,7 @@ def test_every_field_of_a_line_is_kept(asked):
             evaluate_command,
             "completions",
             {"context": "a", "completion": "b", "is_greedy": 1},
-            "it has a field 'is_greedy'",
+            "the line has a field 'is_greedy'",
         ),
         (evaluate_command, "text", {"text": 5}, "'text' is of type int, expected a text"),
         (evaluate_command, "text", "1" * 5000, "it is not JSON"),

@@ -69,8 +69,11 @@ def test_flags_of_the_planner_and_of_the_config_are_told_apart():
         (["--devices=4"], "--devices is not a flag of this command: --topology gives"),
         (["--vocab_size=many"], "--vocab_size=many"),
         (["--restart_seconds=-1"], "--restart_seconds=-1: expected 0 or more"),
-        (["--device_mtbf_hours=1", "--sweep"], "--device_mtbf_hours with --sweep: expected one"),
-        (["--layouts", "--sweep"], "--layouts with --sweep: expected one of them"),
+        (
+            ["--device_mtbf_hours=1", "--sweep"],
+            "--device_mtbf_hours with --sweep: expected only one",
+        ),
+        (["--layouts", "--sweep"], "--layouts with --sweep: expected only one of"),
         (["--config.data.batchsize=3"], "the nearest one is --config.data.batch_size"),
         (["extra"], "'extra' is not understood"),
     ],
@@ -164,7 +167,7 @@ def test_the_flags_of_a_layout_make_its_config(layout):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (['--config.parallel.rules=(("embed", None),)'], "expected 'transformer' and none"),
+        (['--config.parallel.rules=(("embed", None),)'], "expected 'transformer' and no rules"),
         (["--config.optimizer.ema_decay=0.9"], "ema_decay is 0.9, expected none"),
         (
             ["--config.parallel.reduce_code=int4", "--config.parallel.error_feedback=True"],

@@ -2,13 +2,13 @@
 
 A model annotates a parameter with a flax box around it. `nn.with_partitioning` makes an
 `nn.Partitioned`, whose names are mesh axes. `nn.with_logical_partitioning` makes an
-`nn.LogicallyPartitioned`, whose names are logical, such as `embed`: they name a dimension, and
-*rules* give the mesh axes that shard it. A rule is a pair of a logical name and a mesh axis, a
-tuple of axes or `None`. A name may have several rules. The first rule is used whose axes no other
-dimension of the same parameter uses. If no rule fits, the dimension is not sharded.
-`nn.logical_to_mesh_axes`, which is called here, reads rules in this way.
+`nn.LogicallyPartitioned`, whose names are logical, such as `embed`. A logical name stands for a
+dimension, and *rules* give the mesh axes that shard it. A rule is a pair: a logical name, and a
+mesh axis, a tuple of axes or `None`. A name may have several rules. A rule fits if no other
+dimension of the same parameter uses its axes. The first rule that fits is used. If no rule fits,
+the dimension is not sharded. `nn.logical_to_mesh_axes`, which this module calls, works in this way.
 
-Invariants: deciding touches no device; the resulting names are axes of the mesh, one entry for each
+Invariants: no device is used; the resulting names are axes of the mesh, one entry for each
 dimension; an axis occurs at most once; the axes of a dimension divide its size; a dimension that
 `nn.scan` or `nn.vmap` runs over has no axes.
 """
@@ -31,12 +31,12 @@ class AxesOrLogicalNames(nn.LogicallyPartitioned):
 
 
 def check_rules(strategy: str, rules: Any, mesh: Mesh) -> Rules:
-    """Checks the user's rules, and returns tuples with `None` for no axes, a string for one axis.
+    """Checks the user's rules and normalizes them: `None` for no axes, a string for one axis.
 
     Names that no parameter uses are allowed.
 
     Raises:
-      TypeError: They are not a sequence of pairs of a name and axes.
+      TypeError: The rules are not a sequence of pairs of a name and axes.
       ValueError: A rule names an axis that the mesh does not have, or an axis twice.
     """
     example = "(('embed', None), ('mlp', 'model'))"
@@ -75,11 +75,11 @@ def mesh_names(
     rules: Rules,
     all_rules: str = "",
 ) -> Names:
-    """Reads from a parameter's box the mesh axes that each of its dimensions is sharded over.
+    """Reads from a parameter's box the mesh axes that shard each dimension.
 
-    The rules inside an `nn.LogicallyPartitioned` have precedence over `rules`. The name that a loop
-    gives its dimension (`nn.PARTITION_NAME`) is ignored unless it is a mesh axis or has a rule.
-    `all_rules` is the line that `with_all_names` writes, for the message.
+    The rules inside an `nn.LogicallyPartitioned` have precedence over `rules`. A loop names its
+    dimension by `nn.PARTITION_NAME`; this name is ignored unless it is a mesh axis or has a rule.
+    `all_rules` is the line that `with_all_names` writes, for error messages.
 
     Raises:
       TypeError: The names are not a tuple of names, or the rules in the box are not rules.
@@ -159,7 +159,7 @@ def with_all_names(boxes: Iterable[tuple[Any, frozenset[int]]], mesh: Mesh, rule
 def _apply_rules(
     where: str, names: tuple[Any, ...], mesh: Mesh, rules: Rules, all_rules: str
 ) -> Names:
-    """Returns the mesh axes of logical names; refuses unknown and repeated names."""
+    """Converts logical names to mesh axes; refuses unknown and repeated names."""
     if not all(name is None or isinstance(name, str) for name in names):
         raise TypeError(
             f"{where}, expected one logical name or None for each dimension. Give the dimension "
@@ -186,7 +186,7 @@ def _apply_rules(
 def _check_axes(
     where: str, names: tuple[Any, ...], mesh: Mesh, rules: Rules, all_rules: str
 ) -> Names:
-    """Checks that names are mesh axes; `all_rules` is "" unless they may be logical names."""
+    """Checks that names are mesh axes; `all_rules` is "" if they cannot be logical names."""
     axes = [axis for name in names for axis in axis_tuple(name)]
     unknown = sorted(set(axes) - set(mesh.shape))
     if unknown:
@@ -212,7 +212,7 @@ def _check_axes(
 
 
 def _nearest(names: list[str], known: Iterable[str]) -> str:
-    """Writes a clause with the known name nearest to the first of `names`; "" if none is near."""
+    """Writes a clause that suggests the known name nearest to `names[0]`; "" if none is near."""
     near = difflib.get_close_matches(names[0], list(known), n=1)
     return f"; the nearest is {near[0]!r}" if near else ""
 
