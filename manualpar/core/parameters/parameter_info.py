@@ -133,5 +133,5 @@ def on_stages(infos: Infos, stacked: frozenset[str], axis: str) -> Any:
 
 
 def computed_specs(infos: Infos) -> Any:
-    """Returns each parameter's `PartitionSpec` as the model computes with it."""
+    """Returns, per parameter, the `PartitionSpec` of the array that the model computes with."""
     return jax.tree.map(lambda info: names_to_spec(split_names(info)), infos)

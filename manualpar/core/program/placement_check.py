@@ -10,11 +10,11 @@ from manualpar.core.parameters.placement import Placement
 
 
 def check_strategy(strategy: Strategy, num_minibatches: int) -> None:
-    """Refuses a strategy with fields of the wrong kind.
+    """Refuses a strategy with a wrong value in a field.
 
     Raises:
-      ValueError: `gather_every` or `reduce_every` is not one of its choices.
-      TypeError: `replica_axes` is no tuple, or `sends` does not return a `CommCounts`.
+      ValueError: `gather_every` or `reduce_every` is not one of the allowed values.
+      TypeError: `replica_axes` is not a tuple, or `sends` does not return a `CommCounts`.
     """
     name = strategy.name
     check_choice(name, "gather_every", strategy.gather_every, ("minibatch", "step"))
@@ -41,12 +41,12 @@ def place_parameter(
 
     Raises:
       ValueError: The placement does not fit the parameter or the mesh.
-      TypeError: The strategy returned no `Placement`.
+      TypeError: The strategy did not return a `Placement`.
     """
     prefix = f"{strategy.name}: place of parameter {info.path!r} of shape {info.shape}"
     shared = {axis for name in info.shared_names for axis in axis_tuple(name)}
     axes = tuple(axis for axis in axes if axis not in info.split_axes | shared)
-    if not axes:  # The model computes with shards over all axes: nothing is left to place.
+    if not axes:  # The model computes with shards over all axes, so no axis is left to shard over.
         return Placement(info.names)
     try:
         placement = strategy.place(info, axes, axes_size(mesh, axes))
