@@ -208,9 +208,8 @@ def sync_gradients(grads: Grads, axis_names: AxisName) -> Any:
             if summed:
                 raise ValueError(
                     f"sync_gradients: grads{jax.tree_util.keystr(path)} is already summed over "
-                    f"{summed}, expected each device's own "
-                    "gradient: it was taken with respect to a replicated parameter. Cast the "
-                    "parameters with "
+                    f"{summed}, expected each device's gradient, not yet summed. It was taken with "
+                    "respect to a replicated parameter. Cast the parameters with "
                     f"jax.lax.pcast(params, {tuple(summed)}, to='varying') before jax.grad, or use "
                     "accumulate_gradients."
                 )

@@ -54,7 +54,7 @@ def check_sync_collections(
             hint = f"; did you mean {near[0]!r}?" if near else "."
             raise ValueError(
                 f"{builder}: sync_collections names {name!r}, which the model does not carry from "
-                f"step to step; expected some of {sorted(names)}{hint}"
+                f"step to step; expected names from {sorted(names)}{hint}"
             )
     return rules
 
@@ -89,8 +89,8 @@ def sync_collections(
         if others := varying_axes(x) - varying_axes(old) - set(axes):
             raise ValueError(
                 f"sync_collections: collections{jax.tree_util.keystr(path)} differs between the "
-                f"devices along {sorted(others)}, which have the same examples. Compute it where "
-                "activations are whole (after layers.leave), or apply jax.lax.pmean to it."
+                f"devices along {sorted(others)}, which have the same examples. Compute it from "
+                "complete activations (after layers.leave), or apply jax.lax.pmean to it."
             )
         differing = tuple(a for a in axes if not is_typed or a in varying_axes(x))
         rule = choose_sync(path, x, rules, differing)
@@ -122,10 +122,9 @@ def choose_sync(
     variable = f"sync_collections: collections{jax.tree_util.keystr(path)} has dtype {x.dtype}"
     if not fits:
         raise ValueError(
-            f"{variable} and differs between the devices along {axes}, and has no rule. "
-            f"Build the program with sync_collections={{{name!r}: ...}}, one of "
-            "'mean' (averages), 'sum' (counters), 'max' and 'min', or make it equal in the model "
-            "(jax.lax.psum)."
+            f"{variable}, differs between the devices along {axes}, and has no rule. Build the "
+            f"program with sync_collections={{{name!r}: ...}}, where ... is 'mean' (averages), "
+            "'sum' (counters), 'max' or 'min'. Or make it equal in the model (jax.lax.psum)."
         )
     is_number, has_mean, is_complex = (
         jnp.issubdtype(x.dtype, kind) for kind in (jnp.number, jnp.inexact, jnp.complexfloating)
@@ -135,7 +134,7 @@ def choose_sync(
     if not fitting.get(rule, is_number and not is_complex):
         raise ValueError(
             f"{variable}, which has no {rule!r} over devices; expected another rule than "
-            f"sync_collections={{{fits!r}: {rule!r}}} for it."
+            f"sync_collections={{{fits!r}: {rule!r}}}."
         )
     return rule
 

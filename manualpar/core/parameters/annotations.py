@@ -91,14 +91,17 @@ def mesh_names(
     shown = names if is_tuple else repr(annotation)
     where = f"model: parameter {path!r} of shape {shape} is annotated with names {shown}"
     if not is_tuple or not all(_is_axes(name) for name in names):
-        raise TypeError(f"{where}, expected a tuple with a name or None for each dimension.")
+        raise TypeError(f"{where}; expected a tuple with a name or None for each dimension.")
     if len(names) > len(shape):
-        raise ValueError(f"{where}, expected no more than one for each dimension.")
+        raise ValueError(f"{where}, expected no more than one for each dimension; remove names.")
     names = (*names, *(None,) * (len(shape) - len(names)))
     if isinstance(box, SplitParameter):
         named = {axis for name in names for axis in axis_tuple(name)}
         if logical := sorted(named & {name for name, _ in rules} - set(mesh.shape)):
-            raise ValueError(f"{where} and as split, but rules have {logical}; expected mesh axes.")
+            raise ValueError(
+                f"{where} and split=True, but rules have {logical}; a split parameter must be "
+                "annotated with mesh axes."
+            )
         names, _ = names_on(where, shape, names, mesh.shape, shared=box.shared)
     is_logical = isinstance(box, nn.LogicallyPartitioned)
     all_rules = all_rules or with_all_names([(box, loop_dims)], mesh, rules)
@@ -107,8 +110,9 @@ def mesh_names(
     if isinstance(box, AxesOrLogicalNames):
         if loop_dims and len(annotation) < len(shape):
             raise ValueError(
-                f"{where}, expected one for each dimension, those that loops run over included. "
-                "Make a stack with nnx.vmap(..., transform_metadata={nnx.PARTITION_NAME: None})."
+                f"{where}, expected one for each dimension, also for dimensions that loops run "
+                "over. Stack layers with nnx.vmap(..., transform_metadata={nnx.PARTITION_NAME: "
+                "None})."
             )
         # A name without a rule is a mesh axis.
         known = {name for name, _ in rules}
@@ -163,7 +167,7 @@ def _apply_rules(
     if not all(name is None or isinstance(name, str) for name in names):
         raise TypeError(
             f"{where}, expected one logical name or None for each dimension. Give the dimension "
-            "one name, and that name a rule with several axes."
+            "one name, and write a rule that maps this name to several axes."
         )
     used = [name for name in names if name is not None]
     known = list(dict.fromkeys(name for name, _ in rules))
@@ -171,14 +175,14 @@ def _apply_rules(
     if unknown:
         raise ValueError(
             f"{where}, of which {unknown} are not in rules {known}{_nearest(unknown, known)}. "
-            f"Write {all_rules}, which has all names of the model, and an axis of the mesh "
-            f"{list(mesh.shape)} instead of None where a dimension is to be sharded."
+            f"Write {all_rules}, which has all names of the model. To shard a dimension, replace "
+            f"its None by an axis of the mesh {list(mesh.shape)}."
         )
     twice = sorted({name for name in used if used.count(name) > 1})
     if twice:
         raise ValueError(
-            f"{where}, of which {twice} stand for more than one dimension; rules cannot tell them "
-            "apart. Name each dimension differently, or None."
+            f"{where}, of which {twice} stand for more than one dimension, so that rules cannot "
+            "distinguish the dimensions. Give each dimension its own name, or None."
         )
     return tuple(nn.logical_to_mesh_axes(names, rules) or ())
 
@@ -196,13 +200,11 @@ def _check_axes(
             f"with {written_with(mesh, unknown)}: an axis of size 1 shards nothing."
         )
         if all_rules:
-            mend = (
-                f"{mend} If they are logical names, write {all_rules}, which has all of the model."
-            )
+            mend = f"{mend} If they are logical names, write {all_rules}, which has all names of the model."
         elif logical:
             mend = (
-                f". Rules have {logical}, but nn.with_partitioning takes no rules: annotate with "
-                "nn.with_logical_partitioning."
+                f". The rules have {logical}, but nn.with_partitioning does not use rules: "
+                "annotate with nn.with_logical_partitioning."
             )
         where = f"{where}, of which {unknown} are not axes of the mesh {list(mesh.shape)}"
         raise ValueError(f"{where}{mend}")

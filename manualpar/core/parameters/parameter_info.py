@@ -103,8 +103,8 @@ def describe_parameters(
             if split and set(axis_tuple(name)) - split:
                 raise ValueError(
                     f"model: parameter {key!r} of shape {value.shape} is sharded along dim {dim} "
-                    f"over {name!r}, of which only {sorted(split)} split the batch; expected data "
-                    "axes or other axes. Annotate two dims, or one of the axes."
+                    f"over {name!r}, of which only {sorted(split)} split the batch; expected only "
+                    "data axes or only other axes. Annotate two dims, or name one kind of axes."
                 )
         return ParameterInfo(key, value.shape, value.dtype, names, dims)
 
@@ -123,8 +123,8 @@ def on_stages(infos: Infos, stacked: frozenset[str], axis: str) -> Any:
         if info.names[0] not in (None, axis):
             raise ValueError(
                 f"model: parameter {info.path!r} of shape {info.shape} is annotated to be sharded "
-                f"over {info.names[0]!r} along the layers of dim 0, which pipeline= spreads over "
-                f"{axis!r}; expected None. Annotate another dim."
+                f"over {info.names[0]!r} along dim 0, but pipeline= splits the layers along dim 0 "
+                f"over {axis!r}; expected None for dim 0. Annotate another dim."
             )
         names = (axis, *info.names[1:])
         return dataclasses.replace(info, names=names, split_axes=info.split_axes | {axis})

@@ -122,8 +122,8 @@ class ShardedParameter(ArrayBox, eq=False):
         if set(axis_tuple(name)) & {*self.gather_axes, *self.storage_axes}:
             raise ValueError(
                 f"ShardedParameter: nn.scan or nn.vmap runs over dim {index} of a parameter with "
-                f"names {self.names}, which is sharded over {name!r}: no device has all of its "
-                "slices. Shard another dim of it."
+                f"names {self.names}. This dim is sharded over {name!r}, so no device has all of "
+                "its slices. Shard another dim of the parameter."
             )
         return self._with_dims(lambda entries, _: (*entries[:index], *entries[index + 1 :]), None)
 

@@ -91,7 +91,8 @@ def split(init: Callable[..., Any], names: Names, *, shared: bool = False) -> Ca
         value = init(key, *args, **kwargs)
         if isinstance(value, nn.meta.AxisMetadata):
             raise TypeError(
-                f"split: init returned a {type(value).__name__}, expected an array. Annotate once."
+                f"split: init returned a {type(value).__name__}, expected an array. Annotate the "
+                "parameter only by split."
             )
         if len(names) != value.ndim:
             raise ValueError(

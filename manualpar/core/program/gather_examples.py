@@ -61,8 +61,8 @@ def gather_examples(x: Any, axis_name: AxisName | None = None) -> Any:
         if not axes:
             raise ValueError(
                 "gather_examples: x is the same on all devices by its type, expected a value "
-                "computed from the batch. Name the axes (axis_name=program.data_axes), or gather "
-                "it in one tree with a value that varies."
+                "computed from the batch. Name the axes (axis_name=program.data_axes), or put x "
+                "into one tree with a value that varies."
             )
     else:
         axes = axis_tuple(axis_name)

@@ -52,7 +52,7 @@ def check_feedback(strategy: Strategy, options: Mapping[str, Any]) -> None:
         (
             quantizes_all and strategy.reduce_every == "minibatch",
             "gradients that are reduced in each minibatch",
-            "reductions once a step: of data_parallel, of zero with stage=1, of hsdp, or with "
+            "reductions once a step: data_parallel, zero with stage=1, hsdp, or "
             "communicate_every='step'",
         ),
         (options.get("pipeline"), "a pipeline", "pipeline=None"),
@@ -65,7 +65,7 @@ def check_feedback(strategy: Strategy, options: Mapping[str, Any]) -> None:
         if does_not_fit:
             raise ValueError(
                 f"{strategy.name}: error_feedback=True with {got}, expected {expected}. Leave "
-                "error_feedback out, or change that."
+                "out error_feedback, or change the other option."
             )
 
 
@@ -144,7 +144,7 @@ class StochasticQuantizer(_ReductionQuantizer):
 
     def _key(self, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
         # A gradient may be reduced twice: the second reduction rounds the result of the first. With
-        # the same key for both, the mean would be biased. So the key depends on the size, which differs.
+        # the same key for both, the mean would be biased. So the key depends on the array's size.
         return fold_rng_over_axis(jax.random.fold_in(self.key, x.size), axes)
 
 

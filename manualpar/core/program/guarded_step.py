@@ -28,9 +28,9 @@ from manualpar.core.trees import Batch, path_name
 
 MAX_STEPS_AHEAD = 8
 _MENDS = {
-    "state": "a train step donates its state, so that the one it returns can take over the memory. "
-    "Use the returned one, `state, metrics = program.train_step(state, batch)`. In a notebook, "
-    "run the cells again from the one that makes the state.",
+    "state": "a train step donates its state, so that the returned state can use the memory. "
+    "Use the returned state: `state, metrics = program.train_step(state, batch)`. In a notebook, "
+    "run the cells again, beginning with the cell that makes the state.",
     "batch": "an earlier call donated it or its delete() was called. Make the batch again before "
     "every step that donates it, or do not donate it.",
 }
@@ -130,7 +130,7 @@ def check_state(function: str, abstract: TrainState, state: Any) -> None:
     """
     if not isinstance(state, TrainState):
         raise TypeError(
-            f"{function}: state is a {type(state).__name__}, expected one of this program: the "
+            f"{function}: state is a {type(state).__name__}, expected a state of this program: the "
             "result of program.init or of the last step."
         )
     wanted = {path_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(abstract)}
@@ -149,9 +149,10 @@ def check_state(function: str, abstract: TrainState, state: Any) -> None:
         lines = ["it belongs to another model or optimizer"]
     if lines:
         raise ValueError(
-            f"{function}: the state is another program's, or has other shardings: "
-            f"{'; '.join(list_some(lines))}. program.adopt(state) takes another program's state, "
-            "and program.init_from(params) parameters from anywhere."
+            f"{function}: the state is from another program, or has other shardings: "
+            f"{'; '.join(list_some(lines))}. Convert another program's state with "
+            "program.adopt(state), or make a state of any parameters with "
+            "program.init_from(params)."
         )
 
 

@@ -98,7 +98,7 @@ class StartsFromArrays:
             [leaf for leaf in plain if missing == "error" or leaf.name in found],
             found,
             _fits_as_variable,
-            "Pass what model.init makes; missing='init' with rng makes the rest.",
+            "Pass the result of model.init, or set missing='init' and rng to make missing arrays.",
         )
         _warn_of_casts(plain, found)
         placed: dict[str, jax.Array] = {}
@@ -179,7 +179,8 @@ def check_has_devices(function: str, mesh: Any) -> None:
     if isinstance(mesh, AbstractMesh):
         raise ValueError(
             f"{function}: the program is on an abstract mesh, which has no devices; expected a "
-            "mesh of devices. Build the program on a mesh of make_mesh; this one can be traced."
+            "mesh of devices. Build the program on a mesh of make_mesh; this program can only be "
+            "traced."
         )
 
 
@@ -243,8 +244,8 @@ def _checked_state(function: str, leaves: list[Leaf], state: Any) -> dict[str, A
     """Checks that a state fits the program except for padding; returns its arrays by name."""
     if not isinstance(state, TrainState):
         raise TypeError(
-            f"{function}: state is a {type(state).__name__}, expected a TrainState. Parameters and "
-            "variables go to init_from."
+            f"{function}: state is a {type(state).__name__}, expected a TrainState. Pass parameters "
+            "or variables to init_from."
         )
     check_alive(function, state=state)
     found = {path_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(state)}
@@ -267,7 +268,7 @@ def _by_name(variables: Variables, abstract: TrainState) -> Iterator[tuple[str, 
         fields = "; pass its params" if hasattr(variables, "params") else ""
         raise TypeError(
             f"init_from: params_or_variables is a {type(variables).__name__}, expected a tree of "
-            f"parameters, or variables by collection{fields}. adopt takes the state of a program."
+            f"parameters, or variables by collection{fields}. Pass the state of a program to adopt."
         )
     inner = variables.get("params") if "params" in variables else None
     has_collections = by_collection is not None or (
@@ -324,8 +325,7 @@ def _check_all(
     ]
     if lines:
         raise ValueError(
-            f"{function}: what was passed does not fit the program: {'; '.join(list_some(lines))}. "
-            f"{mend}"
+            f"{function}: the arrays do not fit the program: {'; '.join(list_some(lines))}. {mend}"
         )
 
 
@@ -376,7 +376,7 @@ def _warn_of_casts(leaves: list[Leaf], found: Mapping[str, Any]) -> None:
     ]
     if narrowed:
         warnings.warn(
-            f"init_from: cast to what the program stores (param_dtype, frozen_dtype): "
+            f"init_from: cast to the dtypes that the program stores (param_dtype, frozen_dtype): "
             f"{'; '.join(list_some(narrowed))}.",
             stacklevel=4,
         )

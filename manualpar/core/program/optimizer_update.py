@@ -150,9 +150,9 @@ def _check_state(before: Any, after: Any) -> None:
     if old != new:
         changed = sorted(set(old.items()) ^ set(new.items()))
         raise ValueError(
-            f"tx: its update changes the structure of its state: {changed}, expected the same "
-            "arrays before and after, of the same shapes and dtypes: a step must be repeatable. "
-            "Leave out the part that changes it."
+            f"tx: its update changes the structure of its state: {changed}, expected arrays of the "
+            "same shapes and dtypes before and after, so that a step can be repeated. Leave out "
+            "the part of tx that changes its state."
         )
 
 
@@ -205,12 +205,12 @@ def explain_optimizer(
     except (AttributeError, TypeError, ValueError) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
         first_line = str(error).strip().partition("\n")[0].rstrip(".")
-        more = f", {', '.join(offered)}" if offered else ""
+        more = f", and optionally {', '.join(offered)}" if offered else ""
         but = f", of which another part of it refuses {sorted(lost)}" if lost else ""
         raise kind(
-            f"tx: {step} raises {type(error).__name__} ({first_line}), expected an optimizer "
-            "of the parameters and the gradient of the whole batch that needs no more than these"
-            f"{more}{but}. Leave out the part that needs more, or wrap it and give it that."
+            f"tx: {step} raises {type(error).__name__} ({first_line}), expected an optimizer that "
+            "needs only the parameters and the gradient of the global batch"
+            f"{more}{but}. Leave out the part that needs more, or wrap it and pass the argument."
         ) from error
 
 

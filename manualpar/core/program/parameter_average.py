@@ -57,7 +57,7 @@ def params_ema(decay: float) -> optax.GradientTransformation:
 
     def update(updates: Grads, state: Any, params: Params = None) -> tuple[Any, ParameterAverage]:
         if params is None:
-            raise ValueError("params_ema: update got no params, expected them; pass params=.")
+            raise ValueError("params_ema: update got no params; pass params= to tx.update.")
         new_params = optax.apply_updates(params, updates)
         new_params = jax.tree.map(lambda p: p.astype(_dtype_of(p)), new_params)
         return updates, ParameterAverage(optax.tree.update_moment(new_params, state.ema, decay, 1))

@@ -272,7 +272,7 @@ class Step:
         if "nonfinite" in metrics:
             raise ValueError(
                 f"{self.strategy.name}: nonfinite={self.nonfinite!r} reports a metric 'nonfinite', "
-                "and loss_fn returns one of that name too; expected another. Rename it."
+                "but loss_fn returns a metric of that name too. Rename the metric of loss_fn."
             )
         finite = is_finite(sums)
         metrics["nonfinite"] = (1 - finite.astype(jnp.float32), jnp.ones(()))

@@ -97,7 +97,7 @@ def test_a_state_that_was_donated_is_refused_before_jax_sees_it(devices8, count)
     first = make_state()
     eval_step(first, batch)
     second, _ = train_step(first, batch)
-    message = r": state.step has been deleted.*Use the returned one"
+    message = r": state.step has been deleted.*Use the returned state"
     with pytest.raises(ValueError, match="train_step" + message):
         train_step(first, batch)
     with pytest.raises(ValueError, match="eval_step" + message):  # It has been there alive.
@@ -179,7 +179,8 @@ def test_what_is_gone_is_named():
     check_alive("train_step", state=state, batch=None)
     state["params"]["kernel"].delete()
     with pytest.raises(
-        ValueError, match=r"train_step: state\['params'\]\['kernel'\] .*Use the returned one.*cells"
+        ValueError,
+        match=r"train_step: state\['params'\]\['kernel'\] .*Use the returned state.*cells",
     ):
         check_alive("train_step", state=state)
     with pytest.raises(ValueError, match=r"eval_step: batch.* Make the batch again"):
