@@ -200,7 +200,9 @@ def _check_axes(
             f"with {written_with(mesh, unknown)}: an axis of size 1 shards nothing."
         )
         if all_rules:
-            mend = f"{mend} If they are logical names, write {all_rules}, which has all names of the model."
+            mend += (
+                f" If they are logical names, write {all_rules}, which has all names of the model."
+            )
         elif logical:
             mend = (
                 f". The rules have {logical}, but nn.with_partitioning does not use rules: "

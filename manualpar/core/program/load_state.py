@@ -244,8 +244,8 @@ def _checked_state(function: str, leaves: list[Leaf], state: Any) -> dict[str, A
     """Checks that a state fits the program except for padding; returns its arrays by name."""
     if not isinstance(state, TrainState):
         raise TypeError(
-            f"{function}: state is a {type(state).__name__}, expected a TrainState. Pass parameters "
-            "or variables to init_from."
+            f"{function}: state is a {type(state).__name__}, expected a TrainState. Pass "
+            "parameters or variables to init_from."
         )
     check_alive(function, state=state)
     found = {path_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(state)}
