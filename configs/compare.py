@@ -1,9 +1,9 @@
-"""Handwritten digits under every strategy in every mode, side by side.
+"""Handwritten digits: compares every strategy in every mode.
 
     python -m experiments.compare --config=configs/compare.py
 
-Runs on any even number of devices that divides 64; on a CPU it simulates eight by default. Narrow
-it with --config.pairs="(('fsdp', 'manual'), ('fsdp', 'auto'))".
+Runs on any even number of devices that divides 64; on a CPU it simulates eight by default. To
+compare fewer pairs, use --config.pairs="(('fsdp', 'manual'), ('fsdp', 'auto'))".
 
 Measured on 2026-11-21 with jax 0.10.2 and eight devices simulated on two busy cores: over 30 steps
 all 16 losses stayed within 2.4e-7 of the losses on one device. The command took 81 seconds of
