@@ -1,1 +1,1 @@
-"""What to run: one `get_config()` a file."""
+"""Configs of the experiments: each file has a `get_config()`."""

@@ -1,15 +1,16 @@
-"""A language model of Python's standard library, byte by byte, with fully sharded data parallelism.
+"""A byte-level language model of Python's standard library, with fully sharded data parallelism.
 
     python -m experiments.fsdp --config=configs/fsdp_lm.py
 
-On any number of devices that divides 32; by default eight simulated ones where the CPU is all there
-is. 1.03 million parameters see 2 million bytes, a fifteenth of the corpus, and then write a text.
+Runs on any number of devices that divides 32; on a CPU it simulates eight by default. The model has
+1.03 million parameters. It trains on 2 million bytes, a fifteenth of the corpus, and then generates
+a text.
 
-Measured on 2026-11-21 with jax 0.10.2 and CPython 3.11.7, eight devices simulated on two cores of
-an Intel Xeon: 2.008 bits a byte on the test files, 1.67 on the first 32 KB of the evaluation files,
-in 146 seconds, at 16,000 tokens a second. Without any model those test files take 4.55 bits a byte
-by the frequencies of single bytes and 2.00 by zlib, the evaluation files 4.81 and 1.57. (The
-standard library differs from one Python to the next.)
+Measured on 2026-11-21 with jax 0.10.2, CPython 3.11.7 and eight devices simulated on two cores of
+an Intel Xeon: 2.008 bits per byte on the test files, and 1.67 on the first 32 KB of the evaluation
+files. The run took 146 seconds, at 16,000 tokens per second. For comparison, the frequencies of
+single bytes give 4.55 bits per byte on the test files and 4.81 on the evaluation files; zlib gives
+2.00 and 1.57. (The standard library differs between versions of Python.)
 """
 
 from ml_collections import ConfigDict
@@ -18,7 +19,7 @@ from ml_collections import ConfigDict
 def get_config() -> ConfigDict:
     config = ConfigDict()
     config.seed = 42
-    config.profile = ""  # steps to profile, such as "10:13"
+    config.profile = ""  # the steps to profile, such as "10:13"; "": none
 
     config.data = ConfigDict()
     config.data.source = "text"  # or "tokens", files made by python -m manualpar.data.tokenize
@@ -26,7 +27,7 @@ def get_config() -> ConfigDict:
     config.data.tokenizer = ""  # a tokenizer.json; "": bytes
     config.data.sequence_length = 128
     config.data.batch_size = 32  # sequences a step, on all devices together
-    config.data.prefetch = 2  # batches read ahead
+    config.data.prefetch = 2  # the number of batches to read ahead
 
     config.model = ConfigDict()
     config.model.name = "transformer"
@@ -37,18 +38,18 @@ def get_config() -> ConfigDict:
     config.model.num_kv_heads = 1
     config.model.rope_base = 10_000.0
     config.model.tied_head = False
-    config.model.logit_soft_cap = 0.0  # the bound of logits, such as 30.0; 0: none
+    config.model.logit_soft_cap = 0.0  # the limit of logits, such as 30.0; 0: none
     config.model.dropout_rate = 0.0
-    config.model.dtype = "bfloat16"  # what is computed in; parameters are float32
-    config.model.remat = "none"  # or "dots", "full": what is computed again for the backward pass
-    config.model.scan_layers = False  # True: one layer is compiled, and run in a loop
-    config.model.attention = ""  # "splash", "cudnn", "blockwise", "xla"; "": the best that runs
-    config.model.attention_window = 0  # how many positions a query sees; 0: all
-    config.model.attention_soft_cap = 0.0  # the bound of scores, such as 50.0; 0: none
-    config.model.vocab_multiple = 1  # the vocabulary is padded to a multiple, to divide over model
-    config.model.num_experts = 0  # in place of each MLP; 0: none
+    config.model.dtype = "bfloat16"  # the dtype of computation; parameters are float32
+    config.model.remat = "none"  # recomputed in the backward pass: "none", "dots" or "full"
+    config.model.scan_layers = False  # True: compiles one layer and runs it in a loop
+    config.model.attention = ""  # "splash", "cudnn", "blockwise", "xla"; "": the best available
+    config.model.attention_window = 0  # the number of positions that a query sees; 0: all
+    config.model.attention_soft_cap = 0.0  # the limit of attention scores, such as 50.0; 0: none
+    config.model.vocab_multiple = 1  # pads the vocabulary to a multiple of this
+    config.model.num_experts = 0  # experts that replace each MLP; 0: none
     config.model.experts_per_token = 2
-    config.model.capacity_factor = 1.25  # room of an expert, in equal shares; 0: for all tokens
+    config.model.capacity_factor = 1.25  # an expert's room, in equal shares of tokens; 0: all
 
     config.optimizer = ConfigDict()
     config.optimizer.learning_rate = 4e-3  # the peak
@@ -56,62 +57,62 @@ def get_config() -> ConfigDict:
     config.optimizer.weight_decay = 0.1
     config.optimizer.b1 = 0.9
     config.optimizer.b2 = 0.95
-    config.optimizer.clip_norm = 1.0  # of the gradient, the largest allowed; 0: any
+    config.optimizer.clip_norm = 1.0  # the largest norm of the gradient; 0: no limit
     config.optimizer.num_minibatches = 1
 
     config.parallel = ConfigDict()
     config.parallel.strategy = "fsdp"  # "dp", "zero1", "zero2", "fsdp" or "hsdp"
     config.parallel.mode = "manual"  # or "auto", "explicit", "auto-unconstrained"
-    # -1: all devices. Over an axis "model" layers are split, over "expert" experts are divided,
-    # over "context" sequences are split, and over "stage" each device has some of the layers.
+    # -1: all devices. Further axes: "model" splits layers, "expert" divides the experts, "context"
+    # splits sequences, and "stage" gives each device some of the layers.
     config.parallel.mesh = ConfigDict({"data": -1})
-    config.parallel.mesh_order = ()  # axes, that on the slowest links first; (): by their names
-    config.parallel.sequence = False  # over model, whether what lies between layers is split too
-    config.parallel.layer_overlap = "none"  # or "ring", with sequence: layers compute while sending
-    config.parallel.context_attention = "ring"  # over context; or "ulysses", "gather"
-    config.parallel.pipeline = "1f1b"  # over stage; or "gpipe"
-    config.parallel.pipeline_chunks = 1  # runs of layers on a stage
-    config.parallel.pipeline_keep = "residuals"  # until the backward pass; or "inputs" of a stage
-    config.parallel.min_weight_size = 2**10  # elements; smaller parameters are not sharded
-    config.parallel.reshard_after_forward = True  # fsdp, hsdp: gathered again for the backward pass
+    config.parallel.mesh_order = ()  # the axes, slowest links first; (): ordered by their names
+    config.parallel.sequence = False  # True: splits the activations between layers over "model" too
+    config.parallel.layer_overlap = "none"  # or "ring" (with sequence): computes while sending
+    config.parallel.context_attention = "ring"  # over "context": "ring", "ulysses" or "gather"
+    config.parallel.pipeline = "1f1b"  # over "stage": "1f1b" or "gpipe"
+    config.parallel.pipeline_chunks = 1  # the runs of layers on each stage
+    config.parallel.pipeline_keep = "residuals"  # kept until backward: "residuals" or "inputs"
+    config.parallel.min_weight_size = 2**10  # smaller parameters (in elements) are not sharded
+    config.parallel.reshard_after_forward = True  # fsdp, hsdp: gathers again for the backward pass
     config.parallel.communicate_every = "minibatch"  # fsdp, hsdp: or "step", "gather-step"
-    config.parallel.keep_gathered = ()  # fsdp, hsdp: what is kept all the same, such as ("head",)
-    config.parallel.axis_by_axis = False  # over a mesh of data and data_minor: as a torus wants it
-    config.parallel.overlap = "auto"  # compiler options by chip and mesh; "none": the compiler's
-    config.parallel.pad = False  # whether to shard, padded, what does not divide
-    config.parallel.param_dtype = ""  # "bfloat16", "float32"; "": what the model makes
-    config.parallel.gather_dtype = ""  # likewise; "": param_dtype
-    config.parallel.reduce_dtype = ""  # likewise, in mode manual alone; "": gather_dtype
-    config.parallel.rules = ()  # what logical names mean, such as (("embed", None),)
+    config.parallel.keep_gathered = ()  # fsdp, hsdp: kept until backward, such as ("head",)
+    config.parallel.axis_by_axis = False  # True: one collective for each of data, data_minor
+    config.parallel.overlap = "auto"  # compiler options: "auto" (by chip and mesh) or "none"
+    config.parallel.pad = False  # True: pads dims that do not divide, and shards them
+    config.parallel.param_dtype = ""  # "bfloat16" or "float32"; "": the dtype that the model makes
+    config.parallel.gather_dtype = ""  # "bfloat16" or "float32"; "": param_dtype
+    config.parallel.reduce_dtype = ""  # "bfloat16" or "float32" (mode manual); "": gather_dtype
+    config.parallel.rules = ()  # mesh axes of logical names, such as (("embed", None),)
 
     config.training = ConfigDict()
     config.training.num_steps = 500
     config.training.eval_every_steps = 250
-    config.training.eval_batches = 8  # of an evaluation; 0: all there are
+    config.training.eval_batches = 8  # batches of each evaluation; 0: all
     config.training.log_every_steps = 25
-    config.training.norm_metrics = False  # of gradients, updates and parameters
-    config.training.label_smoothing = 0.0  # the share of a label that all tokens get
-    config.training.z_loss = 0.0  # of the squared log of the softmax's denominator, such as 1e-4
-    config.training.on_nonfinite = "stop"  # or "skip" the update, "rollback", "ignore"
+    config.training.norm_metrics = False  # True: reports norms of gradients, updates and parameters
+    config.training.label_smoothing = 0.0  # the part of each label that is spread over all tokens
+    config.training.z_loss = 0.0  # the weight of log(softmax denominator)^2, such as 1e-4
+    config.training.on_nonfinite = "stop"  # "stop", "skip" (the update), "rollback" or "ignore"
 
     config.sample = ConfigDict()
-    config.sample.num_tokens = 400  # of the text generated at the end; 0: none
+    config.sample.num_tokens = 400  # the length of the text generated at the end; 0: no text
     config.sample.prompt = "def "
     config.sample.temperature = 0.8
 
     config.checkpoint = ConfigDict()
-    config.checkpoint.every_steps = 250  # 0: never
-    config.checkpoint.keep = 2  # the latest ones
-    config.checkpoint.keep_every_steps = 0  # and those of every so many steps; 0: none
-    config.checkpoint.best_metric = ""  # and the best by a metric of eval, such as "loss"
-    config.checkpoint.on_corruption = "stop"  # or "previous": go on from the one before
+    config.checkpoint.every_steps = 250  # 0: no checkpoints
+    config.checkpoint.keep = 2  # the number of newest checkpoints to keep
+    config.checkpoint.keep_every_steps = 0  # also keeps multiples of this step; 0: none
+    config.checkpoint.best_metric = ""  # also keeps the best by eval metric, such as "loss"
+    config.checkpoint.on_corruption = "stop"  # if damaged: "stop", or take the "previous" one
 
     config.watch = ConfigDict()
-    config.watch.lost_seconds = 10.0  # of silence, and a process counts as lost
-    config.watch.stall_seconds = 300.0  # without a step, and every stack is printed; 0: never
+    config.watch.lost_seconds = 10.0  # a process that is silent for longer counts as lost
+    config.watch.stall_seconds = 300.0  # a longer step prints every stack; 0: never
 
     config.debug = ConfigDict()
-    config.debug.check_replicas_every = 0  # steps; 0: never. A check waits for the device
-    config.debug.draw_sharding = ""  # of "head", of "all" parameters, or of none
+    config.debug.check_replicas_every = 0  # steps between checks, which are slow; 0: no checks
+    config.debug.draw_sharding = ""  # a parameter such as "head", or "all"; "": none
 
     return config.lock()

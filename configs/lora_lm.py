@@ -1,12 +1,12 @@
-"""Somebody else's language model, fine-tuned with LoRA: its weights stay, small adapters learn.
+"""A pretrained language model, fine-tuned with LoRA: only small adapters are trained.
 
     python -m experiments.fsdp --config=configs/lora_lm.py --config.model.from_hf=<directory>
 
-On any number of devices that divides 16; by default eight simulated ones where the CPU is all there
-is. The directory holds `config.json`, `tokenizer.json` and `.safetensors` files. The text is what
-`config.data.path` names, by default the pages of this project.
+Runs on any number of devices that divides 16; on a CPU it simulates eight by default. The directory
+holds `config.json`, `tokenizer.json` and `.safetensors` files. The training text is in
+`config.data.path`, by default the pages of this project.
 
-docs/tune_a_model.md makes a small model and runs this, and shows what was measured.
+docs/tune_a_model.md makes a small model, fine-tunes it with this config, and shows the results.
 """
 
 from ml_collections import ConfigDict
@@ -17,10 +17,10 @@ from configs import fsdp_lm
 def get_config() -> ConfigDict:
     config = fsdp_lm.get_config()
     with config.unlocked():
-        config.model.from_hf = ""  # a directory; the sizes below are then those of its config.json
+        config.model.from_hf = ""  # a directory, whose config.json replaces the sizes below
         config.model.lora = ("*/attention/query:8", "*/attention/value:8", "*/mlp/*:8")  # glob:rank
         config.model.lora_alpha = 16.0
-        config.model.int8 = ()  # glob:block; ("*kernel:64",) stores the layers' weights in 8 bits
+        config.model.int8 = ()  # glob:block; ("*kernel:64",) stores kernels in 8 bits
     config.data.path = "docs/*.md"
     config.data.batch_size = 16
     config.model.scan_layers = True

@@ -2,14 +2,14 @@
 
     python -m experiments.nd_lm --config=configs/nd_lm.py
 
-On any number of devices of which 4 is a divisor, up to 64; by default eight simulated ones where
-the CPU is all there is: two stages of a pipeline, over each of which layers are split in two, and
-two such groups that share the examples and store the parameters sharded (FSDP). Any axes may take
-part: `data`, `replica`, `model`, `expert`, `context` and `stage`, for example
+Runs on any multiple of 4 devices up to 64; on a CPU it simulates eight by default. The pipeline has
+two stages. In each stage, layers are split over two devices. Two such pipelines share the examples,
+and store the parameters sharded (FSDP). The mesh may have any of the axes `data`, `replica`,
+`model`, `expert`, `context` and `stage`, for example
 
     --config.parallel.mesh="{'expert': 2, 'context': 2, 'stage': 2}" --config.model.num_experts=8
 
-Not measured.
+This config was not measured.
 """
 
 from ml_collections import ConfigDict
@@ -23,7 +23,7 @@ def get_config() -> ConfigDict:
         config.parallel.mesh = ConfigDict({"data": -1, "model": 2, "stage": 2})
     config.parallel.sequence = True
     config.model.num_layers = 4
-    config.model.scan_layers = True  # where the pipeline cuts
+    config.model.scan_layers = True  # required by the pipeline, which splits the stack of layers
     config.model.num_heads = 8
     config.model.num_kv_heads = 2
     config.model.vocab_multiple = 4

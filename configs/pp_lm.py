@@ -2,10 +2,10 @@
 
     python -m experiments.pp_lm --config=configs/pp_lm.py
 
-On any number of devices of which 4 is a divisor, up to 32; by default eight simulated ones where
-the CPU is all there is. Four devices have a quarter of the layers each, and eight microbatches go
-through them one behind another. Two such pipelines share the examples, and store the parameters
-sharded (FSDP). Not measured.
+Runs on any multiple of 4 devices up to 32; on a CPU it simulates eight by default. Each of four
+devices has a quarter of the layers, and eight microbatches go through the four devices one after
+another. Two such pipelines share the examples, and store the parameters sharded (FSDP). This config
+was not measured.
 """
 
 from ml_collections import ConfigDict
@@ -18,8 +18,8 @@ def get_config() -> ConfigDict:
     with config.unlocked():
         config.parallel.mesh = ConfigDict({"data": -1, "stage": 4})
     config.model.num_layers = 4
-    config.model.scan_layers = True  # where the model is cut
+    config.model.scan_layers = True  # required by the pipeline, which splits the stack of layers
     config.optimizer.num_minibatches = 8
-    # Once a step, and not in each microbatch.
+    # Communicates parameters and gradients once a step, not in each microbatch.
     config.parallel.communicate_every = "step"
     return config.lock()

@@ -1,4 +1,4 @@
-"""Who runs it: thin mains from flags to the library."""
+"""The command lines: small programs that pass flags to the library."""
 
 import sys
 

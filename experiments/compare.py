@@ -1,15 +1,17 @@
-"""Trains one config under several strategies and modes, and shows side by side what that takes.
+"""Trains one config under several strategies and modes, and compares their bytes, memory and time.
 
 python -m experiments.compare [--config=configs/compare.py] [--config.<field>=<value> ...]
                               [--config.pairs="(('fsdp', 'manual'), ('fsdp', 'auto'))"]
                               [--workdir=<folder>] [--devices=<number>]
 
-A config to compare has the fields of the others but for `parallel.strategy` and `parallel.mode`,
-which are compared, and those that only the training loop reads. It also has `pairs`, what is
-compared, and `compare.repetitions`. Losses are compared with those of one device. Steps are timed
-in turn, one of each program after the other, and the result is the ratio within a round, because
-whatever else the machine does slows down a round and not a program. The results folder holds
-`config.json`, `comparison.json`, `comparison.md` and `comparison.png`.
+A config for this command has `pairs`, the strategies and modes to compare, and
+`compare.repetitions`. It has no `parallel.strategy`, no `parallel.mode`, and none of the fields
+that only the training loop reads. Its other fields are the same as in any config.
+
+The losses are compared with the losses on one device. Steps are timed in rounds: in each round,
+every program makes one step. The result is the ratio of times within a round, because other work on
+the machine slows down all programs of a round. The results folder holds `config.json`,
+`comparison.json`, `comparison.md` and `comparison.png`.
 """
 
 import itertools
@@ -66,7 +68,7 @@ from manualpar.training.monitoring.run_files import CONFIG_FILE, check_workdir
 DEFAULT_CONFIG = Path(__file__).parent.parent / "configs" / "compare.py"
 ONE_DEVICE = "one device"
 REPETITIONS = Field(int, 1)
-# Beginnings of the names of fields that the training loop reads and a comparison does not.
+# Prefixes of the fields that only the training loop reads, so a comparison's config lacks them.
 UNUSED = (
     *("profile", "data.prefetch", "training.eval_", "training.log_", "training.on_"),
     *("checkpoint.", "watch.", "debug."),
@@ -74,10 +76,10 @@ UNUSED = (
 
 
 class Trial:
-    """A program that is compiled, trained and timed, and holds its state meanwhile."""
+    """A program that is compiled, trained and timed, with its current state."""
 
     def __init__(self, strategy: str, program: Program) -> None:
-        """Compiles the step."""
+        """Compiles the program's step."""
         self.strategy, self.program = strategy, program
         self.name = f"{strategy} {program.mode}"
         self.losses: list[float] = []
@@ -90,7 +92,7 @@ class Trial:
         self._number = 0
 
     def train(self, batches: Sequence[Batch], *, seed: int) -> None:
-        """Trains from the beginning and keeps the losses."""
+        """Trains from the initial state and records the losses."""
         self._state, self._number = self.program.init(jax.random.key(seed)), 0
         for batch in batches:
             self._step(batch)
@@ -98,7 +100,7 @@ class Trial:
             self.losses.append(total / count)
 
     def time_step(self, batch: Batch) -> None:
-        """Takes one more step and keeps how long it took."""
+        """Makes one more step and records its time."""
         batch = jax.block_until_ready(jax.device_put(batch, self.program.batch_sharding))
         started = time.perf_counter()
         self._step(batch)
@@ -108,28 +110,28 @@ class Trial:
     def _step(self, batch: Batch) -> None:
         batch = jax.device_put(batch, self.program.batch_sharding)
         self._number += 1
-        # Replicas that train alone meet in some steps.
+        # With DiLoCo some steps are followed by an outer step.
         is_local = self.program.outer is not None
         step: Any = self.program.step_at(self._number) if is_local else self.compiled
         self._state, self._metrics = step(self._state, batch)
 
     def row(self, *, reference: "Trial", first: "Trial") -> Row:
-        """Everything that was measured, in bytes and seconds.
+        """Returns all measurements, in bytes and seconds.
 
-        `state_bytes` are those of parameters and optimizer states on the fullest device,
-        `temporary_bytes` what the compiled step holds besides, `bytes_sent` and `collectives` those
-        of a device in a step, and `formula_bytes` the prediction for parameters and gradients, and
-        in mode manual for split layers, which is an upper bound where `formula_is_bound`. Where
-        replicas train alone, both numbers of bytes have a step's share of the outer step.
-        `step_ratio` is the median of the times of a step divided by those of the first row in the
-        same round.
+        `state_bytes` is the size of parameters and optimizer state on the fullest device.
+        `temporary_bytes` is the memory that the compiled step needs in addition. `bytes_sent` and
+        `collectives` are counted for one device in one step. `formula_bytes` is the predicted
+        `bytes_sent` for parameters and gradients, and in mode manual also for split layers. It is
+        an upper bound if `formula_is_bound`. With DiLoCo, `bytes_sent` and `formula_bytes` include
+        a step's share of the outer step. `step_ratio` is the median over rounds of the time of a
+        step, divided by the first row's time in the same round.
         """
         program, state = self.program, self.program.abstract_state
         found: Sequence[Any]
         if program.mode == "manual":
             found, read_from = trace_collectives(self.traced), "traced"
         else:
-            # On one device XLA leaves collectives of a device with itself.
+            # XLA may leave collectives over a single device in the program.
             found = [c for c in compiled_collectives(self.compiled) if c.group_size > 1]
             read_from = "compiled"
         sent = total_bytes(found)
@@ -176,7 +178,7 @@ def compare(
     *,
     console: rich.console.Console,
 ) -> list[Row]:
-    """Trains what `prepare_pairs` returns on the same batches, then times it in turn.
+    """Trains the programs of `prepare_pairs` on the same batches, then times them in rounds.
 
     Returns a row for each program, see `Trial.row`.
     """
@@ -204,16 +206,17 @@ def compare(
 
 
 def _compiler_options(experiments: Sequence[tuple[str, Experiment]]) -> list[str]:
-    """What was chosen for the pairs, each once; nothing where there was nothing to choose."""
+    """Describes the compiler options chosen for the pairs, each once; empty if none were chosen."""
     chosen = dict.fromkeys(str(experiment.chosen) for _, experiment in experiments[:-1])
     return [each for each in chosen if each]
 
 
 def prepare_pairs(config: Any) -> list[tuple[str, Experiment]]:
-    """Checks a config, and builds a program for each pair and, the last, for a single device.
+    """Checks a config, and builds a program for each pair, and at the end one for a single device.
 
     Raises:
-      ValueError: The config does not fit itself or the devices; the message names the field.
+      ValueError: The config contradicts itself or does not fit the devices; the message names the
+        field.
     """
     for field in ("pairs", "compare", "parallel", "model"):
         if field not in config:
@@ -230,8 +233,8 @@ def prepare_pairs(config: Any) -> list[tuple[str, Experiment]]:
     rate = rest["model"].get("dropout_rate", 0)
     if isinstance(rate, int | float) and rate > 0:
         raise ValueError(
-            f"config.model.dropout_rate is {rate}, expected 0: every device draws a mask of its "
-            "own, so that losses would not be those of one device."
+            f"config.model.dropout_rate is {rate}, expected 0: every device draws its own mask, so "
+            "the losses would differ from the losses on one device."
         )
     for path, unused in FIELDS.items():
         if path.startswith(UNUSED):
@@ -245,7 +248,7 @@ def prepare_pairs(config: Any) -> list[tuple[str, Experiment]]:
         return prepare(ml_collections.ConfigDict(rest | {"parallel": parallel}))
 
     experiments = [(strategy, build(strategy, mode)) for strategy, mode in pairs]
-    # Nothing is sent on one device, and nothing split.
+    # On one device nothing is sent or split, so these options are turned off.
     parts = {"sequence": False, "layer_overlap": "none"} if "sequence" in rest["parallel"] else {}
     parts |= {"mesh": {"data": 1}, "mesh_order": (), "reduce_dtype": ""}
     parts |= dict.fromkeys(CODES, "") | dict.fromkeys(ROUNDING, False)
@@ -274,13 +277,13 @@ def _check_pairs(pairs: Any) -> list[tuple[str, str]]:
 
 
 def compare_command(line: CommandLine) -> int:
-    """Does what a command line asks for, for `absl.app.run`; returns the exit code."""
+    """Compares the pairs of a command line's config; returns the exit code for `absl.app.run`."""
     return answer(lambda console: _compare(line, console))
 
 
 def _compare(line: CommandLine, console: rich.console.Console) -> Path:
     config, flags = line.config, line.flags
-    with users_mistakes():  # Everything that can be checked before something compiles.
+    with users_mistakes():  # Checks everything that can be checked before compilation.
         require(PICTURE, "matplotlib")
         if flags.workdir:
             check_workdir(flags.workdir)
@@ -293,20 +296,20 @@ def _compare(line: CommandLine, console: rich.console.Console) -> Path:
     try:
         rows = compare(config, experiments, console=console)
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"of the results only the config is in {workdir}") from None
+        raise KeyboardInterrupt(f"only the config was written to {workdir}") from None
     notes = footnotes(rows, repetitions=config.compare.repetitions)
     for name, each in experiments:
         if outer := each.program.outer:
             notes.append(
-                f"In {name} an outer step follows every {outer.every} steps. Sent and "
-                "formula have its share; collectives and temporaries are those of a step alone."
+                f"In {name} an outer step follows every {outer.every} steps. Sent and formula "
+                "include its share; collectives and temporaries do not include the outer step."
             )
     told = {name: describe_codes(each.program.comm) for name, each in experiments}
-    notes += [f"What travels in {name}: {codes}." for name, codes in told.items() if codes]
+    notes += [f"Formats sent in {name}: {codes}." for name, codes in told.items() if codes]
     *pairs, reference = rows
     about: dict[str, Any] = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
     about["compiler_options"] = _compiler_options(experiments)
-    # JSON has no NaN and no infinities: they are null there.
+    # JSON has no NaN or infinity, so they become null.
     text = json.dumps(about | {"rows": pairs, "one_device": reference})
     with results_folder(workdir, workdir):
         write_json(workdir / "comparison.json", json.loads(text, parse_constant=lambda _: None))

@@ -1,7 +1,7 @@
-"""A comparison as a table, as Markdown and as a picture.
+"""Shows a comparison as a table, as Markdown and as a picture.
 
-A row is a dict as it is in `comparison.json`, see `experiments.compare`. The row of the single
-device is the last.
+A row is a dict from `comparison.json`, see `experiments.compare`. The last row is for the single
+device.
 """
 
 from collections.abc import Sequence
@@ -41,12 +41,12 @@ DASHES: dict[str, Any] = {
 
 
 def name(row: Row) -> str:
-    """A row's strategy and mode, such as `fsdp auto`."""
+    """Returns a row's strategy and mode, such as `fsdp auto`."""
     return f"{row['strategy']} {row['mode']}"
 
 
 def cells(row: Row) -> list[str]:
-    """A row of the table, in the order of `HEADERS`."""
+    """Formats a row's cells, in the order of `HEADERS`."""
     counts = [row["collectives"].get(kind, 0) for kind in KINDS]
     if others := sum(row["collectives"].values()) - sum(counts):
         counts.append(others)
@@ -65,14 +65,14 @@ def cells(row: Row) -> list[str]:
 
 
 def print_rows(console: rich.console.Console, rows: Sequence[Row], notes: Sequence[str]) -> None:
-    """Prints the table, the single device below a line, and the footnotes."""
+    """Prints the table and the footnotes; a line separates the single device's row."""
     *pairs, reference = map(cells, rows)
     print_table(console, [header.replace(" ", "\n") for header in HEADERS], pairs, last=reference)
     print_wrapped(console, *notes)
 
 
 def markdown(rows: Sequence[Row], notes: Sequence[str]) -> str:
-    """The table in Markdown, with the footnotes below it."""
+    """Formats the table in Markdown, with the footnotes below it."""
     alignments = ["---:" if header else "---" for header in HEADERS]
     lines = [f"| {' | '.join(line)} |" for line in (HEADERS, alignments, *map(cells, rows))]
     return "\n".join([*lines, "", *(f"- {note}" for note in notes), ""])
@@ -81,25 +81,25 @@ def markdown(rows: Sequence[Row], notes: Sequence[str]) -> str:
 def footnotes(rows: Sequence[Row], *, repetitions: int) -> list[str]:
     """Explains the columns of the table."""
     device = jax.devices()[0]
-    cpu = " Simulated devices share the cores of one machine, so that it is no speed-up."
+    cpu = " Simulated devices share the cores of one machine, so this shows no speed-up."
     return [
-        f"jax {jax.__version__}, {device.device_kind}. Loss: that of the last of "
-        f"{len(rows[0]['losses'])} steps, and its difference from that of one device. State: "
-        "parameters and optimizer state on a device. Temporaries: what the compiled step holds "
-        "besides.",
-        "Sent and collectives (all-gathers/reduce-scatters/all-reduces/others): by a device in a "
-        "step. In mode manual they are read from the traced program, as it is written, metrics "
-        "included; in the other modes from the compiled program, as XLA made it for this backend.",
-        "Formula: for parameters and gradients, and in mode manual for layers that are split. ≤: "
-        "at most that, because weights are gathered again only where the backward pass needs them. "
-        "-: none, because XLA may send activations.",
-        f"Step: the median over {repetitions} rounds, in each of which every row takes one step, "
-        f"of its time divided by that of the first row.{cpu if device.platform == 'cpu' else ''}",
+        f"jax {jax.__version__}, {device.device_kind}. Loss: the loss of the last of "
+        f"{len(rows[0]['losses'])} steps, and its difference from the loss on one device. State: "
+        "parameters and optimizer state on a device. Temporaries: the memory that the compiled "
+        "step needs in addition.",
+        "Sent and collectives (all-gathers/reduce-scatters/all-reduces/others): per device and "
+        "step. In mode manual they are read from the traced program, including metrics. In the "
+        "other modes they are read from the program that XLA compiled for this backend.",
+        "Formula: the predicted bytes for parameters and gradients, and in mode manual also for "
+        "split layers. ≤: an upper bound, because weights are gathered again only if the backward "
+        "pass needs them. -: no formula, because XLA may send activations.",
+        f"Step: the time of a step divided by the first row's time, as a median over {repetitions} "
+        f"rounds. In a round every row makes one step.{cpu if device.platform == 'cpu' else ''}",
     ]
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Draws the losses, and bars for what a device holds and sends, into a PNG file."""
+    """Draws the losses, and bars for a device's memory and sent bytes, into a PNG file."""
     mesh = " x ".join(f"{axis}={size}" for axis, size in rows[0]["mesh"].items())
     title = f"One config under {len(rows) - 1} strategies and modes ({mesh})"
     size = (15, max(6.4, 2.6 + 0.34 * len(rows)))
@@ -117,7 +117,7 @@ def _draw_losses(losses: Any, differences: Any, rows: Sequence[Row]) -> None:
     steps = range(1, len(reference["losses"]) + 1)
     for index, row in enumerate(pairs):
         style = {"color": _color(row), "linestyle": DASHES[row["mode"]]}
-        # The first lines are wide, so that they can be seen under the last.
+        # The first lines are wider, so that they stay visible under the later lines.
         width = 1.2 + 4.0 * (len(pairs) - 1 - index) / max(len(pairs) - 1, 1)
         losses.plot(steps, row["losses"], linewidth=width, label=name(row), **style)
         apart = [x - y for x, y in zip(row["losses"], reference["losses"], strict=True)]
@@ -125,10 +125,10 @@ def _draw_losses(losses: Any, differences: Any, rows: Sequence[Row]) -> None:
     losses.plot(steps, reference["losses"], color=pictures.INK, linewidth=0.8, label="one device")
     differences.axhline(0, color=pictures.INK, linewidth=0.8)
     distance = max(row["largest_difference"] for row in pairs)
-    losses.set_title(f"Training loss, at most {distance:.1e} from that of one device")
+    losses.set_title(f"Training loss, at most {distance:.1e} from the loss on one device")
     losses.tick_params(labelbottom=False)
     losses.legend(fontsize=8, ncols=2, handlelength=3.2)
-    differences.set_title("Loss minus that of one device")
+    differences.set_title("Loss minus the loss on one device")
     differences.set_xlabel("step")
     differences.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
     for axes in (losses, differences):
@@ -144,7 +144,7 @@ def _draw_memory(axes: Any, rows: Sequence[Row]) -> None:
         bars.append(Bar(label, [(state, _color(row)), (temporaries, pictures.GREY)], text))
     pictures.draw_bars(axes, bars)
     pictures.scale_in_bytes(axes)
-    axes.set_title("Held on a device: state + temporaries")
+    axes.set_title("Memory of a device: state + temporaries")
 
 
 def _draw_bytes(axes: Any, rows: Sequence[Row]) -> None:
@@ -152,7 +152,7 @@ def _draw_bytes(axes: Any, rows: Sequence[Row]) -> None:
     for y, row in enumerate(rows):
         sent, formula = row["bytes_sent"], row["formula_bytes"] or 0
         color = _color(row) if row["read_from"] == "traced" else _pale(_color(row))
-        # The text stands behind the formula, too.
+        # An invisible part up to the formula puts the text to the right of the formula's line.
         parts = [(sent, color), (max(formula - sent, 0), "none")]
         bars.append(Bar("", parts, describe_bytes(sent)))
         if formula:
@@ -160,17 +160,17 @@ def _draw_bytes(axes: Any, rows: Sequence[Row]) -> None:
             axes.plot(formula, y, color=pictures.INK, **mark)
     pictures.draw_bars(axes, bars)
     pictures.scale_in_bytes(axes)
-    axes.set_title("Sent by a device in a step (|: the formula)")
+    axes.set_title("Bytes that a device sends in a step (|: the formula)")
     pictures.add_legend(axes, {"as traced": pictures.DARK, "as compiled": _pale(pictures.DARK)})
 
 
 def _color(row: Row) -> str:
     kind = strategy_kinds().get(row["strategy"])
-    return kind.color if kind else pictures.INK  # The single device.
+    return kind.color if kind else pictures.INK  # Only the single device has no such strategy.
 
 
 def _pale(color: str) -> str:
-    """A colour `#RRGGBB` half way to white."""
+    """Returns the colour halfway between `#RRGGBB` and white."""
     return "#" + "".join(f"{(int(color[i : i + 2], 16) + 255) // 2:02X}" for i in (1, 3, 5))
 
 

@@ -1,4 +1,4 @@
-"""Trains a classifier with DiLoCo: replicas train alone for many steps, and then meet.
+"""Trains a classifier with DiLoCo: replicas make many steps separately, then one outer step.
 
 python -m experiments.diloco [--config=configs/diloco.py] [--config.<field>=<value> ...]
                          [--workdir=<folder>] [--devices=<number>]

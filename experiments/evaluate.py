@@ -1,4 +1,4 @@
-"""Says how likely the newest checkpoint of a run, or a model of Hugging Face's, finds texts.
+"""Evaluates a run's newest checkpoint, or a Hugging Face model, on texts.
 
 python -m experiments.evaluate --workdir=<folder>                      the run's own test split
 python -m experiments.evaluate --workdir=<folder> --text=<.txt or .jsonl with "text">

@@ -1,10 +1,10 @@
-"""Writes the model in a workdir as .safetensors files, with config and tokenizer.
+"""Writes the model in a workdir as .safetensors files, with its config and tokenizer.
 
 python -m experiments.export_hf --workdir=<folder> --to=<directory>
                                 [--like=<directory it came from> | --family=llama]
                                 [--dtype=bfloat16] [--max-shard-bytes=<number>] [--devices=<number>]
 
-A model that was imported keeps its config, its tokenizer and the dtypes of its tensors.
+If the model was imported, its config, its tokenizer and the dtypes of its tensors are kept.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Answers prompts with the newest checkpoint of a run, or a model of Hugging Face's.
+"""Answers prompts with a run's newest checkpoint, or with a Hugging Face model.
 
 python -m experiments.generate --workdir=<folder> --prompt="Once upon a time" [--temperature=0.8]
                                [--top_k=<number>] [--top_p=<probability>] [--max_tokens=<number>]
@@ -6,7 +6,8 @@ python -m experiments.generate --workdir=<folder> --prompt="Once upon a time" [-
                                [--mesh=data=4,model=2] [--devices=<number>]
 python -m experiments.generate --hf=<directory> --prompts=<lines, .jsonl or -> [--output=<.jsonl>]
 
-One prompt is answered on the terminal, as it comes; several are answered in batches, as JSONL.
+The answer to one prompt is streamed to the terminal. Several prompts are answered in batches, as
+JSONL.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Trains a classifier with hybrid sharded data parallelism: sharded in a group, replicated across.
+"""Trains a classifier with hybrid sharding: sharded within a group, replicated between groups.
 
 python -m experiments.hsdp [--config=configs/hsdp.py] [--config.<field>=<value> ...]
                          [--workdir=<folder>] [--devices=<number>]

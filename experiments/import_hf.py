@@ -1,11 +1,11 @@
-"""Brings somebody else's model into a workdir, as a checkpoint at step 0 that training starts from.
+"""Imports a Hugging Face model into a workdir, as a checkpoint at step 0 from which to train.
 
 python -m experiments.import_hf DIR --workdir=<folder>
                                 [--config=configs/fsdp_lm.py] [--config.<field>=<value> ...]
                                 [--devices=<number>]
 
-DIR holds config.json, tokenizer.json and .safetensors files. The config says how it will be
-trained, and on what data. Each process reads the slices of its own devices.
+DIR holds config.json, tokenizer.json and .safetensors files. The config says how the model will be
+trained, and on which data. Each process reads only the slices for its devices.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Says what a step of each config sends, holds and computes on a device, before one runs.
+"""Shows the communication, memory and FLOPs of each config's step, before any step runs.
 
 python -m experiments.inspect [--config=configs/fsdp.py] [--config=configs/dp.py ...]
                               [--config.<field>=<value> ...]
@@ -7,9 +7,9 @@ python -m experiments.inspect [--config=configs/fsdp.py] [--config=configs/dp.py
                               [--budget=configs/budgets.toml [--write_budget]]
                               [--memory=<16GiB or v5p>] [--schedule]
 
-Nothing is trained, and with --nocompile nothing compiled: --devices=4096 needs no devices then.
-Exit codes: 0, 1 if a budget is broken, 2 for a mistake on the command line, in a config or in a
-budget.
+Nothing is trained. With --nocompile nothing is compiled either, so that --devices=4096 needs no
+devices. Exit codes: 0; 1 if a budget is broken; 2 for a mistake on the command line, in a config or
+in a budget.
 """
 
 from pathlib import Path
@@ -24,7 +24,7 @@ DEFAULT_CONFIG = Path(__file__).parent.parent / "configs" / "fsdp.py"
 
 
 def chip_memory(name: str) -> int:
-    """The bytes that a program can have on a chip of a name such as `v5p`."""
+    """Returns the bytes that a program can use on a chip, by the chip's name, such as `v5p`."""
     return chip_named(name).hbm_bytes
 
 

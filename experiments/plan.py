@@ -1,4 +1,4 @@
-"""Says what a config would send, hold and take on devices that nobody here has.
+"""Estimates a config's communication, memory and time on devices that are not available here.
 
 python -m experiments.plan [--config=configs/fsdp_lm.py] [--config.<field>=<value> ...]
                            [--topology=v5p:8x8x4] [--compiler=auto|tpu|none] [--search]

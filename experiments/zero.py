@@ -1,4 +1,4 @@
-"""Trains a classifier with a sharded optimizer (ZeRO stage 1, or 2): every device updates a shard.
+"""Trains a classifier with a sharded optimizer (ZeRO stage 1 or 2): each device updates a shard.
 
 python -m experiments.zero [--config=configs/zero.py] [--config.<field>=<value> ...]
                          [--workdir=<folder>] [--devices=<number>]

@@ -1,1 +1,1 @@
-"""Large models, to be planned on devices that nobody here has, and not to be trained."""
+"""Configs of large models, only for the planner: the models are not trained here."""

@@ -1,23 +1,24 @@
-"""A model of the size of DeepSeek-V3, to be planned on devices that nobody here has.
+"""A model of the size of DeepSeek-V3, for the planner; it is not trained here.
 
     python -m experiments.plan --config=configs/plan/deepseek_v3.py --topology=h100:1024
 
-On any number of devices that divides 15,360. Nothing was measured here, and the plan is in
-bfloat16: for 2,048 GPUs it says 23% MFU, where DeepSeek's speed in FP8 on H800s is 36% of
-bfloat16's peak (python -m benchmarks.calibration). Sizes and batch are those of section 4.2 of
-https://arxiv.org/abs/2412.19437, which has 671 billion parameters, 37 billion of
-them for a token. This has 702 and 36 billion, because it differs in three things. The Transformer
-here lacks the first, and the closed forms of a plan know of one kind of layer and of no shared
-experts:
+The number of devices must divide 15,360. The plan is an estimate in bfloat16, compared with
+published numbers by `python -m benchmarks.calibration`. For 2,048 GPUs the plan says 23% MFU. The
+published speed in FP8 on H800s is 36% of the bfloat16 peak. Sizes and batch are from section 4.2 of
+https://arxiv.org/abs/2412.19437. That model has 671 billion parameters, of which a token uses 37
+billion. This config has 702 billion, of which a token uses 36 billion. It lacks three things:
 
-- Latent attention: 187 million weights a layer, and keys of 192 and values of 128 features for each
-  of the 128 heads. Here they are 206 million, and heads have 56 features. So the products of
-  attention's scores take 0.35 of the operations.
-- A shared expert: 44 million weights a layer, which every token uses.
-- Three dense layers of 18,432 at the beginning, and no experts there: 33.8 billion weights less.
-  A token uses as many weights in them as in 9 experts.
+- Latent attention, which our Transformer does not have. DeepSeek-V3's attention has 187 million
+  weights a layer, and 128 heads with keys of 192 and values of 128 features. Here it has 206
+  million weights, and heads of 56 features. So computing the scores takes 0.35 of the operations.
+- The shared expert, which the planner's closed forms do not support. It has 44 million weights a
+  layer, and every token uses it.
+- The three dense MLPs of size 18,432 in the first layers, because the closed forms support only one
+  kind of layer. With them the model would have 33.8 billion weights less. A token uses as many
+  weights in a dense MLP as in 9 experts.
 
-Prediction of a second token, 14 billion parameters more in training, is not planned either.
+The plan also leaves out the prediction of a second token, which adds 14 billion parameters in
+training.
 """
 
 from ml_collections import ConfigDict
@@ -31,7 +32,7 @@ def get_config() -> ConfigDict:
     config.data.batch_size = 15_360
     config.model.num_layers = 61
     config.model.hidden_size = 7168
-    config.model.mlp_size = 2048  # of an expert
+    config.model.mlp_size = 2048  # of each expert
     config.model.num_heads = 128
     config.model.num_kv_heads = 128
     config.model.rope_base = 10_000.0

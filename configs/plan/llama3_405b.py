@@ -1,13 +1,13 @@
-"""Llama 3 405B, to be planned on devices that nobody here has, and not to be trained.
+"""Llama 3 405B, for the planner; it is not trained here.
 
     python -m experiments.plan --config=configs/plan/llama3_405b.py --topology=h100:1024
 
-On any number of devices that divides 2,048, or more with layers split over an axis model. Nothing
-was measured here: for Meta's layout on 16,384 H100s the plan says 37.9% MFU where Meta published
-41%, and with 131,072 positions 51.9% where it published 38% (python -m benchmarks.calibration;
-docs/scale.md says why). The shape is that of table 3 of https://arxiv.org/abs/2407.21783: 405.9
-billion parameters. The batch is that of most of its training, 16.8 million tokens. The vocabulary
-is that of llama3_8b.py.
+The number of devices must divide 2,048. It may be larger if an axis `model` splits layers. The plan
+is an estimate, compared with published numbers by `python -m benchmarks.calibration`. For Meta's
+layout on 16,384 H100s the plan says 37.9% MFU, and Meta published 41%. With 131,072 positions the
+plan says 51.9%, and Meta published 38%; docs/scale.md says why. The shape is from table 3 of
+https://arxiv.org/abs/2407.21783: 405.9 billion parameters. The batch is 16.8 million tokens, as in
+most of the model's training. The vocabulary is the same as in llama3_8b.py.
 """
 
 from ml_collections import ConfigDict

@@ -1,15 +1,15 @@
-"""Llama 3 8B, to be planned on devices that nobody here has, and not to be trained.
+"""Llama 3 8B, for the planner; it is not trained here.
 
     python -m experiments.plan --config=configs/plan/llama3_8b.py --topology=h100:1024
 
-On any number of devices that divides 2,048. A step has 2,048 sequences of 8,192 tokens, which is
-the batch of the family's largest model. Nothing was measured here: on 128 H100s the plan says 61.4%
-MFU for a layout with which NVIDIA published 58.6%, and on 128 H100s of 500 W 39.2% where torchtitan
-has 38.1% (python -m benchmarks.calibration). The shape is that of table 3 of
-https://arxiv.org/abs/2407.21783: 8.03 billion parameters.
+The number of devices must divide 2,048. A step has 2,048 sequences of 8,192 tokens, like the batch
+of the family's largest model. The plan is an estimate, compared with published numbers by `python
+-m benchmarks.calibration`. On 128 H100s the plan says 61.4% MFU, and NVIDIA published 58.6% for the
+same layout. On 128 H100s of 500 W it says 39.2%, and torchtitan has 38.1%. The shape is from table
+3 of https://arxiv.org/abs/2407.21783: 8.03 billion parameters.
 
-The tokens of a language model are those of its data. Here they are the bytes of Python's standard
-library, padded to the vocabulary of the model that is planned.
+A config's vocabulary comes from its data. Here the data is the bytes of Python's standard library,
+and the vocabulary is padded to the size of Llama 3's vocabulary.
 """
 
 from ml_collections import ConfigDict

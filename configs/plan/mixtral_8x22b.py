@@ -1,13 +1,14 @@
-"""Mixtral 8x22B, to be planned on devices that nobody here has, and not to be trained.
+"""Mixtral 8x22B, for the planner; it is not trained here.
 
     python -m experiments.plan --config=configs/plan/mixtral_8x22b.py --topology=h100:1024
 
-On any number of devices that divides 2,048. Nothing was measured here: on a v6e-256 the plan says
-33.6% MFU where MaxText published 36.2% (python -m benchmarks.calibration). Each token is computed
-by 2 of 8 experts. The shape is that of params.json in https://huggingface.co/mistralai/Mixtral-8x22B-v0.1,
-with the vocabulary of the instructed model, version 3: 140.6 billion parameters. Its batch was not
-published; here it is that of llama3_8b.py. Mixtral drops no token's choice. Here an expert has room
-for 1.25 times its share.
+The number of devices must divide 2,048. The plan is an estimate, compared with published numbers by
+`python -m benchmarks.calibration`. On a v6e-256 the plan says 33.6% MFU, and MaxText published
+36.2%. Each token is computed by 2 of 8 experts. The shape is from params.json in
+https://huggingface.co/mistralai/Mixtral-8x22B-v0.1, with the vocabulary of the instruction-tuned
+model, version 3: 140.6 billion parameters. The model's batch was not published, so this config has
+the batch of llama3_8b.py. Mixtral never drops a token's choice of an expert. Here an expert has
+room for 1.25 times its equal share of tokens.
 """
 
 from ml_collections import ConfigDict
@@ -19,7 +20,7 @@ def get_config() -> ConfigDict:
     config = llama3_8b.get_config()
     config.model.num_layers = 56
     config.model.hidden_size = 6144
-    config.model.mlp_size = 16_384  # of an expert
+    config.model.mlp_size = 16_384  # of each expert
     config.model.num_heads = 48
     config.model.rope_base = 1e6
     config.model.vocab_multiple = 32_768

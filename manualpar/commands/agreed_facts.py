@@ -1,7 +1,8 @@
 """The facts that the processes of a run must agree on, for `Cluster.agree` to compare.
 
-Hosts may differ in the path of the data (its fingerprint and first examples are compared instead),
-in prefetching, monitoring, reports and profiles, and in the last number of Python's version.
+Hosts may differ in prefetching, monitoring, reports and profiles, and in the last number of
+Python's version. They may also differ in the path of the data, because the data's fingerprint and
+its first examples are compared instead.
 """
 
 import hashlib
@@ -21,7 +22,7 @@ from manualpar.training.config import flatten_config
 from manualpar.training.experiment import Experiment
 
 PACKAGES = ("manualpar", "jax", "jaxlib", "flax", "optax", "numpy", "orbax-checkpoint")
-# Settings of jax that change the results, or their bits.
+# JAX settings that change the results, or only their last bits.
 SETTINGS = (
     "jax_enable_x64",
     "jax_default_matmul_precision",
@@ -29,7 +30,7 @@ SETTINGS = (
     "jax_threefry_partitionable",
 )
 FIRST_EXAMPLES = 8
-# Fields that may differ; a prefix ends in a dot.
+# Config fields that may differ between processes; a prefix ends in a dot.
 LOCAL = (
     *("watch.", "profile", "debug.draw_sharding"),
     *("data.path", "data.tokenizer", "data.template", "data.cache", "data.prefetch"),
@@ -37,7 +38,7 @@ LOCAL = (
 
 
 def run_facts(command: CommandLine) -> Facts:
-    """Collects a run's facts before there are devices: its config, folder and versions."""
+    """Collects the facts known before JAX has devices: the config, the folder and versions."""
     facts = {
         f"config.{name}": _show(value)
         for name, value in flatten_config(command.config).items()
@@ -50,7 +51,7 @@ def run_facts(command: CommandLine) -> Facts:
 
 
 def experiment_facts(experiment: Experiment) -> Facts:
-    """Collects the facts of a run whose data is open and whose program is traced."""
+    """Collects the facts of an experiment whose data is open and whose program is traced."""
     config, program = experiment.config, experiment.program
     dataset = experiment.task.dataset
     count = min(config.data.batch_size, FIRST_EXAMPLES)

@@ -36,15 +36,15 @@ def model_flags(description: str) -> argparse.ArgumentParser:
     )
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--workdir", type=path_flag, help="The folder of a run with a checkpoint.")
-    which.add_argument("--hf", type=path_flag, help="A directory with a model of Hugging Face's.")
-    parser.add_argument("--mesh", default="data=-1", help="Its axes, such as data=4,model=2.")
-    parser.add_argument("--devices", type=int, help="How many CPU devices to simulate.")
+    which.add_argument("--hf", type=path_flag, help="A directory with a Hugging Face model.")
+    parser.add_argument("--mesh", default="data=-1", help="The mesh, such as data=4,model=2.")
+    parser.add_argument("--devices", type=int, help="The number of CPU devices to simulate.")
     parser.add_argument("--batch_size", type=int, default=32, help="Rows that run at once.")
     return parser
 
 
 def run_with_model(flags: argparse.Namespace, work: Callable[[Trained, Generator], None]) -> int:
-    """Loads the model that flags name and calls `work` with it, in all processes of a cluster.
+    """Loads the model that the flags name and calls `work` with it, in each process of a cluster.
 
     Returns the exit code.
     """
@@ -72,19 +72,19 @@ def run_with_model(flags: argparse.Namespace, work: Callable[[Trained, Generator
 
 
 def is_main() -> bool:
-    """Returns whether this process does the reading and writing that only one process may do."""
+    """Returns whether this is process 0, the only process that reads and writes files."""
     return jax.process_index() == 0
 
 
 def show(text: str) -> None:
-    """Prints a part of the results, once in a cluster."""
+    """Prints a part of the results; in a cluster only process 0 does."""
     if is_main():
         sys.stdout.write(text)
         sys.stdout.flush()
 
 
 def write_output(path: AnyPath, text: str) -> None:
-    """Writes the file of `--output`, once in a cluster.
+    """Writes the file of `--output`; in a cluster only process 0 does.
 
     Raises:
       UsageError: The file cannot be written.
@@ -98,13 +98,15 @@ def write_output(path: AnyPath, text: str) -> None:
 
 
 def read_lines(path: str) -> list[dict[str, Any]]:
-    """Reads the objects of a JSONL file, or of stdin for `-`; other lines are `{"prompt": line}`.
+    """Reads the objects of a JSONL file, or of stdin if `path` is `-`.
+
+    Outside `.jsonl` files, a line that does not begin with `{` becomes `{"prompt": line}`.
 
     Raises:
-      UsageError: The file cannot be read, or a line of a `.jsonl` file is no JSON object.
+      UsageError: The file cannot be read, or any other line is not a JSON object.
 
     Communication:
-      Process 0 reads the file, and the others get its content by two small all-gathers.
+      Process 0 reads the file, and the other processes get its content by two small all-gathers.
     """
     return from_first(_read_lines(path) if is_main() else [])
 
@@ -140,10 +142,10 @@ def check_lines(
     texts: Collection[str],
     added: Collection[str],
 ) -> None:
-    """Refuses lines with fields that are not texts, or that results would replace.
+    """Refuses lines with fields that must be texts and are not, or that the output would replace.
 
     Args:
-      where: The name of the file in messages.
+      where: The name of the file, for messages.
       lines: The lines.
       texts: Names of fields that must be texts if a line has them.
       added: Names of fields that the output adds to each line.
@@ -160,17 +162,17 @@ def check_lines(
                 )
         if taken := sorted(line.keys() & set(added)):
             raise UsageError(
-                f"{where}, line {number}: it has a field {taken[0]!r}, which the output adds to "
-                "each line; give the field another name, so that it is not lost."
+                f"{where}, line {number}: the line has a field {taken[0]!r}, which the output "
+                "would overwrite; rename the field."
             )
 
 
 def output_line(fields: Mapping[str, Any]) -> str:
-    """Formats an object, which may hold anything that JSON can, as a line of JSON."""
+    """Formats an object as one line of JSON."""
     line = json.dumps(fields, ensure_ascii=False) + "\n"
     try:
         line.encode()
-    except UnicodeEncodeError:  # Half of a surrogate pair, which only an escape can spell.
+    except UnicodeEncodeError:  # The text has half a surrogate pair: only an escape can write it.
         return json.dumps(fields) + "\n"
     return line
 

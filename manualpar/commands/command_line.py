@@ -2,8 +2,8 @@
 
 A command declares its flags in a `Syntax`. `--config` names a Python file with `get_config()`, and
 `--config.<field>=<value>` sets a field, through `ml_collections.config_flags`. A command that takes
-several configs sets the field in all of them. A user's mistake is a `UsageError`: it is shown as
-one sentence, and the exit code is 2. Errors of this package keep their traceback.
+several configs sets the field in all of them. A user's mistake is a `UsageError`, which is shown as
+one sentence and ends with exit code 2. A bug of this package is shown with its traceback.
 """
 
 import contextlib
@@ -58,18 +58,18 @@ class Flag(NamedTuple):
     help: str
     kind: type = str
     default: Any = None
-    in_buckets: bool = False  # Whether a path may be one of s3:// or gs://.
+    in_buckets: bool = False  # Whether a path may begin with s3:// or gs://.
 
 
 WORKDIR = Flag(
-    "Folder of the run, by default a new runs/<name of the config>/<next number>; one that holds a "
-    "checkpoint goes on from it.",
+    "Folder of the run, by default a new runs/<name of the config>/<next number>. If it holds a "
+    "checkpoint, the run resumes from it.",
     Path,
 )
 
 
 class NamedConfig(NamedTuple):
-    """A config with its overrides, locked and not yet checked, and the name of its results."""
+    """A config with its overrides applied, not yet checked, and the name for its results."""
 
     name: str
     path: Path
@@ -95,13 +95,13 @@ class CommandLine:
 
 
 class Syntax(NamedTuple):
-    """The flags of a command in addition to `--config` and `--config.<field>`.
+    """The flags of a command, without `--config` and `--config.<field>`, which all commands have.
 
     Attributes:
       flags: The flags by name.
       takes_several: Whether `--config` may be given several times.
       refused: Flags of other commands that this command refuses, each with the reason.
-      refine: Checks the values of the flags, and may replace them; a mistake is a `UsageError`.
+      refine: Checks the flags' values, and may replace them; raises `UsageError` for a mistake.
     """
 
     flags: Mapping[str, Flag]
@@ -114,18 +114,18 @@ TRAINING = Syntax(
     {
         "workdir": WORKDIR._replace(in_buckets=True),
         "devices": Flag(
-            "How many CPU devices to simulate, by default 8 where the CPU is all there is.", int
+            "The number of CPU devices to simulate; by default 8 if there is only a CPU.", int
         ),
         "coordinator_address": Flag(
-            "Host:port of process 0, where several processes train together and nothing in the "
-            "environment says so; auto has jax find all three."
+            "Host:port of process 0, if several processes train together and the environment does "
+            "not say so. With auto, JAX finds the address, the number and the id."
         ),
         "num_processes": Flag(
-            "How many processes train together, with --coordinator_address.", int
+            "The number of processes that train together, with --coordinator_address.", int
         ),
-        "process_id": Flag("Which of them this is, from 0, with --coordinator_address.", int),
+        "process_id": Flag("This process's number, from 0, with --coordinator_address.", int),
         "force": Flag(
-            "Starts what does not fit into memory, and more devices than one would simulate.",
+            "Starts even if the run does not fit into memory or simulates very many devices.",
             bool,
             False,
         ),
@@ -138,8 +138,8 @@ def flags_parser(
 ) -> Callable[[list[str]], CommandLine]:
     """Makes the parser for `absl.app.run`; `--help` shows `description` first.
 
-    The parser ends the process with code 0 for `--help`, and with code 2 and a sentence for a
-    mistake.
+    The parser ends the process with code 0 after `--help`. After a mistake it prints a sentence and
+    ends the process with code 2.
     """
 
     def parse_or_end(argv: list[str]) -> CommandLine:
@@ -164,9 +164,10 @@ def parse_command_line(
     syntax: Syntax = TRAINING,
     flag_values: absl_flags.FlagValues | None = None,
 ) -> CommandLine:
-    """Parses a command line, the program's name first; a mistake is a `UsageError`.
+    """Parses a command line; raises `UsageError` for a mistake.
 
-    The flags are defined in `flag_values`, by default a new object.
+    `argv` begins with the program's name. The flags are defined in `flag_values`, by default a new
+    object.
     """
     flags = syntax.flags
     flag_values = absl_flags.FlagValues() if flag_values is None else flag_values
@@ -175,7 +176,7 @@ def parse_command_line(
     for name, flag in flags.items():
         define_flag: Any = define.get(flag.kind, absl_flags.DEFINE_string)
         define_flag(name, flag.default, flag.help, flag_values=flag_values)
-    flag_values.set_gnu_getopt()  # The value of an override may be a separate argument.
+    flag_values.set_gnu_getopt()  # Allows the value of an override as a separate argument.
     if argv[-1] in ("--config", "-config"):
         raise UsageError(NO_CONFIG)
     with _explained(lambda name: (flags[name].kind, "") if name in flags else None):
@@ -189,7 +190,7 @@ def parse_command_line(
     values: dict[str, Any] = {name: flag_values[name].value for name in flags}
     for name, value in values.items():
         if isinstance(value, str) and "\0" in value:
-            raise UsageError(f"--{name}={value!r}: expected no NUL in it.")
+            raise UsageError(f"--{name}={value!r}: expected a value without NUL characters.")
         if flags[name].kind is Path:
             values[name] = _path(name, value, flags[name]) if value else None
     if values.get("devices") is not None and values["devices"] < 1:
@@ -210,14 +211,14 @@ def _path(name: str, value: str, flag: Flag) -> AnyPath:
 
 
 def _check_overrides(arguments: list[str], syntax: Syntax) -> None:
-    """Refuses arguments that neither override a field nor are the value of an override."""
+    """Refuses arguments that are neither an override of a field nor the value of an override."""
     takes_value = False
     for argument in arguments:
         is_override = OVERRIDE.match(argument)
         if not is_override and re.match(r"--?[a-zA-Z_]", argument):
             name = argument.lstrip("-").split("=")[0]
             if name in syntax.refused:
-                raise UsageError(f"--{name} means nothing here: {syntax.refused[name]}.")
+                raise UsageError(f"--{name} is not a flag of this command: {syntax.refused[name]}.")
             near = nearest(name, {*syntax.flags, "config"})
             raise UsageError(f"--{name} is not a known flag; the nearest one is --{near}.")
         if not is_override and not takes_value:
@@ -228,14 +229,14 @@ def _check_overrides(arguments: list[str], syntax: Syntax) -> None:
 
 
 def _load_configs(paths: Sequence[str], overrides: list[str]) -> tuple[NamedConfig, ...]:
-    """Loads every config and sets the same fields in all."""
+    """Loads every config and applies the same overrides to each."""
     if twice := [path for path, count in Counter(paths).items() if count > 1]:
         raise UsageError(f"--config={twice[0]} is given twice, expected each file once.")
     stems = Counter(Path(path).stem for path in paths)
     configs: list[NamedConfig] = []
     for text in paths:
         path = Path(text)
-        # The folder distinguishes files of one name.
+        # If two files have the same name, their folders are added to tell them apart.
         parts = path.with_suffix("").parts[-2 if stems[path.stem] > 1 else -1 :]
         try:
             configs.append(NamedConfig("-".join(parts), path, _load_with(path, overrides)))
@@ -245,14 +246,14 @@ def _load_configs(paths: Sequence[str], overrides: list[str]) -> tuple[NamedConf
     names = Counter(each.name for each in configs)
     if clashes := [name for name, count in names.items() if count > 1]:
         raise UsageError(
-            f"two configs would be called {clashes[0]!r}, which results are named after; inspect "
-            "them one at a time."
+            f"two configs have the name {clashes[0]!r}, so their results would have the same name; "
+            "inspect them one at a time."
         )
     return tuple(configs)
 
 
 def _load_with(path: Path, overrides: list[str]) -> ml_collections.ConfigDict:
-    """Loads a config and sets fields of it."""
+    """Loads a config and applies the overrides to it."""
     config = load_config(path)
     _check_fields(config, overrides)
     arguments = ["", *overrides]
@@ -274,7 +275,7 @@ def _load_with(path: Path, overrides: list[str]) -> ml_collections.ConfigDict:
 
 
 def _check_fields(config: ml_collections.ConfigDict, overrides: Sequence[str]) -> None:
-    """Refuses arguments `--config.<field>` whose field the config does not have."""
+    """Refuses an argument `--config.<field>` if the config does not have the field."""
     values = flatten_config(config)
     groups = {name.rsplit(".", depth)[0] for name in values for depth in range(name.count(".") + 1)}
     mesh = values.get("parallel.mesh")
@@ -289,7 +290,7 @@ def _check_fields(config: ml_collections.ConfigDict, overrides: Sequence[str]) -
             mend = ""
             if field.startswith("parallel.mesh."):
                 mend = (
-                    ", and another mesh is set as a whole, as by "
+                    "; to change the axes, set the complete mesh, as in "
                     """--config.parallel.mesh="{'replica': 2, 'data': -1}\""""
                 )
             raise UsageError(
@@ -331,9 +332,11 @@ def _help_text(description: str, default_config: Path, flags: Mapping[str, Flag]
 def answer(work: Callable[[rich.console.Console], Path]) -> int:
     """Runs a command that writes a folder of results, and prints its time and the folder.
 
-    `work` returns the folder, and raises a `UsageError` for a user's mistake. On Ctrl-C, the
-    argument of its `KeyboardInterrupt` (if any) tells which files were written. Returns the exit
-    code.
+    `work` returns the folder. It raises a `UsageError` for a user's mistake. On Ctrl-C it may raise
+    a `KeyboardInterrupt` whose argument says which files were written.
+
+    Returns:
+      The exit code.
     """
     started = time.perf_counter()
     quiet_absl()
@@ -352,13 +355,13 @@ def answer(work: Callable[[rich.console.Console], Path]) -> int:
 
 
 def quiet_absl() -> None:
-    """Hides jax's notes on the backends that it does not find, which absl shows by default."""
+    """Hides JAX's messages about missing backends, which absl shows by default."""
     logging.set_verbosity(logging.WARNING)
 
 
 @contextlib.contextmanager
 def users_mistakes(where: str = "") -> Iterator[None]:
-    """Turns a `ValueError` into a `UsageError`, whose sentence begins with `where`."""
+    """Turns a `ValueError` into a `UsageError`, and puts `where` before its message."""
     try:
         yield
     except ValueError as error:
@@ -367,7 +370,7 @@ def users_mistakes(where: str = "") -> Iterator[None]:
 
 @contextlib.contextmanager
 def results_folder(folder: Path | None, parent: Path, *, flag: str = "--workdir") -> Iterator[Path]:
-    """Creates the folder that a flag names, or the next of `parent`, to write results into.
+    """Creates a folder for results: `folder`, or if it is `None` the next folder in `parent`.
 
     Raises:
       UsageError: The folder cannot be written to, now or inside the context.
@@ -383,5 +386,5 @@ def results_folder(folder: Path | None, parent: Path, *, flag: str = "--workdir"
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes a JSON file that people can read."""
+    """Writes an indented JSON file."""
     path.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")

@@ -4,10 +4,10 @@
     python -m manualpar.doctor --config=configs/fsdp_lm.py     # and whether this would run on it
     python -m manualpar.launch --processes=2 -- python -m manualpar.doctor
 
-It prints versions, settings, devices, the mesh and its links, and the loss of one small step of
-FSDP over all devices, compared with one device. With a config it does everything that a run does
+It prints versions, settings, devices, the mesh and its links. It makes one small step of FSDP over
+all devices, and compares the loss with one device. With a config it does everything that a run does
 before it compiles: it checks the fields, opens the data, traces the program and counts its memory.
-It shows only environment variables that JAX, XLA and this package read, and no value of a secret.
+It shows only the environment variables that JAX, XLA and this package read, and hides secrets.
 
 The exit code is 0, or 2 if something would not run.
 """
@@ -50,12 +50,12 @@ ACCELERATORS = ("libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-nccl
 SETTINGS = re.compile(r"(JAX|XLA|LIBTPU|TPU|NCCL|CUDA|MANUALPAR)_|OMP_NUM_THREADS$")
 SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|CREDENTIAL")
 WITHIN = "all devices within one host"
-ROWS, FEATURES = 8, 64  # The size of the small step, for each device.
+ROWS, FEATURES = 8, 64  # The size of the small step on each device.
 
 
 @dataclasses.dataclass(frozen=True)
 class Fact:
-    """A line of the report; `is_wrong` if it says that something would not run."""
+    """A line of the report; `is_wrong` means that something would not run."""
 
     name: str
     value: str
@@ -63,7 +63,7 @@ class Fact:
 
 
 def software_facts() -> Iterator[Fact]:
-    """Yields versions, optional packages and settings; starts no backend."""
+    """Yields the facts about versions, optional packages and settings; starts no backend."""
     yield Fact("python", f"{platform.python_version()}, {platform.platform()}")
     yield Fact("cores", str(os.cpu_count()))
     for package in PACKAGES:
@@ -82,7 +82,7 @@ def software_facts() -> Iterator[Fact]:
 
 
 def device_facts() -> Iterator[Fact]:
-    """Yields the devices, how they are connected, and whether a step over them is right."""
+    """Yields the facts about the devices, their links, and the result of a step over them."""
     devices = jax.devices()
     kinds = ", ".join(dict.fromkeys(device.device_kind for device in devices))
     yield Fact("devices", f"{len(devices)} of {kinds} ({devices[0].platform})")
@@ -96,8 +96,8 @@ def device_facts() -> Iterator[Fact]:
 
 
 def config_facts(config: Any) -> Iterator[Fact]:
-    """Checks whether a config would run, as far as is known before compilation."""
-    # These need the extra.
+    """Yields facts about a config: whether it would run, as far as is known before compilation."""
+    # These imports need an extra, which may be missing.
     from manualpar.system.reports.tables import describe_bytes
     from manualpar.training.devices import describe_mesh
     from manualpar.training.experiment import prepare
@@ -116,7 +116,7 @@ def config_facts(config: Any) -> Iterator[Fact]:
     parts = least_bytes(program)
     shown = ", ".join(f"{name} {describe_bytes(size)}" for name, size in parts.items())
     yield Fact("a device holds at least", f"{describe_bytes(sum(parts.values()))} ({shown})")
-    yield Fact("would run", "yes, as far as one can tell before it is compiled")
+    yield Fact("would run", "yes, as far as is known before compilation")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -142,11 +142,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _prepare_devices(argv: Sequence[str]) -> Any:
-    """Loads the config of a command line, and simulates the devices that its run would simulate."""
+    """Loads the config of a command line, and simulates the same CPU devices as a run would."""
     if not argv[1:]:
         return None
     if not any(re.match(r"--?config(=|$)", argument) for argument in argv[1:]):
-        raise UsageError(f"{argv[1]!r} is not understood, expected --config=<file> or nothing.")
+        raise UsageError(f"{argv[1]!r} is not understood, expected --config=<file> or no argument.")
     require("--config", *TRAIN)
     from manualpar.commands.command_line import Flag, Syntax, parse_command_line, quiet_absl
     from manualpar.training.devices import simulate_devices
@@ -159,13 +159,13 @@ def _prepare_devices(argv: Sequence[str]) -> Any:
 
 
 def _try_step(mesh: jax.sharding.Mesh) -> Fact:
-    """Takes a small step of FSDP over all devices."""
+    """Makes a small step of FSDP over all devices, and compares it with one device."""
     name = "a step over all devices"
     try:
         program, batch = _small_program(mesh)
         if jax.process_count() == 1:
             assert_same_as_one_device(program, batch, jax.random.key(0))
-            return Fact(name, "right: loss and gradients are those of one device")
+            return Fact(name, "right: loss and gradients equal those of one device")
         _, metrics = program.train_step(program.init(jax.random.key(0)), batch)
         total, count = metrics["loss"]
         return Fact(name, f"runs, with a loss of {float(total) / float(count):.4f}")

@@ -22,23 +22,23 @@ from manualpar.models.generation.scoring import Score, score_completions, score_
 from manualpar.system.storage import AnyPath, path_flag
 from manualpar.training.stored_run import Trained
 
-# The length for a model whose training length is not known.
+# The sequence length for a model if the length in its training is not known.
 MAX_LENGTH = 2048
 
 
 def evaluate_command(argv: Sequence[str], description: str) -> int:
-    """Evaluates the texts of a command line; returns the exit code."""
+    """Evaluates a model on the texts that a command line names; returns the exit code."""
     parser = model_flags(description)
     texts_group = parser.add_mutually_exclusive_group()
     texts_group.add_argument(
-        "--text", type=path_flag, help='A text, or JSONL with "text": its perplexity.'
+        "--text", type=path_flag, help='A text, or JSONL with "text"; shows the perplexity.'
     )
     texts_group.add_argument(
         "--completions",
         type=path_flag,
-        help='JSONL with "context" and "completion": log-likelihoods.',
+        help='JSONL with "context" and "completion"; shows log-likelihoods.',
     )
-    parser.add_argument("--max_length", type=int, default=0, help="Tokens seen at once.")
+    parser.add_argument("--max_length", type=int, default=0, help="The longest sequence in tokens.")
     parser.add_argument("--output", type=path_flag, help="The file for the results.")
     flags = parser.parse_args(argv)
 
@@ -57,7 +57,10 @@ def evaluate_command(argv: Sequence[str], description: str) -> int:
 
 
 def summary(scores: Sequence[Score], num_bytes: int) -> dict[str, Any]:
-    """Computes the measures of texts of `num_bytes` bytes together; 0 if that is not known."""
+    """Computes the metrics of all texts together.
+
+    `num_bytes` is the number of bytes of all texts, or 0 if it is not known.
+    """
     nats = -sum(score.log_likelihood for score in scores)
     tokens = sum(score.num_tokens for score in scores)
     found: dict[str, Any] = {"tokens": tokens, "loss": nats / tokens}
@@ -71,7 +74,7 @@ def _text(trained: Trained, generator: Generator, path: AnyPath, length: int) ->
     if path.name.endswith(".jsonl"):
         lines = read_lines(str(path))
         if missing := [index for index, line in enumerate(lines, 1) if "text" not in line]:
-            raise UsageError(f"--text={path}, line {missing[0]}: there is no 'text'.")
+            raise UsageError(f"--text={path}, line {missing[0]}: expected a field 'text'.")
         check_lines(f"--text={path}", lines, texts=("text",), added=())
         texts = [line["text"] for line in lines]
     else:
@@ -82,7 +85,7 @@ def _text(trained: Trained, generator: Generator, path: AnyPath, length: int) ->
     tokenizer = trained.tokenizer
     documents = [tokenizer.encode(text).tolist() for text in texts]
     if not any(documents):
-        raise UsageError(f"--text={path} has no text.")
+        raise UsageError(f"--text={path} is empty, expected some text.")
     scores = score_documents(
         generator, trained.state, documents, first_token=tokenizer.bos_token, max_length=length
     )
@@ -90,14 +93,14 @@ def _text(trained: Trained, generator: Generator, path: AnyPath, length: int) ->
 
 
 def _test_split(trained: Trained, generator: Generator) -> dict[str, Any]:
-    """Measures the test split as the run does: packed sequences, each by itself."""
+    """Evaluates the test split as the run does: on packed sequences, each without the others."""
     if trained.dataset is None:
         raise UsageError("--hf has no test split, expected --text or --completions.")
     split = trained.dataset.test
     if not isinstance(split, TokenSplit):
         raise UsageError(
-            f"{trained.described} has a test split of several documents in a sequence, expected "
-            "--text or --completions."
+            f"{trained.described} has a test split with several documents in a sequence, which "
+            "cannot be evaluated here; expected --text or --completions."
         )
     pairs = []
     for index in range(len(split)):

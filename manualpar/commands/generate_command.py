@@ -1,4 +1,4 @@
-"""Generates answers to prompts: one on the terminal while it is generated, or many as JSONL."""
+"""Generates answers to prompts: streams one answer to the terminal, or writes many as JSONL."""
 
 import argparse
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from manualpar.models.generation.generator import Answer, Generator, Prompt
 from manualpar.system.storage import path_flag
 from manualpar.training.stored_run import Trained
 
-# The fields of an answer's line in addition to the fields of its prompt.
+# The fields that an answer's line has in addition to the fields of its prompt.
 ADDED = ("text", "ending", "tokens")
 
 
@@ -27,11 +27,11 @@ def generate_command(argv: Sequence[str], description: str) -> int:
     """Answers the prompts of a command line; returns the exit code."""
     parser = model_flags(description)
     prompts = parser.add_mutually_exclusive_group(required=True)
-    prompts.add_argument("--prompt", help="The text to go on with.")
+    prompts.add_argument("--prompt", help="The text to continue.")
     prompts.add_argument(
-        "--prompts", help='Lines, or JSONL with "prompt" or "messages"; - for stdin.'
+        "--prompts", help='A file of lines, or JSONL with "prompt" or "messages"; - for stdin.'
     )
-    parser.add_argument("--chat", action="store_true", help="A prompt is a user's message.")
+    parser.add_argument("--chat", action="store_true", help="Treats each prompt as a chat message.")
     parser.add_argument("--output", type=path_flag, help="The JSONL file of answers to --prompts.")
     parser.add_argument("--max_tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest token.")
@@ -73,13 +73,13 @@ def _answer_all(
 def _prompts(
     trained: Trained, flags: argparse.Namespace, lines: Sequence[dict[str, Any]]
 ) -> list[Prompt]:
-    """Makes the prompts of lines; a chat becomes the tokens that its template writes."""
+    """Makes a prompt of each line; turns a chat into tokens by the tokenizer's chat template."""
     prompts: list[Prompt] = []
     chats = None
     for number, line in enumerate(lines, 1):
         where = f"--prompts={flags.prompts}, line {number}: " if flags.prompts else "--prompt: "
         if not {"prompt", "messages"} & line.keys():
-            raise UsageError(f"{where}there is no 'prompt', and no 'messages'.")
+            raise UsageError(f"{where}expected a field 'prompt' or 'messages'.")
         messages = line.get("messages")
         if messages is None and flags.chat:
             messages = [{"role": "user", "content": line["prompt"]}]

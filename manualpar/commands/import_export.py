@@ -53,7 +53,7 @@ def import_command(command: CommandLine) -> int:
     def start() -> Cluster:
         check_config(config)
         if flags.workdir is None:
-            raise UsageError("--workdir is missing, expected the folder to make.")
+            raise UsageError("--workdir is missing, expected the folder to create.")
         _check_new(flags.workdir)
         check_folder(config, flags.workdir)
         simulate_devices(flags.devices, force=flags.force)
@@ -76,7 +76,8 @@ def _import(command: CommandLine, say: Callable[[str], None]) -> None:
                     stack.enter_context(lock_workdir(workdir, report=say))
                 except UsageError as error:
                     raise ValueError(str(error)) from None
-                _check_new(workdir)  # Another import may have ended since the first check.
+                # Checks again, because another import may have ended since the first check.
+                _check_new(workdir)
         _import_into(workdir, command, say)
 
 
@@ -90,7 +91,7 @@ def _import_into(workdir: AnyPath, command: CommandLine, say: Callable[[str], No
                 _copy_small_files(source, model_folder)
     config = command.config.copy_and_resolve_references().unlock()
     if config.data.tokenizer == config.model.from_hf:
-        config.data.tokenizer = ""  # The copy has its own tokenizer.
+        config.data.tokenizer = ""  # The folder `model` holds a copy of the tokenizer.
     config.model.from_hf = str(model_folder)
     experiment = prepare(fill_from_hf(config.lock()))
     with open_checkpoints(experiment.config, workdir) as checkpoints:
@@ -122,14 +123,14 @@ def export_command(argv: Sequence[str]) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("--workdir", type=path_flag, required=True, help="the folder of the run")
-    parser.add_argument("--to", type=path_flag, required=True, help="the directory to make")
+    parser.add_argument("--to", type=path_flag, required=True, help="the directory to create")
     parser.add_argument(
-        "--like", type=path_flag, help="where the model came from: config, tokenizer and dtypes"
+        "--like", type=path_flag, help="the directory to take config, tokenizer and dtypes from"
     )
-    parser.add_argument("--family", default="", help="without --like, such as llama")
-    parser.add_argument("--dtype", default="", help="of all tensors, such as bfloat16")
-    parser.add_argument("--max-shard-bytes", type=int, default=SHARD_BYTES, help="of a file")
-    parser.add_argument("--devices", type=int, help="how many CPU devices to simulate")
+    parser.add_argument("--family", default="", help="the family, such as llama, without --like")
+    parser.add_argument("--dtype", default="", help="the dtype of all tensors, such as bfloat16")
+    parser.add_argument("--max-shard-bytes", type=int, default=SHARD_BYTES, help="the largest file")
+    parser.add_argument("--devices", type=int, help="the number of CPU devices to simulate")
     flags = parser.parse_args(list(argv[1:]))
     quiet_absl()
 
@@ -154,7 +155,7 @@ def export_command(argv: Sequence[str]) -> int:
             like=like,
             family=flags.family,
             dtype=flags.dtype,
-            # The data has it: the tokenizer of token files is in their folder.
+            # The tokenizer comes from the data: token files have their tokenizer in their folder.
             tokenizer=next(iter(dataset.tokenizer.files), None) if like is None else None,
             max_shard_bytes=flags.max_shard_bytes,
         )
@@ -172,13 +173,13 @@ def export_command(argv: Sequence[str]) -> int:
 
 
 def peak_memory() -> int:
-    """Returns the largest memory that this process has used, in bytes."""
+    """Returns the peak memory of this process, in bytes."""
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024
 
 
 def _answer(start: Callable[[], Cluster], work: Callable[[Callable[[str], None]], None]) -> int:
-    """Runs a command in all processes, and shows a user's mistake as one sentence."""
+    """Runs a command in every process, and shows a user's mistake as one sentence."""
     try:
         with start() as cluster:
             try:
@@ -205,14 +206,14 @@ def _check_new(workdir: AnyPath) -> None:
 
 
 def _copy_small_files(source: Path, folder: AnyPath) -> None:
-    """Copies the config and the tokenizer of a model, and replaces existing ones."""
+    """Copies a model's config and tokenizer to a folder, and replaces existing files."""
     if isinstance(folder, Path):
         folder.mkdir(parents=True, exist_ok=True)
     for name in (CONFIG_FILE, *TOKENIZER_FILES):
         if (source / name).exists():
             with open_file(source / name, follow_links=True) as file:
                 (folder / name).write_bytes(file.read())
-        elif isinstance(folder, BucketPath):  # From a failed import of another model.
+        elif isinstance(folder, BucketPath):  # Deletes the file of a failed import, if any.
             (folder / name).delete()
         else:
             (folder / name).unlink(missing_ok=True)

@@ -1,7 +1,7 @@
 """Shows the communication, memory and FLOPs of configs' steps, before one of them runs.
 
-Each config is traced and, unless it is for too many devices to simulate, compiled; nothing is
-trained. The ledgers are printed, written as JSON, drawn, and compared with older ones and with
+Each config is traced, and compiled unless it needs too many devices to simulate. Nothing is
+trained. The ledgers are printed, written as JSON, drawn, and compared with older ledgers and with
 budgets. The folder of the results has
 
     <config>.json   the ledger, see `manualpar.inspect.step_ledger`, and the config
@@ -68,40 +68,37 @@ from manualpar.training.monitoring.run_files import check_workdir
 
 BROKEN_EXIT_CODE = 1
 PICTURE = "inspect.png"
-# The keys without which a ledger from a file cannot be compared.
+# The keys that a ledger from a file must have to be compared.
 NEEDED = ("mesh", "bytes", "counts", "collectives", "flops", "memory", "compiled")
 MOST_COMPILED = 64
 INSPECT_FLAGS: Mapping[str, Flag] = {
     "devices": Flag(
-        "How many devices a step is for, by default those there are (8 simulated ones where the "
-        "CPU is all there is).",
+        "The number of devices that a step is for; by default all existing devices, or 8 simulated "
+        "devices if there is only a CPU.",
         int,
     ),
     "compile": Flag(
-        "Whether to compile the steps too, for simulated CPU devices if --devices is given; by "
-        f"default, up to {MOST_COMPILED} devices. --nocompile needs no devices, however many.",
+        "Whether to compile the steps too (for simulated CPU devices if --devices is given); by "
+        f"default up to {MOST_COMPILED} devices. --nocompile needs no devices.",
         bool,
     ),
     "output": Flag("Folder of the results, by default a new runs/inspect/<next number>.", Path),
-    "against": Flag(
-        "A ledger written before, or a folder of them, to show the difference to.", Path
-    ),
-    "budget": Flag("A TOML file with the most that each config may send, hold and compute.", Path),
-    "write_budget": Flag("Writes what is measured into the file that --budget names.", bool, False),
-    "schedule": Flag(
-        "Prints the schedule of each config's pipeline too, and draws it.", bool, False
-    ),
+    "against": Flag("An earlier ledger, or a folder of earlier ledgers, to compare with.", Path),
+    "budget": Flag("A TOML file with each config's limits on bytes, memory and FLOPs.", Path),
+    "write_budget": Flag("Writes the measured numbers into the file of --budget.", bool, False),
+    "schedule": Flag("Also prints and draws the schedule of each config's pipeline.", bool, False),
     "memory": Flag(
-        "What a device has, such as 16GiB, or the name of a chip such as v5p: marked in the "
+        "The memory of a device, such as 16GiB, or a chip, such as v5p; it is marked in the "
         "picture."
     ),
 }
 
 
 def inspect_syntax(chip_memory: Callable[[str], int]) -> Syntax:
-    """Returns the flags, where `compile` is never `None` and `memory` is a `Bound` if given.
+    """Returns the flags of `inspect`.
 
-    `chip_memory` returns the bytes of the chip with a name, or raises `ValueError`.
+    After parsing, `compile` is never `None`, and `memory` is a `Bound` if it is given.
+    `chip_memory` returns the memory of a chip by the chip's name, or raises `ValueError`.
     """
 
     def refine(line: CommandLine) -> None:
@@ -128,7 +125,7 @@ def _read_memory(text: str, chip_memory: Callable[[str], int]) -> Bound:
 
 
 def inspect_command(line: CommandLine) -> int:
-    """Runs a command line, for `absl.app.run`; returns the exit code."""
+    """Inspects the configs of a command line; returns the exit code for `absl.app.run`."""
     broken: list[str] = []
     code = answer(lambda console: _inspect(line, console, broken))
     for sentence in broken:
@@ -139,18 +136,20 @@ def inspect_command(line: CommandLine) -> int:
 def read_ledger(
     named: NamedConfig, *, devices: int | None, compile: bool, needs_pipeline: bool = False
 ) -> dict[str, Any]:
-    """Traces the step of a config, for `devices` devices or the existing ones; may compile it.
+    """Traces the step of a config, and compiles it if `compile` is set.
+
+    The step is for `devices` devices, or for all existing devices if that is `None`.
 
     Returns:
-      `Ledger.to_json()`, and `config_file`, `config`, `devices`, `jax`; `predicted_is_bound`:
-      whether the closed form is an upper bound; `predicted_layers`: the closed form of split
-      layers' collectives, `None` if there is none; `schedule`: see `read_schedule`; and `parts`:
-      see `trained_parts`. Compiled collectives have a `purpose` and a `module` if XLA has kept
-      them, joined with `+` where XLA merged several.
+      `Ledger.to_json()`, with `config_file`, `config`, `devices` and `jax`. It also has
+      `predicted_is_bound`, whether the closed form is an upper bound; `predicted_layers`, the
+      closed form for the collectives of split layers, or `None`; `schedule`, see `read_schedule`;
+      and `parts`, see `trained_parts`. A compiled collective has a `purpose` and a `module` if XLA
+      has kept them. If XLA merged several collectives, their names are joined with `+`.
 
     Raises:
-      UsageError: The config contradicts itself or the devices, or the step cannot be read; or it
-        `needs_pipeline` and has none.
+      UsageError: The config contradicts itself or does not fit the devices, the step cannot be
+        read, or `needs_pipeline` is set and the step has no pipeline.
     """
     with users_mistakes(f"{named.path}: "):
         experiment = prepare(named.config, devices=None if compile else devices)
@@ -158,7 +157,7 @@ def read_ledger(
         if needs_pipeline and experiment.program.pipeline is None:
             raise UsageError(
                 f"--schedule: {named.path} has no pipeline on the mesh {dict(mesh.shape)}; "
-                "expected one with an axis over which layers are in stages, as by "
+                "expected a mesh with an axis for stages, as in "
                 """--config.parallel.mesh="{'data': -1, 'stage': 2}"."""
             )
         schedule = read_schedule(experiment.program)
@@ -189,25 +188,26 @@ def _predict_layers(experiment: Experiment, stage: int) -> Json | None:
     program, model = experiment.program, experiment.task.model
     if program.mode != "manual" or not isinstance(model, Transformer):
         return None
-    if experiment.config.model.lora:  # Adapters of row-parallel layers send too.
+    if experiment.config.model.lora:  # LoRA adapters of row-parallel layers also communicate.
         return None
     try:
         sends = transformer_sends(program, model, stage=stage)
-    except ValueError:  # There is no closed form.
+    except ValueError:  # These layers have no closed form.
         return None
     by_axes = {",".join(axes): as_number(sent) for axes, sent in bytes_by_axes(sends).items()}
     return {"total": as_number(total_bytes(sends)), "by_axes": by_axes}
 
 
 def _inspect(line: CommandLine, console: rich.console.Console, broken: list[str]) -> Path:
-    """Returns the folder of the results; adds a sentence for each broken limit."""
+    """Inspects and writes; returns the results' folder. Adds each broken limit to `broken`."""
     flags, names = line.flags, [named.name for named in line.configs]
-    with users_mistakes():  # Everything that can be checked and read before tracing.
+    with users_mistakes():  # Checks and reads everything that is possible before tracing.
         require(PICTURE, "matplotlib")
         budgets = {} if flags.write_budget else _read_budgets(flags.budget, names)
         earlier = {name: _read_earlier(flags.against, name) for name in names if flags.against}
         if flags.output:
-            check_workdir(flags.output, "--output")  # An inspected config may be written again.
+            # Refuses a training's folder. An earlier inspection may be overwritten.
+            check_workdir(flags.output, "--output")
     ledgers = _read_ledgers(line, console)
     if len(ledgers) > 1:
         print_summary(console, ledgers)
@@ -238,13 +238,13 @@ def _inspect(line: CommandLine, console: rich.console.Console, broken: list[str]
 def _read_ledgers(line: CommandLine, console: rich.console.Console) -> dict[str, Json]:
     """Reads and prints the ledger of each config."""
     flags = line.flags
-    if flags.compile or flags.devices is None:  # Otherwise it needs no device.
+    if flags.compile or flags.devices is None:  # In other cases tracing needs no device.
         try:
             simulate_devices(flags.devices)
         except RuntimeError as error:
             raise UsageError(f"--devices={flags.devices}: {error}.") from error
         except ValueError as error:
-            raise UsageError(f"{error} --nocompile needs no devices, however many.") from error
+            raise UsageError(f"{error} With --nocompile no devices are needed.") from error
     ledgers: dict[str, Json] = {}
     for named in line.configs:
         options = {"compile": flags.compile, "needs_pipeline": flags.schedule}
@@ -280,14 +280,14 @@ def _write_budgets(path: Path, ledgers: Mapping[str, Json]) -> None:
 
 
 def _read_earlier(against: Path, name: str) -> tuple[Path, Json]:
-    """Reads the ledger to compare with; returns its file too."""
+    """Reads the ledger to compare with; returns its file and its content."""
     path = against / f"{name}.json" if against.is_dir() else against
     try:
         found = read_object(path, follow_links=True)
     except OSError as error:
         raise UsageError(
             f"--against={against}: {path} cannot be read ({error.strerror or error}); name a "
-            "ledger that this command has written, or a folder of them."
+            "ledger that this command has written, or a folder of such ledgers."
         ) from error
     except ValueError as error:
         raise UsageError(f"--against={against}: {path} {error}.") from error

@@ -1,7 +1,7 @@
-"""Draws ledgers: for each step the bytes that it sends, by purpose, and the bytes that it holds.
+"""Draws ledgers: the bytes that each step sends, by purpose, and the memory that it needs.
 
-Lines mark numbers to compare with: the closed form of the strategy, the compiled step, and bounds
-such as the memory of a chip.
+Lines mark numbers to compare with: the strategy's closed form, the compiled step, and limits such
+as the memory of a chip.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,9 +32,9 @@ PURPOSE_COLORS = {
     purposes.EXAMPLES_SCOPE: pictures.GREEN,
     purposes.OPTIMIZER_SCOPE: pictures.PINK,
 }
-ONE_SCALE = 12.0  # Beyond this ratio the smallest step is invisible on one scale.
-NEAR = 2.5  # A bound this many times larger is shown as text only.
-# The lines across bars.
+ONE_SCALE = 12.0  # If bars differ by more than this ratio, each step has its own scale.
+NEAR = 2.5  # A bound that is more than this many times the bar is shown only as text.
+# The styles of the lines across bars.
 CLOSED_FORM, COMPILED, BOUND = "-", ":", "--"
 
 
@@ -54,7 +54,7 @@ class _Mark(NamedTuple):
 
 
 class _Panel(NamedTuple):
-    """One half of a ledger's picture: all bytes in the first bar, and parts of them below."""
+    """One half of a ledger's picture: the first bar has all bytes, the bars below have parts."""
 
     bars: list[Bar]
     marks: list[_Mark]
@@ -69,7 +69,7 @@ class _Panel(NamedTuple):
 def draw_ledgers(
     ledgers: Mapping[str, Json], path: Path, *, bounds: Mapping[str, Sequence[Bound]]
 ) -> None:
-    """Draws the JSON of each config's step, and the bounds of its memory, into a PNG file.
+    """Draws the ledger of each config's step, and the bounds of its memory, into a PNG file.
 
     Raises:
       MissingExtraError: matplotlib is not installed.
@@ -79,9 +79,9 @@ def draw_ledgers(
     ends = [_ends([panel.longest for panel in column]) for column in zip(*panels, strict=True)]
     differ = any(len(set(column)) > 1 for column in ends)
     title = (
-        "Of a device in a step: what it sends (left), and what it holds at the peak (right)"
-        f"{'; mind the scales, which differ' * differ}\n"
-        "Lines: solid the closed form of the strategy, dotted as compiled, dashed a bound"
+        "Per device and step: the bytes sent (left) and the peak memory (right)"
+        f"{'; the scales differ' * differ}\n"
+        "Lines: closed form of the strategy (solid), compiled step (dotted), bound (dashed)"
     )
     size = (15, 0.33 * sum(lines) + 0.85 * len(lines) + 1.2)
     with pictures.new_figure(path.name, size, title=title) as figure:
@@ -98,7 +98,7 @@ def draw_ledgers(
 
 
 def _sent(ledger: Json) -> _Panel:
-    """Makes the panel of bytes that a step sends by purpose, the most bytes first."""
+    """Makes the panel of the bytes that a step sends, by purpose, the largest first."""
     sums = sent_by(read_collectives(ledger), "purpose")
     parts = [
         (f"{purpose}  {sent.times:,} ×", sent.bytes, PURPOSE_COLORS.get(purpose, pictures.GREY))
@@ -113,7 +113,7 @@ def _sent(ledger: Json) -> _Panel:
 
 
 def _held(ledger: Json, bounds: Sequence[Bound]) -> _Panel:
-    """Makes the panel of a step's peak memory by class."""
+    """Makes the panel of a step's peak memory, by class of arrays."""
     if not (memory := ledger["memory"]):
         return _Panel([Bar("memory: not known", [], "")], [])
     colors = {**pictures.MEMORY_COLORS, "other": pictures.GREY}
@@ -152,7 +152,7 @@ def _draw_panel(axes: Any, panel: _Panel, end: float) -> None:
 
 
 def _ends(longest: Sequence[float]) -> list[float]:
-    """Chooses the ends of the scales: the same for all steps, unless some bars became invisible."""
+    """Chooses the end of each step's scale: one for all, unless some bars would be invisible."""
     shown = [length for length in longest if length] or [1.0]
     if max(shown) <= ONE_SCALE * min(shown):
         return [pictures.ROOM * max(shown)] * len(longest)

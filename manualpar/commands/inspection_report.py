@@ -1,4 +1,4 @@
-"""Ledgers and their differences as tables; every number is of one device in one step.
+"""Prints ledgers and their differences as tables. Every number is per device and per step.
 
 The tables show the JSON that is also written to files, see `manualpar.commands.inspect_command`.
 """
@@ -38,11 +38,11 @@ KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute")
 MOST_MODULES = 24  # Rows of a table; the JSON file has all of them.
 MOST_CHANGES = 40
 _OF_LAYERS = (*LAYER_SCOPES, CAST_SCOPE)
-# The totals of a ledger in the table of all configs, by their headers.
+# The columns of the table of all configs: header -> the ledger's total.
 SUMMARY = {
     "collectives": "collectives",
     "sent": "bytes sent",
-    "closed form": "",  # It is not a total.
+    "closed form": "",  # The closed form is not one of the totals.
     "compiled": "compiled: bytes sent",
     "FLOPs": "FLOPs",
     "memory": "memory: peak",
@@ -51,7 +51,7 @@ SUMMARY = {
 
 
 def print_ledger(console: rich.console.Console, name: str, ledger: Json) -> None:
-    """Prints the tables of the step of a config."""
+    """Prints the tables of a config's step."""
     mesh = ", ".join(f"{axis}={size}" for axis, size in ledger["mesh"].items())
     links = f" ({ledger['links']})" if ledger.get("links") else ""
     title = f"{name}: {ledger['name']} on {mesh}{links}; of a device in a step"
@@ -76,7 +76,7 @@ def print_ledger(console: rich.console.Console, name: str, ledger: Json) -> None
 
 
 def print_summary(console: rich.console.Console, ledgers: Mapping[str, Json]) -> None:
-    """Prints a line for each config, side by side."""
+    """Prints a table that compares the configs, with a line for each."""
     rows = []
     for name, ledger in ledgers.items():
         numbers = totals(ledger)
@@ -117,7 +117,7 @@ def print_difference(
 
 
 def print_verdict(console: rich.console.Console, name: str, verdict: Verdict) -> None:
-    """Prints whether a budget is kept, and which limits have slack; broken limits are errors."""
+    """Prints whether a budget is kept, and which limits have slack; prints no broken limit."""
     if not verdict.broken:
         print_line(console, f"{name}: the budget is kept")
     for key in verdict.unchecked:
@@ -130,7 +130,7 @@ def print_verdict(console: rich.console.Console, name: str, verdict: Verdict) ->
 def read_collectives(ledger: Json) -> list[Json]:
     """Returns the traced collectives, or the compiled ones if the compiler inserts them.
 
-    The axes of a compiled collective are not known, only their number of devices.
+    The axes of a compiled collective are not known; only its number of devices is known.
     """
     if ledger["collectives"] or not ledger["compiled"]:
         return list(ledger["collectives"])
@@ -139,7 +139,7 @@ def read_collectives(ledger: Json) -> list[Json]:
 
 
 def describe_fit(peak: int, name: str, size: int) -> str:
-    """Describes whether a step with this peak fits into a memory, and how much memory is left."""
+    """Describes whether a step with this peak fits into the memory `size` of the chip `name`."""
     there = f"the {name}'s {describe_bytes(size)}"
     if peak > size:
         return f"does not fit {there}, by {describe_bytes(peak - size)}"
@@ -148,7 +148,7 @@ def describe_fit(peak: int, name: str, size: int) -> str:
 
 
 def explain_closed_form(ledger: Json) -> str:
-    """Explains why closed form and traced step differ; `""` if there is nothing to compare."""
+    """Explains why the closed form and the traced step differ; `""` if one of them is missing."""
     predicted = ledger["predicted_bytes"]
     if predicted is None or not ledger["collectives"]:
         return ""
@@ -163,12 +163,15 @@ def explain_closed_form(ledger: Json) -> str:
     sent = ledger["bytes"]["total"] - sum(others.values()) - sent_by_layers
     is_bound = ledger["predicted_is_bound"]
     words = (
-        f"the closed form is of parameters and gradients: {'≤ ' * is_bound}"
-        f"{predicted['total']:,.0f} bytes, of which the step sends {sent:,.0f}"
+        f"the closed form for parameters and gradients is {'≤ ' * is_bound}"
+        f"{predicted['total']:,.0f} bytes; the step sends {sent:,.0f} of these"
     )
     less = predicted["total"] - sent
     if less > 0 and is_bound:
-        words += f" ({less:,.0f} less, because what backward does not need is not gathered again)"
+        words += (
+            f" ({less:,.0f} less, because parameters that the backward pass does not need are not "
+            "gathered again)"
+        )
     elif less:
         how = "less" if less > 0 else "more"
         words += (
@@ -176,12 +179,12 @@ def explain_closed_form(ledger: Json) -> str:
         )
     if layers and (layers["total"] or sent_by_layers):
         words += (
-            f"; that of layers is {layers['total']:,.0f} bytes, of which the step sends "
-            f"{sent_by_layers:,.0f}"
+            f"; the closed form for layers is {layers['total']:,.0f} bytes; the step sends "
+            f"{sent_by_layers:,.0f} of these"
         )
     if others:
         named = ", ".join(f"{name} {size:,.0f}" for name, size in others.items())
-        words += f"; besides it sends {named}"
+        words += f"; the step also sends {named}"
     return words
 
 
@@ -215,7 +218,7 @@ def _print_axes(console: rich.console.Console, ledger: Json) -> None:
 
 
 def _print_trained(console: rich.console.Console, parts: Json) -> None:
-    """Prints the trained and the frozen parameters side by side."""
+    """Prints a table of the trained and the frozen parameters."""
     rows = []
     for name in ("trained", "frozen"):
         part, is_trained = parts[name], name == "trained"
@@ -232,7 +235,7 @@ def _print_trained(console: rich.console.Console, parts: Json) -> None:
 
 
 def _print_modules(console: rich.console.Console, ledger: Json) -> None:
-    """Prints the bytes and FLOPs of each module, the largest first; equal modules share a line."""
+    """Prints the bytes and FLOPs of each module, largest first; equal modules share a line."""
     sums = {module: sent for (module,), sent in sent_by(read_collectives(ledger), "module").items()}
     flops: Mapping[str, int] = ledger["flops"]["by_module"]
     alike: defaultdict[tuple[str, int, float, int], list[str]] = defaultdict(list)
@@ -266,7 +269,7 @@ def _print_parts(
     numbers: Mapping[str, int],
     describe: Callable[[float | None], str],
 ) -> None:
-    """Prints numbers; the last number is the sum of the others."""
+    """Prints numbers, of which the last is the sum of the others."""
     *parts, (last, total) = numbers.items()
     rows = [(name, describe(part), describe_share(part, total)) for name, part in parts]
     print_table(console, (title, "", "share"), rows, last=(last, describe(total), ""))
@@ -296,7 +299,7 @@ def _print_readings(console: rich.console.Console, ledger: Json) -> None:
 
 
 def _closed_form(ledger: Json, axes: str = "") -> str:
-    """Formats the bytes of the closed form, in all or over some axes."""
+    """Formats the bytes of the closed form, in total or over `axes` only."""
     if not (predicted := ledger["predicted_bytes"]):
         return UNKNOWN
     both = [predicted, ledger.get("predicted_layers") or {"total": 0, "by_axes": {}}]
@@ -307,7 +310,7 @@ def _closed_form(ledger: Json, axes: str = "") -> str:
 
 
 def _describe(total: str, number: float | None) -> str:
-    """Formats a total of a ledger by its name."""
+    """Formats the number of a ledger's total; `total` is the total's name."""
     if total.startswith("FLOPs"):
         return describe_flops(number)
     return (describe_count if total.endswith("collectives") else describe_bytes)(number)

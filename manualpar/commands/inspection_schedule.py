@@ -13,14 +13,14 @@ from manualpar.layers.pipeline.schedule_text import describe_schedule
 from manualpar.layers.pipeline.schedules import make_table
 from manualpar.system.reports.tables import describe_flops, describe_share, print_line, print_table
 
-MOST_TICKS = 100  # Ticks of a table that is printed.
+MOST_TICKS = 100  # A table with more ticks is not printed.
 
 
 def read_schedule(program: Program) -> Json | None:
-    """Reads the schedule of a step, its parts' FLOPs, and its bubble; `None` if it has none.
+    """Reads a step's schedule, the FLOPs of its parts, and its bubble; `None` without a pipeline.
 
-    `bubble` is a device's share of idle time if only chunks are computed. `idle_share` also counts
-    the rest of the model, which only the first and the last stage compute.
+    `bubble` is the share of time that a device is idle, counting only the chunks of layers.
+    `idle_share` also counts the rest of the model, which only the first and last stages compute.
     """
     run = program.pipeline
     if not isinstance(run, PipelineRun):
@@ -43,13 +43,13 @@ def read_schedule(program: Program) -> Json | None:
 
 
 def table_and_costs(schedule: Json) -> tuple[Table, Costs]:
-    """Reads back the table and the costs that `read_schedule` has put into a ledger."""
+    """Parses the table and the costs from the JSON that `read_schedule` returned."""
     sizes = (schedule[name] for name in ("num_stages", "num_microbatches", "chunks"))
     return make_table(schedule["schedule"], *sizes), Costs(**schedule["flops"])
 
 
 def print_schedule(console: rich.console.Console, name: str, schedule: Json) -> None:
-    """Prints the table, and a line for each stage."""
+    """Prints the schedule's table, and a line for each stage."""
     table, costs = table_and_costs(schedule)
     lines = describe_schedule(table, width=console.width).splitlines()
     if table.num_ticks > MOST_TICKS:
@@ -67,6 +67,6 @@ def print_schedule(console: rich.console.Console, name: str, schedule: Json) -> 
     print_line(
         console,
         f"A device idles for {describe_share(schedule['idle_share'])} of the time. It would be "
-        f"{describe_share(schedule['bubble'])}, the bubble, if chunks of layers were all there "
-        "is.\n",
+        f"{describe_share(schedule['bubble'])}, the bubble, if only the chunks of layers took "
+        "time.\n",
     )

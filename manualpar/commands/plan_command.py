@@ -1,8 +1,8 @@
 """Runs the planner from a command line, prints its estimates and writes its files.
 
 With `--compiler=auto`, the default, XLA's TPU compiler compiles a step for TPUs if libtpu is
-installed, and its estimate is shown next to the roofline's. `tpu` requires the compiler, `none`
-uses only the roofline. GPU clusters have only the roofline.
+installed. Its estimate is shown next to the roofline's estimate. `--compiler=tpu` requires the
+compiler, and `--compiler=none` uses only the roofline. GPU clusters have only the roofline.
 """
 
 import functools
@@ -90,12 +90,12 @@ FLAGS: Mapping[str, Flag] = {
         default=DEFAULT_TOPOLOGY,
     ),
     "compiler": Flag(
-        "Whether XLA's TPU compiler compiles the step for a TPU topology: auto, where libtpu is "
-        "installed; tpu; none.",
+        "Whether XLA's TPU compiler compiles the step for a TPU topology: auto (if libtpu is "
+        "installed), tpu (always) or none.",
         default="auto",
     ),
     "vocab_size": Flag(
-        "How many tokens a language model knows, by default those of its data.", int, 0
+        "The vocabulary size of a language model; by default the size in its data.", int, 0
     ),
     "search": Flag(
         "Ranks ways to run on the devices: all layouts of a transformer with sharded parameters "
@@ -107,8 +107,8 @@ FLAGS: Mapping[str, Flag] = {
     "sweep": Flag("The search over traced programs; it goes, use --search.", bool, False),
     "layouts": Flag("The old name of --search.", bool, False),
     "device_mtbf_hours": Flag(
-        "Hours between two failures of a device; then the plan says how often to save, and which "
-        "share of the time trains.",
+        "Hours between two failures of a device. With it the plan says how often to save, and "
+        "which share of the time is spent on training.",
         int,
         0,
     ),
@@ -116,8 +116,8 @@ FLAGS: Mapping[str, Flag] = {
         "Seconds from a failure until all processes run again, with --device_mtbf_hours.", int, 600
     ),
     "storage_bandwidth": Flag(
-        "GB/s that the file system takes from all processes together, with --device_mtbf_hours; 0 "
-        "for as much as they send.",
+        "GB/s that the file system accepts from all processes together, with --device_mtbf_hours; "
+        "0 for no limit.",
         int,
         0,
     ),
@@ -126,7 +126,7 @@ FLAGS: Mapping[str, Flag] = {
 
 
 def _refine(line: CommandLine) -> None:
-    """Makes a `Topology` of the topology's name, and checks the compiler."""
+    """Turns the name in `--topology` into a `Topology`, and checks the other flags."""
     flags = line.flags
     if flags.compiler not in COMPILERS:
         raise UsageError(
@@ -139,8 +139,8 @@ def _refine(line: CommandLine) -> None:
     alone = [name for name in (*SEARCHES, "device_mtbf_hours") if getattr(flags, name)]
     if len(alone) > 1:
         raise UsageError(
-            f"--{alone[1]} with --{alone[0]}: expected one of them; plan the mesh that was found "
-            "by itself."
+            f"--{alone[1]} with --{alone[0]}: expected only one of these flags; to use another "
+            "one, plan the best mesh in a second call."
         )
     with users_mistakes("--topology: "):
         flags.topology = parse_topology(flags.topology)
@@ -153,20 +153,20 @@ def _refine(line: CommandLine) -> None:
 
 PLANNING = Syntax(
     FLAGS,
-    refused=dict.fromkeys(TRAINING.flags.keys() - FLAGS, "--topology says what a plan is for"),
+    refused=dict.fromkeys(TRAINING.flags.keys() - FLAGS, "--topology gives the devices"),
     refine=_refine,
 )
 
 
 def plan_command(command: CommandLine) -> int:
-    """Runs a command line, for `absl.app.run`; returns the exit code."""
+    """Plans the config of a command line; returns the exit code for `absl.app.run`."""
 
     def work(console: rich.console.Console) -> Path:
         with users_mistakes():
             require("the picture of a plan", "matplotlib")
             if command.flags.workdir:
                 check_workdir(command.flags.workdir)
-            # Nothing is written before all estimates exist.
+            # Writes nothing before all estimates exist.
             flags = command.flags
             work = _search if any(getattr(flags, name) for name in SEARCHES) else _plan
             write = work(command, console)
@@ -221,7 +221,7 @@ def _plan(command: CommandLine, console: rich.console.Console) -> Callable[[Path
 
 
 def _prepare(command: CommandLine) -> Experiment:
-    """Builds the experiment of the config, on as many devices as the topology has."""
+    """Builds the config's experiment for the topology's number of devices."""
     devices = command.flags.topology.num_devices
     return prepare_planned(command.config, devices=devices, vocab_size=command.flags.vocab_size)
 
@@ -233,7 +233,7 @@ def _wants_compiler(command: CommandLine, console: rich.console.Console) -> bool
         return True
     print_line(
         console,
-        "libtpu is not installed: this is the roofline's model, and no compiler's word; "
+        "libtpu is not installed, so this is the roofline's estimate, without a compiler; "
         "pip install 'manualpar[tpu-compiler]' adds it.",
     )
     return False

@@ -1,4 +1,4 @@
-"""Draws the schedule of a pipeline: the work of each stage over time, and the inputs it keeps."""
+"""Draws a pipeline's schedule: the work of each stage over time, and the inputs that it keeps."""
 
 from pathlib import Path
 from typing import Any
@@ -10,24 +10,24 @@ from manualpar.layers.pipeline.schedule_text import describe_place
 from manualpar.system.reports import pictures
 from manualpar.system.reports.tables import describe_flops, describe_share
 
-# Colours of F and of B, by chunk from the model's input on; used again from the start if needed.
+# Colours of F (forward) and B (backward) for the chunks, in order; more chunks repeat the colours.
 COLORS = {"F": (pictures.BLUE, pictures.SKY), "B": (pictures.RED, pictures.ORANGE)}
 IDLE = "#EEF0F2"
-MOST_NUMBERS = 48  # The most ticks with a number in each.
+MOST_NUMBERS = 48  # Up to this many ticks, each tick shows a number.
 MOST_NAMED = 8
 
 
 def draw_schedule(table: Table, path: Path, *, title: str, costs: Costs | None = None) -> None:
-    """Draws a table into a PNG file: time to the right, a row per stage, kept inputs below.
+    """Draws a schedule's table into a PNG file, with a row per stage and the kept inputs below.
 
     The width of a tick is the time of its slowest stage.
 
     Args:
-      table: The table.
-      path: The file.
-      title: The title.
-      costs: The operations of parts of a tick. Without them a B takes as long as two F, and
-        nothing else takes time.
+      table: The schedule's table.
+      path: The file to write.
+      title: The title of the picture.
+      costs: The operations of each part of a tick. Without costs, a backward pass takes as long as
+        two forward passes, and nothing else takes time.
 
     Raises:
       MissingExtraError: matplotlib is not installed.
@@ -37,14 +37,16 @@ def draw_schedule(table: Table, path: Path, *, title: str, costs: Costs | None =
         stages, kept = figure.subplots(2, 1, sharex=True, height_ratios=(height, 1.6))
         _draw_stages(stages, table, costs or Costs())
         _draw_inputs(kept, table, costs or Costs())
-        kept.set_xlabel("time, in F of a chunk" if costs is None else "operations of a device")
+        kept.set_xlabel(
+            "time, in forward passes of a chunk" if costs is None else "operations of a device"
+        )
         if costs:
             kept.xaxis.set_major_formatter(lambda flops, position: describe_flops(flops))
         figure.savefig(path)
 
 
 def _starts(table: Table, costs: Costs) -> np.ndarray:
-    """Returns the start of each tick, and the end of the last tick."""
+    """Returns the time at which each tick starts, and the time at which the last tick ends."""
     return np.concatenate([[0.0], np.cumsum(table.tick_times(costs))])
 
 
@@ -85,7 +87,7 @@ def _draw_stages(axes: Any, table: Table, costs: Costs) -> None:
 
 
 def _draw_inputs(axes: Any, table: Table, costs: Costs) -> None:
-    """Draws how many inputs of chunks a stage keeps in each tick."""
+    """Draws how many chunk inputs each stage keeps in each tick."""
     starts = _starts(table, costs)
     shades = np.linspace(0.75, 0, table.num_stages)
     for stage, kept in enumerate(table.kept.T):

@@ -1,4 +1,4 @@
-"""Trains from a command line, and returns an exit code of `manualpar.training.exit_codes`."""
+"""Trains the config of a command line; `manualpar.training.exit_codes` lists the exit codes."""
 
 import sys
 import time
@@ -34,8 +34,8 @@ from manualpar.training.trainer import StoppedError
 from manualpar.training.workdir import check_folder, choose_workdir
 
 NONFINITE_MEND = (
-    ". config.training.on_nonfinite='skip' leaves such an update out, 'rollback' goes back to the "
-    "latest checkpoint and past the batch."
+    ". config.training.on_nonfinite='skip' leaves out such an update; 'rollback' goes back to the "
+    "latest checkpoint and leaves out the batch."
 )
 
 
@@ -45,7 +45,7 @@ def run_command(command: CommandLine) -> int:
     quiet_absl()
     config, flags = command.config, command.flags
     try:
-        # Checks everything that can be checked before there are devices.
+        # Checks everything that can be checked before JAX has devices.
         check_config(config)
         changes = check_folder(config, flags.workdir)
         simulate_devices(flags.devices, force=flags.force)
@@ -70,7 +70,7 @@ def run_command(command: CommandLine) -> int:
 
 
 def _run(command: CommandLine, cluster: Cluster, *, changes: list[str], started: float) -> int:
-    """Prepares and runs the training of a command line, in all processes."""
+    """Prepares and runs the training of a command line, in every process."""
     console = make_console(process=cluster.process_id)
     remains, goes_on = "nothing was written", ""
     try:

@@ -205,7 +205,7 @@ def test_a_mode_without_a_formula_and_an_unsharded_strategy(capsys):
         ),
         (
             ["--config.model.dropout_rate=0.1"],
-            "config.model.dropout_rate is 0.1, expected 0: every device draws a mask of its own",
+            "config.model.dropout_rate is 0.1, expected 0: every device draws its own mask",
         ),
         (["--config.compare.repetitions=0"], "config.compare.repetitions is 0, expected an int"),
         (["--config.data.batch_size=100"], "config.data.batch_size is 100, expected a multiple of"),

@@ -152,7 +152,7 @@ def test_the_flags_of_a_layout_make_its_config(layout):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (['--config.parallel.rules=(("embed", None),)'], "expected 'transformer' and none"),
+        (['--config.parallel.rules=(("embed", None),)'], "expected 'transformer' and no rules"),
         (["--config.optimizer.ema_decay=0.9"], "ema_decay is 0.9, expected 0.0"),
         (
             ["--config.parallel.reduce_code=int4", "--config.parallel.error_feedback=True"],

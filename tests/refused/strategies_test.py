@@ -75,7 +75,7 @@ DIMS_OF_THE_MODEL = (
     (("model", "data", None), r"names=.* expected \(None, 'model', None\) to stay: the model com"),
     ((None, None, None), STAYS),
     ((None, ("model", "data"), None), STAYS),
-    ((None, "model", "data"), r"expected dims \[2\] to stay whole, because a loop runs over the"),
+    ((None, "model", "data"), r"expected None for dims \[2\], because a loop runs over the"),
 )
 
 
@@ -121,15 +121,15 @@ REFUSED = [
             TypeError,
             r"own: place of parameter '\S+' of shape \S+ returned P\(\), expected a Placement",
         ),
-        ({"place": lambda *_: Placement(("data",) * 9)}, "expected one for each dim"),
+        ({"place": lambda *_: Placement(("data",) * 9)}, "expected one entry for each"),
         (first_dim("dta"), r"names=\('dta', None\), expected each mesh"),
         (
             {"place": lambda info, *_: Placement(("data",) * len(info.shape))},
-            r"names=\('data', 'data'\), expected each mesh axis once at most, of \['data', 'mo",
+            r"names=\('data', 'data'\), expected each mesh axis at most once, of \['data', 'mo",
         ),
         (
             first_dim("data", padding=lambda info: (1,) + (0,) * (len(info.shape) - 1)),
-            r"and \d+ elements along dim 0 do not divide over 4 devices; expected a dim that",
+            r"and \d+ elements along dim 0 do not divide over 4 devices; choose a dim that",
         ),
     ),
     *rows(

@@ -288,7 +288,8 @@ REFUSED = [
             (
                 {"parallel.mode": "auto"},
                 "config.parallel.sequence is True and config.parallel.mode is 'auto', expected "
-                "False, or mode 'manual', because in other modes XLA chooses how activations are sharded.",
+                "False, or mode 'manual', because in other modes XLA chooses how activations are "
+                "sharded.",
             ),
             (
                 {"model.vocab_multiple": 1},

@@ -109,7 +109,7 @@ REFUSED = [
     *rows(
         "save",
         save,
-        ({"extra": {"a": object()}}, TypeError, "expected what JSON can hold"),
+        ({"extra": {"a": object()}}, TypeError, "expected values of JSON"),
         ({"step": -1}, "step=-1, expected an integer, at least 0"),
     ),
     *rows(

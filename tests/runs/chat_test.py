@@ -65,7 +65,7 @@ def test_packed_chats_have_no_test_split_to_evaluate(tmp_path, monkeypatch, caps
     monkeypatch.setattr(command_flags, "load_run", lambda workdir, mesh: trained)
     monkeypatch.setattr(command_flags, "Generator", lambda *args, **kwargs: None)
     assert evaluate_command(["--workdir=runs/1"], "") == 2
-    message = "step 3 of runs/1 has a test split of several documents in a sequence, expected --te"
+    message = "step 3 of runs/1 has a test split with several documents in a sequence, which"
     assert message in capsys.readouterr().err
 
 

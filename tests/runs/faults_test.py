@@ -114,7 +114,7 @@ def test_metrics_that_are_damaged_are_not_gone_on_with(damage, workdir, capsys):
     assert run_here(workdir) == 6
     error = error_of(capsys)
     assert error.count("\n") == 1
-    assert f"{workdir / 'metrics.jsonl'} cannot be gone on with: the checkpoint found" in error
+    assert f"{workdir / 'metrics.jsonl'} cannot be continued: the checkpoint found" in error
     assert {path: before[path] for path in content(workdir) if path in before} == before
 
 
@@ -156,7 +156,7 @@ def test_links_are_not_followed(workdir, undisturbed, capsys, tmp_path):
     assert run_here(workdir) == 2
     error = error_of(capsys)
     assert error.count("\n") == 1
-    assert "40.unfinished is a link, and a save needs the name for a folder of its own" in error
+    assert "40.unfinished is a link, but a save has to create a folder of this name" in error
     assert content(tmp_path / "elsewhere") == before
 
 

@@ -1,1 +1,1 @@
-"""Who writes the collectives: this package (manual), XLA (auto), or XLA by types (explicit)."""
+"""The modes: this package writes the collectives (manual), or XLA does (auto, explicit)."""

@@ -1,13 +1,13 @@
 """The modes in which a step runs on global arrays and XLA derives the collectives.
 
-- `auto`: a parameter is constrained to be replicated where it is used, and its gradient to be
-  sharded in the same way as its optimizer state.
-- `explicit`: the same, but the shardings are part of the types, and `reshard` changes them.
-- `auto-unconstrained`: as `auto` without a constraint where a parameter is used, so that XLA may
-  move activations instead.
+- `auto`: a parameter is constrained to be replicated where it is used. Its gradient is constrained
+  to be sharded like its optimizer state.
+- `explicit`: the same shardings, but they are part of the types, and `reshard` changes them.
+- `auto-unconstrained`: like `auto`, but without a constraint where a parameter is used. So XLA may
+  send activations instead of the parameter.
 
-In these modes batch statistics (`BatchNorm`) are of the global batch, and dropout draws one mask
-for the global batch.
+In these modes batch statistics (`BatchNorm`) are computed over the global batch, and dropout draws
+one mask for the global batch.
 """
 
 import abc
@@ -54,7 +54,7 @@ class GlobalArrays(Mode):
 
     @property
     def varying_axes(self) -> tuple[str, ...]:
-        """None: the code sees all examples."""
+        """Always `()`, because the code gets all examples."""
         return ()
 
     def run(
@@ -73,16 +73,16 @@ class GlobalArrays(Mode):
         return constrained
 
     def fold(self, rng: jax.Array) -> jax.Array:
-        """Returns the key as it is, because the code sees all examples."""
+        """Returns the key unchanged, because the code gets all examples."""
         return rng
 
     def to_zigzag(self, batch: Batch, roles: AxisRoles) -> Any:
-        """Returns the batch as it is, because XLA sees full sequences."""
+        """Returns the batch unchanged, because the code gets full sequences."""
         del roles
         return batch
 
     def split(self, batch: Batch, num_minibatches: int, roles: AxisRoles) -> Any:
-        """Splits a batch so that every example stays on its device.
+        """Splits a batch into minibatches without moving an example to another device.
 
         Each minibatch has an equal part of every device's examples.
         """
@@ -113,23 +113,23 @@ class GlobalArrays(Mode):
         return shard.replace(value=self.constrain(g, place.state_spec))
 
     def sync(self, place: Route, shard: Any, g: Any) -> Any:
-        """Returns the gradient as it is, because it is of the global batch."""
+        """Returns the gradient unchanged, because it is the gradient of the global batch."""
         del place, shard
         return g
 
     def sync_metrics(self, metrics: Sums) -> Sums:
-        """Returns the metrics as they are, because they count all examples."""
+        """Returns the metrics unchanged, because they count all examples."""
         return metrics
 
     def sync_collections(
         self, collections: Collections, before: Any, rules: Mapping[str, CollectionSync]
     ) -> Any:
-        """Returns the collections as they are, because there is one copy of each."""
+        """Returns the collections unchanged, because they are global arrays."""
         del before, rules
         return collections
 
     def replicate(self, placements: Placements, params: Params) -> Any:
-        """Constrains updated parameters to their own specs, so that XLA gathers them."""
+        """Constrains updated parameters to the parameters' specs, so that XLA gathers them."""
 
         def gather(place: Route, x: jax.Array) -> jax.Array:
             if place.state_names is None:
@@ -144,7 +144,7 @@ class GlobalArrays(Mode):
         return GlobalParameter(x, names, mode=self, **fields)
 
     def unshard(self, x: jax.Array, names: Names, stored_names: Names) -> jax.Array:
-        """Constrains a parameter to `names`; it is stored sharded over `stored_names`."""
+        """Constrains the sharding of a parameter, stored over `stored_names`, to `names`."""
         del stored_names
         return self.constrain(x, names_to_spec(names))
 
@@ -161,7 +161,7 @@ class Auto(GlobalArrays):
     @contextlib.contextmanager
     def context(self) -> Iterator[None]:
         """Sets the mesh and the rules for a model's constraints on activations."""
-        # Without a mesh flax's constraints on activations do nothing.
+        # Flax's constraints on activations have an effect only under a mesh.
         mesh = self.mesh.abstract_mesh
         with jax.sharding.use_abstract_mesh(mesh), nn.logical_axis_rules(self.rules):
             yield
@@ -194,7 +194,7 @@ class Unconstrained(GlobalArrays):
     name: ClassVar[ModeName] = "auto-unconstrained"
 
     def constrain(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
-        """Returns the array as it is."""
+        """Returns the array unchanged."""
         del spec
         return x
 
@@ -211,13 +211,13 @@ class Explicit(GlobalArrays):
     def run(
         self, function: Callable[..., Any], *, in_specs: Specs, out_specs: Specs
     ) -> Callable[..., Any]:
-        """Wraps a function of arrays with explicit shardings, to take arrays without them."""
+        """Wraps a function of explicitly sharded arrays so that it accepts any global arrays."""
         constrained = super().run(function, in_specs=in_specs, out_specs=out_specs)
         return self.under_mesh(constrained, in_specs)
 
     @contextlib.contextmanager
     def context(self) -> Iterator[None]:
-        """Lets dropout run where shardings are types."""
+        """Lets dropout run although shardings are part of the types."""
         with nn.logical_axis_rules(()), nn.intercept_methods(_keep_dropout_sharded):
             yield
 
@@ -242,8 +242,8 @@ class Explicit(GlobalArrays):
     def box(self, place: Route, x: jax.Array, *, as_state: bool = False) -> Any:
         """Boxes a parameter so that it is also gathered over the axes that split it.
 
-        In this mode layers do not compute with shards. Their products would contract a dim that
-        types shard.
+        In this mode layers do not compute with shards, because their products would contract a dim
+        that is sharded by its type.
         """
         names = place.names if place.split_axes else ()
         split_axes = [a for name in names for a in axis_tuple(name) if a in place.split_axes]
@@ -257,7 +257,7 @@ class Explicit(GlobalArrays):
 
 
 class GlobalParameter(ShardedParameter, eq=False):
-    """A box that unshards a parameter, a sharded global array, where it is used.
+    """Boxes a sharded global array and unshards the parameter where it is used.
 
     Attributes:
       mode: The mode.
@@ -277,7 +277,8 @@ class GlobalParameter(ShardedParameter, eq=False):
 
     def gather_data_axes(self) -> "GlobalParameter":
         """Returns the box with its value constrained to be replicated over `gather_axes`."""
-        # In mode `explicit` a layer must not contract a dim that types shard: gather over all axes.
+        # In mode `explicit` a layer must not contract a dim that is sharded by its type, so this
+        # gathers over all axes.
         axes = {*self.gather_axes}
         if isinstance(self.mode, Explicit):
             axes |= {*self.storage_axes}
@@ -306,9 +307,9 @@ _unshard.defvjp(
 
 
 def _keep_dropout_sharded(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
-    """Lets `nn.Dropout`, which draws an unsharded mask, run where shardings are types.
+    """Lets `nn.Dropout`, which draws an unsharded mask, run although shardings are in the types.
 
-    An interceptor for `flax.linen.intercept_methods`.
+    This is an interceptor for `flax.linen.intercept_methods`.
     """
     if not isinstance(context.module, nn.Dropout) or context.method_name != "__call__":
         return next_fun(*args, **kwargs)
@@ -317,7 +318,8 @@ def _keep_dropout_sharded(next_fun: Any, args: Any, kwargs: Any, context: Any) -
     inactive = nn.merge_param("deterministic", dropout.deterministic, options.get("deterministic"))
     if inactive or dropout.rate in (0, 1):
         return next_fun(*args, **kwargs)
-    # The key is an argument too, because values that a function closes over keep explicit types.
+    # The key is an argument too, because a value that a function closes over keeps its explicit
+    # type.
     rng = options.pop("rng", None)
     rng = dropout.make_rng(dropout.rng_collection) if rng is None else rng
     sharding = jax.typeof(inputs).sharding
@@ -334,7 +336,7 @@ def _full_spec(shape: tuple[int, ...], names: tuple[Any, ...]) -> PartitionSpec:
 
 
 def _broadcast(specs: Specs, tree: Any) -> list[PartitionSpec]:
-    """Returns a spec for each leaf of a tree, from a tree of specs that is a prefix of it."""
+    """Returns a spec for each leaf of `tree`; `specs` is a prefix of the tree."""
     leaves: list[PartitionSpec] = []
     jax.tree.map(
         lambda spec, subtree: leaves.extend([spec] * len(jax.tree.leaves(subtree))),

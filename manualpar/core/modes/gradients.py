@@ -1,10 +1,10 @@
 """Gradients of the global mean loss, from each device's part of a batch.
 
 A step differentiates `sum of the loss over all examples / global number of examples`. This holds
-for every split of the examples over devices and minibatches and every number of masked examples.
+however the examples are split over devices and minibatches, and however many examples are masked.
 If part `k` has `n_k` valid examples and the mean loss `l_k`, the gradient is
-`sum_k n_k grad(l_k) / sum_k n_k`. So each part is weighted by its count *before* anything is
-averaged. A mean of means would be another loss.
+`sum_k n_k grad(l_k) / sum_k n_k`. So each part is weighted by its count *before* the parts are
+averaged. A mean of the parts' means would be another loss.
 
 Types decide whether autodiff sums gradients over devices. If a parameter is *invariant* over a mesh
 axis, autodiff inserts a `psum` over that axis, once for every use and minibatch. Therefore
@@ -74,7 +74,7 @@ def accumulate(
       params: The trained and the frozen parameters, see `partition`; boxes allowed.
       collections: The collections before the first minibatch.
       minibatches: A tree whose leaves are `[M, B/M, ...]`, see `split_minibatches`.
-      rng: A key.
+      rng: The key; each minibatch gets a key derived from it.
       schedule: How the minibatches run: `unrolled` or `scanned`.
       reduce: Applied to the gradients of each minibatch before they are added up.
       join: Makes the tree of parameters for `loss_fn` from the pair, in each minibatch.
@@ -93,9 +93,9 @@ def accumulate(
     ) -> tuple[jax.Array, tuple[StepSums, Collections]]:
         loss, metrics, collections = loss_fn(join((trained, frozen)), collections, minibatch, key)
         weight = jax.lax.stop_gradient(_at_least_float32(metrics["loss"][1]))
-        # A loss may be the same on all devices (a pmean, a ratio of psums). It still counts once
-        # for each device. Without the cast autodiff would differentiate it once for all devices,
-        # and the mean of the gradients would be too small.
+        # A loss may be the same on all devices, for example a pmean or a ratio of psums. It must
+        # still count once for each device. Without the cast autodiff would differentiate the loss
+        # once for all devices, and the mean of the gradients would be too small.
         loss = cast_to_varying(_at_least_float32(loss), axes) * weight
         return loss, (StepSums((jax.lax.stop_gradient(loss), weight), metrics), collections)
 
@@ -140,7 +140,7 @@ def scanned(
 
     first = jax.tree.map(lambda x: x[0], minibatches)
     # The carry of a scan must keep its type, but a minibatch may add axes to the collections' type.
-    # Repeat until the type is stable: each repetition can only add axes.
+    # So this repeats until the type is stable. Each repetition can only add axes.
     for _ in range(len(jax.sharding.get_abstract_mesh().manual_axes) + 1):
         types, updated = jax.eval_shape(differentiate, collections, first)
         collections = jax.tree.map(
@@ -149,7 +149,7 @@ def scanned(
 
     def zero(t: Any) -> jax.Array:
         x = cast_to_varying(jnp.zeros(t.shape, t.dtype), varying_axes(t))
-        # If shardings are types (mode `explicit`), the sum must have the sharding of its terms.
+        # In mode `explicit` the type has a sharding: the sum must have the sharding of its terms.
         return x if t.sharding is None else jax.sharding.reshard(x, t.sharding)
 
     def body(carry: Any, minibatch: Batch) -> tuple[Any, None]:
@@ -164,7 +164,7 @@ def scanned(
 
 
 def _accumulators(*terms: Any) -> Any:
-    """Casts floating types to float32 or wider, to sum minibatches in that dtype."""
+    """Casts floating-point numbers to float32 or wider, to sum minibatches in this dtype."""
 
     def accumulator(x: jax.Array) -> jax.Array:
         return _at_least_float32(x) if jnp.issubdtype(x.dtype, jnp.floating) else x
@@ -176,8 +176,8 @@ def sync_gradients(grads: Grads, axis_names: AxisName) -> Any:
     """Takes the mean of the devices' gradients over the mesh axes that split the batch.
 
     Args:
-      grads: A tree of each device's gradients. The backward pass of the gather has already reduced
-        a boxed gradient over the axes that it is sharded over. So it is reduced only over the other
+      grads: A tree of each device's gradients. A boxed gradient has already been reduced over the
+        axes of its shards, by the backward pass of the gather. So it is reduced only over the other
         axes.
       axis_names: The mesh axis, or tuple of axes, over which examples are split.
 
@@ -185,9 +185,10 @@ def sync_gradients(grads: Grads, axis_names: AxisName) -> Any:
       The same tree; unboxed gradients are equal on all devices along `axis_names`.
 
     Raises:
-      ValueError: An axis is not bound. Or a gradient does not vary over an axis: autodiff has
-        summed it already, and its mean would be too large by the size of the axis. (With
-        `check_vma=False` types do not show this, and autodiff does not sum.)
+      ValueError: An axis is not bound, or a gradient does not vary over an axis. In the second case
+        autodiff has already summed the gradient over the axis, so the mean would be too large by
+        the size of the axis. (With `check_vma=False` autodiff does not sum, and this is not
+        checked.)
 
     Communication:
       One all-reduce for each gradient that is replicated over some of the axes: a device sends
@@ -207,9 +208,8 @@ def sync_gradients(grads: Grads, axis_names: AxisName) -> Any:
             if summed:
                 raise ValueError(
                     f"sync_gradients: grads{jax.tree_util.keystr(path)} is already summed over "
-                    f"{summed}, expected each device's own "
-                    "gradient: it was taken with respect to a replicated parameter. Cast the "
-                    "parameters with "
+                    f"{summed}, expected each device's gradient, not yet summed. It was taken with "
+                    "respect to a replicated parameter. Cast the parameters with "
                     f"jax.lax.pcast(params, {tuple(summed)}, to='varying') before jax.grad, or use "
                     "accumulate_gradients."
                 )
@@ -239,13 +239,13 @@ def reduce_gradient(
     """
     is_exact = (
         comm_policy(g).reduce.quantizer is None
-    )  # A quantizer gets the value before any rounding.
+    )  # A quantizer must get the value before it is rounded to `dtype`.
     if (set(mean_axes) - set(boxed_axes(g)) and is_exact) or sum_axes:
         g = jax.tree.map(lambda x: x.astype(dtype), g)
     if sum_axes:
         with jax.named_scope(REDUCE_SCOPE):
             g = jax.tree.map(lambda x: jax.lax.psum(x, sum_axes), g)
-    # A parameter that is split over all data axes has no axes to take the mean over.
+    # If a parameter is split over all data axes, there is no axis to take the mean over.
     return sync_gradients(g, mean_axes) if mean_axes else g
 
 
@@ -257,7 +257,7 @@ def sync_metrics(metrics: Sums, axis_names: AxisName) -> Sums:
       axis_names: The mesh axis, or tuple of axes, over which examples are split.
 
     Returns:
-      The tree with each scalar summed over all devices, replicated.
+      The tree with each scalar summed over all devices, the same on all of them.
 
     Communication:
       One all-reduce for each dtype, of all scalars of that dtype.
@@ -276,12 +276,12 @@ def sync_metrics(metrics: Sums, axis_names: AxisName) -> Sums:
 
 
 def _mean_count(count: jax.Array, outer_axes: tuple[str, ...]) -> jax.Array:
-    """Returns the mean count of examples per device; 1 without examples (gradients are zero)."""
+    """Returns the mean number of examples per device, or 1 if there are none (zero gradients)."""
     axes = tuple(sorted(varying_axes(count) - set(outer_axes)))
     manual_axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
     if manual_axes and not is_vma_checked(manual_axes[0]):
         axes = manual_axes  # A mean over axes with equal counts changes nothing.
-    # An all-reduce over one device would hide from XLA that a count is a constant.
+    # Leaves out axes of size 1: their all-reduce would hide from XLA that a count is a constant.
     axes = tuple(axis for axis in axes if jax.lax.axis_size(axis) > 1)
     with jax.named_scope(COUNT_SCOPE):
         count = jax.lax.pmean(_at_least_float32(count), axes) if axes else _at_least_float32(count)

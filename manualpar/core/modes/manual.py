@@ -1,7 +1,7 @@
-"""Mode `manual`: every device runs the code on its part of the arrays; we write every collective.
+"""Mode `manual`: each device runs the code on its part of the arrays; we write the collectives.
 
 This is the package's main mode, and the only mode whose traced program shows all communication.
-`manualpar.core.modes.mode` says what a mode is.
+`manualpar.core.modes.mode` explains modes.
 """
 
 import dataclasses
@@ -70,7 +70,7 @@ class Manual(Mode):
     def scatter(self, place: Route, shard: Any, g: Any) -> Any:
         """Divides a gradient and scatters it, see `Mode`."""
         if place.divisor > 1:
-            # Divide before any quantizer: its residuals are then errors of the mean on every mesh.
+            # Divides before quantization, so that residuals are errors of the mean on every mesh.
             g = jax.tree.map(lambda x: x / place.divisor, g)
         return g if boxed_axes(g) == boxed_axes(shard) else scatter_gradients(g, shard)
 

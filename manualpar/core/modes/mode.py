@@ -1,4 +1,4 @@
-"""Modes: who writes the collectives of a step, this package or XLA.
+"""Modes decide whether this package or XLA writes the collectives of a step.
 
 A step uses a mode only through the methods below. `manualpar.core.modes.manual` has the mode in
 which we write every collective. In `manualpar.core.modes.global_arrays` the same step runs on
@@ -32,12 +32,13 @@ class Mode(abc.ABC):
     """Runs the operations of a step on the mesh.
 
     Attributes:
-      mesh: The mesh, all axes of `AxisType.Auto`.
+      mesh: The mesh; all of its axes have `AxisType.Auto`.
       data_axes: The mesh axes along which devices see different examples.
       comm: The formats to send in, and the order of the axes.
       rules: The mesh axes of the logical names of activations, for modes in which XLA derives the
         collectives.
-      outer_axes: Axes of a `shard_map` around the step; devices along them take separate steps.
+      outer_axes: Axes of a `shard_map` around the step. Along these axes, each device makes a
+        separate step.
     """
 
     name: ClassVar[ModeName]
@@ -90,8 +91,8 @@ class Mode(abc.ABC):
         """Boxes a parameter, so that it gathers itself where it is used.
 
         `x` is a device's shard, or the global array if XLA writes the collectives. With `as_state`,
-        `x` is sharded like its gradient. An array that needs no gather and no cast is returned
-        without a box.
+        `x` is sharded like the gradient. If `x` needs no gather and no cast, it is returned without
+        a box.
         """
         names = place.sharded_names if as_state else place.names
         padding = place.padding if as_state else place.parameter_padding

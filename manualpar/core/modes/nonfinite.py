@@ -1,4 +1,4 @@
-"""Finds losses and gradients that are not finite; all devices take the same decision."""
+"""Finds losses and gradients that are not finite; all devices get the same answer."""
 
 import jax
 import jax.numpy as jnp
@@ -11,16 +11,16 @@ from manualpar.core.trees import Grads
 
 
 def find_nonfinite(grads: Grads, axis_names: AxisName) -> jax.Array:
-    """Looks for gradients that are not finite, element by element, because a norm could overflow.
+    """Returns whether a gradient is not finite; checks each element, because a norm may overflow.
 
     Args:
       grads: A tree of gradients without boxes, after they are summed and cast, because both may
-        overflow; integers and empty arrays are finite.
+        overflow. Integers and empty arrays are finite.
       axis_names: The mesh axes that split the batch.
 
     Returns:
-      `float32[]`, 1 if a gradient is not finite, else 0. Inside `shard_map` the result is each
-      device's along `axis_names`, and `sync_metrics` can sum it.
+      `float32[]`, 1 if a gradient is not finite, else 0. Inside `shard_map`, devices along
+      `axis_names` may have different results, which `sync_metrics` can sum.
 
     Communication:
       One all-reduce of 4 bytes over the axes not in `axis_names` over which gradients vary.
@@ -35,7 +35,7 @@ def find_nonfinite(grads: Grads, axis_names: AxisName) -> jax.Array:
 def is_finite(sums: StepSums) -> jax.Array:
     """Returns whether the loss and all gradients of a step are finite, `bool[]`.
 
-    `sums` are those of all devices, with `nonfinite` from `find_nonfinite`.
+    `sums` are the sums of all devices, with the result of `find_nonfinite` as `nonfinite`.
     """
     assert sums.nonfinite is not None
     means = jnp.stack([mean(sums.objective), mean(sums.metrics["loss"])])

@@ -1,17 +1,17 @@
 """Drops gathered weights after the forward pass and gathers them again for the backward pass.
 
-Autodiff saves all residuals that the backward pass needs. Among them are the gathered weights, and
-so every device would hold the full model. `regather_for_backward` differentiates a loss as autodiff
-does, but drops the gathered weights and the casts, transposes and slices of them that layers
-compute with. The backward pass makes them again from the shards.
+Autodiff saves all residuals that the backward pass needs. The gathered weights are among them, so
+every device would hold the full model. `regather_for_backward` differentiates a loss like autodiff,
+but it does not save the gathered weights, or casts, transposes and slices of gathered weights. The
+backward pass makes these weights again from the shards.
 
-A residual is dropped because of *its origin*: a walk through the traced forward pass follows the
+A residual is dropped because of *its origin*. A walk through the traced forward pass starts at the
 results of gathers (operations in the scope `GATHER_SCOPE`) and of quantization in both directions
-(`DECODE_SCOPE`), through operations that only cast or move elements. All other residuals are saved
-as autodiff would save them. The user's own `jax.checkpoint` (`nn.remat`) recomputes by its own
-policy, except that it saves weights gathered over slow links. The body of a scan and the branches
-of a `cond` are treated like the program around them, so a scan over layers gathers one layer at a
-time in its backward pass too.
+(`DECODE_SCOPE`). It follows them through operations that only cast or move elements. All other
+residuals are saved as autodiff would save them. The user's own `jax.checkpoint` (`nn.remat`)
+recomputes by its own policy, but it also saves weights gathered over slow links. The body of a scan
+and the branches of a `cond` are treated like the program around them. So a scan over layers also
+gathers one layer at a time in its backward pass.
 """
 
 import functools
@@ -46,9 +46,9 @@ from manualpar.core.tracing.scopes import (
 )
 from manualpar.core.trees import Params
 
-LOOPS = frozenset({"cond", "scan"})  # Primitives with a backward pass of their own.
+LOOPS = frozenset({"cond", "scan"})  # Primitives that have their own backward pass.
 GATHERS = frozenset({"all_gather", "all_gather_invariant", "reshard", "sharding_constraint"})
-# Operations whose result still counts as a weight. They cost next to nothing, so they are repeated.
+# If these operations get a weight, their result is a weight too. They are cheap to repeat.
 CASTS = frozenset(
     {
         "broadcast_in_dim",
@@ -76,16 +76,16 @@ def regather_for_backward(
     Args:
       function: A differentiable function of pytrees of arrays, such as a loss whose parameters
         gather themselves.
-      keep_gathered: Whether to save the gathered arrays, and only dequantize them again.
-      axes: The mesh axes over which to gather again; all if not given. Arrays that were gathered
-        over the other axes are saved in the format in which they were received.
+      keep_gathered: Whether to save the gathered arrays, and only dequantize again.
+      axes: The mesh axes over which to gather again; `None` for all axes. Arrays gathered over the
+        other axes are saved in the format in which they were received.
 
     Returns:
       The function, with the same values and gradients.
 
     Communication:
-      In the backward pass one more all-gather for each parameter whose value it needs. (The
-      gradients of a bias and of the first layer's kernel need no value.)
+      The backward pass has one more all-gather for each parameter whose value it needs. (It does
+      not need the value of a bias or of the first layer's kernel.)
     """
     is_repeated = _IsRepeated(keep_gathered, axes)
 
@@ -99,7 +99,7 @@ def regather_for_backward(
 
 
 class _IsRepeated(NamedTuple):
-    """Decides whether the backward pass runs an equation again, which makes a weight."""
+    """Decides which equations make weights, so that the backward pass runs them again."""
 
     keep_gathered: bool
     axes: tuple[str, ...] | None
@@ -112,9 +112,9 @@ class _IsRepeated(NamedTuple):
         return gathers or DECODE_SCOPE in scope_names(name_stack)
 
     def is_saved(self, primitive: Any, *_: Any, **params: Params) -> bool:
-        """Returns whether it is a gather over slow links, whose result is saved.
+        """Returns whether an equation is a gather over slow links, whose result is saved.
 
-        It is also a policy for the user's checkpoints.
+        The method also serves as a policy for the user's checkpoints.
         """
         is_gather = self.axes is not None and primitive.name in GATHERS
         return is_gather and not {*axis_tuple(params["axis_name"])} <= {*(self.axes or ())}
@@ -123,7 +123,7 @@ class _IsRepeated(NamedTuple):
 def _regathering(
     closed: ClosedJaxpr, is_repeated: _IsRepeated, *, in_loop: bool
 ) -> Callable[..., list[Any]]:
-    """Turns a traced program into a function whose backward pass makes weights again."""
+    """Turns a traced program into a function whose backward pass makes the weights again."""
     if not _makes_weights(closed.jaxpr, is_repeated):
         return jaxpr_as_fun(closed)
     evaluate = functools.partial(_evaluate, closed, functools.partial(_nested, is_repeated))
@@ -134,7 +134,7 @@ def _regathering(
 def _evaluate(
     closed: ClosedJaxpr, nested: Callable[[Any], Callable[..., Any] | None], *args: Any
 ) -> list[Any]:
-    """Runs a program; where `nested` returns a function for an equation, calls the function."""
+    """Runs a program; if `nested` returns a function for an equation, calls it instead."""
     jaxpr = closed.jaxpr
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *args), strict=True))
 
@@ -153,7 +153,7 @@ def _evaluate(
 
 
 def _nested(is_repeated: _IsRepeated, eqn: Any) -> Callable[..., Any] | None:
-    """Returns the function for a call, or for a loop or checkpoint that makes weights inside."""
+    """Returns a function to run in place of a call, or of a loop or checkpoint with weights."""
     name = eqn.primitive.name
     if name in CALLS or (name in LOOPS | REMAT_PRIMITIVES and _makes_inside(eqn, is_repeated)):
         return functools.partial(_run_nested, name, eqn.params, is_repeated)
@@ -162,7 +162,7 @@ def _nested(is_repeated: _IsRepeated, eqn: Any) -> Callable[..., Any] | None:
 
 def _run_nested(name: str, params: dict[str, Any], is_repeated: _IsRepeated, *args: Any) -> Any:
     """Runs a call, a checkpoint, a scan or a `cond`."""
-    if name in CALLS:  # It is inlined, so that the walk sees the casts in it.
+    if name in CALLS:  # Inlines the call, so that the walk finds the casts inside.
         with jax.named_scope(params["name"]):
             return _evaluate(params["jaxpr"], functools.partial(_nested, is_repeated), *args)
     if name in REMAT_PRIMITIVES:
@@ -195,7 +195,7 @@ def _drop_weights(
 
     def forward(*args: Any) -> tuple[Any, Any]:
         count, values = len(args), [arg.value for arg in args]
-        # As in autodiff, constants get no gradient, which could even cost a collective.
+        # Constants get no gradient, as in autodiff: a gradient could even cost a collective.
         wanted = [i for i, arg in enumerate(args) if arg.perturbed]
 
         def out_and_vjp(*values: Any) -> Any:
@@ -215,7 +215,7 @@ def _drop_weights(
         def backward(saved: Sequence[Any], inputs: Sequence[Any], cotangents: Any) -> Any:
             is_zero = lambda x: isinstance(x, SymbolicZero)  # noqa: E731
             cotangents = jax.tree.map(_instantiate, cotangents, is_leaf=is_zero)
-            if not in_loop:  # Otherwise XLA merges the second gather with the first.
+            if not in_loop:  # The barrier keeps XLA from merging the second gather with the first.
                 inputs = _after(cotangents, inputs)
             pullback = jax.tree.unflatten(vjp, residuals.restore(saved, inputs))
             return _put(pullback(cotangents), wanted, (None,) * count)
@@ -233,7 +233,7 @@ def _put(new: Iterable[Any], indices: Sequence[int], values: Iterable[Any]) -> t
 
 
 class _Residuals:
-    """The residuals of a traced forward pass: the saved ones, and the weights, to be made again."""
+    """The residuals of a traced forward pass: saved residuals, and weights that are made again."""
 
     def __init__(self, jaxpr: Jaxpr, num_outputs: int, is_repeated: _IsRepeated) -> None:
         self._jaxpr = jaxpr
@@ -254,7 +254,7 @@ class _Residuals:
         self._inputs = list(dict.fromkeys(operands))
 
     def compute(self, consts: Sequence[Any], args: Sequence[Any]) -> tuple[Any, Any, Any]:
-        """Runs the forward pass: results, saved residuals, and the inputs to make weights from."""
+        """Runs the forward pass; returns results, saved residuals, and the weights' inputs."""
         outvars = [*self._out, *self._saved, *self._inputs]
         jaxpr = self._jaxpr.replace(
             eqns=_needed(self._jaxpr.eqns, outvars),
@@ -283,7 +283,7 @@ def _instantiate(cotangent: Any) -> Any:
         return np.zeros(cotangent.shape, cotangent.dtype)
     aval: Any = cotangent.aval
     zero = cast_to_varying(jnp.zeros(aval.shape, aval.dtype), aval.mat.varying)
-    # Where shardings are types, the array must have the cotangent's sharding.
+    # If types have shardings, the array must have the cotangent's sharding.
     is_typed = bool(jax.sharding.get_abstract_mesh().explicit_axes)
     return jax.sharding.reshard(zero, aval.sharding.spec) if is_typed else zero
 
@@ -292,7 +292,7 @@ def _after(values: Any, inputs: Sequence[Any]) -> list[Any]:
     """Returns the inputs through a barrier, so that XLA uses them only after `values` exist."""
     inputs = list(inputs)
     by_type: dict[frozenset[str], list[int]] = {}
-    for i, x in enumerate(inputs):  # All operands of a barrier must vary over the same axes.
+    for i, x in enumerate(inputs):  # The operands of a barrier must all vary over the same axes.
         by_type.setdefault(varying_axes(x), []).append(i)
     for axes, indices in by_type.items():
         before = [x for x in jax.tree.leaves(values) if varying_axes(x) <= axes]
@@ -303,7 +303,7 @@ def _after(values: Any, inputs: Sequence[Any]) -> list[Any]:
 
 
 def _needed(eqns: Sequence[Any], outvars: Iterable[Any]) -> list[Any]:
-    """Drops equations that do not contribute to `outvars` and have no effects."""
+    """Keeps only the equations that contribute to `outvars` or have effects."""
     needed = {v for v in outvars if isinstance(v, Var)}
     found: list[Any] = []
     for eqn in reversed(eqns):
@@ -318,7 +318,7 @@ def _variables(eqn: Any) -> list[Var]:
 
 
 def _unused_rule(is_repeated: _IsRepeated, eqn: Any) -> Callable[..., Any] | None:
-    """Returns the function of a frozen parameter's gather, whose gradient rule is not used."""
+    """Returns the function of a gather with a gradient rule, if the parameter is frozen."""
     if "custom_vjp" not in eqn.primitive.name or not _makes_inside(eqn, is_repeated):
         return None
     (closed,) = (x for x in eqn.params.values() if isinstance(x, ClosedJaxpr))
@@ -328,7 +328,7 @@ def _unused_rule(is_repeated: _IsRepeated, eqn: Any) -> Callable[..., Any] | Non
 def _makes_weights(
     jaxpr: Jaxpr, is_repeated: _IsRepeated, *, but_not_in: frozenset[str] = frozenset()
 ) -> bool:
-    """Returns whether a program makes weights, outside of the user's own checkpoints."""
+    """Returns whether a program makes weights outside of the user's own checkpoints."""
     return any(
         is_repeated(eqn)
         or (eqn.primitive.name not in but_not_in and _makes_inside(eqn, is_repeated))

@@ -1,19 +1,18 @@
-"""Strategies: how parameters are sharded, when they are communicated, and what that costs.
+"""Strategies say how parameters are sharded, when they are communicated, and how many times.
 
-A strategy is data. One program (`manualpar.core.program.program`) and one step
-(`manualpar.core.program.step`) read it. So the only code of a strategy is the function that builds
-it. The strategies are in `manualpar.strategies`. A config finds them in
-`manualpar.strategies.registry`.
+A strategy is data, which `manualpar.core.program.program` and `manualpar.core.program.step` read.
+So the only code of a strategy is the function that builds it. The strategies are in
+`manualpar.strategies`. Configs look them up in `manualpar.strategies.registry`.
 
 A strategy answers three questions.
 
 1. *How is each parameter sharded?* `place` maps a `ParameterInfo` to a `Placement`: how the
    parameter, its gradient and its optimizer state are sharded between steps.
 2. *When is it communicated?* A sharded parameter is gathered wherever it is used, or once a step.
-   If it is gathered where it is used, the backward pass scatters its gradient. If a parameter is
-   replicated during the step, its gradient is scattered once a step, or once a minibatch.
-3. *What does that cost?* `sends` is a closed form: the number of times that a step sends each
-   parameter. Tests compare it with the collectives of the traced program.
+   If it is gathered where it is used, the backward pass scatters its gradient. If it is replicated
+   during the step, its gradient is scattered once a step, or once a minibatch.
+3. *How many times is it communicated?* `sends` is a closed form for the number of times that a step
+   sends each parameter. Tests compare it with the collectives of the traced program.
 """
 
 import dataclasses
@@ -37,15 +36,15 @@ Every = Literal["minibatch", "step"]
 class CommCounts(NamedTuple):
     """How many times a step sends a parameter.
 
-    The counts hold for a sharded parameter. If a parameter and its optimizer state are replicated,
-    every strategy sends one all-reduce of its gradient a step.
+    The counts are for a sharded parameter. If a parameter and its optimizer state are replicated,
+    every strategy sends one all-reduce of the gradient a step.
 
     Attributes:
       uses: The number of times that the forward and the backward pass read the parameter. Each time
         it is gathered over its sharded axes that do not split the batch.
       gathers: All-gathers of the parameter.
       scatters: Reduce-scatters of its gradient.
-      new_gathers: All-gathers of the updated parameter, if only its state is sharded.
+      new_gathers: All-gathers of the updated parameter, if only its optimizer state is sharded.
     """
 
     uses: int
@@ -70,9 +69,10 @@ class Strategy:
         bound: the backward pass does not gather a parameter that it does not need, such as a bias.
       replica_axes: Mesh axes in addition to `axis_name` that split the examples. Parameters are
         replicated over these axes.
-      gather_every: How often a sharded parameter is gathered: where it is used in each minibatch,
-        or once a step.
-      reduce_every: How often gradients are scattered, for parameters that are replicated in a step.
+      gather_every: How often a sharded parameter is gathered: at each use in each minibatch, or
+        once a step.
+      reduce_every: How often the gradient of a parameter is scattered, if the parameter is
+        replicated during the step.
       reshard_after_forward: Whether gathered parameters are dropped after the forward pass and
         gathered again for the backward pass.
       regather_axes: The mesh axes over which parameters are gathered again; `None` for all axes.
@@ -90,7 +90,7 @@ class Strategy:
 
 
 class Pipelined(Protocol):
-    """A schedule that runs several microbatches at once, each on another stage."""
+    """A schedule that runs several microbatches at the same time, each on another stage."""
 
     def __call__(
         self,
@@ -128,4 +128,4 @@ class Stages(Protocol):
     def on_mesh(
         self, mesh: Mesh, strategy: Strategy, placements: Placements, num_minibatches: int
     ) -> Pipelined:
-        """Makes the schedule of a step. `placements` tells how parameters are sharded."""
+        """Makes the schedule of a step; `placements` says how parameters are sharded."""

@@ -1,9 +1,9 @@
 """Reduces variables outside `params` that differ between devices after a step.
 
-Each device updates a model's other collections from its own examples. The right reduction depends
-on a variable's meaning, which no type tells: running averages need the mean, counters the sum,
-running maxima the maximum. Only the rule of `batch_stats` is known. The user states the other
-rules.
+Each device updates a model's collections other than `params` from the device's own examples. The
+right reduction depends on a variable's meaning, which its type does not show. Running averages need
+the mean, counters need the sum, and running maxima need the maximum. Only the rule of `batch_stats`
+is known. The user gives the other rules.
 """
 
 import difflib
@@ -20,17 +20,17 @@ from manualpar.core.trees import Collections
 
 CollectionSync = Literal["mean", "sum", "max", "min"]
 COLLECTION_SYNCS: tuple[CollectionSync, ...] = ("mean", "sum", "max", "min")
-# flax's name for the running averages of its normalisation layers, Linen's and NNX's.
+# flax's name for the running averages of its normalisation layers, in Linen and in NNX.
 KNOWN: Mapping[str, CollectionSync] = {"batch_stats": "mean"}
 
 
 def check_sync_collections(
     builder: str, rules: Any, collections: Collections
 ) -> Mapping[str, CollectionSync]:
-    """Checks rules, by collection or by path: each must be known and fit a variable.
+    """Checks that each rule is known and that its name, a collection or a path, fits a variable.
 
     Raises:
-      TypeError: The rules are no mapping.
+      TypeError: The rules are not a mapping.
       ValueError: A rule is not one of `COLLECTION_SYNCS`, or its name fits no variable.
     """
     if not isinstance(rules, Mapping):
@@ -54,7 +54,7 @@ def check_sync_collections(
             hint = f"; did you mean {near[0]!r}?" if near else "."
             raise ValueError(
                 f"{builder}: sync_collections names {name!r}, which the model does not carry from "
-                f"step to step; expected some of {sorted(names)}{hint}"
+                f"step to step; expected names from {sorted(names)}{hint}"
             )
     return rules
 
@@ -66,20 +66,20 @@ def sync_collections(
     before: Any,
     rules: Mapping[str, CollectionSync],
 ) -> Any:
-    """Makes a model's other collections equal on all devices, where they vary by their types.
+    """Makes a model's other collections equal on all devices, if their types vary.
 
     Args:
       collections: The collections after a step, by name.
       axis_names: The mesh axis, or tuple of axes, over which examples are split.
       before: The collections before the step, which are equal on all devices.
-      rules: The reduction of each, by collection or path, see `check_sync_collections`.
+      rules: The reduction of each variable, by collection or path, see `check_sync_collections`.
 
     Raises:
       ValueError: A leaf varies and no rule fits it, or it varies over axes that split no examples.
 
     Communication:
-      One all-reduce for each leaf whose type varies or whose rule is `"sum"`; none for other
-      leaves, which the model has synchronised itself.
+      One all-reduce for each leaf whose type varies or whose rule is `"sum"`. Other leaves need no
+      all-reduce, because the model has made them equal.
     """
     axes = axis_tuple(axis_names)
     check_axes_bound("sync_collections", axes)
@@ -89,12 +89,13 @@ def sync_collections(
         if others := varying_axes(x) - varying_axes(old) - set(axes):
             raise ValueError(
                 f"sync_collections: collections{jax.tree_util.keystr(path)} differs between the "
-                f"devices along {sorted(others)}, which have the same examples. Compute it where "
-                "activations are whole (after layers.leave), or apply jax.lax.pmean to it."
+                f"devices along {sorted(others)}, which have the same examples. Compute it from "
+                "complete activations (after layers.leave), or apply jax.lax.pmean to it."
             )
         differing = tuple(a for a in axes if not is_typed or a in varying_axes(x))
         rule = choose_sync(path, x, rules, differing)
-        if rule == "sum":  # The increment may be a constant on each device, such as `x.shape[0]`.
+        # A sum reduces even equal values: an increment may be a constant, such as `x.shape[0]`.
+        if rule == "sum":
             return old + jax.lax.psum(cast_to_varying(x - old, axes), axes)
         if not differing:
             return x
@@ -109,10 +110,10 @@ def sync_collections(
 def choose_sync(
     path: Any, x: Any, rules: Mapping[str, CollectionSync], axes: tuple[str, ...]
 ) -> CollectionSync:
-    """Returns the rule for a variable whose type varies over `axes`: the longest name that fits.
+    """Returns the rule with the longest name that fits a variable; its type varies over `axes`.
 
-    It is `"mean"`, which changes nothing, if no name fits and `axes` is empty. A variable that
-    varies and has no rule, or whose dtype does not allow the rule, is refused.
+    If no name fits and `axes` is empty, the rule is `"mean"`, which changes nothing. If no name
+    fits a variable that varies, or if its dtype does not allow the rule, the variable is refused.
     """
     name, rules = _name(path), {**KNOWN, **rules}
     fits = max((rule for rule in rules if f"{name}/".startswith(f"{rule}/")), key=len, default="")
@@ -121,10 +122,9 @@ def choose_sync(
     variable = f"sync_collections: collections{jax.tree_util.keystr(path)} has dtype {x.dtype}"
     if not fits:
         raise ValueError(
-            f"{variable} and differs between the devices along {axes}, and has no rule. "
-            f"Build the program with sync_collections={{{name!r}: ...}}, one of "
-            "'mean' (averages), 'sum' (counters), 'max' and 'min', or make it equal in the model "
-            "(jax.lax.psum)."
+            f"{variable}, differs between the devices along {axes}, and has no rule. Build the "
+            f"program with sync_collections={{{name!r}: ...}}, where ... is 'mean' (averages), "
+            "'sum' (counters), 'max' or 'min'. Or make it equal in the model (jax.lax.psum)."
         )
     is_number, has_mean, is_complex = (
         jnp.issubdtype(x.dtype, kind) for kind in (jnp.number, jnp.inexact, jnp.complexfloating)
@@ -134,7 +134,7 @@ def choose_sync(
     if not fitting.get(rule, is_number and not is_complex):
         raise ValueError(
             f"{variable}, which has no {rule!r} over devices; expected another rule than "
-            f"sync_collections={{{fits!r}: {rule!r}}} for it."
+            f"sync_collections={{{fits!r}: {rule!r}}}."
         )
     return rule
 

@@ -1,1 +1,1 @@
-"""Where a parameter is stored, how it is gathered, and the dtype or code in which it is sent."""
+"""How a parameter is stored, how it is gathered, and in which format it is sent."""

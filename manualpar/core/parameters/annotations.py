@@ -2,13 +2,13 @@
 
 A model annotates a parameter with a flax box around it. `nn.with_partitioning` makes an
 `nn.Partitioned`, whose names are mesh axes. `nn.with_logical_partitioning` makes an
-`nn.LogicallyPartitioned`, whose names are logical, such as `embed`: they name a dimension, and
-*rules* give the mesh axes that shard it. A rule is a pair of a logical name and a mesh axis, a
-tuple of axes or `None`. A name may have several rules. The first rule is used whose axes no other
-dimension of the same parameter uses. If no rule fits, the dimension is not sharded.
-`nn.logical_to_mesh_axes`, which is called here, reads rules in this way.
+`nn.LogicallyPartitioned`, whose names are logical, such as `embed`. A logical name stands for a
+dimension, and *rules* give the mesh axes that shard it. A rule is a pair: a logical name, and a
+mesh axis, a tuple of axes or `None`. A name may have several rules. A rule fits if no other
+dimension of the same parameter uses its axes. The first rule that fits is used. If no rule fits,
+the dimension is not sharded. `nn.logical_to_mesh_axes`, which this module calls, works in this way.
 
-Invariants: deciding touches no device; the resulting names are axes of the mesh, one entry for each
+Invariants: no device is used; the resulting names are axes of the mesh, one entry for each
 dimension; an axis occurs at most once; the axes of a dimension divide its size; a dimension that
 `nn.scan` or `nn.vmap` runs over has no axes.
 """
@@ -31,12 +31,12 @@ class AxesOrLogicalNames(nn.LogicallyPartitioned):
 
 
 def check_rules(strategy: str, rules: Any, mesh: Mesh) -> Rules:
-    """Checks the user's rules, and returns tuples with `None` for no axes, a string for one axis.
+    """Checks the user's rules and normalizes them: `None` for no axes, a string for one axis.
 
     Names that no parameter uses are allowed.
 
     Raises:
-      TypeError: They are not a sequence of pairs of a name and axes.
+      TypeError: The rules are not a sequence of pairs of a name and axes.
       ValueError: A rule names an axis that the mesh does not have, or an axis twice.
     """
     example = "(('embed', None), ('mlp', 'model'))"
@@ -75,11 +75,11 @@ def mesh_names(
     rules: Rules,
     all_rules: str = "",
 ) -> Names:
-    """Reads from a parameter's box the mesh axes that each of its dimensions is sharded over.
+    """Reads from a parameter's box the mesh axes that shard each dimension.
 
-    The rules inside an `nn.LogicallyPartitioned` have precedence over `rules`. The name that a loop
-    gives its dimension (`nn.PARTITION_NAME`) is ignored unless it is a mesh axis or has a rule.
-    `all_rules` is the line that `with_all_names` writes, for the message.
+    The rules inside an `nn.LogicallyPartitioned` have precedence over `rules`. A loop names its
+    dimension by `nn.PARTITION_NAME`; this name is ignored unless it is a mesh axis or has a rule.
+    `all_rules` is the line that `with_all_names` writes, for error messages.
 
     Raises:
       TypeError: The names are not a tuple of names, or the rules in the box are not rules.
@@ -91,14 +91,17 @@ def mesh_names(
     shown = names if is_tuple else repr(annotation)
     where = f"model: parameter {path!r} of shape {shape} is annotated with names {shown}"
     if not is_tuple or not all(_is_axes(name) for name in names):
-        raise TypeError(f"{where}, expected a tuple with a name or None for each dimension.")
+        raise TypeError(f"{where}; expected a tuple with a name or None for each dimension.")
     if len(names) > len(shape):
-        raise ValueError(f"{where}, expected no more than one for each dimension.")
+        raise ValueError(f"{where}, expected no more than one for each dimension; remove names.")
     names = (*names, *(None,) * (len(shape) - len(names)))
     if isinstance(box, SplitParameter):
         named = {axis for name in names for axis in axis_tuple(name)}
         if logical := sorted(named & {name for name, _ in rules} - set(mesh.shape)):
-            raise ValueError(f"{where} and as split, but rules have {logical}; expected mesh axes.")
+            raise ValueError(
+                f"{where} and split=True, but rules have {logical}; a split parameter must be "
+                "annotated with mesh axes."
+            )
         names, _ = names_on(where, shape, names, mesh.shape, shared=box.shared)
     is_logical = isinstance(box, nn.LogicallyPartitioned)
     all_rules = all_rules or with_all_names([(box, loop_dims)], mesh, rules)
@@ -107,8 +110,9 @@ def mesh_names(
     if isinstance(box, AxesOrLogicalNames):
         if loop_dims and len(annotation) < len(shape):
             raise ValueError(
-                f"{where}, expected one for each dimension, those that loops run over included. "
-                "Make a stack with nnx.vmap(..., transform_metadata={nnx.PARTITION_NAME: None})."
+                f"{where}, expected one for each dimension, also for dimensions that loops run "
+                "over. Stack layers with nnx.vmap(..., transform_metadata={nnx.PARTITION_NAME: "
+                "None})."
             )
         # A name without a rule is a mesh axis.
         known = {name for name, _ in rules}
@@ -159,11 +163,11 @@ def with_all_names(boxes: Iterable[tuple[Any, frozenset[int]]], mesh: Mesh, rule
 def _apply_rules(
     where: str, names: tuple[Any, ...], mesh: Mesh, rules: Rules, all_rules: str
 ) -> Names:
-    """Returns the mesh axes of logical names; refuses unknown and repeated names."""
+    """Converts logical names to mesh axes; refuses unknown and repeated names."""
     if not all(name is None or isinstance(name, str) for name in names):
         raise TypeError(
             f"{where}, expected one logical name or None for each dimension. Give the dimension "
-            "one name, and that name a rule with several axes."
+            "one name, and write a rule that maps this name to several axes."
         )
     used = [name for name in names if name is not None]
     known = list(dict.fromkeys(name for name, _ in rules))
@@ -171,14 +175,14 @@ def _apply_rules(
     if unknown:
         raise ValueError(
             f"{where}, of which {unknown} are not in rules {known}{_nearest(unknown, known)}. "
-            f"Write {all_rules}, which has all names of the model, and an axis of the mesh "
-            f"{list(mesh.shape)} instead of None where a dimension is to be sharded."
+            f"Write {all_rules}, which has all names of the model. To shard a dimension, replace "
+            f"its None by an axis of the mesh {list(mesh.shape)}."
         )
     twice = sorted({name for name in used if used.count(name) > 1})
     if twice:
         raise ValueError(
-            f"{where}, of which {twice} stand for more than one dimension; rules cannot tell them "
-            "apart. Name each dimension differently, or None."
+            f"{where}, of which {twice} stand for more than one dimension, so that rules cannot "
+            "distinguish the dimensions. Give each dimension its own name, or None."
         )
     return tuple(nn.logical_to_mesh_axes(names, rules) or ())
 
@@ -186,7 +190,7 @@ def _apply_rules(
 def _check_axes(
     where: str, names: tuple[Any, ...], mesh: Mesh, rules: Rules, all_rules: str
 ) -> Names:
-    """Checks that names are mesh axes; `all_rules` is "" unless they may be logical names."""
+    """Checks that names are mesh axes; `all_rules` is "" if they cannot be logical names."""
     axes = [axis for name in names for axis in axis_tuple(name)]
     unknown = sorted(set(axes) - set(mesh.shape))
     if unknown:
@@ -196,13 +200,13 @@ def _check_axes(
             f"with {written_with(mesh, unknown)}: an axis of size 1 shards nothing."
         )
         if all_rules:
-            mend = (
-                f"{mend} If they are logical names, write {all_rules}, which has all of the model."
+            mend += (
+                f" If they are logical names, write {all_rules}, which has all names of the model."
             )
         elif logical:
             mend = (
-                f". Rules have {logical}, but nn.with_partitioning takes no rules: annotate with "
-                "nn.with_logical_partitioning."
+                f". The rules have {logical}, but nn.with_partitioning does not use rules: "
+                "annotate with nn.with_logical_partitioning."
             )
         where = f"{where}, of which {unknown} are not axes of the mesh {list(mesh.shape)}"
         raise ValueError(f"{where}{mend}")
@@ -212,7 +216,7 @@ def _check_axes(
 
 
 def _nearest(names: list[str], known: Iterable[str]) -> str:
-    """Writes a clause with the known name nearest to the first of `names`; "" if none is near."""
+    """Writes a clause that suggests the known name nearest to `names[0]`; "" if none is near."""
     near = difflib.get_close_matches(names[0], list(known), n=1)
     return f"; the nearest is {near[0]!r}" if near else ""
 

@@ -3,12 +3,12 @@
 Modules usually ask for a parameter with `self.param`, which unboxes it. Some modules read it from
 the variables instead, for example to tie the weights of two layers:
 `self.wte.variables["params"]["embedding"].T`. Such a module gets the box and uses it as an array.
-Therefore an `ArrayBox` behaves like its unboxed value, and a parameter that gathers itself is
+Therefore an `ArrayBox` behaves like its unboxed value. So a parameter that gathers itself is
 gathered in this case too.
 
 Invariants: every use unboxes once; shape and dtype are known without unboxing; a box stays a pytree
-whose leaf is the stored array, because flax's transformations need this. So `jax.tree.map` still
-gets the stored array instead of the parameter: the probe refuses such code.
+whose leaf is the stored array, because flax's transformations need this. So `jax.tree.map` gets the
+stored array, not the parameter; the probe refuses models with such code.
 """
 
 import functools
@@ -32,14 +32,14 @@ _OPERATORS = (
 class ArrayBox(nn.Partitioned, eq=False):
     """A boxed parameter that may be used as the array that its `unbox()` returns.
 
-    Declare a subclass with `eq=False`: a dataclass would compare boxes, and not their elements.
+    Declare a subclass with `eq=False`: otherwise `==` compares boxes instead of their elements.
 
     Attributes:
-      is_whole: Whether a loss reads the parameter. Then `unbox()` also gathers a parameter whose
-        shards a module computes with, see `whole_parameters`.
+      is_whole: Whether a loss reads the parameter. If so, `unbox()` also gathers over the axes over
+        which modules compute with shards, see `whole_parameters`.
 
     Communication:
-      `unbox()`, at each use.
+      The communication of `unbox()`, at each use.
     """
 
     is_whole: bool = flax.struct.field(default=False, pytree_node=False)

@@ -1,20 +1,20 @@
 """Quantizes numbers to 8 or 4 bits: an integer code of each number, and a scale of each block.
 
-A block is a run along the last dim of an array. Its scale is its largest magnitude divided by the
-largest code. The code of a number is `number / scale`, rounded to an integer (Dettmers et al.,
-LLM.int8(), https://arxiv.org/abs/2208.07339). `quantize` and `dequantize` use separate arrays for
-codes and scales, for storage. `pack_codes` and `unpack_codes` use bytes that contain codes and
-scales, for sending: `quantized_bytes(n, code)` bytes for a row of `n` numbers.
+A block is a run of adjacent numbers along the last dim of an array. Its scale is its largest
+magnitude divided by the largest code. The code of a number is `number / scale`, rounded to an
+integer (Dettmers et al., LLM.int8(), https://arxiv.org/abs/2208.07339). For storage, `quantize` and
+`dequantize` use separate arrays for codes and scales. For sending, `pack_codes` and `unpack_codes`
+put both into bytes: a row of `n` numbers takes `quantized_bytes(n, code)` bytes.
 
 Invariants:
 
 - A scale has the 8 significant bits of bfloat16, whatever its dtype. So casting it to bfloat16
   changes nothing, and its product with a code is exact in float32.
-- The error of a finite number is at most half the scale of its block. With stochastic rounding it
-  is less than the scale. The rounding of one product adds to this error. Magnitudes above `LARGEST`
-  are clipped to `LARGEST`, so that no scale overflows.
-- If numbers are dequantized in float32 and quantized again to the nearest, codes and scales stay
-  the same. In bfloat16 products are rounded, and a few codes change by one.
+- The error of a finite number is at most half the scale of its block. With stochastic rounding the
+  error is less than the scale. The rounding of one product adds to this error. Magnitudes above
+  `LARGEST` are clipped to `LARGEST`, so that no scale overflows.
+- If numbers are dequantized in float32 and quantized again with rounding to the nearest, codes and
+  scales stay the same. In bfloat16 products are rounded, so a few codes change by one.
 - A block whose scale would be subnormal becomes zeros. A block with a number that is not finite
   becomes NaN.
 - The shapes of codes and scales give the length of the blocks. The last block may be shorter.
@@ -35,7 +35,7 @@ ROW_BLOCK = 256  # The longest block of a row that is sent.
 
 
 def quantized_block_size(size: int, most: int) -> int:
-    """Returns the block length for a dim of `size`: at most `most`, and as equal as possible."""
+    """Returns the block length for a dim of `size`: at most `most`; makes blocks similarly long."""
     return -(-size // -(-size // most)) if size else most
 
 
@@ -74,16 +74,16 @@ def quantize(
 
 
 def _scales(peaks: jax.Array, largest: int, *, covers: bool) -> jax.Array:
-    """Returns the scales of blocks with these largest magnitudes, in their dtype.
+    """Returns the scales of blocks, in the dtype of `peaks`, their largest magnitudes.
 
-    A scale is rounded to bfloat16. So `peak / scale` may exceed the largest code by up to a half;
-    the largest code is still the nearest code. With stochastic rounding the peak's mean would be
-    too small, so `covers` rounds scales up.
+    A scale is rounded to bfloat16. So `peak / scale` may exceed the largest code by up to 0.5. When
+    rounding to the nearest, the largest code is still the right code. With stochastic rounding, the
+    peak's mean would be too small, so `covers` rounds scales up.
     """
     cap = jnp.asarray(LARGEST, peaks.dtype)
     peaks = jnp.where(jnp.isfinite(peaks.astype(jnp.float32)), jnp.minimum(peaks, cap), peaks)
     scales = (peaks / largest).astype(jnp.bfloat16)
-    if covers:  # A scale that is too small becomes the next bfloat16: its bits are one more.
+    if covers:  # Adding 1 to the bits of a scale that is too small gives the next bfloat16.
         is_small = scales.astype(peaks.dtype) * largest < peaks
         bits = jax.lax.bitcast_convert_type(scales, jnp.uint16) + is_small.astype(jnp.uint16)
         scales = jax.lax.bitcast_convert_type(bits, jnp.bfloat16)
@@ -91,10 +91,10 @@ def _scales(peaks: jax.Array, largest: int, *, covers: bool) -> jax.Array:
 
 
 def _noise(key: jax.Array, scales: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Draws a number in [0, 1) for each element: a hash of its index, of a key and of the scales.
+    """Draws a number in [0, 1) for each element: a hash of its index, the key and the scales.
 
-    XLA fuses the hash into its consumer. `jax.random` is not used, because its loop on CPUs holds
-    several arrays of this shape.
+    XLA fuses the hash into the operation that uses it. `jax.random` is not used, because its loop
+    on CPUs needs memory for several arrays of this shape.
     """
     salt = jax.lax.bitcast_convert_type(scales.sum(dtype=jnp.float32), jnp.uint32)
     start = jax.random.bits(key, (), jnp.uint32) ^ _hash(salt)
@@ -114,7 +114,7 @@ def dequantize(codes: jax.Array, scales: jax.Array) -> jax.Array:
     """Dequantizes codes and scales of `quantize`, in the dtype of the scales.
 
     Args:
-      codes: `[..., K]` of int8; or a device's complete blocks of them, or a part of one block.
+      codes: `[..., K]` of int8; a device may also pass complete blocks of it, or a part of a block.
       scales: `[..., B]`, the scales of these blocks.
 
     Communication:
@@ -135,7 +135,7 @@ def quantized_bytes(n: int, code: Quantization) -> int:
 
 
 def _row_blocks(n: int, code: Quantization) -> tuple[int, int]:
-    """Returns the number and the length of the blocks of a row; a block's codes fill bytes."""
+    """Returns the number and the length of a row's blocks; a block's codes fill complete bytes."""
     block = quantized_block_size(n, ROW_BLOCK)
     block += block * BITS[code] % 8 // 4
     return -(-n // block), block
@@ -147,7 +147,7 @@ def pack_codes(x: jax.Array, code: Quantization, key: jax.Array | None = None) -
     Args:
       x: `[..., n]` of floating-point numbers, which are cast to float32.
       code: The number of bits of a code. With 4 bits, the first half of a block is in the lower
-        bits of the bytes, and the second half in the upper ones.
+        bits of the bytes, and the second half is in the upper bits.
       key: As in `quantize`.
 
     Returns:
@@ -172,7 +172,7 @@ def unpack_codes(packed: jax.Array, n: int, code: Quantization) -> jax.Array:
     packed = packed.reshape(*rows, count, -1)
     codes, scale_bytes = jnp.split(packed, [packed.shape[-1] - SCALE_BYTES], -1)
     codes = jax.lax.bitcast_convert_type(codes, jnp.int8)
-    if code == "int4":  # A shift to the right copies the sign bit.
+    if code == "int4":  # A shift of a signed integer to the right copies the sign bit.
         codes = jnp.concatenate([(codes << 4) >> 4, codes >> 4], -1)
     scales = jax.lax.bitcast_convert_type(scale_bytes, jnp.bfloat16).astype(jnp.float32)
     return dequantize(codes.reshape(*rows, count * block), scales)[..., :n]

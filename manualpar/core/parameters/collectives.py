@@ -1,8 +1,8 @@
 """Collectives whose gradient is written by hand, and the axes over which their values vary.
 
 A parameter that is stored in shards is gathered where it is used, and its gradient is scattered
-back. The gradient of such a gather is written by hand: it is the mean over devices, but autodiff
-would take the sum.
+back. The gradient of this gather is written by hand, because the gradient must be the mean over the
+devices and autodiff would take the sum.
 
 Under `jax.shard_map(check_vma=True)` the type of every value names the mesh axes over which it
 *varies*: devices along these axes may hold different values. All code that reads or changes this
@@ -20,12 +20,12 @@ from manualpar.core.tracing.scopes import CAST_SCOPE, GATHER_SCOPE, SCATTER_SCOP
 
 
 def varying_axes(tree: Any) -> frozenset[str]:
-    """Returns the mesh axes over which any leaf varies by its type; none with `check_vma=False`."""
+    """Returns the mesh axes over which any leaf's type varies; none with `check_vma=False`."""
     return frozenset[str]().union(*(jax.typeof(x).mat.varying for x in jax.tree.leaves(tree)))
 
 
 def is_vma_checked(axis: str) -> bool:
-    """Returns whether the types of the enclosing `shard_map` say which values vary over `axis`."""
+    """Returns whether the enclosing `shard_map` checks which values vary over `axis`."""
     return axis in varying_axes(jax.lax.axis_index(axis))
 
 
@@ -81,8 +81,8 @@ def gather_array_with_mean_grads(
             f"{x.shape}."
         )
     if is_vma_checked(axes[0]) and not varying_axes(x) & set(axes):
-        # The type says that all devices hold the same shard. This occurs when flax's nested scans
-        # trace a box only for shapes, with values that have lost their types.
+        # The type says that all devices hold the same shard. This happens if flax's nested scans
+        # trace a box only to find shapes, because the values in such a trace have no varying axes.
         x = jnp.concatenate([x] * jax.lax.axis_size(axes), axis)
         return x.astype(comm.gather.dtype or x.dtype)
     args = _GatherArgs(axis % x.ndim, axes, x.dtype, comm.with_reduce_quantizer(None))
@@ -120,7 +120,8 @@ def _gather_forward(x: jax.Array, quantizer: Any, args: _GatherArgs) -> tuple[ja
 
 
 def _gather_backward(args: _GatherArgs, quantizer: Any, g: jax.Array) -> tuple[jax.Array, None]:
-    # A quantizer may hold a random key that differs between steps. So it is a residual, not static.
+    # A quantizer may hold a random key that differs between steps. So it is a residual of the
+    # forward pass, not a static argument.
     comm = args.comm.with_reduce_quantizer(quantizer)
     g = scatter_mean(g, args.dim, args.axes, comm=comm, dtype=comm.reduce.dtype)
     return g.astype(args.dtype), None
@@ -169,7 +170,7 @@ def gather_invariant(
     scope: str = GATHER_SCOPE,
     comm: CommPolicy = EXACT,
 ) -> jax.Array:
-    """Gathers shards into an array that is typed as the same on all devices along `axes`.
+    """Gathers shards into an array whose type says that it is the same on all devices of `axes`.
 
     Args:
       x: The device's shard, `[..., D/axes, ...]`.

@@ -1,4 +1,4 @@
-"""How values are sent: the format of parameters and of gradients, and the order of the axes."""
+"""How values are sent: the formats of parameters and gradients, and the order of the axes."""
 
 import dataclasses
 import math
@@ -36,8 +36,8 @@ class Format:
     """The format in which numbers are sent.
 
     Attributes:
-      dtype: The dtype to which the numbers are cast; `None` for the dtype that they have.
-      quantizer: The quantizer, which is used where it saves bytes; `None` for none.
+      dtype: The dtype to which the numbers are cast; `None` to keep their dtype.
+      quantizer: The quantizer, which is used only if it saves bytes; `None` for no quantizer.
     """
 
     dtype: str | None = None
@@ -55,11 +55,11 @@ class CommPolicy:
     """The formats in which values are sent, and the order of the axes.
 
     Attributes:
-      gather: The format of parameters that are gathered. The model computes in its dtype. Its
-        quantizer is used over the axes that split the batch.
+      gather: The format of parameters that are gathered. The model computes in the dtype of this
+        format. The quantizer is used only over the axes that split the batch.
       reduce: The format of gradients that are reduced. Quantized gradients are summed in float32.
-      axis_by_axis: Whether parameters are gathered, and gradients scattered, over one axis after
-        the other if a dimension is sharded over a tuple of axes; otherwise over all axes at once.
+      axis_by_axis: What to do for a dimension that is sharded over a tuple of axes. If true, it is
+        gathered and scattered over one axis after the other; otherwise over all axes at once.
       quantized_axes: The mesh axes over which gradients are quantized; `None` for all.
     """
 
@@ -109,7 +109,7 @@ class CommPolicy:
         return self.reduce.quantizer_for(n, dtype) if is_quantized else None
 
     def reductions(self, axes: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
-        """Returns the axes of the exact all-reduce over `axes`, then those of the quantized one."""
+        """Divides `axes` into the axes of an exact all-reduce and those of a quantized one."""
         quantized = tuple(axis for axis in axes if axis in (self.quantized_axes or ()))
         exact = tuple(axis for axis in axes if axis not in quantized)
         return tuple(group for group in (exact, quantized) if group)

@@ -1,4 +1,4 @@
-"""The facts about each parameter from which a strategy decides where it is stored."""
+"""The facts about each parameter from which a strategy decides how to shard it."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -19,18 +19,18 @@ class ParameterInfo:
     """The facts about a parameter from which a strategy decides its placement.
 
     Attributes:
-      path: Its path in the tree of parameters, `encoder/kernel`.
+      path: Its path in the tree of parameters, such as `encoder/kernel`.
       shape: Its global shape.
       dtype: Its dtype.
       names: The mesh axes that the model's annotation shards each dimension over.
-      loop_dims: The dimensions that `nn.scan` or `nn.vmap` run over: each use of the parameter sees
-        one slice.
+      loop_dims: The dimensions that `nn.scan` or `nn.vmap` run over. Each use of the parameter gets
+        one slice along these dimensions.
       split_axes: The mesh axes in `names` over which the model computes with the shards, see
-        `split_parameter.split`. The parameter is gathered over the other axes where it is used.
+        `split_parameter.split`. Over the other axes, the parameter is gathered where it is used.
       shared_names: For each dimension, the mesh axes whose devices share its entries; `()` if no
         dimension has shared entries.
       trainable: Whether the parameter is trained. If not, it is *frozen*.
-      absent_axes: Axes that a split parameter names and the mesh does not have.
+      absent_axes: The axes in the annotation of a split parameter that the mesh does not have.
     """
 
     path: str
@@ -45,7 +45,7 @@ class ParameterInfo:
 
     @property
     def unsharded_dims(self) -> frozenset[int]:
-        """The dimensions that must not be sharded, because each use sees one slice of them."""
+        """The dimensions that must not be sharded, because each use gets one slice along them."""
         loops = frozenset(dim for dim in self.loop_dims if self.names[dim] is None)
         return loops | {dim for dim, name in enumerate(self.shared_names) if name}
 
@@ -66,8 +66,8 @@ def describe_parameters(
     """Returns a `ParameterInfo` for each leaf of a tree of abstract parameters, boxes included.
 
     `loop_dims` maps a parameter's path to the dimensions that loops run over. An annotation that
-    does not fit is refused, see `mesh_names`. An annotation that mixes an axis of `data_axes` with
-    another axis in one dim is refused too, because gradients are reduced over the data axis only.
+    does not fit is refused, see `mesh_names`. So is an annotation that names both an axis in
+    `data_axes` and another axis for one dim, because gradients are reduced only over the data axis.
     """
 
     def loop_dims_of(path: Any) -> frozenset[int]:
@@ -103,8 +103,8 @@ def describe_parameters(
             if split and set(axis_tuple(name)) - split:
                 raise ValueError(
                     f"model: parameter {key!r} of shape {value.shape} is sharded along dim {dim} "
-                    f"over {name!r}, of which only {sorted(split)} split the batch; expected data "
-                    "axes or other axes. Annotate two dims, or one of the axes."
+                    f"over {name!r}, of which only {sorted(split)} split the batch; expected only "
+                    "data axes or only other axes. Annotate two dims, or name one kind of axes."
                 )
         return ParameterInfo(key, value.shape, value.dtype, names, dims)
 
@@ -123,8 +123,8 @@ def on_stages(infos: Infos, stacked: frozenset[str], axis: str) -> Any:
         if info.names[0] not in (None, axis):
             raise ValueError(
                 f"model: parameter {info.path!r} of shape {info.shape} is annotated to be sharded "
-                f"over {info.names[0]!r} along the layers of dim 0, which pipeline= spreads over "
-                f"{axis!r}; expected None. Annotate another dim."
+                f"over {info.names[0]!r} along dim 0, but pipeline= splits the layers along dim 0 "
+                f"over {axis!r}; expected None for dim 0. Annotate another dim."
             )
         names = (axis, *info.names[1:])
         return dataclasses.replace(info, names=names, split_axes=info.split_axes | {axis})
@@ -133,5 +133,5 @@ def on_stages(infos: Infos, stacked: frozenset[str], axis: str) -> Any:
 
 
 def computed_specs(infos: Infos) -> Any:
-    """Returns the `PartitionSpec` of the array that the model computes with, per parameter."""
+    """Returns, per parameter, the `PartitionSpec` of the array that the model computes with."""
     return jax.tree.map(lambda info: names_to_spec(split_names(info)), infos)

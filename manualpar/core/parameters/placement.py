@@ -1,4 +1,4 @@
-"""Layouts: which device holds which part of the training state.
+"""Layouts say which device holds which part of the training state.
 
 A layout is a tree like the state, with a `PartitionSpec` at each leaf. It is a pure function of
 shapes, the model's annotations (`nn.with_partitioning`) and the strategy. No device is needed to
@@ -74,10 +74,10 @@ class Route(Placement):
         over them.
       sum_axes: The mesh axes along which each device has a part of the gradient: it is summed over
         them.
-      divisor: A further divisor of the gradient: autodiff has already summed over some data axes,
-        and the divisor makes the sum a mean.
-      storage_axes: The mesh axes that only share the storage: the parameter is gathered over them
-        where it is used.
+      divisor: The number of devices along the data axes over which autodiff has already summed the
+        gradient. Dividing by it makes this sum a mean.
+      storage_axes: The mesh axes along which devices have the same examples and only divide the
+        storage. The parameter is gathered over them where it is used.
       split_axes: The mesh axes over which the model computes with its shards.
       shared_names: As in `ParameterInfo`.
       trainable: As in `ParameterInfo`. A frozen parameter has neither gradient nor state.
@@ -101,7 +101,7 @@ def with_shardings(tree: Any, shardings: Any) -> Any:
     )
 
 
-# (parameter, axes to shard over, number of devices along them) -> how the parameter is sharded.
+# (parameter, axes to shard over, number of devices along these axes) -> the placement.
 PlaceFn = Callable[[ParameterInfo, tuple[str, ...], int], Placement]
 
 
@@ -111,7 +111,7 @@ def route_parameter(
     """Returns the route that follows from a strategy's placement and the roles of the axes."""
     axes = [axis for name in placement.names for axis in axis_tuple(name)]
     split = parameter.split_axes
-    if placement.state_names is not None and not parameter.trainable:  # It has no state.
+    if placement.state_names is not None and not parameter.trainable:  # Frozen: it has no state.
         placement = Placement(placement.names, keep=placement.keep)
     return Route(
         placement.names,
@@ -122,7 +122,7 @@ def route_parameter(
         trainable=parameter.trainable,
         mean_axes=tuple(axis for axis in roles.data_axes if axis not in split),
         sum_axes=tuple(axis for axis in roles.stage_axes if axis not in split),
-        # Along these axes a shard is used for the examples of all devices: autodiff has summed.
+        # Along these axes each shard is used for all devices' examples, so autodiff sums over them.
         divisor=axes_size(mesh, tuple(axis for axis in roles.data_axes if axis in split)),
         storage_axes=tuple(
             axis for axis in axes if roles.role_of(axis) == "storage" and axis not in split
@@ -173,7 +173,7 @@ def map_padded(function: Callable[..., Any], tree: Any, paddings: Iterable[Any])
 
 
 def strip_boxes(tree: Any) -> Any:
-    """Replaces each box by its value, with no constraint and no collective."""
+    """Replaces each box by its value, without constraints or collectives."""
     return jax.tree.map(lambda x: x.value if is_box(x) else x, tree, is_leaf=is_box)
 
 

@@ -2,13 +2,13 @@
 
 A row of a device's numbers becomes a row of bytes with codes and scales, so that one collective
 sends both. A gather of several rounds quantizes a shard once and dequantizes at the end. Codes
-cannot be summed. So each device receives the codes of its shard from all devices (all-to-all),
-dequantizes them, and sums them in float32 (quantized gradients of ZeRO++: Wang et al.,
-https://arxiv.org/abs/2306.10209). For a mean on all devices, the shards of the sum are quantized
-and gathered. Every device dequantizes the same bytes, so all have the same mean, bit for bit.
+cannot be summed. So for a sum, each device receives the codes of its shard from all devices (by an
+all-to-all), dequantizes them, and sums them in float32 (quantized gradients of ZeRO++: Wang et al.,
+https://arxiv.org/abs/2306.10209). For a mean, the shards of the sum are then quantized and
+gathered. Every device dequantizes the same bytes, so all have the same mean, bit for bit.
 
-On `N` devices a device sends `(N - 1) quantized_bytes(n)` for a gather of rows of `n` numbers, or
-for a sum whose shards have `n` numbers. It sends twice these bytes for a mean.
+On `N` devices, a device sends `(N - 1) quantized_bytes(n)` bytes to gather rows of `n` numbers, or
+to compute a sum whose shards have `n` numbers. For a mean it sends twice as many bytes.
 """
 
 import dataclasses
@@ -30,10 +30,10 @@ from manualpar.core.tracing.scopes import DECODE_SCOPE
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class BlockQuantizer:
-    """A `manualpar.core.parameters.collectives.Quantizer` in blocks.
+    """Quantizes in blocks; a `Quantizer`, see `comm_policy`.
 
     Attributes:
-      name: The name of its format.
+      name: The name of the format.
     """
 
     name: Quantization
@@ -57,11 +57,11 @@ class BlockQuantizer:
           x: The device's shard, `[..., D/axes, ...]`.
           dim: The dimension along which it is sharded.
           rounds: The mesh axes of each all-gather, in their order: the minor axis first.
-          is_invariant: Whether the result is typed as the same on all devices.
+          is_invariant: Whether the result's type says that it is the same on all devices.
           key: As in `scatter_sum`.
 
         Returns:
-          `float32[..., D, ...]`, the full array; every device dequantizes all shards, its own too.
+          `float32[..., D, ...]`, the full array. A device also dequantizes its own shard.
 
         Communication:
           An all-gather of bytes for each round.
@@ -86,20 +86,20 @@ class BlockQuantizer:
           x: Each device's array, `[..., D, ...]`.
           dim: The dimension to scatter along; the size of `axes` divides it.
           axes: The mesh axes.
-          key: A key that differs between devices, to round stochastically; without it to the
-            nearest.
+          key: A key that differs between devices, for stochastic rounding. Without a key, numbers
+            are rounded to the nearest.
 
         Returns:
-          The shard of the sum, `float32[..., D/axes, ...]`, and this device's rounding error, `x`
-          minus its quantized value, `float32[..., D, ...]`.
+          The shard of the sum, `float32[..., D/axes, ...]`, and this device's rounding error,
+          `float32[..., D, ...]`: `x` minus its quantized value.
 
         Communication:
           One all-to-all of bytes.
         """
         size = jax.lax.axis_size(axes)
         shard = (*x.shape[:dim], x.shape[dim] // size, *x.shape[dim + 1 :])
-        # A shard consists of runs of adjacent numbers. If blocks end where runs end, the codes are
-        # put in the order of shards. Otherwise the numbers are reordered, which copies the array.
+        # A shard consists of runs of adjacent numbers. If blocks end where runs end, only the codes
+        # are reordered by shards. Otherwise the numbers are reordered, which copies the array.
         lead, run = math.prod(shard[:dim]), math.prod(shard[dim:])
         rows = x.reshape(lead, size, run)
         is_in_place = lead > 1 and lead * self.row_bytes(run) == self.row_bytes(lead * run)
@@ -128,9 +128,10 @@ class BlockQuantizer:
             would be biased if it depended on the first.
 
         Returns:
-          The mean, `float32` and not varying over `axes`, and the error that this device causes, of
-          the shape of `x`: its rounding error of `x`, plus its rounding error of its shard of the
-          mean, times the number of devices. Returned mean = mean over devices of (x - error).
+          The mean, `float32` and not varying over `axes`, and the error that this device causes, in
+          the shape of `x`. The error is the rounding error of `x`, plus the number of devices times
+          the rounding error of this device's shard of the mean. So the returned mean is the mean
+          over devices of `x - error`.
 
         Communication:
           One all-to-all of `x` and one all-gather of the mean's shards, both of bytes.

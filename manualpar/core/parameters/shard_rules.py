@@ -1,7 +1,7 @@
 """Rules by which strategies place parameters: replicate, shard one dim, shard the state only.
 
-Each rule is a `PlaceFn`, or becomes one with `functools.partial`. `choose_shard_dim` decides which
-dim is sharded.
+Each rule is a `PlaceFn`, or becomes a `PlaceFn` by `functools.partial`. `choose_shard_dim` decides
+which dim is sharded.
 """
 
 import dataclasses
@@ -14,13 +14,13 @@ from manualpar.core.mesh.axes import Names, axis_tuple
 from manualpar.core.parameters.parameter_info import ParameterInfo, split_names
 from manualpar.core.parameters.placement import Placement
 
-# A tile of a 16-bit array in TPU memory: 128 entries of the last dimension by 16 of the second to
-# last. See https://openxla.org/xla/tiled_layout.
+# A tile of a 16-bit array in TPU memory: 128 entries of the last dimension by 16 entries of the
+# dimension before it. See https://openxla.org/xla/tiled_layout.
 TILE = (128, 16)
 
 
 def replicate(parameter: ParameterInfo, axes: tuple[str, ...], axis_size: int) -> Placement:
-    """Replicates a parameter, except where its annotation shards it."""
+    """Replicates a parameter, except along the dims that its annotation shards."""
     del axes, axis_size
     return Placement(parameter.names)
 
@@ -37,8 +37,8 @@ def shard_one_dim(
 ) -> Placement:
     """Shards a parameter along the dim that `choose_shard_dim` returns, and pads it if needed.
 
-    A parameter that `keep_gathered` names has `Placement.keep`. A parameter that `replicate` names
-    is replicated, even if it is annotated.
+    A parameter in `keep_gathered` gets `Placement.keep`. A parameter in `replicate` is replicated,
+    even if it is annotated.
     """
     if any(is_inside(parameter.path, name) for name in replicate):
         return Placement(split_names(parameter), "named by replicate", keep=True)
@@ -87,12 +87,13 @@ def choose_shard_dim(
     """Decides which dimension of a parameter to shard.
 
     The candidates are the free dimensions (their name is `None`) that `axis_size` divides. If there
-    are none, `pad` makes every free dimension a candidate. Dimensions whose shards are whole tiles
-    (`TILE`) are preferred, because TPUs copy partial tiles to send them; then the largest; then the
-    first, whose shards are contiguous. The rule is the same on every platform, so a simulation on
-    CPUs has the layout of TPUs. A parameter of fewer than `min_weight_size` elements is not worth
-    a collective and stays replicated. `excluded_dims` are not sharded, because each use of the
-    parameter sees only one slice of them (as in `nn.scan`).
+    are none, `pad` makes every free dimension a candidate. Dimensions whose shards are complete
+    tiles (`TILE`) are preferred, because TPUs copy partial tiles to send them. Among these, the
+    largest dimension is chosen; among equal ones the first, whose shards are contiguous. The rule
+    is the same on every platform, so a simulation on CPUs has the layout of TPUs. A parameter of
+    fewer than `min_weight_size` elements is not worth a collective and stays replicated.
+    `excluded_dims` are not sharded, because each use of the parameter gets only one slice of them
+    (as in `nn.scan`).
 
     Returns:
       The dimension, or `None` if no dimension is sharded, and the reason.
@@ -127,7 +128,7 @@ def check_named(
     parameters: Iterable[tuple[ParameterInfo, Placement]],
     **fields: tuple[str, ...],
 ) -> None:
-    """Refuses a name in `fields` that is no parameter or module of the model."""
+    """Refuses a name in `fields` that is not a parameter or module of the model."""
     paths = [info.path for info, _ in parameters]
     for field, name in ((field, name) for field, names in fields.items() for name in names):
         if not any(is_inside(path, name) for path in paths):

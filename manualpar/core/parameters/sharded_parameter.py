@@ -2,8 +2,8 @@
 
 `flax.linen` calls `unbox()` on every boxed parameter that a module asks for. `ShardedParameter` is
 such a box: it holds a device's shard, and its `unbox()` gathers the full parameter. So a model
-written for one device is sharded without a change. A layer inside `nn.scan` gathers only its slice
-of a parameter. A gathered parameter can be dropped right after its use (ZeRO-3: Rajbhandari et al.,
+written for one device can be sharded without a change. A layer inside `nn.scan` gathers only its
+slice of a parameter. A gathered parameter can be dropped after its use (ZeRO-3: Rajbhandari et al.,
 https://arxiv.org/abs/1910.02054; FSDP: Zhao et al., https://arxiv.org/abs/2304.11277).
 
 Invariants: `names[i]` is the mesh axis (or tuple of axes) that dimension `i` is sharded over, or
@@ -50,11 +50,11 @@ class ShardedParameter(ArrayBox, eq=False):
     Attributes:
       value: The device's shard inside `shard_map`; outside, the global array or its abstract shape.
       names: For each dimension, the mesh axis or tuple of axes that shards it, or `None`.
-      gather_axes: The mesh axes to gather over along which devices see different examples. The
+      gather_axes: The mesh axes to gather over if devices along them have different examples. The
         gradient is scattered back as the mean over these axes.
-      storage_axes: The mesh axes to gather over along which devices see the same examples. Each
-        device keeps its shard of the gradient. A dimension that is sharded over an axis in neither
-        field stays sharded.
+      storage_axes: The mesh axes to gather over if devices along them have the same examples. Each
+        device keeps its shard of the gradient. If an axis is in neither field, a dimension sharded
+        over it stays sharded.
       shared_names: For each dimension, the mesh axes whose devices share its entries, see
         `split_parameter.split`; `()` if no dimension has shared entries.
       padding: The number of zeros at the end of each dimension of the gathered array; `()` if there
@@ -83,7 +83,7 @@ class ShardedParameter(ArrayBox, eq=False):
         if not any(map(is_axis_bound, (*self.gather_axes, *self.storage_axes, *axes))):
             return self.value
         value = self.value
-        if shared_axes and not self.is_whole:  # Take the slice first: less data to gather.
+        if shared_axes and not self.is_whole:  # Takes the slice first, to gather less data.
             value = take_shared(cast_to_varying(value, shared_axes), self.shared_names)
         for dim, name in enumerate(self.names):
             axes = axis_tuple(name)
@@ -96,8 +96,8 @@ class ShardedParameter(ArrayBox, eq=False):
     def finish(self, value: jax.Array) -> jax.Array:
         """Removes the padding of a gathered value and casts it to the dtype that a module gets.
 
-        It sets no `checkpoint_name`. With a name, a scan would not detect that the value it saves
-        is its own input.
+        It sets no `checkpoint_name`. With a name, a scan would not detect that a value to save is
+        one of the scan's inputs.
         """
         return cast_floating(unpad_leaf(value, self.padding), self.comm.gather.dtype)
 
@@ -115,15 +115,15 @@ class ShardedParameter(ArrayBox, eq=False):
         """Drops the entries of a dim that `nn.scan` or `nn.vmap` removes.
 
         Raises:
-          ValueError: The dimension would have to be gathered.
+          ValueError: The dimension is sharded, so it would have to be gathered.
         """
         index %= len(self.names)
         name = self.names[index]
         if set(axis_tuple(name)) & {*self.gather_axes, *self.storage_axes}:
             raise ValueError(
                 f"ShardedParameter: nn.scan or nn.vmap runs over dim {index} of a parameter with "
-                f"names {self.names}, which is sharded over {name!r}: no device has all of its "
-                "slices. Shard another dim of it."
+                f"names {self.names}. This dim is sharded over {name!r}, so no device has all of "
+                "its slices. Shard another dim of the parameter."
             )
         return self._with_dims(lambda entries, _: (*entries[:index], *entries[index + 1 :]), None)
 

@@ -1,4 +1,4 @@
-"""Split parameters: a module computes with a shard of them.
+"""Split parameters, whose modules compute with a shard of the parameter.
 
 A parameter that is *stored* in shards is gathered where it is used (FSDP). A parameter that is
 *split* is not gathered: its module computes with the device's shard, and collectives of the module
@@ -29,8 +29,8 @@ class SplitParameter(nn.Partitioned):
 
     Attributes:
       value: The parameter: the full array outside of `shard_map`, this device's shard inside.
-      names: For each dimension the mesh axis, or tuple of axes, that it is split over, or `None`.
-      shared: Whether devices may share slices of a dimension with fewer entries than devices.
+      names: For each dimension, the mesh axis or tuple of axes that splits it, or `None`.
+      shared: Whether several devices may use the same entry of a dimension with few entries.
     """
 
     names: Names = flax.struct.field(pytree_node=False)  # type: ignore[assignment]  # Tuples too.
@@ -72,16 +72,16 @@ def split(init: Callable[..., Any], names: Names, *, shared: bool = False) -> Ca
       shared: Set it for a dimension with fewer entries than devices along its axes (2 key heads on
         8 devices). The dimension is stored replicated, and a group of devices uses each entry.
         (The number of entries must divide the number of devices.) The gradient of an entry is
-        summed over its group.
+        summed over the entry's group.
 
     Returns:
       An initializer of a `SplitParameter`, for a Linen module. (NNX modules annotate their
       parameters by `nnx.with_partitioning(init, names, split=True)`, and `shared=True` if wanted.)
 
     Raises:
-      ValueError: When it is called: there is not one name for each dimension, or an axis is named
-        twice, or the devices do not divide a dimension.
-      TypeError: When it is called: `init` annotates the parameter too.
+      ValueError: The returned initializer raises it if `names` does not have one entry for each
+        dimension, an axis is named twice, or the devices do not divide a dimension.
+      TypeError: The returned initializer raises it if `init` annotates the parameter too.
 
     Communication:
       None.
@@ -91,7 +91,8 @@ def split(init: Callable[..., Any], names: Names, *, shared: bool = False) -> Ca
         value = init(key, *args, **kwargs)
         if isinstance(value, nn.meta.AxisMetadata):
             raise TypeError(
-                f"split: init returned a {type(value).__name__}, expected an array. Annotate once."
+                f"split: init returned a {type(value).__name__}, expected an array. Annotate the "
+                "parameter only by split."
             )
         if len(names) != value.ndim:
             raise ValueError(
@@ -125,8 +126,8 @@ def names_on(
       where: The beginning of an error message.
       shape: The full parameter's shape.
       names: For each dimension the mesh axis, or tuple of axes, that it is split over, or `None`.
-      sizes: The sizes of the mesh's axes. Axes that are not among them are left out.
-      shared: Whether devices may share slices.
+      sizes: The sizes of the mesh's axes. Other axes in `names` are ignored.
+      shared: Whether devices may share entries, see `split`.
 
     Returns:
       For each dimension the axes that split it, and for each dimension the axes whose devices share

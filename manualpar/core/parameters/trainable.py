@@ -1,8 +1,9 @@
 """Divides trees of parameters into a trained and a frozen part.
 
-In the tree that a step differentiates, an `optax.MaskedNode`, which has no leaves, replaces each
-*frozen* parameter. The gradients for the optimizer form such a tree too. `optax.masked` passes
-trees like this to an inner optimizer, so every optimizer accepts them. Paths do not change.
+A parameter that is not trained is *frozen*. In the tree that a step differentiates, an
+`optax.MaskedNode` replaces each frozen parameter; it has no leaves. The gradients for the optimizer
+form the same tree. Every optimizer accepts such trees, because `optax.masked` passes them to its
+inner optimizer. The paths of parameters do not change.
 """
 
 import fnmatch
@@ -16,14 +17,14 @@ from manualpar.core.trees import Placements
 
 
 def is_trained(path: str, globs: tuple[str, ...]) -> bool:
-    """Returns whether a path fits one of the globs; `*` stands for any characters, `/` too."""
+    """Returns whether a path fits one of the globs; `*` matches any characters, even `/`."""
     return any(fnmatch.fnmatchcase(path, glob) for glob in globs)
 
 
 def partition(placements: Placements, tree: Any) -> tuple[Any, Any]:
-    """Divides a tree like the parameters', boxes allowed, into its trained and its frozen part.
+    """Divides a tree like the parameters, with or without boxes, into a trained and a frozen part.
 
-    `placements` has a `trainable` at each leaf: a `Route`, or a `ParameterInfo`.
+    Each leaf of `placements` has the field `trainable`: it is a `Route` or a `ParameterInfo`.
     """
 
     def part(is_trained: bool) -> Any:
@@ -56,5 +57,5 @@ def combine(parts: tuple[Any, Any]) -> Any:
 
 
 def is_masked(x: Any) -> bool:
-    """Returns whether a leaf replaces a parameter of the other part."""
+    """Returns whether a leaf is a placeholder for a parameter of the other part."""
     return isinstance(x, optax.MaskedNode)

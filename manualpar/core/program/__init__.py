@@ -1,1 +1,1 @@
-"""A program: how a state is made, and what a step does with it."""
+"""A program: the functions that make a training state and run a step on it."""

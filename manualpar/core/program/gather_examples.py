@@ -14,11 +14,11 @@ from manualpar.core.tracing.scopes import EXAMPLES_SCOPE
 def gather_examples(x: Any, axis_name: AxisName | None = None) -> Any:
     """Gathers arrays with one entry for each example, for a loss that couples examples.
 
-    Examples are in-batch negatives and a statistic of the global batch. Such a loss is written
-    once. With this function its value is the same on one device and on many, in every mode.
+    Such a loss has in-batch negatives, or a statistic of the global batch. With this function the
+    same loss function has the same value on one device and on many, in every mode.
 
     Args:
-      x: A tree of arrays `[b, ...]` of any dtype; the first dim counts the device's examples.
+      x: A tree of arrays `[b, ...]` of any dtype; the first dim has the device's examples.
       axis_name: The mesh axis, or tuple of axes, over which the batch is split, in the order of
         `program.data_axes`. By default the axes over which a leaf of `x` varies, in the order of
         the mesh.
@@ -26,13 +26,12 @@ def gather_examples(x: Any, axis_name: AxisName | None = None) -> Any:
     Returns:
       The tree with leaves `[B, ...]`: the examples of all devices, in the order of the batch. With
       `num_minibatches` these are the examples of one minibatch: the `m`-th part of every device's
-      examples. If no mesh axis is manual, `x` has all examples already and is returned unchanged.
+      examples. If no mesh axis is manual, `x` already has all examples and is returned unchanged.
       (This holds on one device, and in the modes in which XLA writes the collectives.) In mode
-      `"explicit"` shardings are types, so `x` is replicated: it can then be combined with sharded
-      arrays.
+      `"explicit"`, `x` is replicated, so that it can be combined with sharded arrays.
 
     Raises:
-      ValueError: A leaf has no dims, an axis is not bound, or `x` varies over no axis by its type.
+      ValueError: A leaf has no dims, an axis is not bound, or the type of `x` varies over no axis.
         Building a program fails if the order of the axes differs from the batch's order.
 
     Communication:
@@ -42,8 +41,8 @@ def gather_examples(x: Any, axis_name: AxisName | None = None) -> Any:
     Gradient:
       The gradient of JAX's all-gather: each device's examples get the sum of the gradients of all
       devices' losses. A program averages over the devices. So the gradient is exact in two cases:
-      every device computes the loss of all examples, or each device computes the loss of its
-      examples against all examples.
+      if every device computes the loss of all examples, or if each device computes the loss of its
+      own examples against all examples.
     """
     for path, leaf in jax.tree_util.tree_leaves_with_path(x):
         if not jnp.ndim(leaf):
@@ -62,8 +61,8 @@ def gather_examples(x: Any, axis_name: AxisName | None = None) -> Any:
         if not axes:
             raise ValueError(
                 "gather_examples: x is the same on all devices by its type, expected a value "
-                "computed from the batch. Name the axes (axis_name=program.data_axes), or gather "
-                "it in one tree with a value that varies."
+                "computed from the batch. Name the axes (axis_name=program.data_axes), or put x "
+                "into one tree with a value that varies."
             )
     else:
         axes = axis_tuple(axis_name)
@@ -77,5 +76,5 @@ def gather_examples(x: Any, axis_name: AxisName | None = None) -> Any:
 
 
 def _unshard_examples(x: jax.Array) -> jax.Array:
-    """Replicates all examples if shardings are types."""
+    """Replicates all examples in mode `"explicit"`; otherwise returns them unchanged."""
     return jax.sharding.reshard(x, PartitionSpec(None, *jax.typeof(x).sharding.spec[1:]))

@@ -1,17 +1,17 @@
 """Corrects the rounding of quantized gradients: by error feedback or by stochastic rounding.
 
 Error feedback: quantization loses a part of a device's gradient. This part is the *residual*. It is
-added to the next step's gradient before quantization, so nothing is lost in the long run (1-bit
+added to the next step's gradient before quantization, so no part is lost in the long run (1-bit
 SGD: Seide et al., https://doi.org/10.21437/Interspeech.2014-274; Karimireddy et al.,
 https://arxiv.org/abs/1901.09847). `state.local["residuals"]` is a tree like the parameters. Each
-leaf is one global array of all devices' residuals. Its leading dimension is sharded over the axes
+leaf is one global array with all devices' residuals. Its leading dimension is sharded over the axes
 of the quantized reduction.
 
-Residuals exist only for gradients that are quantized once a step, after all minibatches. The
-backward pass and single minibatches cannot read or return a residual.
+Residuals exist only for gradients that are quantized once a step, after all minibatches, because
+the backward pass and a single minibatch cannot read or return a residual.
 
 Stochastic rounding (`StochasticQuantizer`) works for all gradients. Every step draws a new key for
-each parameter. If a key depended only on the gradient, equal gradients would be rounded equally.
+each parameter, so that equal gradients of two steps are rounded differently.
 """
 
 import dataclasses
@@ -40,17 +40,19 @@ def check_feedback(strategy: Strategy, options: Mapping[str, Any]) -> None:
     """Refuses error feedback unless gradients are quantized once, after all minibatches.
 
     Raises:
-      ValueError: `error_feedback=True` is incompatible with another option, which is named.
+      ValueError: `error_feedback=True` is incompatible with another option, which the message
+        names.
     """
-    # With replica axes only the reduction over them is quantized: once a step, in one collective.
+    # If there are replica axes, only the reduction over these axes is quantized. It runs once a
+    # step, in one collective.
     quantizes_all = not strategy.replica_axes
     axes = axis_tuple(options.get("axis_name", "data"))
-    axes += axis_tuple(options.get("context_axis"))  # It shards parameters too.
+    axes += axis_tuple(options.get("context_axis"))  # This axis shards parameters too.
     for does_not_fit, got, expected in (
         (
             quantizes_all and strategy.reduce_every == "minibatch",
             "gradients that are reduced in each minibatch",
-            "reductions once a step: of data_parallel, of zero with stage=1, of hsdp, or with "
+            "reductions once a step: data_parallel, zero with stage=1, hsdp, or "
             "communicate_every='step'",
         ),
         (options.get("pipeline"), "a pipeline", "pipeline=None"),
@@ -63,21 +65,21 @@ def check_feedback(strategy: Strategy, options: Mapping[str, Any]) -> None:
         if does_not_fit:
             raise ValueError(
                 f"{strategy.name}: error_feedback=True with {got}, expected {expected}. Leave "
-                "error_feedback out, or change that."
+                "out error_feedback, or change the other option."
             )
 
 
 class Residual(NamedTuple):
-    """The global shape and the spec of a parameter's residual, which is in float32."""
+    """The global shape and the spec of a parameter's residual, an array of float32."""
 
     shape: tuple[int, ...]
     spec: PartitionSpec
 
 
 def residual_of(info: ParameterInfo, place: Route, comm: CommPolicy, mesh: Any) -> Residual | None:
-    """Returns the residual of a parameter; `None` if its gradient is not quantized once a step.
+    """Returns a parameter's `Residual`; `None` if its gradient is not quantized once a step.
 
-    The quantized reduction is the reduce-scatter, or else the all-reduce over the other axes.
+    The quantized reduction is a reduce-scatter, or else the all-reduce over the other axes.
     """
     names, comm = place.sharded_names, comm.for_parameter(info.dtype)
     padded = tuple(map(sum, zip(info.shape, place.padding or (0,) * len(names), strict=True)))
@@ -98,7 +100,7 @@ def residual_of(info: ParameterInfo, place: Route, comm: CommPolicy, mesh: Any) 
 
 @dataclasses.dataclass(eq=False)
 class _ReductionQuantizer:
-    """A `Quantizer` for the reductions of one parameter's gradient in a step; it gathers nothing.
+    """A `Quantizer` only for reductions: those of one parameter's gradient in one step.
 
     Attributes:
       quantizer: The wrapped quantizer.
@@ -116,16 +118,16 @@ class _ReductionQuantizer:
         return int(self.quantizer.row_bytes(n))
 
 
-# A pytree, so that a backward pass gets its key as a value.
+# The class is a pytree, so that a backward pass gets the key as a value.
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["key"], meta_fields=["quantizer"])
 @dataclasses.dataclass(eq=False)
 class StochasticQuantizer(_ReductionQuantizer):
     """A quantizer that rounds up or down at random.
 
     Attributes:
-      key: A key, the same on all devices; each device folds its index into it. The layers of a
-        scan and the minibatches share the key. Their random numbers differ only if their scales
-        differ, see `block_quantization.quantize`.
+      key: A key, the same on all devices; each device folds its index into the key. The layers of
+        a scan share the key, and so do the minibatches. Their random numbers differ only if their
+        scales differ, see `block_quantization.quantize`.
     """
 
     key: jax.Array
@@ -141,8 +143,8 @@ class StochasticQuantizer(_ReductionQuantizer):
         return self.quantizer.mean(x, axes, key=self._key(x, axes))
 
     def _key(self, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-        # One reduction of a gradient may round the result of an earlier reduction, which was of
-        # another size. With the same key for both the mean would be wrong.
+        # A gradient may be reduced twice: the second reduction rounds the result of the first. With
+        # the same key for both, the mean would be biased. So the key depends on the array's size.
         return fold_rng_over_axis(jax.random.fold_in(self.key, x.size), axes)
 
 
@@ -152,8 +154,8 @@ class ErrorFeedback(_ReductionQuantizer):
 
     Attributes:
       residual: The residual of the last step.
-      lost: The new residual: the part of the sum that quantization left out. `None` before the
-        reduction.
+      lost: The new residual: the part of gradient plus residual that quantization lost. `None`
+        before the reduction.
     """
 
     residual: jax.Array
@@ -180,8 +182,8 @@ class GradientRounding:
     """The rounding of a step's quantized gradients; by default to the nearest code.
 
     Attributes:
-      infos: The tree of trained parameters with a `ParameterInfo` at each leaf. It is only read
-        if gradients are rounded in another way.
+      infos: The tree of trained parameters with a `ParameterInfo` at each leaf. It is read only
+        with error feedback or stochastic rounding.
       residuals: The residual of each parameter that has error feedback, by its path.
       is_stochastic: Whether gradients are rounded stochastically.
     """
@@ -195,11 +197,11 @@ class GradientRounding:
         return self._per_device(lambda residual: residual.spec)
 
     def zeros(self) -> dict[str, Any]:
-        """Returns the first `TrainState.local`: residuals of zeros."""
+        """Returns the initial `TrainState.local`: residuals of zeros."""
         return self._per_device(lambda residual: jnp.zeros(residual.shape, jnp.float32))
 
     def with_keys(self, rng: jax.Array, *trees: Params) -> Sequence[Params]:
-        """Gives the boxes in trees the step's keys of stochastic rounding, if it is used."""
+        """Gives each box in `trees` its key for stochastic rounding in this step, if needed."""
         if not self.is_stochastic:
             return trees
         infos, structure = jax.tree.flatten(self.infos)
@@ -218,13 +220,12 @@ class GradientRounding:
         grads: Grads,
         per_device: PerDevice,
     ) -> tuple[Grads, PerDevice]:
-        """Reduces gradients over the devices: adds the old residuals to them, and takes the new.
+        """Adds the residuals to gradients, reduces them over the devices, and updates residuals.
 
         Args:
-          reduce: `reduce(grad_boxes, grads)` reduces gradients, and quantizes them as the boxes
-            say.
+          reduce: `reduce(grad_boxes, grads)` reduces gradients, with the quantizers in the boxes.
           grad_boxes: The tree of parameters, in boxes that are sharded like the gradients.
-          grads: The tree of gradients; scattered gradients are in boxes.
+          grads: The tree of gradients; gradients that are already scattered are in boxes.
           per_device: The state that differs between devices, `TrainState.local`.
 
         Returns:
@@ -282,7 +283,7 @@ def gradient_rounding(
 
 
 def _with_quantizer(x: Any, quantizer: Any) -> Any:
-    """Replaces the gradient quantizer of a box; does nothing if the box has none."""
+    """Replaces the gradient quantizer of a box, if the box has one."""
     comm = comm_policy(x)
     if comm.reduce.quantizer is None:
         return x

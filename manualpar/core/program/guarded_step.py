@@ -1,13 +1,14 @@
-"""Guards jitted steps: refuses unusable arrays, and limits how far CPU devices get apart.
+"""Guards jitted steps: refuses unusable arrays, and limits how far CPU devices run ahead.
 
-A train step donates its state: the returned state takes over the memory. A user may pass the old
-state again, for example by running a notebook's cell twice. Then JAX gets deleted arrays. On
-several simulated devices this ends the process without a Python error.
+A train step donates its state, so that the returned state can use the same memory. A user may pass
+the old state again, for example by running a notebook's cell twice. Then JAX gets deleted arrays.
+On several simulated devices this ends the process without a Python error.
 
-XLA's CPU client runs at most 32 computations at a time. If simulated devices are more than 32
-computations apart, they wait in a collective for a device that cannot start, and XLA aborts the
-process after 40 seconds. Plain `jax.jit` does the same if a loop calls a collective and fetches no
-result. Accelerators and a single device have no such limit, so their steps do not wait.
+XLA's CPU client runs at most 32 computations at a time. A simulated device may run more than 32
+computations ahead of another. Then it waits in a collective for a device that cannot start, and XLA
+aborts the process after 40 seconds. This also happens with plain `jax.jit`, if a loop calls a
+collective and fetches no result. Accelerators and a single device have no such limit, so their
+steps do not wait.
 """
 
 import collections
@@ -27,9 +28,9 @@ from manualpar.core.trees import Batch, path_name
 
 MAX_STEPS_AHEAD = 8
 _MENDS = {
-    "state": "a train step donates its state, so that the one it returns can take over the memory. "
-    "Use the returned one, `state, metrics = program.train_step(state, batch)`. In a notebook, "
-    "run the cells again from the one that makes the state.",
+    "state": "a train step donates its state, so that the returned state can use the memory. "
+    "Use the returned state: `state, metrics = program.train_step(state, batch)`. In a notebook, "
+    "run the cells again, beginning with the cell that makes the state.",
     "batch": "an earlier call donated it or its delete() was called. Make the batch again before "
     "every step that donates it, or do not donate it.",
 }
@@ -40,8 +41,8 @@ class GuardedStep(OutsideMeshes):
 
     It is called like the step. The step returns `metrics`, or a tuple `(state, metrics)`.
 
-    Checking a state takes 0.4 us for each array. A training loop does not need this time: if the
-    last call took or returned the state, only its step counter is checked.
+    Checking a state takes 0.4 us for each array. In a training loop this time is saved: if the last
+    call took or returned the same state, only the state's step counter is checked.
 
     Attributes:
       jitted: The jitted step without waiting and without checks.
@@ -67,10 +68,11 @@ class GuardedStep(OutsideMeshes):
         self.is_limited = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
         self._name, self._check_state = name, check_state
         self._in_flight: collections.deque[jax.Array] = collections.deque()
-        self._known: Any = lambda: None  # Weak reference: a strong one would keep memory allocated.
+        # A weak reference, because a strong reference would keep the state's memory allocated.
+        self._known: Any = lambda: None
 
     def __call__(self, state: Any, batch: Batch) -> Any:
-        """Calls the step, after it has checked the state and the batch."""
+        """Checks the state and the batch, and calls the step."""
         is_state = isinstance(state, TrainState)
         if not is_state or state is not self._known() or is_deleted(state.step):
             check_alive(self._name, state=state)
@@ -80,7 +82,7 @@ class GuardedStep(OutsideMeshes):
             with no_mesh():
                 out = self.jitted(state, batch)
         except TypeError:
-            shapes_of_batch(f"{self._name}: batch", batch)  # Raises an error if a leaf is no array.
+            shapes_of_batch(f"{self._name}: batch", batch)  # Raises if a leaf is not an array.
             raise
         new, metrics = out if isinstance(out, tuple) else (state, out)
         if is_state:
@@ -95,14 +97,14 @@ class GuardedStep(OutsideMeshes):
         self._in_flight.append(metric)
         if len(self._in_flight) > MAX_STEPS_AHEAD:
             oldest = self._in_flight.popleft()
-            if not oldest.is_deleted():  # The caller may have donated it.
+            if not oldest.is_deleted():  # The caller may have donated this metric.
                 oldest.block_until_ready()
 
 
 def check_alive(function: str, **trees: Any) -> None:
     """Refuses named arguments that contain donated or deleted arrays.
 
-    Tracers, and leaves that are no JAX arrays, are accepted.
+    Tracers are accepted, and so are leaves that are not JAX arrays.
     """
     for name, tree in trees.items():
         if not any(map(is_deleted, jax.tree.leaves(tree))):
@@ -121,14 +123,14 @@ def is_deleted(x: Any) -> bool:
 
 
 def check_state(function: str, abstract: TrainState, state: Any) -> None:
-    """Refuses a state whose shapes or shardings are not the program's, before JAX gets it.
+    """Refuses a state whose shapes or shardings differ from the program's, before JAX gets it.
 
-    The sharding of a tracer is not checked. The sharding of an array that is not committed to a
-    device is not checked either, because JAX places the array.
+    The sharding is not checked for a tracer, or for an array that is not committed to a device,
+    because JAX places such an array itself.
     """
     if not isinstance(state, TrainState):
         raise TypeError(
-            f"{function}: state is a {type(state).__name__}, expected one of this program: the "
+            f"{function}: state is a {type(state).__name__}, expected a state of this program: the "
             "result of program.init or of the last step."
         )
     wanted = {path_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(abstract)}
@@ -147,9 +149,10 @@ def check_state(function: str, abstract: TrainState, state: Any) -> None:
         lines = ["it belongs to another model or optimizer"]
     if lines:
         raise ValueError(
-            f"{function}: the state is another program's, or has other shardings: "
-            f"{'; '.join(list_some(lines))}. program.adopt(state) takes another program's state, "
-            "and program.init_from(params) parameters from anywhere."
+            f"{function}: the state is from another program, or has other shardings: "
+            f"{'; '.join(list_some(lines))}. Convert another program's state with "
+            "program.adopt(state), or make a state of any parameters with "
+            "program.init_from(params)."
         )
 
 
@@ -160,7 +163,7 @@ def _show_sharding(sharding: Any) -> str:
 
 
 def _has_sharding(x: Any, sharding: Any) -> bool:
-    """Returns whether an array has a sharding, or JAX can still give it this sharding."""
+    """Returns whether an array has this sharding, or JAX is free to place it so."""
     if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer) or not x.committed:
         return True
     if x.sharding.device_set != sharding.device_set:

@@ -1,4 +1,4 @@
-"""The training state of a program before the first step: its values, padding and shardings."""
+"""Makes a program's training state before the first step: its values, padding and shardings."""
 
 from typing import Any
 
@@ -27,8 +27,8 @@ class InitialState:
     """Makes, pads and shards the training state.
 
     Attributes:
-      unpadded: The abstract state as one device would hold it.
-      padded: The abstract state as the program holds it.
+      unpadded: The abstract state without padding, as on one device.
+      padded: The abstract state with the program's padding.
       layout: The state with a `PartitionSpec` at each leaf.
       opt_padding: The padding of each leaf of the optimizer's state.
     """
@@ -56,7 +56,7 @@ class InitialState:
         )
 
     def create(self, rng: jax.Array) -> TrainState:
-        """Creates the initial state, padded."""
+        """Creates the initial state, with padding."""
         init_rng, rng = jax.random.split(rng)
         return self._pad(self._state(self._model.create_variables(init_rng), rng))
 

@@ -1,4 +1,4 @@
-"""Functions for a user's own `shard_map`: shard and gather parameters, accumulate gradients."""
+"""Functions for a user's own `shard_map`: sharding, gathering, and gradient accumulation."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,18 +22,18 @@ def shard_params(params: Params, axis_name: AxisName, min_weight_size: int = 2**
 
     Args:
       params: A tree of replicated parameters, the same on all devices along `axis_name`. Leaves may
-        be boxed already (`nn.Partitioned`). A box is left unchanged if one of its dimensions names
-        one of the axes, also inside a tuple.
-      axis_name: The mesh axis to shard over, or a tuple of axes. A tuple shards one dimension over
-        the product of its axes.
+        be boxed already (`nn.Partitioned`). If a box already names one of the axes, it is returned
+        unchanged.
+      axis_name: The mesh axis to shard over, or a tuple of axes. With a tuple, one dimension is
+        sharded over the product of its axes.
       min_weight_size: The fewest elements of a parameter that is sharded; smaller parameters stay
         replicated.
 
     Returns:
       The same tree. A sharded parameter is a `ShardedParameter` with the value
       `[..., D/axis_name, ...]`. It is sharded along a free dimension that the size of the axis
-      divides: preferably one whose shards are full tiles of TPU memory, then the largest. Other
-      parameters are returned unchanged, and absl's log gives the reason at level info.
+      divides. `choose_shard_dim` says which of these dimensions is chosen. Other parameters are
+      returned unchanged, and absl logs the reason at level info.
 
     Raises:
       ValueError: An axis is not bound by a `shard_map`.
@@ -74,9 +74,9 @@ def gather_params(params: Params, axis_name: AxisName) -> Any:
 
     Returns:
       The same tree with plain arrays for parameters that are now replicated. If a dimension is
-      sharded over a tuple that contains one of the axes, it is gathered over the full tuple,
-      because its shards are not contiguous along one axis. A parameter that is also sharded over
-      other axes keeps a box that names these axes.
+      sharded over a tuple of axes, and the tuple contains one of these axes, it is gathered over
+      the full tuple, because the shards are not contiguous along one axis. If a parameter is also
+      sharded over other axes, it keeps a box that names the other axes.
 
     Raises:
       ValueError: An axis is not bound by a `shard_map`.
@@ -108,13 +108,13 @@ def shard_module_params(
 ) -> Any:
     """Wraps a module so that its parameters are sharded between calls and gathered in each call.
 
-    This is the module-level form of `ShardedParameter`: a call gathers each parameter of the module
-    once, even if it uses the parameter several times.
+    A call gathers each parameter of the module once, even if the module uses it several times. (A
+    `ShardedParameter` is gathered at each use.)
 
     Args:
       target: A Linen module class, or a function with a module as its first argument.
-      axis_name: The mesh axis, or tuple of axes, to shard over; it must be bound when the module is
-        initialised or applied.
+      axis_name: The mesh axis, or tuple of axes, to shard over. A `shard_map` must bind the axis
+        when the module is initialised or applied.
       min_weight_size: The fewest elements of a parameter that is sharded.
 
     Returns:
@@ -152,7 +152,7 @@ def accumulate_gradients(
         minibatch unchanged.
       rng: A key, which is split into a key for each minibatch. Apply `fold_rng_over_axis` first if
         devices should get different keys.
-      num_minibatches: The number of equal parts that the batch is split into. It must divide `B`.
+      num_minibatches: The number of equal parts into which the batch is split. It must divide `B`.
       loss_fn: `loss_fn(params, apply_fn, minibatch, rng) -> (loss, metrics)`. `loss` is the mean
         over the minibatch's valid examples. `metrics["loss"]` is the pair (sum of the loss, number
         of valid examples). Other metrics are pairs (sum, count) of scalars too.
@@ -161,18 +161,18 @@ def accumulate_gradients(
 
     Returns:
       The gradients, with the parameters' structure and dtypes, and the metrics summed over the
-      minibatches. The gradients differ between devices. `sync_gradients` makes the gradient of the
-      global mean from them.
+      minibatches. The gradients differ between devices. `sync_gradients` turns them into the
+      gradient of the global mean.
 
     Raises:
-      ValueError: `num_minibatches` does not divide the batch, the loss is not a scalar, `metrics`
-        has no `"loss"` pair.
+      ValueError: `num_minibatches` does not divide the batch, the loss is not a scalar, or
+        `metrics` has no `"loss"` pair.
       TypeError: `loss_fn` does not return a pair of a loss and a mapping.
 
     Communication:
-      One `pmean` of a scalar if the count may differ between devices, as in masked losses. If the
-      loss is already the same on all devices, one `psum` of a scalar for each minibatch in the
-      backward pass. Boxed parameters add their gathers.
+      One `pmean` of a scalar if the count may differ between devices, as in masked losses. One
+      `psum` of a scalar for each minibatch in the backward pass, if the loss is already the same on
+      all devices. In addition the gathers of boxed parameters.
 
     Gradient:
       The gradient of the float32 product `loss * count`. Minibatches are accumulated in float32.

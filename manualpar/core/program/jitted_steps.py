@@ -22,7 +22,7 @@ class TrainStep(Protocol):
     """A jitted step of training."""
 
     def __call__(self, state: TrainState, batch: Batch, /) -> tuple[TrainState, Metrics]:
-        """Takes a step; the state is donated."""
+        """Makes a training step; the state is donated."""
 
     def trace(self, *args: Any) -> jax.stages.Traced:
         """Traces the step, as `jax.jit` does."""
@@ -47,8 +47,8 @@ class EvalStep(Protocol):
 class JittedSteps:
     """Jits functions of a training state on a mesh.
 
-    A step runs on a mesh with automatic axes. States and batches are sharded over the same mesh,
-    with explicit axes if any axis of the user's mesh is explicit.
+    A step runs on a mesh with automatic axes. States and batches are sharded over the same mesh. If
+    any axis of the user's mesh is explicit, this mesh has explicit axes.
 
     Attributes:
       mesh: The mesh over which states and batches are sharded.
@@ -126,7 +126,7 @@ class JittedSteps:
         )
 
     def check(self, name: str) -> Callable[[Any], None]:
-        """Returns the function that refuses states which do not fit, for the function `name`."""
+        """Returns a function that refuses a state that does not fit; errors begin with `name`."""
         return functools.partial(check_state, name, self.abstract_state)
 
     def _jit(self, function: Callable[..., Any], out_specs: Specs, **options: Any) -> OutsideMeshes:
@@ -134,6 +134,6 @@ class JittedSteps:
         return OutsideMeshes(jax.jit(on_auto, **options))
 
     def _guarded(self, name: str, step: OutsideMeshes) -> Any:
-        if isinstance(self.mesh, AbstractMesh):  # It can only be traced.
+        if isinstance(self.mesh, AbstractMesh):  # Such a step can only be traced.
             return step
         return GuardedStep(name, step.jitted, self.mesh, self.check(name))

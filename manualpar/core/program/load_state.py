@@ -1,12 +1,12 @@
 """Loads existing arrays into a program's state, and returns its variables without sharding.
 
 `init_from` makes a state from parameters, `adopt` takes another program's state, and `whole`
-returns the variables for flax on one device. All three copy one array at a time through the host:
-a device receives only its shards, and an array on devices is read shard by shard.
+returns the variables for flax on one device. All three copy one array at a time through the host. A
+device receives only its shards, and an array on devices is read shard by shard.
 
-Invariants: all arrays are compared with the program's arrays before any is placed. The optimizer's
-state is made from the loaded parameters, because some optimizers store parameters in it. A source
-is neither donated nor changed.
+Invariants: all arrays are compared with the program's arrays before any array is placed. The
+optimizer's state is made from the loaded parameters, because some optimizers store parameters in
+their state. The source arrays are neither donated nor changed.
 """
 
 import warnings
@@ -58,14 +58,14 @@ class StartsFromArrays:
         ```
 
         Args:
-          params_or_variables: A tree of global arrays, either parameters or variables by collection
-            (`{"params": ..., "batch_stats": ...}`), under the model's names: NumPy arrays, arrays
-            on any devices, another program's parameters, flax's boxes. For an NNX model also an
-            `nnx.State` or the module, without its random streams. Floats are cast to the dtype that
-            the program stores, with a warning if the cast loses precision. With several processes,
-            each passes the same tree.
-          rng: The key from which missing arrays and the state's key are made, as in `init`. By
-            default `jax.random.key(0)`.
+          params_or_variables: A tree of global arrays with the model's names. It has either
+            parameters, or variables by collection (`{"params": ..., "batch_stats": ...}`). Leaves
+            are NumPy arrays, arrays on any devices, another program's parameters, or flax's boxes.
+            For an NNX model, an `nnx.State` or the module is accepted too, without its random
+            streams. Floats are cast to the dtype that the program stores, with a warning if the
+            cast loses precision. With several processes, each process passes the same tree.
+          rng: The key for missing arrays and for the state's key, as in `init`. By default
+            `jax.random.key(0)`.
           missing: `"error"` refuses missing arrays. `"init"` makes them like `init(rng)`, bit for
             bit.
 
@@ -75,7 +75,7 @@ class StartsFromArrays:
 
         Raises:
           ValueError: Arrays are missing, unknown to the program, of another shape or kind, or
-            deleted; each is named. Or the program is on an abstract mesh.
+            deleted; the message names each. Or the program is on an abstract mesh.
           TypeError: An argument is of the wrong kind.
 
         Communication:
@@ -98,7 +98,7 @@ class StartsFromArrays:
             [leaf for leaf in plain if missing == "error" or leaf.name in found],
             found,
             _fits_as_variable,
-            "Pass what model.init makes; missing='init' with rng makes the rest.",
+            "Pass the result of model.init, or set missing='init' and rng to make missing arrays.",
         )
         _warn_of_casts(plain, found)
         placed: dict[str, jax.Array] = {}
@@ -110,23 +110,23 @@ class StartsFromArrays:
         return state_with(program, leaves, placed, key)
 
     def adopt(self, state: TrainState) -> TrainState:
-        """Takes another program's state: of another mesh, strategy or padding.
+        """Converts another program's state; its mesh, strategy or padding may differ.
 
         Args:
           state: A state of the same model, optimizer and dtypes, on any devices or on the host. It
             is not donated.
 
         Returns:
-          The state with this program's shardings and padding: the same bits, step and key included.
-          The residuals of error feedback start at zero if their shapes differ.
+          The state with this program's shardings and padding, and the same bits, even of the step
+          and the key. If the shapes of the residuals of error feedback differ, they start at zero.
 
         Raises:
-          ValueError: The state is of another model or optimizer, or has been donated; each
-            difference is named. Or the program is on an abstract mesh.
-          TypeError: It is not a `TrainState`.
+          ValueError: The state is of another model or optimizer, or has been donated; the message
+            names each difference. Or the program is on an abstract mesh.
+          TypeError: The argument is not a `TrainState`.
 
         Communication:
-          As for `init_from`.
+          The same as for `init_from`.
         """
         program: Any = self
         check_has_devices("adopt", program.mesh)
@@ -143,18 +143,18 @@ class StartsFromArrays:
         ```
 
         Args:
-          state: A state of this program, or one that `adopt` would take.
+          state: A state of this program, or a state that `adopt` accepts.
 
         Returns:
-          The variables by collection, `{"params": ..., "batch_stats": ...}`, as NumPy arrays that
-          share no memory with the state, so that it may be donated.
+          The variables by collection, `{"params": ..., "batch_stats": ...}`, as NumPy arrays. They
+          share no memory with the state, so the state may be donated.
 
         Raises:
           ValueError: The state does not fit or has been donated.
-          TypeError: It is not a `TrainState`.
+          TypeError: The argument is not a `TrainState`.
 
         Communication:
-          As for `init_from`; nothing is placed on a device.
+          The same as for `init_from`, but nothing is placed on a device.
         """
         program: Any = self
         leaves = leaves_of(program.abstract_state, program.whole_state)
@@ -170,16 +170,17 @@ class StartsFromArrays:
 
 
 def variables_of(state: TrainState) -> dict[str, Any]:
-    """Returns the variables of a state by collection, padded."""
+    """Returns the variables of a state by collection, with their padding."""
     return {"params": state.params, **state.collections}
 
 
 def check_has_devices(function: str, mesh: Any) -> None:
-    """Refuses an abstract mesh, in an error that names the calling function."""
+    """Refuses an abstract mesh; the error names `function`, the caller."""
     if isinstance(mesh, AbstractMesh):
         raise ValueError(
             f"{function}: the program is on an abstract mesh, which has no devices; expected a "
-            "mesh of devices. Build the program on a mesh of make_mesh; this one can be traced."
+            "mesh of devices. Build the program on a mesh of make_mesh; this program can only be "
+            "traced."
         )
 
 
@@ -191,16 +192,16 @@ def variable_leaves(program: Any) -> list[Leaf]:
 def plain_leaves(
     program: Any, leaves: list[Leaf], only: Container[str] | None = None
 ) -> tuple[list[Leaf], dict[str, Any]]:
-    """Replaces leaves that the model quantizes by the unquantized leaves of a source.
+    """Replaces leaves that the model quantizes by the plain (unquantized) leaves of a source.
 
     Args:
       program: The program.
       leaves: The program's leaves, as `variable_leaves` returns them.
-      only: If given, only plain leaves with these names replace the program's.
+      only: If given, only plain leaves with these names replace leaves of the program.
 
     Returns:
-      The leaves that a source has, and the encodings that make the program's leaves from them, by
-      the name of the plain leaf.
+      The leaves that a source has. And the encodings that make the program's leaves from plain
+      leaves, by the name of the plain leaf.
     """
     encodings = program.model.adapter.encodings(leaves)
     plain: dict[str, Leaf | None] = {}
@@ -214,7 +215,7 @@ def plain_leaves(
 def state_with(
     program: Any, leaves: list[Leaf], placed: dict[str, jax.Array], rng: jax.Array
 ) -> TrainState:
-    """Makes a state with placed variables, which are donated; `init` makes the rest."""
+    """Makes a state of placed variables, which are donated; `init` makes the other arrays."""
 
     def replace_variables(placed: dict[str, jax.Array], state: TrainState) -> TrainState:
         made, structure = jax.tree.flatten(variables_of(state))
@@ -230,7 +231,7 @@ def state_with(
 
     on_auto = on_auto_axes(replace_variables, mesh=program.mesh, out_specs=program.layout)
     shardings = jax.tree.map(lambda x: x.sharding, program.abstract_state)
-    with no_mesh():  # XLA removes the initialisation of placed variables, because nothing uses it.
+    with no_mesh():  # XLA removes the unused initialisation of the placed variables.
         make = jax.jit(
             lambda placed, rng: on_auto(placed, program.init(rng)),
             out_shardings=shardings,
@@ -243,14 +244,14 @@ def _checked_state(function: str, leaves: list[Leaf], state: Any) -> dict[str, A
     """Checks that a state fits the program except for padding; returns its arrays by name."""
     if not isinstance(state, TrainState):
         raise TypeError(
-            f"{function}: state is a {type(state).__name__}, expected a TrainState. Parameters and "
-            "variables go to init_from."
+            f"{function}: state is a {type(state).__name__}, expected a TrainState. Pass "
+            "parameters or variables to init_from."
         )
     check_alive(function, state=state)
     found = {path_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(state)}
     expected = {leaf.name: leaf.shape for leaf in leaves if leaf.name.startswith(RESIDUALS)}
     got = {name: x.shape for name, x in found.items() if name.startswith(RESIDUALS)}
-    if expected != got:  # Residuals of other devices are useless here, so they start at zero.
+    if expected != got:  # Other devices' residuals cannot be used, so residuals start at zero.
         zeros = {name: np.zeros(shape, np.float32) for name, shape in expected.items()}
         found = {name: x for name, x in found.items() if name not in got} | zeros
     mend = "Pass a state of the same model, optimizer and param_dtype."
@@ -267,13 +268,14 @@ def _by_name(variables: Variables, abstract: TrainState) -> Iterator[tuple[str, 
         fields = "; pass its params" if hasattr(variables, "params") else ""
         raise TypeError(
             f"init_from: params_or_variables is a {type(variables).__name__}, expected a tree of "
-            f"parameters, or variables by collection{fields}. adopt takes the state of a program."
+            f"parameters, or variables by collection{fields}. Pass the state of a program to adopt."
         )
     inner = variables.get("params") if "params" in variables else None
     has_collections = by_collection is not None or (
         isinstance(inner, Mapping) and ("params" not in abstract.params or "params" in inner)
     )
-    ignored = SOWN_COLLECTIONS - abstract.collections.keys()  # `model.init` may have sown them.
+    # `model.init` may have sown these collections.
+    ignored = SOWN_COLLECTIONS - abstract.collections.keys()
     if not has_collections:
         variables = {"params": variables}
     for path, x in jax.tree_util.tree_leaves_with_path(variables, is_leaf=_holds_array):
@@ -302,7 +304,7 @@ def _check_all(
     fits: Callable[[Leaf, Any], bool],
     mend: str,
 ) -> None:
-    """Refuses arrays that are missing, of another shape or dtype, or not the program's."""
+    """Refuses arrays that are missing, unknown to the program, or of another shape or dtype."""
     lines = []
     for leaf in leaves:
         shape = leaf.abstract.shape if leaf.is_key else leaf.shape
@@ -323,13 +325,12 @@ def _check_all(
     ]
     if lines:
         raise ValueError(
-            f"{function}: what was passed does not fit the program: {'; '.join(list_some(lines))}. "
-            f"{mend}"
+            f"{function}: the arrays do not fit the program: {'; '.join(list_some(lines))}. {mend}"
         )
 
 
 def _fits_as_variable(leaf: Leaf, x: Any) -> bool:
-    """Returns whether a variable has the program's shape and kind of dtype, such as floating."""
+    """Returns whether a variable has the leaf's shape and kind of dtype, such as floating."""
     if is_key(x) or leaf.is_key or _dtype(x).kind == "O":
         return _dtype(x) == leaf.abstract.dtype and np.shape(x) == leaf.abstract.shape
     kinds = (jnp.floating, jnp.complexfloating, jnp.signedinteger, jnp.unsignedinteger, jnp.bool_)
@@ -340,7 +341,7 @@ def _fits_as_variable(leaf: Leaf, x: Any) -> bool:
 
 
 def _fits_in_state(leaf: Leaf, x: Any) -> bool:
-    """Returns whether an array has the program's dtype and, except for padding, its shape."""
+    """Returns whether an array has the leaf's dtype and, except for padding, the leaf's shape."""
     if _dtype(x) != leaf.abstract.dtype:
         return False
     if leaf.is_key:
@@ -375,7 +376,7 @@ def _warn_of_casts(leaves: list[Leaf], found: Mapping[str, Any]) -> None:
     ]
     if narrowed:
         warnings.warn(
-            f"init_from: cast to what the program stores (param_dtype, frozen_dtype): "
+            f"init_from: cast to the dtypes that the program stores (param_dtype, frozen_dtype): "
             f"{'; '.join(list_some(narrowed))}.",
             stacklevel=4,
         )

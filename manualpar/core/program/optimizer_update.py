@@ -1,4 +1,4 @@
-"""The optimizer's update in a step, on global arrays.
+"""Applies the optimizer's update in a step, to global arrays.
 
 An optimizer gets parameters, gradients and its state as on one device: global arrays without
 padding. So norms, means and matrices are the same as on one device. The compiler handles the
@@ -6,8 +6,8 @@ shardings. Parameters, gradients and state have equal shardings, so an elementwi
 nothing.
 
 With ZeRO-1 and -2 parameters are replicated between steps, and the optimizer's state is sharded.
-These parameters are sliced before the update, which sends nothing, and gathered after it. Padding
-is removed before the update and added again after it.
+These parameters are sliced before the update and gathered after it. The slicing sends nothing.
+Padding is removed before the update and added again after it.
 """
 
 import contextlib
@@ -69,9 +69,8 @@ class Update:
         """Updates the parameters.
 
         Args:
-          tx: The optimizer. It gets those of optax's extra arguments that it accepts: `value`,
-            `grad`, and `value_fn`, a differentiable function of parameters that evaluates the same
-            batch.
+          tx: The optimizer. It gets optax's extra arguments if it accepts them: `value`, `grad`,
+            and `value_fn`, a differentiable function of parameters that evaluates the same batch.
           params: The parameters in the specs in which they are stored.
           grads: The global gradients, in the specs of the optimizer's state.
           opt_state: The optimizer's state in the specs in which it is stored.
@@ -104,7 +103,7 @@ class Update:
             with explain_optimizer("adding its updates to the parameters"):
                 new_params = optax.apply_updates(params, updates)
             if is_applied is not None:
-                # Select before parameters are gathered: this reads only a shard of each.
+                # Selects before parameters are gathered, to read only a shard of each.
                 select = functools.partial(jax.lax.select, is_applied)
                 new_params = jax.tree.map(select, new_params, params)
                 opt_state = jax.tree.map(select, opt_state, before)
@@ -146,14 +145,14 @@ def global_norm(tree: Any) -> jax.Array:
 
 
 def _check_state(before: Any, after: Any) -> None:
-    """Refuses an optimizer whose update changes the structure, shapes or dtypes of its state."""
+    """Refuses an optimizer that changes the structure, shapes or dtypes of its state."""
     old, new = leaf_types(before), leaf_types(after)
     if old != new:
         changed = sorted(set(old.items()) ^ set(new.items()))
         raise ValueError(
-            f"tx: its update changes the structure of its state: {changed}, expected the same "
-            "arrays before and after, of the same shapes and dtypes: a step must be repeatable. "
-            "Leave out the part that changes it."
+            f"tx: its update changes the structure of its state: {changed}, expected arrays of the "
+            "same shapes and dtypes before and after, so that a step can be repeated. Leave out "
+            "the part of tx that changes its state."
         )
 
 
@@ -166,8 +165,8 @@ def _updates(
 ) -> tuple[Any, Any]:
     """Calls the optimizer with the extra arguments that all of its parts accept.
 
-    A chain passes all its arguments to each part. A part such as `optax.contrib.sam` may refuse
-    some arguments. Only a call shows this, so a refused argument is removed and the call repeated.
+    A chain passes all its arguments to each part. A part such as `optax.contrib.sam` may refuse an
+    argument. Only a call shows this. So this removes a refused argument and repeats the call.
     """
     parameters = inspect.signature(tx.update).parameters
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
@@ -190,7 +189,7 @@ def _updates(
 def explain_optimizer(
     step: str, offered: Iterable[str] = (), *, lost: Collection[str] = ()
 ) -> Iterator[None]:
-    """Explains an optimizer's error: the optimizer needs an argument that it does not get.
+    """Explains an error of an optimizer that needs an argument it does not get.
 
     Args:
       step: The call that raises, for the message.
@@ -206,17 +205,17 @@ def explain_optimizer(
     except (AttributeError, TypeError, ValueError) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
         first_line = str(error).strip().partition("\n")[0].rstrip(".")
-        more = f", {', '.join(offered)}" if offered else ""
+        more = f", and optionally {', '.join(offered)}" if offered else ""
         but = f", of which another part of it refuses {sorted(lost)}" if lost else ""
         raise kind(
-            f"tx: {step} raises {type(error).__name__} ({first_line}), expected an optimizer "
-            "of the parameters and the gradient of the whole batch that needs no more than these"
-            f"{more}{but}. Leave out the part that needs more, or wrap it and give it that."
+            f"tx: {step} raises {type(error).__name__} ({first_line}), expected an optimizer that "
+            "needs only the parameters and the gradient of the global batch"
+            f"{more}{but}. Leave out the part that needs more, or wrap it and pass the argument."
         ) from error
 
 
 def _with_gradient(value_and_grad: Callable[[Any], tuple[Any, Any]]) -> Any:
-    """Makes a function of parameters that returns the value; autodiff uses the given gradient."""
+    """Makes a function of parameters that returns the value and has the given gradient."""
     function = jax.custom_vjp(lambda params: value_and_grad(params)[0])
     function.defvjp(value_and_grad, lambda grads, g: (jax.tree.map(lambda x: x * g, grads),))
     return function

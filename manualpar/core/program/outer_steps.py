@@ -1,4 +1,4 @@
-"""Outer steps: replicas train separately, and exchange what they have learned every so often."""
+"""Outer steps: replicas train separately, and after some steps exchange their parameters."""
 
 import abc
 import dataclasses
@@ -19,19 +19,19 @@ StepFunction = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 
 @dataclasses.dataclass(frozen=True)
 class OuterSteps(abc.ABC):
-    """The outer steps of a program whose replicas train separately, such as `manualpar.diloco`'s.
+    """The outer steps of a program whose replicas train separately, such as DiLoCo.
 
     Attributes:
       inner: The program of one replica, on a mesh without the replicas' axes. It can be traced.
       replica_axes: The mesh axes of the replicas.
       every: The number of steps between two outer steps of the same fragment of the parameters.
-      fragments: The fragment's number for each of `Program.parameters`; `None` for a frozen
+      fragments: For each of `Program.parameters` the number of its fragment; `None` for a frozen
         parameter.
-      steps: For each fragment a jitted `outer_step(state) -> state` that exchanges it. The state is
-        donated.
-      overlapped_steps: For each fragment a train step, `(state, batch) -> (state, metrics)`, that
-        exchanges the fragment at the same time; `()` without overlap.
-      comm: The format of exchanged differences.
+      steps: For each fragment, a jitted `outer_step(state) -> state` that exchanges the fragment.
+        The state is donated.
+      overlapped_steps: For each fragment, a train step `(state, batch) -> (state, metrics)` that
+        also exchanges the fragment; `()` without overlap.
+      comm: The format in which differences of parameters are exchanged.
     """
 
     inner: "Program"
@@ -48,11 +48,11 @@ class OuterSteps(abc.ABC):
 
     @abc.abstractmethod
     def start_replicas(self, program: "Program", state: TrainState) -> TrainState:
-        """Makes the replicas of a state start from its parameters."""
+        """Makes all replicas in a state start from the state's parameters."""
 
     @abc.abstractmethod
     def for_replicas_of(self, program: "Program", per_device: Mapping[str, Any]) -> "Program":
-        """Returns a program that loads states with as many replicas as these per-device arrays.
+        """Returns a program that loads states with the number of replicas in `per_device`.
 
         Args:
           program: The program of these outer steps.
@@ -61,4 +61,4 @@ class OuterSteps(abc.ABC):
 
     @abc.abstractmethod
     def regroup(self, program: "Program", state: TrainState) -> TrainState:
-        """Converts a state of another number of replicas to the program's number."""
+        """Converts a state with another number of replicas to the program's number."""

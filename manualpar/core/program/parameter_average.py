@@ -4,9 +4,9 @@ After each update the average becomes `decay * average + (1 - decay) * parameter
 the initial parameters, so it can be used from the first step on. The averaged model is often better
 than the last model (Polyak and Juditsky, 1992; Izmailov et al., https://arxiv.org/abs/1803.05407).
 
-An average is a part of the optimizer's state, so it is sharded, saved, restored, skipped and
-counted like Adam's moments. It is in float32 or wider. In bfloat16 the changes of a decay of 0.999
-would be rounded to zero. Frozen parameters have no average.
+An average is a part of the optimizer's state, so it is sharded, saved and restored like Adam's
+moments. It is in float32 or wider, because with a decay of 0.999 bfloat16 would round the changes
+to zero. Frozen parameters have no average.
 """
 
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ class ParameterAverage(NamedTuple):
     """The part of an optimizer's state that `params_ema` adds.
 
     Attributes:
-      ema: The average: a tree like the parameters that are trained, in float32 or wider.
+      ema: The average: a tree like the trained parameters, in float32 or wider.
     """
 
     ema: Any
@@ -44,7 +44,7 @@ def params_ema(decay: float) -> optax.GradientTransformation:
       The transformation. Its state is a `ParameterAverage`, as large as the parameters in float32.
 
     Raises:
-      ValueError: The decay is out of its range.
+      ValueError: The decay is out of range.
 
     Communication:
       None: the average is sharded like the gradient.
@@ -57,7 +57,7 @@ def params_ema(decay: float) -> optax.GradientTransformation:
 
     def update(updates: Grads, state: Any, params: Params = None) -> tuple[Any, ParameterAverage]:
         if params is None:
-            raise ValueError("params_ema: update got no params, expected them; pass params=.")
+            raise ValueError("params_ema: update got no params; pass params= to tx.update.")
         new_params = optax.apply_updates(params, updates)
         new_params = jax.tree.map(lambda p: p.astype(_dtype_of(p)), new_params)
         return updates, ParameterAverage(optax.tree.update_moment(new_params, state.ema, decay, 1))
@@ -97,7 +97,8 @@ def ema_params(state: TrainState) -> TrainState:
     is_frozen = [is_masked(x) for x in jax.tree.leaves(found[0].ema, is_leaf=is_masked)]
     params, structure = jax.tree.flatten(state.params)
     trained = [p for p, frozen in zip(params, is_frozen, strict=True) if not frozen]
-    averages = jax.jit(  # `_as_parameters` is a module-level function, so it is compiled once.
+    # `_as_parameters` is a module-level function, so JAX compiles it only once.
+    averages = jax.jit(
         _as_parameters, static_argnums=1, out_shardings=tuple(p.sharding for p in trained)
     )(tuple(jax.tree.leaves(found[0].ema)), tuple((p.shape, p.dtype) for p in trained))
     rest = iter(averages)
@@ -106,7 +107,7 @@ def ema_params(state: TrainState) -> TrainState:
 
 
 def _as_parameters(averages: tuple[jax.Array, ...], types: Any) -> tuple[jax.Array, ...]:
-    """Casts averages to the parameters' dtypes, and removes padding that parameters lack."""
+    """Casts averages to the parameters' dtypes; removes padding that the parameters do not have."""
     return tuple(
         jax.lax.slice(x, [0] * x.ndim, shape).astype(dtype)
         for x, (shape, dtype) in zip(averages, types, strict=True)

@@ -10,11 +10,11 @@ from manualpar.core.parameters.placement import Placement
 
 
 def check_strategy(strategy: Strategy, num_minibatches: int) -> None:
-    """Refuses a strategy with fields of the wrong kind.
+    """Refuses a strategy with a wrong value in a field.
 
     Raises:
-      ValueError: `gather_every` or `reduce_every` is not one of its choices.
-      TypeError: `replica_axes` is no tuple, or `sends` does not return a `CommCounts`.
+      ValueError: `gather_every` or `reduce_every` is not one of the allowed values.
+      TypeError: `replica_axes` is not a tuple, or `sends` does not return a `CommCounts`.
     """
     name = strategy.name
     check_choice(name, "gather_every", strategy.gather_every, ("minibatch", "step"))
@@ -41,12 +41,12 @@ def place_parameter(
 
     Raises:
       ValueError: The placement does not fit the parameter or the mesh.
-      TypeError: The strategy returned no `Placement`.
+      TypeError: The strategy did not return a `Placement`.
     """
     prefix = f"{strategy.name}: place of parameter {info.path!r} of shape {info.shape}"
     shared = {axis for name in info.shared_names for axis in axis_tuple(name)}
     axes = tuple(axis for axis in axes if axis not in info.split_axes | shared)
-    if not axes:  # The model computes with shards over all axes: nothing is left to place.
+    if not axes:  # The model computes with shards over all axes, so no axis is left to shard over.
         return Placement(info.names)
     try:
         placement = strategy.place(info, axes, axes_size(mesh, axes))
@@ -60,21 +60,24 @@ def place_parameter(
         ("state_names", placement.sharded_names, placement.padding),
     ):
         if len(names) != len(info.shape):
-            raise ValueError(f"{prefix} has {field}={names}, expected one for each dimension.")
+            raise ValueError(
+                f"{prefix} has {field}={names}, expected one entry for each dimension."
+            )
         if any(names[d] != n for d, n in enumerate(split_names(info)) if n):
             raise ValueError(
                 f"{prefix} has {field}={names}, expected {split_names(info)} to stay: the model "
-                "computes with the shards of these dims. Shard another."
+                "computes with the shards of these dims. Shard another dim."
             )
         if any(names[dim] for dim in info.unsharded_dims):
             raise ValueError(
-                f"{prefix} has {field}={names}, expected dims {sorted(info.unsharded_dims)} to "
-                "stay whole, because a loop runs over them or devices share their entries."
+                f"{prefix} has {field}={names}, expected None for dims "
+                f"{sorted(info.unsharded_dims)}, because a loop runs over them or devices share "
+                "their entries."
             )
         used = [axis for name in names for axis in axis_tuple(name)]
         if len(set(used)) < len(used) or not set(used) <= set(mesh.shape):
             raise ValueError(
-                f"{prefix} has {field}={names}, expected each mesh axis once at most, of "
+                f"{prefix} has {field}={names}, expected each mesh axis at most once, of "
                 f"{list(mesh.shape)}."
             )
         widths = padding or (0,) * len(names)
@@ -83,6 +86,6 @@ def place_parameter(
             if (size + width) % shards:
                 raise ValueError(
                     f"{prefix} has {field}={names}, and {size + width} elements along dim {dim} do "
-                    f"not divide over {shards} devices; expected a dim that divides, or a padding."
+                    f"not divide over {shards} devices; choose a dim that divides, or a padding."
                 )
     return placement

@@ -1,8 +1,8 @@
 """Builds a program from a model, a loss and an optimizer: `init`, `train_step` and `eval_step`.
 
-The state is a plain tree of global arrays. It is initialised in one jitted call whose outputs have
-the layout's shardings, so that no device ever holds more than its shards. A step is one jitted
-call too, see `manualpar.core.program.step`.
+The state is a plain tree of global arrays. One jitted call initialises it with the layout's
+shardings, so that no device ever holds more than its shards. A step is also one jitted call, see
+`manualpar.core.program.step`.
 
 `build_program` decides the shardings of the state and the operations of a step (`_design`), and
 jits the functions (`_assemble`). Building uses no device, so the mesh may be abstract.
@@ -91,16 +91,17 @@ class Program(StartsFromArrays):
         replaces the arguments of this call. (Without `jit` the last bit may be rounded
         differently.) No device ever holds more than its shards.
       train_step: `train_step(state, batch) -> (state, metrics)`, jitted. The state is donated, so
-        use the returned one. Metrics are `(sum, count)` pairs over the global batch, the same on
+        use the returned state. Metrics are `(sum, count)` pairs over the global batch, the same on
         all devices. With the option `nonfinite="skip"` some steps change only the state's step
         number and key, see `ProgramOptions`.
       eval_step: `eval_step(state, batch) -> metrics`, jitted. It calls the same loss function with
         training turned off.
       step: The functions before they are jitted, with the model, the loss and the placements.
-      outer: The outer steps, if replicas train separately, see `manualpar.diloco`; else `None`.
-        With them, `step` is for evaluation: it treats the common parameters as replicated over the
-        replicas. `train_step` runs `outer.inner.step`, and takes an outer step when the state has
-        counted `outer.every` more steps. `train_step.trace` and `lower` show the inner step.
+      outer: The outer steps if replicas train separately, see `manualpar.diloco`; otherwise `None`.
+        With outer steps, `step` is only for evaluation: it treats the common parameters as
+        replicated. `train_step` runs `outer.inner.step`, and makes an outer step every
+        `outer.every` steps of the state's counter. `train_step.trace` and `lower` show the inner
+        step.
     """
 
     strategy: Strategy
@@ -145,20 +146,20 @@ class Program(StartsFromArrays):
     def step_at(self, number: int) -> StepFunction:
         """Returns the function to call as step `number`, counted from 1.
 
-        It is `train_step`, or in a program with outer steps the step that is due, without reading
-        the state's counter.
+        Without outer steps it is `train_step`. With outer steps it is the function that is due at
+        this step, so that the state's counter need not be read.
         """
         return self.train_step if self.outer is None else self.outer.step_at(number)
 
     def init_from(
         self, params_or_variables: Any, rng: jax.Array | None = None, *, missing: Missing = "error"
     ) -> TrainState:
-        """Starts from parameters, see `StartsFromArrays`; all replicas start with them."""
+        """Starts from parameters, see `StartsFromArrays`; all replicas start with the same."""
         state = super().init_from(params_or_variables, rng, missing=missing)
         return state if self.outer is None else self.outer.start_replicas(self, state)
 
     def adopt(self, state: TrainState) -> TrainState:
-        """Adopts a state, see `StartsFromArrays`; it may have another number of replicas."""
+        """Adopts a state, see `StartsFromArrays`; its number of replicas may differ."""
         program = self.for_replicas_of(getattr(state, "local", {}))
         return self.regroup(StartsFromArrays.adopt(program, state))
 
@@ -167,7 +168,7 @@ class Program(StartsFromArrays):
         return self if self.outer is None else self.outer.for_replicas_of(self, per_device)
 
     def regroup(self, state: TrainState) -> TrainState:
-        """Converts a state that `for_replicas_of` has loaded to this program's replicas."""
+        """Converts a state of the program from `for_replicas_of` to this number of replicas."""
         return state if self.outer is None else self.outer.regroup(self, state)
 
 
@@ -244,7 +245,9 @@ def _design(
     batch = shapes_of_batch(f"{name}: batch", options["batch"])
     check_batch(f"{name}: batch", batch, mesh, roles)
     stored_dtypes, comm = check_wire(name, options)
-    if comm.reduce.quantizer and strategy.replica_axes:  # Only reductions over these are quantized.
+    if (
+        comm.reduce.quantizer and strategy.replica_axes
+    ):  # Only reductions over replica axes are quantized.
         comm = dataclasses.replace(comm, quantized_axes=strategy.replica_axes)
     rules = check_rules(name, options.get("rules", ()), mesh)
     mode = _MODES[options.get("mode", "manual")](mesh, roles.data_axes, comm, rules)
@@ -273,7 +276,8 @@ def _design(
     )
     check_context(name, traced_model, batch, roles)
     check_trainable(name, traced_model)
-    # The model computes with shards of the parameters that its initialisers shard.
+    # If the model keeps types, it computes with shards of the parameters that its initialisers
+    # shard.
     if traced_model.keeps_types:
         roles = dataclasses.replace(roles, others=dict.fromkeys(mesh.axis_names, "model"))
     placements = jax.tree.map(route, traced_model.parameters)

@@ -3,12 +3,12 @@
 The forward pass, the backward pass and the reductions of gradients and metrics run inside. Read
 `Step._gradients_on_device` first. It has three parts: *box* the parameters, so that they gather
 themselves; *accumulate* the gradients of the loss over minibatches; *reduce* gradients over the
-devices. This package writes every collective in it.
+devices. This package writes every collective in this method.
 
 The optimizer's *update* runs outside, on global arrays. There the norm of a gradient is the norm
 of the global gradient, and an elementwise update needs no collective. Gradients have the specs of
 the optimizer's state. ZeRO-1 and -2 replicate parameters and shard the optimizer's state. They
-slice the parameters before the update, which sends nothing, and gather them after it.
+slice the parameters before the update and gather them after it. The slicing sends nothing.
 
 The mode implements these operations: box, scatter, reduce and others. The default mode is
 `manualpar.core.modes.manual`.
@@ -74,7 +74,7 @@ class Step:
       num_minibatches: The number of minibatches into which a device splits its part of a batch.
       schedule: Runs the minibatches one after another, see `modes.gradients`.
       pipeline: Replaces `schedule` if stages split the layers.
-      nonfinite: The reaction to a loss or a gradient that is not finite, see `ProgramOptions`.
+      nonfinite: What to do if a loss or a gradient is not finite, see `ProgramOptions`.
       rounding: How quantized gradients are rounded.
     """
 
@@ -91,7 +91,7 @@ class Step:
     rounding: GradientRounding = dataclasses.field(default_factory=GradientRounding)
 
     def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """Takes one step of the optimizer; returns the new state and the metrics of the batch."""
+        """Makes one training step; returns the new state and the metrics of the batch."""
         check_batch("batch", batch, self.mode.mesh, self.roles)
         rng, key = jax.random.split(state.rng)
         aux = state.collections, state.local
@@ -149,7 +149,7 @@ class Step:
     ) -> Callable[[Params, Aux, jax.Array, Batch], tuple[Grads, StepSums, Aux]]:
         """Returns the function that computes the global gradients of batches of these shapes.
 
-        It is a function of global arrays, and `_gradients_on_device` says what it does. Gradients
+        The returned function takes global arrays and runs `_gradients_on_device`. Its gradients
         have the specs of the optimizer's state.
         """
         aux_specs = PartitionSpec(), self.rounding.specs()
@@ -173,7 +173,7 @@ class Step:
           `aux`.
         """
         mode, (collections, per_device) = self.mode, aux
-        # Box the parameters twice: in the specs of parameters, and in the specs of gradients.
+        # Box the parameters twice: with the specs of parameters, and with the specs of gradients.
         boxes = self._gather_for_step(self._boxes(params))
         params, _ = partition(self.placements, params)
         grad_boxes = self._map_trained(functools.partial(mode.box, as_state=True), params)
@@ -207,7 +207,7 @@ class Step:
         return self._map(lambda _, x: x.gather_data_axes() if is_box(x) else x, boxes)
 
     def _loss_that_regathers(self) -> CarryingLossFn:
-        """Returns the model's loss; its backward pass gathers parameters again if it should."""
+        """Returns the model's loss; if wanted, its backward pass gathers parameters again."""
         loss, regathers = self.model.train_loss, self.strategy.reshard_after_forward
         dequantizes = self.model.adapter.decodes_weights or self.mode.comm.gather.quantizer
         if self.pipeline is not None or not (regathers or dequantizes):
@@ -217,7 +217,7 @@ class Step:
         )
 
     def _scatter_each_minibatch(self, grad_boxes: Params, grads: Grads) -> Grads:
-        """Scatters the gradients of a minibatch, if the strategy does not wait for the last."""
+        """Scatters a minibatch's gradients, unless the strategy scatters only once a step."""
         if self.strategy.reduce_every != "minibatch":
             return grads
         return self._map_trained(self.mode.scatter, grad_boxes, grads)
@@ -231,14 +231,14 @@ class Step:
         return strip_boxes(self._map_trained(self.mode.sync, grad_boxes, grads))
 
     def _with_nonfinite(self, sums: StepSums, grads: Grads) -> StepSums:
-        """Adds to a device's sums whether its gradients are finite, if the option asks."""
+        """Adds to a device's sums whether its gradients are finite, if `nonfinite` needs this."""
         if self.nonfinite == "ignore":
             return sums
         axes = self.mode.data_axes + self.mode.outer_axes
         return sums._replace(nonfinite=(find_nonfinite(grads, axes), jnp.ones(())))
 
     def _boxes(self, params: Params) -> Params:
-        """Boxes the parameters of the layers that run on this device."""
+        """Boxes the parameters; with a pipeline, each stage gets the layers that it runs."""
         boxes = self._map(self.mode.box, params)
         return boxes if self.pipeline is None else self.pipeline.exchange_layers(boxes)
 
@@ -264,7 +264,7 @@ class Step:
         """Decides whether the step is applied, and adds the metric `nonfinite`.
 
         Returns:
-          `bool[]`, whether the step is applied (`None` if it always is), and `new_aux`, or `aux`
+          `bool[]`, whether the step is applied (`None` if every step is), and `new_aux`, or `aux`
           if the step is not applied.
         """
         if self.nonfinite == "ignore":
@@ -272,7 +272,7 @@ class Step:
         if "nonfinite" in metrics:
             raise ValueError(
                 f"{self.strategy.name}: nonfinite={self.nonfinite!r} reports a metric 'nonfinite', "
-                "and loss_fn returns one of that name too; expected another. Rename it."
+                "but loss_fn returns a metric of that name too. Rename the metric of loss_fn."
             )
         finite = is_finite(sums)
         metrics["nonfinite"] = (1 - finite.astype(jnp.float32), jnp.ones(()))
@@ -284,9 +284,9 @@ class Step:
     def _on_mesh(
         self, function: Callable[..., Any], batch: Batch, out_specs: Specs, aux_specs: Specs = None
     ) -> Callable[..., Any]:
-        """Turns a per-device function of `(params, aux, rng, batch)` into one of global arrays.
+        """Turns a function that runs on each device into a function of global arrays.
 
-        Without `aux_specs`, `aux` is replicated.
+        The function takes `(params, aux, rng, batch)`. Without `aux_specs`, `aux` is replicated.
         """
         in_specs = (
             param_specs(self.placements),
@@ -304,11 +304,11 @@ class Step:
 
 
 def _unbox_kept(place: Route, x: Any) -> Any:
-    """Gathers a parameter that is gathered once for each minibatch (`Placement.keep`)."""
+    """Gathers a parameter if it must be gathered once for each minibatch (`Placement.keep`)."""
     if not place.keep or not is_box(x):
         return x
     split = tuple(n if place.split_axes.issuperset(axis_tuple(n)) else None for n in x.names)
     gathered = x.unbox()
-    # A shard of a split parameter stays in a box, so that a loss can gather the full parameter.
+    # The shard of a split parameter stays in a box, so that a loss can gather the full parameter.
     is_part = any(split) and type(x) is ShardedParameter
     return ShardedParameter(gathered, split) if is_part else gathered

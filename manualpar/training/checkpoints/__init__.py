@@ -1,4 +1,4 @@
-"""Checkpoints: saved in the background, checked, restored on any mesh under any strategy."""
+"""Saves checkpoints in the background, checks them, and restores them on any mesh or strategy."""
 
 from manualpar.training.checkpoints.compatibility import check_resumable
 from manualpar.training.checkpoints.failures import CheckpointError

@@ -1,13 +1,14 @@
-"""A training state as plain arrays in a bucket: the same files as Orbax's, written without Orbax.
+"""Writes a training state to a bucket, in the files that Orbax would write, without Orbax.
 
-Orbax writes only to local folders and `gs://`. It uses tensorstore, which has a driver for S3 too,
-so this module calls tensorstore directly, for both. `saved_state` defines the stored content. The
-files are the same as Orbax's: copy every object of a checkpoint to a file, and Orbax reads it as a
-local checkpoint. A local checkpoint can be copied into a bucket in the same way.
+Orbax writes only to local folders and `gs://`. It uses tensorstore, which has a driver for S3 too.
+So this module calls tensorstore directly, for both kinds of bucket. `saved_state` defines the
+stored content. If every object of a checkpoint is copied to a file, Orbax reads the copy as a local
+checkpoint. A local checkpoint can be copied into a bucket in the same way.
 
-Each process writes its own database, `state/ocdbt.process_3/`. When it is complete, the process
-puts `written.3.json` with the size and the SHA-256 of each of the database's objects. Process 0
-waits for all of these files, makes one database that refers to all others, and adds the JSON files.
+Process 3 writes its own database, `state/ocdbt.process_3/`. When the database is complete, process
+3 writes `written.3.json`, with the size and the SHA-256 of each object of the database. Process 0
+waits for these files of all processes. Then it makes one database that refers to all the others.
+Process 0 also writes the JSON files.
 """
 
 import concurrent.futures
@@ -35,10 +36,10 @@ from manualpar.training.checkpoints.saved_state import (
     stored_arrays,
 )
 
-# tensorstore joins chunks to objects of about this size. Hashing needs one of them in memory.
+# tensorstore joins chunks to objects of about this size. Hashing loads one object into memory.
 OBJECT_BYTES = 1 << 26
 POLL_SECONDS = 0.2
-# The least time that process 0 waits for the other processes' parts after its own is written.
+# Process 0 waits at least this long for the parts of other processes, after writing its own part.
 WAIT_SECONDS = 3600.0
 PARALLEL = 8
 HANDLERS = {
@@ -46,8 +47,8 @@ HANDLERS = {
     "keys": "json_checkpoint_handler.JsonCheckpointHandler",
     "state": "pytree_checkpoint_handler.PyTreeCheckpointHandler",
 }
-Files = dict[str, tuple[int, str]]  # The size and the SHA-256 by path.
-# The shape and the chunks of an array, its dtype, and the parts of it that this process writes.
+Files = dict[str, tuple[int, str]]  # Maps a path to the file's size and SHA-256.
+# `Stored`: an array's shape, chunk shape, dtype, and the parts of it that this process writes.
 ArrayPart = tuple[tuple[slice, ...], np.ndarray]
 Stored = tuple[tuple[int, ...], tuple[int, ...], np.dtype, list[ArrayPart]]
 
@@ -62,7 +63,7 @@ class BucketArrays:
     def save(
         self, path: BucketPath, program: Program, state: TrainState, *, extra: Mapping[str, JSON]
     ) -> None:
-        """Starts to write a folder, in which nothing may be; returns once the arrays are copied.
+        """Starts to write to an empty folder; returns once the arrays are copied to the host.
 
         Communication:
           One all-gather for each padded array, see `saved_state.stored_arrays`.
@@ -112,14 +113,14 @@ class BucketArrays:
         return program.regroup(restored_state(stored_program, arrays, keys)), extra
 
     def close(self) -> None:
-        """Waits, and ends the thread."""
+        """Waits for the write in progress and ends the thread."""
         self._background.shutdown()
 
 
 def complete_checkpoint(path: BucketPath, *, processes: int, seconds: float) -> Files:
     """Waits for the parts of all processes and makes one checkpoint of them, without a manifest.
 
-    Returns its files. Process 0 calls it, when its own part is written.
+    Returns the checkpoint's files. Only process 0 calls this, after it has written its own part.
     """
     files: Files = {}
     until = time.monotonic() + seconds
@@ -140,13 +141,13 @@ def complete_checkpoint(path: BucketPath, *, processes: int, seconds: float) -> 
 
 
 def delete_parts(path: BucketPath, *, processes: int) -> None:
-    """Deletes the processes' messages to process 0, because the manifest has their content now."""
+    """Deletes the files `written.<process>.json`, because the manifest has their content now."""
     for process in range(processes):
         (path / _part_name(process)).delete()
 
 
 def hash_files(path: BucketPath, names: list[str]) -> Files:
-    """Reads the size and the SHA-256 of objects in the bucket; -1 and '' for a missing one."""
+    """Returns the size and SHA-256 of objects in the bucket; (-1, '') for a missing object."""
 
     def hash_one(name: str) -> tuple[int, str]:
         try:
@@ -165,7 +166,7 @@ def _part_name(process: int) -> str:
 
 def _copy(x: jax.Array | np.ndarray) -> Stored:
     """Copies the parts of an array that this process writes; one process writes each element."""
-    if not isinstance(x, jax.Array):  # It is complete, in the memory of process 0.
+    if not isinstance(x, jax.Array):  # A NumPy array is complete, in the memory of process 0.
         everything = tuple(slice(0, size) for size in x.shape)
         parts: list[ArrayPart] = [(everything, x)] if jax.process_index() == 0 else []
         return x.shape, chunk_shape(x.shape, x.dtype.itemsize), x.dtype, parts
@@ -176,9 +177,9 @@ def _copy(x: jax.Array | np.ndarray) -> Stored:
 
 
 def chunk_shape(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """Chooses the shape of chunks of at most `CHUNK_BYTES` that divide a shard, if there is one.
+    """Chooses the shape of chunks that divide a shard evenly and have at most `CHUNK_BYTES`.
 
-    No two devices, and so no two processes, write into one chunk.
+    So no two devices, and no two processes, write into the same chunk.
     """
     chunk = list(shape)
     while math.prod(chunk) * itemsize > CHUNK_BYTES:
@@ -189,7 +190,7 @@ def chunk_shape(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
 
 
 def _write(path: BucketPath, copies: dict[tuple[str, ...], Stored], texts: dict[str, Any]) -> None:
-    """Writes this process's part, and then the file that says that it is complete."""
+    """Writes this process's part, and then the JSON file that marks the part as complete."""
     process = jax.process_index()
     folder = path / "state" / f"ocdbt.process_{process}"
     request(path, lambda: _write_arrays(folder, copies))
@@ -269,7 +270,7 @@ def _array_spec(folder: BucketPath, names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _read_leaf(path: BucketPath, leaf: Leaf, stored: Any) -> jax.Array:
-    """Reads an array onto this process's devices, on each its shard, and pads it with zeros."""
+    """Reads each device's shard of an array onto the device, and pads the array with zeros."""
     sharding, shape = leaf.abstract.sharding, leaf.padded_shape
     places = sharding.addressable_devices_indices_map(shape)
     wanted = {}
@@ -300,7 +301,7 @@ def _read_leaf(path: BucketPath, leaf: Leaf, stored: Any) -> jax.Array:
 
 
 def _tree_metadata(copies: dict[tuple[str, ...], Stored]) -> dict[str, Any]:
-    """Returns Orbax's metadata of a nested dict of arrays."""
+    """Returns the metadata that Orbax writes for a nested dict of arrays."""
     tree = {
         str(names): {
             "key_metadata": [{"key": name, "key_type": 2} for name in names],  # Keys of dicts.

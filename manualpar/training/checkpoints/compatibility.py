@@ -1,4 +1,4 @@
-"""Decides whether a run may go on with another config.
+"""Decides whether a run may be resumed with a changed config.
 
 Fields that determine the trained function, the examples or their order must not change: otherwise
 the rest of the run would belong to another experiment. Fields for parallelism, duration and reports
@@ -9,7 +9,7 @@ import types
 from collections.abc import Mapping
 from typing import Any
 
-# A prefix ends in a dot. The fields in FREE may change although a prefix is in FIXED.
+# A prefix ends in a dot. A field in FREE may change, even if FIXED has a prefix of its name.
 FIXED = ("model.", "data.", "seed", "parallel.param_dtype")
 FREE = (
     *("data.batch_size", "data.prefetch", "data.cache", "model.attention", "model.remat"),
@@ -22,7 +22,7 @@ REMOVED: Mapping[str, tuple[Any, str]] = {
         False,
         "it made a step slower, because compilers overlap these gathers by themselves",
     ),
-    "model.scan_unroll": (1, "it gained half a percent of a step for a fifth more memory"),
+    "model.scan_unroll": (1, "it made a step 0.5% faster and took 20% more memory"),
     "parallel.combine_bytes": (
         0,
         "it gained nothing, because only large parameters are sharded",
@@ -56,7 +56,7 @@ ABSENT = "(absent)"
 
 
 def renamed_value(field: str, value: Any) -> str | None:
-    """Returns today's name of a value of a field; `None` if it was not renamed."""
+    """Returns the current name of a field's value; `None` if the value was not renamed."""
     return RENAMED.get(field, {}).get(value) if isinstance(value, str) else None
 
 
@@ -68,10 +68,17 @@ def check_resumable(
 ) -> list[str]:
     """Compares the config of a checkpoint with the config of the run that resumes from it.
 
-    Both hold plain values by dotted name, `model.hidden_size`. Returns a line for each difference
-    that is allowed, `training.num_steps: 100 -> 200`, and for each field that was in use and has
-    been removed since. If a field has been added since, its saved value is taken from `ADDED` or
-    from `defaults` (the fields that a config may leave out).
+    Both configs map dotted names, such as `model.hidden_size`, to plain values. If a field is newer
+    than the checkpoint, its saved value is taken from `ADDED` or from `defaults`.
+
+    Args:
+      saved: The checkpoint's config.
+      current: The config of the run that resumes.
+      defaults: The values of the fields that a config may leave out.
+
+    Returns:
+      A line for each allowed difference, such as `training.num_steps: 100 -> 200`, and a line for
+      each field that had an effect in the saved config and has been removed since.
 
     Raises:
       ValueError: A field that must not change differs.
@@ -96,8 +103,8 @@ def check_resumable(
     if refused:
         raise ValueError(
             "config: it changes the model or the data of the run in the workdir; expected the "
-            "values that it was saved with. Take them back, or choose another workdir (saved -> "
-            "asked for):\n" + "\n".join(f"  {line}" for line in refused)
+            "saved values. Set them again, or choose another workdir (saved -> asked for):\n"
+            + "\n".join(f"  {line}" for line in refused)
         )
     return gone + allowed
 

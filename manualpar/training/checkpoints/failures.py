@@ -1,7 +1,8 @@
-"""Turns errors of a checkpoint into a sentence that says what to do about them.
+"""Turns an error of saving or restoring into a sentence that says what to do about it.
 
-The libraries below raise all kinds of errors: an `OSError`, a `ValueError` with the text of a C++
-status, a bare `Exception`. Except for wrong arguments, only `CheckpointError` leaves this package.
+Orbax and tensorstore raise many types of errors: an `OSError`, a `ValueError` with the text of a
+C++ status, a bare `Exception`. This package turns them all into `CheckpointError`, except errors
+about wrong arguments.
 """
 
 import errno
@@ -28,7 +29,7 @@ class CheckpointError(Exception):
 
 
 def explain_failure(error: BaseException) -> str:
-    """Returns the meaning of an error, or else its type and the first line of its text.
+    """Explains an operating system's error; for any other, gives its type and first line of text.
 
     It also reads the causes of the error and their texts, because tensorstore names the operating
     system's error only there.
@@ -47,11 +48,11 @@ def explain_failure(error: BaseException) -> str:
 
 
 def cannot_write(path: AnyPath, error: BaseException) -> CheckpointError:
-    """Makes the error for a checkpoint that was not saved."""
+    """Makes the error to raise for a checkpoint that was not saved."""
     if any(isinstance(cause, TimeoutError) for cause in causes(error)):
         return CheckpointError(
-            f"checkpoint {path} was not saved: it was not written in time; see that all processes "
-            "can write there, or give a slow disk more time (config.watch.stall_seconds, of which "
-            "a save may take twice as much)."
+            f"checkpoint {path} was not saved: it was not written in time; check that all "
+            "processes can write there, or raise config.watch.stall_seconds for a slow disk (a "
+            "save may take twice as long)."
         )
     return CheckpointError(f"checkpoint {path} was not saved: {explain_failure(error)}.")

@@ -1,13 +1,13 @@
 """The folder of checkpoints that `store` uses: a local folder, or a folder in a bucket.
 
-A local checkpoint is complete if it has its final name, which it gets by renaming. In a bucket
-nothing can be renamed. There a checkpoint is complete if it has a manifest, which is put last, in
-one request, and deleted first. A checkpoint without a manifest was left by a killed process. It
-does not count, and the next save deletes it.
+A local checkpoint is written under another name and renamed at the end. So it is complete if it has
+its final name. In a bucket nothing can be renamed. There a checkpoint is complete if it has a
+manifest. The manifest is written last, in one request, and deleted first. A checkpoint without a
+manifest was left by a killed process: it is ignored, and the next save deletes it.
 
-If a run goes back to an earlier step, later checkpoints get another name in both. In a bucket they
-are copied before the first byte of the new checkpoint is written, because a save in a bucket
-writes under the final name.
+If a run goes back to an earlier step, the checkpoints of later steps get other names. A save in a
+bucket writes under the final name. So in a bucket the later checkpoints are copied before the
+first byte of the new checkpoint is written.
 """
 
 import itertools
@@ -26,7 +26,7 @@ from manualpar.training.checkpoints.manifest import MANIFEST, DamagedError, Mani
 from manualpar.training.checkpoints.retention import SUPERSEDED, UNFINISHED
 from manualpar.training.checkpoints.saved_state import OrbaxFiles
 
-# How long a new file of another host may be invisible, on NFS for example.
+# A new file of another host may be invisible for this many seconds, for example on NFS.
 SEEN_SECONDS = 10.0
 
 
@@ -36,28 +36,28 @@ class Folder(Protocol):
     All processes call `arrays`, `unfinished`, `has_mark` and `verify`.
     """
 
-    seconds: float  # How long the writing of a checkpoint may take before it is an error.
+    seconds: float  # The longest that writing a checkpoint may take; longer is an error.
 
     def arrays(self) -> OrbaxFiles | BucketArrays:
         """Returns the object that writes and reads the arrays of a checkpoint."""
 
     def mark(self) -> str:
-        """Creates a mark for `has_mark` and returns its name; '' if no check is needed."""
+        """Creates a file for `has_mark` to look for, and returns its name; '' if not needed."""
 
     def has_mark(self, name: str) -> bool:
-        """Returns whether this process sees the file that process 0 has made."""
+        """Returns whether this process sees the file that process 0 created in `mark`."""
 
     def unmark(self, name: str) -> None:
-        """Deletes the mark."""
+        """Deletes the file that `mark` created."""
 
     def steps(self) -> list[int]:
         """Finds the steps of the complete checkpoints, ascending."""
 
     def check(self) -> None:
-        """Raises a `ValueError` if something is in the way of a checkpoint."""
+        """Raises a `ValueError` if a file or a link has a name that a save needs."""
 
     def make_room(self, step: int, *, after: int) -> None:
-        """Deletes the leftovers of killed processes, before a checkpoint is written."""
+        """Deletes the leftovers of killed processes. Call it before a checkpoint is written."""
 
     def unfinished(self, step: int) -> AnyPath:
         """Returns the path that all processes write a checkpoint to."""
@@ -65,26 +65,26 @@ class Folder(Protocol):
     def complete(self, step: int, *, after: int, metrics: Mapping[str, float]) -> None:
         """Completes a checkpoint whose arrays have been written.
 
-        `after` is the step that it goes on from; later checkpoints are set aside.
+        `after` is the step from which the run reached this one; later checkpoints are renamed.
         """
 
     def metrics(self) -> dict[int, Mapping[str, float]]:
-        """Reads the metrics of complete checkpoints whose manifests can be read."""
+        """Reads the metrics of each complete checkpoint that has a readable manifest, by step."""
 
     def delete(self, step: int) -> None:
-        """Deletes a complete checkpoint, so that no part of it ever counts as one."""
+        """Deletes a complete checkpoint; a half-deleted one never counts as a checkpoint."""
 
     def read_manifest(self, step: int) -> Manifest:
         """Reads the manifest of a checkpoint; raises `DamagedError` if it is damaged."""
 
     def verify(self, step: int, found: Manifest, *, part: int, parts: int) -> None:
-        """Checks one part of a checkpoint's files; a `DamagedError` for the first that differs."""
+        """Checks part `part` of the checkpoint's files; raises `DamagedError` if one differs."""
 
 
 def open_folder(path: AnyPath, seconds: float = 600.0) -> Folder:
     """Opens the folder of checkpoints at a path; creates nothing.
 
-    The writing of a checkpoint may take `seconds`, in a bucket an hour at least.
+    Writing a checkpoint may take `seconds`. In a bucket it may always take an hour.
     """
     if isinstance(path, BucketPath):
         return _BucketFolder(path, max(seconds, bucket_arrays.WAIT_SECONDS))
@@ -101,7 +101,7 @@ class _LocalFolder:
         return OrbaxFiles(self.seconds)
 
     def mark(self) -> str:
-        # If this process is killed, the next save deletes it like half a checkpoint.
+        # If this process is killed, the next save deletes this file like an unfinished checkpoint.
         name = f"0{UNFINISHED}-{secrets.token_hex(8)}"
         (self._path / name).mkdir(parents=True)
         return name
@@ -170,10 +170,10 @@ class _BucketFolder:
         return sorted(step for step in self._numbers() if self._is_complete(str(step)))
 
     def check(self) -> None:
-        """Does nothing, because nothing can be in the way."""
+        """Does nothing, because in a bucket nothing can block a name."""
 
     def make_room(self, step: int, *, after: int) -> None:
-        """Moves later checkpoints aside too, because a save writes under the final name."""
+        """Also renames later checkpoints, because a save writes under the final name."""
         for name in self._path.names():
             begins, _, ends = name.partition(".")
             is_ours = begins.isdecimal() and (not ends or f".{ends}".startswith(SUPERSEDED))
@@ -200,7 +200,7 @@ class _BucketFolder:
             try:
                 metrics[step] = self.read_manifest(step).metrics
             except DamagedError:
-                continue  # `restore` reports it; here it neither counts nor goes.
+                continue  # `restore` reports the damage; here it is ignored and not deleted.
         return metrics
 
     def delete(self, step: int) -> None:
@@ -228,7 +228,7 @@ class _BucketFolder:
         return (self._path / name / MANIFEST).is_file()
 
     def _set_aside(self, name: str) -> None:
-        """Copies a checkpoint to a new name, manifest last; deletes the old one, manifest first."""
+        """Moves a checkpoint to a new name: copies the manifest last, deletes the old one first."""
         names = (f"{name}{SUPERSEDED}-{number}" for number in itertools.count(1))
         there = set(self._path.names())
         source, target = self._path / name, self._path / next(n for n in names if n not in there)

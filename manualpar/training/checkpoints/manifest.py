@@ -1,15 +1,14 @@
 """The manifest of a checkpoint: the size and the checksum of every file, in `manifest.json`.
 
-Neither Orbax nor its array files notice a flipped byte in an array. So once everything is written,
-every file is read again, hashed and forced to the disk. The manifest holds a checksum of its own
-content too. A manifest has only one valid text, so any changed byte in it is noticed.
+Orbax does not notice a changed byte in an array's file. So once everything is written, every file
+is read again, hashed and flushed to the disk. The manifest also holds a checksum of its own
+content. A manifest has only one valid text, so any changed byte in it is noticed.
 
-SHA-256 hashes 1.4 GB/s on processors that support it (BLAKE2b 0.8, measured), which is faster than
-most disks, and `sha256sum` checks it by hand.
+SHA-256 hashes 1.4 GB/s on processors that support it (measured; BLAKE2b: 0.8 GB/s). This is faster
+than most disks. A user can check a file with `sha256sum`.
 
-Checksums do not help against a forged manifest, so its content is not trusted: a checkpoint
-consists of folders and files, without links, and its manifest names files below its folder.
-Nothing else is ever opened.
+Checksums do not help against a forged manifest, so its content is not trusted. A manifest may only
+name files below its own folder, and links are refused. Nothing else is ever opened.
 """
 
 import dataclasses
@@ -39,7 +38,7 @@ MANIFEST = "manifest.json"
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """A checkpoint's step and metrics, and the (bytes, SHA-256) of its files by path below it."""
+    """A checkpoint's step, its metrics, and the (bytes, SHA-256) of each file by relative path."""
 
     step: int
     metrics: Mapping[str, float]
@@ -47,13 +46,13 @@ class Manifest:
 
 
 class DamagedError(Exception):
-    """A file of a checkpoint is not as it was written; the message names it and says how."""
+    """A file of a checkpoint has changed since it was written; the message says how."""
 
 
 def write_manifest(folder: Path, *, step: int, metrics: Mapping[str, float]) -> None:
-    """Hashes every file of a checkpoint, forces it to the disk and writes the manifest.
+    """Hashes every file of a checkpoint, flushes it to the disk, and writes the manifest.
 
-    Nothing may be writing to the folder. Metrics that are not finite are left out.
+    No other code may write to the folder meanwhile. Metrics that are not finite are left out.
     """
     files = {}
     for path, mode in _entries(folder):
@@ -69,7 +68,7 @@ def write_manifest(folder: Path, *, step: int, metrics: Mapping[str, float]) -> 
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Reads the manifest of a checkpoint; a `DamagedError` if it is not as it was written."""
+    """Reads the manifest of a checkpoint; raises `DamagedError` if it was changed."""
     try:
         if not stat.S_ISDIR(mode := os.lstat(folder).st_mode):
             raise DamagedError(f"it is {kind_of(mode)}, expected a folder")
@@ -83,11 +82,11 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def parse_manifest(text: bytes) -> Manifest:
-    """Reads the text of a manifest; a `DamagedError` if it is not as it was written."""
+    """Parses the text of a manifest; raises `DamagedError` if it was changed."""
     try:
         manifest = _from_object(parse_object(text))
         if text.decode("ascii") != manifest_text(manifest):
-            raise ValueError("its checksum is of another content")
+            raise ValueError("its checksum does not match its content")
     except ValueError as error:
         raise DamagedError(f"{MANIFEST} is not as it was written: {error}") from None
     return manifest
@@ -96,11 +95,12 @@ def parse_manifest(text: bytes) -> Manifest:
 def verify_files(folder: Path, manifest: Manifest, *, part: int = 0, parts: int = 1) -> None:
     """Checks one part of a checkpoint's files against its manifest.
 
-    Sizes differ, so the files are dealt to the parts from the largest to the smallest.
+    Each process checks one part. The files are dealt to the parts from the largest to the smallest,
+    so that the parts are of similar size.
 
     Raises:
       DamagedError: A file is missing or was changed, or something in the folder is neither a file
-        nor a folder, whether the manifest names it or not.
+        nor a folder, even if the manifest does not name it.
     """
     for path, mode in _entries(folder):
         if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode)):
@@ -119,13 +119,13 @@ def verify_files(folder: Path, manifest: Manifest, *, part: int = 0, parts: int 
 
 
 def deal(manifest: Manifest, *, part: int, parts: int) -> list[tuple[str, tuple[int, str]]]:
-    """Returns one part of a manifest's files, with size and checksum."""
+    """Returns the files that belong to one part, with their sizes and checksums."""
     by_size = sorted(manifest.files.items(), key=lambda item: (-item[1][0], item[0]))
     return by_size[part::parts]
 
 
 def compare(name: str, expected: tuple[int, str], *, size: int, digest: str) -> None:
-    """Raises a `DamagedError` for a file whose size or checksum is not as expected."""
+    """Raises a `DamagedError` if a file's size or checksum differs from `expected`."""
     if size != expected[0]:
         raise DamagedError(f"{name} has {size} bytes, expected {expected[0]}")
     if digest != expected[1]:
@@ -136,7 +136,7 @@ def compare(name: str, expected: tuple[int, str], *, size: int, digest: str) -> 
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Returns the metrics that JSON can hold."""
+    """Returns only the finite metrics, because JSON has no NaN or infinity."""
     return {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
 
 
@@ -145,29 +145,29 @@ def _hash(file: Any) -> str:
 
 
 def manifest_text(manifest: Manifest) -> str:
-    """Serializes a manifest; every writer uses this text."""
+    """Serializes a manifest to its only valid text."""
     content = dataclasses.asdict(manifest)
     checksum = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     return json.dumps({"sha256": checksum, **content}, indent=1, sort_keys=True) + "\n"
 
 
 def _from_object(content: dict[str, Any]) -> Manifest:
-    """Reads the manifest in a JSON object; raises a `ValueError` that says why there is none."""
+    """Converts a JSON object to a manifest; raises a `ValueError` if it does not hold one."""
     values: list[Any] = [content.get(name) for name in ("step", "metrics", "files")]
     step, metrics, files = values
     if not _is_size(step):
-        raise ValueError(f"step is {step!r:.40}")
+        raise ValueError(f"step is {step!r:.40}, expected an integer, at least 0")
     numbers: Any = metrics.values() if isinstance(metrics, dict) else [None]
     if not all(type(x) in (int, float) and abs(x) <= sys.float_info.max for x in numbers):
-        raise ValueError("metrics are not finite numbers by name")
+        raise ValueError("metrics is not an object of finite numbers")
     if not isinstance(files, dict):
-        raise ValueError("files are not an object")
+        raise ValueError("files is not an object")
     for name, entry in files.items():
         if not _is_below(name):
             raise ValueError(f"{name!r:.80} is not the path of a file in the checkpoint")
         is_pair = isinstance(entry, list) and len(entry) == 2 and isinstance(entry[1], str)
         if not is_pair or not _is_size(entry[0]) or not re.fullmatch("[0-9a-f]{64}", entry[1]):
-            raise ValueError(f"of {name!r:.80} it does not have the size and the SHA-256")
+            raise ValueError(f"{name!r:.80} does not have a size and a SHA-256")
     return Manifest(step, metrics, {name: (size, digest) for name, (size, digest) in files.items()})
 
 
@@ -176,14 +176,14 @@ def _is_size(value: Any) -> bool:
 
 
 def _is_below(name: str) -> bool:
-    """Returns whether `write_manifest` would write such a path: relative, and never upwards."""
+    """Returns whether `name` is a relative path without `..`, as `write_manifest` writes it."""
     path = PurePosixPath(name)
     is_plain = path.as_posix() == name and not path.is_absolute() and ".." not in path.parts
     return is_plain and name.isprintable() and name not in (".", MANIFEST)
 
 
 def _entries(folder: Path) -> Iterator[tuple[Path, int]]:
-    """Yields everything below a folder, with its mode; does not follow links."""
+    """Yields each path below a folder, with its mode; does not follow links."""
     pending = [folder]
     while pending:
         with os.scandir(pending.pop()) as entries:

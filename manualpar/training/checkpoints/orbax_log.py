@@ -1,8 +1,8 @@
 """Keeps Orbax's messages off the screen.
 
-Orbax logs every phase of a save, and when a write fails asyncio reports hundreds of others that no
-code waits for. One `CheckpointError` tells the user everything necessary. Setting absl's verbosity
-to DEBUG (`absl.logging.set_verbosity(1)`) shows the rest.
+Orbax logs every phase of a save. When one write fails, asyncio also reports hundreds of other
+writes that no code waits for. One `CheckpointError` tells the user everything necessary. Set absl's
+verbosity to DEBUG (`absl.logging.set_verbosity(1)`) to see the other messages.
 """
 
 import contextlib
@@ -14,10 +14,10 @@ from absl import logging as absl_logging
 
 
 def mute() -> contextlib.ExitStack:
-    """Drops Orbax's messages, from any thread, until the returned context is closed.
+    """Drops the messages of all of Orbax's threads until the returned context is closed.
 
-    Keep it open as long as Orbax may be at work, because Orbax's threads outlive the calls. Python
-    may report the errors of a failed call as late as at the end of the process.
+    Keep the context open while Orbax may be working, because Orbax's threads outlive its calls.
+    Python may report the errors of a failed call as late as the end of the process.
     """
 
     def let_through(record: logging.LogRecord) -> bool:
@@ -29,19 +29,19 @@ def mute() -> contextlib.ExitStack:
 
     def hook(unraisable: Any) -> None:
         is_late = str(unraisable.exc_value) == "Event loop is closed"
-        # Another read or write that was under way when one failed.
+        # The code of another read or write that was in progress when one failed.
         code = getattr(getattr(unraisable, "object", None), "cr_code", None)
         by_orbax = code is not None and "/orbax/checkpoint/" in code.co_filename
         if _is_verbose() or not (is_late or by_orbax):
             before(unraisable)
 
     def unhook() -> None:
-        if sys.unraisablehook is hook:  # Otherwise someone has built on it; it does no harm.
+        if sys.unraisablehook is hook:  # Otherwise other code has wrapped this hook: it stays.
             sys.unraisablehook = before
 
     muted = contextlib.ExitStack()
     for logger in (logging.getLogger(name) for name in ("absl", "asyncio")):
-        # The function is a new one each time, so that each context removes only its own.
+        # Each call makes a new function, so that each context removes only its own filter.
         logger.addFilter(let_through)
         muted.callback(logger.removeFilter, let_through)
     sys.unraisablehook = hook

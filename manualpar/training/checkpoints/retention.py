@@ -1,13 +1,14 @@
-"""Decides which checkpoints stay, and deletes the others.
+"""Decides which checkpoints to keep, and deletes the others.
 
-A folder of checkpoints has one folder per step, and the step number is its name. A checkpoint gets
-that name in one atomic renaming, when everything in it is on the disk, and loses it before it is
-deleted. So the leftovers of a killed process have other names (`12.unfinished...`, `12.deleted`).
-The next save deletes them.
+A folder of checkpoints has one folder per step, named by the step number. A checkpoint gets that
+name in one atomic rename, when all of its files are on the disk. Before it is deleted, it is
+renamed again. So the leftovers of a killed process have other names (`12.unfinished...`,
+`12.deleted`). The next save deletes them.
 
-`ocp.CheckpointManager`, tried under our manifest, is not kill-safe: it deletes a checkpoint under
-its own name, so a kill leaves `1` listed and damaged (and with `todelete_subdir` never deletes it).
-Having gone back to 10 of [10, 20, 30], it skips a save of 11 and refuses one of 20.
+This package does not use `ocp.CheckpointManager`, because it is not safe when the process is
+killed. It deletes a checkpoint under its own name. So after a kill, a damaged folder `1` is still
+listed; with `todelete_subdir` it is never deleted. And after a run went back to step 10 of
+[10, 20, 30], the manager skips a save of step 11 and refuses a save of step 20.
 """
 
 import contextlib
@@ -30,7 +31,7 @@ SUPERSEDED = ".superseded"
 
 @dataclasses.dataclass(frozen=True)
 class Retention:
-    """The checkpoints to keep: the last, multiples of a step, the best; see `Checkpoints`."""
+    """Says which checkpoints to keep; `Checkpoints` documents the fields."""
 
     keep: int
     keep_every_steps: int
@@ -46,7 +47,10 @@ class Retention:
             raise ValueError(f"best_mode={self.best_mode!r}, expected 'min' or 'max'.")
 
     def choose(self, metrics: Mapping[int, Mapping[str, float]]) -> set[int]:
-        """Chooses the steps to keep by the metrics of each; among equally good ones the newest."""
+        """Chooses the steps to keep. `metrics` has each checkpoint's metrics by step.
+
+        If several checkpoints are equally good, the newest counts as the best.
+        """
         steps = sorted(metrics)
         kept = set(steps[-self.keep :])
         if self.keep_every_steps:
@@ -62,27 +66,27 @@ class Retention:
 
 def list_steps(folder: Path) -> list[int]:
     """Finds the steps of the checkpoints in a folder, ascending."""
-    # This package never gives a name such as "007".
+    # This package never writes a name such as "007".
     return sorted(int(n) for n in _names(folder) if n.isdecimal() and str(int(n)) == n)
 
 
 def read_metrics(folder: Path, steps: list[int]) -> dict[int, Mapping[str, float]]:
-    """Reads the metrics of checkpoints by step; leaves out checkpoints with a damaged manifest."""
+    """Reads the metrics of each checkpoint, by step; skips checkpoints with a damaged manifest."""
     metrics = {}
     for step in steps:
         try:
             metrics[step] = read_manifest(folder / str(step)).metrics
         except (DamagedError, OSError):
-            continue  # `restore` reports it; here it is ignored and not deleted.
+            continue  # `restore` reports the damage; here it is ignored and not deleted.
     return metrics
 
 
 def put_in_place(folder: Path, step: int, *, after: int) -> None:
-    """Gives a complete checkpoint its name.
+    """Renames a complete checkpoint to its final name.
 
-    This checkpoint goes on from step `after`, so checkpoints of later steps were given up. They are
-    renamed, not deleted, because going back may have been an experiment. But the new one must be
-    the newest, because the next start goes on from the newest.
+    The run reached this checkpoint from step `after`. It has abandoned all other checkpoints of
+    later steps. They are renamed, because the next start resumes from the newest checkpoint. They
+    are not deleted, because going back may have been an experiment.
     """
     for other in list_steps(folder):
         if other > after:
@@ -93,7 +97,7 @@ def put_in_place(folder: Path, step: int, *, after: int) -> None:
 
 
 def delete_steps(folder: Path, steps: list[int]) -> None:
-    """Deletes checkpoints, so that no part of one ever has a checkpoint's name."""
+    """Deletes checkpoints; renames each first, so that a half-deleted one is never listed."""
     for step in steps:
         os.rename(folder / str(step), folder / f"{step}{DELETED}")
         shutil.rmtree(folder / f"{step}{DELETED}")
@@ -102,8 +106,8 @@ def delete_steps(folder: Path, steps: list[int]) -> None:
 def delete_leftovers(folder: Path) -> None:
     """Deletes the folders that `find_leftovers` finds.
 
-    Some files of a failed save may still be being written. They are written by name, so that a
-    renamed folder does not change while it is deleted.
+    A failed save may still be writing files. It writes them by path, so they do not appear in a
+    folder that has been renamed. So each folder is renamed before it is deleted.
     """
     leftovers = find_leftovers(folder)
     for path in sorted(leftovers, key=lambda path: not path.name.endswith(DELETED)):
@@ -116,8 +120,8 @@ def find_leftovers(folder: Path) -> list[Path]:
     """Finds the leftovers of killed saves and deletions in a folder.
 
     Raises:
-      ValueError: Something has such a name and is not a folder. No save leaves that, so it is the
-        user's and is not deleted; and writes under the name of a link would go elsewhere.
+      ValueError: A file or a link has the name of a leftover. No save leaves one, so it belongs to
+        the user and is not deleted. A save to a link would write outside the folder.
     """
     leftovers = []
     for name in _names(folder):
@@ -127,8 +131,8 @@ def find_leftovers(folder: Path) -> list[Path]:
             mode = path.lstat().st_mode
             if not stat.S_ISDIR(mode):
                 raise ValueError(
-                    f"{path} is {kind_of(mode)}, and a save needs the name for a folder of its "
-                    "own; move it away"
+                    f"{path} is {kind_of(mode)}, but a save has to create a folder of this name; "
+                    "move it away"
                 )
             leftovers.append(path)
     return leftovers

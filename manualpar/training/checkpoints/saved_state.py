@@ -1,12 +1,13 @@
-"""A training state as plain arrays, in a folder that Orbax writes and reads.
+"""Stores a training state as plain arrays, in a folder that Orbax writes and reads.
 
-A checkpoint has to outlive the program that wrote it. So it stores a nested dict of strings
-with an array at each leaf, `params/layers/attention/query/kernel`, `opt_state/0/mu/...`, `step`,
-`rng`: no optax class, no padding, no typed key. Every array has the shape that it would have on one
-device, so any strategy on any mesh can read it.
+A checkpoint must stay readable when the program that wrote it has changed. So it stores a nested
+dict with an array at each leaf, such as `params/layers/attention/query/kernel`,
+`opt_state/0/mu/...`, `step` and `rng`. It stores no optax classes, padding or typed random keys.
+Every array has the shape that it has on one device, so any strategy on any mesh can read it.
 
-In the folder, `state` holds the arrays, `extra` the caller's JSON, and `keys` the implementation of
-each random key. A key's data is stored as an array. Orbax reads all three without this package.
+In the folder, `state` holds the arrays, `extra` holds the caller's JSON, and `keys` names the
+implementation of each random key. A key's data is stored as an array. Orbax can read all three
+without this package.
 """
 
 import contextlib
@@ -32,17 +33,17 @@ from manualpar.system.storage.untrusted import NotAFileError, parse_object, read
 from manualpar.training.checkpoints.failures import CheckpointError
 from manualpar.training.checkpoints.orbax_log import mute
 
-# The largest chunk of a stored array. A read takes whole chunks: they are small enough that a
-# device of another mesh reads little more than its own part, and large enough for one read.
+# The largest chunk of a stored array. A read always reads complete chunks. A chunk is small enough
+# that a device of another mesh reads little more than its shard, and large enough to read fast.
 CHUNK_BYTES = 1 << 20
 
 
 def read_extra(path: AnyPath) -> dict[str, JSON]:
-    """Reads the caller's `extra` of the checkpoint in a folder, without Orbax or a checksum.
+    """Reads the caller's `extra` from a checkpoint's folder; does not verify checksums.
 
     Raises:
-      ValueError: It is not a JSON object.
-      OSError: It can't be read.
+      ValueError: The file of `extra` is not a JSON object.
+      OSError: The file can't be read.
     """
     if isinstance(path, BucketPath):
         return parse_object((path / "extra" / "metadata").read_bytes(), allow_nan=True)
@@ -53,10 +54,10 @@ def read_extra(path: AnyPath) -> dict[str, JSON]:
 
 
 class OrbaxFiles:
-    """Writes in the background and reads; raises whatever Orbax and tensorstore raise."""
+    """Writes in the background and reads; passes on the errors of Orbax and tensorstore."""
 
     def __init__(self, seconds: float) -> None:
-        """Makes nothing yet; a save that takes more than `seconds` to write is an error."""
+        """Creates nothing yet. A save that takes longer than `seconds` to write is an error."""
         self._seconds = seconds
         self._made: Any = None
         self._muted = contextlib.ExitStack()
@@ -65,12 +66,12 @@ class OrbaxFiles:
     def save(
         self, path: Path, program: Program, state: TrainState, *, extra: Mapping[str, JSON]
     ) -> None:
-        """Starts to write a folder, which must not exist; returns once the arrays are copied.
+        """Starts to write to a folder that must not exist; returns once the arrays are copied.
 
         Communication:
-          One all-gather for each padded array, one array at a time. An array whose shape does not
-          divide can't be sharded, so process 0 writes it from its own memory. One such array is
-          replicated on the devices for a moment, as in every training step.
+          One all-gather for each padded array, one array at a time. Without its padding, such an
+          array can't be sharded evenly, so process 0 writes it from its own memory. The devices
+          hold one such array replicated for a moment, as in every training step.
         """
         import orbax.checkpoint as ocp
 
@@ -100,11 +101,9 @@ class OrbaxFiles:
         """
         import orbax.checkpoint as ocp
 
-        # Otherwise the names of arrays would be names of files, and could lead out of the folder.
+        # Without OCDBT, an array's name is a file's path, which could point outside the folder.
         if read_object(path / "state" / "_METADATA").get("use_ocdbt") is not True:
-            raise ValueError(
-                "its arrays are not in an OCDBT database, which is what is written here"
-            )
+            raise ValueError("its arrays are not in an OCDBT database, which manualpar writes")
         both = ocp.args.Composite(extra=ocp.args.JsonRestore(), keys=ocp.args.JsonRestore())
         with self._checkpointer() as orbax:
             texts = orbax.restore(path, args=both)
@@ -120,7 +119,7 @@ class OrbaxFiles:
                 restore_type=jax.Array,
                 sharding=leaf.abstract.sharding,
                 global_shape=leaf.padded_shape,
-                # If not strict, Orbax appends zeros, as padding needs.
+                # If not strict, Orbax appends zeros, which is the padding that we need.
                 strict=not any(leaf.padding),
             ),
         )
@@ -133,20 +132,20 @@ class OrbaxFiles:
         return program.regroup(state), texts["extra"]
 
     def close(self) -> None:
-        """Waits, and ends Orbax's threads."""
+        """Waits for the write in progress and ends Orbax's threads."""
         if self._made is not None:
             try:
                 with self._checkpointer() as orbax:
                     orbax.close()
             finally:
                 self._made = None
-                # Files that were being written when one failed report it whenever they end.
+                # After a failure, other writes in progress report errors later: keep them muted.
                 if not self._has_failed:
                     self._muted.close()
 
     @contextlib.contextmanager
     def _checkpointer(self) -> Iterator[Any]:
-        """Yields Orbax's checkpointer, made when first needed: the import takes half a second."""
+        """Yields Orbax's checkpointer; makes it on first use, because its import takes 0.5 s."""
         if self._made is None:
             import orbax.checkpoint as ocp
 
@@ -157,7 +156,7 @@ class OrbaxFiles:
                     extra=ocp.JsonCheckpointHandler(),
                     keys=ocp.JsonCheckpointHandler(),
                 ),
-                # So a folder that can't be made is an error here and now, not after a time-out.
+                # With this option, a folder that can't be created fails now, not after a time-out.
                 async_options=ocp.options.AsyncOptions(
                     create_directories_asynchronously=False,
                     timeout_secs=max(1, math.ceil(self._seconds)),
@@ -178,7 +177,7 @@ def state_leaves(program: Program) -> list[Leaf]:
 def stored_arrays(
     program: Program, state: TrainState
 ) -> tuple[dict[tuple[str, ...], Any], dict[str, str]]:
-    """Returns the arrays of a state as they are stored, and each random key's implementation.
+    """Returns the arrays to store for a state, and the implementation of each random key.
 
     Communication:
       One all-gather for each padded array, see `OrbaxFiles.save`.
@@ -198,7 +197,7 @@ def stored_arrays(
 def restored_state(
     program: Program, arrays: Mapping[tuple[str, ...], Any], keys: Mapping[str, str]
 ) -> TrainState:
-    """Puts stored arrays on a program's devices, as a state; residuals may be missing."""
+    """Makes a program's state of stored arrays; missing residuals begin with zeros."""
 
     def value(leaf: Leaf) -> Any:
         if leaf.keys not in arrays:
@@ -219,10 +218,11 @@ def leaves_to_read(
     *,
     report: Callable[[str], None],
 ) -> list[Leaf]:
-    """Returns the leaves of a program's state to read: all, or all but residuals that differ.
+    """Returns the leaves of a program's state to read: all of them, or all except the residuals.
 
-    Residuals belong to the devices of the run that saved them. On other devices, or if that run had
-    no residuals, they begin with zeros, and `report` is called with a sentence about it.
+    The residuals of encoded gradients belong to the devices of the run that saved them. If the
+    devices differ, or if the saved run had no residuals, they begin with zeros. Then `report` is
+    called with a sentence that says so.
 
     Raises:
       CheckpointError: The checkpoint is of another model, see `find_differences`.
@@ -237,11 +237,11 @@ def leaves_to_read(
         leaves = [leaf for leaf in leaves if leaf.keys not in own]
         stored = unflatten_dict({keys: x for keys, x in arrays.items() if keys not in there})
         if own:
-            report("Residuals of gradients begin with zeros: those saved, if any, do not fit.")
+            report("Residuals of gradients begin with zeros: the checkpoint has none that fit.")
     if differences := find_differences(leaves, stored, keys):
         raise CheckpointError(
             f"checkpoint {path} is of another model: {'; '.join(differences)}. Choose another "
-            "workdir, or the config that it was saved with."
+            "workdir, or the config of the run that saved the checkpoint."
         )
     return leaves
 
@@ -259,10 +259,11 @@ def nest(leaves: list[Leaf], function: Callable[[Leaf], Any]) -> dict[str, Any]:
 def find_differences(
     leaves: list[Leaf], stored: Mapping[str, Any], keys: Mapping[str, str]
 ) -> list[str]:
-    """Compares the stored arrays with a program's state, before anything large is read.
+    """Compares the stored arrays with a program's state, before any array is read.
 
-    `stored` has a shape and a dtype at each leaf, and `keys` each key's implementation. Returns a
-    line for each array that is missing, not expected, or of another shape or dtype.
+    `stored` has a shape and a dtype at each leaf, and `keys` names each random key's
+    implementation. Returns a line for each array that is missing or unexpected, or that has another
+    shape or dtype.
     """
     found = {path: show_array(x.dtype, x.shape) for path, x in flatten_dict(stored).items()}
     lines = []
@@ -279,11 +280,11 @@ def find_differences(
 
 
 def _take_off_padding(leaf: Leaf, x: jax.Array) -> np.ndarray:
-    """Gathers a padded array, without its padding, in the memory of process 0."""
+    """Gathers a padded array into the memory of process 0, and removes the padding."""
     unpadded = unpad_whole(x, leaf.padding, leaf.abstract.sharding.mesh)
     if jax.process_index() == 0:
         return np.array(unpadded.addressable_data(0))
-    # Other processes write nothing of it; this has the shape and takes no memory.
+    # Other processes write no part of this array. They need only its shape, without memory for it.
     return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
 
 
@@ -295,12 +296,12 @@ def _key_implementation(leaf: Leaf) -> str | None:
 
 
 def unpad_whole(x: jax.Array, padding: tuple[int, ...], mesh: Mesh) -> jax.Array:
-    """Replicates a global array without its padding on every device of a mesh: one all-gather.
+    """Removes a global array's padding and replicates the result on the mesh, in one all-gather.
 
-    The result cannot stay sharded: its shape does not divide, which is why it was padded.
+    The result cannot stay sharded, because its shape does not divide by the number of devices.
     """
     replicated = NamedSharding(mesh, PartitionSpec())
-    with no_mesh():  # Always the same function, so that each shape is compiled once.
+    with no_mesh():  # This calls one function, so that JAX compiles each shape only once.
         take_off = jax.jit(_take_off, static_argnums=(1, 2), out_shardings=replicated)
         unpadded: jax.Array = take_off(x, padding, mesh)
     return unpadded

@@ -1,14 +1,14 @@
-"""A folder of checkpoints: saving in the background, restoring on any mesh, noticing damage.
+"""A folder of checkpoints: saves in the background, restores on any mesh, and detects damage.
 
-Orbax copies the arrays off the devices and writes them while training goes on, each process its own
-shards. It writes to `12.unfinished`. When all processes have finished, process 0 hashes every file,
-forces it to the disk, adds the manifest and renames the folder to `12`. So a folder whose name is a
-number is a complete checkpoint, whenever a process was killed. Only then are older ones deleted.
+Orbax copies the arrays to the host and writes them during training. Each process writes its own
+shards to `12.unfinished`. When all processes have finished, process 0 hashes every file, flushes it
+to the disk, adds the manifest, and renames the folder to `12`. So a folder named by a number is a
+complete checkpoint, even if a process was killed. Older checkpoints are deleted only after this.
 See `saved_state` for the stored content and `manifest` for the checks.
 
-Several processes share one folder, and every method is collective: all processes call it, and
-wait for each other in the calling thread. There is one exception: leaving the context by an error
-waits only for this process's writes.
+All processes share one folder. Every method is collective: all processes must call it, and they
+wait for each other in the calling thread. There is one exception: if an error leaves the context,
+a process waits only for its own writes.
 """
 
 import concurrent.futures
@@ -47,23 +47,23 @@ class Restored:
 class Checkpoints:
     """The checkpoints in one folder; a context manager.
 
-    Leaving the context, and `close`, wait until everything is on the disk. A process that ends
-    without that leaves half a checkpoint, which does not count as one.
+    `close`, and the end of the context, wait until everything is on the disk. A process that ends
+    without either may leave an unfinished checkpoint, which is ignored.
 
     Raises:
-      ValueError: A number is too small, or `best_mode` unknown.
+      ValueError: A number is too small, or `best_mode` is unknown.
     """
 
-    # On a file system that all processes share, or in a bucket. The first save creates it.
+    # A folder in a bucket or on a file system that all processes share. The first save creates it.
     folder: AnyPath
     _: dataclasses.KW_ONLY
-    keep: int = 3  # How many of the last checkpoints to keep.
-    keep_every_steps: int = 0  # Checkpoints of a multiple of this are kept for good; 0 for none.
-    best_metric: str = ""  # The metric by which the best one is kept as well; '' for none.
-    best_mode: Literal["min", "max"] = "min"  # Whether small or large values are better.
+    keep: int = 3  # The number of newest checkpoints to keep.
+    keep_every_steps: int = 0  # Keeps each checkpoint whose step is a multiple of this; 0: none.
+    best_metric: str = ""  # Also keeps the checkpoint that is best by this metric; '': none.
+    best_mode: Literal["min", "max"] = "min"  # Whether the smallest or largest value is the best.
     asynchronous: bool = True  # Whether `save` returns before everything is on the disk.
-    # How long a save may write: a process whose disk hangs holds up all others. In a bucket the
-    # limit is at least an hour.
+    # The longest that a save may take to write, because one hanging disk blocks all processes. In
+    # a bucket the limit is at least an hour.
     seconds: float = 600.0
 
     def __post_init__(self) -> None:
@@ -76,14 +76,14 @@ class Checkpoints:
             self.keep, self.keep_every_steps, self.best_metric, self.best_mode
         )
         self._arrays = self._place.arrays()
-        self._is_shared = False  # Whether all processes are known to see the same folder.
+        self._is_shared = False  # Set once all processes are known to see the same folder.
         self._background = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
         self._pending: tuple[int, concurrent.futures.Future[str]] | None = None
         self._current: int | None = None  # The step that was saved or restored last.
 
     @property
     def longest_save(self) -> float:
-        """The seconds after which a save that has not been written is an error."""
+        """The seconds that a save may take to write; a longer save is an error."""
         return self._place.seconds
 
     def steps(self) -> list[int]:
@@ -100,16 +100,17 @@ class Checkpoints:
         return steps
 
     def latest_step(self) -> int | None:
-        """Returns the newest of `steps`, or None."""
+        """Returns the step of the newest complete checkpoint, or None if there is none."""
         return max(self.steps(), default=None)
 
     def check_shared(self) -> None:
-        """Checks that all processes see the folder that process 0 sees, and creates it.
+        """Creates the folder, and checks that all processes see the same folder.
 
-        The first save does so too; a run that checks it before has not trained in vain.
+        The first save also does this. Call this before the training, so that an error does not
+        waste the steps before the first save.
 
         Raises:
-          CheckpointError: A process does not see it, or it cannot be written to.
+          CheckpointError: A process does not see the folder, or it cannot be written to.
         """
         if self._is_shared or jax.process_count() == 1:
             return
@@ -125,11 +126,11 @@ class Checkpoints:
                 failure = (
                     f"checkpoints cannot be saved: process {jax.process_index()} on {host} does "
                     f"not find in {self.folder} what process 0 on {first_host} has written there; "
-                    "name a folder on a file system that all hosts share, by its whole path."
+                    "give the absolute path of a folder on a file system that all hosts share."
                 )
             failure = first_failure(failure)
             if jax.process_index() == 0:
-                with contextlib.suppress(OSError):  # The next save deletes it.
+                with contextlib.suppress(OSError):  # If this fails, the next save deletes the file.
                     self._place.unmark(mark)
         if failure:
             raise CheckpointError(failure)
@@ -144,21 +145,21 @@ class Checkpoints:
         extra: Mapping[str, JSON],
         metrics: Mapping[str, float] | None = None,
     ) -> None:
-        """Saves a state; returns once it has been copied off the devices.
+        """Saves a state; returns once it has been copied to the host.
 
-        First waits for the last save. The step that this object has just saved or restored is not
-        written again. Checkpoints of later steps, left by an earlier training, are renamed to
-        `<step>.superseded-1`, because the last save has to be the newest.
+        First waits for the previous save. If this object has just saved or restored `step`, nothing
+        is written. If an earlier training left checkpoints of later steps, they are renamed to
+        `<step>.superseded-1`, because the newest checkpoint must be the one that is saved last.
 
         Args:
-          program: The program that the state is of.
+          program: The program that made the state.
           state: The state. It may be donated to the next step as soon as this returns.
-          step: The number of updates it has seen.
-          extra: JSON to store too, such as the data's position and the config.
-          metrics: Measured on this state, for `best_metric`.
+          step: The number of updates that made the state.
+          extra: Additional JSON to store, such as the data's position and the config.
+          metrics: Metrics measured on this state, for `best_metric`.
 
         Raises:
-          CheckpointError: This save, or the one before, could not be written.
+          CheckpointError: This save, or the previous save, could not be written.
           TypeError: `extra` is not JSON.
           ValueError: `step` is negative, or the state has been donated.
         """
@@ -166,9 +167,10 @@ class Checkpoints:
             raise ValueError(f"step={step!r}, expected an integer, at least 0.")
         check_alive("save", state=state)
         try:
-            extra = json.loads(json.dumps(extra))  # The caller's may change while this is written.
+            # A copy, because the caller may change the original during the write.
+            extra = json.loads(json.dumps(extra))
         except (TypeError, ValueError) as error:
-            raise TypeError(f"extra={extra!r}, expected what JSON can hold: {error}.") from None
+            raise TypeError(f"extra={extra!r}, expected values of JSON: {error}.") from None
         numbers = {name: float(value) for name, value in (metrics or {}).items()}
         self.wait()
         if step == self._current:
@@ -202,8 +204,8 @@ class Checkpoints:
         if self._pending is None:
             return
         (step, finishing), self._pending = self._pending, None
-        # If arrays could not be written, this raises: the other processes are held up in Orbax's
-        # barrier and would not answer. Otherwise all processes have written theirs.
+        # If a write failed, `result()` raises: the other processes are blocked in Orbax's barrier
+        # and could not answer `first_failure`. Otherwise all processes have written their arrays.
         if failure := first_failure(finishing.result()):
             raise CheckpointError(failure)
         self._current = step
@@ -218,18 +220,19 @@ class Checkpoints:
     ) -> Restored:
         """Restores a state for a program on any mesh, under any strategy.
 
-        Every file is checked first, then each device reads its own part of every array. The next
-        save sets aside any checkpoints later than the restored one.
+        Every file is checked first. Then each device reads its own part of every array. The next
+        save renames the checkpoints that are later than the restored checkpoint.
 
         Args:
           program: The program; its shapes and dtypes must equal the checkpoint's.
-          step: Which checkpoint; None for the newest.
-          on_corruption: Whether a damaged checkpoint raises, or the one before is taken.
+          step: The step of the checkpoint to restore; None for the newest.
+          on_corruption: `"stop"` raises if the checkpoint is damaged; `"previous"` restores the
+            newest undamaged checkpoint before it.
           report: Called with a sentence for each unexpected event.
 
         Raises:
-          CheckpointError: There is none, it is damaged, or it is of another model.
-          ValueError: on_corruption is unknown.
+          CheckpointError: No such checkpoint exists, it is damaged, or it is of another model.
+          ValueError: `on_corruption` is unknown.
         """
         if on_corruption not in ("stop", "previous"):
             raise ValueError(f"on_corruption={on_corruption!r}, expected 'stop' or 'previous'.")
@@ -237,7 +240,7 @@ class Checkpoints:
         steps = self.steps()
         if step is not None and step not in steps:
             raise CheckpointError(
-                f"{self.folder} holds no checkpoint of step {step}; there are {steps}."
+                f"{self.folder} holds no checkpoint of step {step}; there are only steps {steps}."
             )
         candidates = [s for s in steps if step is None or s <= step]
         for candidate in reversed(candidates):
@@ -278,8 +281,8 @@ class Checkpoints:
         try:
             if error is None:
                 self.wait()
-            # The user must see the first error. Other processes do not know of it, so they are
-            # not asked.
+            # The user must see the first error. The other processes do not know of this error, so
+            # this does not communicate with them.
             elif self._pending is not None and (failure := self._pending[1].result()):
                 error.add_note(failure)
         except CheckpointError as second:
@@ -291,7 +294,7 @@ class Checkpoints:
             self._arrays.close()
 
     def _finish(self, step: int, after: int, metrics: Mapping[str, float]) -> str:
-        """Waits for Orbax; then process 0 names the checkpoint, and returns why it could not."""
+        """Waits for Orbax; process 0 then completes the checkpoint. Returns the failure, or ''."""
         path = self.folder / str(step)
         with _writing(path):
             self._arrays.wait()
@@ -307,17 +310,18 @@ class Checkpoints:
                 self._place.delete(old)
         except OSError as error:
             return (
-                f"checkpoint {path} was saved, but no older one deleted: {explain_failure(error)}."
+                f"checkpoint {path} was saved, but older checkpoints could not be deleted: "
+                f"{explain_failure(error)}."
             )
         return ""
 
     def _find_damage(self, step: int) -> str:
-        """Describes a checkpoint's damage, '' if there is none; processes share out its files."""
+        """Describes a checkpoint's damage, or returns ''; each process checks some of the files."""
         path, failure = self.folder / str(step), ""
         try:
             manifest = self._place.read_manifest(step)
             if manifest.step != step:
-                raise DamagedError(f"manifest.json is of step {manifest.step}")
+                raise DamagedError(f"manifest.json is of step {manifest.step}, expected {step}")
             part, parts = jax.process_index(), jax.process_count()
             self._place.verify(step, manifest, part=part, parts=parts)
         except DamagedError as error:
@@ -335,7 +339,7 @@ class Checkpoints:
             raise
         except Exception as error:  # Orbax and tensorstore raise any type.
             raise CheckpointError(
-                f"checkpoint {path} can't be read, though its files are as they were written: "
+                f"checkpoint {path} can't be read, although its files have the right checksums: "
                 f"{explain_failure(error)}."
             ) from error.with_traceback(None)
         return Restored(step, state, extra)
@@ -343,7 +347,7 @@ class Checkpoints:
 
 @contextlib.contextmanager
 def _writing(path: AnyPath) -> Iterator[None]:
-    """Turns whatever Orbax and tensorstore raise into a `CheckpointError`."""
+    """Turns any error of Orbax and tensorstore into a `CheckpointError`."""
     try:
         yield
     except Exception as error:

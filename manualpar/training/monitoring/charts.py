@@ -12,14 +12,15 @@ COLORS = {"train": BLUE, "eval": RED, "test": GREEN}
 OTHER_COLOR = PINK
 GREY = "#767676"  # Dark enough for a thin line.
 COLUMNS = 2
-MOST_POINTS, FEW_POINTS = 1200, 60  # Points of a line; those of a short line are marked.
+# A line has at most MOST_POINTS points. If it has at most FEW_POINTS, each point is marked.
+MOST_POINTS, FEW_POINTS = 1200, 60
 
 
 def draw_charts(charts: Sequence[Chart], *, title: str) -> tuple[str, bytes]:
-    """Draws charts in a grid; if there is none, the picture says so.
+    """Draws charts in a grid. If there are no charts, the picture says so.
 
     Returns:
-      An `<svg>` element for a page, without the title, and a PNG with it.
+      An `<svg>` element for a page, without the title, and a PNG with the title.
 
     Raises:
       MissingExtraError: matplotlib is not installed.
@@ -34,7 +35,7 @@ def draw_charts(charts: Sequence[Chart], *, title: str) -> tuple[str, bytes]:
         if not charts:
             figure.text(0.5, 0.5, "the run reported nothing", ha="center")
         figure.savefig(png, format="png")
-        # The layout stays as it is; computing it took most of the time.
+        # Keeps the layout for the second picture, because computing it takes most of the time.
         figure.set_layout_engine("none")
         figure.suptitle("")
         no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
@@ -69,23 +70,23 @@ def draw_chart(axes: Any, chart: Chart) -> None:
     axes.set_ylabel(chart.unit)
     if chart.from_zero:
         axes.set_ylim(bottom=0)
-    # The legend is beside the title, because no place inside is free in every chart.
+    # The legend is next to the title, because no place inside the axes is free in every chart.
     legend = {"loc": "lower right", "bbox_to_anchor": (1, 1), "borderaxespad": 0.2}
     axes.legend(ncols=5, columnspacing=1, **legend)
 
 
 def _lonely(points: Sequence[Point]) -> list[int]:
-    """Returns the indices of points between two gaps, where no line shows them."""
+    """Returns the indices of points between two gaps, because no line goes through them."""
     values = [None, *(value for _, value in points), None]
     triples = zip(values, values[1:], values[2:], strict=False)
     return [i for i, (a, x, b) in enumerate(triples) if x is not None and a is b is None]
 
 
 def decimate(points: Sequence[Point], limit: int) -> list[Point]:
-    """Chooses at most `limit` points of a line, which looks as before; `limit` is at least 4.
+    """Chooses at most `limit` points that draw the same line; `limit` is at least 4.
 
-    The first and the last point stay. Each group of neighbours keeps its lowest point, its highest,
-    and a point that is not finite, if there is one.
+    It keeps the first and the last point. Of each group of neighbours it keeps the lowest point,
+    the highest point, and a point that is not finite, if there is one.
     """
     if len(points) <= limit:
         return list(points)

@@ -1,13 +1,13 @@
 """Profiles a few steps, by the flag `--config.profile=10:13`.
 
-`a:b` means the steps from `a` to `b`, both included; the first step of a training is 1. The trace
-begins when the device has finished all earlier steps and ends when it has finished step `b`, so it
-holds complete steps. Nothing waits between them, so they overlap like steps without a profile. The
-first step compiles, so choose later steps.
+`a:b` means the steps from `a` to `b`, both included. The first step of a training is 1. The trace
+begins when the device has finished all earlier steps. It ends when the device has finished step
+`b`. So it holds complete steps. The host does not wait between these steps, so they overlap like
+steps without a profile. The first step compiles, so choose later steps.
 
-A profile is a folder that XProf and TensorBoard open, with a `perfetto_trace.json.gz`, which
-https://ui.perfetto.dev opens. The names given with `jax.named_scope` are in the file that XProf
-reads (`*.xplane.pb`); the timeline itself shows them on GPUs and TPUs only.
+XProf and TensorBoard open the folder of a profile. https://ui.perfetto.dev opens the
+`perfetto_trace.json.gz` in it. XProf reads the names given with `jax.named_scope` from
+`*.xplane.pb`. The timeline shows these names only on GPUs and TPUs.
 """
 
 import contextlib
@@ -19,17 +19,17 @@ from typing import Any, Self
 
 import jax
 
-STEP_NAME = "train"  # XProf finds steps by this name and their number.
+STEP_NAME = "train"  # XProf finds a step by this name and the step's number.
 TRACE_FILE = "perfetto_trace.json.gz"
-# Python calls are not traced: the annotations of steps have the host's time.
+# Python calls are not traced, because the annotations of steps already show the host's time.
 PYTHON_TRACER_LEVEL = 0
 
 
 def parse_profile(text: str) -> range:
-    """Reads the config field `profile`: `10:13` means the steps 10, 11, 12 and 13, `""` none.
+    """Parses the config field `profile`: `10:13` means the steps 10, 11, 12 and 13; `""` none.
 
     Raises:
-      ValueError: It is neither.
+      ValueError: `text` is neither `""` nor two steps.
     """
     if not text:
         return range(0)
@@ -47,14 +47,14 @@ def parse_profile(text: str) -> range:
 class StepProfiler:
     """Profiles some steps of a loop. Use it as a context manager, so that no trace is left open.
 
-    In the loop: `before(step, state)`, the step, `after(step, state)`. Other steps cost nothing.
-    Processes on one host would write to the same file, so only one of them profiles and the others
-    get no steps.
+    In the loop, call `before(step, state)`, make the step, and call `after(step, state)`. A step
+    that is not profiled costs nothing. Processes on one host would write to the same file, so only
+    one process of a host is given steps to profile.
     """
 
     steps: range
-    folder: Path  # Created by the first of the steps.
-    say: Callable[[str], None]  # Called with the profile's folder, or the reason why there is none.
+    folder: Path  # The first profiled step creates it.
+    say: Callable[[str], None]  # Called with the profile's path, or why there is no profile.
     _traced: list[int] = dataclasses.field(default_factory=list)
     # Holds the annotation of a step.
     _step: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
@@ -66,7 +66,7 @@ class StepProfiler:
         return step in self.steps
 
     def before(self, step: int, state: Any) -> None:
-        """Begins step number `step`; before the first of the steps it waits for `state`."""
+        """Begins step number `step`; waits for `state` if this is the first profiled step."""
         if self._is_done or step not in self.steps:
             return
         if not self._is_tracing:
@@ -80,12 +80,12 @@ class StepProfiler:
         self._step.enter_context(jax.profiler.StepTraceAnnotation(STEP_NAME, step_num=step))
 
     def after(self, step: int, state: Any) -> None:
-        """Ends step number `step`; after the last of the steps it waits for `state`."""
+        """Ends step number `step`; waits for `state` if this is the last profiled step."""
         if self._is_done or step not in self.steps:
             return
         is_last = step == self.steps[-1]
         if is_last:
-            # It waits inside the annotation, so that the step is as long as the device takes.
+            # Waits inside the annotation, so that the annotation lasts as long as the device works.
             jax.block_until_ready(state)
         self._step.close()
         self._traced.append(step)
@@ -101,7 +101,7 @@ class StepProfiler:
             self._stop()
         elif self.steps and not self._is_done:
             first, last = self.steps[0], self.steps[-1]
-            self.say(f"profile: none of the steps {first} to {last} was made, so there is none")
+            self.say(f"profile: the run made no step from {first} to {last}, so there is none")
 
     def _stop(self) -> None:
         """Writes the profile and says where it is."""
@@ -110,7 +110,7 @@ class StepProfiler:
         steps = (
             f"steps {self._traced[0]} to {self._traced[-1]}" if self._traced else "no whole step"
         )
-        # The folders are named for the time, and there may be earlier profiles.
+        # Each profile's folder is named by its time, so the largest name is the newest profile.
         trace = max(self.folder.glob(f"plugins/profile/*/{TRACE_FILE}"), default=self.folder)
         self.say(
             f"profile: {steps} in {trace} for https://ui.perfetto.dev, or for XProf: "

@@ -1,7 +1,7 @@
 """Shows the progress of a run: a bar in a terminal, plain lines anywhere else.
 
-The bar has one line. The most important numbers come first. If there is not enough room, first the
-bar becomes shorter, and then numbers are left out; the files have every number.
+The bar has one line, which begins with the most important numbers. If there is not enough room, the
+bar becomes shorter first. Then the last numbers are left out. The files have every number.
 """
 
 import io
@@ -16,12 +16,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from manualpar.system.reports.tables import describe_bytes, print_line
 
-# Variables that Open MPI, or MPICH and its relatives, set in their processes.
+# Environment variables that Open MPI and MPICH set in each process.
 MPI_RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
-# Columns of tables in a log file; a terminal has its own width.
+# Width of a table in a log file, in characters. In a terminal, a table has the terminal's width.
 LOG_WIDTH = 120
 
-# The most important first.
+# Formats of the metrics, the most important metric first.
 FORMATS: Mapping[str, Callable[[float], str]] = {
     "loss": "loss {:.4f}".format,
     "bits_per_byte": "bits/byte {:.4f}".format,
@@ -38,21 +38,21 @@ FORMATS: Mapping[str, Callable[[float], str]] = {
 # Metrics for which the bar has no room in a terminal of 80 columns.
 NORMS = frozenset({"gradient_norm", "update_norm", "parameter_norm"})
 LEFT_OUT = NORMS | {"learning_rate"}
-# Metrics that only the files show: for calculations, or one of many.
+# Metrics that only the files show, because they serve calculations or are many.
 NOT_SHOWN = ("model_flops_per_second", "expert_")
 BAR_WIDTH, SMALLEST_BAR = 40, 4
 LONGEST_TIME = len("100:00:00")
 LABEL = "training"
-# Seconds of the slowest step; rich's 30 s would leave such steps without an estimate.
+# Steps of up to this many seconds get a time estimate; with rich's 30 s slower steps get none.
 ETA_SECONDS = 600.0
 
 
 def make_console(*, process: int = 0) -> rich.console.Console:
-    """Makes the console of a run on standard output; processes other than 0 show nothing."""
+    """Makes a run's console, which writes to standard output; only process 0 shows anything."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A text that the terminal cannot show must not end a run.
         sys.stdout.reconfigure(errors="backslashreplace")
-    # `mpirun` gives processes their own terminals, and forwards their output.
+    # `mpirun` runs each process in its own terminal and forwards the output, as a pipe would.
     is_piped = any(name in os.environ for name in MPI_RANKS)
     console = rich.console.Console(
         highlight=False, quiet=process != 0, force_terminal=False if is_piped else None
@@ -63,14 +63,14 @@ def make_console(*, process: int = 0) -> rich.console.Console:
 
 
 def describe_metrics(metrics: Mapping[str, float]) -> str:
-    """Formats metrics in a line, such as `loss 0.0312  accuracy 0.9903`, `FORMATS` first."""
+    """Formats metrics in a line such as `loss 0.0312  accuracy 0.9903`, ordered by `FORMATS`."""
     return "  ".join(_texts(metrics).values())
 
 
 def describe_within(metrics: Mapping[str, float], width: int, *, also: str = "") -> str:
     """Formats the most important metrics in at most `width` characters; '' if none fits.
 
-    `also` is added if there is room after all of them.
+    If all metrics fit and room is left, `also` is added.
     """
     texts = [text for name, text in _texts(metrics).items() if name not in LEFT_OUT]
     line = ""
@@ -85,7 +85,7 @@ def _texts(metrics: Mapping[str, float]) -> dict[str, str]:
     """Formats each metric, in the order of `FORMATS`."""
     metrics = {name: value for name, value in metrics.items() if not name.startswith(NOT_SHOWN)}
     if "tokens_per_second" in metrics:
-        metrics.pop("examples_per_second", None)  # Both would say the same.
+        metrics.pop("examples_per_second", None)  # It would repeat `tokens_per_second`.
     texts = {name: text(metrics[name]) for name, text in FORMATS.items() if name in metrics}
     others = {name: f"{name} {metrics[name]:.4g}" for name in metrics if name not in FORMATS}
     return texts | others
@@ -94,9 +94,9 @@ def _texts(metrics: Mapping[str, float]) -> dict[str, str]:
 class TrainingProgress:
     """Shows the progress of a training. Use it as a context manager.
 
-    In a terminal a bar moves with every step and shows the latest training metrics; evaluations and
-    norms, if there are any, are printed above it. Otherwise every report is a line, and steps in
-    between print nothing.
+    In a terminal, a bar moves with every step and shows the latest training metrics. Evaluations
+    and norms are printed above the bar. Outside a terminal, every report is a line, and the steps
+    between two reports print nothing.
     """
 
     def __init__(
@@ -110,8 +110,12 @@ class TrainingProgress:
     ) -> None:
         """Makes the bar, which appears when the context is entered.
 
-        `first_step` updates were made by an earlier run, and `state_bytes` is the state on the
-        fullest device. `get_time` is a clock in seconds, by which the remaining time is estimated.
+        Args:
+          console: The console to print to.
+          num_steps: The number of updates at the end of the training.
+          first_step: The number of updates that an earlier run made.
+          state_bytes: The bytes of the state on the fullest device; `None` to show none.
+          get_time: Returns the time in seconds, to estimate the remaining time.
         """
         self._console = console
         self._num_steps = num_steps
@@ -159,7 +163,7 @@ class TrainingProgress:
         print_line(self._console, line)
 
     def _fields(self) -> dict[str, Any]:
-        """Returns the bar's current texts; makes the bar as wide as the rest of the line."""
+        """Returns the bar's current texts; makes the bar fill the rest of the line."""
         # Columns: label, bar, "step", 12/34, metrics, time, and a space between any two.
         steps = 2 * len(str(self._num_steps)) + 1
         room = self._console.width - len("step") - steps - LONGEST_TIME - 5 - SMALLEST_BAR

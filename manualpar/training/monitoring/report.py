@@ -1,7 +1,8 @@
-"""The report at the end of a run, finished or not: `report.html` and `report.png` in its folder.
+"""Writes a run's report, `report.html` and `report.png`, into the run's folder.
 
-It is made from the files of the run, so it can be made again, for any run. The page needs no other
-file, and its content security policy forbids all content from elsewhere.
+Every run gets a report when it ends, even if it did not finish. The report is made from the files
+of the run, so it can be made again for any run. The page needs no other file. Its content security
+policy forbids content from other places.
 """
 
 import html
@@ -48,11 +49,14 @@ def write_report(
     facts: Mapping[str, object],
     report: Callable[[str], None] = print,
 ) -> Path:
-    """Writes the report of the run in a folder, and returns the path of the page.
+    """Writes the report of a run, and returns the path of the page.
 
-    `facts` are a table of names and values, such as the mesh or how the run ended. `report` is
-    called with the parts of the files that no run writes, and if matplotlib is missing (then there
-    are no charts).
+    Args:
+      workdir: The folder of the run.
+      title: The title of the page.
+      facts: Names and values to show in a table, such as the mesh or how the run ended.
+      report: Called with a sentence about each file with content that no run writes, which the
+        report leaves out. Also called if matplotlib is missing: then there are no charts.
 
     Raises:
       WriteError: The report cannot be written.
@@ -74,7 +78,7 @@ def write_report(
 
 
 def page_html(run: RunRecord, charts: str, *, title: str, facts: Mapping[str, object]) -> str:
-    """Returns the page of a run, with `charts` as HTML; other arguments as in `write_report`."""
+    """Returns a run's page as HTML. `charts` is HTML; `write_report` documents the others."""
     sections = {
         "Last numbers": _final_table(run),
         "Facts": _table([[name, _plain(value)] for name, value in facts.items()]),
@@ -103,7 +107,7 @@ def page_html(run: RunRecord, charts: str, *, title: str, facts: Mapping[str, ob
 
 
 def _final_table(run: RunRecord) -> str:
-    """Makes the table of the last numbers, with a column for each split."""
+    """Makes the table of the latest metrics, with a column for each split."""
     numbers = final_numbers(run)
     splits = sort_splits({split for values in numbers.values() for split in values})
     last = {record["split"]: record["step"] for record in run.metrics}
@@ -128,12 +132,12 @@ def _resumes_table(run: RunRecord) -> str:
 
 
 def _plain(value: Any) -> str:
-    """Formats a value as a config file would have it."""
+    """Formats a value as it would appear in a config file."""
     return value if isinstance(value, str) and value else repr(value)
 
 
 def _table(rows: Sequence[Sequence[str]], headers: Sequence[str] = (), *, cell: str = "td") -> str:
-    """Makes a table, where the first cell of each row is its heading; '' without rows."""
+    """Makes a table in which a row's first cell is its heading; returns '' if there are no rows."""
     if not rows:
         return ""
     heads = "".join(f'<th scope="col">{html.escape(text)}</th>' for text in headers)
@@ -148,7 +152,7 @@ def _table(rows: Sequence[Sequence[str]], headers: Sequence[str] = (), *, cell: 
 
 
 def _flatten(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Flattens nested dicts to values by dotted name, such as `parallel.mesh.data`."""
+    """Flattens nested dicts to pairs of a dotted name and a value: `("parallel.mesh.data", 8)`."""
     values: list[tuple[str, Any]] = []
     for name, value in config.items():
         inner = isinstance(value, Mapping)

@@ -1,24 +1,24 @@
 """The files of a run: its config, its metrics, its throughput, and TensorBoard's event files.
 
-    config.json        the config in force; config.1.json, config.2.json, ... were, before a resume
-    metrics.jsonl      results of the training: the same lines whether a run was killed or not
-    throughput.jsonl   numbers that depend on clock and machine: other lines in every run
-    discarded.jsonl    a line for each resume and rollback, with the lines cut off from those two
+    config.json        the current config; config.1.json, ... are the configs before a resume
+    metrics.jsonl      results of the training: the same lines even if a run was killed and resumed
+    throughput.jsonl   numbers that depend on clock and machine: different lines in every run
+    discarded.jsonl    a line for each resume and rollback, with the lines cut off from the files
     events.out.*       all of the numbers for TensorBoard, an event file for each start
     .lock              locked by the run that writes here, see `manualpar.training.workdir_lock`
 
 A line of `metrics.jsonl` or `throughput.jsonl` is an object with `step`, `split` (`train`, `eval`
-or `test`) and numbers by name. JSON has no infinities and no NaN: they are `null` there; the event
-file has them as they are.
+or `test`) and numbers by name. JSON has no infinity or NaN, so the lines have `null` for them. The
+event file has the original values.
 
-A run that goes on from a checkpoint repeats all steps after the checkpoint. A *place* is the size
-in bytes of those two files at the checkpoint, which is the end of a line. The rest of the files
-moves to `discarded.jsonl` before it is cut off. If the process is killed in between, both hold it,
-and the next resume discards it once more.
+A run that resumes from a checkpoint repeats all steps after the checkpoint. So the two files are
+cut back to their *place*: their sizes in bytes at the checkpoint. Each size is the end of a line.
+The lines after the place are first copied to `discarded.jsonl` and then cut off. If the process is
+killed in between, both files hold these lines, and the next resume copies them once more.
 
-Lines and events are with the operating system before `write` returns, so a killed run loses none.
-tensorboardX writes the events, without its `SummaryWriter`: when a disk is full, the thread of a
-`SummaryWriter` dies, and then its queue keeps the process from ending.
+`write` returns after the operating system has the lines and events, so a killed run loses none.
+tensorboardX writes the events, but not through its `SummaryWriter`. When a disk is full, the thread
+of a `SummaryWriter` dies, and its queue then keeps the process from ending.
 """
 
 import contextlib
@@ -50,11 +50,11 @@ CONFIG_FILE = "config.json"
 METRICS_FILE = "metrics.jsonl"
 THROUGHPUT_FILE = "throughput.jsonl"
 DISCARDED_FILE = "discarded.jsonl"
-PLACED_FILES = (METRICS_FILE, THROUGHPUT_FILE)  # A place holds their sizes.
+PLACED_FILES = (METRICS_FILE, THROUGHPUT_FILE)  # A place holds the sizes of these files.
 
 
 def check_workdir(workdir: AnyPath, flag: str = "--workdir") -> None:
-    """Raises a `ValueError` for a folder that cannot hold a new run, or holds an earlier one."""
+    """Raises a `ValueError` if `workdir` is a file or holds an earlier run."""
     if workdir.exists() and not workdir.is_dir():
         raise ValueError(f"{flag}={workdir} is a file, expected a folder or a name for a new one.")
     for name in (CONFIG_FILE, *PLACED_FILES):
@@ -66,7 +66,7 @@ def check_workdir(workdir: AnyPath, flag: str = "--workdir") -> None:
 
 
 def create_numbered_folder(parent: Path) -> Path:
-    """Creates the next of `parent/001`, `parent/002`, ..., even if several runs start at once."""
+    """Creates the next folder of `parent/001`, `parent/002`, ...; two runs may do so at once."""
     parent.mkdir(parents=True, exist_ok=True)
     for number in itertools.count(1):
         with contextlib.suppress(FileExistsError):
@@ -99,17 +99,18 @@ class RunWriter:
         If `config.json` holds another config, that file is kept as `config.<n>.json`.
 
         Args:
-          workdir: The folder of the run, created if need be.
+          workdir: The folder of the run; created if it does not exist.
           config: The config to run with.
           place: The result of `place()` at the checkpoint; `None` for a new run.
-          step: How many updates were made by then.
+          step: The number of updates at the checkpoint.
           report: Called with a sentence if `throughput.jsonl` is damaged.
           process: The number of this process.
-          publish: Copies the files to their destination, if that is not the folder.
+          publish: Copies the files to their destination, if the destination is not `workdir`.
 
         Raises:
-          ValueError: `metrics.jsonl` is missing, shorter than the place or has no end of a line
-            there, or `place` is not a place.
+          ValueError: `place` does not have the sizes of the two files.
+          WriteError: `metrics.jsonl` is missing, is shorter than `place` says, or has no end of a
+            line there.
         """
         self.workdir = workdir
         self._publish = publish
@@ -122,7 +123,8 @@ class RunWriter:
             workdir.mkdir(parents=True, exist_ok=True)
         _store_config(workdir, config)
         self._files |= {name: LineFile(workdir / name) for name in PLACED_FILES}
-        # TensorBoard reads files in the order of their names, and two may begin in one second.
+        # TensorBoard reads files in the order of their names. A name has the second of the start;
+        # the number orders two starts in the same second.
         number = len(list(workdir.glob("events.out.tfevents.*")))
         self._events_path = workdir.absolute() / "events"
         with explained(self._events_path):
@@ -158,10 +160,10 @@ class RunWriter:
         self._write_event(Event(step=step, summary=Summary(value=scalars)))
 
     def place(self) -> dict[str, int]:
-        """Waits for the disk, and returns the size in bytes of each file of lines.
+        """Flushes the files in `PLACED_FILES` to the disk, and returns their sizes in bytes.
 
-        A checkpoint stores this place, so that `__init__` and `go_back` can cut the files back to
-        it. It is empty on processes other than 0.
+        A checkpoint stores these sizes, so that `__init__` and `go_back` can cut the files back to
+        them. On processes other than 0 the result is empty.
         """
         place = {name: lines.sync() for name, lines in self._files.items()}
         if place:
@@ -188,12 +190,12 @@ class RunWriter:
             with explained(self._events_path):
                 self._events.close()
         except WriteError:
-            if error is None:  # Otherwise the first error is the one to report.
+            if error is None:  # Otherwise `error` is reported, because it came first.
                 raise
 
     def _forget_events(self, place: Mapping[str, int], step: int) -> None:
         """Makes TensorBoard drop everything after a checkpoint, as `purge_step` does."""
-        # At the very beginning the evaluation of step 0 is written again.
+        # If the run goes back to its very beginning, it writes the evaluation of step 0 again.
         first = step + 1 if any(place.values()) else 0
         self._write_event(Event(step=first, session_log=SessionLog(status=SessionLog.START)))
 
@@ -206,20 +208,20 @@ class RunWriter:
 
 
 def _store_config(workdir: Path, config: Mapping[str, Any]) -> None:
-    """Writes the config, unless the file has it; keeps a file with another config."""
+    """Writes the config to `config.json`; keeps an earlier, different config in another file."""
     path, text = workdir / CONFIG_FILE, json.dumps(config, indent=2, allow_nan=False) + "\n"
     with explained(path):
         if path.exists():
             earlier = read_file(path, follow_links=True)
             # A file that is not JSON differs from every config.
             with contextlib.suppress(ValueError):
-                if parse_object(earlier) == parse_object(text):  # The order of fields may differ.
+                if parse_object(earlier) == parse_object(text):  # Ignores the order of fields.
                     return
             number = 1
             while (workdir / f"config.{number}.json").exists():
                 number += 1
             last = workdir / f"config.{number - 1}.json"
-            # A resume that was killed here has already copied it.
+            # Copies the earlier config, unless a resume that was killed here has already done so.
             if not last.exists() or read_file(last, follow_links=True) != earlier:
                 replace_file(workdir / f"config.{number}.json", earlier)
     replace_file(path, text)
@@ -235,8 +237,8 @@ def _cut_back(
 ) -> None:
     """Cuts files back to the place of the checkpoint of `step`, and keeps the lines cut off.
 
-    No file is changed if `metrics.jsonl` is not as the checkpoint found it. A damaged
-    `throughput.jsonl` stays as it is, because it differs in every run.
+    If `metrics.jsonl` is damaged before the place, this raises and changes no file. A damaged
+    `throughput.jsonl` is not cut back, because its lines differ in every run.
     """
     if set(place) != set(PLACED_FILES) or any(size < 0 for size in place.values()):
         raise ValueError(
@@ -250,11 +252,11 @@ def _cut_back(
             data, damage = _read_beyond(path, place[name])
         if damage and name == METRICS_FILE:
             raise WriteError(
-                f"{path} cannot be gone on with: {damage}; put the file back as the run "
-                "left it, or start a new run in another folder."
+                f"{path} cannot be continued: {damage}; put the file back as the run left it, or "
+                "start a new run in another folder."
             )
         if damage:
-            report(f"going on after what there is of {path}: {damage}")
+            report(f"continuing {path} although lines are missing: {damage}")
         lines_beyond[name] = data.decode(errors="backslashreplace").splitlines()
     with contextlib.closing(LineFile(workdir / DISCARDED_FILE)) as discarded:
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -271,8 +273,8 @@ def _cut_back(
 
 
 def _read_beyond(path: Path, size: int) -> tuple[bytes, str]:
-    """Reads a file beyond `size` bytes; says why a line does not end there, `''` if it does."""
-    data, found = b"", "there is none"
+    """Returns a file's bytes after the first `size`; also says why no line ends there, or `''`."""
+    data, found = b"", "but the file is missing"
     if path.exists():
         with open_file(path, follow_links=True) as file:
             file.seek(max(size - 1, 0))
@@ -281,7 +283,7 @@ def _read_beyond(path: Path, size: int) -> tuple[bytes, str]:
             length = os.fstat(file.fileno()).st_size
         if last == b"\n":
             return data, ""
-        found = "that is inside of a line" if last else f"it has {length} bytes"
-    # If there is no size, the run was killed before it had opened all files.
-    damage = f"the checkpoint found the end of a line after {size} bytes, and {found}"
+        found = "but that is inside a line" if last else f"but the file has {length} bytes"
+    # If `size` is 0, the file may be missing: the run was killed before it opened all files.
+    damage = f"the checkpoint found the end of a line after {size} bytes, {found}"
     return data, damage if size else ""

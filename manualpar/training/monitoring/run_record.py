@@ -1,7 +1,7 @@
 """Reads the files of a run, and makes charts of them: lines of points over the steps.
 
-A chart is only data, which `charts` draws. A value that was not finite is `None`: a gap in its
-line.
+A chart is only data; `charts` draws it. `None` stands for a value that was not finite, which is a
+gap in the line.
 """
 
 import re
@@ -21,9 +21,9 @@ Point = tuple[int, float | None]
 Record = Mapping[str, Any]
 
 SHOWN_LINES = 10
-LARGEST = 1e300  # The difference of two such numbers is finite.
+LARGEST = 1e300  # The largest number in a chart: the difference of two numbers stays finite.
 SPLITS = ("train", "eval", "test")
-# The charts by the name of their number: title, unit.
+# The charts of metrics: name of the metric -> (title, unit).
 METRIC_CHARTS: Mapping[str, tuple[str, str]] = {
     "loss": ("Loss", "nats"),
     "bits_per_byte": ("Bits per byte", "bits"),
@@ -39,8 +39,8 @@ THROUGHPUT_CHARTS: Mapping[str, tuple[str, str]] = {
 class RunRecord(NamedTuple):
     """The content of a run's files.
 
-    `resumes` are the lines of `discarded.jsonl`, one for each resume and each rollback. `left_out`
-    has a sentence for each file with content that no run writes.
+    `resumes` are the lines of `discarded.jsonl`: one line for each resume and each rollback.
+    `left_out` has a sentence for each file with content that no run writes.
     """
 
     config: Record
@@ -53,8 +53,8 @@ class RunRecord(NamedTuple):
 class Chart(NamedTuple):
     """The points of each split, in the order of steps.
 
-    `resumes` are the steps after which the run was resumed, or to which it went back. With
-    `from_zero` the axis begins at 0, so that small differences look small.
+    `resumes` are the steps from which the run was resumed, and the steps to which it went back. If
+    `from_zero`, the axis begins at 0, so that small differences look small.
     """
 
     title: str
@@ -81,7 +81,10 @@ def read_run(workdir: Path) -> RunRecord:
 def _read_lines(
     path: Path, check: Callable[[Record], None], left_out: list[str]
 ) -> Sequence[Record]:
-    """Reads the objects of a file of lines; adds to `left_out`. Ignores an unfinished last line."""
+    """Reads the JSON objects of a file, one per line, and ignores an unfinished last line.
+
+    If lines are not as a run writes them, it leaves them out and adds a sentence to `left_out`.
+    """
     records, damaged, reason, number = [], [], "", 0
     try:
         with open_file(path, follow_links=True) as file:
@@ -116,11 +119,11 @@ def _explain_left_out(path: Path, error: OSError | ValueError) -> str:
 
 
 def _check_numbers(record: Record) -> None:
-    """Refuses a line without a step, a split, and numbers that a chart can show."""
+    """Refuses a line that does not have a step, a split, and numbers that a chart can show."""
     values = {**record}
     _check_step(values.pop("step", None))
     split = values.pop("split", None)
-    # In a picture, a dollar sign in a name would begin a formula, for example.
+    # A strict pattern, because matplotlib would read a dollar sign as the start of a formula.
     if not isinstance(split, str) or not re.fullmatch(r"[\w.-]{1,40}", split):
         raise ValueError(f"has the split {split!r:.40}")
     for name, value in values.items():
@@ -139,7 +142,7 @@ def _check_step(step: Any) -> None:
 
 
 def make_charts(run: RunRecord) -> list[Chart]:
-    """Makes the charts that a run has numbers for: metrics first, then throughput."""
+    """Makes a chart of each metric and each throughput number of a run, metrics first."""
     resumes = [record["resumed_after_step"] for record in run.resumes]
     charts: list[Chart] = []
     for records, names in ((run.metrics, METRIC_CHARTS), (run.throughput, THROUGHPUT_CHARTS)):
@@ -147,7 +150,7 @@ def make_charts(run: RunRecord) -> list[Chart]:
             lines: dict[str, list[Point]] = {}
             for record in (record for record in records if name in record):
                 lines.setdefault(record["split"], []).append((record["step"], record[name]))
-            # A chart of examples would show the same as the chart of tokens.
+            # The chart of examples would look like the chart of tokens.
             is_known = name == "examples_per_second" and any(c.unit == "tokens/s" for c in charts)
             if lines and not is_known:
                 lines = {split: lines[split] for split in sort_splits(lines)}
@@ -156,12 +159,12 @@ def make_charts(run: RunRecord) -> list[Chart]:
 
 
 def sort_splits(splits: Iterable[str]) -> list[str]:
-    """Sorts the names of splits in the order of `SPLITS`, with other names after them."""
+    """Sorts the names of splits in the order of `SPLITS`; other names come last."""
     return sorted(splits, key=lambda split: (*(split != known for known in SPLITS), split))
 
 
 def final_numbers(run: RunRecord) -> dict[str, dict[str, float | None]]:
-    """Returns the last number of each name, by name and split."""
+    """Returns the last value of each metric, by metric and split."""
     numbers: dict[str, dict[str, float | None]] = {}
     for record in (*run.metrics, *run.throughput):
         for name, value in record.items():

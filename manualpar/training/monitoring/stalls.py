@@ -1,12 +1,12 @@
 """Reports why a run stalls: every thread's stack, and the late process.
 
-A hanging training looks like a slow training. The loop calls `beat` in every step. If the
-detector's thread gets no beat for a configured time, it reports a stall, and again whenever the
-silence has doubled. It ends nothing. A first step that takes longer to compile is reported too,
-which does no harm.
+A training that hangs looks like a slow training. The loop calls `beat` in every step. If the
+detector's thread gets no beat for a configured time, it reports a stall. It reports again each time
+the silence has doubled. It never ends the run. So a false report, such as a first step that
+compiles for longer, does no harm.
 
-Python reads the stacks, so a thread that hangs in C code and keeps Python's lock stops the detector
-too. `py-spy dump` shows such a thread from outside.
+Python reads the stacks. So a thread that hangs in C code and holds Python's global lock also blocks
+the detector. `py-spy dump` shows such a thread from outside.
 """
 
 import contextlib
@@ -22,15 +22,15 @@ from typing import Self, TextIO
 
 @dataclasses.dataclass(eq=False)
 class StallDetector:
-    """Watches a loop from a thread of its own. Use it as a context manager, from any thread."""
+    """Watches a loop from a separate thread. Use it as a context manager, in any thread."""
 
-    seconds: float  # How long a step may take; 0 for no detector.
+    seconds: float  # The longest that a step may take; 0 turns the detector off.
     _: dataclasses.KW_ONLY
-    stream: TextIO | None = None  # Where to write, by default standard error.
-    # Returns the last step of each process that has made one, and the seconds since; called from
-    # the detector's thread, and only in a stall.
+    stream: TextIO | None = None  # The stream to write to; by default standard error.
+    # Returns, for each process that has made a step, its last step and the seconds since then. The
+    # detector's thread calls it, and only in a stall.
     others: Callable[[], Mapping[int, tuple[int, float]]] | None = None
-    num_processes: int = 0  # To name the processes that have made no step.
+    num_processes: int = 0  # Lets a report name the processes that have made no step.
     get_time: Callable[[], float] = time.monotonic
     _step: int | None = None
     _work: list[str] = dataclasses.field(default_factory=list)
@@ -43,7 +43,7 @@ class StallDetector:
         self._heard_at = self.get_time()
 
     def beat(self, step: int) -> None:
-        """Records that `step` steps are done, or that the work after them goes on."""
+        """Records that `step` steps are done, or that the work after them makes progress."""
         with self._lock:
             now = self.get_time()
             silence, reports = now - self._heard_at, self._reports
@@ -53,7 +53,7 @@ class StallDetector:
 
     @contextlib.contextmanager
     def during(self, work: str) -> Iterator[None]:
-        """Restarts the time at entry and at exit; a report in between names `work`."""
+        """Restarts the timer at entry and at exit; a report in between names `work`."""
         with self._lock:
             self._work.append(work)
             self._heard_at, self._reports = self.get_time(), 0
@@ -65,7 +65,7 @@ class StallDetector:
                 self._heard_at, self._reports = self.get_time(), 0
 
     def check(self) -> float:
-        """Reports a stall if there is one to report; returns the seconds until the next report."""
+        """Reports a stall if a report is due; returns the seconds until the next report."""
         if not self.seconds:
             return math.inf
         with self._lock:
@@ -82,7 +82,7 @@ class StallDetector:
         stall = f"stall: no step for {silence:.0f} s, {since}{work}."
         self._write("\n".join(["", stall, *thread_stacks(), ""]))
         if self.others is not None:
-            # This comes last, because the cause of the stall may hang this call too, or fail it.
+            # This call comes last, because the cause of the stall may make it hang or fail too.
             try:
                 late = describe_late(self.others(), num_processes=self.num_processes)
             except Exception as error:
@@ -108,26 +108,27 @@ class StallDetector:
             pass
 
     def _write(self, text: str) -> None:
-        """Writes a text in one piece, so that the lines of several threads stay apart."""
+        """Writes a text in one call, so that the lines of several threads do not mix."""
         stream = sys.stderr if self.stream is None else self.stream
         stream.write(text)
         stream.flush()
 
 
 def describe_late(steps: Mapping[int, tuple[int, float]], *, num_processes: int = 0) -> str:
-    """Says in a sentence which processes are behind, from each one's last step and its age.
+    """Says in a sentence which processes are late.
 
-    Processes of the `num_processes` that are missing in `steps` have made no step.
+    `steps` has each process's last step and the seconds since then. If a process below
+    `num_processes` is missing in `steps`, it has made no step.
     """
     if not steps:
-        return "Which process is late is not known: none has said how far it is."
+        return "Which process is late is not known: no process has reported a step."
     lowest = min(step for step, _ in steps.values())
     if missing := sorted(set(range(num_processes)) - steps.keys()):
         names = ", ".join(f"process {process}" for process in missing)
         return f"Late: {names}, with no step yet; the others are at step {lowest} or later."
     if len(steps) == 1:
         ((process, (step, seconds)),) = steps.items()
-        return f"Process {process} alone has said how far it is: step {step}, {seconds:.0f} s ago."
+        return f"Only process {process} has reported a step: step {step}, {seconds:.0f} s ago."
     late = sorted(process for process, (step, _) in steps.items() if step == lowest)
     if len(late) == len(steps):
         longest = max(steps, key=lambda process: steps[process][1])

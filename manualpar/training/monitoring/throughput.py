@@ -1,13 +1,13 @@
-"""How fast a run is: examples, tokens and model FLOPs a second, and the share of the peak.
+"""Computes how fast a run is: examples, tokens and model FLOPs per second, and the MFU.
 
-Model FLOPs utilization (MFU) is the FLOPs that the model asks for, divided by what the devices
-could do in the time. Recomputation for the backward pass does not count (PaLM, appendix B,
-https://arxiv.org/abs/2204.02311).
+Model FLOPs utilization (MFU) is the FLOPs that the model needs, divided by the FLOPs that the
+devices could compute in the time. Recomputation for the backward pass does not count (PaLM,
+appendix B, https://arxiv.org/abs/2204.02311).
 
-A peak is for dense matrix products, without structured sparsity, on one `jax.Device`, with operands
-of a dtype at JAX's default precision. For float32 this precision is TF32 on NVIDIA GPUs that
-support it, and one pass in bfloat16 on TPUs. CPUs and unlisted devices have no peak, because no
-number is better than a wrong number.
+A peak is for dense matrix products on one `jax.Device`, without structured sparsity. It depends on
+the operands' dtype and assumes JAX's default precision. For float32 this precision is TF32 on
+NVIDIA GPUs that support it, and one pass in bfloat16 on TPUs. CPUs and unlisted devices have no
+peak, because no number is better than a wrong number.
 """
 
 import dataclasses
@@ -23,11 +23,11 @@ NVIDIA = "https://www.nvidia.com/en-us/data-center/"
 
 
 class Peak(NamedTuple):
-    """The peak of a kind of device."""
+    """The peak FLOP/s of one kind of device."""
 
-    kind: str  # A regular expression that matches the whole `jax.Device.device_kind`.
+    kind: str  # A regular expression for the full `jax.Device.device_kind`.
     teraflops: Mapping[str, float]  # TFLOP/s of a device by dtype.
-    source: str  # The vendor's page, and how the number follows from it.
+    source: str  # The vendor's page, and how the number follows from the page.
 
 
 def _tpu(teraflops: float) -> dict[str, float]:
@@ -39,8 +39,8 @@ def _gpu(half: float, single: float) -> dict[str, float]:
     return {"bfloat16": half, "float16": half, "float32": single}
 
 
-# TPUs have jax's names. Up to v3 and from 7 on, a chip is two devices. If a datasheet has only
-# numbers with sparsity, they are halved.
+# TPUs have JAX's names. A chip up to v3, and from v7 on, is two devices in JAX. If a datasheet has
+# only numbers with sparsity, half of each number is used.
 PEAKS = (
     Peak(r"TPU v3", _tpu(123 / 2), TPU_DOCS + "v3: 123 a chip"),
     Peak(r"TPU v4", _tpu(275), TPU_DOCS + "v4"),
@@ -71,7 +71,7 @@ PEAKS = (
 
 
 def peak_flops(device_kind: str, dtype: str) -> float | None:
-    """Returns the peak in FLOP/s for matrix products of a dtype; `None` if `PEAKS` has none."""
+    """Returns a device's peak FLOP/s for products of a dtype; `None` if it is not in `PEAKS`."""
     for peak in PEAKS:
         if re.fullmatch(peak.kind, device_kind):
             return peak.teraflops[dtype] * TERA if dtype in peak.teraflops else None
@@ -79,13 +79,13 @@ def peak_flops(device_kind: str, dtype: str) -> float | None:
 
 
 def lowest_peak(devices: Iterable[jax.Device], dtype: str) -> float | None:
-    """Returns the slowest device's peak, because others wait for it; `None` if one is unknown."""
+    """Returns the lowest peak of the devices, because the others wait; `None` if one is unknown."""
     peaks = {peak_flops(device.device_kind, dtype) for device in devices}
     return None if None in peaks else min(filter(None, peaks), default=None)
 
 
 def memory_in_use(devices: Iterable[jax.Device]) -> int | None:
-    """Returns the bytes in use on this process's fullest device; `None` if not known."""
+    """Returns the bytes in use on this process's fullest device; `None` if it is not known."""
     own = [device for device in devices if device.process_index == jax.process_index()]
     stats = [device.memory_stats() for device in own]
     used = [entry["bytes_in_use"] for entry in stats if entry and "bytes_in_use" in entry]
@@ -103,9 +103,9 @@ class Throughput:
     peak: float | None = None  # FLOP/s of one device, see `peak_flops`.
 
     def rates(self, steps: int, seconds: float) -> dict[str, float]:
-        """Computes the rates of `steps` that took `seconds` together; none if none was timed.
+        """Computes the rates of `steps` steps that took `seconds` together; empty if either is 0.
 
-        They are `examples_per_second` and, if their inputs are known, `tokens_per_second`,
+        The rates are `examples_per_second` and, if their inputs are known, `tokens_per_second`,
         `model_flops_per_second` (of all devices) and `mfu` (1 is the peak).
         """
         if not steps or seconds <= 0:

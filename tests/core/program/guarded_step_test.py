@@ -97,7 +97,7 @@ def test_a_state_that_was_donated_is_refused_before_jax_sees_it(devices8, count)
     first = make_state()
     eval_step(first, batch)
     second, _ = train_step(first, batch)
-    message = r": state.step has been deleted.*Use the returned one"
+    message = r": state.step has been deleted.*Use the returned state"
     with pytest.raises(ValueError, match="train_step" + message):
         train_step(first, batch)
     with pytest.raises(ValueError, match="eval_step" + message):  # It has been there alive.
@@ -161,9 +161,11 @@ def test_what_is_no_state_of_the_program_is_refused_in_words(devices8):
     )
     state = program.init(jax.random.key(0))
     for name in ("train_step", "eval_step"):
-        with pytest.raises(ValueError, match=rf"{name}: the state is another .* program.adopt"):
+        with pytest.raises(
+            ValueError, match=rf"{name}: the state is from another .* program.adopt"
+        ):
             getattr(other, name)(state, batch)
-        with pytest.raises(TypeError, match=rf"{name}: state is a dict, expected one of this"):
+        with pytest.raises(TypeError, match=rf"{name}: state is a dict, expected a state of this"):
             getattr(program, name)(state.params, batch)
         with pytest.raises(
             TypeError, match=rf"{name}: batch.labels\[0\] is a str, expected an arr"
@@ -179,7 +181,8 @@ def test_what_is_gone_is_named():
     check_alive("train_step", state=state, batch=None)
     state["params"]["kernel"].delete()
     with pytest.raises(
-        ValueError, match=r"train_step: state\['params'\]\['kernel'\] .*Use the returned one.*cells"
+        ValueError,
+        match=r"train_step: state\['params'\]\['kernel'\] .*Use the returned state.*cells",
     ):
         check_alive("train_step", state=state)
     with pytest.raises(ValueError, match=r"eval_step: batch.* Make the batch again"):

@@ -198,7 +198,7 @@ def deleted():
     ],
 )
 def test_arrays_that_do_not_fit_are_named(normed, variables, leaves, message):
-    with pytest.raises(ValueError, match=f"init_from: what was passed does not fit.*{message}"):
+    with pytest.raises(ValueError, match=f"init_from: the arrays do not fit.*{message}"):
         normed.init_from(changed(variables, **leaves))
 
 
@@ -298,7 +298,9 @@ def test_a_state_that_was_donated_is_not_given_away(devices8):
     train(program, state, range(1))
     chex.assert_trees_all_equal(kept, before)
     for call in (program.whole, program.adopt):
-        with pytest.raises(ValueError, match=r"state.step has been deleted.*Use the returned one"):
+        with pytest.raises(
+            ValueError, match=r"state.step has been deleted.*Use the returned state"
+        ):
             call(state)
 
 

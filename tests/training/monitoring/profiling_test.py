@@ -90,7 +90,7 @@ def test_an_exception_leaves_a_profile_of_what_there_was_and_no_open_trace(step,
 def test_steps_that_never_come_are_said(step, tmp_path):
     said = []
     _run(step, StepProfiler(range(2, 4), tmp_path / "p", said.append), range(4, 6))
-    assert said == ["profile: none of the steps 2 to 3 was made, so there is none"]
+    assert said == ["profile: the run made no step from 2 to 3, so there is none"]
     assert not (tmp_path / "p").exists()
 
 

@@ -215,11 +215,14 @@ def test_the_configs_before_are_kept(tmp_path):
 @pytest.mark.parametrize(
     ("edit", "found"),
     [
-        (lambda path: path.write_text("{}\n"), r"metrics.jsonl .* it has 3 bytes; put the file ba"),
-        (lambda path: path.unlink(), r"metrics.jsonl .* there is none; put the file back"),
+        (
+            lambda path: path.write_text("{}\n"),
+            r"metrics.jsonl .* but the file has 3 bytes; put the file ba",
+        ),
+        (lambda path: path.unlink(), r"metrics.jsonl .* but the file is missing; put"),
         (
             lambda path: path.write_text("x" * 1000),
-            r"the end of a line after 54 bytes, and that is inside of a line",
+            r"the end of a line after 54 bytes, but that is inside a line",
         ),
     ],
 )
@@ -329,10 +332,10 @@ def test_a_run_that_was_killed_while_it_began_begins_again(tmp_path):
 @pytest.mark.parametrize(
     ("edit", "left", "found"),
     [
-        (lambda path: os.truncate(path, 50), 2, "a line after 92 bytes, and it has 50 bytes"),
-        (lambda path: path.unlink(), 0, "a line after 92 bytes, and there is none"),
-        (lambda path: path.write_bytes(b""), 0, "a line after 92 bytes, and it has 0 bytes"),
-        (lambda path: path.write_bytes(b"x" * 200), 1, "and that is inside of a line"),
+        (lambda path: os.truncate(path, 50), 2, "a line after 92 bytes, but the file has 50 bytes"),
+        (lambda path: path.unlink(), 0, "a line after 92 bytes, but the file is missing"),
+        (lambda path: path.write_bytes(b""), 0, "a line after 92 bytes, but the file has 0 bytes"),
+        (lambda path: path.write_bytes(b"x" * 200), 1, "but that is inside a line"),
         (lambda path: path.write_bytes(b"\xff" * 91 + b"\n"), 1, ""),
     ],
 )

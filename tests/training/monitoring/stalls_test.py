@@ -119,8 +119,8 @@ def test_every_thread_but_the_detectors_own_is_shown():
             {0: (5, 60.0), 1: (5, 61.0)},
             "All 2 processes are at step 5; the longest silent is process 1, for 61 s.",
         ),
-        ({0: (5, 60.0)}, "Process 0 alone has said how far it is: step 5, 60 s ago."),
-        ({}, "Which process is late is not known: none has said how far it is."),
+        ({0: (5, 60.0)}, "Only process 0 has reported a step: step 5, 60 s ago."),
+        ({}, "Which process is late is not known: no process has reported a step."),
     ],
 )
 def test_who_is_late(steps, sentence):
