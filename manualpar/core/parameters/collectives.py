@@ -185,7 +185,8 @@ def gather_array_with_mean_grads(
     if is_vma_checked(axes[0]) and not varying_axes(x) & set(axes):
         # The type says that all devices hold the same shard. This occurs when flax's nested scans
         # trace a box only for shapes, with values that have lost their types.
-        x = jnp.concatenate([x] * jax.lax.axis_size(axes), axis)
+        repeats = [jax.lax.axis_size(axes) if dim == axis % x.ndim else 1 for dim in range(x.ndim)]
+        x = jnp.tile(x, repeats)
         return x.astype(wire.gather_dtype or x.dtype)
     args = _GatherArgs(axis % x.ndim, axes, x.dtype, wire._replace(reduce_code=None))
     return _gather_with_mean_grads(cast_to_varying(x, axes), wire.reduce_code, args)

@@ -4,7 +4,8 @@ It is FlashAttention (Dao et al., https://arxiv.org/abs/2205.14135) over blocks 
 and it skips the blocks that a mask hides. The mask is a rule and not an array, so that no array of
 the size of the scores exists.
 
-The kernel runs on one device. In a `shard_map` that checks types
+The kernel is imported where it is used, because `import manualpar` would otherwise take a tenth of a
+second longer. It runs on one device. In a `shard_map` that checks types
 `manualpar.layers.attention.unchecked` runs it. XLA cannot partition the kernel. So if the enclosing
 mesh has automatic axes, a `shard_map` here gives each device its examples.
 
@@ -20,8 +21,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from manualpar.core.mesh.axes import axes_size, axis_tuple
@@ -142,6 +141,9 @@ def _attend(
     interpret: bool,
 ) -> jax.Array:
     """Attends on one device."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
     _, length, num_heads, size = query.shape
     padded, block = _padded_length(length)
 
@@ -189,8 +191,10 @@ def _padded_length(length: int) -> tuple[int, int]:
     return padded, min(padded, BLOCK)
 
 
-def block_sizes(length: int, block: int) -> kernels.BlockSizes:
-    """Returns the kernels' block sizes, and whether the backward pass is one kernel or two."""
+def block_sizes(length: int, block: int) -> Any:
+    """Returns the kernels' `BlockSizes`, and whether the backward pass is one kernel or two."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+
     is_fused = length <= LONGEST_FUSED
     return kernels.BlockSizes(
         block_q=block,
