@@ -4,10 +4,11 @@ It is FlashAttention (Dao et al., https://arxiv.org/abs/2205.14135) over blocks 
 and it skips the blocks that a mask hides. The mask is a rule and not an array, so that no array of
 the size of the scores exists.
 
-The kernel is imported where it is used, because `import manualpar` would otherwise take a tenth of a
-second longer. It runs on one device. In a `shard_map` that checks types
+The kernel runs on one device. In a `shard_map` that checks types
 `manualpar.layers.attention.unchecked` runs it. XLA cannot partition the kernel. So if the enclosing
 mesh has automatic axes, a `shard_map` here gives each device its examples.
+
+The kernel is imported where it is used, because its import takes a tenth of a second.
 
 Symbols: `B` examples, `S` positions, `N` query heads, `K` key and value heads, `H` features of a
 head.

@@ -9,8 +9,8 @@ stream without a key is an error only where its key is used. (`nnx.RNN` draws a 
 zeros, which does not use it.)
 
 A stream counts by `count[...] += 1`. For such an assignment flax asks both values for `sharding`.
-Tracers have none, and the text of JAX's error searches all equations so far, so tracing would take
-time that is quadratic in the number of parameters. `assigning_tracers` assigns without the question.
+Tracers have none, and JAX searches all equations so far for the text of its error. So tracing would
+take time that is quadratic in the number of parameters. `assigning_tracers` does not ask.
 """
 
 import contextlib
