@@ -1,15 +1,15 @@
-"""What each kind of attention costs a layer on TPUs, as XLA's compiler for them says.
+"""Compares the kinds of attention in a layer on TPUs, by estimates of XLA's TPU compiler.
 
 python -m benchmarks.attention [--topologies v5e:2x2 v6e:2x2 v5p:2x2x1] [--kinds splash blockwise]
     [--lengths 2048 8192 32768] [--heads 16 --key_heads 16] [--output FILE.md] [--json FILE.json]
 
 No TPU is needed, but libtpu is: `pip install "manualpar[tpu-compiler]"`. Nothing is timed. A row is
 the attention of one layer, forward and backward: one sequence a chip, 128 features a head,
-bfloat16, with numbers of documents. What does not fit is a row too.
+bfloat16, with document numbers. A kind that does not fit into memory has a row too.
 
-Milliseconds are the compiler's cycles by the chip's clock. It has no cycles for kernels: they reach
-a share of the chip's peak that published speeds give them, see `manualpar.planner.kernels`. So the
-figures of splash are not of the same kind as the others.
+Milliseconds are the compiler's cycles divided by the chip's clock. The compiler has no cycles for
+kernels. They are taken to reach a share of the chip's peak, which was fitted to published speeds,
+see `manualpar.planner.kernels`. So the figures of splash are less certain than the other figures.
 """
 
 import argparse
@@ -48,9 +48,9 @@ HEADER = (
 def compile_layer(
     args: argparse.Namespace, name: str, length: int, kind: AttentionKind
 ) -> tuple[float, ...] | str:
-    """Bytes of temporaries, seconds, those of kernels, and operations without an estimate.
+    """Returns temporary bytes, seconds, seconds of kernels, and operations without an estimate.
 
-    Or, if it does not fit, why.
+    If the layer does not fit into memory, returns the compiler's error instead.
     """
     topology = parse_topology(name)
     devices = topologies.get_topology_desc(topology.slice_name, "tpu").devices
@@ -94,7 +94,7 @@ def _line(cells: Iterable[str]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compiles, prints the table, writes it."""
+    """Compiles the layers, and prints and writes the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--topologies", nargs="+", default=["v5e:2x2", "v6e:2x2", "v5p:2x2x1"])
     parser.add_argument("--lengths", nargs="+", type=int, default=[2048, 8192, 32768])

@@ -1,28 +1,28 @@
-"""Fits the planner's few unknown shares to half of the published speeds, and tests the other half.
+"""Fits the planner's unknown shares to half of the published speeds, and tests the other half.
 
 python -m benchmarks.calibration [--json benchmarks/calibration.json]
 
-It takes a minute of one core, and no device. What is fitted, by least squares of the logarithm of
-estimate by published speed:
+It takes a minute of one core, and needs no accelerator. It fits, by least squares of
+log(estimate / published speed):
 
-- for each chip, the share of its peak that products reach (H200 has the die of H100),
-- for TPUs and for GPUs, the share of the peak that kernels of attention reach.
+- for each chip, the share of its peak that products reach (H200 has the same die as H100),
+- for TPUs and for GPUs, the share of the peak that attention kernels reach.
 
-A third share was tried, that of the collectives for which the next product waits that is exposed.
+A third share was tried: how much of the collectives that the next product waits for is exposed.
 The rows do not determine it: the halves gave 0.04 and 0.96 for GPUs and 0.40 and 1.00 for TPUs,
 as many rows were within 15%, and attention on GPUs came out at 0.22, half of what its kernels
-are known to reach. So all is exposed, as it is in the programs of this package.
+are known to reach. So all of them count as exposed, as they are in the programs of this package.
 
-Which rows are fitted was decided before anything was: rows of one publisher and model on one chip
-are a *series*, and stay together, because they are nearly the same measurement. On each chip series
-are in alphabetical order of publisher and model; the first is fitted, the second tested, the third
-fitted, and so on. A chip with only one series is split row by row in the order of `FIGURES`. Rows
-in FP8, which this package lacks, are estimated in bfloat16 and in neither half. To see how much
-depends on the halves, the fit is repeated with the halves exchanged: so each row has an estimate by
-shares that know nothing of it.
+The halves were chosen before the first fit. Rows of one publisher and model on one chip are a
+*series*. A series is not divided, because its rows are nearly the same measurement. The series of a
+chip are in alphabetical order of publisher and model; the first is fitted, the second tested, the
+third fitted, and so on. A chip with only one series is split row by row in the order of `FIGURES`.
+Rows in FP8, which this package lacks, are estimated in bfloat16 and belong to neither half. The fit
+is repeated with the halves exchanged. So each row has an estimate from shares that were not fitted
+to it, and the two fits show how much depends on the halves.
 
-`manualpar/planner/hardware.py` holds the shares that the first half gives. `docs/scale.md` shows
-the table, and says what is behind its misses.
+`manualpar/planner/hardware.py` contains the shares of the first fit. `docs/scale.md` shows the
+table, and explains its largest errors.
 """
 
 import argparse
@@ -46,20 +46,20 @@ from manualpar.system.reports.tables import describe_share, print_table
 RESULTS = Path(__file__).parent / "calibration.json"
 Shares = Mapping[str, float]  # By names such as "products v5p", "attention torus".
 GOAL = 0.15
-# What was assumed before anything was fitted, of products and of attention.
+# The shares of products and of attention that were assumed before they were fitted.
 BEFORE = {"a100": 0.8, "h100": 0.7, "h100-500w": 0.7, "v5e": 0.85, "v5p": 0.85, "v6e": 0.85}
 START = {"products": 0.7, "attention": 0.5}
 MOST_STEPS = 100
 
 
 def shares_of(figure: PublishedFigure) -> tuple[str, str]:
-    """The names of the shares that a row's estimate depends on: of products and of attention."""
+    """Returns the names of a row's two shares: the share of products and of attention."""
     chip = figure.devices.chip
     return f"products {SAME_PRODUCTS.get(chip.name, chip.name)}", f"attention {chip.network.kind}"
 
 
 def fitted_shares() -> dict[str, float]:
-    """Those in `manualpar/planner/hardware.py`."""
+    """Returns the shares in `manualpar/planner/hardware.py`."""
     products = {f"products {name}": share for name, share in FITTED_PRODUCTS.items()}
     return products | {f"attention {kind}": share for kind, share in FITTED_ATTENTION.items()}
 
@@ -83,7 +83,7 @@ def estimate_figure(figure: PublishedFigure, shares: Shares) -> LayoutEstimate:
 
 
 def ratio(figure: PublishedFigure, shares: Shares) -> float:
-    """The estimated speed by the published one."""
+    """Returns the estimated speed divided by the published speed."""
     plan = estimate_figure(figure, shares)
     return plan.tokens_per_second / figure.devices.num_devices / figure.speed
 
@@ -91,7 +91,7 @@ def ratio(figure: PublishedFigure, shares: Shares) -> float:
 def split(
     figures: Sequence[PublishedFigure],
 ) -> tuple[list[PublishedFigure], list[PublishedFigure]]:
-    """The rows that are fitted and those that are tested, by the rule of this module."""
+    """Splits rows into fitted rows and tested rows, by the rule of this module."""
     halves: tuple[list[PublishedFigure], list[PublishedFigure]] = ([], [])
     comparable = [figure for figure in figures if figure.dtype == "bfloat16"]
     by_chip: dict[str, list[PublishedFigure]] = {}
@@ -106,7 +106,7 @@ def split(
 
 
 def fit(figures: Sequence[PublishedFigure]) -> dict[str, float]:
-    """The shares between 0 and 1 with the least sum of squared logarithms of ratios."""
+    """Fits shares between 0 and 1: minimizes the sum of the squared logarithms of ratios."""
     names = sorted({name for figure in figures for name in shares_of(figure)})
 
     def residuals(x: np.ndarray) -> np.ndarray:
@@ -118,11 +118,11 @@ def fit(figures: Sequence[PublishedFigure]) -> dict[str, float]:
 
 
 def least_squares(residuals: Callable[[np.ndarray], np.ndarray], x: np.ndarray) -> np.ndarray:
-    """Levenberg and Marquardt's method, with all unknowns between 0.001 and 1.
+    """Minimizes squares by Levenberg and Marquardt's method, with unknowns from 0.001 to 1.
 
     Args:
-      residuals: From unknowns to what is to be small.
-      x: Where to begin.
+      residuals: Computes the residuals from the unknowns.
+      x: The initial unknowns.
 
     Returns:
       The unknowns, to about four digits.
@@ -182,7 +182,7 @@ def calibrate() -> dict[str, Any]:
 
 
 def summarize(results: Mapping[str, Any]) -> list[str]:
-    """How far estimates are off, a sentence for each half and with the halves exchanged."""
+    """Describes the errors of estimates: for each half, and with the halves exchanged."""
     sentences = []
     for half, column, words in (
         ("fitted", "before", "before calibration, the fitted half"),
@@ -201,7 +201,7 @@ def summarize(results: Mapping[str, Any]) -> list[str]:
 
 
 def print_calibration(console: rich.console.Console, results: Mapping[str, Any]) -> None:
-    """Prints all rows, and how far estimates are off."""
+    """Prints all rows and the errors of estimates."""
     cells = [
         [
             row["name"],
@@ -231,13 +231,13 @@ def print_calibration(console: rich.console.Console, results: Mapping[str, Any])
 
 
 def read_results() -> dict[str, Any]:
-    """The committed results."""
+    """Reads the committed results."""
     found: dict[str, Any] = json.loads(RESULTS.read_text(encoding="utf-8"))
     return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Fits, prints and writes where it is asked to."""
+    """Fits the shares, prints the results, and writes them if `--json` is given."""
     conditions = note_conditions("benchmarks.calibration", argv)
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path)

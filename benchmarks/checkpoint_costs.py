@@ -1,8 +1,8 @@
-"""What a checkpoint costs a run: the steps that saving takes, and the time until it goes on again.
+"""Measures the costs of checkpoints: the steps lost to saving, and the time to resume.
 
-Saving is measured within the training loop, a block with a checkpoint after its first step against
-a block with none. A block with one ends when that is complete on disk, so that what is written in
-the background is paid for, on processors that simulated devices need too.
+Saving is measured in the training loop: a block with a checkpoint after its first step is compared
+with a block without a checkpoint. The first block ends when the checkpoint is complete on disk. So
+it includes writing in the background, which uses the same processors as simulated devices.
 """
 
 import functools
@@ -28,23 +28,23 @@ from manualpar.training.monitoring.run_files import PLACED_FILES
 from manualpar.training.workdir import FOLDER, restore
 
 ROOT = Path(__file__).parent.parent
-# What is written in the background shall have come to its end before the block does.
+# Blocks are longer than a background save by this factor, so that the save ends first.
 SPARE = 1.5
 PROCESS_SECONDS = 600.0
 FIRST_REPORT = re.compile(r"step\s+\d+/\d+\s+train\s")
 
 
 class SaveCosts(NamedTuple):
-    """What saving costs, the medians over rounds.
+    """The costs of saving: medians over rounds.
 
     Attributes:
-      steps: Steps of a block.
-      step_seconds: A step without saving.
-      asynchronous: Steps that could have been made in the time that an asynchronous save takes up.
-      synchronous: The same of a synchronous one.
+      steps: The steps of a block.
+      step_seconds: The seconds of a step without saving.
+      asynchronous: The cost of an asynchronous save, in steps.
+      synchronous: The cost of a synchronous save, in steps.
       blocked: Seconds that the loop waits for an asynchronous `save` to return.
-      background: Seconds from there until the checkpoint is complete, while training goes on.
-      blocked_synchronous: Seconds that the loop waits for a synchronous one.
+      background: Seconds after `blocked` until the checkpoint is complete, while training goes on.
+      blocked_synchronous: Seconds that the loop waits for a synchronous save.
     """
 
     steps: int
@@ -57,11 +57,11 @@ class SaveCosts(NamedTuple):
 
 
 class ResumeTimes(NamedTuple):
-    """What going on takes, in seconds.
+    """The costs of resuming, in seconds.
 
     Attributes:
-      verification: To hash every file and compare.
-      reading: The rest of `restore`, until the state is on the devices.
+      verification: The time to hash every file and compare the hashes.
+      reading: The time of the rest of `restore`, until the state is on the devices.
     """
 
     verification: Estimate
@@ -69,11 +69,11 @@ class ResumeTimes(NamedTuple):
 
 
 class Saves:
-    """Blocks that save, one after the other, to a folder of their own.
+    """Runs blocks with a save, one after the other, in a separate folder.
 
     Attributes:
       blocked: Seconds that the loop waited for each save.
-      background: Seconds from there until it was complete.
+      background: Seconds after that until each save was complete.
     """
 
     def __init__(self, bench: Bench, *, asynchronous: bool) -> None:
@@ -87,24 +87,23 @@ class Saves:
         self.background: list[float] = []
 
     def block(self, num_steps: int) -> float:
-        """Makes steps with a save after the first; returns the seconds."""
+        """Runs steps with a save after the first step; returns the seconds."""
         self._number += 1
         times = self._bench.loop(num_steps, saver=(self.checkpoints, self._number))
         self.blocked.append(times.blocked)
-        # The last thing that happens in the folder before it gets its name is that the manifest
-        # gets its own.
+        # The manifest is renamed last, right before the folder gets its name.
         complete = (self._folder / str(self._number)).stat().st_mtime
         self.background.append(max(complete - times.saved_at, 0.0))
         return times.seconds
 
 
 def measure_saving(bench: Bench, *, steps: int, rounds: int) -> SaveCosts:
-    """Measures what a save costs.
+    """Measures the costs of a save.
 
     Args:
-      bench: What to train.
-      steps: Steps of a block, at least two; 0 for as many as a save takes in the background.
-      rounds: How many blocks of each kind.
+      bench: The program to train.
+      steps: Steps of a block, at least two; 0 for the steps that a background save takes.
+      rounds: The number of blocks of each kind.
 
     Returns:
       The costs.
@@ -138,7 +137,7 @@ def measure_saving(bench: Bench, *, steps: int, rounds: int) -> SaveCosts:
 
 
 def _steps_for(bench: Bench, saves: Saves) -> int:
-    """How many steps a block needs to outlast a save."""
+    """Returns how many steps a block needs to take longer than a save."""
     trial = 4
     # The first save of a process is slower than the others.
     for _ in range(2):
@@ -148,7 +147,7 @@ def _steps_for(bench: Bench, saves: Saves) -> int:
 
 
 def measure_restoring(bench: Bench, *, rounds: int) -> ResumeTimes:
-    """Measures how long restoring takes, from files that the machine has in memory."""
+    """Measures restoring from files that are in the machine's file cache."""
     folder = bench.folder / "restored"
     place = {
         "recorder": {"totals": {}, "latest": {}, "skipped": 0},
@@ -175,16 +174,16 @@ def measure_restoring(bench: Bench, *, rounds: int) -> ResumeTimes:
 def measure_processes(
     config: Path, folder: Path, *, rounds: int, devices: int | None
 ) -> dict[str, list[float]]:
-    """Measures from the start of a process to the report of its first step.
+    """Measures the time from the start of a process to the report of its first step.
 
     Args:
-      config: What it trains.
-      folder: Where to write.
-      rounds: How many processes of each kind.
-      devices: CPU devices that they simulate; `None` for what they would anyway.
+      config: The config to train.
+      folder: The folder to write to.
+      rounds: The number of processes of each kind.
+      devices: The number of simulated CPU devices; `None` for the config's default.
 
     Returns:
-      The seconds of each process, `fresh` or `resumed`, in turn.
+      The seconds of the `fresh` and of the `resumed` processes, which run in turn.
     """
     folder.mkdir(parents=True)
     saved = folder / "saved"
@@ -205,14 +204,14 @@ def measure_processes(
 def _run_process(
     config: Path, workdir: Path, *, num_steps: int, devices: int | None, until: Path | None = None
 ) -> float:
-    """Starts a training; ends it when its first step is reported, or when there is such a folder.
+    """Starts a training; ends it when its first step is reported, or when the folder exists.
 
     Returns:
       The seconds until the report.
     """
     command = [
         *(sys.executable, "-m", "experiments.fsdp", f"--config={config.absolute()}"),
-        # Its first step is its last, so that it is reported at once and not some steps later.
+        # The first step is the last, so that it is reported at once and not some steps later.
         f"--config.training.num_steps={num_steps}",
         "--config.training.eval_every_steps=0",
         f"--workdir={workdir}",

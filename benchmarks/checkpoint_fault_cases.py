@@ -1,4 +1,4 @@
-"""What can happen to the folder of a run, case by case; see `benchmarks.checkpoint_faults`."""
+"""Cases of damage to the folder of a run; see `benchmarks.checkpoint_faults`."""
 
 import functools
 import json
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from manualpar.training.checkpoints import manifest
 from manualpar.training.workdir import FOLDER
 
-STEPS = (20, 40)  # Those that have a checkpoint.
+STEPS = (20, 40)  # The steps with a checkpoint.
 GOES_ON, REFUSED, EITHER = "goes on", "is refused", "goes on or is refused"
 DEEP = b"[" * 200_000
 NO_CHANGES: Mapping[str, Any] = {}
@@ -22,15 +22,15 @@ Damage = Callable[[Path], object]
 
 
 class Case(NamedTuple):
-    """Something done to a run's folder.
+    """A change to a run's folder.
 
     Attributes:
-      kind: The class of it.
-      name: What exactly.
-      damage: Does it to a folder.
-      expected: Whether the run goes on.
-      step: The checkpoint that it goes on from.
-      changes: Fields of the config that are other than those of the run.
+      kind: The class of the change.
+      name: The change in words.
+      damage: Changes a folder.
+      expected: Whether the run goes on or is refused.
+      step: The step of the checkpoint from which the run goes on.
+      changes: Fields of the config that differ from the run's config.
     """
 
     kind: str
@@ -42,14 +42,14 @@ class Case(NamedTuple):
 
 
 def flip(path: Path, *, part: float = 0.5) -> None:
-    """Flips a bit."""
+    """Flips a bit of a file."""
     data = bytearray(path.read_bytes())
     data[int(part * (len(data) - 1))] ^= 4
     path.write_bytes(data)
 
 
 def put(content: bytes | None, path: Path) -> None:
-    """Replaces whatever is there by a file, or by nothing."""
+    """Replaces the file or folder at a path by a file, or only removes it."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -59,7 +59,7 @@ def put(content: bytes | None, path: Path) -> None:
 
 
 def others(outside: Path) -> dict[str, Callable[[Path], None]]:
-    """What can have the name of a file and is none; each function puts one there."""
+    """Returns functions that replace a file by something that is not a regular file."""
 
     def link(path: Path) -> None:
         target = outside / "copy"
@@ -91,7 +91,7 @@ def others(outside: Path) -> dict[str, Callable[[Path], None]]:
 
 
 def damages() -> dict[str, Callable[[Path], object]]:
-    """What can happen to the content of a file."""
+    """Returns functions that damage the content of a file."""
     return {
         "a bit flipped": flip,
         "the first bit flipped": functools.partial(flip, part=0.0),
@@ -104,7 +104,7 @@ def damages() -> dict[str, Callable[[Path], object]]:
 
 
 def at(name: str, act: Callable[[Path], object]) -> Damage:
-    """Does something to one file of a run."""
+    """Returns a damage that applies `act` to one file of a run."""
     return lambda workdir: act(workdir / name)
 
 
@@ -112,11 +112,11 @@ NEWEST = f"{FOLDER}/{STEPS[-1]}"
 
 
 def cases(workdir: Path, outside: Path) -> Iterator[Case]:
-    """All cases.
+    """Yields all cases.
 
     Args:
-      workdir: The run that nothing was done to, to see which files it has.
-      outside: A folder where links lead to.
+      workdir: The undamaged run, whose files are listed.
+      outside: The folder that links point to.
     """
     yield Case("nothing", "nothing", lambda workdir: None, GOES_ON)
     yield from _checkpoint_files(workdir, outside)
@@ -130,7 +130,7 @@ def cases(workdir: Path, outside: Path) -> Iterator[Case]:
 
 
 def _checkpoint_files(workdir: Path, outside: Path) -> Iterator[Case]:
-    """Each file of the newest checkpoint."""
+    """Yields damage to each file of the newest checkpoint."""
     folder = workdir / NEWEST
     back = {"checkpoint.on_corruption": "previous"}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
@@ -146,7 +146,7 @@ def _checkpoint_files(workdir: Path, outside: Path) -> Iterator[Case]:
 
 
 def forge(workdir: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Changes a manifest and makes its checksum right."""
+    """Changes a manifest and updates its checksum."""
     path = workdir / NEWEST / manifest.MANIFEST
     found = manifest.read_manifest(path.parent)
     content: dict[str, Any] = {
@@ -159,7 +159,7 @@ def forge(workdir: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 
 def _manifests() -> Iterator[Case]:
-    """Manifests with the right checksum, and something in them that no save writes."""
+    """Yields manifests with the right checksum and contents that no save writes."""
     kind, digest = "manifest made on purpose", "0" * 64
 
     def changed(name: str, value: Any) -> Damage:
@@ -204,7 +204,7 @@ TEXTS = {
 
 
 def _texts() -> Iterator[Case]:
-    """JSON that is none, or another value, with a manifest that is right."""
+    """Yields invalid JSON and wrong values, with a manifest that matches them."""
     for text, content in {**TEXTS, "100 MB of blanks": b" " * 100_000_000}.items():
         damage = at(f"{NEWEST}/{manifest.MANIFEST}", functools.partial(put, content))
         yield Case("JSON of a checkpoint", f"{manifest.MANIFEST}: {text}", damage, REFUSED)
@@ -212,7 +212,7 @@ def _texts() -> Iterator[Case]:
     inner += ["state/_sharding", "state/array_metadatas/process_0"]
     for name in inner:
         for text, content in TEXTS.items():
-            # What Orbax does without, it may do without.
+            # Orbax may ignore files that it does not need.
             expected = (
                 EITHER if name[:1] == "_" or "/_sharding" in name or "array" in name else REFUSED
             )
@@ -221,7 +221,7 @@ def _texts() -> Iterator[Case]:
 
 
 def _rewritten(name: str, content: bytes) -> Damage:
-    """Replaces a file of a checkpoint, and makes the manifest right."""
+    """Replaces a file of a checkpoint, and updates the manifest."""
 
     def damage(workdir: Path) -> None:
         folder = workdir / NEWEST
@@ -233,7 +233,7 @@ def _rewritten(name: str, content: bytes) -> Damage:
 
 
 def _extras() -> Iterator[Case]:
-    """What a run saves besides its arrays, changed, with a manifest that is right."""
+    """Yields changes to the saved values other than arrays, with a manifest that matches them."""
     nested: Any = []
     for _ in range(90):
         nested = [nested]
@@ -263,7 +263,7 @@ def _extras() -> Iterator[Case]:
         for value in values:
             changed = functools.partial(damage, functools.partial(_update, field, value))
             yield Case(kind, f"{field} {value!r:.60}", changed, REFUSED)
-        # A checkpoint of an older version has no config; `config.json` does.
+        # Checkpoints of older versions have no config, so `config.json` is used.
         expected = GOES_ON if field == "config" else REFUSED
         gone = functools.partial(damage, functools.partial(_remove, field))
         yield Case(kind, f"no {field}", gone, expected)
@@ -280,7 +280,7 @@ def _remove(field: str, content: dict[str, Any]) -> None:
 
 
 def _names(outside: Path) -> Iterator[Case]:
-    """What stands in the folder of checkpoints."""
+    """Yields changes to the folder that contains the checkpoints."""
     kind, back = "name in the folder of checkpoints", {"checkpoint.on_corruption": "previous"}
     no_folders = others(outside)
     makers = {name: act for name, act in no_folders.items() if name != "a folder"}
@@ -309,7 +309,7 @@ GOOD = {
 
 
 def _lines(outside: Path) -> Iterator[Case]:
-    """Lines that no run writes, and files of lines that are cut or are no files."""
+    """Yields lines that no run writes, and files of lines that are cut or not regular files."""
     kind = "file of lines"
     lines = {
         "nothing": b"",
@@ -337,7 +337,7 @@ def _lines(outside: Path) -> Iterator[Case]:
     }
 
     def prepend(name: str, line: bytes, workdir: Path) -> None:
-        """The first line is replaced; the size of the file stays what a checkpoint knows."""
+        """Replaces the first line; the file's size still matches the checkpoint."""
         path = workdir / name
         path.write_bytes(line + b"\n" + path.read_bytes())
         extra = json.loads((workdir / NEWEST / "extra/metadata").read_text())
@@ -355,18 +355,18 @@ def _lines(outside: Path) -> Iterator[Case]:
         for what in ("a bit flipped", "the first bit flipped", "longer"):
             yield Case(kind, f"{name}: {what}", at(name, damages()[what]), GOES_ON)
         for what, act in others(outside).items():
-            # What a link leads to is the user's choice here, as a disk with more room.
+            # The user may link to a disk with more room, so a link may be followed here.
             expected = EITHER if what.startswith("a link") else REFUSED
             yield Case(kind, f"{name}: {what}", at(name, act), expected)
 
 
 def _configs(workdir: Path, outside: Path) -> Iterator[Case]:
-    """`config.json`, with the run's own config and with another seed."""
+    """Yields damage to `config.json`, with the run's config and with another seed."""
     kind, other = "config.json", {"seed": 9}
     contents = {**TEXTS, "gone": None}
     for what, content in contents.items():
         damage = at("config.json", functools.partial(put, content))
-        # An object is a config, though one that lacks everything; the checkpoint has the whole.
+        # An empty object is an incomplete config; the checkpoint has the complete config.
         same = GOES_ON if what in ("gone", "an empty object") else REFUSED
         yield Case(kind, what, damage, same)
         yield Case(kind, f"{what}, another seed", damage, REFUSED, changes=other)
@@ -383,7 +383,7 @@ def _configs(workdir: Path, outside: Path) -> Iterator[Case]:
 
 
 def _locks(outside: Path) -> Iterator[Case]:
-    """The file of the lock, and the drafts that take a file's place."""
+    """Yields changes to the lock file, and to the drafts that replace files."""
     for what, act in others(outside).items():
         yield Case("lock", what, at(".lock", act), REFUSED)
     for what, content in TEXTS.items():

@@ -1,16 +1,16 @@
-"""Damaged and hostile checkpoints and run files: does a run refuse them, or go on as it should?
+"""Tests runs with damaged and hostile files: a run must refuse them, or resume correctly.
 
     python -m benchmarks.checkpoint_faults
 
 A small run with checkpoints of steps 20 and 40 is written once, and copied for every case. A case
-does one thing to the copy, then what a resume does is called in this process: the folder is checked
-and locked, the newest checkpoint is verified and restored, the files are cut back, a line and a
-checkpoint are written, and the report's page is made. A case is survived
+makes one change to the copy. Then this process does the same as a resume: it checks and locks the
+folder, verifies and restores the newest checkpoint, cuts the files back, writes a line and a
+checkpoint, and makes the report's page. A case is survived
 
   - if it is refused by one of the errors that end a run with code 2 or 6, in one sentence, where
     it has to be refused, or
-  - if what was restored is bit for bit what was saved, where the run has to go on, and
-  - if neither takes long, and nothing outside the folder is opened or changed.
+  - if the restored state has the saved bits, where the run has to go on, and
+  - if both are fast, and nothing outside the folder is opened or changed.
 
 Exits with 1 if a case is not survived.
 """
@@ -54,17 +54,17 @@ from manualpar.training.workdir import check_folder, open_checkpoints, restore
 from manualpar.training.workdir_lock import lock_workdir
 
 CONFIG = Path(__file__).parent.parent / "configs" / "fsdp.py"
-MOST_SECONDS = 60  # Nothing of this takes a hundredth of it, unless it waits for something.
+MOST_SECONDS = 60  # No case takes 1% of this, unless it hangs.
 REFUSALS = (CheckpointError, UsageError, WriteError, ValueError)
 
 
 class Reference(NamedTuple):
-    """A run that nothing was done to.
+    """The undamaged run.
 
     Attributes:
-      workdir: Its folder.
-      outside: A folder that nothing may be opened in.
-      experiment: What it runs.
+      workdir: The run's folder.
+      outside: A folder in which no file may be opened.
+      experiment: The run's experiment.
       states: The state at each step that has a checkpoint.
     """
 
@@ -75,7 +75,7 @@ class Reference(NamedTuple):
 
 
 class TooLongError(Exception):
-    """A case waits for something."""
+    """A case takes longer than `MOST_SECONDS`."""
 
 
 def make_reference(folder: Path) -> Reference:
@@ -117,19 +117,19 @@ def make_reference(folder: Path) -> Reference:
 
 
 def _shardings(state: TrainState) -> Any:
-    """Where the arrays of a state are; a step that is a number becomes one like the others."""
+    """Returns the shardings of a state's arrays; a step that is a number becomes an array."""
     mesh = jax.tree.leaves(state.params)[0].sharding.mesh
     whole = jax.sharding.NamedSharding(mesh, jax.P())
     return jax.tree.map(lambda x: x.sharding if isinstance(x, jax.Array) else whole, state)
 
 
 def _place(workdir: Path) -> dict[str, int]:
-    """How long the files of metrics are."""
+    """Returns the lengths of the files of metrics."""
     return {name: (workdir / name).stat().st_size for name in ("metrics.jsonl", "throughput.jsonl")}
 
 
 def _extra(experiment: Experiment, writer: RunWriter, step: int) -> dict[str, Any]:
-    """What a run saves besides the arrays."""
+    """Returns the saved values other than arrays."""
     return {
         "position": step * experiment.config.data.batch_size,
         "config": experiment.config.to_dict(),
@@ -140,10 +140,10 @@ def _extra(experiment: Experiment, writer: RunWriter, step: int) -> dict[str, An
 
 
 class Watched:
-    """Notes whether anything in a folder is opened, by anybody in Python."""
+    """Records whether Python code opens any file in a folder."""
 
     def __init__(self, folder: Path) -> None:
-        """Begins with nothing noted."""
+        """Begins with an empty record."""
         self._folder = str(folder)
         self.is_on = False
         self.opened: list[str] = []
@@ -157,13 +157,13 @@ class Watched:
 
 
 def attempt(case: Case, reference: Reference, workdir: Path, watched: Watched) -> str:
-    """Does what a case says, and goes on with the run.
+    """Applies a case to a copy of the run, and resumes the run.
 
     Args:
       case: The case.
-      reference: The run that nothing was done to.
-      workdir: Where to copy it.
-      watched: Who notes what is opened elsewhere.
+      reference: The undamaged run.
+      workdir: The folder for the copy.
+      watched: The record of opened files in the outside folder.
 
     Returns:
       Why the case was not survived; `''` if it was.
@@ -185,7 +185,7 @@ def attempt(case: Case, reference: Reference, workdir: Path, watched: Watched) -
             found = "another state was restored"
     except REFUSALS as error:
         refusal = str(error)
-    except Exception as error:  # Whatever else comes up is what is looked for.
+    except Exception as error:  # Any other error is a finding.
         found = f"{type(error).__name__}: {error}"
     finally:
         signal.alarm(0)
@@ -206,7 +206,7 @@ def attempt(case: Case, reference: Reference, workdir: Path, watched: Watched) -
 
 
 def _go_on(case: Case, experiment: Experiment, workdir: Path) -> TrainState:
-    """What a resume does, but for training; returns the state."""
+    """Resumes a run without training; returns the state."""
     config = ml_collections.ConfigDict(experiment.config.to_dict())
     config.update_from_flattened_dict(dict(case.changes))
     experiment = experiment._replace(config=config)
@@ -217,7 +217,7 @@ def _go_on(case: Case, experiment: Experiment, workdir: Path) -> TrainState:
     with contextlib.ExitStack() as stack:
         try:
             check_folder(config, workdir)
-        except OSError as error:  # The command line says it in a sentence.
+        except OSError as error:  # As the command line does.
             raise UsageError(str(error)) from error
         stack.enter_context(lock_workdir(workdir, report=report))
         checkpoints = stack.enter_context(open_checkpoints(config, workdir))
@@ -242,27 +242,27 @@ def _go_on(case: Case, experiment: Experiment, workdir: Path) -> TrainState:
 
 
 def _is_same(state: TrainState, other: TrainState) -> bool:
-    """Whether two states have the same bits."""
+    """Returns whether two states have the same bits."""
     pairs = zip(_arrays(state), _arrays(other), strict=True)
     return all(a.dtype == b.dtype and a.tobytes() == b.tobytes() for a, b in pairs)
 
 
 def _arrays(state: TrainState) -> list[np.ndarray]:
-    """All that a state holds."""
+    """Returns all values of a state."""
     plain = state.replace(rng=jax.random.key_data(state.rng))
     return [np.asarray(x) for x in jax.tree.leaves(plain)]
 
 
 def _content(folder: Path) -> dict[str, bytes]:
-    """The files of a folder."""
+    """Returns the files of a folder."""
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def try_all(reference: Reference, chosen: list[Case], folder: Path) -> dict[str, list[str]]:
-    """Tries cases one after the other.
+    """Tries all chosen cases.
 
     Returns:
-      For each kind a line for each of its cases, `''` for one that was survived.
+      For each kind, a line for each case; `''` for a survived case.
     """
     watched = Watched(reference.outside)
     outcomes: dict[str, list[str]] = {}
@@ -281,14 +281,14 @@ def try_all(reference: Reference, chosen: list[Case], folder: Path) -> dict[str,
 
 
 def main() -> None:
-    """Tries all cases, or those whose name or kind contains a word, and counts."""
+    """Tries all cases, or the cases whose name or kind contains a word, and counts them."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--only", default="", help="a part of the kind or of the name")
     only = parser.parse_args().only
     simulate_devices(8)
-    # The name of a socket is short, and so the folder's.
+    # The path of a socket must be short, so the folder's path is short.
     with tempfile.TemporaryDirectory(prefix="faults") as text:
         folder = Path(text).resolve()
         reference = make_reference(folder)

@@ -1,18 +1,18 @@
-"""Manual against auto for the same language model, compiled for TPUs by XLA's own compiler.
+"""Compares modes manual and auto for one language model, compiled for TPUs by XLA's compiler.
 
 python -m benchmarks.compiled_for_tpu [--topologies v5e:4x4 v6e:4x4 ...] [--programs ...]
     [--shapes 8x2048 7b] [--processes 1] [--output FILE.md] [--json FILE.json] [--against FILE.json]
 
 No TPU is needed, but libtpu is: `pip install "manualpar[tpu-compiler]"`. Nothing is timed: HBM,
-collectives and cycles are read off the program that the compiler has made, and are the same in
-every run with the same versions. Seconds are an estimate from those: the compiler's cycles by the
-chip's clock, and ring bytes by the links' bandwidth for what it estimates no cycles for, see
-`manualpar.planner.tpu_compiler`. The step is estimated twice: one collective at a time has all
-links, or each link is by itself (`manualpar.planner.link_timeline`). A program takes the compiler
-half a minute of a core, or more.
+collectives and cycles are read from the compiled program, and are the same in every run with the
+same versions. Seconds are estimated: the compiler's cycles divided by the chip's clock. Collectives
+have no cycles; their seconds are ring bytes divided by the links' bandwidth, see
+`manualpar.planner.tpu_compiler`. The step is estimated twice: either one collective at a time uses
+all links, or each link is modelled separately (`manualpar.planner.link_timeline`). Compiling a
+program takes half a minute of a core, or more.
 
-With `--against`, the exit code is 1 if a program needs over one percent more of anything than it
-did in an earlier run's file.
+With `--against`, the exit code is 1 if any figure of a program has grown by more than one percent
+since the earlier run in that file.
 """
 
 import argparse
@@ -45,7 +45,7 @@ TOLERANCE = 0.01
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """A language model, one sequence of which a chip computes in a step."""
+    """A language model; each chip computes one sequence in a step."""
 
     layers: int
     hidden_size: int
@@ -71,10 +71,10 @@ class Variant:
     """A program that is compared.
 
     Attributes:
-      mode: Its mode.
+      mode: The program's mode.
       overlap: Whether compiler options are chosen for the chip and the mesh.
-      is_axis_by_axis: Whether a shard is scattered over one of two mesh axes after the other.
-      num_split: How many chips layers are split over; 0 for none.
+      is_axis_by_axis: Whether gradients are scattered over two mesh axes, one after the other.
+      num_split: The number of chips that layers are split over; 0 for none.
       sequence: Whether these chips split the positions between layers too.
     """
 
@@ -106,14 +106,14 @@ COMPARED = ("auto", "manual", "manual, no options")
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What was found out about one program; bytes are a chip's, seconds a step's.
+    """The results for one program: bytes of a chip, and seconds of a step.
 
     Attributes:
-      shape: The name of its model.
-      topology: For what it was compiled.
-      program: Its name.
-      plan: The compiler's plan of it; `None` if there is none.
-      error: Why there is none.
+      shape: The name of the model.
+      topology: The topology for which the program was compiled.
+      program: The program's name.
+      plan: The plan from the compiler; `None` if the program could not be compiled.
+      error: The reason if there is no plan.
     """
 
     shape: str
@@ -123,7 +123,7 @@ class Row:
     error: str = ""
 
     def cells(self, reference: "Row | None" = None) -> list[str]:
-        """The row of a table, with its steps as parts of those of the row of another program."""
+        """Returns a table row, with step times relative to those of the row `reference`."""
         plan, names = self.plan, [self.shape, self.topology, self.program]
         if plan is None or not plan.fits:
             why = (self.error or " ".join(plan.notes if plan else ())).replace("|", "/")
@@ -140,13 +140,13 @@ class Row:
         ]
 
     def _compared(self, reference: "Row | None") -> str:
-        """The step on both timelines over that of another program."""
+        """Returns the step time on both timelines divided by that of another program."""
         mine, others = self.figures(), reference.figures() if reference else {}
         names = ("step_seconds", "step_seconds_by_links")
         return " / ".join(f"{mine[name] / others[name]:.3f}" for name in names if others)
 
     def figures(self) -> dict[str, float]:
-        """What must not grow."""
+        """Returns the figures that must not grow."""
         if self.plan is None or not self.plan.fits:
             return {}
         plan = self.plan
@@ -176,7 +176,7 @@ HEADER = (
 
 
 def _sent(plan: StepEstimate, kinds: Sequence[str]) -> str:
-    """MiB sent by collectives of these kinds, and what share of that is asynchronous."""
+    """Returns the MiB sent by collectives of these kinds, and their asynchronous share."""
     chosen = [each for each in plan.collectives if each.kind in kinds]
     total = sum(each.bytes_sent for each in chosen)
     is_async = sum(each.bytes_sent for each in chosen if each.is_async)
@@ -184,13 +184,13 @@ def _sent(plan: StepEstimate, kinds: Sequence[str]) -> str:
 
 
 def _seconds(plan: StepEstimate) -> tuple[float | None, ...]:
-    """Compute, exposed and overlapped communication, the step, and the step by links."""
+    """Returns compute, exposed and overlapped communication, the step, and the step by links."""
     sending = plan.exposed_seconds, plan.overlapped_seconds
     return plan.compute_seconds, *sending, plan.step_seconds, plan.step_seconds_by_links
 
 
 def make_config(shape: Shape, topology: str, variant: Variant) -> Any:
-    """The config of one program: FSDP, all of a layer computed again."""
+    """Makes the config of one program: FSDP with full remat."""
     config = ml_collections.ConfigDict(load_config(CONFIG).to_dict())
     devices = parse_topology(topology)
     config.data.sequence_length = shape.sequence_length
@@ -216,7 +216,7 @@ def make_config(shape: Shape, topology: str, variant: Variant) -> Any:
 
 
 def compile_row(shape: str, topology: str, program: str) -> Row:
-    """Compiles one program; what cannot be compiled says why in its row."""
+    """Compiles one program; if that fails, the row contains the reason."""
     config = make_config(SHAPES[shape], topology, PROGRAMS[program])
     try:
         plan = compile_for_tpu(config, topology, vocab_size=VOCAB_SIZE)
@@ -226,7 +226,7 @@ def compile_row(shape: str, topology: str, program: str) -> Row:
 
 
 def grown(rows: Sequence[Row], before: Mapping[str, Any]) -> list[str]:
-    """What has grown since an earlier run, in sentences."""
+    """Returns sentences about the figures that have grown since an earlier run."""
     known = {
         (row["shape"], row["topology"], row["program"]): row["figures"] for row in before["rows"]
     }
@@ -245,7 +245,7 @@ def grown(rows: Sequence[Row], before: Mapping[str, Any]) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compiles, prints the table, writes it, compares it."""
+    """Compiles the programs; prints, writes and compares the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--topologies", nargs="+", default=list(TOPOLOGIES))
     parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=list(COMPARED))

@@ -1,4 +1,4 @@
-"""Training steps compiled ahead of time: counted, trained and timed, whoever wrote them."""
+"""Compiles training steps ahead of time, and counts, trains and times them."""
 
 import collections
 import dataclasses
@@ -21,18 +21,18 @@ INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = ", re.MULTILINE)
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """What can be counted of a step on one device, the same on every run.
+    """The counts of a step on one device, which are the same in every run.
 
     Attributes:
       state: Bytes of parameters and optimizer state.
-      temporaries: Bytes that the compiled step holds besides its arguments and results.
-      sent: Bytes that a device sends, as compiled.
-      collectives: How many of each kind the compiled step runs.
+      temporaries: Temporary bytes of the compiled step, without arguments and results.
+      sent: Bytes that a device sends in the compiled step.
+      collectives: The number of collectives of each kind in the compiled step.
       flops: Floating-point operations as XLA counts them; the body of a loop counts once.
-      accessed: Bytes that are read and written, likewise.
-      instructions: Of the optimised HLO, all computations together.
-      lowered: Operations of the program as XLA gets it.
-      compile_seconds: What XLA took.
+      accessed: Bytes that are read and written; the body of a loop counts once.
+      instructions: Instructions in all computations of the optimised HLO.
+      lowered: Operations of the program before XLA optimises it.
+      compile_seconds: The seconds that XLA took to compile.
     """
 
     state: int
@@ -50,8 +50,8 @@ class CompiledStep:
     """A step with its state and its batch.
 
     Attributes:
-      counts: What was counted of it.
-      state: What the last call left.
+      counts: The counts of the step.
+      state: The state that the last call returned.
     """
 
     def __init__(
@@ -62,9 +62,9 @@ class CompiledStep:
         Args:
           jitted: The jitted step, which may donate its state.
           state: The first state, on the devices.
-          batch: The batch that every step is taken on, on the devices.
-          parts: The parameters and the optimizer's state in it.
-          read_loss: Reads the loss off what a step returns besides its state.
+          batch: The batch of every step, on the devices.
+          parts: The parameters and the optimizer's state in `state`.
+          read_loss: Reads the loss from the metrics that a step returns.
         """
         lowered = jitted.lower(state, batch)
         started = time.perf_counter()
@@ -75,7 +75,7 @@ class CompiledStep:
         self._read_loss = read_loss
 
     def losses(self, num_steps: int) -> list[float]:
-        """Takes steps; returns the loss of each."""
+        """Runs steps; returns the loss of each step."""
         losses = []
         for _ in range(num_steps):
             self.state, metrics = self._compiled(self.state, self._batch)
@@ -83,7 +83,7 @@ class CompiledStep:
         return losses
 
     def block(self, num_steps: int) -> float:
-        """Takes steps; returns how many seconds they took."""
+        """Runs steps; returns the seconds that they took."""
         in_flight: collections.deque[Any] = collections.deque()
         jax.block_until_ready(self.state)
         started = time.perf_counter()
@@ -97,7 +97,7 @@ class CompiledStep:
 
 
 def of_program(program: Program, batch: Batch, *, seed: int = 0) -> CompiledStep:
-    """A program's step, from the state that a seed gives, on a batch of the host's."""
+    """Compiles a program's step, with the state of a seed and a batch on the host."""
     step, state = program.train_step, program.init(jax.random.key(seed))
     return CompiledStep(
         getattr(step, "jitted", step),
@@ -109,25 +109,25 @@ def of_program(program: Program, batch: Batch, *, seed: int = 0) -> CompiledStep
 
 
 def mean_loss(metrics: Any) -> float:
-    """The loss of a step's metrics."""
+    """Returns the loss from a step's metrics."""
     total, number = fetch_metrics(metrics)["loss"]
     return total / number
 
 
 def count(lowered: Any, compiled: Any, parts: Any, compile_seconds: float) -> Counts:
-    """Counts what there is to count of a step.
+    """Makes the `Counts` of a step.
 
     Args:
       lowered: The lowered step.
-      compiled: The compiled one.
-      parts: The parameters and the optimizer's state, arrays or abstract ones.
-      compile_seconds: What compiling took.
+      compiled: The compiled step.
+      parts: The parameters and the optimizer's state, as arrays or abstract arrays.
+      compile_seconds: The seconds that compiling took.
 
     Returns:
       The counts.
 
     Raises:
-      ValueError: The backend does not say how much memory a program needs.
+      ValueError: The backend does not report a program's memory.
     """
     memory = compiled.memory_analysis()
     if memory is None:
@@ -148,5 +148,5 @@ def count(lowered: Any, compiled: Any, parts: Any, compile_seconds: float) -> Co
 
 
 def count_lowered(lowered: Any) -> int:
-    """The operations of a lowered program, as XLA gets it."""
+    """Counts the operations of a lowered program."""
     return sum(" = " in line for line in lowered.as_text().splitlines())

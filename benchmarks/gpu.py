@@ -1,4 +1,4 @@
-"""Accelerators: what a language model reaches of their peak, and what an axis of size 1 costs.
+"""Measures a language model's share of an accelerator's peak, and the cost of an axis of size 1.
 
 python -m benchmarks.gpu [--devices 1] [--layers 24 --hidden_size 2048 --mlp_size 5504 ...]
     [--batch_size 0] [--no-torch] [--no-suite] [--seconds 2] [--rounds 7]
@@ -7,36 +7,34 @@ python -m benchmarks.gpu --tiny     # on a CPU, one device: all but the speed of
 
 One table, whose rows train the same model on the same tokens from the same parameters with AdamW:
 
-- On one device a plain `jax.jit` of the same model and loss, which knows of no mesh, and mode
-  `manual` (FSDP, kept or gathered again, and DP, over an axis of size 1) and mode `auto`. An axis
-  of size 1 must cost nothing: FLOPs, bytes accessed and temporaries of the compiled step may be 2%
-  above those of plain jit, and no collective is left. The command ends with exit code 1 if that
-  does not hold, and says of what. An all-reduce of one device stays in the types of mode `manual`,
-  and XLA's GPU compiler has a pass that removes it. XLA:CPU keeps it, and copies what it reduces:
-  there no all-reduce is held against a step, nor DP, which reduces every gradient, against plain
-  jit.
-- FSDP with each attention that there is, and with logits that are held in place of head and loss in
-  one. One that cannot run, or does not fit, says why.
-- PyTorch's FSDP2, compiled as torchtitan does it, with its flash kernel, in a process for each
-  device, if PyTorch is installed. Nothing is computed again there, so `--remat` is to be none.
+- On one device: a plain `jax.jit` of the same model and loss without a mesh; mode `manual` (FSDP,
+  kept or gathered again, and DP, over an axis of size 1); and mode `auto`. An axis of size 1 must
+  cost nothing: FLOPs, accessed bytes and temporaries of the compiled step may be at most 2% above
+  plain jit, and no collective may be left. Otherwise the command names the excess and ends with
+  exit code 1. The types of mode `manual` need an all-reduce over one device, which XLA's GPU
+  compiler removes. XLA:CPU keeps it, and copies its operand. So on a CPU all-reduces are allowed,
+  and DP, which reduces every gradient, is not compared with plain jit.
+- FSDP with each kind of attention, and with stored logits in place of the fused head and loss. If a
+  row cannot run or does not fit, it contains the reason.
+- PyTorch's FSDP2, compiled as in torchtitan, with its flash kernel, in a process for each device,
+  if PyTorch is installed. It recomputes nothing, so use `--remat none`.
 
-A row that takes longer than `--row_seconds`, or whose process crashes, says so, and the others go
-on in a new process (`benchmarks.gpu_rows`). A row whose losses differ from the first's says so too.
-The exit code is 1 after any of these. The JSON file is written after each row.
+If a row takes longer than `--row_seconds` or its process crashes, the row says so, and the other
+rows run in a new process (`benchmarks.gpu_rows`). A row also says if its losses differ from those
+of the first row. In all these cases the exit code is 1. The JSON file is written after each row.
 
-`--devices` takes more than one; then FSDP is over all of them, and there is no plain jit. Rows are
-measured one after another, so that one has the memory to itself, and the first again at the end.
-With a batch size of 0 the batch is the largest power of two for which FSDP's step fits.
-MFU is held against the vendor's peak (`manualpar.training.monitoring.throughput`); of a device that
-is not known there, such as a CPU, none is given.
+With several `--devices`, FSDP runs over all of them, and there is no plain jit. Only one row uses
+memory at a time, and the first row is measured again at the end. With a batch size of 0 the batch
+is the largest power of two for which FSDP's step fits. MFU is relative to the vendor's peak
+(`manualpar.training.monitoring.throughput`); an unknown device, such as a CPU, has no MFU.
 
-On an accelerator the fast tests run too, at the end, with products in full float32. Those that need
-eight devices skip themselves. `--suite` says which files; nobody has run them on a GPU yet, so
-a failure may be a tolerance.
+On an accelerator the fast tests run too, at the end, with products in full float32. Tests that need
+eight devices are skipped. `--suite` chooses the files. The tests have not been run on a GPU yet, so
+a failure may only be a tolerance.
 
-On a CPU nothing is said of the speed of an accelerator, its kernels, its memory, or whether its
-compiler removes collectives of one device. 2026-11-22, jax 0.10.2, `--tiny` on a CPU: FSDP accesses
-6.0 MiB and has 0.7 MiB of temporaries, as plain jit has (1.000 of both); DP 1.084 and 1.039.
+A run on a CPU does not show the speed, kernels or memory of an accelerator, or whether its compiler
+removes collectives of one device. 2026-11-22, jax 0.10.2, `--tiny` on a CPU: FSDP accesses 6.0 MiB
+and has 0.7 MiB of temporaries, the same as plain jit; DP has 1.084 and 1.039 times as much.
 """
 
 import argparse
@@ -72,7 +70,7 @@ ROOT = Path(__file__).parent.parent
 ALLOWED = 1.02
 SUITE_SECONDS = 7200.0
 COUNTED = ("flops", "accessed", "temporaries")
-# Those that an axis of size 1 is to cost nothing; others have another attention or loss.
+# In these rows an axis of size 1 must cost nothing; other rows have another attention or loss.
 HELD_AGAINST_PLAIN = ("manual fsdp", "manual fsdp, kept", "manual dp")
 HELD_ON_CPU = HELD_AGAINST_PLAIN[:2]
 TINY = {
@@ -92,7 +90,7 @@ TINY = {
 
 
 def excesses(rows: Sequence[Row]) -> list[str]:
-    """What of the manual steps is counted more than 2% above plain jit, a sentence each."""
+    """Returns a sentence for each count of a manual step that is over 2% above plain jit."""
     plain = next((row.counts for row in rows if row.name == PLAIN), None)
     if plain is None:
         return []
@@ -112,7 +110,7 @@ def excesses(rows: Sequence[Row]) -> list[str]:
 
 
 def report_rows(words: str, rows: Sequence[Row], *, tokens: int) -> list[str]:
-    """The table, and what is above what is allowed; `tokens` are those of a step and device."""
+    """Makes the table and lists excesses; `tokens` is the number per step and device."""
     header = [
         "",
         "ms a step",
@@ -173,7 +171,7 @@ def report_rows(words: str, rows: Sequence[Row], *, tokens: int) -> list[str]:
 
 
 def run_suite(files: Sequence[str]) -> str:
-    """Runs tests on the accelerator; returns what pytest says at its end."""
+    """Runs tests on the accelerator; returns pytest's last lines."""
     platforms = jax.default_backend()
     environment = {
         "JAX_PLATFORMS": "cpu" if platforms == "cpu" else f"{_platform(platforms)},cpu",
@@ -198,12 +196,12 @@ def run_suite(files: Sequence[str]) -> str:
 
 
 def _platform(backend: str) -> str:
-    """What `JAX_PLATFORMS` calls a backend."""
+    """Returns the name of a backend in `JAX_PLATFORMS`."""
     return "cuda" if backend == "gpu" else backend
 
 
 def introduction(conditions: Conditions, options: argparse.Namespace) -> list[str]:
-    """What was run on what, and what was not measured."""
+    """Describes the machine, the command, and what was not measured."""
     device = jax.devices()[0]
     missing = " Not measured, because there is no accelerator: the speed of one, MFU, its kernels "
     missing += "and its memory, and what its compiler makes of a collective of one device."
@@ -222,12 +220,12 @@ def introduction(conditions: Conditions, options: argparse.Namespace) -> list[st
 
 
 def _mib(size: float) -> str:
-    """Bytes in MiB."""
+    """Formats bytes in MiB."""
     return f"{size / 2**20:,.1f}"
 
 
 def _parser() -> argparse.ArgumentParser:
-    """The flags."""
+    """Makes the parser of the flags."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     for name, default in (
         ("devices", 1),
@@ -261,7 +259,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures, prints the report and writes it where it is wanted; returns the exit code."""
+    """Measures, prints and writes the report; returns the exit code."""
     parser = _parser()
     if parser.parse_args(argv).tiny:
         parser.set_defaults(**TINY)
@@ -280,8 +278,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         with tempfile.TemporaryDirectory() as folder:
             path, show = Path(folder) / "rows.jsonl", functools.partial(print, "  ", flush=True)
             return watch(command, path, seconds=options.row_seconds, report=show)
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch needs some, too.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")  # JAX takes 75% at most else.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch needs memory too.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")  # JAX's default is 75%.
     if jax.default_backend() == "cpu" and not options.tiny:
         parser.error(
             "jax sees no accelerator here, only CPUs. Run this where there is a GPU and "

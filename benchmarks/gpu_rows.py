@@ -1,4 +1,4 @@
-"""Rows of `benchmarks.gpu`: on disk as soon as they are measured, and with a limit for each.
+"""Writes each row of `benchmarks.gpu` when it is measured, and limits its time.
 
 A step that hangs cannot be ended from within its process, and one that crashes takes the process
 with it. So one process measures the rows, and another watches the file that they are appended to.
@@ -21,24 +21,24 @@ from benchmarks.compiled_steps import Counts
 from benchmarks.results import plain
 from benchmarks.turns import Estimate
 
-# Has the path of the file, in the process that measures.
+# The environment variable with the path of the file, in the process that measures.
 LOG_VARIABLE = "BENCHMARKS_GPU_ROWS"
 POLL_SECONDS = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What was found out about one step.
+    """The results for one step.
 
     Attributes:
-      name: Whose it is.
-      seconds: Of a step, by round.
-      ratio: Of a step's time to that of the first contender in the same round.
-      counts: What was counted of it; `None` of PyTorch's.
-      memory: The most that PyTorch held on a device, in bytes; `None` of the others.
-      mfu: The share of the peak that the model's own operations are; `None` where no peak is known.
-      losses: Of the first steps.
-      problem: What went wrong, or "".
+      name: The name of the contender.
+      seconds: The seconds of a step, by round.
+      ratio: A step's time divided by that of the first contender in the same round.
+      counts: The counts of the step; `None` for PyTorch.
+      memory: PyTorch's peak memory on a device, in bytes; `None` for other contenders.
+      mfu: The model's operations as a share of the device's peak; `None` if the peak is unknown.
+      losses: The losses of the first steps.
+      problem: The error, or "".
     """
 
     name: str
@@ -56,10 +56,10 @@ class RowLog:
     """The file of rows.
 
     Attributes:
-      path: Its path.
-      rows: Those that were measured, or failed, by name.
-      begun: The row that was begun and has not ended, or "".
-      batch_size: The batch size that was found to fit; 0 before that.
+      path: The file's path.
+      rows: The rows that were measured or failed, by name.
+      begun: The name of the row that has begun and not ended, or "".
+      batch_size: The batch size that fits; 0 while it is unknown.
     """
 
     path: Path
@@ -69,7 +69,7 @@ class RowLog:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Reads the file, if there is one; a line without an end is no line."""
+        """Reads the file, if there is one; an unfinished last line is ignored."""
         log = cls(path)
         text = path.read_text(encoding="utf-8") if path.exists() else ""
         for line in text.splitlines(keepends=True):
@@ -78,15 +78,15 @@ class RowLog:
         return log
 
     def begin(self, name: str) -> None:
-        """Notes that a row is measured now."""
+        """Writes that the measurement of a row begins."""
         self._append({"begun": name})
 
     def end(self, row: Row) -> None:
-        """Notes a row, before anything follows from its comparison with others."""
+        """Writes a row, before it is compared with other rows."""
         self._append({"row": dataclasses.asdict(row)})
 
     def note_batch_size(self, size: int) -> None:
-        """Notes the batch size, which takes long to find."""
+        """Writes the batch size, which takes long to find."""
         self._append({"batch_size": size})
 
     def _append(self, entry: dict[str, Any]) -> None:
@@ -107,16 +107,16 @@ class RowLog:
 def watch(
     command: Sequence[str], path: Path, *, seconds: float, report: Callable[[str], None]
 ) -> int:
-    """Runs the command that measures rows, again after each row that did not end.
+    """Runs the command that measures rows, and starts it again after a row that did not end.
 
     Args:
       command: The command. It finds the path of the file in `LOG_VARIABLE`.
-      path: Where the file of rows is to be.
-      seconds: How long a row may take.
-      report: Is called with a sentence about each row that did not end.
+      path: The path of the file of rows.
+      seconds: The longest time of a row.
+      report: Called with a sentence about each row that did not end.
 
     Returns:
-      The exit code of the command that came to its end; 1 in place of 0 if a row did not.
+      The exit code of the command that ended by itself; 1 in place of 0 if a row did not end.
     """
     are_all_ended = True
     while True:
@@ -147,7 +147,7 @@ def _run(command: Sequence[str], path: Path, seconds: float) -> int | None:
             time.sleep(POLL_SECONDS)
         return child.returncode
     finally:
-        # PyTorch's processes as well.
+        # This ends PyTorch's processes too.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
         child.wait()

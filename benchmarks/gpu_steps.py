@@ -1,8 +1,8 @@
-"""Steps of one language model on accelerators, one contender after another.
+"""Measures steps of one language model on accelerators, one contender after another.
 
 Every contender trains the same model from the same parameters on the same tokens with AdamW. Only
-one of them holds memory at a time, so that a model may be as large as one of them has room for; the
-first is measured again at the end, and shows how far the machine has drifted.
+one contender uses memory at a time, so that the model may be as large as one contender can train.
+The first is measured again at the end, which shows how far the machine has drifted.
 """
 
 import argparse
@@ -41,7 +41,7 @@ SHAPE = ("vocab_size", "num_layers", "hidden_size", "num_heads", "num_kv_heads",
 
 
 def loss_of_logits(params: Any, apply_fn: Any, batch: Batch, rng: jax.Array) -> Any:
-    """The same loss of logits that are held: the model is given no labels."""
+    """Computes the same loss from stored logits, because the model gets no labels."""
     return language_model_loss(params, lambda *args, **more: apply_fn(*args, **more), batch, rng)
 
 
@@ -50,10 +50,10 @@ class Contender:
     """A program of this package.
 
     Attributes:
-      builder: What builds it.
-      options: Those of the builder.
-      attention: The model's; `None` for that of the command.
-      loss_fn: Its loss.
+      builder: The builder of the program.
+      options: The builder's options.
+      attention: The kind of attention; `None` for the kind that the command chooses.
+      loss_fn: The loss function.
     """
 
     builder: Callable[..., Program]
@@ -78,7 +78,7 @@ CONTENDERS: Mapping[str, Contender] = {
 
 
 def make_model_workload(options: argparse.Namespace, batch_size: int) -> Workload:
-    """The language model that the flags describe."""
+    """Makes the language model that the flags describe."""
     size = (batch_size, options.sequence_length + 1)
     tokens = np.random.default_rng(0).integers(0, options.vocab_size, size).astype(np.int32)
     model = Transformer(
@@ -110,7 +110,7 @@ def make_model_workload(options: argparse.Namespace, batch_size: int) -> Workloa
 
 
 def build(workload: Workload, name: str, *, devices: int = 1) -> Program:
-    """One of `CONTENDERS` on the first devices."""
+    """Builds one of `CONTENDERS` on the first devices."""
     contender, model = CONTENDERS[name], workload.model
     assert isinstance(model, Transformer)
     if contender.attention is not None:
@@ -126,10 +126,10 @@ def build(workload: Workload, name: str, *, devices: int = 1) -> Program:
 
 
 def largest_batch(options: argparse.Namespace) -> int:
-    """The largest power of two for which the first program's step fits, times the devices.
+    """Finds the largest batch that fits: a power of two, times the number of devices.
 
     Raises:
-      ValueError: The device does not say how much memory it has; or not one sequence fits.
+      ValueError: The device does not report its memory, or a single sequence does not fit.
     """
     stats = jax.devices()[0].memory_stats() or {}
     if "bytes_limit" not in stats:
@@ -146,7 +146,7 @@ def largest_batch(options: argparse.Namespace) -> int:
 
 
 def _need(options: argparse.Namespace, batch_size: int) -> float:
-    """The bytes of a device that the state and the step of the first program take."""
+    """Returns the bytes of the first program's state and step on a device."""
     workload = make_model_workload(options, batch_size)
     program = build(workload, "manual fsdp", devices=options.devices)
     lowered = program.train_step.lower(program.abstract_state, program.abstract_batch)
@@ -156,7 +156,7 @@ def _need(options: argparse.Namespace, batch_size: int) -> float:
 
 
 def first_parameters(workload: Workload) -> dict[str, np.ndarray]:
-    """The parameters that all begin with, by their paths, layer by layer."""
+    """Returns the initial parameters of all contenders, by path, layer by layer."""
     model: Any = workload.model
     key = jax.random.split(jax.random.key(0))[0]  # As a program's `init` splits it.
     params = jax.jit(model.init)(key, workload.batch.inputs[:1])["params"]
@@ -172,7 +172,7 @@ def first_parameters(workload: Workload) -> dict[str, np.ndarray]:
 
 
 def start_torch(options: argparse.Namespace, workload: Workload, files: Path) -> ProcessGroup:
-    """Starts a process a device that trains the same model in PyTorch, from the same parameters."""
+    """Starts a process for each device, which trains the same model in PyTorch."""
     batch = {"batch.inputs": workload.batch.inputs, "batch.labels": workload.batch.labels}
     np.savez(files, **first_parameters(workload), **batch)  # type: ignore[arg-type]
     settings = {
@@ -197,13 +197,13 @@ def measure(
 ) -> list[Row]:
     """Compiles and times all steps that are not in `log` yet, one contender at a time.
 
-    `keep` is called with all rows so far after each of them. A row whose losses are not those of
-    the first is no training of the same model; its `problem` says so.
+    After each row `keep` is called with all rows so far. If a row's losses differ from those of the
+    first row, it does not train the same model, and its `problem` says so.
     """
     chosen = [name for name in CONTENDERS if name in options.contenders]
     names = [PLAIN, *chosen] if options.devices == 1 else chosen
     in_order = (*names, AGAIN, TORCH)
-    # PyTorch is the first, because JAX keeps what memory it once had.
+    # PyTorch is first, because JAX does not give memory back.
     for name in [*([TORCH] if options.torch else []), *names, AGAIN]:
         if name in log.rows:
             continue
@@ -213,13 +213,13 @@ def measure(
                 row = _measure_torch(options, workload, files)
             else:
                 row = _measure(options, workload, names[0] if name == AGAIN else name)
-        except (ValueError, RuntimeError) as error:  # It cannot run, or does not fit.
+        except (ValueError, RuntimeError) as error:  # The step cannot run, or does not fit.
             row = Row(name, problem=_reason(error))
         log.end(dataclasses.replace(row, name=name))
         compiled = f", compiled in {row.counts.compile_seconds:.1f} s" if row.counts else ""
         step = f"{1e3 * statistics.median(row.seconds):.2f} ms a step" if row.seconds else ""
         report(f"{name}: {step}{compiled}{row.problem}")
-        gc.collect()  # The next one needs the memory.
+        gc.collect()  # The next contender needs the memory.
         keep([log.rows[name] for name in in_order if name in log.rows])
     return _finished(
         [_compared(log.rows[one], log) for one in in_order if one in log.rows], options
@@ -227,9 +227,9 @@ def measure(
 
 
 def _compared(row: Row, log: RowLog) -> Row:
-    """The row, with a problem if its losses are not those of the first row that has any."""
+    """Returns the row, with a problem if its losses differ from the first row's losses."""
     first = next((one for one in log.rows.values() if one.losses and one.name != TORCH), None)
-    # In bfloat16; another model would be far off.
+    # The tolerance is for bfloat16; another model would be far off.
     if first is None or not row.losses or np.allclose(row.losses, first.losses, rtol=1e-2):
         return row
     here, there = ([round(x, 4) for x in one.losses] for one in (row, first))
@@ -237,21 +237,21 @@ def _compared(row: Row, log: RowLog) -> Row:
 
 
 def _reason(error: Exception) -> str:
-    """What went wrong, in a line: of a traceback of another process that is the last one."""
+    """Returns the error in one line: the last line of another process's traceback."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     is_process = "has ended:" in lines[0]
     return lines[-1 if is_process else 0].strip()[:200]
 
 
 def _measure(options: argparse.Namespace, workload: Workload, name: str) -> Row:
-    """A step's row; the state is gone when this returns or raises."""
+    """Measures a step's row; the state is deleted when this returns or raises."""
     step = _step(workload, name, options.devices)
     losses = tuple(map(float, step.losses(3)))
     return Row(name, _rounds(options, step.block), counts=step.counts, losses=losses)
 
 
 def _measure_torch(options: argparse.Namespace, workload: Workload, files: Path) -> Row:
-    """PyTorch's row."""
+    """Measures PyTorch's row."""
     with start_torch(options, workload, files) as group:
         losses = group.ask("losses", steps=3)[0]["losses"]
         seconds = _rounds(options, group.block)
@@ -269,13 +269,13 @@ def _step(workload: Workload, name: str, devices: int) -> CompiledStep:
 
 
 def _rounds(options: argparse.Namespace, block: Block) -> tuple[float, ...]:
-    """The seconds of a step in each round, after one that is not counted."""
+    """Returns the seconds of a step in each round, after one round that is not counted."""
     steps = max(1, math.ceil(options.seconds / (block(2) / 2)))
     return tuple(block(steps) / steps for _ in range(options.rounds))
 
 
 def _finished(rows: Sequence[Row], options: argparse.Namespace) -> list[Row]:
-    """The rows with what follows from their times."""
+    """Returns the rows with ratios and MFU."""
     workload = make_model_workload(options, options.batch_size)
     assert isinstance(workload.model, Transformer)
     flops = flops_per_token(workload.model, options.sequence_length) * workload.batch.inputs.size

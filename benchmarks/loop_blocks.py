@@ -1,8 +1,8 @@
-"""Blocks of training steps of a config, by its training loop or by a bare one, timed.
+"""Times blocks of a config's training steps, in its training loop or in a bare loop.
 
-A block begins with nothing on the devices' queues and its first batch read, and ends when its last
-state is there. So neither what a loop does once in a run counts, nor what a shorter queue puts off.
-All blocks go on with the same state, and all batches are those of the run.
+A block begins with empty device queues and its first batch read, and ends when its last state is
+ready. So it does not include what a loop does once in a run, and no work is left in a queue. Each
+block continues from the state of the last block, and the batches are the run's batches.
 """
 
 import collections
@@ -35,17 +35,17 @@ from manualpar.training.recorder import Recorder
 from manualpar.training.trainer import Trainer
 from manualpar.training.workdir import START, Position
 
-SAVED_AFTER = 1  # Of the steps of a block that saves.
+SAVED_AFTER = 1  # The step of a block after which it saves.
 
 Source = Literal["one batch", "pipeline"]
 Show = Literal["lines", "bar"]
 
 
 class Batches(Iterator[Batch]):
-    """Batches for a block, the first of them read; it says when that was asked for."""
+    """The batches of a block, whose first batch is read in advance; records when it is taken."""
 
     def __init__(self, batches: Iterator[Batch]) -> None:
-        """Reads the first one."""
+        """Reads the first batch."""
         self._source = batches
         self._batches = itertools.chain([next(batches)], batches)
         self.started: float | None = None
@@ -56,18 +56,18 @@ class Batches(Iterator[Batch]):
         return next(self._batches)
 
     def close(self) -> None:
-        """Ends the reading ahead."""
+        """Stops reading ahead."""
         if callable(close := getattr(self._source, "close", None)):
             close()
 
 
 class Times(NamedTuple):
-    """A block of the training loop.
+    """The times of a block of the training loop.
 
     Attributes:
-      seconds: What it took, until all that was saved was on disk.
-      blocked: How many of them the loop waited for its saver to let it go on.
-      saved_at: When it did, by the clock on the wall.
+      seconds: The seconds until the last state is ready and all saved files are on disk.
+      blocked: The seconds that the loop waited for its save.
+      saved_at: The time when it stopped waiting, by the wall clock.
     """
 
     seconds: float
@@ -76,23 +76,23 @@ class Times(NamedTuple):
 
 
 class FinishError(Exception):
-    """The last step of a block is done: ends a loop before it tests what it has trained."""
+    """Raised after the last step of a block, to end a loop before it evaluates."""
 
 
 class FinishLine:
-    """A hook in the place of the one that saves: it saves one step, and ends a block.
+    """Takes the place of the hook that saves: saves one step, and ends a block.
 
     Attributes:
-      finished: When the last state was there and all that was saved was on disk.
-      state: That state.
-      blocked: How many seconds the loop waited for the save.
-      saved_at: When it did, by the clock on the wall.
+      finished: The time when the last state was ready and all saved files were on disk.
+      state: The last state.
+      blocked: The seconds that the loop waited for the save.
+      saved_at: The time when it stopped waiting, by the wall clock.
     """
 
     def __init__(self, num_steps: int, trainer: Trainer, save_as: int | None) -> None:
-        """Takes the number of steps, and as which step to save the state after `SAVED_AFTER`.
+        """Stores the number of steps, and the step number under which to save.
 
-        Blocks have the same steps, so a checkpoint needs a number of its own.
+        All blocks count the same steps, so each checkpoint needs a different number.
         """
         self._num_steps = num_steps
         self._trainer = trainer
@@ -102,7 +102,7 @@ class FinishLine:
         self.blocked = self.saved_at = 0.0
 
     def __call__(self, state: TrainState, position: Position) -> None:
-        """Saves, or ends the block."""
+        """Saves after `SAVED_AFTER`, and ends the block after its last step."""
         self._trainer.cluster.should_stop(position.step)
         if self._save_as is not None and position.step == SAVED_AFTER:
             started = time.perf_counter()
@@ -118,16 +118,16 @@ class FinishLine:
 
 
 class Bench:
-    """A config's program with a state, and where blocks of it write. Use it as a context manager.
+    """A config's program, its state, and the folder of its blocks; a context manager.
 
     Attributes:
-      experiment: What the config describes.
+      experiment: The experiment that the config describes.
       compiled: The training step, compiled ahead of time.
-      jitted: The training step as it is jitted, with nothing of ours around it.
+      jitted: The jitted training step, without this package's code around it.
       batch: A batch on the devices.
       state: The state after all blocks so far.
-      state_bytes: Its size, counted once.
-      folder: Where to write.
+      state_bytes: The size of the state; a replicated array counts once.
+      folder: The folder to write to.
     """
 
     def __init__(self, config_path: Path, folder: Path) -> None:
@@ -145,22 +145,22 @@ class Bench:
         self._position = 0
         with contextlib.closing(self._read()) as batches:
             self.batch = jax.block_until_ready(next(batches))
-        # The first step of each compiles, or loads what was compiled.
+        # The first call of each step compiles, or loads a compiled program.
         for step in (self.compiled, program.train_step):
             self.state, _ = jax.block_until_ready(step(self.state, self.batch))
 
     def bare(self, step: Any, num_steps: int, *, source: Source = "one batch") -> float:
-        """Takes steps with nothing around them.
+        """Runs steps in a bare loop.
 
         Args:
-          step: What to call.
-          num_steps: How often.
-          source: Where its batches come from.
+          step: The function to call.
+          num_steps: The number of calls.
+          source: The source of the batches.
 
         Returns:
-          How many seconds it took.
+          The seconds that the block took.
         """
-        # As many computations at once as there may be on simulated devices, see `dispatch`.
+        # Simulated devices may run only a limited number of computations at once, see `dispatch`.
         is_limited = getattr(self.program.train_step, "is_limited", False)
         in_flight: collections.deque[Any] = collections.deque()
         metrics: Any = None
@@ -187,16 +187,16 @@ class Bench:
         show: Show = "lines",
         saver: tuple[Checkpoints, int] | None = None,
     ) -> Times:
-        """Takes steps as a run takes them: recorded, written down, shown and watched.
+        """Runs steps as a run does: with records, files, progress and monitoring.
 
         Args:
-          num_steps: How many.
-          source: Where its batches come from.
-          show: Whether as in a file or as in a terminal.
-          saver: The checkpoints that the state after `SAVED_AFTER` goes to, and as which step.
+          num_steps: The number of steps.
+          source: The source of the batches.
+          show: Whether progress is shown as in a file or as in a terminal.
+          saver: The checkpoints to save to after `SAVED_AFTER`, and the step number to save under.
 
         Returns:
-          How long it took.
+          The times of the block.
         """
         terminal = show == "bar"
         console = rich.console.Console(file=io.StringIO(), width=120, force_terminal=terminal)
@@ -208,7 +208,7 @@ class Bench:
             batches = self.batches(source)
 
             class Block(Trainer):
-                """Has read its first batch already."""
+                """A trainer that has read its first batch already."""
 
                 def read_from(self, examples: int) -> Any:
                     return batches
@@ -237,11 +237,11 @@ class Bench:
         return Times(line.finished - batches.started, line.blocked, line.saved_at)
 
     def batches(self, source: Source) -> Batches:
-        """Batches from the pipeline, as a run reads them, or the same one without end."""
+        """Returns batches from the pipeline, as in a run, or one batch again and again."""
         return Batches(itertools.repeat(self.batch) if source == "one batch" else self._read())
 
     def _read(self) -> Any:
-        """The pipeline, from where no block has begun."""
+        """Returns the pipeline, at a position that no block has used."""
         batch_size = self.config.data.batch_size
         self._position += batch_size
         return train_batches(
@@ -254,7 +254,7 @@ class Bench:
         )
 
     def _recorder(self, progress: TrainingProgress) -> Recorder:
-        """What takes the metrics in, as a run has it."""
+        """Makes the recorder of metrics, as a run does."""
         task = self.experiment.task
         throughput = Throughput(
             examples_per_step=self.config.data.batch_size,

@@ -1,7 +1,7 @@
-"""Inputs that no command can follow, by class: what is typed, config files, values, data.
+"""Malformed inputs, by class: arguments, config files, values, data.
 
-Every case says what the one sentence that answers it has to name. `fields` goes through all fields
-of the configs and gives each some values of the wrong type or size; the other classes are lists.
+Every case lists the words that the error message must contain. The class `fields` gives each field
+of the configs some values of a wrong type or size. The other classes are lists.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from manualpar.training.config import FIELDS, MODEL_FIELDS, Field
 ROOT = Path(__file__).parent.parent
 CONFIGS = ROOT / "configs"
 SMALL = ("--config.model.hidden_size=16", "--config.model.num_layers=1")
-# Of each kind of field, what it is not; whatever else is out of range follows from the field.
+# Wrong values for each type of field; values out of range follow from the field.
 WRONG: dict[type, tuple[Any, ...]] = {
     int: (None, "7", 1.5, True, (1,), math.nan, b"7"),
     float: (None, "x", math.nan, math.inf, 1e300, [1.0]),
@@ -28,14 +28,14 @@ WRONG: dict[type, tuple[Any, ...]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """An input.
+    """A malformed input.
 
     Attributes:
-      kind: The class that it counts for.
-      name: What is wrong with it.
+      kind: The class of the input.
+      name: A description of the mistake.
       module: The command, a module with a `main`.
-      arguments: What follows the command's name.
-      names: What the answer has to contain.
+      arguments: The arguments of the command.
+      names: The words that the answer must contain.
     """
 
     kind: str
@@ -46,14 +46,14 @@ class Case:
 
 
 def field_cases(folder: Path) -> Iterator[Case]:
-    """Every field of the configs with values that it cannot have, set by a config file."""
+    """Yields a config file for every field of the configs and each of its wrong values."""
     fields = {**MODEL_FIELDS["transformer"], **FIELDS, **MODEL_FIELDS["classifier"]}
     for number, (name, field) in enumerate(fields.items()):
         base = "fsdp" if name in FIELDS or name in MODEL_FIELDS["classifier"] else "fsdp_lm"
         for index, value in enumerate([*WRONG[field.kind], *_out_of_range(field)]):
             path = folder / f"field_{number}_{index}.py"
             path.write_text(_config_text(base, name, value))
-            # Of a config whose model has another name other fields are unknown.
+            # If the model's name is wrong, the config's other fields are unknown too.
             names = "config." if name == "model.name" else f"config.{name}"
             yield Case(
                 "fields", f"{name}={value!r}", "experiments.fsdp", (f"--config={path}",), names
@@ -61,7 +61,7 @@ def field_cases(folder: Path) -> Iterator[Case]:
 
 
 def _out_of_range(field: Field) -> Iterator[Any]:
-    """Values of the right type that are too small, too large or unknown."""
+    """Returns values of the right type that are too small, too large or unknown."""
     if field.minimum is not None:
         yield field.minimum - 1
     if field.below is not None:
@@ -72,7 +72,7 @@ def _out_of_range(field: Field) -> Iterator[Any]:
 
 
 def _config_text(base: str, name: str, value: Any) -> str:
-    """A config file that is another one but for a value."""
+    """Writes a copy of a config file with one value changed."""
     *groups, last = name.split(".")
     return f"""from configs import {base}
 from math import inf, nan
@@ -88,7 +88,7 @@ def get_config():
 def fsdp_case(
     kind: str, named: str, *arguments: str, names: str = "", config: str = "fsdp"
 ) -> Case:
-    """A case for `experiments.fsdp`; it has to name its last argument's flag if nothing else."""
+    """Makes a case for `experiments.fsdp`; by default its answer must name the last flag."""
     flag = arguments[-1].split("=")[0].lstrip("-")
     own = (
         ()
@@ -99,7 +99,7 @@ def fsdp_case(
 
 
 def size_cases(folder: Path) -> Iterator[Case]:
-    """What fits no memory, or would be traced for days."""
+    """Yields sizes that fit no memory, or whose tracing would take days."""
     del folder
     for name, value in (
         ("data.batch_size", 8 * 10**8),
@@ -145,7 +145,7 @@ def size_cases(folder: Path) -> Iterator[Case]:
 
 
 def flag_cases(folder: Path) -> Iterator[Case]:
-    """What is typed after the command's name."""
+    """Yields wrong arguments of commands."""
     del folder
     for name in ("seed", "data.batch_size", "optimizer.learning_rate", "training.num_steps"):
         for text in ("", "nan!", "1e", "--", "0x", "1,5", "٣,", "1\0", "None"):

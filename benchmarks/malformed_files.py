@@ -1,4 +1,4 @@
-"""Inputs that no command can follow, second part: files and folders, and other commands."""
+"""Malformed inputs, second part: files and folders, and other commands."""
 
 import json
 import math
@@ -15,7 +15,7 @@ from benchmarks.malformed_programs import program_cases
 
 
 def make_cases(folder: Path) -> list[Case]:
-    """Makes all cases; the files that they name are written into an empty folder."""
+    """Makes all cases, and writes the files that they name into an empty folder."""
     makers: tuple[Callable[[Path], Iterator[Case]], ...] = (
         field_cases,
         size_cases,
@@ -33,7 +33,7 @@ def make_cases(folder: Path) -> list[Case]:
 
 
 def _config_file_cases(folder: Path) -> Iterator[Case]:
-    """Files that are named by `--config`."""
+    """Yields malformed files for `--config`."""
     texts: dict[str, str | bytes] = {
         "empty": "",
         "import": "import nothing_such\n",
@@ -89,12 +89,12 @@ def _config_file_cases(folder: Path) -> Iterator[Case]:
 
 
 def _language(kind: str, name: str, *arguments: str, names: str) -> Case:
-    """A case of a small language model."""
+    """Makes a case with a small language model."""
     return fsdp_case(kind, name, *arguments, names=names, config="fsdp_lm")
 
 
 def _text_cases(folder: Path) -> Iterator[Case]:
-    """Paths of text."""
+    """Yields wrong paths of text."""
     (folder / "text").mkdir()
     (folder / "text" / "empty.txt").touch()
     (folder / "one.txt").write_text("x")
@@ -111,7 +111,7 @@ def _text_cases(folder: Path) -> Iterator[Case]:
 
 
 def _tokenizer_cases(folder: Path) -> Iterator[Case]:
-    """Tokenizer files, with text to encode."""
+    """Yields malformed tokenizer files, with text to encode."""
     (folder / "good.txt").write_text("the quick brown fox\n" * 2000)
     model: dict[str, Any] = {
         "version": "1.0",
@@ -163,7 +163,7 @@ def _tokenizer_cases(folder: Path) -> Iterator[Case]:
 
 
 def _token_folder_cases(folder: Path) -> Iterator[Case]:
-    """Folders of token files whose description, or files, are not as they should be."""
+    """Yields folders of token files with a malformed description or malformed files."""
     part = {"tokens": 2000, "bytes": 1990, "documents": 9, "blake2b": "0" * 16}
     good: dict[str, Any] = {
         "version": 1,
@@ -253,7 +253,7 @@ def _token_folder_cases(folder: Path) -> Iterator[Case]:
 
 
 def _workdir_cases(folder: Path) -> Iterator[Case]:
-    """Folders to write to."""
+    """Yields wrong folders to write to."""
     for path in (
         "/etc/passwd",
         "/etc/passwd/x",
@@ -267,7 +267,7 @@ def _workdir_cases(folder: Path) -> Iterator[Case]:
 
 
 def _other_command_cases(folder: Path) -> Iterator[Case]:
-    """The arguments that other commands have of their own."""
+    """Yields wrong arguments of other commands."""
     lm, fsdp = f"--config={CONFIGS / 'fsdp_lm.py'}", f"--config={CONFIGS / 'fsdp.py'}"
     (folder / "budget.toml").write_text("[")
     (folder / "ledger.json").write_text("[" * 10**5)

@@ -1,13 +1,13 @@
-"""Gives the commands inputs that nobody can follow, and judges their answers.
+"""Gives malformed inputs to the commands, and judges their answers.
 
 python -m benchmarks.malformed_inputs [--only CLASS,CLASS] [--list] [--jobs 2]
 
-An answer survives if the command ends with exit code 2, or 6 where a file is damaged, having
-written to standard error one line, which begins with `error: ` and names what is wrong; if there is
-no traceback, if nothing was compiled, and if it kept within the bounds below. The inputs are those
-of `malformed_cases`, `malformed_files` and `malformed_models`. Each runs in a fork of one
-interpreter that has imported everything, so that an answer takes a moment. Exit code 1 if any falls
-short.
+An answer survives if the command ends with exit code 2, or with 6 for a damaged file. It must write
+one line to standard error, which begins with `error: ` and names the mistake. There must be no
+traceback and no compilation, and the command must stay within the bounds below. The inputs come
+from `malformed_cases`, `malformed_files` and `malformed_models`. Each input runs in a fork of one
+interpreter that has imported everything, so that it is fast. The exit code is 1 if an answer does
+not survive.
 """
 
 import argparse
@@ -32,22 +32,22 @@ from benchmarks.malformed_cases import Case
 from benchmarks.malformed_files import make_cases
 
 CPU_SECONDS = 30
-WALL_SECONDS = 300  # A machine that is busy with other things may take its time.
+WALL_SECONDS = 300  # Generous, because the machine may be busy.
 RESIDENT_BYTES = 2**30
-ADDRESS_BYTES = 2**35  # Simulated devices and their threads only reserve most of it.
+ADDRESS_BYTES = 2**35  # Most of this is only reserved, by simulated devices and their threads.
 ALLOWED_CODES = (2, 6)
 
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What a command did.
+    """The answer of a command.
 
     Attributes:
-      code: Its exit code, negative for a signal.
-      output: What it wrote to standard output.
-      error: What it wrote to standard error.
-      compiled: How many programs were compiled.
-      resident: The most memory it had, in bytes.
+      code: The exit code; negative for a signal.
+      output: The text on standard output.
+      error: The text on standard error.
+      compiled: The number of compiled programs.
+      resident: The peak resident memory, in bytes.
     """
 
     code: int
@@ -58,7 +58,7 @@ class Answer:
 
 
 def shortcomings(case: Case, answer: Answer) -> list[str]:
-    """What is wrong with an answer; nothing if it survives."""
+    """Returns the faults of an answer; an empty list if it survives."""
     lines = answer.error.splitlines()
     checks = {
         f"exit code {answer.code}": answer.code in ALLOWED_CODES,
@@ -98,7 +98,7 @@ def ask(case: Case, folder: Path) -> Answer:
 
 
 def _answer(case: Case, folder: Path, paths: dict[str, Path]) -> None:
-    """Is the command, and ends the process."""
+    """Runs the command in the forked process, and ends the process."""
     code = 1
     try:
         os.chdir(folder)
@@ -118,7 +118,7 @@ def _answer(case: Case, folder: Path, paths: dict[str, Path]) -> None:
 
 
 def count_compilations(path: Path) -> None:
-    """Appends a byte to a file for each program that is compiled from now on, and when it is."""
+    """From now on, appends a byte to a file whenever a program is compiled."""
 
     def note(event: str, duration_secs: float, **more: str | int) -> None:
         del duration_secs, more
@@ -131,7 +131,7 @@ def count_compilations(path: Path) -> None:
 
 
 def _main_of(module: str) -> Callable[[], int | None]:
-    """What a command runs: its `main`, or else the file, as `python -m` does."""
+    """Returns the function that runs a command: its `main`, or its file as `python -m` does."""
     found = importlib.import_module(module)
 
     def run() -> None:
@@ -142,7 +142,7 @@ def _main_of(module: str) -> Callable[[], int | None]:
 
 
 def _call(main: Callable[[], int | None]) -> int:
-    """The exit code that a process would have."""
+    """Returns the exit code that a process would have."""
     try:
         return main() or 0
     except SystemExit as error:
@@ -153,7 +153,7 @@ def _call(main: Callable[[], int | None]) -> int:
 
 
 def main() -> int:
-    """Runs the cases and prints how many were tried and survived, by class."""
+    """Runs the cases, and prints how many were tried and survived in each class."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.malformed_inputs", description=__doc__
     )

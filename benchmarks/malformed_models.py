@@ -1,7 +1,7 @@
-"""Inputs that no command can follow, third part: directories of models that anybody may have made.
+"""Malformed inputs, third part: directories of models from strangers.
 
-What a `config.json` says is refused before anything is allocated for it, whatever has the name of a
-file is opened only if it is one, and names out of files do not reach a terminal as they are.
+A wrong `config.json` must be refused before anything is allocated for it. Only regular files may be
+opened. Names from files must be escaped before they reach a terminal.
 """
 
 import json
@@ -37,7 +37,7 @@ DOTS: Mapping[str, Any] = {
     "n_shared_experts": 1,
     "first_k_dense_replace": 1,
 }
-TOO_LARGE = "1e400"  # Written without quotes, and read as infinity.
+TOO_LARGE = "1e400"  # In JSON this is a number, which Python reads as infinity.
 INTEGERS: tuple[Any, ...] = (
     0,
     -1,
@@ -53,7 +53,7 @@ INTEGERS: tuple[Any, ...] = (
     {},
 )
 MANY = 10**6
-# These are what some fields say, and nothing that there is memory for.
+# A valid value of some fields, for which no machine has enough memory.
 LARGE = 2**31 - 1
 FLOATS: tuple[Any, ...] = (0, -1, 10**399, TOO_LARGE, True, "x", [])
 MAY_BE_0 = ("n_shared_experts", "first_k_dense_replace")
@@ -61,7 +61,7 @@ ESCAPE = "\x1b]0;owned\x07\x1b[2J"
 
 
 def model_cases(folder: Path) -> Iterator[Case]:
-    """Directories of models."""
+    """Yields malformed directories of models."""
     models = folder / "models"
     models.mkdir()
     yield from _configs(models)
@@ -80,7 +80,7 @@ def _case(directory: Path, name: str, names: str) -> Case:
 
 
 def _make(directory: Path, config: Mapping[str, Any] = LLAMA) -> Path:
-    """A directory whose files are right but for the config, with one tensor of many."""
+    """Writes a directory with a wrong config, right files, and only one tensor."""
     directory.mkdir()
     text = json.dumps(config).replace(f'"{TOO_LARGE}"', TOO_LARGE)
     (directory / "config.json").write_text(text)
@@ -121,7 +121,7 @@ def _configs(models: Path) -> Iterator[Case]:
 
 
 def _files(models: Path) -> Iterator[Case]:
-    """What has the name of a file is none."""
+    """Yields directories in which the name of a file belongs to something else."""
     index = "model.safetensors.index.json"
 
     def make_fifo_behind_link(path: Path) -> None:
@@ -144,7 +144,7 @@ def _files(models: Path) -> Iterator[Case]:
 
 
 def _tensors(models: Path) -> Iterator[Case]:
-    """Files of tensors that are files."""
+    """Yields malformed files of tensors."""
     path = _make(models / "many") / "model.safetensors"
     write_tensors(path, {f"t{number}": [0] for number in range(MANY)})
     yield _case(path.parent, "a million tensors", "header")

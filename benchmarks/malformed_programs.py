@@ -1,7 +1,7 @@
-"""Inputs that no command can follow, third part: programs that come with models.
+"""Malformed inputs, fourth part: programs that come with models.
 
-Templates of chats and tokenizers are programs. These do not end, or fill the memory, for chats and
-texts like any others.
+Chat templates and tokenizers are programs. The programs here run without end or fill the memory,
+for ordinary chats and texts.
 """
 
 import json
@@ -47,7 +47,7 @@ TEMPLATES = {
 
 
 def words(*, unknown: str = "a", **parts: Any) -> dict[str, Any]:
-    """The content of a `tokenizer.json` with hardly any words, and the parts that are given."""
+    """Returns the content of a small `tokenizer.json`, with the given parts."""
     added = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     vocabulary = {"<s>": 0, "a": 1}
     return {
@@ -65,12 +65,12 @@ def words(*, unknown: str = "a", **parts: Any) -> dict[str, Any]:
 
 
 def replacing(pattern: str, content: str, kind: str = "String") -> dict[str, Any]:
-    """A normalizer, or a decoder, that replaces a text."""
+    """Returns a normalizer or decoder that replaces a text."""
     return {"type": "Replace", "pattern": {kind: pattern}, "content": content}
 
 
 def splitting(pattern: str) -> dict[str, Any]:
-    """A pre-tokenizer that splits by a regular expression."""
+    """Returns a pre-tokenizer that splits by a regular expression."""
     return {
         "type": "Split",
         "pattern": {"Regex": pattern},
@@ -108,7 +108,7 @@ TOKENIZERS: dict[str, dict[str, Any]] = {
 
 
 def program_cases(folder: Path) -> Iterator[Case]:
-    """Templates and tokenizers, with a chat and a text to encode."""
+    """Yields templates and tokenizers, with a chat or a text to encode."""
     data = folder / "chats.jsonl"
     roles = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "a"})
     data.write_text((json.dumps({"messages": roles}) + "\n") * 99)

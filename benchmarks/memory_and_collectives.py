@@ -1,12 +1,12 @@
-"""What a step holds and sends under every strategy, counted and not timed.
+"""Counts the memory and the collectives of a step under every strategy, without timing.
 
 python -m benchmarks.memory_and_collectives [--devices 1 2 4 8] [--models unrolled scanned]
 
 The numbers come from the layout (bytes of parameters and optimizer state on a device), from the
 compiled step (temporary bytes on a device) and from the traced one (bytes that a device sends, and
-collectives of a step, those of a scan counted once for each of its iterations). They are the same
-on every run. What is gathered again for the backward pass XLA:CPU merges with what was gathered
-before, unless a loop is between: so the temporaries of the unrolled model do not show it.
+collectives of a step, where a collective in a scan counts once for each iteration). They are the
+same in every run. Outside of loops, XLA:CPU merges the gathers of the backward pass with the
+gathers of the forward pass. So the temporaries of the unrolled model do not show the second gather.
 """
 
 import argparse
@@ -35,13 +35,13 @@ STRATEGIES: dict[str, functools.partial[Program]] = {
 
 
 class Layer(nn.Module):
-    """A layer as `nn.scan` takes it."""
+    """A layer for `nn.scan`."""
 
     width: int
 
     @nn.compact
     def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:
-        """`[B, width] -> [B, width]`, and nothing."""
+        """Maps `[B, width]` to `[B, width]`; the second result is `None`."""
         return nn.silu(nn.Dense(self.width)(x)), None
 
 
@@ -53,7 +53,7 @@ class ScannedClassifier(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
-        """`[B, D] -> [B, 10]`."""
+        """Maps `[B, D]` to logits `[B, 10]`."""
         del train
         layers = nn.scan(
             Layer,
@@ -72,7 +72,7 @@ MODELS = {
 
 
 def build(strategy: str, model: str, num_devices: int) -> Program:
-    """A classifier, batch 512, AdamW, in float32."""
+    """Builds a program of a classifier: batch 512, AdamW, float32."""
     groups = {"replica": 2} if strategy.startswith("hsdp") else {}
     return STRATEGIES[strategy](
         MODELS[model],
@@ -87,7 +87,7 @@ def build(strategy: str, model: str, num_devices: int) -> Program:
 
 
 def measure(program: Program) -> list[str]:
-    """A row of the table."""
+    """Returns a row of the table."""
     traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
     lowered = traced.lower()
     memory = lowered.compile().memory_analysis()

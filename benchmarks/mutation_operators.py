@@ -1,19 +1,19 @@
-"""The ways to get a collective wrong.
+"""Mutates collectives, each in several wrong ways.
 
-A mutant is the source with the text of one call that communicates replaced, and all else byte for
-byte as it was. What it is replaced by keeps shapes and dtypes wherever it can, so that not the
-shapes are what is tested. With `x` what the call communicates:
+A mutant is the source with the text of one communicating call replaced. The replacement keeps
+shapes and dtypes if possible, so that tests must look at values. `x` is the value that the call
+sends:
 
-- `delete`: the same shape without communication. A reduction or a permutation is `x`, a gather as
-  many copies of `x` as there are devices, a scatter the device's own part of its own `x`, an
-  exchange what the device would have got from devices with its own `x`, and running sums those of
-  the device's own `x`. A function that is an argument becomes one that returns `x`.
-- `duplicate`: communicate twice. A gather, a scatter or a mean of what is gathered, reduced or
-  averaged already has the right value, and only who counts what is sent can tell.
-- `times-2`, `over-size`: the result times 2, and divided by the number of devices.
-- `drop-last-axis`, `reverse-axes`: of a tuple of axes; one axis stays as it is.
-- `other-axes`: the axes of the mesh that were not meant, if it has others.
-- `next-dim`: gathered or scattered along the dim after the right one, the first after the last.
+- `delete`: the same shape without communication. A reduction or a permutation becomes `x`. A gather
+  becomes one copy of `x` for each device. A scatter becomes the device's part of `x`. An exchange
+  becomes its result if all devices had this `x`. Running sums are sums of this `x`. A function that
+  is an argument becomes a function that returns `x`.
+- `duplicate`: communicate twice. A second gather, scatter or mean may keep the right value, and
+  only a test that counts collectives can notice it.
+- `times-2`, `over-size`: the result times 2, or divided by the number of devices.
+- `drop-last-axis`, `reverse-axes`: drop the last axis of a tuple, or reverse it; not for one axis.
+- `other-axes`: the other axes of the mesh, if there are any.
+- `next-dim`: gather or scatter along the next dim; after the last dim comes the first.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ KINDS = (
 _TRACED = "traced for what the model does with its variables; it never runs"
 _PROCESSES = "several processes only: slow tests in agreement_test"
 
-# Sites without mutants, and why: `module:function:callee`; names may hold wildcards.
+# Sites without mutants, with reasons: `module:function:callee`; names may have wildcards.
 LEFT_ALONE: Mapping[str, str] = {
     "core.parameters.collectives:is_vma_checked:axis_index": "only its type is read",
     "core.modes.global_arrays:GlobalParameter.unbox:gather_data_axes": "a constraint; XLA gathers",
@@ -58,7 +58,7 @@ _CAST_LATER = "conditions do not count in types, so the sum over stages makes th
 _ONLY_ZERO = "of the sum counts only whether it is zero"
 _NOTHING_LEFT = "the second call finds nothing left to do and sends nothing"
 
-# Mutants that are the same program, and why; names may hold wildcards.
+# Mutants that are equivalent to the original, with reasons; names may have wildcards.
 EQUIVALENT: Mapping[str, str] = {
     **{
         f"{module}:*:{kind}": _ONE_AXIS
@@ -113,20 +113,20 @@ class Mutant:
 
     @property
     def name(self) -> str:
-        """`module:function:callee:kind`."""
+        """The mutant's name: `module:function:callee:kind`."""
         return f"{self.site.name}:{self.kind}"
 
     @property
     def equivalent(self) -> str:
-        """Why it is the same program as the original; `""` if it is not."""
+        """Why the mutant is equivalent to the original; `""` if it is not."""
         return next((why for name, why in EQUIVALENT.items() if fnmatchcase(self.name, name)), "")
 
     def apply(self, source: bytes) -> bytes:
-        """The file with this mutation."""
+        """Returns the file with this mutation."""
         return source[: self.site.start] + self.replacement.encode() + source[self.site.end :]
 
 
-# What a kind makes of a site.
+# The functions of this section return the text of a site's mutant.
 
 
 def _own_part(x: str, axes: str, dim: str, size: str) -> str:
@@ -221,18 +221,18 @@ FAMILIES: Mapping[str, Mapping[str, Operator]] = {
     },
     "permute": {**_IDENTITY, **_TWICE, **_SCALE, **_AXES},
     "exchange": {"delete": _delete_exchange, **_SCALE, **_AXES},
-    # Our functions of trees.
+    # This package's functions of trees.
     "sync": {**_IDENTITY, **_TWICE, **_SCALE, **_AXES},
-    # What is scattered is no longer whole: it cannot be scattered again.
+    # A scattered value is incomplete, so it cannot be scattered again.
     "whole": {**_IDENTITY, **_SCALE},
-    # The device's place: sends nothing, so there is nothing to do twice.
+    # The device's index: it sends nothing, so nothing can be sent twice.
     "place": {
         "delete": lambda site: f"0 * {site.call()}",
         "times-2": lambda site: f"2 * {site.call()}",
         **_AXES,
     },
     "key": {**_IDENTITY, **_TWICE, **_AXES},
-    # Has no number to scale: a function, or the type of a value.
+    # A function, or the type of a value: there is no number to scale.
     "passing": _IDENTITY,
     "handed": {"delete": lambda site: "lambda x, *_: x"},
     "running": {"delete": lambda site: f"jax.numpy.cumsum({site.x}, axis=1)", "times-2": _times_2},
@@ -241,12 +241,12 @@ _NEED_AXES = frozenset({"over-size", *_AXES})
 
 
 def left_alone(site: Site) -> str:
-    """Why a site has no mutants; `""` if it has."""
+    """Returns why a site has no mutants; `""` if it has mutants."""
     return next((why for name, why in LEFT_ALONE.items() if fnmatchcase(site.name, name)), "")
 
 
 def mutate(site: Site) -> tuple[Mutant, ...]:
-    """All mutants of a site, in the order of `KINDS`; none if it is left alone."""
+    """Returns all mutants of a site, in the order of `KINDS`; none for `LEFT_ALONE` sites."""
     if left_alone(site):
         return ()
     operators = FAMILIES[site.signature.family]

@@ -1,11 +1,11 @@
-"""Every collective of the package, found in its source.
+"""Finds every collective in the source of the package.
 
-A site is a call that communicates: one of jax's collectives, a call of one of our functions around
-them, or one of two kinds of call that send nothing and yet decide who gets what: `axis_index`, and
-casts between the types of `check_vma`, whose transpose is an all-reduce. A function that is an
-argument of a call, such as that of a `map`, is a site too: there the name is what is replaced.
+A site is a call that communicates: a collective of JAX, or a function of this package around one.
+Two kinds of calls that send nothing are sites too: `axis_index`, which decides which device gets
+what, and casts between the types of `check_vma`, whose transpose is an all-reduce. A communicating
+function that is an argument of a call, for example of a `map`, is a site: its name is replaced.
 
-A new function that communicates, and is called from elsewhere in the package, is added to `OWN`.
+Add a new communicating function to `OWN` if other modules of the package call it.
 """
 
 import ast
@@ -17,16 +17,16 @@ from pathlib import Path
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
-    """How a function that communicates is called.
+    """The signature of a function that communicates.
 
     Attributes:
-      family: What it does, a key of `mutation_operators.FAMILIES`.
-      parameters: Its parameters; the first is what is communicated.
+      family: The kind of communication, a key of `mutation_operators.FAMILIES`.
+      parameters: The function's parameters; the first is the value to send.
       axes: The parameter that names the axes; `""` if none does.
       dim: The parameter that names the dim.
-      plan: The parameter that holds both, as the attributes `axes` and `dim`.
+      plan: The parameter whose attributes `axes` and `dim` name both.
       is_tree: Whether the result is a tree and not an array.
-      is_method: Whether what is communicated is the object whose method is called.
+      is_method: Whether the function is a method, and sends the object.
     """
 
     family: str
@@ -113,16 +113,16 @@ class Site:
     Attributes:
       path: The file, relative to the root of the repository.
       module: Its module without `manualpar.`.
-      function: The qualified name of the function it is in.
-      callee: What is called.
-      number: How many calls of the same in the same function come before it.
-      line: The line it begins on.
-      start: Where its text begins in the file, in bytes.
-      end: Where it ends.
-      signature: How it is called.
-      callee_text: The source of what is called.
-      arguments: The source of each argument: by name, positional ones by that of their parameter;
-        none where the function is itself an argument.
+      function: The qualified name of the function that contains the call.
+      callee: The name of the called function.
+      number: The number of earlier calls of the same callee in the same function.
+      line: The first line of the call.
+      start: The offset of the call's text in the file, in bytes.
+      end: The offset of the end of that text.
+      signature: The callee's signature.
+      callee_text: The source text of the callee.
+      arguments: The source of each argument, by the name of its parameter; empty if the function
+        is itself an argument.
     """
 
     path: str
@@ -139,13 +139,13 @@ class Site:
 
     @property
     def name(self) -> str:
-        """`module:function:callee`, with `#2` for the second call of the same, and so on."""
+        """The site's name: `module:function:callee`, with `#2` for the second such call."""
         number = f"#{self.number + 1}" if self.number else ""
         return f"{self.module}:{self.function}:{self.callee}{number}"
 
     @property
     def x(self) -> str:
-        """What is communicated."""
+        """The source of the value to send."""
         if self.signature.is_method:
             return self.callee_text.rpartition(".")[0]
         return self.arguments[self.signature.parameters[0]]
@@ -163,16 +163,16 @@ class Site:
         """The dim that is gathered or scattered; `""` if the call names none."""
         if self.signature.plan:
             return f"{self.arguments[self.signature.plan]}.dim"
-        # Where jax takes a dim, it is the first by default.
+        # The default of JAX's dims is the first dim.
         return self.arguments.get(self.signature.dim, "0") if self.signature.dim else ""
 
     @property
     def is_stacked(self) -> bool:
-        """Whether what is gathered gets a dim of its own."""
+        """Whether a gather adds a new dim."""
         return self.callee == "all_gather" and self.arguments.get("tiled") != "True"
 
     def call(self, x: str | None = None, axes: str = "", dim: str = "") -> str:
-        """The call again, with some of it replaced."""
+        """Returns the source of the call, with some parts replaced."""
         signature, arguments = self.signature, dict(self.arguments)
         callee = self.callee_text
         if signature is HANDED:
@@ -198,7 +198,7 @@ class Site:
 
 
 def find_sites(root: Path) -> tuple[Site, ...]:
-    """All calls in the package that communicate, in the order of the source."""
+    """Finds all communicating calls of the package, in the order of the source."""
     paths = sorted((root / "manualpar").rglob("*.py"))
     return tuple(
         site for path in paths for site in _sites_of(path.relative_to(root), path.read_bytes())
@@ -245,7 +245,7 @@ def _sites_of(path: Path, source: bytes) -> Iterator[Site]:
 
 
 def callee_of(function: ast.expr) -> tuple[str, Signature | None]:
-    """The name of what is called, and how it is called if it communicates."""
+    """Returns the name of a callee, and its signature if it communicates."""
     if isinstance(function, ast.Name):
         return function.id, OWN.get(function.id)
     if not isinstance(function, ast.Attribute):
@@ -262,13 +262,13 @@ def callee_of(function: ast.expr) -> tuple[str, Signature | None]:
 
 
 def _calls(node: ast.AST, function: str) -> Iterator[tuple[str, ast.expr]]:
-    """Yields calls, and names that are arguments of them, with the function that they are in."""
+    """Yields calls and names among their arguments, each with the function that contains it."""
     for child in ast.iter_child_nodes(node):
         inner = function
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             inner = f"{function}.{child.name}" if function else child.name
         if isinstance(child, ast.Call):
             yield function, child
-            handed = child.args if function else []  # A module gives its functions rules.
+            handed = child.args if function else []  # Module-level calls attach rules.
             yield from ((function, x) for x in handed if isinstance(x, ast.Name | ast.Attribute))
         yield from _calls(child, inner)

@@ -1,20 +1,19 @@
-"""Mutation test of our own collectives: each is got wrong in turn, and the tests must notice.
+"""Mutation test of this package's collectives: each is made wrong, and a test must fail.
 
 python -m benchmarks.mutations [--jobs 1] [--only NAME] [--list] [--timeout S] [--output FILE.md]
                                [--results FOLDER] [--shard I/N]
 
-`mutation_sites` says which calls are mutated, `mutation_operators` how. Every mutant is made in a
-copy of the working tree as it was when the command began; there `TESTS` run in one process until
-the first fails. A mutant is killed if a test fails, which includes a program that jax refuses to
-trace, or if the tests take longer than the timeout. Mutants that are the same program as the
-original are not run; they stand in `EQUIVALENT` with the reason. Without a mutation all tests must
-pass: that is run first, and fills a cache of compiled programs for the others. (The cache finds a
-program by everything that the compiler sees, so a mutant shares only what it has in common with the
-original.)
+`mutation_sites` finds the calls, and `mutation_operators` mutates them. Each mutant is applied to a
+snapshot of the working tree, which is taken when the command begins. There `TESTS` run in one
+process until the first failure. A mutant is killed if a test fails (also if JAX refuses to trace a
+program), or if the tests take longer than the timeout. Mutants that are equivalent to the original
+are not run; `EQUIVALENT` lists them with reasons. The tests run first without a mutation. They must
+pass, and fill a cache of compiled programs. (The cache's key is everything that the compiler sees,
+so a mutant shares only the programs that it does not change.)
 
-The whole takes hours. With `--results` every outcome is appended to a file in that folder, and a
-later command goes on from there, as long as the package and the tests are the same. With `--shard`
-a command runs every N-th mutant, so that several can share the work and one folder of results.
+All mutants take hours. With `--results` every outcome is appended to a file in that folder, and a
+later command goes on from there if the package and the tests have not changed. With `--shard` a
+command runs every N-th mutant, so that several commands can share the work and a results folder.
 """
 
 import argparse
@@ -38,114 +37,24 @@ import jax
 
 from benchmarks.mutation_operators import KINDS, Mutant, left_alone, mutate
 from benchmarks.mutation_sites import Site, find_sites
+from benchmarks.mutation_tests import FIRST, TESTS
 
 ROOT = Path(__file__).parent.parent
-NOT_COPIED = (".*", "__pycache__", "*.egg-info", "build", "dist", "runs")
-
-COUNTS = "tests/inspect/expected_bytes_test.py::test_every_row_of_the_table"
-STEPS = "tests/laws/strategies_test.py::test_ten_steps_equal_the_single_device"
-TUPLES = "tests/laws/strategies_test.py::test_axes_may_be_tuples_and_the_mesh_larger"
-CONTEXT = ("tests/layers/attention/context_test.py", "tests/models/transformer_context_test.py")
-STAGES = "tests/layers/pipeline/executor_test.py"
-DROPOUT = (
-    "tests/core/program/program_test.py"
-    "::test_dropout_masks_differ_on_every_example_minibatch_and_step"
-)
-# In this order every mutant is tried on them.
-TESTS = (
-    "tests/core/parameters/collectives_test.py",
-    "tests/core/mesh/rng_test.py",
-    "tests/core/parameters/sharded_parameter_test.py",
-    COUNTS,
-    "tests/core/modes/gradients_test.py",
-    "tests/laws/strategies_test.py::test_hsdp_on_every_factorisation",
-    TUPLES,
-    STEPS,
-    "tests/laws/collections_test.py",
-    "tests/core/program/program_test.py::test_masks_that_differ_by_device_and_minibatch",
-    "tests/core/program/program_test.py::test_evaluation_is_without_dropout_and_counts_what_the_mask_says",
-    DROPOUT,
-)
-# What is likely to kill a mutant of such a name runs before them; the first name that fits counts.
-FIRST = {
-    "core.modes.variable_reduction:*": (
-        "tests/core/modes/gradients_test.py",
-        "tests/laws/collections_test.py",
-    ),
-    "core.modes.nonfinite:*": ("tests/core/modes/nonfinite_test.py",),
-    "core.parameters.quantized_collectives:*": (
-        "tests/core/parameters/quantized_collectives_test.py",
-    ),
-    "core.program.gradient_rounding:*": ("tests/core/program/gradient_rounding_test.py",),
-    "strategies.diloco.*": ("tests/strategies/diloco/diloco_test.py",),
-    "core.modes.gradients:reduce_gradient:*": ("tests/laws/roles_test.py",),
-    "core.mesh.zigzag:to_zigzag*": ("tests/laws/roles_test.py",),
-    "*:to_zigzag:delete": CONTEXT[1:],
-    "models.transformer:*:cumsum:*": CONTEXT[1:],
-    "layers.attention.context:*": CONTEXT,
-    "layers.attention.ring_attention:*": CONTEXT,
-    "layers.attention.blockwise_attention:*": CONTEXT,
-    "layers.attention.chunked_attention:*": CONTEXT,
-    "core.checks.context_check:*": ("tests/core/checks/context_check_test.py",),
-    "layers.pipeline.exchange:*": ("tests/layers/pipeline/exchange_test.py", STAGES),
-    "layers.pipeline.replay:*": ("tests/layers/pipeline/replay_test.py", STAGES),
-    "layers.pipeline.slots:*": ("tests/layers/pipeline/slots_test.py", STAGES),
-    "layers.pipeline.*:regather_for_backward:*": ("tests/inspect/pipeline_formulas_test.py",),
-    "layers.pipeline.*": (STAGES,),
-    "layers.boundaries:*": ("tests/layers/boundaries_test.py", "tests/layers/dense_test.py"),
-    "layers.ring_chunks:*": ("tests/layers/ring_test.py",),
-    "layers.moe.expert*": ("tests/layers/moe/moe_test.py",),
-    "layers.ring:*": ("tests/layers/ring_test.py",),
-    "layers.moe.routing:*": (
-        "tests/layers/moe/routing_test.py",
-        "tests/layers/moe/moe_program_test.py",
-    ),
-    "layers.*vocabulary*": ("tests/layers/vocabulary_test.py",),
-    "layers.head_loss:*": ("tests/layers/head_loss_test.py",),
-    "core.model.split_dropout:*": ("tests/core/model/split_dropout_test.py",),
-    "core.parameters.sharded_parameter:*.unbox:gather_invariant:*": (
-        "tests/inspect/expected_bytes_test.py::test_model_axes_are_gathered_too",
-        "tests/laws/annotated_models_test.py::test_fsdp_with_a_model_axis_of_any_size",
-    ),
-    "core.modes.remat:*": ("tests/core/modes/remat_test.py",),
-    "*:duplicate": (COUNTS,),
-    "core.parameters.collectives:gather_invariant:*-ax?s": (TUPLES,),
-    "core.parameters.collectives:gather_invariant:*": (STEPS,),
-    "core.modes.gradients:*": ("tests/core/modes/gradients_test.py",),
-    "core.program.inside_shard_map:*:axis_index:*": (
-        "tests/core/parameters/sharded_parameter_test.py",
-    ),
-    "core.program.inside_shard_map:*:gather_params:*": (
-        "tests/core/parameters/sharded_parameter_test.py",
-    ),
-    "core.program.inside_shard_map:gather_params.*": (
-        "tests/core/parameters/sharded_parameter_test.py",
-    ),
-    "core.model.recurrence:*": ("tests/core/model/recurrence_test.py",),
-    "core.model.varying_loops:*": ("tests/core/model/varying_loops_test.py",),
-    "core.program.step:*:regather_for_backward:*": (COUNTS,),
-    "core.modes.manual:*:sync_collections:*": ("tests/laws/collections_test.py",),
-    "core.modes.manual:*:fold_rng_over_axis:delete": (DROPOUT,),
-    "core.modes.manual:*-axes": (TUPLES,),
-    "core.program.step:*": (STEPS,),
-    "core.modes.manual:*": (STEPS,),
-    "*:*-axis": (TUPLES,),
-    "core.parameters.sharded_parameter:*": (STEPS,),
-    "core.program.inside_shard_map:*": ("tests/core/parameters/sharded_parameter_test.py",),
-    "core.program.gather_examples:*": ("tests/core/parameters/collectives_test.py",),
-}
+NO_TESTS = 5  # Pytest's exit code if no test is selected.
+NOT_COPIED = (".*", "__pycache__", "*.egg-info")
+NOT_COPIED_FROM_ROOT = ("build", "dist", "runs")  # `tests/runs` is copied
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What the tests said of a mutant, or of no mutant.
+    """The outcome of the tests for a mutant, or for the original.
 
     Attributes:
       killed_by: The test that failed; `""` if all passed.
-      error: The type of the exception in it: an `AssertionError` says that numbers, copies or
-        counts were wrong, another one that the program was refused.
-      seconds: How long they took.
-      output: What they wrote; not kept in a file of results.
+      error: The type of the test's exception: `AssertionError` if numbers, copies or counts were
+        wrong, another type if the program was refused.
+      seconds: The time of the tests.
+      output: The output of the tests, which files of results leave out.
     """
 
     killed_by: str
@@ -155,10 +64,20 @@ class Outcome:
 
 
 def select_tests(mutant: Mutant | None) -> tuple[str, ...]:
-    """The tests for a mutant, in their order; for no mutant those for any."""
+    """Returns the tests for a mutant in order; without a mutant, the tests for all mutants."""
     fitting = [t for name, t in FIRST.items() if not mutant or fnmatchcase(mutant.name, name)]
     first = [test for tests in fitting[: 1 if mutant else None] for test in tests]
     return tuple(dict.fromkeys([*first, *TESTS]))
+
+
+def copy_tree(target: Path) -> None:
+    """Copies the working tree, without what was built, installed or written by a run."""
+
+    def ignored(folder: str, names: list[str]) -> set[str]:
+        patterns = NOT_COPIED + (NOT_COPIED_FROM_ROOT if Path(folder) == ROOT else ())
+        return {name for name in names if any(fnmatchcase(name, p) for p in patterns)}
+
+    shutil.copytree(ROOT, target, ignore=ignored)
 
 
 def run_tests(
@@ -167,7 +86,7 @@ def run_tests(
     """Runs the tests in a copy of the snapshot with a mutation.
 
     Raises:
-      RuntimeError: The tests could not be run, which says nothing about the mutant.
+      RuntimeError: The tests could not run, so that the outcome is unknown.
     """
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "copy"
@@ -184,23 +103,26 @@ def run_tests(
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         }
         options = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--tb=line"]
-        tests = select_tests(mutant)
+        command = [sys.executable, "-m", "pytest", *options, *select_tests(mutant), "-m"]
         begin = time.monotonic()
-        try:
-            process = subprocess.run(
-                [sys.executable, "-m", "pytest", *options, *tests],
-                cwd=copy,
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                timeout=timeout,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            return Outcome("timeout", "TimeoutExpired", time.monotonic() - begin, "")
+        for marked in ("not slow", "slow"):  # Most mutants are killed before the slow tests.
+            try:
+                process = subprocess.run(
+                    [*command, marked],
+                    cwd=copy,
+                    env=environment,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                    timeout=timeout,
+                    check=False,
+                )
+            except subprocess.TimeoutExpired:
+                return Outcome("timeout", "TimeoutExpired", time.monotonic() - begin, "")
+            if process.returncode not in (0, NO_TESTS):
+                break
     seconds = time.monotonic() - begin
-    if process.returncode == 0:
+    if process.returncode in (0, NO_TESTS):
         return Outcome("", "", seconds, process.stdout)
     failed = re.findall(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", process.stdout, re.MULTILINE)
     if process.returncode not in (1, 2) or not failed:
@@ -211,14 +133,14 @@ def run_tests(
 
 
 def hash_sources(snapshot: Path) -> str:
-    """Tells the package and the tests of a snapshot from those of another."""
+    """Hashes the package and the tests of a snapshot."""
     files = [path for top in ("manualpar", "tests") for path in (snapshot / top).rglob("*.py")]
     parts = [f"{path.relative_to(snapshot)}\0{path.read_text('utf-8')}" for path in sorted(files)]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
 def save_outcome(path: Path, sources: str, name: str, outcome: Outcome) -> None:
-    """Appends an outcome in one line, which several processes may do at a time."""
+    """Appends an outcome as one line; several processes may append at the same time."""
     fields = dataclasses.asdict(dataclasses.replace(outcome, output=""))
     line = json.dumps({"sources": sources, "mutant": name, **fields})
     with path.open("a", encoding="utf-8") as file:
@@ -226,7 +148,7 @@ def save_outcome(path: Path, sources: str, name: str, outcome: Outcome) -> None:
 
 
 def load_outcomes(path: Path, sources: str) -> dict[str, Outcome]:
-    """The outcomes so far by mutant, where `""` is no mutant, without those of other sources."""
+    """Reads the outcomes for these sources by mutant; `""` is the original."""
     outcomes = {}
     for line in path.read_text("utf-8").splitlines() if path.exists() else ():
         fields = json.loads(line)
@@ -237,7 +159,7 @@ def load_outcomes(path: Path, sources: str) -> dict[str, Outcome]:
 
 
 def report(sites: Sequence[Site], outcomes: dict[str, Outcome], total: int, command: str) -> str:
-    """The result in Markdown: a table with a row for each site and a column for each kind."""
+    """Makes a Markdown table with a row for each site and a column for each kind."""
     survivors = [name for name, outcome in outcomes.items() if not outcome.killed_by]
     killed = len(outcomes) - len(survivors)
     kill_rate = f"{killed / max(len(outcomes), 1):.1%}"
@@ -280,7 +202,7 @@ def report(sites: Sequence[Site], outcomes: dict[str, Outcome], total: int, comm
 
 
 def write_section(path: Path, section: str) -> None:
-    """Puts a section in a Markdown file in place of that with the same heading, else at its end."""
+    """Replaces the section with the same heading in a Markdown file, or appends the section."""
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     heading = section.splitlines()[0]
     before, found, after = f"\n{text}".partition(f"\n{heading}\n")
@@ -290,12 +212,12 @@ def write_section(path: Path, section: str) -> None:
 
 
 def choose(mutants: Iterable[Mutant], only: str) -> tuple[Mutant, ...]:
-    """The mutants to run: those with `only` in their name that are another program."""
+    """Returns the mutants with `only` in their name that are not equivalent."""
     return tuple(m for m in mutants if only in m.name and not m.equivalent)
 
 
 def parse_shard(text: str) -> tuple[int, int]:
-    """`2/4`: every fourth mutant, from the second."""
+    """Parses a shard; `2/4` is every fourth mutant, from the second."""
     match = re.fullmatch(r"(\d+)/(\d+)", text)
     if not match or not 1 <= int(match[1]) <= int(match[2]):
         raise argparse.ArgumentTypeError(f"is {text!r}, expected I/N with 1 <= I <= N")
@@ -333,7 +255,7 @@ def main() -> None:
     command = " ".join(["python -m benchmarks.mutations", *sys.argv[1:]])
     with tempfile.TemporaryDirectory() as folder:
         snapshot, results = Path(folder) / "snapshot", arguments.results or Path(folder) / "results"
-        shutil.copytree(ROOT, snapshot, ignore=shutil.ignore_patterns(*NOT_COPIED))
+        copy_tree(snapshot)
         sites = find_sites(snapshot)
         mutants = choose((m for site in sites for m in mutate(site)), arguments.only)
         if arguments.list:
@@ -375,7 +297,7 @@ def main() -> None:
                     verdict = f"killed by {outcome.killed_by} ({outcome.error})"
                 where = f"{mutant.site.path}:{mutant.site.line}"
                 print(f"{where} {mutant.name} {verdict} {outcome.seconds:.1f} s", flush=True)
-                if arguments.output:  # After each: a run that is broken off leaves what it has.
+                if arguments.output:  # An interrupted run keeps its results.
                     write_section(arguments.output, summarise())
         if arguments.output:
             write_section(arguments.output, summarise())

@@ -1,10 +1,10 @@
-"""Fully sharded training as the notebook writes it that the module-level utilities are known from.
+"""Fully sharded training in the style of the notebook that introduced `shard_module_params`.
 
-A module is wrapped by hand and gathers its parameters together when it is called
-(`shard_module_params`), in every minibatch anew; nothing is dropped for the backward pass and
-gathered again; every metric is synchronised by an all-reduce of its own; forward pass, backward
-pass and optimizer are one function inside `shard_map`. It is the same computation as that of
-`manualpar.fsdp`, and begins with the same parameters, so that steps may be compared.
+Each module is wrapped by hand (`shard_module_params`), and gathers its parameters in each call, so
+in every minibatch again. Gathered parameters are kept for the backward pass. Every metric has a
+separate all-reduce. Forward pass, backward pass and optimizer are one function inside `shard_map`.
+The computation and the initial parameters are the same as for `manualpar.fsdp`, so that steps can
+be compared.
 """
 
 from typing import Any
@@ -36,14 +36,14 @@ AXIS = "data"
 
 
 class NotebookClassifier(nn.Module):
-    """A `Classifier` whose layers gather themselves."""
+    """A `Classifier` whose layers gather their parameters."""
 
     like: Classifier
     min_weight_size: int
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
-        """`[B, D] -> float32[B, num_classes]`."""
+        """Maps `[B, D]` to logits, `float32[B, num_classes]`."""
         del train  # Nothing is dropped.
         dense = shard_module_params(nn.Dense, AXIS, self.min_weight_size)
         for layer in range(self.like.num_layers):
@@ -53,41 +53,41 @@ class NotebookClassifier(nn.Module):
 
 
 class Embed(nn.Module):
-    """The embedding of a `Transformer`, by itself."""
+    """The embedding of a `Transformer` as a module."""
 
     vocab_size: int
     hidden_size: int
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """`int32[B, S] -> [B, S, D]`."""
+        """Maps tokens `int32[B, S]` to their rows, `[B, S, D]`."""
         shape = (self.vocab_size, self.hidden_size)
         table = self.param("embedding", nn.initializers.normal(1.0), shape)
         return jnp.take(table, tokens, axis=0)
 
 
 class Head(nn.Module):
-    """The norm and the head of a `Transformer`, by themselves."""
+    """The norm and the head of a `Transformer` as a module."""
 
     vocab_size: int
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """`[B, S, D] -> float32[B, S, V]`."""
+        """Maps `[B, S, D]` to logits, `float32[B, S, V]`."""
         x = nn.RMSNorm(name="final_norm")(x)
         init = nn.initializers.normal(x.shape[-1] ** -0.5)
         return x @ self.param("head", init, (x.shape[-1], self.vocab_size))
 
 
 class NotebookTransformer(nn.Module):
-    """A `Transformer` whose embedding, layers and head gather themselves."""
+    """A `Transformer` whose embedding, layers and head gather their parameters."""
 
     like: Transformer
     min_weight_size: int
 
     @nn.compact
     def __call__(self, tokens: jax.Array, train: bool) -> jax.Array:
-        """`int32[B, S] -> float32[B, S, V]`."""
+        """Maps tokens `int32[B, S]` to logits, `float32[B, S, V]`."""
         del train
         like, wrap = self.like, self._wrap
         heads = like.num_heads
@@ -129,15 +129,15 @@ def notebook_step(workload: Workload, mesh: Mesh, params: Any) -> CompiledStep:
     """Compiles the notebook's step.
 
     Args:
-      workload: What to train.
-      mesh: A mesh with the axis `data` alone.
-      params: The whole parameters of the workload's model to begin with, on the host.
+      workload: The workload to train.
+      mesh: A mesh whose only axis is `data`.
+      params: The unsharded initial parameters of the workload's model, on the host.
 
     Returns:
-      The step. Its state is the notebook's with the metrics that it sums up between its reports.
+      The step. Its state is the notebook's state and the metrics that are summed between reports.
 
     Raises:
-      TypeError: The workload's model is not written here in the notebook's way.
+      TypeError: This module has no version of the workload's model.
     """
     model, params = _rewrite(workload, params)
     batch = jax.device_put(workload.batch, jax.NamedSharding(mesh, P(AXIS)))
@@ -148,7 +148,7 @@ def notebook_step(workload: Workload, mesh: Mesh, params: Any) -> CompiledStep:
             apply_fn=model.apply, params=params, tx=workload.tx, rng=jax.random.key(0)
         )
 
-    # Only the names in the boxes are read from this one, not what its specs mean for their values.
+    # Only the names in the boxes of this result are used, so its specs need not be right.
     shapes = jax.shard_map(init, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
     specs = nn.get_partition_spec(jax.eval_shape(shapes, params))
     whole_init = jax.shard_map(init, mesh=mesh, in_specs=P(), out_specs=specs, check_vma=True)
@@ -182,7 +182,7 @@ def notebook_step(workload: Workload, mesh: Mesh, params: Any) -> CompiledStep:
 
 
 def _rewrite(workload: Workload, params: Any) -> tuple[nn.Module, Any]:
-    """The workload's model in the notebook's way, and its parameters under the names there."""
+    """Returns the notebook's version of the model, and its parameters under the new names."""
     model = workload.model
     if isinstance(model, Classifier):
         return NotebookClassifier(model, workload.min_weight_size), params

@@ -1,7 +1,7 @@
-"""A training step by jax, flax and optax alone, for one device.
+"""A training step with only jax, flax and optax, for one device.
 
-It knows nothing of shards: what one writes who has one device, and what others are held against.
-The model and its loss are those of the others.
+It has no code for shards. Other steps are compared with it. The model and the loss are the same as
+in the other steps.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from manualpar.core.state.train_state import Batch
 
 
 def plain_step(workload: Workload) -> tuple[Any, Callable[[], Any]]:
-    """A training step by jax and optax alone, and what makes its first state."""
+    """Returns a training step with only jax and optax, and the function that makes its state."""
     model: Any = workload.model
     tx = workload.tx
 
@@ -24,7 +24,7 @@ def plain_step(workload: Workload) -> tuple[Any, Callable[[], Any]]:
         return params, tx.init(params)
 
     def loss_fn(params: Any, batch: Batch) -> tuple[jax.Array, Any]:
-        return workload.loss_fn(params, model.apply, batch, jax.random.key(0))  # Nothing is drawn.
+        return workload.loss_fn(params, model.apply, batch, jax.random.key(0))  # Not used.
 
     def step(state: Any, batch: Batch) -> tuple[Any, Any]:
         params, opt_state = state

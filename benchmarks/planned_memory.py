@@ -1,13 +1,13 @@
-"""What a step is planned to hold against what XLA allocates for it, counted and not timed.
+"""Compares the planned memory of a step with XLA's allocations, without timing.
 
 python -m benchmarks.planned_memory [--only fsdp_lm] [--output planned_memory.json]
 
-Planned is `manualpar.inspect.step_memory` with `platform="cpu"`, compiled is `memory_analysis` of
-the same step on eight simulated CPU devices; both are the bytes of one device. What lies there
-between steps must agree to the byte, up to what is never read. Temporaries are planned from a model
-of fusion and of XLA:CPU's order, so their ratio is the error. Known to be off: XLA copies some
-weights into another layout, writes out what a sum broadcasts, and writes over an operand only if
-that has the same shape.
+The plan is `manualpar.inspect.step_memory` with `platform="cpu"`. It is compared with the
+`memory_analysis` of the same step on eight simulated CPU devices. Both are the bytes of one device.
+The bytes between steps must be equal, except for values that are never read. Temporaries are
+planned from a model of fusion and of XLA:CPU's order, so their ratio is the error. Known
+differences: XLA copies some weights into another layout, stores values that a sum broadcasts, and
+overwrites an operand only if the result has the same shape.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from manualpar.training.experiment import prepare
 SCANNED = {"model.scan_layers": True}
 FULL = {**SCANNED, "model.remat": "full"}
 F32 = {"model.dtype": "float32"}
-# A config and what is changed in it.
+# Pairs of a config and the changes to its fields.
 CASES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("dp", {}),
     ("dp", {**F32, "optimizer.num_minibatches": 1}),
@@ -55,15 +55,15 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 class Row(NamedTuple):
-    """A step's bytes on a device.
+    """The bytes of a step on a device.
 
     Attributes:
-      case: The config and what was changed in it.
-      dtype: What is computed in.
-      state: Planned bytes of what lies there between steps, and of the batch.
-      arguments: What XLA takes as arguments.
-      planned: Planned bytes of temporaries.
-      compiled: What XLA allocates for temporaries.
+      case: The config and the changes to it.
+      dtype: The dtype of the computation.
+      state: The planned bytes of the state between steps and of the batch.
+      arguments: The bytes of the compiled step's arguments.
+      planned: The planned bytes of temporaries.
+      compiled: The bytes that XLA allocates for temporaries.
     """
 
     case: str
@@ -75,7 +75,7 @@ class Row(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """Planned temporaries in parts of compiled ones."""
+        """The planned temporaries divided by the compiled temporaries."""
         return self.planned / self.compiled
 
 
@@ -102,7 +102,7 @@ def measure(name: str, changes: dict[str, Any]) -> Row:
 
 
 def summarize(rows: list[Row]) -> str:
-    """The median and the worst ratio, of all and of those computed in float32."""
+    """Describes the median and the worst ratio, of all steps and of steps in float32."""
     lines = []
     for title, chosen in (
         ("all", rows),
@@ -117,7 +117,7 @@ def summarize(rows: list[Row]) -> str:
 
 
 def main() -> None:
-    """Prints the table and writes it."""
+    """Prints and writes the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=sorted({name for name, _ in CASES}))
     parser.add_argument("--output", type=Path, help="a JSON file to write")

@@ -1,17 +1,17 @@
-"""Measures how far the planner's estimates can be trusted: step times and memory.
+"""Measures the errors of the planner's estimates: step times and memory.
 
 python -m benchmarks.planner_accuracy [--parts steps memory] [--rounds 7] [--steps 3]
                                       [--output FILE.md] [--json FILE.json] [--tiny]
 
-`steps`: estimates against measured step times on eight simulated CPU devices, for models of four
-kinds under four strategies, several batches and numbers of minibatches. The CPU is described as a
-chip by what is measured first: one product on all devices at once, one copy, a large and a tiny
-all-gather. Simulated devices share the cores, so that no absolute time can be right; what counts
-is whether the order is: Spearman's rank correlation. What is measured is the processor time of all
-threads over the number of cores, so that others may use the machine meanwhile. Nothing overlaps
-there, so the estimate is that without overlap. `memory`: what is planned against what XLA:CPU
-compiles, over the configs, as `benchmarks.planned_memory` measures it. `benchmarks.calibration`
-compares with published speeds.
+`steps`: compares estimates with measured step times on eight simulated CPU devices, for models of
+four kinds under four strategies, with several batches and numbers of minibatches. The CPU is
+described as a chip from four measurements on all devices at once: a product, a copy, a large and a
+tiny all-gather. Simulated devices share the cores, so absolute times cannot be right. The order of
+the estimates counts: Spearman's rank correlation. A time is the processor time of all threads
+divided by the number of cores, so that other programs may run meanwhile. Nothing overlaps on these
+devices, so estimates are without overlap. `memory`: compares planned and compiled memory of the
+configs, with `benchmarks.planned_memory`. `benchmarks.calibration` compares estimates with
+published speeds.
 """
 
 import argparse
@@ -46,7 +46,7 @@ DEVICES = 8
 
 
 class Case(NamedTuple):
-    """One of the programs whose estimates are held against measurements."""
+    """A program whose estimate is compared with a measurement."""
 
     workload: str
     strategy: str
@@ -55,7 +55,7 @@ class Case(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What it is called in the table."""
+        """The program's name in the table."""
         return (
             f"{self.workload}, {self.strategy}, batch {self.batch_size}, "
             f"{self.num_minibatches} minibatches"
@@ -83,7 +83,7 @@ CASES = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures, prints a report and writes it where asked."""
+    """Measures, and prints and writes a report."""
     conditions = note_conditions("benchmarks.planner_accuracy", argv)
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def compare_steps(
     cases: Sequence[Case], *, rounds: int, steps: int, is_tiny: bool
 ) -> tuple[list[str], dict[str, Any]]:
-    """The table of estimated and measured step times, and the same as values."""
+    """Returns the table of estimated and measured step times, and the same as values."""
     chip = calibrate(size=256 if is_tiny else 1024)
     topology = Topology(chip, (DEVICES,))
     estimates: list[float] = []
@@ -165,7 +165,7 @@ def compare_steps(
 
 
 def build(case: Case, *, is_tiny: bool = False) -> tuple[Program, Any]:
-    """A case's program on eight simulated devices, and its batch."""
+    """Builds a case's program on eight simulated devices, and its batch."""
     workload = make_workload(case.workload, is_tiny=is_tiny, batch_size=case.batch_size)
     groups = {"replica": 2} if case.strategy == "hsdp" else {}
     options: dict[str, Any] = {
@@ -184,7 +184,7 @@ def build(case: Case, *, is_tiny: bool = False) -> tuple[Program, Any]:
 
 
 def stepping(program: Program, batch: Any) -> Block:
-    """A block of steps of a program; the first compiles."""
+    """Returns a function that runs a block of steps; the first step compiles."""
     state = program.init(jax.random.key(0))
     placed = jax.device_put(batch, program.batch_sharding)
 
@@ -201,17 +201,17 @@ def stepping(program: Program, batch: Any) -> Block:
 
 
 def _clock() -> float:
-    """The processor seconds of this process so far, of a core if all were equally busy."""
+    """Returns the processor seconds of this process divided by the number of cores."""
     return time.process_time() / len(os.sched_getaffinity(0))
 
 
 def calibrate(*, size: int = 1024, repetitions: int = 7) -> Chip:
-    """Describes a simulated device by what was measured, with all devices at work.
+    """Describes a simulated device as a chip, from measurements on all devices at once.
 
     Args:
       size: Rows and columns of the product; the arrays copied and gathered have 16 times as many
         elements a device.
-      repetitions: Of each measurement; the median counts.
+      repetitions: Repetitions of each measurement; the median counts.
 
     Returns:
       A chip named `cpu`, all of whose efficiencies are 1, in a node of eight.
@@ -220,7 +220,7 @@ def calibrate(*, size: int = 1024, repetitions: int = 7) -> Chip:
     spread = PartitionSpec("data")
 
     def on_each(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> float:
-        """The median of the seconds that a function takes on all devices at once."""
+        """Returns the median seconds of a function that runs on all devices at once."""
         mapped = jax.jit(
             jax.shard_map(function, mesh=mesh, in_specs=spread, out_specs=spread, check_vma=True)
         )
@@ -234,7 +234,7 @@ def calibrate(*, size: int = 1024, repetitions: int = 7) -> Chip:
         return statistics.median(seconds)
 
     def gather(x: jax.Array) -> jax.Array:
-        """An all-gather, of whose result little is used."""
+        """Gathers over all devices, and uses little of the result."""
         return gather_invariant(x, 0, ("data",))[: x.shape[0]] + x
 
     square = jnp.ones((DEVICES * size, size), jnp.float32)
@@ -272,13 +272,13 @@ def calibrate(*, size: int = 1024, repetitions: int = 7) -> Chip:
 
 
 def spearman(first: Sequence[float], second: Sequence[float]) -> float:
-    """Spearman's rank correlation of values without ties; 1 if they have the same order."""
+    """Computes Spearman's rank correlation of values without ties; 1 for the same order."""
     ranks = np.array([np.argsort(np.argsort(values)) for values in (first, second)], float)
     return float(np.corrcoef(ranks)[0, 1])
 
 
 def compare_memory() -> list[str]:
-    """What `benchmarks.planned_memory` prints."""
+    """Returns the output of `benchmarks.planned_memory`."""
     command = [sys.executable, "-m", "benchmarks.planned_memory"]
     printed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     return ["", "### Against compiled memory", "", *printed.splitlines()]

@@ -1,4 +1,4 @@
-"""The faults of `benchmarks.process_faults`: what happens to runs of two processes."""
+"""The faults that `benchmarks.process_faults` causes in runs of two processes."""
 
 import dataclasses
 import os
@@ -10,27 +10,26 @@ from typing import Any
 from benchmarks.process_faults_worker import HANGS
 from benchmarks.process_strangers import STRANGERS, disturb
 
-RUN_FOLDER = "the run's folder"  # Stands for its path in what a worker does.
+RUN_FOLDER = "the run's folder"  # Replaced by the folder's path in a worker's actions.
 LOST, STOPPED, ABORTED = 4, 75, -signal.SIGABRT
 
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """Something that happens to a run.
+    """A fault in a run.
 
     Attributes:
-      kind: Its class, by which the results are counted.
-      name: What happens.
-      codes: The exit codes that are right, of the processes that nothing happens to, or of the
-        launcher.
-      says: What they say, a regular expression.
-      victim: The process that it happens to, whose own end does not count.
-      faults: What the worker of each process does, by its number; see the worker.
-      flags: What each process has on its command line besides.
-      environment: What each process has in its environment besides.
-      act: What is done to the processes from outside.
-      launches: Whether the launcher starts them; then `act` gets it alone.
-      steps: After how many steps the run ends.
+      kind: The class of the fault; results are counted by class.
+      name: A description of the fault.
+      codes: The right exit codes of the other processes, or of the launcher.
+      says: A regular expression for the output of the other processes or the launcher.
+      victim: The process with the fault, whose exit code does not count.
+      faults: The actions of each process's worker, by the process's number; see the worker.
+      flags: The additional command-line flags of each process.
+      environment: The additional environment variables of each process.
+      act: A function that acts on the processes from outside.
+      launches: Whether the launcher starts the processes; `act` then gets only the launcher.
+      steps: The number of steps of the run.
     """
 
     kind: str
@@ -47,7 +46,7 @@ class Fault:
 
 
 def faults() -> Iterator[Fault]:
-    """All faults."""
+    """Yields all faults."""
     phases = ("reading a batch", "in a step", "between two steps", "evaluating", "saving")
     early = ("preparing", "starting")
     for who in (1, 0):
@@ -65,9 +64,9 @@ def faults() -> Iterator[Fault]:
             yield _inside("hang", phase, who, (LOST,), hung)
         yield _inside("hang holding Python's lock", "in a step", who, codes, silent)
         yield _inside("exit with code 0", "in a step", who, codes, lost)
-        nonsense = rf"process {who} on .* was lost: it sent what no process of this run sends"
+        nonsense = rf"process {who} on .* was lost: it sent a message that no process of"
         yield _inside("say nonsense", "in a step", who, codes, nonsense)
-        # A process without memory may still be able to say so, or be ended by the C++ below.
+        # A process without memory may still report its failure, or C++ code may end it first.
         memory = rf"process {who} on .* (failed: |was lost: its connection closed)"
         for kind in ("raise MemoryError", "raise RESOURCE_EXHAUSTED"):
             yield _inside(kind, "in a step", who, (LOST,), memory)
@@ -80,14 +79,14 @@ def faults() -> Iterator[Fault]:
 
 
 def _inside(kind: str, phase: str, who: int, codes: Sequence[int], says: str) -> Fault:
-    """A fault that a process makes itself when it enters a phase."""
+    """Makes a fault that a process causes itself when it enters a phase."""
     at = 1 if phase in ("preparing", "starting") else 5
     what = {"process": who, "phase": phase, "at": at, "do": kind}
     return Fault(kind, f"{phase} (process {who})", codes, says, victim=who, faults=what)
 
 
 def _differences() -> Iterator[Fault]:
-    """Processes that are not of one run."""
+    """Yields processes that differ, for example in their config."""
     for name, says, more in (
         ("seed", r"config.seed is 42 in process 0 and 3 in process 1", ["--config.seed=3"]),
         ("model", r"config.model.hidden_size is 16 in", ["--config.model.hidden_size=32"]),
@@ -118,7 +117,7 @@ def _differences() -> Iterator[Fault]:
 
 
 def _killed_early() -> Iterator[Fault]:
-    """A process that is killed while it starts, by the time since the launcher has started it."""
+    """Yields kills of a starting process, at different times after the launch."""
     for who in (1, 0):
         says = (
             rf"process {who} (on \S+ \(pid \d+\) )?(was lost: its connection closed|"
@@ -138,7 +137,7 @@ def _killed_early() -> Iterator[Fault]:
 
 
 def _strangers() -> Iterator[Fault]:
-    """Strangers that talk to the port where the processes meet, one of which comes late."""
+    """Yields strangers that connect to the coordinator's port while one process is late."""
     for name in STRANGERS:
 
         def act(run: Any, name: str = name) -> None:
@@ -150,7 +149,7 @@ def _strangers() -> Iterator[Fault]:
 
 
 def _signals() -> Iterator[Fault]:
-    """Signals to the launcher and to a process."""
+    """Yields signals to the launcher and to a process."""
 
     def send(*numbers: int, after: str = "step      5/") -> Callable[[Any], None]:
         def act(run: Any) -> None:
@@ -178,7 +177,7 @@ def _signals() -> Iterator[Fault]:
     yield Fault("signal", "SIGTERM to a process", (STOPPED,), "", act=send(15))
 
     def send_until_the_end(run: Any) -> None:
-        """As Slurm does with `--kill-on-bad-exit=1`."""
+        """Sends signals again and again, like Slurm with `--kill-on-bad-exit=1`."""
         send(15)(run)
         run.wait_for("stopped after step")
         while any(popen.poll() is None for popen in run.popens):

@@ -1,15 +1,15 @@
-"""Runs of two processes to which something happens, and what became of them.
+"""Causes faults in runs of two processes, and checks how the runs end.
 
     python -m benchmarks.process_faults [--only=kill,hang] [--count=10]
 
-Each fault happens to a small run of its own: a process is killed, stopped, raises, hangs or ends;
-it has another config, seed, version, token or data; it is killed while it starts; strangers talk to
-the port where the processes meet; the launcher gets signals. A fault is survived if all processes
-end in time, with the exit code that docs/running.md promises, and those that nothing happened to
-say what did, without a traceback. The exit code is 1 if one was not survived.
+Each fault happens in a separate small run: a process is killed, stopped, raises, hangs or ends; it
+has another config, seed, version, token or data; it is killed while it starts; strangers connect to
+the coordinator's port; the launcher gets signals. A fault is survived if all processes end in time
+with the exit code that docs/running.md promises, and the other processes report the fault without a
+traceback. The exit code is 1 if a fault was not survived.
 
-It takes about a quarter of a minute a fault on two idle cores. The bounds are generous, because a
-busy machine is no fault; the seconds are reported.
+A fault takes about 15 seconds on two idle cores. The time limits are generous, because the machine
+may be busy; the seconds are reported.
 """
 
 import argparse
@@ -48,13 +48,13 @@ CONFIG = (
     "--config.checkpoint.every_steps=5",
     f"--config.watch.lost_seconds={LOST_SECONDS}",
 )
-# What runtimes print that nobody can read. That Gloo is connected is no such thing.
+# Raw messages of runtimes, which users cannot read. Gloo's message that it is connected is allowed.
 RAW = re.compile(r"^[EFW]\d{4} |external/|\*\*\* |@ +0x|Gloo.*(fail|clos|reset|error|time)", re.I)
 
 
 @dataclasses.dataclass
 class Outcome:
-    """What became of a run."""
+    """The outcome of a run."""
 
     fault: Fault
     codes: list[int | None]
@@ -67,7 +67,7 @@ class Run:
     """The processes of a run, or its launcher."""
 
     def __init__(self, fault: Fault, folder: Path) -> None:
-        """Starts them."""
+        """Starts the processes or the launcher."""
         self.port, self.folder = _free_port(), folder
         self.popens: list[subprocess.Popen[bytes]] = []
         self.outputs: list[Path] = []
@@ -108,11 +108,11 @@ class Run:
             )
 
     def text(self, number: int) -> str:
-        """What one of them has printed."""
+        """Returns the output of a process so far."""
         return self.outputs[number].read_text(errors="replace")
 
     def wait_for(self, text: str, number: int = 0) -> None:
-        """Waits until one of them has printed something, or has ended."""
+        """Waits until a process has printed a text, or has ended."""
         until = time.monotonic() + END_SECONDS
         while text not in self.text(number) and time.monotonic() < until:
             if self.popens[number].poll() is not None:
@@ -120,13 +120,13 @@ class Run:
             time.sleep(0.02)
 
     def children(self) -> list[int]:
-        """The processes that a launcher has started so far."""
+        """Returns the processes that a launcher has started so far."""
         pid = self.popens[0].pid
         found = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8").split()
         return [int(child) for child in found]
 
     def end(self, stopped: int | None) -> list[int | None]:
-        """Waits for them, but for one that is stopped; `None` for one that does not end."""
+        """Waits for all processes except a stopped one; the code of an endless one is `None`."""
         until = time.monotonic() + END_SECONDS
         while time.monotonic() < until:
             running = [p.poll() is None for n, p in enumerate(self.popens) if n != stopped]
@@ -145,7 +145,7 @@ class Run:
 
 
 def judge(fault: Fault, run: Run, codes: list[int | None], seconds: float) -> Outcome:
-    """Says what is not as it should be."""
+    """Compares the end of a run with the fault's expected end."""
     complaints, raw = [], 0
     for number, code in enumerate(codes):
         text = run.text(number)
@@ -162,7 +162,7 @@ def judge(fault: Fault, run: Run, codes: list[int | None], seconds: float) -> Ou
 
 
 def try_fault(fault: Fault, keep: Path | None) -> Outcome:
-    """Makes a fault happen to a run."""
+    """Causes a fault in a run."""
     folder = Path(tempfile.mkdtemp(prefix="process_fault"))
     run = Run(fault, folder)
     if fault.act is not None:
@@ -181,7 +181,7 @@ def try_fault(fault: Fault, keep: Path | None) -> Outcome:
 
 
 def report(outcomes: Sequence[Outcome]) -> list[str]:
-    """A table of what was tried, by class."""
+    """Makes a table of the tried faults, by class."""
     rows = []
     kinds = list(dict.fromkeys(outcome.fault.kind for outcome in outcomes))
     for kind in [*kinds, "all"]:
@@ -195,7 +195,7 @@ def report(outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def _free_port() -> int:
-    """A port that nobody uses now."""
+    """Returns a port that is free now."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port: int = server.getsockname()[1]
         return port

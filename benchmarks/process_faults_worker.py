@@ -1,8 +1,8 @@
-"""One process of a run for `benchmarks.process_faults`: an experiment to which something happens.
+"""A process of a run of `benchmarks.process_faults`: an experiment with a fault.
 
-`FAULTS` is a JSON object: the `process` that it happens to, and what it is to `do` when it enters a
-`phase` for the time numbered `at`; without a phase at the start. `FAULTS_FLAGS` has the flags that
-processes have besides the common ones, by their number.
+`FAULTS` is a JSON object. `process` is the process with the fault. `do` is its action when it
+enters the `phase` for the time numbered `at`, or at the start if there is no `phase`.
+`FAULTS_FLAGS` has the additional flags of each process, by its number.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ HANGS = "this process hangs now"
 
 
 def act(what: str, cluster: Any = None) -> None:
-    """Does to this process, one of the cluster, what is asked for."""
+    """Performs an action on this process, which belongs to the cluster."""
     if what == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif what == "stop":
@@ -34,7 +34,7 @@ def act(what: str, cluster: Any = None) -> None:
         print(HANGS, flush=True)
         time.sleep(10_000)
     elif what == "hang holding Python's lock":
-        ctypes.PyDLL(None).sleep(10_000)  # Unlike CDLL it lets no other thread run.
+        ctypes.PyDLL(None).sleep(10_000)  # Unlike CDLL, PyDLL blocks other threads.
     elif what == "exit with code 0":
         os._exit(0)
     elif what == "raise MemoryError":
@@ -49,7 +49,7 @@ def act(what: str, cluster: Any = None) -> None:
         cluster._channel.send({"kind": ["beat"], "progress": None})
         time.sleep(10_000)
     elif what.startswith("hide "):
-        # A file system of its own where the others have the folder; root alone may do that.
+        # Mounts another file system over the folder, for this process only; this needs root.
         libc, folder = ctypes.CDLL(None, use_errno=True), what.removeprefix("hide ").encode()
         os.makedirs(folder, exist_ok=True)
         if libc.unshare(0x20000) or libc.mount(b"none", b"/", None, 0x44000, None):
@@ -73,7 +73,7 @@ def act(what: str, cluster: Any = None) -> None:
 
 
 def limit_memory(room: int) -> None:
-    """Lets this process have so many bytes more than it has now."""
+    """Limits this process's memory to its current size and `room` bytes more."""
     pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])
     limit = pages * resource.getpagesize() + room
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
@@ -94,7 +94,7 @@ def main() -> None:
         def disturbed(self: Cluster, phase: str, **limits: Any) -> None:
             enter(self, phase, **limits)
             times[phase] += 1
-            # "saving" goes on with the folder.
+            # After "saving" the phase's name contains the folder.
             if phase.startswith(fault["phase"]) and times[phase] == fault["at"]:
                 act(fault["do"], self)
 

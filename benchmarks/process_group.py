@@ -1,9 +1,9 @@
-"""Groups of processes that are told what to do, one group at a time, and what a process can see.
+"""Groups of processes that run tasks, one group at a time.
 
-Two libraries cannot train in one process. So each has a group of processes that are kept alive and
-only wait while another group works, and blocks of steps can take turns as those of one process do.
-A process is started with one argument, a JSON object; it gets a line of JSON for each thing to do
-and answers with one.
+Two libraries cannot train in one process. So each library has a group of processes, which stay
+alive and wait while another group works. So their blocks of steps can take turns. A process is
+started with one argument, a JSON object. It gets a line of JSON for each task, and answers with a
+line of JSON.
 """
 
 import json
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 END_SECONDS = 20.0
-ANSWER = "answer: "  # Libraries print to the standard output too.
+ANSWER = "answer: "  # Marks answers, because libraries print to standard output too.
 
 Handler = Callable[..., Mapping[str, Any]]
 
@@ -27,13 +27,13 @@ class ProcessGroup:
     """Processes of one module. Use it as a context manager."""
 
     def __init__(self, module: str, settings: Mapping[str, Any], *, num_processes: int) -> None:
-        """Starts them; `ask` them something to see whether they have.
+        """Starts the processes; the first `ask` shows whether they have started.
 
         Args:
-          module: What each runs, such as `"benchmarks.torch_compile_worker"`.
-          settings: What each gets, besides `process`, its number, `num_processes`, `port`, a port
-            that is free, and `cores`, those that it shall keep to.
-          num_processes: How many.
+          module: The module that each process runs, such as `"benchmarks.torch_compile_worker"`.
+          settings: The settings of each process. This adds `process` (its number),
+            `num_processes`, `port` (a free port) and `cores` (the cores that it may use).
+          num_processes: The number of processes.
         """
         self._module = module
         self._processes: list[subprocess.Popen[str]] = []
@@ -44,7 +44,7 @@ class ProcessGroup:
                 "process": number,
                 "num_processes": num_processes,
                 "port": port,
-                # One alone has them all, several share them evenly.
+                # A single process has all cores; several processes share them evenly.
                 "cores": cores if num_processes == 1 else [cores[number % len(cores)]],
                 **settings,
             }
@@ -61,17 +61,17 @@ class ProcessGroup:
             )
 
     def ask(self, task: str, **arguments: Any) -> list[dict[str, Any]]:
-        """Has every process do something; returns their answers.
+        """Runs a task in every process; returns the answers.
 
         Args:
-          task: The name of one of the handlers that they `serve`.
-          **arguments: Its arguments.
+          task: The name of a handler that the processes `serve`.
+          **arguments: The handler's arguments.
 
         Returns:
-          What the handler returned in each.
+          The result of the handler in each process.
 
         Raises:
-          RuntimeError: A process has ended; the message has the end of what it wrote.
+          RuntimeError: A process has ended; the message contains the end of its output.
         """
         line = json.dumps({"task": task, **arguments}) + "\n"
         for number, process in enumerate(self._processes):
@@ -84,14 +84,14 @@ class ProcessGroup:
         return [self._read(number) for number in range(len(self._processes))]
 
     def block(self, num_steps: int) -> float:
-        """Takes steps; returns the seconds of the process that took longest."""
+        """Runs steps; returns the seconds of the slowest process."""
         return float(max(answer["seconds"] for answer in self.ask("block", steps=num_steps)))
 
     def close(self) -> None:
-        """Ends them."""
+        """Ends the processes."""
         for process in self._processes:
             assert process.stdin is not None
-            process.stdin.close()  # They have nothing more to do then.
+            process.stdin.close()  # This ends the process's loop.
         for process in self._processes:
             try:
                 process.wait(END_SECONDS)
@@ -113,7 +113,7 @@ class ProcessGroup:
         return self._fail(number)
 
     def _fail(self, number: int) -> Any:
-        """Says what a process that has ended wrote last."""
+        """Raises an error with the last output of a process that has ended."""
         self._processes[number].wait(END_SECONDS)
         self._errors[number].seek(0)
         text = self._errors[number].read()[-3000:]
@@ -123,7 +123,7 @@ class ProcessGroup:
         return self
 
     def __exit__(self, *error: object) -> None:
-        # Those of a group in which one has failed may wait for it without end.
+        # After a failure the other processes of a group may wait for the failed one forever.
         if error[0] is not None:
             for process in self._processes:
                 process.kill()
@@ -131,17 +131,17 @@ class ProcessGroup:
 
 
 def read_settings() -> dict[str, Any]:
-    """The settings of this process; it keeps to its cores from now on, its threads too."""
+    """Reads this process's settings, and restricts the process and its threads to its cores."""
     settings: dict[str, Any] = json.loads(sys.argv[1])
     os.sched_setaffinity(0, settings["cores"])
     return settings
 
 
 def serve(handlers: Mapping[str, Handler]) -> None:
-    """Does what it is asked until nobody asks any more.
+    """Runs tasks until the input ends.
 
     Args:
-      handlers: What to call for a task, with its arguments by name; it returns what JSON has.
+      handlers: The function of each task. It gets arguments by name, and returns a JSON value.
     """
     for line in sys.stdin:
         arguments = json.loads(line)
@@ -150,7 +150,7 @@ def serve(handlers: Mapping[str, Handler]) -> None:
 
 
 def peak_memory() -> int:
-    """The largest resident memory of this process so far, in bytes."""
+    """Returns the peak resident memory of this process, in bytes."""
     status = Path("/proc/self/status").read_text(encoding="utf-8")
     found = re.search(r"^VmHWM:\s+(\d+) kB$", status, re.MULTILINE)
     assert found is not None
@@ -158,7 +158,7 @@ def peak_memory() -> int:
 
 
 def _free_port() -> int:
-    """A port that nobody uses now."""
+    """Returns a port that is free now."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port: int = server.getsockname()[1]
         return port

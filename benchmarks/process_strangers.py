@@ -1,4 +1,4 @@
-"""What strangers may send to a port, for `benchmarks.process_faults`."""
+"""Sends the bytes of strangers to a port, for `benchmarks.process_faults`."""
 
 import contextlib
 import json
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 def frame(data: bytes) -> bytes:
-    """A message as the processes send it, behind its length."""
+    """Returns a message with its length in front, as the processes send it."""
     return len(data).to_bytes(4, "big") + data
 
 
@@ -32,12 +32,12 @@ GIVE_UP_SECONDS = 120.0
 
 
 def disturb(name: str, port: int, *, until: Callable[[], bool]) -> None:
-    """Connects and talks again and again.
+    """Connects and sends bytes, again and again.
 
     Args:
       name: One of `STRANGERS`.
-      port: The port, of this machine.
-      until: Whether it is enough.
+      port: The port on this machine.
+      until: Returns whether to stop.
     """
     data, deadline = STRANGERS[name], time.monotonic() + GIVE_UP_SECONDS
     with contextlib.ExitStack() as held:

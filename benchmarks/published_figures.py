@@ -1,15 +1,15 @@
-"""What others have published of training large transformers: shape, layout, speed, and the source.
+"""Published speeds of training large transformers: shape, layout, speed, and source.
 
-A row is here if its source says all that an estimate needs: shape, devices, layout, batch, what is
-computed again, and the speed; `remark` says what was assumed all the same. Of a series in which
-only the number of devices grows the smallest and the largest row are taken. Rows of one step that
-are in two places count once, and a row whose two figures contradict each other is left out
-(MaxText's 405B on one v6e-256: 38.55% are not 123 tokens/s).
+A row is included if its source gives all that an estimate needs: shape, devices, layout, batch,
+recomputation, and speed. `remark` names remaining assumptions. If only the number of devices grows
+in a series, the smallest and the largest row are included. If two sources publish the same step, it
+counts once. A row whose two figures contradict each other is left out (MaxText's 405B on one
+v6e-256: 38.55% are not 123 tokens/s).
 
-Speeds are tokens of a device and second where the source has them, because no convention is in
-these. Where it has only an MFU, `attention` says how the publisher counts the products of queries
-with keys and of scores with values: "whole", as PaLM and this package do, or "half", as a causal
-mask leaves them. It is turned into tokens by that convention, so it is not absorbed by a constant.
+If the source has tokens per device and second, these are used, because they need no convention. If
+it has only an MFU, `attention` gives the publisher's count of the products of queries with keys and
+of scores with values: "whole", as in PaLM and this package, or "half", the part that a causal mask
+leaves. The MFU is converted to tokens by that convention, so that no fitted constant contains it.
 
 - MaxText (2024): "whole". Its release notes say that it halves attention since July 2025. Its rows
   with both figures confirm it: 449.17 TFLOP/s and 7,756 tokens/s are 57.9 GFLOP a token, which is
@@ -40,7 +40,7 @@ def _shape(*sizes: int, **more: Any) -> dict[str, Any]:
 
 
 def _maxtext_shape(scale: int) -> dict[str, Any]:
-    """The shape that MaxText has for `global_parameter_scale`, a power of two in billions."""
+    """Returns MaxText's shape for `global_parameter_scale`, a power of two in billions."""
     whole, rest = divmod(scale.bit_length() - 1, 3)
     wide = 2 ** (whole + (rest > 0))
     hidden = 2048 * 2 ** (whole + (rest > 1))
@@ -49,7 +49,7 @@ def _maxtext_shape(scale: int) -> dict[str, Any]:
 
 
 # Llama 2 and 3: https://arxiv.org/abs/2307.09288, https://arxiv.org/abs/2407.21783 table 3.
-# DeepSeek-V3 is what `configs/plan/deepseek_v3.py` makes of it.
+# DeepSeek-V3 is approximated as in `configs/plan/deepseek_v3.py`.
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     "llama2_13b": _shape(40, 5120, 13_824, 40, 40, 32_000),
     "llama2_70b": _shape(80, 8192, 28_672, 64, 8, 32_000),
@@ -82,7 +82,7 @@ _EVERYTHING = dict.fromkeys(("norms", "in", "scores", "out", "mlp", "experts"), 
 
 
 class OthersLayout(Layout):
-    """A layout of a program of others, by what that keeps for the backward pass."""
+    """A layout of another library's program, which keeps other values for the backward pass."""
 
     keeps_logits = True
     remats: ClassVar[Mapping[str, Mapping[str, float]]] = {
@@ -101,16 +101,16 @@ class PublishedFigure:
     """A published speed.
 
     Attributes:
-      whose: Whose it is.
+      whose: The publisher.
       model: One of `SHAPES`.
-      layout: Of as many devices as the topology has; its `remat` is what the source computes again.
+      layout: The layout over all devices of the topology; `remat` is the source's recomputation.
       positions: Positions of a sequence.
       examples: Sequences of a step.
-      tokens_per_second: Of a device; `None` where only an MFU is published.
-      mfu: The published MFU, where there are no tokens.
+      tokens_per_second: Tokens per device; `None` if only an MFU is published.
+      mfu: The published MFU, if no tokens are published.
       attention: How the MFU counts attention.
-      dtype: What is multiplied.
-      remark: What differs, or was assumed.
+      dtype: The dtype of products.
+      remark: Differences and assumptions.
     """
 
     whose: str
@@ -128,7 +128,7 @@ class PublishedFigure:
 
     @property
     def name(self) -> str:
-        """Whose, what and on what, for a table."""
+        """The publisher, the model and the devices, for a table."""
         return f"{self.whose}, {self.model}, {self.topology}"
 
     @functools.cached_property
@@ -144,7 +144,7 @@ class PublishedFigure:
 
     @functools.cached_property
     def speed(self) -> float:
-        """Tokens of a device and second; those that the MFU means, if only that is published."""
+        """Tokens per device and second; computed from the MFU if no tokens are published."""
         if self.tokens_per_second is not None:
             return self.tokens_per_second
         assert self.mfu is not None

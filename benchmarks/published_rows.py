@@ -1,6 +1,6 @@
-"""The published speeds that estimates are held against, see `published_figures`.
+"""The published speeds that estimates are compared with, see `published_figures`.
 
-The order is that of the chips; `calibration` says which rows it is fitted to.
+The rows are ordered by chip; `calibration` chooses the fitted rows.
 """
 
 from typing import Any
@@ -42,7 +42,7 @@ def _maxtext(
     positions: int = 2048,
     remark: str = "",
 ) -> PublishedFigure:
-    """An MFU of MaxText's tables; `batch` is that of a device."""
+    """Makes a row from an MFU in MaxText's tables; `batch` is the batch of a device."""
     return PublishedFigure(
         whose="MaxText",
         model=model,
@@ -67,7 +67,7 @@ def _recipe(
     positions: int = 8192,
     remark: str = "",
 ) -> PublishedFigure:
-    """A speed of Google's recipes for v6e: one axis of FSDP."""
+    """Makes a row from a speed in Google's recipes for v6e: one axis of FSDP."""
     devices = parse_topology(topology).num_devices
     return PublishedFigure(
         whose="MaxText",
@@ -106,7 +106,7 @@ def _nvidia(
     positions: int = 8192,
     remark: str = "",
 ) -> PublishedFigure:
-    """A step of NVIDIA's tables for DGX H100, in seconds."""
+    """Makes a row from the seconds of a step in NVIDIA's tables for DGX H100."""
     return PublishedFigure(
         whose="NVIDIA",
         model=model,
@@ -121,7 +121,7 @@ def _nvidia(
 
 
 def _meta(data: int, mfu: float, *, context: int = 1, remark: str = "") -> PublishedFigure:
-    """Meta's layouts of 405B: a microbatch of one sequence, nothing computed again."""
+    """Makes a row from Meta's layouts of 405B: microbatches of one sequence, no remat."""
     minibatches = 2048 // data if context == 1 else 16
     layout = OthersLayout(
         stage=16,

@@ -1,4 +1,4 @@
-"""Builds the programs of `random_programs` as their descriptions say."""
+"""Builds the programs of `random_programs` from their descriptions."""
 
 import functools
 from collections.abc import Mapping
@@ -37,7 +37,7 @@ def build_program(
     tx: Any,
     batch: Any,
 ) -> Any:
-    """Returns the program of a description under a strategy, with options as one is drawn."""
+    """Builds the program of a description under a strategy, with the drawn options."""
     options: dict[str, Any] = {k: _tuples(v) for k, v in drawn.items() if v is not None}
     if "axis_aliases" in options:
         options["axis_aliases"] = {k: tuple(v) for k, v in drawn["axis_aliases"].items()}

@@ -1,10 +1,10 @@
 """Builds a program of `random_programs`, runs it, and compares it with one device.
 
-What is compared: the initial parameters bit for bit; in each step the loss, the metrics, the
-gradient of every leaf, the optimizer's update, other variables, and frozen parameters bit for bit;
-evaluation, also with averaged parameters; and what arrives when the state goes to another program.
-With dropout the same step is taken twice too, and has to give the same bits. `random_dropout` says
-where one device can draw the same masks; elsewhere gradients are not compared.
+It compares the initial parameters bit for bit. In each step it compares the loss, the metrics, the
+gradient of every leaf, the optimizer's update, other variables, and frozen parameters bit for bit.
+It compares evaluation, also with averaged parameters, and the state after a move to another
+program. With dropout it runs the same step twice, which must give the same bits. `random_dropout`
+decides whether one device can draw the same masks; if it cannot, gradients are not compared.
 """
 
 import dataclasses
@@ -39,13 +39,13 @@ STEPS = 2
 
 @dataclasses.dataclass
 class Shared:
-    """What programs of one model, loss and optimizer have in common: they come in a row."""
+    """A cache of values that consecutive programs share: model, loss and optimizer."""
 
     key: str = ""
     made: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def of(self, row: Mapping[str, Any], name: str, parts: Any, make: Callable[[], Any]) -> Any:
-        """Returns what was made under a name for these parts of a description, or makes it."""
+        """Returns the cached value of a name and these parts of a description, or makes it."""
         names = ("model", "data_seed", "fields", "loss", "loss_extras", "batch", "tx")
         key = json.dumps([row.get(name) for name in names])
         if key != self.key:
@@ -57,7 +57,7 @@ class Shared:
 
 
 def run(row: Mapping[str, Any], shared: Shared) -> tuple[str, str]:
-    """Returns how a program ended, and the words for it."""
+    """Runs a program; returns how it ended, and a description."""
     try:
         check = Check(row, shared)
         check()
@@ -67,7 +67,7 @@ def run(row: Mapping[str, Any], shared: Shared) -> tuple[str, str]:
         last = traceback.extract_tb(error.__traceback__)[-1]
         kind, file = type(error).__name__, last.filename.rpartition("/")[2]
         words = f"{kind} at {file}:{last.lineno}: {error}"[:1500]
-        # What JAX's types of shardings refuse is documented to be refused in its words.
+        # It is documented that JAX's sharding types refuse some programs in JAX's words.
         is_sharding = row["mode"] == "explicit" and kind == "ShardingTypeError"
         is_ours = "/manualpar/" in last.filename and kind in ("ValueError", "TypeError")
         return "refused" if is_ours or is_sharding else "crash", words
@@ -115,23 +115,23 @@ class Check:
     # Building.
 
     def one_device(self) -> OneDevice:
-        """The optimizer on one device."""
+        """Makes the optimizer on one device."""
         return OneDevice(self.row["tx"], self.share, has_average=self.row["ema"])
 
     def build(self, strategy: str, drawn: Mapping[str, Any], axes: Mapping[str, int]) -> Any:
-        """The program under a strategy, with options as a description has them."""
+        """Builds the program under a strategy, with the drawn options."""
         tx, batch = recording(self.one_device().tx), self.batches[0]
         return build_program(self.row, strategy, drawn, axes, model=self.model, tx=tx, batch=batch)
 
-    # What one device says.
+    # The reference on one device.
 
     def whole(self, program: Any, state: Any) -> tuple[dict[str, Any], Any]:
-        """The parameters by path, and the other collections."""
+        """Returns the unsharded parameters by path, and the other collections."""
         variables = program.whole(state)
         return flatten(variables.pop("params")), variables
 
     def trained(self, params: Mapping[str, Any]) -> set[str]:
-        """The paths of the parameters that are trained."""
+        """Returns the paths of the trained parameters."""
         globs = self.row.get("trainable")
         if globs is None:
             globs = ["*lora_a", "*lora_b"] if "lora" in self.row else ["*"]
@@ -147,7 +147,7 @@ class Check:
         train: bool = True,
         keys: jax.Array | None = None,
     ) -> Answer:
-        """What one device says of units of examples, so many devices' one after another."""
+        """Computes one device's answer for units of examples, device after device."""
         dtype = self.options.get("gather_dtype")
         parts = [self.row.get(n) for n in ("lora", "quantized", "trainable", "with_labels")]
         reference: Reference = self.share(
@@ -157,7 +157,7 @@ class Check:
         return reference(params, *args, train=train, keys=keys)
 
     def units(self, program: Any) -> tuple[np.ndarray, int]:
-        """The numbers of the examples that a program's model sees together; and devices."""
+        """Returns the examples of each unit, and the number of devices."""
         size, minibatches = self.row["batch"], program.num_minibatches
         devices = math.prod(program.mesh.shape[a] for a in program.data_axes if a != "context")
         numbers = np.arange(size).reshape(devices, minibatches, -1)
@@ -169,18 +169,18 @@ class Check:
         return np.arange(size)[:, None], devices
 
     def _has_masks(self, program: Any) -> bool:
-        """Whether there is dropout, and one device can draw its masks."""
+        """Returns whether there is dropout, and one device can draw its masks."""
         meets = self.row["fields"].get("norm") == "synced" or self.row["loss"] == "coupled"
         can_draw = has_masks_of_one_device(program, is_manual=self.is_manual, meets_others=meets)
         return self.has_dropout and can_draw
 
     def allowance(self, program: Any, *, adds_residuals: bool) -> Allowance:
-        """What a program may be off by."""
+        """Returns the allowed differences of a program."""
         options = self.options
         dtypes = [options.get(f"{n}_dtype") for n in ("gather", "param", "reduce", "frozen")]
         axes = [a for a in program.mesh.axis_names if program.mesh.shape[a] > 1]
         is_coupled = self.has_statistics or self.row["loss"] == "coupled"
-        # Each minibatch, over each axis, to scatter and once more to gather what was summed.
+        # In each minibatch and over each axis: once to scatter, and once to gather the sum.
         reductions = 2 * program.num_minibatches * max(1, len(program.data_axes))
         return Allowance(
             is_low="bfloat16" in dtypes,
@@ -192,10 +192,10 @@ class Check:
             has_statistics=self.has_statistics,
         )
 
-    # What is compared.
+    # The comparisons.
 
     def begin(self, program: Any) -> Any:
-        """The state that a program begins with, compared with plain flax."""
+        """Makes a program's initial state, and compares it with plain flax."""
         plain = self._plain_variables()
         is_wrapped = "lora" in self.row or "quantized" in self.row
         is_low = self.allowance(program, adds_residuals=False).is_low
@@ -219,7 +219,7 @@ class Check:
         expected, trained = flatten(made.pop("params")), self.trained(params)
         plain = flatten(self.plain.to_plain(unflatten(params)))
         for path, e in expected.items():
-            if path not in params:  # It is in codes: half a step off, and rounded products.
+            if path not in params:  # Quantized: half a step off, and rounded products.
                 step = np.abs(e).max() / 127
                 off = np.abs(np.asarray(plain[path], np.float32) - e).max()
                 if not off <= (1.0 if is_low else 0.52) * step + 1e-30:
@@ -233,7 +233,7 @@ class Check:
                 off = ulps(e, params[path])
                 if not off <= 4:
                     raise WrongError(f"init: {path} is not the same bits, but {off:.3g} ulps off")
-                # Compiled with few optimizations, XLA may round otherwise beside other outputs.
+                # With few optimizations, XLA's rounding may depend on the program's other outputs.
                 self.notes.append(f"init: {path} is {off:.2g} ulps off")
         wanted, found = flatten(made), flatten(collections)
         sown = ("intermediates", "losses")
@@ -253,7 +253,7 @@ class Check:
         return met or bool(self.options.get("eval_dropout"))
 
     def step(self, program: Any, state: Any, number: int, optimizer: OneDevice) -> Any:
-        """Takes a step and compares everything in it; returns the new state."""
+        """Runs a step and compares all its results; returns the new state."""
         batch, what = self.batches[number], f"step {number}"
         broken = _with_nan(batch) if self.row["nan_at"] and number == 1 else None
         params, collections = self.whole(program, state)
@@ -302,7 +302,7 @@ class Check:
         return state
 
     def _diverges(self, what: str, grads: Mapping[str, Any], expected: Answer) -> bool:
-        """Whether gradients are not finite, where one device's are not either."""
+        """Returns whether gradients are not finite, both here and on one device."""
         found, wanted = (
             {path for path, g in each.items() if not np.isfinite(np.float32(g)).all()}
             for each in (grads, expected.grads)
@@ -368,7 +368,7 @@ class Check:
 
 
 def _with_nan(batch: Any) -> Any:
-    """The batch with a NaN in one example, if something in it can be NaN."""
+    """Returns the batch with a NaN in one example, if its dtypes allow that."""
     for name in ("inputs", "mask"):
         x = getattr(batch, name)
         if isinstance(x, np.ndarray) and x.dtype.kind == "f":
@@ -379,7 +379,7 @@ def _with_nan(batch: Any) -> Any:
 
 
 def _residuals(state: Any, params: Mapping[str, Any]) -> dict[str, Any]:
-    """What codes have left out of the mean of devices' gradients, by the parameter's path."""
+    """Returns the mean residual of the devices' quantized gradients, by parameter path."""
     residuals = flatten(jax.device_get(state.local.get("residuals", {})))
     return {
         path: np.asarray(r, np.float64)[(slice(None), *map(slice, params[path].shape))].mean(0)

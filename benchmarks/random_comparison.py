@@ -1,9 +1,10 @@
-"""What a program of `random_programs` may differ from one device by.
+"""Defines the allowed differences between a program of `random_programs` and one device.
 
-In float32 a gradient may be off by several times the difference that parameters make which are off
-by a few roundings, and by a few roundings of what each device contributes. In bfloat16 it is the
-same with larger roundings. A code may leave out, on each device, half a unit of its blocks (a unit
-if it rounds at random), and a unit is at most the largest number there divided by the largest code.
+`noise` is the change of a gradient if the parameters change by a few roundings. In float32 a
+gradient may differ by several times this noise, and by a few roundings of each device's
+contribution. In bfloat16 the same holds with larger roundings. On each device, quantization may
+lose half a unit of a block (a unit with stochastic rounding). A unit is at most the block's largest
+number divided by the largest code.
 """
 
 import dataclasses
@@ -26,15 +27,15 @@ class WrongError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Allowance:
-    """What is allowed in a program.
+    """The allowed differences of a program.
 
     Attributes:
       is_low: Whether something is stored, gathered or reduced in bfloat16.
       has_coded_weights: Whether parameters are gathered as codes.
-      code: The code of gradients, if what it leaves out is not added here.
-      reductions: How often a device's gradient is encoded in a step.
-      is_random: Whether codes round at random.
-      is_split: Whether devices contribute other sums than those of examples.
+      code: The quantization of gradients, unless its residual is added here.
+      reductions: How often a device's gradient is quantized in a step.
+      is_random: Whether quantization rounds stochastically.
+      is_split: Whether devices contribute sums that are not sums over examples.
       has_statistics: Whether a layer divides by the deviation of a few examples.
     """
 
@@ -48,11 +49,11 @@ class Allowance:
 
     @property
     def is_rough(self) -> bool:
-        """Whether the loss itself is off by more than float32's rounding."""
+        """Whether the loss itself may differ by more than float32's rounding."""
         return self.is_low or self.has_coded_weights
 
     def moved(self, params: Arrays) -> dict[str, Any]:
-        """Parameters that are off by as much as the program's may be where it computes."""
+        """Returns parameters that differ by the rounding of the program's parameters."""
         if not self.has_coded_weights:
             return perturb(params, 2.0**-8 if self.is_low else 2.0**-20, 0)
         random, moved = np.random.default_rng(0), {}
@@ -65,7 +66,7 @@ class Allowance:
         return moved
 
     def check_gradients(self, what: str, grads: Arrays, expected: Answer, noisy: Answer) -> None:
-        """Raises WrongError if a gradient is off by more than is allowed; it names the worst."""
+        """Raises WrongError if a gradient differs more than allowed; it names the worst one."""
         noises = {p: float(np.linalg.norm(noisy.grads[p] - e)) for p, e in expected.grads.items()}
         total = math.sqrt(sum(float(np.square(g).sum()) for g in expected.grads.values()))
         total += math.hypot(*noises.values())
@@ -95,7 +96,7 @@ class Allowance:
             step = 1.05 * expected.contributions[path] / LARGEST_CODE[self.code]
             step *= self.reductions * (2 if self.is_random else 1) * (4 if self.is_split else 1)
             allowed += step * math.sqrt(expected.grads[path].size)
-            # Sums over other devices cancel what each contributes, as of biases of keys.
+            # Contributions of devices may cancel in the sum, for example for biases of keys.
             share = 0.1 if self.has_statistics else 0.02
             allowed += share * total if self.is_split else 0
         return allowed
@@ -108,9 +109,9 @@ class Allowance:
         *,
         by_chance: tuple[float, float] | None = None,
     ) -> None:
-        """Raises WrongError if the sum or the count of a metric is off.
+        """Raises WrongError if the sum or the count of a metric differs.
 
-        `by_chance` is the loss that other masks of dropout give, and how far from it it may be.
+        `by_chance` is the mean loss over other dropout masks, and the allowed distance from it.
         """
         rtol = 0.05 if self.is_rough else 2e-5
         for name, (total, count) in expected.items():
@@ -127,7 +128,7 @@ class Allowance:
                 raise WrongError(f"{what}: metric {name} is {got}, one device's {(total, count)}")
 
     def check_norms(self, what: str, metrics: Any, grads: Arrays, after: Arrays) -> None:
-        """Raises WrongError if a norm that the program reports is another."""
+        """Raises WrongError if a reported norm differs."""
         for name, arrays in (("gradient_norm", grads), ("parameter_norm", after)):
             squares = (float(np.square(np.float64(arrays[path])).sum()) for path in grads)
             norm = math.sqrt(sum(squares))
@@ -144,7 +145,7 @@ def check_same_bits(what: str, expected: Arrays, found: Arrays) -> None:
 
 
 def ulps(x: Any, y: Any) -> float:
-    """How far arrays are apart, in units of the last place of the largest number."""
+    """Returns the distance of arrays, in units of the last place of the largest number."""
     eps = float(jnp.finfo(x.dtype).eps) if jnp.issubdtype(x.dtype, jnp.floating) else 1.0
     x, y = (np.asarray(a, np.float64) for a in (x, y))
     return float(np.abs(x - y).max(initial=0) / (eps * np.abs(x).max(initial=0) or 1))

@@ -1,12 +1,12 @@
-"""The masks of dropout in `random_programs`, drawn once more on one device.
+"""Draws the dropout masks of `random_programs` again on one device.
 
 A step splits the state's key: one half is the next state's, the other is the step's. In mode manual
-each device folds its number into it, and in each mode every minibatch has a key of its own. So one
-device draws the same masks if it takes the examples that met in a call together, with their key.
+each device folds its number into the step's key. In all modes every minibatch has a different key.
+So one device draws the same masks if it runs the examples of one call together, with their key.
 
-Where mode manual splits activations (over a model axis, a context, or stages), or the examples of
-several devices meet in a layer, the masks are not those of one call. There the loss is compared
-with the ones that other masks give: it may be as far from their mean as chance would bring it.
+If mode manual splits activations (over a model axis, a context axis, or stages), or a layer mixes
+the examples of several devices, one call cannot draw the same masks. Then the loss is compared with
+the losses of other masks: its distance from their mean must be plausible by chance.
 """
 
 import math
@@ -19,8 +19,8 @@ import numpy as np
 from benchmarks.random_reference import Answer
 
 DRAWS = 16
-# How many standard deviations a loss may be off, of which `DRAWS` draws are an estimate: 3 in
-# 100,000 are farther from the mean.
+# The largest distance of a loss, in standard deviations estimated from `DRAWS` draws. By chance 3
+# in 100,000 losses are farther from the mean.
 DEVIATIONS = 6
 
 
@@ -29,9 +29,9 @@ def has_masks_of_one_device(program: Any, *, is_manual: bool, meets_others: bool
 
     Args:
       program: The program.
-      is_manual: Whether a device's code sees its own examples. In other modes it sees all, with one
-        mask.
-      meets_others: Whether examples of several devices meet in a layer or the loss.
+      is_manual: Whether a device's code sees only its examples. In other modes the code sees all
+        examples, with one mask.
+      meets_others: Whether a layer or the loss mixes examples of several devices.
     """
     if not is_manual:
         return True
@@ -41,7 +41,7 @@ def has_masks_of_one_device(program: Any, *, is_manual: bool, meets_others: bool
 
 
 def keys_of_step(program: Any, rng: jax.Array, *, is_manual: bool) -> jax.Array:
-    """Returns the key of each minibatch of each device in a step from a state with a key."""
+    """Returns the key of each device's minibatches in a step of a state with key `rng`."""
     _, key = jax.random.split(rng)
     if not is_manual:
         return jax.random.split(key, program.num_minibatches)
@@ -51,11 +51,11 @@ def keys_of_step(program: Any, rng: jax.Array, *, is_manual: bool) -> jax.Array:
 
 
 def spread_of_losses(answer: Callable[[jax.Array], Answer], units: int) -> tuple[float, float]:
-    """Returns the mean of the loss over masks, and how far from it a program's may be.
+    """Returns the mean loss over masks, and the allowed distance of a program's loss.
 
     Args:
       answer: One device's answer, with a key for each unit.
-      units: How many units there are.
+      units: The number of units.
     """
     keys = jax.random.split(jax.random.key(1), (DRAWS, units))
     losses = [answer(each).metrics["loss"][0] for each in keys]

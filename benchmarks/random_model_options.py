@@ -1,4 +1,4 @@
-"""Draws the models, losses and optimizers of `random_programs`, and how models are tuned."""
+"""Draws the models, losses, optimizers and fine-tuning of `random_programs`."""
 
 import random
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from typing import Any
 from benchmarks.random_optimizers import OPTIMIZERS
 
 MODELS = {"mlp": 4, "conv": 1, "text": 3, "rnn": 1, "transformer": 5, "nnx_mlp": 2, "nnx_text": 1}
-# What may be trained of each model; the first globs name nothing that `quantized` encodes.
+# Globs of trainable parameters for each model; the first match no parameter that is quantized.
 TRAINABLE = {
     "mlp": (["*bias"], ["*head*"], ["*kernel"]),
     "conv": (["*bias"], ["*kernel"], ["head/*"]),
@@ -21,12 +21,12 @@ Row = dict[str, Any]
 
 
 def weighted(r: random.Random, weights: Mapping[str, int]) -> str:
-    """Draws a name as often as its weight says."""
+    """Draws a name, with probabilities in proportion to the weights."""
     return r.choices(list(weights), list(weights.values()))[0]
 
 
 def draw_model(r: random.Random, row: Row) -> None:
-    """Draws what programs with the same model have in common."""
+    """Draws the parts that programs with the same model share."""
     kind = weighted(r, MODELS)
     row["model"], row["data_seed"] = kind, r.randrange(10**6)
     row["batch"], row["length"] = r.choice((8, 8, 12, 24)), 8
@@ -103,7 +103,7 @@ def _draw_transformer(r: random.Random, row: Row, dropout: float) -> None:
     maybe(0.4, num_kv_heads=r.choice((1, 2)))
     maybe(0.3, tied_head=True)
     row["with_labels"], row["packed"] = r.random() < 0.5, r.random() < 0.35
-    if r.random() < 0.25:  # As other people's models are, which files are written for.
+    if r.random() < 0.25:  # As in public models, whose files can be written.
         row["has_family"] = True
         maybe(0.3, qkv_bias=True)
         if maybe(0.5, split_axis="model"):
@@ -150,11 +150,11 @@ def _draw_transformer(r: random.Random, row: Row, dropout: float) -> None:
         if fields.get("sequence_parallel"):
             maybe(0.3, overlap="ring")
     if fields.get("num_experts") and maybe(0.5, expert_axis="expert"):
-        row["loss_extras"]["decay"] = 0  # It would be of a device's own experts.
+        row["loss_extras"]["decay"] = 0  # It would cover only a device's experts.
 
 
 def _draw_tuning(r: random.Random, row: Row) -> None:
-    """Adapters, bases in int8, plans and what is trained."""
+    """Draws adapters, int8 bases, plans and trained parameters."""
     kind, fields = row["model"], row["fields"]
     may_split = kind == "text" or (kind == "mlp" and not fields["annotated"] and r.random() < 0.3)
     if may_split and r.random() < 0.5:
@@ -163,7 +163,7 @@ def _draw_tuning(r: random.Random, row: Row) -> None:
             fields["places"] = False
             plan["overlap"] = r.choice(("none", "none", "ring"))
         row["split_logits"] = bool(fields.get("tied")) or plan["sequence"]
-        row["loss_extras"]["decay"] = 0  # Of a device's own shards.
+        row["loss_extras"]["decay"] = 0  # It would cover only a device's shards.
     targets = {
         "mlp": ["*/up", "*/down"],
         "text": ["*/query", "*/value", "*/up", "*/out"],

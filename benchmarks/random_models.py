@@ -34,7 +34,7 @@ class _Layer(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Residual layers, in a loop or a scan, with norms, dropout and rules as asked for."""
+    """Residual layers, in a loop or a scan, with optional norms, dropout and rules."""
 
     width: int = 8
     depth: int = 2
@@ -59,7 +59,7 @@ class Mlp(nn.Module):
         if self.norm in ("batch", "synced"):
             axis = "batch" if self.norm == "synced" else None
             x = nn.BatchNorm(use_running_average=not train, axis_name=axis, name="batch")(x)
-        if self.odd:  # A scalar, one that nothing reads, and integers.
+        if self.odd:  # A scalar, an unused parameter, and integers.
             x = x * self.param("gain", nn.initializers.ones, ())
             self.param("idle", nn.initializers.normal(), (5, 3))
             order = self.param("order", lambda _: jnp.arange(self.width)[::-1])
@@ -167,7 +167,7 @@ class TextModel(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """A recurrent layer over features, and a head on what it ends with."""
+    """A recurrent layer over features, and a head on its last state."""
 
     cell: str = "lstm"
     width: int = 8

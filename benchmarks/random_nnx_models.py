@@ -24,7 +24,7 @@ class _XLayer(nnx.Module):
 
 
 class XMlp(nnx.Module):
-    """NNX: residual layers, a list or a scan of them."""
+    """Residual layers in NNX, in a list or a scan."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class XMlp(nnx.Module):
 
 
 class XText(nnx.Module):
-    """NNX: attention over embedded tokens; the head may be the embedding."""
+    """Attention over embedded tokens in NNX; the head may be the embedding."""
 
     def __init__(
         self, width: int = 16, tied: bool = False, lora: bool = False, *, rngs: nnx.Rngs
@@ -101,7 +101,7 @@ class XText(nnx.Module):
 def run_plainly(
     make: Callable[[nnx.Rngs], nnx.Module],
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Returns the functions `init` and `apply` of a model, as Linen's modules have them."""
+    """Returns functions `init` and `apply` of a model, like those of a Linen module."""
 
     def collections(module: nnx.Module) -> dict[str, Any]:
         found: dict[str, Any] = {"params": {}}

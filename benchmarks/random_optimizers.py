@@ -1,8 +1,8 @@
-"""The optimizers of `random_programs`, and what they do on one device.
+"""The optimizers of `random_programs`, and their updates on one device.
 
-A program's optimizer is wrapped by `recording`, which keeps the gradients that it is given. So they
-are compared with one device's, and the update is compared with the one that optax makes of these
-gradients on one device: neither difference grows by way of the other.
+A program's optimizer is wrapped by `recording`, which keeps its gradients. The gradients are
+compared with those of one device. Then the update is compared with optax's update on one device
+from the same gradients. So differences of gradients do not affect the comparison of updates.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,8 +19,8 @@ from benchmarks.random_reference import flatten, unflatten
 from manualpar import params_ema
 
 LR = 0.02
-# How far an update may be off, in parts of the largest one of its leaf, where it is more than a few
-# operations on an element: norms and products of matrices are sums that devices add up otherwise.
+# The allowed difference of an update, relative to the largest update of its leaf, for optimizers
+# that are not elementwise: devices add the sums in norms and matrix products in another order.
 LOOSE: Mapping[str, float] = {
     "lamb": 1e-4,
     "lars": 1e-4,
@@ -79,7 +79,7 @@ OPTIMIZERS: Mapping[str, Callable[[], Any]] = {
 
 
 def make_optimizer(name: str) -> Any:
-    """Returns an optimizer by name."""
+    """Makes an optimizer by name."""
     return OPTIMIZERS[name]()
 
 
@@ -107,7 +107,7 @@ def recording(tx: Any) -> Any:
 
 
 class OneDevice:
-    """An optimizer on one device, given the gradients that a program's optimizer was given.
+    """An optimizer on one device, which gets the gradients of a program's optimizer.
 
     Attributes:
       average: The average of parameters, in float64; `None` before the first update.
@@ -120,7 +120,7 @@ class OneDevice:
 
     @property
     def tx(self) -> Any:
-        """The optimizer, with the average of parameters if that was drawn."""
+        """The optimizer, with an average of parameters if that was drawn."""
         return optax.chain(self._tx, params_ema(EMA)) if self._has_average else self._tx
 
     def restart(self) -> None:
@@ -130,7 +130,7 @@ class OneDevice:
         self.average: dict[str, np.ndarray] | None = None
 
     def updated(self, params: Arrays, grads: Arrays) -> dict[str, np.ndarray]:
-        """The trained parameters after an update."""
+        """Returns the trained parameters after an update."""
         tree = unflatten({path: np.asarray(params[path]) for path in grads})
         gradient = unflatten({path: np.asarray(g) for path, g in grads.items()})
         if self._state is None:
@@ -151,7 +151,7 @@ class OneDevice:
         return expected
 
     def check(self, what: str, params: Arrays, grads: Arrays, after: Arrays) -> None:
-        """Takes a step, and compares the program's."""
+        """Takes a step, and compares it with the program's step."""
         self.compare(what, params, after, self.updated(params, grads))
         before = self.average or {p: np.asarray(params[p], np.float64) for p in grads}
         self.average = {
@@ -159,7 +159,7 @@ class OneDevice:
         }
 
     def compare(self, what: str, params: Arrays, after: Arrays, expected: Arrays) -> None:
-        """Raises WrongError if trained parameters after an update are others."""
+        """Raises WrongError if trained parameters differ after an update."""
         loose = LOOSE.get(self._name, 1e-5)
         for path, new in expected.items():
             ulp = float(jnp.finfo(after[path].dtype).eps)
@@ -167,11 +167,11 @@ class OneDevice:
                 loose = 0.3 if self._name == "muon" else max(loose, 0.03)
             got, old, e = (np.asarray(x, np.float64) for x in (after[path], params[path], new))
             if np.isnan(e).all() and np.isnan(got).all():
-                continue  # DoWG of a gradient of zeros, on one device too.
+                continue  # DoWG gives NaN for zero gradients, on one device too.
             moved = np.abs(e - old)
             scale = moved.max(initial=0) if loose > 1e-5 else moved
-            # Momentum and gradient may cancel, but for roundings of both. Before they met, momentum
-            # has moved the element as far as it is large.
+            # Momentum and gradient may cancel, and only roundings of both remain. An earlier move
+            # of the element shows how large the momentum is.
             roundings = 2 * ulp * np.abs(e) + 4 * ulp * self._farthest[path]
             if not (np.abs(got - e) <= roundings + loose * scale + 1e-12).all():
                 off, far = np.abs(got - e).max(), moved.max()

@@ -1,8 +1,8 @@
-"""Draws programs for `random_programs`: each a description, from its number alone.
+"""Draws descriptions of programs for `random_programs`, each from only its number.
 
-Four numbers in a row have the model, the loss, the batches and the optimizer in common, so that
-they share what one device says of these. A description holds plain values, and nothing but it
-decides what a program is.
+Four consecutive numbers share the model, the loss, the batches and the optimizer, so that they
+share one device's answers. A description contains plain values, and determines the program
+completely.
 """
 
 import math
@@ -17,7 +17,7 @@ Row = dict[str, Any]
 
 
 def draw(number: int) -> Row:
-    """Returns the description of the program with a number."""
+    """Draws the description of the program with a number."""
     row: Row = {"number": number}
     draw_model(random.Random(f"model {number // SHARE}"), row)
     _draw_program(random.Random(f"program {number}"), row)
@@ -143,7 +143,7 @@ def _draw_strategy(r: random.Random, row: Row, names: list[str]) -> None:
 
 
 def _name_in(row: Row) -> str:
-    """The name of a module or a parameter that a model has."""
+    """Returns the name of a module or a parameter of a model."""
     fields, kind = row["fields"], row["model"]
     if kind == "transformer":
         return "final_norm" if fields.get("tied_head") else "head"
@@ -152,13 +152,13 @@ def _name_in(row: Row) -> str:
 
 
 def _draw_wire(r: random.Random, row: Row) -> None:
-    """Dtypes and codes of what is stored and sent."""
+    """Draws dtypes and quantization for storage and communication."""
     options = row["options"]
     if "frozen_dtype" in row:
         options["frozen_dtype"] = row.pop("frozen_dtype")
     if r.random() < 0.1:
         options["gather_dtype"] = "bfloat16"
-    # In bfloat16 the decays that `inject_hyperparams` holds are 1, and its updates NaN.
+    # In bfloat16 the decays of `inject_hyperparams` round to 1, and its updates are NaN.
     if r.random() < 0.06 and row["tx"] != "inject":
         options["param_dtype"] = "bfloat16"
     if row["model"] == "text" and row["fields"]["scan"]:  # JAX refuses such a carry, see limits.
@@ -179,7 +179,7 @@ def _draw_wire(r: random.Random, row: Row) -> None:
 
 
 def _draw_trip(r: random.Random, row: Row) -> Row:
-    """Another program that the state goes to, on a mesh with the same model axes or with none."""
+    """Draws another program for the state, on a mesh with the same model axes or with none."""
     kept = {name: row["mesh"][name] for name in ("model",) if name in row["mesh"]}
     if r.random() < 0.5 or row["fields"].get("sequence_parallel"):
         kept = {}

@@ -4,18 +4,19 @@ python -m benchmarks.random_programs --to=2000 --output=programs.jsonl
 python -m benchmarks.random_programs --program=1234
 python -m benchmarks.random_programs --description='{"model": ...}'
 
-Program `N` is drawn from `N` alone: a model, a loss, a strategy with its options, a mode, a mesh of
-up to eight devices, dtypes and codes, an optimizer, and a round trip of the state. It ends
+Program `N` is drawn from only `N`: a model, a loss, a strategy with its options, a mode, a mesh of
+up to eight devices, dtypes and quantization, an optimizer, and a move of the state to another
+program. It ends
 
-- `exact`: everything is as on one device (`random_checks` says what is compared),
-- `refused`: a sentence of the package's says what cannot be,
-- `wrong`: something is not as on one device,
+- `exact`: all results are as on one device (`random_checks` does the comparison),
+- `refused`: an error message of the package explains why the program cannot run,
+- `wrong`: a result differs from one device,
 - `crash`: any other exception, or the end of the process,
 - `hang`: it has not ended in `--seconds`.
 
-Rows are appended to `--output` as they come, and programs that have a row there are not run again.
-Programs run in a process that is replaced after `--each` of them. Exit code 1 if any is wrong,
-crashed or hung.
+Each result is appended to `--output` at once, and programs with a result there are not run again.
+Programs run in a process that is replaced after `--each` programs. The exit code is 1 if a program
+is wrong, crashed or hung.
 """
 
 import argparse
@@ -37,7 +38,7 @@ import jaxlib.version
 from benchmarks.random_options import draw, features_of
 
 BAD = ("wrong", "crash", "hang")
-# As the tests compile, see `tests/compiling.py`: later versions do not have the older emitters.
+# As in `tests/compiling.py`. Later versions of XLA do not have the older emitters.
 XLA_FLAGS = "--xla_cpu_parallel_codegen_split_count=1"
 if jaxlib.version.__version_info__ < (0, 11):
     XLA_FLAGS += " --xla_cpu_use_fusion_emitters=false"
@@ -46,14 +47,14 @@ ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "JAX_NUM_CPU_DEVICES": "8",
     "XLA_FLAGS": XLA_FLAGS,
-    # The last frame says whose sentence an error is.
+    # The last frame of the traceback shows which package raised an error.
     "JAX_TRACEBACK_FILTERING": "off",
     "FLAX_FILTER_FRAMES": "0",
 }
 
 
 def main() -> int:
-    """Runs what the command line asks for."""
+    """Runs the programs that the command line chooses."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--from", dest="first", type=int, default=0, help="the first program")
     parser.add_argument("--to", type=int, default=100, help="the number after the last one")
@@ -92,7 +93,7 @@ def main() -> int:
 
 
 def run_all(rows: list[Any], *, seconds: float, each: int) -> Iterator[dict[str, Any]]:
-    """Yields how each program ended."""
+    """Runs all programs; yields how each ended."""
     while rows:
         worker = _Worker()
         for row in rows[:each]:
@@ -129,7 +130,7 @@ class _Worker:
         self._answers: queue.Queue[str | None] = queue.Queue()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        self._answers.get(timeout=300)  # It has imported everything.
+        self._answers.get(timeout=300)  # The first answer comes after all imports.
 
     def _read(self) -> None:
         assert self.process.stdout is not None
@@ -139,7 +140,7 @@ class _Worker:
         self._answers.put(None)
 
     def ask(self, row: Any, seconds: float) -> tuple[str, str]:
-        """Runs a program; returns how it ended, and the words for it."""
+        """Runs a program; returns how it ended, and a description."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(row) + "\n")
         self.process.stdin.flush()
@@ -198,7 +199,7 @@ def summarize(rows: Iterable[dict[str, Any]]) -> None:
 
 
 def sentence_class(words: str) -> str:
-    """The first words of a refusal without what differs from program to program."""
+    """Returns the first words of a refusal, without the values of the program."""
     _, _, sentence = words.partition(": ")
     return re.sub(r"'[^']*'|\[[^]]*\]|\([^)]*\)|\d+", "…", sentence)[:90]
 

@@ -1,11 +1,11 @@
-"""One device's answer for `random_programs`, in plain flax, jax and optax.
+"""Computes one device's answers for `random_programs`, in plain flax, jax and optax.
 
-A batch is taken apart into *units*: single examples if none of them meets another in the model, or
-else those that do. The reference computes each unit by itself and adds up in float64, so it rounds
-less than a program, and knows how much each device has contributed.
+A batch is divided into *units*: groups of examples that the model mixes, or else single examples.
+The reference computes each unit separately, and adds the results in float64. So it rounds less than
+a program, and the contribution of each device is known.
 
-A second call with parameters that are off by a few roundings says how much of a difference is
-rounding: `noise`.
+A second call with parameters that are changed by a few roundings gives the `noise`: the differences
+that rounding can cause.
 """
 
 import dataclasses
@@ -24,12 +24,12 @@ Tree = Any
 
 @dataclasses.dataclass
 class Answer:
-    """What one device says of a batch.
+    """One device's results for a batch.
 
     Attributes:
       grads: The gradient of each trained parameter by path, in float64.
-      contributions: The sum over devices of the largest magnitude that each contributes, by path.
-      spread: The same of norms.
+      contributions: The sum over devices of each device's largest gradient element, by path.
+      spread: The sum over devices of the norms of their gradients, by path.
       metrics: Sums and counts.
       variables: The other variables of each unit, by path, with the units in dim 0.
     """
@@ -63,9 +63,9 @@ class Reference:
         train: bool = True,
         keys: jax.Array | None = None,
     ) -> Answer:
-        """Computes an answer; `units` are the numbers of examples, those of a device in a row.
+        """Computes an answer; `units` are the numbers of examples, device after device.
 
-        `keys` are those of the units' dropout.
+        `keys` are the dropout keys of the units.
         """
         keys = jax.random.split(jax.random.key(0), len(units)) if keys is None else keys
         own = {p: x for p, x in params.items() if p in trained}
@@ -129,13 +129,13 @@ class Reference:
 
 
 def flatten(tree: Tree) -> dict[str, Any]:
-    """Returns the leaves of nested dicts by path; what is masked is left out."""
+    """Returns the leaves of nested dicts by path, without masked leaves."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {"/".join(str(getattr(k, "key", k)) for k in path): x for path, x in leaves}
 
 
 def unflatten(flat: Mapping[str, Any]) -> Tree:
-    """Returns the nested dicts of `flatten`."""
+    """Returns nested dicts from leaves by path, the inverse of `flatten`."""
     tree: dict[str, Any] = {}
     for path, x in flat.items():
         *above, last = path.split("/")
@@ -147,7 +147,7 @@ def unflatten(flat: Mapping[str, Any]) -> Tree:
 
 
 def perturb(params: Mapping[str, Any], size: float, seed: int) -> dict[str, Any]:
-    """Returns parameters that are off by `size` times themselves, up or down."""
+    """Returns parameters that are randomly increased or decreased by `size` of their value."""
     random = np.random.default_rng(seed)
 
     def off(x: Any) -> Any:

@@ -1,8 +1,8 @@
-"""Replicas of `random_programs` that train alone, compared with as many single devices.
+"""Compares the DiLoCo replicas of `random_programs` with one single device for each replica.
 
-Each replica has its own parameters, gradients and optimizer. In every step they are compared with
-what one device does with the replica's part of the batch; in a step in which replicas meet the new
-common parameters are compared with the outer step of the mean of what the single devices come to.
+Each replica has separate parameters, gradients and optimizer state. In every step they are compared
+with one device that trains on the replica's part of the batch. After an outer step, the new common
+parameters are compared with an outer step from the mean of the single devices' parameters.
 """
 
 from collections.abc import Mapping
@@ -17,11 +17,11 @@ from benchmarks.random_reference import flatten, unflatten
 
 
 def check_replicas(check: Any, program: Any) -> None:
-    """Runs a program of replicas and compares it."""
+    """Runs a program with replicas and compares it."""
     of_replicas = check.row["diloco"]
     number = program.mesh.shape["replica"]
     state = check.begin(program)
-    allowance = check.allowance(program.inner, adds_residuals=False)
+    allowance = check.allowance(program.outer.inner, adds_residuals=False)
     outer_tx = outer_optimizer(check.row)
     optimizers = [check.one_device() for _ in range(number)]
     common = check.whole(program, state)[0]
@@ -71,7 +71,7 @@ def check_replicas(check: Any, program: Any) -> None:
         weights = seen / seen.sum() if seen.sum() else np.full(number, 1 / number)
         seen[:] = 0
         anchor = {path: np.asarray(common[path], np.float64) for path in trained}
-        # A sum of differences, and not a difference of sums: exactly zero where nobody has moved.
+        # The sum of differences is exactly zero for an element that no replica has changed.
         delta = {
             path: sum(w * (x - m[path]) for w, m in zip(weights, moved, strict=True))
             for path, x in anchor.items()
@@ -100,7 +100,7 @@ def check_replicas(check: Any, program: Any) -> None:
 
 
 def _of_replicas(tree: Any, shapes: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Arrays with the replicas in dim 0, without padding."""
+    """Returns arrays without padding, with the replicas in dim 0."""
     return {
         path: np.asarray(x)[(slice(None), *map(slice, shapes[path]))]
         for path, x in flatten(jax.device_get(tree)).items()

@@ -1,9 +1,9 @@
-"""The model, the batches and the loss of a program of `random_programs`.
+"""Makes the model, the batches and the loss of a program of `random_programs`.
 
-`make_model` returns a model as builders take it, wrapped by plans, int8 bases and adapters as a
-description says, and `Plain`: the same model without any of that, with a function that turns the
-program's parameters into its own. Nothing of the package computes in `Plain`, but for
-`Transformer`, which is a plain Linen module outside of a mesh.
+`make_model` returns a model for builders, wrapped in the description's plans, int8 bases and
+adapters. It also returns `Plain`: the same model without wrappers, and a function that converts the
+program's parameters to its parameters. `Plain` uses no code of the package except `Transformer`,
+which is a plain Linen module outside of a mesh.
 """
 
 import dataclasses
@@ -54,8 +54,8 @@ class Plain:
 
     Attributes:
       init: `init(key, inputs)` returns the variables by collection.
-      apply: As `flax.linen.Module.apply`.
-      to_plain: The parameters of this model, from those of the program.
+      apply: Like `flax.linen.Module.apply`.
+      to_plain: Converts the program's parameters to this model's parameters.
     """
 
     init: Callable[[jax.Array, Any], Any]
@@ -64,7 +64,7 @@ class Plain:
 
 
 def make_model(row: Mapping[str, Any]) -> tuple[Any, Plain]:
-    """Returns the model that a description asks for, as builders take it, and the plain one."""
+    """Makes a description's model for builders, and its plain model."""
     kind, fields = KINDS[row["model"]], dict(row["fields"])
     if row["model"].startswith("nnx"):
 
@@ -92,7 +92,7 @@ def make_model(row: Mapping[str, Any]) -> tuple[Any, Plain]:
 
 
 def plan_of(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the plan of a model: heads and hidden features are split."""
+    """Returns the plan of a model, which splits heads and hidden features."""
     if row["model"] == "mlp":
         return {"*/up": Column(), "*/down": Row()}
     plan: dict[str, Any] = {f"*/attention/{name}": Column(-2) for name in ("query", "key", "value")}
@@ -104,7 +104,7 @@ def plan_of(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain_params(row: Mapping[str, Any], params: Tree) -> Tree:
-    """Kernels that are decoded and merged, as the formulas say."""
+    """Returns parameters with decoded and merged kernels, by the documented formulas."""
     flat = flatten_dict(params, sep="/")
     for path in [path for path in flat if path.endswith("_codes")]:
         codes, scales = flat.pop(path), flat.pop(path.replace("_codes", "_scales"))
@@ -126,7 +126,7 @@ def _plain_params(row: Mapping[str, Any], params: Tree) -> Tree:
 
 
 def make_batches(row: Mapping[str, Any], number: int) -> list[dict[str, np.ndarray | Any]]:
-    """Returns batches: `inputs`, `labels` and maybe `mask`, as NumPy arrays."""
+    """Makes batches: `inputs`, `labels` and maybe `mask`, as NumPy arrays."""
     random = np.random.default_rng(row["data_seed"])
     size, length, kind = row["batch"], row["length"], row["model"]
     shapes = {"mlp": (FEATURES,), "nnx_mlp": (FEATURES,), "conv": (6, 6, 3), "rnn": (5, 4)}
@@ -144,7 +144,7 @@ def make_batches(row: Mapping[str, Any], number: int) -> list[dict[str, np.ndarr
         batch = {"inputs": inputs, "labels": labels.astype(np.int32)}
         if row["loss"] == "masked":
             mask = random.random(labels.shape) > 0.3
-            mask[size // 4 : size // 2 + 1] = False  # Some devices have nothing.
+            mask[size // 4 : size // 2 + 1] = False  # The mask leaves some devices no examples.
             batch["mask"] = mask.astype(np.float32)
         elif row["loss"] == "weights":
             batch["mask"] = random.uniform(0.2, 3, labels.shape).astype(np.float32)
@@ -153,7 +153,7 @@ def make_batches(row: Mapping[str, Any], number: int) -> list[dict[str, np.ndarr
 
 
 def _among_all(out: Any, labels: Any, *, is_plain: bool) -> tuple[jax.Array, jax.Array]:
-    """The loss of finding the own label among those of all examples, less the mean of all rows."""
+    """Computes a contrastive loss over all examples, after subtracting the mean row."""
     own = jax.nn.one_hot(labels, out.shape[-1])
     every, targets = (x if is_plain else gather_examples(x) for x in (out, own))
     mean = every.mean(0, keepdims=True)
@@ -163,7 +163,7 @@ def _among_all(out: Any, labels: Any, *, is_plain: bool) -> tuple[jax.Array, jax
 
 
 def make_loss(row: Mapping[str, Any], *, is_plain: bool) -> Callable[..., Any]:
-    """Returns the loss function of a description; the plain one knows no split vocabulary."""
+    """Makes the loss function of a description; the plain one supports no split vocabulary."""
     kind, extras = row["loss"], row["loss_extras"]
 
     def loss_fn(params: Any, apply_fn: Any, batch: Any, rng: Any) -> Any:

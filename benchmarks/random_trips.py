@@ -1,7 +1,7 @@
-"""The way of a state of `random_programs` to another program, and what arrives there.
+"""Moves a state of `random_programs` to another program, and compares the result.
 
-Parameters, other variables and, but for `init_from`, the optimizer's state arrive bit for bit, and
-some states take a step there, which is compared as all steps are.
+Parameters and other variables must keep their bits. The optimizer's state must keep its bits too,
+except with `init_from`. Some states then take a step, which is compared like all steps.
 """
 
 import tempfile
@@ -18,12 +18,12 @@ from benchmarks.random_comparison import WrongError, check_same_bits
 from benchmarks.random_reference import flatten, unflatten
 from manualpar.training.checkpoints import Checkpoints
 
-# Options that a program needs to take the state of another, beside those that are drawn for it.
+# Options that must be the same in both programs; the other options are drawn again.
 SHARED = "param_dtype frozen_dtype gather_dtype rules sync_collections axis_aliases nonfinite"
 
 
 def travel(check: Any, program: Any, state: Any, optimizer: Any, number: int) -> None:
-    """Takes a state to another program, and compares what arrives."""
+    """Moves a state to another program, and compares the new state."""
     trip = check.row["trip"]
     kind, what = trip["kind"], f"trip by {trip['kind']}"
     options = {k: check.options[k] for k in SHARED.split() if k in check.options}
@@ -41,7 +41,7 @@ def travel(check: Any, program: Any, state: Any, optimizer: Any, number: int) ->
     with tempfile.TemporaryDirectory() as folder:
         moved = _move(check, program, state, other, Path(folder))
     after, variables = check.whole(other, moved)
-    if kind == "adapters":  # The base is the other's own.
+    if kind == "adapters":  # The other program has another base.
         params = {path: x for path, x in params.items() if "lora_" in path}
     if kind == "files" and options.get("frozen_dtype") == "bfloat16":
         # Decoded in bfloat16 and encoded again, a few codes are one off.
@@ -89,7 +89,7 @@ def _move(check: Any, program: Any, state: Any, other: Any, folder: Path) -> Any
 
 
 def _check_merged(check: Any, program: Any, state: Any) -> None:
-    """Compares kernels with adapters added to them."""
+    """Compares merged kernels, which contain their adapters."""
     params, _ = check.whole(program, state)
     plain = flatten(check.plain.to_plain(unflatten(params)))
     merged = flatten(jax.device_get(manualpar.merge_lora(program, state)))
@@ -102,7 +102,7 @@ def _check_merged(check: Any, program: Any, state: Any) -> None:
 
 
 def _opt_state(program: Any, state: Any) -> dict[str, Any]:
-    """The optimizer's state by path, without padding."""
+    """Returns the optimizer's state by path, without padding."""
 
     def leaves(tree: Any) -> dict[str, Any]:
         found = jax.tree_util.tree_leaves_with_path(tree)

@@ -1,4 +1,4 @@
-"""What a result stands on, and where it goes: versions, machine, load; Markdown and JSON."""
+"""Records the conditions of a measurement, and writes results as Markdown and JSON."""
 
 import dataclasses
 import importlib.metadata
@@ -20,16 +20,16 @@ CPU_INFO = Path("/proc/cpuinfo")
 
 @dataclasses.dataclass(frozen=True)
 class Conditions:
-    """Under which conditions something was measured.
+    """The conditions of a measurement.
 
     Attributes:
       command: The command that measured.
-      date: When it began.
-      versions: Of Python and of the packages that are installed.
-      processor: The machine's processor, as it calls itself.
-      cores: How many cores this process may use.
-      load: The machine's load averages over 1, 5 and 15 minutes when it began: this process had
-        hardly run, so it is what others did.
+      date: The time when the command began.
+      versions: The versions of Python and of the installed packages.
+      processor: The name that the machine's processor reports.
+      cores: The number of cores that this process may use.
+      load: The machine's load averages over 1, 5 and 15 minutes at the beginning, which other
+        processes caused.
     """
 
     command: str
@@ -50,11 +50,11 @@ class Conditions:
 
 
 def note_conditions(module: str, argv: Sequence[str] | None) -> Conditions:
-    """Notes the conditions; call it before anything else runs.
+    """Records the conditions; call it before all other work.
 
     Args:
-      module: The module that is run, such as `"benchmarks.step_time"`.
-      argv: Its arguments; `None` for those of this process.
+      module: The module that runs, such as `"benchmarks.step_time"`.
+      argv: The module's arguments; `None` for the arguments of this process.
 
     Returns:
       The conditions.
@@ -83,13 +83,13 @@ def write_results(
     output: Path | None,
     json_output: Path | None,
 ) -> None:
-    """Writes a report where it is wanted.
+    """Writes a report to the given files.
 
     Args:
-      conditions: Under which it was measured; they go into the JSON.
-      lines: The report in Markdown, its heading first.
-      data: The same as values; a fraction becomes a whole number or a float.
-      output: A Markdown file to write to, in a section of its own.
+      conditions: The conditions of the measurement, which the JSON file contains.
+      lines: The report in Markdown; the first line is its heading.
+      data: The results as values; a fraction becomes an integer or a float.
+      output: A Markdown file, in which the report is one section.
       json_output: A JSON file.
     """
     if output:
@@ -101,7 +101,7 @@ def write_results(
 
 
 def plain(x: Any) -> Any:
-    """Turns a value that JSON does not know into one that it knows; for `json.dumps`."""
+    """Converts a value that JSON lacks to a JSON value; for `json.dumps`."""
     if isinstance(x, Fraction):
         return int(x) if x.denominator == 1 else float(x)
     if dataclasses.is_dataclass(x) and not isinstance(x, type):
@@ -110,7 +110,7 @@ def plain(x: Any) -> Any:
 
 
 def _processor() -> str:
-    """The processor's name."""
+    """Returns the processor's name."""
     if CPU_INFO.exists():
         for line in CPU_INFO.read_text(encoding="utf-8").splitlines():
             name, _, value = line.partition(":")

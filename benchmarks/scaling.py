@@ -1,19 +1,18 @@
-"""How a step grows with devices and with depth: bytes, memory, program, compile time, overhead.
+"""Measures how a step grows with devices and depth: memory, bytes, program, compile time, overhead.
 
 python -m benchmarks.scaling [--devices 1 2 4 8] [--depths 2 4 8 16] [--workloads lm-scanned mlp]
     [--strategies fsdp dp] [--seconds 0.3] [--rounds 7] [--tiny] [--output FILE.md]
     [--json FILE.json]
 
-Strong scaling: the global batch stays, every device sees less of it. Weak scaling: every device
-sees as much as one did. Bytes held and sent, operations of the program and HLO instructions are
-counted and the same on every run; seconds are not. Simulated devices share the cores of one
-machine, so that no step gets faster; overhead is the time of a step in parts of that of one device
-with the same global batch, the median over rounds in which both take a block of steps (`turns`): 1
-would mean that sharding costs nothing here.
+Strong scaling: the global batch stays the same, and each device gets a smaller part. Weak scaling:
+each device's part stays the same. Stored bytes, sent bytes, operations and HLO instructions are
+counted, and are the same in every run; seconds are not. Simulated devices share the cores of one
+machine, so no step becomes faster. Overhead is the time of a step divided by the time of one device
+with the same global batch: the median over rounds in which both run a block of steps (`turns`).
+Overhead 1 means that sharding costs nothing here.
 
-Depth: a model whose layers are scanned is one layer to the compiler, however many there are, and
-the operations that it gets must not grow; unrolled they do. The command ends with exit code 1 if a
-scanned model's grow.
+Depth: if layers are scanned, the compiler sees one layer, so the number of operations must not grow
+with depth. With unrolled layers it grows. The exit code is 1 if a scanned model's operations grow.
 """
 
 import argparse
@@ -50,12 +49,12 @@ class Point:
     Attributes:
       scaling: `"strong"` or `"weak"`.
       strategy: The strategy.
-      devices: How many.
-      batch_size: The global batch.
-      counts: What the compiled step holds and sends.
-      traced: Bytes that a device sends, as the program is written.
-      formula: The closed form of it, of parameters and gradients.
-      overhead: The time of a step in parts of that of one device with the same batch.
+      devices: The number of devices.
+      batch_size: The size of the global batch.
+      counts: The counts of the compiled step.
+      traced: Bytes that a device sends in the traced program.
+      formula: The closed form of the bytes for parameters and gradients.
+      overhead: The time of a step divided by that of one device with the same batch.
     """
 
     scaling: str
@@ -73,12 +72,12 @@ class Depth:
     """A language model of some depth.
 
     Attributes:
-      layers: How many.
-      is_scanned: Whether they run in a loop.
-      devices: On how many devices.
-      lowered: Operations of the program as XLA gets it.
-      counts: What the compiled step holds and sends; `None` if it was not compiled.
-      trace_seconds: What tracing and lowering took.
+      layers: The number of layers.
+      is_scanned: Whether the layers run in a loop.
+      devices: The number of devices.
+      lowered: Operations of the program before XLA optimises it.
+      counts: The counts of the compiled step; `None` if it was not compiled.
+      trace_seconds: The seconds of tracing and lowering.
     """
 
     layers: int
@@ -119,7 +118,7 @@ def measure_scaling(
         for number in devices:
             size = whole if scaling == "strong" else whole * number // most
             workload = make_workload(name, is_tiny=is_tiny, batch_size=size)
-            # Plain jit of one device, where nothing is communicated.
+            # Plain jit on one device, without communication.
             one = of_program(build(workload, "dp", 1, mode="auto"), workload.batch)
             steps = {"one": one}
             programs = {}
@@ -147,7 +146,7 @@ def measure_scaling(
 def time_steps(
     steps: dict[str, CompiledStep], *, seconds: float, rounds: int
 ) -> dict[str, list[float]]:
-    """Times steps in turn; returns the seconds of each block."""
+    """Times blocks of steps in turn; returns the seconds of each block."""
     slowest = max(step.block(2) for step in steps.values()) / 2
     blocks = {name: step.block for name, step in steps.items()}
     return take_turns(blocks, steps=max(1, math.ceil(seconds / slowest)), rounds=rounds)
@@ -158,7 +157,7 @@ def measure_depths(
 ) -> list[Depth]:
     """Counts the program of a language model of each depth, scanned on each number of devices.
 
-    Unrolled it is on the most devices alone, for its compiling takes long enough.
+    The unrolled model runs only on the largest number of devices, because it compiles slowly.
     """
     found = []
     for is_scanned in (True, False):
@@ -166,7 +165,7 @@ def measure_depths(
             for layers in depths:
                 workload = make_workload("lm-scanned" if is_scanned else "lm", is_tiny=is_tiny)
                 assert isinstance(workload.model, Transformer)
-                # Of a fixed scale: what is drawn at first is no matter of the program's.
+                # With a fixed scale, because initial values do not matter here.
                 model = workload.model.clone(num_layers=layers)
                 workload = dataclasses.replace(workload, model=model)
                 program = build(workload, "fsdp", number, mode="manual")
@@ -185,12 +184,12 @@ def measure_depths(
 
 
 def _parts(program: Program) -> Any:
-    """The parameters and the optimizer's state of a program."""
+    """Returns the parameters and the optimizer's state of a program."""
     return program.abstract_state.params, program.abstract_state.opt_state
 
 
 def growing(depths: Sequence[Depth]) -> list[str]:
-    """Where the program of a scanned model grows with its depth, a sentence each."""
+    """Returns a sentence for each scanned model whose program grows with depth."""
     scanned = [each for each in depths if each.is_scanned]
     sentences = []
     for number in sorted({each.devices for each in scanned}):
@@ -205,7 +204,7 @@ def growing(depths: Sequence[Depth]) -> list[str]:
 
 
 def report_scaling(name: str, points: Sequence[Point], *, is_tiny: bool) -> list[str]:
-    """The tables of a workload."""
+    """Makes the tables of a workload."""
     header = [
         "",
         "devices",
@@ -242,7 +241,7 @@ def report_scaling(name: str, points: Sequence[Point], *, is_tiny: bool) -> list
 
 
 def report_depths(depths: Sequence[Depth]) -> list[str]:
-    """The table of depths."""
+    """Makes the table of depths."""
     header = [
         "layers",
         "devices",
@@ -271,12 +270,12 @@ def report_depths(depths: Sequence[Depth]) -> list[str]:
 
 
 def _kib(size: float) -> str:
-    """Bytes in KiB."""
+    """Formats bytes in KiB."""
     return f"{size / 1024:,.1f}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures, prints the report and writes it where it is wanted; returns the exit code."""
+    """Measures, prints and writes the report; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--devices", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--depths", type=int, nargs="*", default=[2, 4, 8, 16])

@@ -1,4 +1,4 @@
-"""A training step of ours against XLA's own, against the notebook's way, and against one device.
+"""Compares a training step of this package with XLA's, the notebook's, and one device's step.
 
 python -m benchmarks.step_time [--workloads classifier lm lm-scanned lm-wide mlp] [--programs ...]
     [--devices 8] [--seconds 0.5] [--rounds 15] [--batch_size 0] [--tiny]
@@ -6,11 +6,12 @@ python -m benchmarks.step_time [--workloads classifier lm lm-scanned lm-wide mlp
 
 Every program trains the same model from the same parameters on the same global batch: fully sharded
 in each mode, in mode `manual` also with its options and with layers that are split over a second
-axis, in the notebook's way (`notebook_way`), and on one device. First each takes three steps, whose
-losses must be those of one device. Then they are timed in turn, in short blocks (`turns`), and what
-counts is the median, with its interval, of the ratio to mode `manual` in the same round: above 1 is
-slower. Where others use the machine too, it is the ratio of processor time, that of all threads,
-that counts. Bytes and collectives are those of the compiled step, and say why.
+axis, in the notebook's way (`notebook_way`), and on one device. First each program runs three
+steps, whose losses must equal those of one device. Then the programs are timed in turn, in short
+blocks (`turns`). The result is the ratio to mode `manual` in the same round, as a median with an
+interval: a ratio above 1 is slower. If other programs use the machine, look at the ratio of
+processor time, which counts all threads. Bytes and collectives of the compiled step explain the
+ratios.
 
 Simulated devices share the cores of one machine, and a collective between them is a copy: the
 single device's ratio is what sharding costs here, and no speed-up.
@@ -50,7 +51,7 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
 # The devices along the axis `model`, over which layers are split, by the program's name.
 SPLIT: Mapping[str, int] = {f"manual, split over {size}": size for size in (2, 4, 8)}
 PROGRAMS = (*OPTIONS, *SPLIT, NOTEBOOK, ONE_DEVICE)
-# Losses of the same steps may differ by so much: sums are taken in another order.
+# The allowed difference of losses, because programs add sums in different orders.
 LOSS_TOLERANCE = 1e-4
 LOSS_STEPS = 3
 TRIAL = 2
@@ -58,19 +59,19 @@ TRIAL = 2
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What was found out about one program.
+    """The results for one program.
 
     Attributes:
-      program: Its name, one of `PROGRAMS`.
-      step: Its counts and the like, see `CompiledStep`.
+      program: The program's name, one of `PROGRAMS`.
+      step: The compiled step with its counts.
       loss_difference: The largest distance of a loss from that of one device.
-      seconds: Of a step, by round.
-      ratio: The median of a step's time in parts of mode manual's in the same round.
-      processor: Processor seconds of a step, of all threads, by round.
-      processor_ratio: As `ratio`, of processor time.
-      traced: Bytes that a device sends as the program is written; `None` where XLA writes it.
-      formula: The closed form of `step_bytes`, of parameters and gradients alone; `None` where
-        there is none.
+      seconds: The seconds of a step, by round.
+      ratio: The median of a step's time divided by mode manual's time in the same round.
+      processor: Processor seconds of a step, for all threads, by round.
+      processor_ratio: Like `ratio`, for processor time.
+      traced: Bytes that a device sends in the traced program; `None` if XLA adds collectives.
+      formula: The closed form of `step_bytes`, for parameters and gradients; `None` if there is
+        none.
     """
 
     program: str
@@ -85,7 +86,7 @@ class Row:
 
 
 def build(workload: Workload, name: str, num_devices: int) -> Program:
-    """Builds one of `PROGRAMS`, but for the notebook's."""
+    """Builds one of `PROGRAMS`, except the notebook's program."""
     options: dict[str, Any] = {
         "batch": workload.abstract_batch,
         "num_minibatches": workload.num_minibatches,
@@ -99,7 +100,7 @@ def build(workload: Workload, name: str, num_devices: int) -> Program:
     devices = jax.devices()[:num_devices]
     if name in SPLIT:
         mesh = make_mesh({"data": -1, "model": SPLIT[name]}, devices)
-        # What is left of a weight is small: kept, it is gathered once.
+        # A split weight is small, so it is kept, and gathered only once.
         options |= {"mesh": mesh, "reshard_after_forward": False}
         return fsdp(workload.split_model, workload.tx, workload.loss_fn, **options)
     options |= {"mesh": make_mesh({"data": num_devices}, devices), **OPTIONS[name]}
@@ -112,13 +113,13 @@ def compile_all(
     """Compiles steps.
 
     Args:
-      workload: What they train.
-      programs: Which.
-      num_devices: How many devices all but one of them use.
-      report: Told of each once it is compiled.
+      workload: The workload to train.
+      programs: The names of the programs.
+      num_devices: The number of devices, except for the program on one device.
+      report: Called with a line after each compilation.
 
     Returns:
-      The steps, and the programs that they are of.
+      The steps and their programs.
     """
     steps, built = {}, {}
     for name in programs:
@@ -147,18 +148,18 @@ def measure(
     """Compiles, trains and times steps.
 
     Args:
-      workload: What they train.
-      programs: Which; mode manual and the single device among them.
-      num_devices: How many devices they use.
-      seconds: How long a block of mode manual shall take.
-      rounds: How many blocks of each.
-      report: Told how far it is.
+      workload: The workload to train.
+      programs: The names of the programs, including mode manual and the single device.
+      num_devices: The number of devices.
+      seconds: The approximate seconds of a block in mode manual.
+      rounds: The number of blocks of each program.
+      report: Called with lines of progress.
 
     Returns:
-      A row for each program, and how many steps a block had.
+      A row for each program, and the number of steps in a block.
 
     Raises:
-      RuntimeError: The losses of a program are not those of one device.
+      RuntimeError: The losses of a program differ from those of one device.
     """
     steps, built = compile_all(workload, programs, num_devices=num_devices, report=report)
     losses = {name: step.losses(LOSS_STEPS) for name, step in steps.items()}
@@ -200,7 +201,7 @@ def measure(
 
 
 def _noting(block: Block, processor: list[float]) -> Block:
-    """The same block, which appends the processor seconds that it takes."""
+    """Wraps a block; appends the block's processor seconds to `processor`."""
 
     def run(steps: int) -> float:
         started = time.process_time()
@@ -212,13 +213,13 @@ def _noting(block: Block, processor: list[float]) -> Block:
 
 
 def _traced(program: Program) -> float:
-    """The bytes that a device sends by the traced step."""
+    """Returns the bytes that a device sends in the traced step."""
     traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
     return float(total_bytes(trace_collectives(traced)))
 
 
 def report_workload(workload: Workload, rows: Sequence[Row], *, num_steps: int) -> list[str]:
-    """The part of the report on a workload."""
+    """Makes the report's section on a workload."""
     header = [
         "",
         "ms a step",
@@ -269,7 +270,7 @@ def report_workload(workload: Workload, rows: Sequence[Row], *, num_steps: int) 
 
 
 def introduction(conditions: Conditions, num_devices: int) -> list[str]:
-    """What was run on what, and how to read it."""
+    """Describes the machine and the command, and how to read the report."""
     return [
         "## A step against XLA's own, the notebook's way and one device",
         "",
@@ -292,12 +293,12 @@ def _can_split(workload: Workload, program: str, num_devices: int) -> bool:
 
 
 def _kib(size: float | None) -> str:
-    """Bytes in KiB."""
+    """Formats bytes in KiB."""
     return "" if size is None else f"{size / 1024:,.1f}"
 
 
 def _plain(workload: Workload, rows: Sequence[Row], num_steps: int) -> dict[str, Any]:
-    """A workload's results as plain values."""
+    """Converts a workload's results to plain values."""
     return {
         "workload": workload.name,
         "words": workload.words,
@@ -319,7 +320,7 @@ def _plain(workload: Workload, rows: Sequence[Row], num_steps: int) -> dict[str,
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures, prints the report and writes it where it is wanted."""
+    """Measures, and prints and writes the report."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workloads", nargs="+", choices=NAMES, default=list(NAMES))
     parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=list(PROGRAMS))
@@ -335,7 +336,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(f"--rounds is {arguments.rounds}, expected at least 1.")
     conditions = note_conditions("benchmarks.step_time", argv)
     simulate_devices(arguments.devices)
-    # Those that the others are held against are always there.
+    # The two programs that the others are compared with always run.
     programs = [p for p in PROGRAMS if p in (*arguments.programs, MANUAL, ONE_DEVICE)]
     num_devices = len(jax.devices())
     lines, data = introduction(conditions, num_devices), []
@@ -354,7 +355,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print("\n".join(part), flush=True)
         lines += part
         data.append(_plain(workload, rows, num_steps))
-        write_results(  # After each: a run that is broken off leaves what it has.
+        write_results(  # An interrupted run keeps its results.
             conditions,
             lines=lines,
             data={"devices": num_devices, "workloads": data},

@@ -1,8 +1,8 @@
-"""A process that trains a transformer with PyTorch's FSDP2 and `torch.compile`, as `gpu` asks.
+"""Trains a transformer with PyTorch's FSDP2 and `torch.compile`, in a process of `gpu`.
 
-It is written as torchtitan does: every layer is compiled and then sharded, parameters are gathered
-in the dtype that is computed in, gradients are reduced in float32, and attention is the flash
-kernel of `scaled_dot_product_attention` where there is a GPU.
+It follows torchtitan: every layer is compiled and then sharded, parameters are gathered in the
+dtype of the computation, gradients are reduced in float32, and on a GPU attention is the flash
+kernel of `scaled_dot_product_attention`.
 """
 
 import contextlib
@@ -29,8 +29,8 @@ class CompiledTraining:
 
         Args:
           settings: See `ProcessGroup`; also `shape`, see `TorchTransformer`; `files`, the path of
-            the parameters and the batch; `dtype`, what is computed in; `optimizer`; and `backend`,
-            that of `torch.compile`.
+            the parameters and the batch; `dtype` of the computation; `optimizer`; and the `backend`
+            of `torch.compile`.
         """
         rank, count = settings["process"], settings["num_processes"]
         is_gpu = torch.cuda.is_available()
@@ -70,7 +70,7 @@ class CompiledTraining:
         self._optimizer = torch.optim.AdamW(self._model.parameters(), fused=is_gpu, **optimizer)
 
     def losses(self, steps: int) -> Mapping[str, Any]:
-        """Takes steps; answers with the loss of the whole batch in each."""
+        """Runs steps; answers with the loss of the global batch in each step."""
         losses = []
         with self._kernel():
             for _ in range(steps):
@@ -80,7 +80,7 @@ class CompiledTraining:
         return {"losses": losses}
 
     def block(self, steps: int) -> Mapping[str, Any]:
-        """Takes steps once all processes are there; answers with seconds."""
+        """Runs steps when all processes are ready; answers with the seconds."""
         dist.barrier()
         self._wait()
         started = time.perf_counter()
@@ -91,7 +91,7 @@ class CompiledTraining:
         return {"seconds": time.perf_counter() - started}
 
     def memory(self) -> Mapping[str, Any]:
-        """Answers with the most memory that was held, on the device or, on a CPU, at all."""
+        """Answers with the peak memory of the device, or of the process on a CPU."""
         is_gpu = self._device.type == "cuda"
         return {"peak": torch.cuda.max_memory_allocated() if is_gpu else peak_memory()}
 
@@ -103,7 +103,7 @@ class CompiledTraining:
         return loss.detach()
 
     def _kernel(self) -> Any:
-        """Within it attention is the flash kernel, or an error."""
+        """Context manager: attention must use the flash kernel."""
         if not self._has_flash:
             return contextlib.nullcontext()
         return sdpa_kernel(SDPBackend.FLASH_ATTENTION)
@@ -118,7 +118,7 @@ def _cross_entropy(logits: Any, labels: Any) -> Any:
 
 
 def main() -> None:
-    """Serves until nobody asks any more."""
+    """Serves tasks until the input ends."""
     training = CompiledTraining(read_settings())
     serve({name: getattr(training, name) for name in ("losses", "block", "memory")})
     dist.destroy_process_group()

@@ -1,6 +1,6 @@
-"""The transformer of `manualpar.models` as one writes it in PyTorch, with the same parameters.
+"""The transformer of `manualpar.models` in PyTorch, with the same parameters.
 
-It is imported where PyTorch is installed (extra `torch`), and nowhere else.
+Only code that needs PyTorch imports this module (extra `torch`).
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-EPSILON = 1e-6  # Of flax's norm.
+EPSILON = 1e-6  # The default of flax's norm.
 
 
 class TorchAttention(nn.Module):
@@ -66,7 +66,7 @@ class TorchTransformer(nn.Module):
     """A causal language model."""
 
     def __init__(self, shape: Mapping[str, Any]) -> None:
-        """Makes the parameters, uninitialised but for PyTorch's own way; then `load` some.
+        """Makes parameters with PyTorch's default values; `load` replaces them.
 
         Args:
           shape: The fields of the `Transformer` of these names: `vocab_size`, `num_layers`,
@@ -99,20 +99,20 @@ def rotate(x: Any, sin: Any, cos: Any) -> Any:
 
 
 def load(model: TorchTransformer, params: Mapping[str, np.ndarray]) -> None:
-    """Gives a model the parameters of a `Transformer` whose layers are unrolled.
+    """Copies the parameters of a `Transformer` with unrolled layers into a model.
 
     Args:
       model: The model.
       params: The arrays by their paths, such as `"layer_0/attention/query/kernel"`.
 
     Raises:
-      ValueError: The names are not those of the model's parameters.
+      ValueError: The names differ from the names of the model's parameters.
     """
     taken = {}
     for name, parameter in model.named_parameters():
         path, is_kernel = _path_of(name)
         value = params[path]
-        if is_kernel:  # Ours maps its first dims to its last, and `nn.Linear` holds the transpose.
+        if is_kernel:  # `nn.Linear` stores the transposed kernel.
             inputs = parameter.shape[1]
             value = value.reshape(inputs, -1).T
         taken[path] = value
@@ -123,7 +123,7 @@ def load(model: TorchTransformer, params: Mapping[str, np.ndarray]) -> None:
 
 
 def _path_of(name: str) -> tuple[str, bool]:
-    """The path of a parameter in the `Transformer`, and whether it is a product's weight."""
+    """Returns a parameter's path in the `Transformer`, and whether it is a product's weight."""
     parts = name.split(".")
     if parts[0] == "layers":
         parts = [f"layer_{parts[1]}", *parts[2:]]

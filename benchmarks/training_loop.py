@@ -1,12 +1,12 @@
-"""What training takes besides the steps themselves: Python, checkpoints, going on again.
+"""Measures the costs of training other than steps: Python, checkpoints, resuming.
 
 python -m benchmarks.training_loop [--config configs/fsdp.py configs/fsdp_lm.py] [--steps N]
     [--seconds 0.7] [--rounds 7] [--processes 3] [--devices N] [--output FILE.md]
 
-What is compared runs in turn, in short blocks, and what is given is the median of the ratios within
-a round, with an interval that holds it in at least 95 of 100 cases (see `turns`). Programs, data,
-checkpoints and files are those of a run of the config. The default takes five minutes on two cores;
-the figures mean most on a machine that does nothing else.
+The compared loops run in turn, in short blocks. A result is the median of the ratios within a
+round, with an interval that contains the true median in at least 95 of 100 cases (see `turns`).
+Programs, data, checkpoints and files are the same as in a run of the config. The default takes five
+minutes on two cores; run it on an idle machine.
 """
 
 import argparse
@@ -47,14 +47,14 @@ LOOP_BAR = "loop, one batch, a bar in a terminal"
 BARE_PIPELINE = "bare, the data pipeline"
 LOOP_PIPELINE = "loop, the data pipeline"
 
-# As many calls at least are needed to know how long one takes.
+# The fewest and the most calls for timing one call.
 FEWEST_CALLS, MOST_CALLS = 12, 200
-# Steps are timed so often to know how many of them make a block.
+# The number of steps that are timed to choose the length of a block.
 TRIAL = 4
 
 
 def measure_loops(bench: Bench, *, steps: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds of blocks of so many steps, by what took them."""
+    """Measures the seconds of blocks of `steps` steps, by the name of the loop."""
     program = bench.program
     blocks: Mapping[str, Block] = {
         BARE: functools.partial(bench.bare, bench.compiled),
@@ -69,7 +69,7 @@ def measure_loops(bench: Bench, *, steps: int, rounds: int) -> dict[str, list[fl
 
 
 def measure_calls(bench: Bench, *, calls: int) -> dict[str, list[float]]:
-    """Seconds until a call of the step returns, on devices that have nothing to do."""
+    """Measures the seconds until a call of the step returns, on idle devices."""
     functions = {
         BARE: bench.compiled,
         BARE_JIT: bench.jitted,
@@ -86,13 +86,13 @@ def measure_calls(bench: Bench, *, calls: int) -> dict[str, list[float]]:
 
 
 def steps_for(bench: Bench, seconds: float) -> int:
-    """How many steps take so long."""
+    """Returns how many steps take `seconds`."""
     bench.bare(bench.compiled, TRIAL)
     return max(TRIAL, round(seconds * TRIAL / bench.bare(bench.compiled, TRIAL)))
 
 
 def report_loops(seconds: Mapping[str, Sequence[float]], *, steps: int) -> list[str]:
-    """The table of what a step takes."""
+    """Makes the table of the costs of a step."""
     pairs = {LOOP_PIPELINE: BARE_PIPELINE}
     rows = []
     for name, values in seconds.items():
@@ -111,7 +111,7 @@ def report_loops(seconds: Mapping[str, Sequence[float]], *, steps: int) -> list[
 
 
 def report_calls(seconds: Mapping[str, Sequence[float]], *, step_seconds: float) -> list[str]:
-    """The table of what a call takes until it returns."""
+    """Makes the table of the costs of a call until it returns."""
     rows = []
     for name, values in seconds.items():
         difference = estimate(x - y for x, y in zip(values, seconds[BARE_JIT], strict=True))
@@ -128,7 +128,7 @@ def report_calls(seconds: Mapping[str, Sequence[float]], *, step_seconds: float)
 
 
 def report_saving(bench: Bench, *, steps: int, rounds: int) -> list[str]:
-    """Measures saving; the table."""
+    """Measures saving; returns the table."""
     costs = measure_saving(bench, steps=steps, rounds=rounds)
     every = bench.config.checkpoint.every_steps
     kinds = {
@@ -141,7 +141,7 @@ def report_saving(bench: Bench, *, steps: int, rounds: int) -> list[str]:
             _show(blocked, 1e3, ".0f"),
             _show(background, 1e3, ".0f") if background else "",
             _show(lost, 1, ".1f"),
-            # Of a run's time, not of its steps' alone.
+            # The share of a run's time, not of its steps' time.
             f"{lost.median / (every + lost.median):.2%}" if every else "never saved",
         ]
         for name, (lost, blocked, background) in kinds.items()
@@ -164,7 +164,7 @@ def report_saving(bench: Bench, *, steps: int, rounds: int) -> list[str]:
 def report_resuming(
     bench: Bench, config: Path, *, rounds: int, processes: int, devices: int | None
 ) -> list[str]:
-    """Measures going on; the table."""
+    """Measures resuming; returns the table."""
     times = measure_restoring(bench, rounds=rounds)
     rows = [
         ["restoring: hashing and comparing every file", times.verification.show("{:.3f}".format)],
@@ -184,7 +184,7 @@ def report_resuming(
 
 
 def measure_config(config: Path, arguments: argparse.Namespace) -> Iterator[list[str]]:
-    """Measures everything about a config; its part of the report, a table at a time."""
+    """Measures a config; yields its section of the report, table by table."""
     rounds, devices = arguments.rounds, arguments.devices
     with tempfile.TemporaryDirectory() as folder, Bench(config, Path(folder)) as bench:
         steps = arguments.steps or steps_for(bench, arguments.seconds)
@@ -209,7 +209,7 @@ def measure_config(config: Path, arguments: argparse.Namespace) -> Iterator[list
 
 
 def introduction(command: str) -> list[str]:
-    """What was run on what, and how to read it."""
+    """Describes the machine and the command, and how to read the report."""
     versions = (f"{name} {importlib.metadata.version(name)}" for name in PACKAGES)
     load = os.getloadavg()[0]
     return [
@@ -229,12 +229,12 @@ def introduction(command: str) -> list[str]:
 
 
 def _show(value: Estimate, factor: float, form: str) -> str:
-    """An estimate in another unit."""
+    """Formats an estimate in another unit."""
     return value.show(lambda x: format(factor * x, form))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures, prints the report and writes it where it is wanted."""
+    """Measures, and prints and writes the report."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", type=Path, nargs="+", default=CONFIGS)
     parser.add_argument(
@@ -261,7 +261,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             for part in measure_config(config, arguments):
                 print("\n".join(part), flush=True)
                 lines += part
-                if arguments.output:  # After each: a run that is broken off leaves what it has.
+                if arguments.output:  # An interrupted run keeps its results.
                     write_section(arguments.output, "\n".join(lines))
         except UsageError as error:
             parser.error(str(error))

@@ -1,9 +1,10 @@
-"""Things timed in turn, and ratios of what they took.
+"""Times blocks in turn, and estimates the ratios of their times.
 
-What else a machine does slows down a moment and not a thing. So short blocks of every thing follow
-each other in rounds, every second round the other way about, and what is kept is the ratio within a
-round. Of the ratios the median counts, with an interval that rests on their order alone: whatever
-their distribution, it holds the true median in at least 95 of 100 cases.
+Other work on the machine slows down all programs for a moment. So short blocks of each program
+follow each other in rounds, in the opposite order in every second round, and only ratios within a
+round count. The result is the median of the ratios with an interval. The interval depends only on
+the order of the ratios: for any distribution it contains the true median in at least 95 of 100
+cases.
 """
 
 import math
@@ -11,14 +12,14 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-OUTSIDE = 0.025  # The chance allowed for the true median to lie below the interval, or above it.
+OUTSIDE = 0.025  # The probability that the true median is below the interval; the same above it.
 
-# Takes so many steps and returns how many seconds they took.
+# Runs the given number of steps and returns their seconds.
 Block = Callable[[int], float]
 
 
 class Estimate(NamedTuple):
-    """A median and how far it can be trusted.
+    """A median with its confidence interval.
 
     Attributes:
       median: The median.
@@ -31,23 +32,24 @@ class Estimate(NamedTuple):
     high: float
 
     def show(self, text: Callable[[float], str]) -> str:
-        """The median and the interval, each number as `text` writes it."""
+        """Formats the median and the interval; `text` formats each number."""
         return f"{text(self.median)} ({text(self.low)} to {text(self.high)})"
 
 
 def estimate(values: Iterable[float]) -> Estimate:
-    """The median of values, and the interval for it.
+    """Returns the median of values, and its interval.
 
     Args:
-      values: At least one. With fewer than six the interval, from the least to the greatest, holds
-        the median in fewer than 95 of 100 cases: in 94, 88, 75, 50 and none for five to one.
+      values: At least one value. With fewer than six values the interval, from the least to the
+        greatest value, contains the true median in fewer than 95 of 100 cases: 94 for five values,
+        then 88, 75, 50, and 0 for one value.
 
     Returns:
-      Both.
+      The median and the interval.
     """
     ordered = sorted(values)
     count = len(ordered)
-    # How many of them lie below the true median is as many heads as so many coins show.
+    # The number of values below the true median is distributed like heads of fair coins.
     left_out, tail = 0, 0.5**count
     while tail <= OUTSIDE:
         left_out += 1
@@ -60,9 +62,9 @@ def take_turns(blocks: Mapping[str, Block], *, steps: int, rounds: int) -> dict[
     """Times blocks in turn.
 
     Args:
-      blocks: What to time, by name.
-      steps: How many steps a block takes.
-      rounds: How many blocks of each; one before them is not counted.
+      blocks: The blocks to time, by name.
+      steps: The number of steps in a block.
+      rounds: The number of blocks of each name, after a first block that is not counted.
 
     Returns:
       The seconds of each block, by name.
@@ -77,11 +79,11 @@ def take_turns(blocks: Mapping[str, Block], *, steps: int, rounds: int) -> dict[
 
 
 def ratios(seconds: Sequence[float], base: Sequence[float]) -> list[float]:
-    """What things took in parts of what others did in the same rounds."""
+    """Returns the times divided by the base's times in the same rounds."""
     return [x / y for x, y in zip(seconds, base, strict=True)]
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """A table in Markdown, a line each; the first column is text, the others are numbers."""
+    """Makes the lines of a Markdown table; the first column is text, the others are numbers."""
     alignments = ["---", *["---:"] * (len(header) - 1)]
     return [f"| {' | '.join(row)} |" for row in (header, alignments, *rows)]

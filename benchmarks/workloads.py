@@ -1,9 +1,9 @@
-"""What the benchmarks of steps train: a classifier, a language model and a wide MLP.
+"""The workloads of the step benchmarks: a classifier, a language model and a wide MLP.
 
-Each is a model with its loss, its optimizer and one batch, the same in every program that is
-compared. All compute in float32, the only precision that a CPU is fast in. None drops activations,
-so that losses may be held against those of one device, and none clips gradients: an optimizer that
-runs on every device's shards, as the notebook's does, would clip by the norm of a shard.
+A workload is a model with a loss, an optimizer and one batch, which all compared programs use. All
+workloads compute in float32, because a CPU is fast only in this precision. They have no dropout, so
+that losses can be compared with one device. They do not clip gradients, because an optimizer that
+runs on shards, like the notebook's, would clip by the norm of a shard.
 """
 
 import dataclasses
@@ -24,25 +24,25 @@ from manualpar.training.optimizer import adamw
 
 NAMES = ("classifier", "lm", "lm-scanned", "mlp", "lm-wide")
 FEATURES, CLASSES = 784, 10
-# Of the language model, for who writes it with another library.
+# The language model's optimizer, for other libraries.
 ADAMW = {"lr": 1e-3, "weight_decay": 0.1, "b1": 0.9, "b2": 0.95, "eps": 1e-8}
 
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """Something to train.
+    """A model with all that is needed to train it.
 
     Attributes:
-      name: Its name.
-      words: What it is, in words.
+      name: The workload's name.
+      words: A description.
       model: The Linen model.
-      loss_fn: Its loss.
+      loss_fn: The loss function.
       tx: The optimizer.
       batch: A global batch of random numbers, on the host.
-      num_minibatches: How many parts a device takes its share of it in.
-      min_weight_size: The fewest elements of a parameter that is sharded.
-      split_model: The model with its layers split over the mesh axis `model`; `None` if they do not
-        divide over eight devices.
+      num_minibatches: The number of minibatches in a device's share of the batch.
+      min_weight_size: The fewest elements of a sharded parameter.
+      split_model: The model with layers split over the mesh axis `model`; `None` if eight devices
+        cannot divide them.
     """
 
     name: str
@@ -66,18 +66,18 @@ def make_workload(name: str, *, is_tiny: bool = False, batch_size: int = 0) -> W
     """Makes a workload.
 
     Args:
-      name: One of `NAMES`: `classifier` is that of `configs/fsdp.py` and `lm` that of
-        `configs/fsdp_lm.py`, both in float32, `lm-scanned` runs its layers in a loop, and `mlp` has
-        few rows a device for its width, so that what is communicated weighs most; so has the
-        language model `lm-wide`.
-      is_tiny: Whether it shall be so small that it compiles at once, to test what measures it.
+      name: One of `NAMES`. `classifier` is the model of `configs/fsdp.py`, and `lm` the model of
+        `configs/fsdp_lm.py`, both in float32. `lm-scanned` is `lm` with layers in a loop. `mlp` and
+        the language model `lm-wide` have few rows per device for their width, so that
+        communication is a large part of the time.
+      is_tiny: Whether the model is so small that it compiles fast, to test the benchmarks.
       batch_size: Examples of a batch; 0 for the workload's own number.
 
     Returns:
       The workload.
 
     Raises:
-      ValueError: There is none of that name.
+      ValueError: There is no workload of that name.
     """
     if name == "classifier":
         layers, width, size = (1, 32, 64) if is_tiny else (2, 256, 128)
@@ -95,7 +95,7 @@ def make_workload(name: str, *, is_tiny: bool = False, batch_size: int = 0) -> W
 def _classifier(
     name: str, words: str, layers: int, width: int, size: int, *, minibatches: int
 ) -> Workload:
-    """A workload of vectors."""
+    """Makes a workload of vectors."""
     random = np.random.default_rng(0)
     batch = Batch(
         inputs=random.normal(size=(size, FEATURES)).astype(np.float32),
@@ -122,7 +122,7 @@ def _classifier(
 
 
 def _language_model(name: str, *, is_tiny: bool, batch_size: int) -> Workload:
-    """A workload of tokens."""
+    """Makes a workload of tokens."""
     layers, hidden, mlp, length, heads, size = 3, 160, 512, 128, 5, 32
     if name == "lm-wide":
         layers, hidden, mlp, length, heads, size = 2, 512, 1536, 32, 8, 8

@@ -56,7 +56,6 @@ from manualpar.inspect.step_ledger import describe_codes
 from manualpar.models import Transformer
 from manualpar.models.transformer_collectives import transformer_sends
 from manualpar.strategies import Field, strategy_kinds
-from manualpar.strategies.diloco.program import DiLoCoProgram
 from manualpar.system.reports.tables import print_line
 from manualpar.training.config import FIELDS, nearest
 from manualpar.training.devices import describe_mesh, simulate_devices
@@ -110,7 +109,7 @@ class Trial:
         batch = jax.device_put(batch, self.program.batch_sharding)
         self._number += 1
         # Replicas that train alone meet in some steps.
-        is_local = isinstance(self.program, DiLoCoProgram)
+        is_local = self.program.outer is not None
         step: Any = self.program.step_at(self._number) if is_local else self.compiled
         self._state, self._metrics = step(self._state, batch)
 
@@ -134,8 +133,8 @@ class Trial:
             found = [c for c in compiled_collectives(self.compiled) if c.group_size > 1]
             read_from = "compiled"
         sent = total_bytes(found)
-        if isinstance(program, DiLoCoProgram):
-            sent += total_bytes(trace_outer_steps(program)) / program.every
+        if program.outer is not None:
+            sent += total_bytes(trace_outer_steps(program)) / program.outer.every
         memory = self.compiled.memory_analysis()
         differences = [x - y for x, y in zip(self.losses, reference.losses, strict=True)]
         ratios = [x / y for x, y in zip(self.seconds, first.seconds, strict=True)]
@@ -164,8 +163,8 @@ class Trial:
 def _predicted_bytes(program: Program) -> Fraction:
     model = getattr(program.abstract_state.apply_fn, "__self__", None)
     predicted = total_step_bytes(program)
-    if isinstance(program, DiLoCoProgram):
-        predicted += sum(outer_step_bytes(program).values(), Fraction(0)) / program.every
+    if program.outer is not None:
+        predicted += sum(outer_step_bytes(program).values(), Fraction(0)) / program.outer.every
     if program.mode == "manual" and isinstance(model, Transformer):
         predicted += total_bytes(transformer_sends(program, model))
     return predicted
@@ -297,12 +296,12 @@ def _compare(line: CommandLine, console: rich.console.Console) -> Path:
         raise KeyboardInterrupt(f"of the results only the config is in {workdir}") from None
     notes = footnotes(rows, repetitions=config.compare.repetitions)
     for name, each in experiments:
-        if isinstance(each.program, DiLoCoProgram):
+        if outer := each.program.outer:
             notes.append(
-                f"In {name} an outer step follows every {each.program.every} steps. Sent and "
+                f"In {name} an outer step follows every {outer.every} steps. Sent and "
                 "formula have its share; collectives and temporaries are those of a step alone."
             )
-    told = {name: describe_codes(each.program.wire) for name, each in experiments}
+    told = {name: describe_codes(each.program.comm) for name, each in experiments}
     notes += [f"What travels in {name}: {codes}." for name, codes in told.items() if codes]
     *pairs, reference = rows
     about: dict[str, Any] = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}

@@ -1,11 +1,10 @@
 """Flax models, data-parallel or fully sharded, with every collective written by hand."""
 
-# Modules that register themselves: the modes in which XLA writes collectives, the interfaces to
-# Linen and NNX models, the check of `trainable=`, and the serialization of states.
+# Modules that register themselves: the interfaces to Linen and NNX models, the check of
+# `trainable=`, and the serialization of states.
 import manualpar.core.checks.trainable_check
 import manualpar.core.model.linen.linen_model
 import manualpar.core.model.nnx.nnx_model
-import manualpar.core.modes.global_arrays
 import manualpar.core.state.state_serialization  # noqa: F401
 from manualpar._moved import find_old_names, import_moved
 from manualpar.core.mesh.mesh import abstract_mesh, make_mesh

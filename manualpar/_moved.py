@@ -47,8 +47,17 @@ MOVED = {
     "usage": "errors",
     "watching": "training.monitoring",
 }
-# Module's present name -> its old members' names and their new names.
-RENAMED = {"core.modes.strategy": {"Mode": "ModeName", "Sends": "CommCounts"}}
+# A module's present name -> the names of members that it had, and the members' full names.
+RENAMED = {
+    "core.modes.strategy": {
+        "Mode": "core.modes.strategy.ModeName",
+        "Sends": "core.modes.strategy.CommCounts",
+    },
+    "core.parameters.placement": {
+        rule: f"core.parameters.shard_rules.{rule}"
+        for rule in ("replicate", "shard_one_dim", "shard_state_only")
+    },
+}
 PACKAGE = "manualpar."
 # Folders that are gone, with modules in `MOVED`.
 GONE = frozenset({"modes", "sharding"})
@@ -130,5 +139,6 @@ def find_old_names() -> None:
 def _renamed(module: types.ModuleType, renamed: Mapping[str, str], name: str) -> Any:
     if name not in renamed:
         raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
-    _warn(f"{module.__name__}.{name}", renamed[name])
-    return getattr(module, renamed[name])
+    _warn(f"{module.__name__}.{name}", PACKAGE + renamed[name])
+    new_module, _, new = renamed[name].rpartition(".")
+    return getattr(importlib.import_module(PACKAGE + new_module), new)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 USAGE_EXIT_CODE = 2
+FILES_EXIT_CODE = 6  # A file cannot be read or written, see `training.exit_codes`.
 INTERRUPTED_EXIT_CODE = 130  # Ctrl-C.
 # A word in the note that JAX adds to errors about their shortened traceback.
 JAX_NOTE = "JAX_TRACEBACK_FILTERING"

@@ -1,5 +1,7 @@
 """Models, losses, batches and programs that are small, and that many tests train."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -96,6 +98,12 @@ def build(name, devices, *, model=None, tx=None, batch=BATCHES[0], loss=loss_fn,
     shape = {"replica": 2, "data": -1} if builder is hsdp else {"data": -1}
     kwargs = {"mesh": make_mesh(shape, devices), **options, **kwargs}
     return builder(model or Classifier(), tx or make_tx(), loss, batch=batch, **kwargs)
+
+
+def keep_gradients():
+    """An optimizer whose state is the last gradient and which moves nothing."""
+    zeros = functools.partial(jax.tree.map, jnp.zeros_like)
+    return optax.GradientTransformation(zeros, lambda grads, state, params: (zeros(grads), grads))
 
 
 def own_shapes(program, params):

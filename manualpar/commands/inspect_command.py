@@ -155,7 +155,7 @@ def read_ledger(
     with users_mistakes(f"{named.path}: "):
         experiment = prepare(named.config, devices=None if compile else devices)
         mesh = experiment.program.mesh
-        if needs_pipeline and experiment.program.step.pipeline is None:
+        if needs_pipeline and experiment.program.pipeline is None:
             raise UsageError(
                 f"--schedule: {named.path} has no pipeline on the mesh {dict(mesh.shape)}; "
                 "expected one with an axis over which layers are in stages, as by "

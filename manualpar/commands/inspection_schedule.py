@@ -22,7 +22,7 @@ def read_schedule(program: Program) -> Json | None:
     `bubble` is a device's share of idle time if only chunks are computed. `idle_share` also counts
     the rest of the model, which only the first and the last stage compute.
     """
-    run = program.step.pipeline
+    run = program.pipeline
     if not isinstance(run, PipelineRun):
         return None
     table = run.table

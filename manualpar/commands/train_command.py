@@ -6,6 +6,7 @@ import time
 from manualpar.commands.agreed_facts import experiment_facts, run_facts
 from manualpar.commands.command_line import CommandLine, quiet_absl
 from manualpar.errors import (
+    FILES_EXIT_CODE,
     INTERRUPTED_EXIT_CODE,
     USAGE_EXIT_CODE,
     UsageError,
@@ -19,7 +20,6 @@ from manualpar.training.config import check_config
 from manualpar.training.devices import simulate_devices
 from manualpar.training.exit_codes import (
     EXIT_CODES,
-    FILES_EXIT_CODE,
     STOPPED_EXIT_CODE,
     end_all,
     ending_all,

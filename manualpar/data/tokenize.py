@@ -21,10 +21,14 @@ from manualpar.data.document_files import SUFFIXES
 from manualpar.data.token_job import HELD_OUT, make_job, run_job
 from manualpar.data.token_parts import TokenProgress
 from manualpar.data.tokens import TokenFiles
-from manualpar.errors import INTERRUPTED_EXIT_CODE, OneSentenceParser, print_error, require
+from manualpar.errors import (
+    FILES_EXIT_CODE,
+    INTERRUPTED_EXIT_CODE,
+    OneSentenceParser,
+    print_error,
+    require,
+)
 from manualpar.system.storage import path_flag, user_path
-
-DAMAGED_EXIT_CODE = 6
 
 
 def write_token_files(
@@ -93,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             written = run_job(job, args.output, processes=args.processes, report=report)
     except DamagedDataError as error:
         print_error(error)
-        return DAMAGED_EXIT_CODE
+        return FILES_EXIT_CODE
     except (OSError, ValueError) as error:
         named = f"--output={args.output}: " if "config." not in str(error) else ""
         parser.error(f"{named}{error}")

@@ -143,8 +143,8 @@ def parse_budgets(text: str, source: object) -> dict[str, Budget]:
     for name, table in tables.items():
         if not isinstance(table, dict):
             raise BudgetError(
-                f"{source}: {name} = {table!r} stands outside of a table, expected it below the "
-                f"name of a program such as [fsdp]."
+                f"{source}: {name} = {table!r} is outside of a table, expected it below the name "
+                "of a program such as [fsdp]."
             )
         where = f"{source}: [{name}]"
         devices = table.pop("devices", None)
@@ -174,8 +174,8 @@ def check_budget(budget: Budget, ledger: Json, source: object) -> Verdict:
     devices, where = math.prod(ledger["mesh"].values()), f"{source}: [{budget.name}]"
     if budget.devices not in (None, devices):
         raise BudgetError(
-            f"{where} is for devices={budget.devices}, and the step is one for {devices}; inspect "
-            f"it with --devices={budget.devices}."
+            f"{where} is for devices={budget.devices}, but the step is for {devices}; inspect the "
+            f"step with --devices={budget.devices}."
         )
     measured = amounts(ledger)
     broken, slack, unchecked = [], [], []

@@ -166,8 +166,8 @@ def trace_collectives(
     jaxpr = program.jaxpr if isinstance(program, jax.stages.Traced) else program
     if not isinstance(jaxpr, ClosedJaxpr):
         raise TypeError(
-            f"trace_collectives: program is a {type(program).__name__}, expected what "
-            "jax.jit(f).trace(*args) or jax.make_jaxpr(f)(*args) returns."
+            f"trace_collectives: program is a {type(program).__name__}, expected the result of "
+            "jax.jit(f).trace(*args) or jax.make_jaxpr(f)(*args)."
         )
     options: Any = {"while_trips": while_trips, "stage": stage}
     return read_stage("trace_collectives", jaxpr.jaxpr, **options)[1]
@@ -229,8 +229,8 @@ class CollectiveReader(EquationReader[Collective]):
         if axes and name != "shard_map" and name not in SILENT_PRIMITIVES:
             raise ValueError(
                 f"trace_collectives: the program contains {name} over {axes} {around.place}, "
-                f"expected one of {', '.join(KIND_OF_PRIMITIVE)}: the bytes of others are not "
-                "known here. Write it with those, or give it a kind in "
+                f"expected one of {', '.join(KIND_OF_PRIMITIVE)}, because the bytes of other "
+                "primitives are unknown. Use one of these, or give the primitive a kind in "
                 "manualpar/inspect/communication.py."
             )
         return None
@@ -250,7 +250,7 @@ class CollectiveReader(EquationReader[Collective]):
             raise ValueError(
                 f"trace_collectives: the program contains {eqn.primitive.name} over {unbound} "
                 f"{around.place}, expected axes of a jax.shard_map around it, here "
-                f"{list(around.sizes)}. Trace the whole program and not what its shard_map runs."
+                f"{list(around.sizes)}. Trace the whole program, not the function in its shard_map."
             )
         groups = eqn.params.get("axis_index_groups")
         size = max(map(len, groups)) if groups else math.prod(around.sizes[axis] for axis in axes)
@@ -286,8 +286,8 @@ def read_stage(
     num_stages = first[0].num_stages
     if stage is not None and stage not in range(num_stages):
         raise ValueError(
-            f"{caller}: stage={stage!r}, expected one of the pipeline's {num_stages}, counted from "
-            "0, or None for the one that sends the most."
+            f"{caller}: stage={stage!r}, expected a stage from 0 to {num_stages - 1}, or None for "
+            "the stage that sends the most."
         )
     stages = range(1, num_stages) if stage is None else [stage]
     readings = [*([first] if stage is None else []), *map(read, stages)]

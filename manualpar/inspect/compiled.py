@@ -264,7 +264,7 @@ class Reading:
         if inside := [x for name in loop.loop for x in self.turn(name, 1).collectives]:
             raise ValueError(
                 f"compiled_collectives: a while (scope: {loop.op_name or 'none'}) contains "
-                f"{inside[0].kind}, and XLA has written no trip count to it. Write the loop as a "
+                f"{inside[0].kind}, but XLA gives no trip count for it. Write the loop as a "
                 "jax.lax.scan, or a fori_loop whose bounds are Python integers, or take the "
                 "collective out of it."
             )
@@ -350,7 +350,7 @@ class Reading:
             raise ValueError(
                 f"{self.reader}: the program contains {instruction.opcode} (scope: "
                 f"{instruction.op_name or 'none'}), expected one of {', '.join(KIND_OF_OPCODE)}: "
-                "the bytes of others are not known here. Write the program with those."
+                "the bytes of other opcodes are unknown. Write the program with these opcodes."
             )
         return opcode in KIND_OF_OPCODE
 

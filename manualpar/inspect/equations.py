@@ -63,8 +63,8 @@ class EquationReader(Generic[Finding]):
     def __init__(self, caller: str, *, while_trips: int | None = None, stage: int = 0) -> None:
         if while_trips is not None and (type(while_trips) is not int or while_trips < 0):
             raise ValueError(
-                f"{caller}: while_trips is {while_trips!r}, expected the most rounds that a while "
-                "runs, an integer, or None to refuse what has no known number."
+                f"{caller}: while_trips is {while_trips!r}, expected the largest number of rounds "
+                "of a while (an integer, at least 0), or None to refuse a while of unknown length."
             )
         self.caller = caller
         self.while_trips = while_trips
@@ -119,7 +119,7 @@ class EquationReader(Generic[Finding]):
             raise ValueError(
                 f"{self.caller}: {name} {around.place} contains {len(parts)} functions with "
                 "collectives, expected one, because it is not known how often each of them runs. "
-                "Take the collectives out of it."
+                f"Take the collectives out of the {name}."
             )
         if len(parts) > 1:
             self._note(
@@ -149,8 +149,8 @@ class EquationReader(Generic[Finding]):
             raise ValueError(
                 f"{self.caller}: a while {around.place} contains {self.describe(found)}, and its "
                 "number of rounds is not known before it runs. Write the loop as a jax.lax.scan, "
-                "or a fori_loop whose bounds are Python integers, or take it out of the loop, or "
-                "say with while_trips= how many rounds to count."
+                "or a fori_loop whose bounds are Python integers; or move this out of the loop; or "
+                "set while_trips= to the number of rounds to count."
             )
         if found:
             self._note(f"while {around.place}: {trips} rounds are counted, as while_trips says")

@@ -59,8 +59,9 @@ import jax.numpy as jnp
 
 from manualpar.core.mesh.axes import Names, axes_size, axis_tuple
 from manualpar.core.modes.strategy import CommCounts
-from manualpar.core.parameters.collectives import EXACT, CommPolicy
-from manualpar.core.parameters.placement import ParameterInfo, Placement
+from manualpar.core.parameters.comm_policy import EXACT, CommPolicy
+from manualpar.core.parameters.parameter_info import ParameterInfo
+from manualpar.core.parameters.placement import Route
 from manualpar.core.program.program import Program
 from manualpar.core.tracing.scopes import (
     COLLECTIONS_SCOPE,
@@ -73,7 +74,6 @@ from manualpar.core.tracing.scopes import (
 from manualpar.inspect.communication import Collective, ring_bytes
 from manualpar.inspect.pipeline_formulas import PipelineForm, Uses
 from manualpar.inspect.scope_parsing import LAYER_SCOPES, OTHER
-from manualpar.strategies.diloco.program import DiLoCoProgram
 
 # Scopes of a step's collectives that are not for parameters or gradients.
 OTHER_SCOPES = (
@@ -105,12 +105,12 @@ def step_bytes(program: Program, *, stage: int | None = None) -> dict[tuple[str,
     if program.mode == "auto-unconstrained":
         raise ValueError(
             "step_bytes: program has mode='auto-unconstrained', expected 'manual', 'auto' or "
-            "'explicit': the compiler is free to send what it likes. Read what it sends with "
+            "'explicit', because in this mode the compiler chooses the collectives. Read them with "
             "compiled_collectives."
         )
-    if isinstance(program, DiLoCoProgram):
-        program = program.inner
-    if program.step.pipeline is None:
+    if program.outer is not None:
+        program = program.outer.inner
+    if program.pipeline is None:
         m = program.num_minibatches
         sends = (program.strategy.sends(m, place.keep) for _, place in program.parameters)
         return _of_stage(program, (Uses(one, backward=m) for one in sends))
@@ -135,7 +135,7 @@ def total_step_bytes(program: Program, *, stage: int | None = None) -> Fraction:
 
 
 def outer_step_bytes(
-    program: DiLoCoProgram, *, fragment: int | None = None
+    program: Program, *, fragment: int | None = None
 ) -> dict[tuple[str, ...], Fraction]:
     """Predicts the bytes that a device sends in outer steps for parameters.
 
@@ -151,16 +151,25 @@ def outer_step_bytes(
     Returns:
       The bytes over each axis, or tuple of axes, as `bytes_by_axes` of the traced `outer_step`,
       without the 4 bytes of the number of examples and without collections.
+
+    Raises:
+      ValueError: The program has no outer steps.
     """
+    outer = program.outer
+    if outer is None:
+        raise ValueError(
+            f"outer_step_bytes: program of {program.strategy.name} has no outer steps, expected "
+            "one of diloco. step_bytes predicts what its steps send."
+        )
     totals: defaultdict[tuple[str, ...], Fraction] = defaultdict(Fraction)
-    axes, wire = program.replica_axes, program.outer_wire
+    axes, comm = outer.replica_axes, outer.comm
     size = axes_size(program.mesh, axes)
-    for (info, place), its_fragment in zip(program.parameters, program.fragments, strict=True):
+    for (info, place), its_fragment in zip(program.parameters, outer.fragments, strict=True):
         if its_fragment is None or fragment not in (None, its_fragment):
             continue
         shard = _elements_on_device(program, info, place.sharded_names, place.padding)
-        dtype = jnp.dtype(wire.reduce_dtype or info.dtype)
-        totals[axes] += _mean_bytes(wire, shard, dtype, axes, size)
+        dtype = jnp.dtype(comm.reduce.dtype or info.dtype)
+        totals[axes] += _mean_bytes(comm, shard, dtype, axes, size)
         if place.state_names is not None:
             names = place.sharded_names
             for gather in _gathers(program, info, place, names, shard, once_a_step=True):
@@ -169,9 +178,9 @@ def outer_step_bytes(
     return dict(totals)
 
 
-def _mean_bytes(wire: CommPolicy, n: int, dtype: Any, axes: tuple[str, ...], size: int) -> Fraction:
+def _mean_bytes(comm: CommPolicy, n: int, dtype: Any, axes: tuple[str, ...], size: int) -> Fraction:
     """Returns the bytes that a device sends for the mean over `size` devices of `n` numbers."""
-    if size > 1 and (code := wire.reduce_quantizer(n / size, dtype, axes)):
+    if size > 1 and (code := comm.reduce_quantizer(n / size, dtype, axes)):
         return 2 * ring_bytes("all_gather", code.row_bytes(-(-n // size)), size)
     return ring_bytes("all_reduce", n * dtype.itemsize, size)
 
@@ -209,33 +218,33 @@ class _DimGather(NamedTuple):
     rows: int
     calls: int
 
-    def gather_bytes(self, itemsize: int, wire: CommPolicy = EXACT, dtype: Any = None) -> Fraction:
+    def gather_bytes(self, itemsize: int, comm: CommPolicy = EXACT, dtype: Any = None) -> Fraction:
         """Returns the bytes that a device sends for the gather; `dtype` is the parameter's."""
         n = self.elements // self.rows // self.calls
         size = n * itemsize
-        if self.is_data and (code := wire.gather_quantizer(n, dtype)):
+        if self.is_data and (code := comm.gather.quantizer_for(n, dtype)):
             size = code.row_bytes(n)
         return ring_bytes("all_gather", self.calls * self.rows * size, self.axis_size)
 
-    def scatter_bytes(self, wire: CommPolicy, reduced: Any) -> Fraction:
+    def scatter_bytes(self, comm: CommPolicy, reduced: Any) -> Fraction:
         """Returns the bytes that a device sends for the reduce-scatter of the gradient."""
         n = self.elements // self.calls
-        code = wire.reduce_quantizer(n, reduced, self.axes)
+        code = comm.reduce_quantizer(n, reduced, self.axes)
         size = code.row_bytes(n) if code else n * reduced.itemsize
         return ring_bytes("all_gather", self.calls * size, self.axis_size)
 
 
 def _of_parameter(
-    program: Program, info: ParameterInfo, place: Placement, uses: Uses
+    program: Program, info: ParameterInfo, place: Route, uses: Uses
 ) -> Iterator[tuple[tuple[str, ...], Fraction]]:
     """Yields pairs of axes and bytes for one parameter."""
     strategy, sends = program.strategy, uses.sends
-    wire = program.wire.for_parameter(info.dtype, trainable=place.trainable)
+    comm = program.comm.for_parameter(info.dtype, trainable=place.trainable)
     if not place.trainable:
         sends = CommCounts(sends.uses, sends.gathers)
     stored = info.dtype.itemsize
-    gathered = jnp.dtype(wire.gather_dtype or info.dtype).itemsize
-    reduced = jnp.dtype(wire.reduce_dtype or wire.gather_dtype or info.dtype)
+    gathered = jnp.dtype(comm.gather.dtype or info.dtype).itemsize
+    reduced = comm.reduced_dtype(info.dtype)
     once_a_step = strategy.gather_every == "step"
 
     shard = _elements_on_device(program, info, place.names, place.parameter_padding)
@@ -258,9 +267,9 @@ def _of_parameter(
         times = sends.gathers if gather.is_data else sends.uses
         if gather.is_data and not {*gather.axes} <= {*(strategy.regather_axes or gather.axes)}:
             times = strategy.sends(program.num_minibatches, True).gathers  # It stays gathered.
-        yield gather.axes, times * gather.gather_bytes(itemsize, wire, info.dtype)
+        yield gather.axes, times * gather.gather_bytes(itemsize, comm, info.dtype)
         if gather.is_data and not once_a_step:  # The gradient is scattered over the same axes.
-            yield gather.axes, sends.scatters * gather.scatter_bytes(wire, reduced)
+            yield gather.axes, sends.scatters * gather.scatter_bytes(comm, reduced)
     if not place.trainable:
         return
 
@@ -269,15 +278,15 @@ def _of_parameter(
         for gather in _gathers(program, info, place, place.sharded_names, shard, once_a_step=True):
             if gather.is_data:
                 if gather.axis_size > 1:
-                    yield gather.axes, sends.scatters * gather.scatter_bytes(wire, reduced)
+                    yield gather.axes, sends.scatters * gather.scatter_bytes(comm, reduced)
                 if place.state_names is not None:  # The new parameter.
                     yield gather.axes, sends.new_gathers * gather.gather_bytes(stored)
 
     sharded = {axis for name in place.sharded_names for axis in axis_tuple(name)}
     if others := tuple(axis for axis in program.data_axes if axis not in sharded):
-        for axes in wire.reductions(others):
+        for axes in comm.reductions(others):
             size = axes_size(program.mesh, axes)
-            yield axes, _mean_bytes(wire, shard, reduced, axes, size)
+            yield axes, _mean_bytes(comm, shard, reduced, axes, size)
     if stages := place.sum_axes:  # Each stage has a part of the gradient.
         size = axes_size(program.mesh, stages)
         yield stages, ring_bytes("all_reduce", shard * reduced.itemsize, size)
@@ -286,7 +295,7 @@ def _of_parameter(
 def _gathers(
     program: Program,
     info: ParameterInfo,
-    place: Placement,
+    place: Route,
     names: Names,
     shard: int,
     *,
@@ -298,7 +307,7 @@ def _gathers(
     if sum(is_data) > 1:
         raise ValueError(
             f"step_bytes: parameter {info.path} is sharded as {names}, expected data axes in one "
-            "dimension at most. Read what is sent with trace_collectives."
+            "dimension at most. Read the bytes with trace_collectives."
         )
     loops = [] if once_a_step else sorted(info.loop_dims)
     calls = math.prod(info.shape[i] // axes_size(program.mesh, axis_tuple(names[i])) for i in loops)
@@ -306,7 +315,7 @@ def _gathers(
     in_order = sorted(zip(dims, is_data, strict=True), key=lambda dim: once_a_step and not dim[1])
     for axes, data in in_order:
         rows = 1
-        for round_axes in reversed(program.wire.rounds(axes)):
+        for round_axes in reversed(program.comm.rounds(axes)):
             size = axes_size(program.mesh, round_axes)
             gathers.append(_DimGather(round_axes, size, shard * rows, data, rows, calls))
             rows *= size
@@ -314,7 +323,7 @@ def _gathers(
     return gathers
 
 
-def _data_shards(program: Program, place: Placement) -> int:
+def _data_shards(program: Program, place: Route) -> int:
     """Returns the number of shards of a parameter over axes of the batch."""
     axes = [axis for name in place.names for axis in axis_tuple(name) if axis in place.mean_axes]
     return axes_size(program.mesh, tuple(axes))

@@ -116,9 +116,8 @@ def parse_module(text: str) -> HloModule:
             computations[current][name] = instruction
     if len(entries) != 1:
         raise ValueError(
-            f"compiled_collectives: the text has {len(entries)} ENTRY computations, expected the "
-            "one of optimised HLO. Pass jax.jit(f).lower(*args).compile(), which a Lowered is not "
-            "yet."
+            f"compiled_collectives: the text has {len(entries)} ENTRY computations, expected one, "
+            "as in optimised HLO. Pass jax.jit(f).lower(*args).compile(), not a Lowered."
         )
     counts = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", text.splitlines()[0])
     return HloModule(computations, entries[0], math.prod(map(int, counts)))

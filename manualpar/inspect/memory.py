@@ -48,7 +48,6 @@ from manualpar.inspect.communication import KIND_OF_PRIMITIVE
 from manualpar.inspect.flat_program import FlatProgram, FlatValue, Operation
 from manualpar.inspect.peak_memory import FUSIONS, find_peak
 from manualpar.inspect.state_layout import state_bytes
-from manualpar.strategies.diloco.program import DiLoCoProgram
 
 # Primitives whose result is a parameter if their operand is a parameter. All-gathers are handled
 # too.
@@ -111,13 +110,13 @@ def step_memory(program: Program, *, platform: str = "tpu") -> Memory:
     if platform not in FUSIONS:
         raise ValueError(
             f"step_memory: platform={platform!r}, expected one of "
-            f"{', '.join(map(repr, FUSIONS))}: how others fuse has not been measured. Take the one "
-            "that is nearer."
+            f"{', '.join(map(repr, FUSIONS))}, because the fusion of other platforms has not been "
+            "measured. Use the more similar one."
         )
-    if isinstance(program, DiLoCoProgram):  # One replica, and the common parameters.
+    if program.outer is not None:  # One replica, and the common parameters.
         state = program.abstract_state
         common, _ = state_bytes((state.params, state.opt_state, state.collections))
-        inner = step_memory(program.inner, platform=platform)
+        inner = step_memory(program.outer.inner, platform=platform)
         return dataclasses.replace(inner, other=inner.other + common)
     state, batch = program.abstract_state, program.abstract_batch
     labels = jax.tree.map(lambda _: "other", state).replace(
@@ -161,11 +160,12 @@ def _trace(program: Program) -> ClosedJaxpr:
             raise ValueError(
                 f"step_memory: program has mode={program.mode!r}"
                 f"{f' on a mesh with the axes {others} besides {program.data_axes}' * bool(others)}"
-                ", expected mode 'manual', or 'auto' or 'explicit' on data axes alone: the "
-                "compiler is free to hold what it likes. Compile it and ask its memory_analysis()."
+                ", expected mode 'manual', or 'auto' or 'explicit' with data axes only, because "
+                "here the compiler chooses the layouts. Compile the step and read its "
+                "memory_analysis()."
             )
         asked = program.step
-        mode = Manual(asked.mode.mesh, asked.mode.data_axes, asked.mode.wire)
+        mode = Manual(asked.mode.mesh, asked.mode.data_axes, asked.mode.comm)
         update = dataclasses.replace(asked.update, mode=mode)
         model = dataclasses.replace(asked.model, mode=mode)
         step = jax.jit(dataclasses.replace(asked, mode=mode, model=model, update=update).train)

@@ -69,8 +69,8 @@ class PipelineForm:
     """
 
     def __init__(self, program: Program) -> None:
-        assert isinstance(program.step.pipeline, PipelineRun)
-        self.program, self.run = program, program.step.pipeline
+        assert isinstance(program.pipeline, PipelineRun)
+        self.program, self.run = program, program.pipeline
         seeker: Any = _Seeker(self.run)
         step = dataclasses.replace(program.step, pipeline=seeker)
         try:
@@ -142,11 +142,11 @@ class PipelineForm:
     def _exchanged(self, index: int) -> Iterator[Collective]:
         """Yields the exchange of a stacked parameter, and the exchange of its gradient."""
         info, place = self.program.parameters[index]
-        wire, reduced = self.program.wire, _dtype_of_sums(info.dtype)
+        comm, reduced = self.program.comm, _dtype_of_sums(info.dtype)
         is_scattered = self.program.strategy.gather_every == "step" or place.state_names is not None
         sharded = {axis for name in place.sharded_names for axis in axis_tuple(name)}
         if is_scattered and sharded & set(place.mean_axes):  # Its gradient has been scattered.
-            reduced = jnp.dtype(wire.reduce_dtype or wire.gather_dtype or info.dtype)
+            reduced = comm.reduced_dtype(info.dtype)
         exchanged = [(place.names, place.parameter_padding, info.dtype)]
         if place.trainable:
             exchanged.append((place.sharded_names, place.padding, reduced))
@@ -169,7 +169,7 @@ def pipeline_collectives(program: Program) -> tuple[Collective, ...]:
       The collectives over the axis of stages, except sums of gradients. They are the same on every
       stage; there are none if the program has no pipeline.
     """
-    return tuple(PipelineForm(program).sends()) if program.step.pipeline else ()
+    return tuple(PipelineForm(program).sends()) if program.pipeline else ()
 
 
 def _dtype_of_sums(dtype: Any) -> Any:

@@ -14,28 +14,22 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from manualpar.core.mesh.axes import axis_tuple
+from manualpar.core.mesh.axes import axis_tuple, names_to_spec
 from manualpar.core.mesh.mesh_context import no_mesh, on_auto_axes
 from manualpar.core.mesh.splitting import check_batch
-from manualpar.core.model.loss_function import Metrics
-from manualpar.core.modes.nonfinite import NONFINITE_GRADIENTS
-from manualpar.core.parameters.placement import (
-    ParameterInfo,
-    Placement,
-    names_to_spec,
-    path_name,
-    split_names,
-    state_specs,
-)
+from manualpar.core.parameters.parameter_info import ParameterInfo, split_names
+from manualpar.core.parameters.placement import Route, state_specs
 from manualpar.core.parameters.sharded_parameter import cast_floating
 from manualpar.core.parameters.trainable import combine, partition, trained
 from manualpar.core.program.program import Program
-from manualpar.core.program.step import OBJECTIVE, mean
+from manualpar.core.state.metrics import StepSums, mean
 from manualpar.core.state.state_arrays import list_some
 from manualpar.core.state.train_state import TrainState
+from manualpar.core.trees import path_name
 
 
 def assert_same_as_one_device(
@@ -78,32 +72,34 @@ def assert_same_as_one_device(
     mesh: Any = program.mesh
     if isinstance(mesh, AbstractMesh) or jax.process_count() > 1:
         raise ValueError(
-            "assert_same_as_one_device: the program is on an abstract mesh or on those of several "
-            "processes, expected devices of this process. Build it on make_mesh in one process."
+            "assert_same_as_one_device: the program is on an abstract mesh or on devices of "
+            "several processes, expected devices of this process. Build it on make_mesh in one "
+            "process."
         )
-    check_batch("assert_same_as_one_device: batch", batch, program.mesh, program.step.roles)
+    check_batch("assert_same_as_one_device: batch", batch, program.mesh, program.roles)
     state = program.init(rng)
     if rtol is None:
-        dtypes = {program.wire.gather_dtype, program.wire.reduce_dtype}
+        dtypes = {program.comm.gather.dtype, program.comm.reduce.dtype}
         dtypes |= {str(x.dtype) for x in jax.tree.leaves(state.params)}
         rtol = 0.05 if "bfloat16" in dtypes else 1e-4
     compare = functools.partial(_differences, rtol=rtol, atol=atol)
     with no_mesh():
         keys = jax.random.split(state.rng)
-        specs = (state_specs(trained(program.step.placements)), PartitionSpec(), PartitionSpec())
-        run = jax.jit(on_auto_axes(program.step.gradients, mesh=mesh, out_specs=specs))
+        specs = (state_specs(trained(program.placements)), PartitionSpec(), PartitionSpec())
+        gradients = program.step.gradients(batch)
+        run = jax.jit(on_auto_axes(gradients, mesh=mesh, out_specs=specs))
         carried = state.collections, state.local
-        grads, metrics, _ = jax.device_get(run(state.params, carried, keys[1], batch))
+        grads, sums, _ = jax.device_get(run(state.params, carried, keys[1], batch))
         one, one_again = map(_on_one_device(program, state, batch), keys)
     if any(compare(one_again, one)):
         raise ValueError(
-            "assert_same_as_one_device: loss_fn depends on its rng: with two keys one device has "
-            "two results, so there is nothing to compare. Switch dropout and other randomness off "
-            "(a rate of 0, or a model made with deterministic=True)."
+            "assert_same_as_one_device: loss_fn depends on its rng, expected the same result with "
+            "every key. Switch dropout and other randomness off (a rate of 0, or a model made with "
+            "deterministic=True)."
         )
-    unpadded_params, _ = partition(program.step.placements, program.whole_state.params)
+    unpadded_params, _ = partition(program.placements, program.whole_state.params)
     grads = jax.tree.map(_unpadded, grads, unpadded_params)
-    differences = sorted(compare(jax.device_get((grads, _means(metrics))), one), reverse=True)
+    differences = sorted(compare(jax.device_get((grads, _means(sums))), one), reverse=True)
     if differences:
         words = "; ".join(list_some(words for _, _, words in differences))
         raise AssertionError(
@@ -129,23 +125,24 @@ def _on_one_device(
     axes = [axis for axis in mesh.axis_names if axis not in unbound]
     one_device = Mesh(mesh.devices.flatten()[:1].reshape([1] * len(axes)), axes)
     mode = dataclasses.replace(program.step.mode, mesh=one_device)
-    model = dataclasses.replace(program.step.model, mode=mode)
+    model = dataclasses.replace(program.model, mode=mode)
     step = dataclasses.replace(program.step, model=model, mode=mode)
 
-    def cast(place: Placement, x: jax.Array) -> jax.Array:
-        wire = program.wire.for_parameter(x.dtype, trainable=place.trainable)
-        return cast_floating(x, wire.gather_dtype)
+    def cast(place: Route, x: jax.Array) -> jax.Array:
+        comm = program.comm.for_parameter(x.dtype, trainable=place.trainable)
+        return cast_floating(x, comm.gather.dtype)
 
     def gradients(params: Any, collections: Any, rng: jax.Array, batch: Any) -> Any:
         def loss_fn(params: Any) -> Any:
             params = jax.tree.map(cast, step.placements, combine((params, frozen)))
-            loss, metrics, _ = step.loss(params, collections, batch, rng)
-            return loss, metrics
+            loss, metrics, _ = step.model.train_loss(params, collections, batch, rng)
+            count = jnp.asarray(metrics["loss"][1], jnp.float32)
+            return loss, StepSums((loss * count, count), metrics)
 
         params, frozen = partition(step.placements, params)
-        grads, metrics = jax.grad(loss_fn, has_aux=True)(params)
+        grads, sums = jax.grad(loss_fn, has_aux=True)(params)
         # Add a leading dim for the one device, because some types say that values may differ.
-        return jax.tree.map(lambda x: x[None], (grads, _means(metrics)))
+        return jax.tree.map(lambda x: x[None], (grads, _means(sums)))
 
     def spec(info: ParameterInfo) -> PartitionSpec:
         names = [[a for a in axis_tuple(name) if a in axes] for name in split_names(info)]
@@ -170,8 +167,7 @@ def _differences(found: Any, expected: Any, rtol: float, atol: float) -> Iterato
     for name, value in expected_means.items():
         off, allowed = abs(means[name] - value), rtol * abs(value) + atol
         if not off <= allowed:
-            name_of_value = "the loss" if name == OBJECTIVE else f"metrics[{name!r}]"
-            words = f"{name_of_value} is {means[name]:.7g}, one device's {value:.7g}"
+            words = f"{name} is {means[name]:.7g}, one device's {value:.7g}"
             yield True, float(off / allowed), words
     paths, leaves = zip(*jax.tree_util.tree_leaves_with_path(expected_grads), strict=True)
     ours, theirs = (
@@ -189,8 +185,10 @@ def _differences(found: Any, expected: Any, rtol: float, atol: float) -> Iterato
             yield False, float(off / allowed) if allowed else math.inf, words
 
 
-def _means(metrics: Metrics) -> dict[str, jax.Array]:
-    return {name: mean(pair) for name, pair in metrics.items() if name != NONFINITE_GRADIENTS}
+def _means(sums: StepSums) -> dict[str, jax.Array]:
+    """Returns the means of the loss and of the metrics, under the names for a message."""
+    metrics = {f"metrics[{name!r}]": mean(pair) for name, pair in sums.metrics.items()}
+    return {"the loss": mean(sums.objective), **metrics}
 
 
 def _unpadded(x: Any, like: Any) -> Any:
@@ -199,22 +197,22 @@ def _unpadded(x: Any, like: Any) -> Any:
 
 def _known_reasons(program: Program) -> str:
     """Returns the known causes of such a difference that the program may have."""
-    reasons = " A loss that couples examples takes all of them with manualpar.gather_examples."
+    reasons = " A loss that couples examples must gather them with manualpar.gather_examples."
     if program.num_minibatches > 1:
         reasons += (
-            f" To a loss that couples examples, each of num_minibatches={program.num_minibatches} "
-            "is a batch of its own."
+            " A loss that couples examples couples only those of one minibatch, and this program "
+            f"has num_minibatches={program.num_minibatches}."
         )
     if "batch_stats" in program.whole_state.collections:
         reasons += (
-            " The model has batch_stats: statistics of a batch are those of the examples that a "
-            "device has at once. nn.BatchNorm(axis_name=...) makes them global, "
-            "use_running_average=True leaves them out of the comparison."
+            " The model has batch_stats, which each device computes from its own examples. "
+            "nn.BatchNorm(axis_name=...) makes them global; use_running_average=True excludes "
+            "them from the comparison."
         )
     if any(place.split_axes for _, place in program.parameters):
         reasons += (
-            " Layers compute with parts of their parameters: no type refuses a bias that is added "
-            "before leave, a mean in place of the sum, a product of parts that nothing has summed, "
-            "or a norm over features that are split."
+            " Layers compute with parts of their parameters. JAX's types do not detect a bias that "
+            "is added before leave, a mean in place of the sum, a product of unsummed parts, or a "
+            "norm over split features."
         )
     return reasons

@@ -11,8 +11,8 @@ from rich import box
 from rich.table import Table
 
 from manualpar.core.mesh.axes import AxisName, axes_size, axis_tuple
-from manualpar.core.parameters.placement import path_name
 from manualpar.core.program.program import Program
+from manualpar.core.trees import path_name
 
 ALL = "all"  # The path of all parameters.
 MAX_WIDTH = 80  # Columns of the output, as jax assumes.
@@ -105,7 +105,8 @@ def draw_sharding(params: Any, path: str = ALL) -> None:
         near = difflib.get_close_matches(path, leaves, n=1, cutoff=0)
         nearest = f"; the nearest one is {near[0]!r}" if near else ""
         raise ValueError(
-            f"draw_sharding: path is {path!r}, expected that of a parameter or {ALL!r}{nearest}."
+            f"draw_sharding: path is {path!r}, expected the path of a parameter, or "
+            f"{ALL!r}{nearest}."
         )
     for name in leaves if path == ALL else [path]:
         _draw(name, leaves[name])
@@ -116,8 +117,8 @@ def _draw(name: str, x: Any) -> None:
     sharding = getattr(x, "sharding", None)
     if sharding is None:
         raise ValueError(
-            f"draw_sharding: {name!r} has no sharding. Pass program.abstract_state.params or those "
-            "of a state."
+            f"draw_sharding: {name!r} has no sharding. Pass program.abstract_state.params, or the "
+            "params of a state."
         )
     is_named = isinstance(sharding, NamedSharding)
     title = f"{name} {list(x.shape)} {_spec_text(sharding.spec) if is_named else sharding}"

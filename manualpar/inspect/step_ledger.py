@@ -24,7 +24,7 @@ import jax
 from jax.extend.core import Jaxpr
 from jax.sharding import AbstractMesh, NamedSharding
 
-from manualpar.core.parameters.collectives import CommPolicy
+from manualpar.core.parameters.comm_policy import CommPolicy
 from manualpar.core.program.program import Program
 from manualpar.core.tracing.jaxprs import all_equations
 from manualpar.inspect.communication import (
@@ -44,7 +44,6 @@ from manualpar.inspect.flops import Computation, ProductReader, by_phase_and_mod
 from manualpar.inspect.memory import Memory, step_memory
 from manualpar.inspect.scope_parsing import PHASES
 from manualpar.inspect.xla_changes import Change, find_changes
-from manualpar.strategies.diloco.program import DiLoCoProgram
 
 T = TypeVar("T")
 
@@ -194,24 +193,26 @@ def ledger(
     if spread := {product.spread for product in products if product.spread > 1 and product.flops}:
         where = "on global arrays" if num_devices in spread else "along axes left to XLA"
         notes.append(
-            f"FLOPs {where} are taken as spread evenly over {max(spread)} devices: where XLA "
-            "computes the same on several, a device's are more"
+            f"FLOPs {where} are taken as spread evenly over {max(spread)} devices; a device has "
+            "more of them if XLA repeats a computation on several devices"
         )
     if names := sorted(set(uncounted(all_equations(jaxpr)))):
         notes.append(f"FLOPs of {', '.join(names)} are not known here and left out")
     if ours and ours.mode != "manual":
         notes.append(
-            f"mode={ours.mode!r}: the compiler writes the collectives, so they stand in the "
-            "compiled program only"
+            f"mode={ours.mode!r}: the compiler writes the collectives, so only the compiled "
+            "program has them"
         )
-    if ours and (codes := describe_codes(ours.wire)):
+    if ours and (codes := describe_codes(ours.comm)):
         notes.append(f"sent quantized: {codes}")
-    if isinstance(ours, DiLoCoProgram):
+    if ours and ours.outer is not None:
         by_axes = outer_step_bytes(ours).items()
         sent_by_axes = ", ".join(
             f"{float(n):,.0f} bytes over {','.join(axes)}" for axes, n in by_axes
         )
-        notes.append(f"every {ours.every} steps an outer step follows, which sends {sent_by_axes}")
+        notes.append(
+            f"every {ours.outer.every} steps an outer step follows, which sends {sent_by_axes}"
+        )
     result = Ledger(
         name=_name(program),
         mesh={axis: size for mesh in meshes for axis, size in mesh.shape.items()},
@@ -228,25 +229,28 @@ def ledger(
         return result
     if ours and isinstance(meshes[0], AbstractMesh):
         raise ValueError(
-            f"ledger: compile=True, and {result.name} is on an abstract mesh, of devices that "
-            "nobody has; expected a mesh of devices. Build it on one of make_mesh, or leave "
-            "compile=False."
+            f"ledger: compile=True, but {result.name} is on an abstract mesh, expected a mesh of "
+            "devices. Build the program on a mesh of make_mesh, or leave compile=False."
         )
     compiled = read_compiled(traced.lower().compile(), stage=sending.stage)
     changes = find_changes(collectives, compiled.collectives, root=root)
     return dataclasses.replace(result, compiled=compiled, changes=changes)
 
 
-def trace_outer_steps(program: DiLoCoProgram) -> tuple[Collective, ...]:
-    """Traces the collectives of DiLoCo's outer steps, with each fragment once."""
-    traced = (step.trace(program.abstract_state) for step in program.outer_steps)
+def trace_outer_steps(program: Program) -> tuple[Collective, ...]:
+    """Traces the collectives of a program's outer steps, if it has some; each fragment once."""
+    steps = () if program.outer is None else program.outer.steps
+    traced = (step.trace(program.abstract_state) for step in steps)
     return tuple(itertools.chain.from_iterable(map(trace_collectives, traced)))
 
 
-def describe_codes(wire: CommPolicy) -> str:
+def describe_codes(comm: CommPolicy) -> str:
     """Says which values are sent quantized; `""` if none are."""
-    axes = f" over {','.join(wire.code_axes)}" if wire.code_axes else ""
-    named = ("gathered parameters", wire.gather_code), (f"gradients{axes}", wire.reduce_code)
+    axes = f" over {','.join(comm.quantized_axes)}" if comm.quantized_axes else ""
+    named = (
+        ("gathered parameters", comm.gather.quantizer),
+        (f"gradients{axes}", comm.reduce.quantizer),
+    )
     parts = [f"{values} as codes of {code.name}" for values, code in named if code]
     return ", ".join(parts)
 
@@ -255,8 +259,8 @@ def _trace(program: Any, args: tuple[Any, ...]) -> jax.stages.Traced:
     """Traces a program or a function; refuses one that cannot be traced."""
     if isinstance(program, Program | jax.stages.Traced) and args:
         raise TypeError(
-            f"ledger: {_name(program)} was given {len(args)} arguments, expected none: it has "
-            "its own. Leave them out."
+            f"ledger: {_name(program)} was given {len(args)} arguments, expected none, because the "
+            "program already has its arguments. Leave them out."
         )
     if isinstance(program, jax.stages.Traced):
         return program
@@ -267,7 +271,7 @@ def _trace(program: Any, args: tuple[Any, ...]) -> jax.stages.Traced:
     if not callable(program):
         raise TypeError(
             f"ledger: program is a {type(program).__name__}, expected a Program, a function with "
-            "its abstract arguments, or what jax.jit(f).trace(*args) returns."
+            "its abstract arguments, or the result of jax.jit(f).trace(*args)."
         )
     name, function = _name(program), program
     if not hasattr(program, "trace"):
@@ -303,7 +307,7 @@ def _check_arguments(name: str, function: Callable[..., Any], args: tuple[Any, .
         if not is_array and not isinstance(leaf, bool | int | float | complex):
             raise TypeError(
                 f"ledger: {name} was given args{jax.tree_util.keystr(path)}={leaf!r}, expected an "
-                "array or a jax.ShapeDtypeStruct(shape, dtype). Bind what is no array with "
+                "array or a jax.ShapeDtypeStruct(shape, dtype). Bind other values with "
                 "functools.partial, or jit the function with static_argnums."
             )
 

@@ -30,7 +30,7 @@ def trained_parts(program: Program, collectives: Iterable[Collective]) -> dict[s
       the collectives.
     """
     counts: dict[str, Any] = {}
-    parts = partition(program.step.placements, program.abstract_state.params)
+    parts = partition(program.placements, program.abstract_state.params)
     infos = [info for info, _ in program.parameters]
     for name, part in zip(("trained", "frozen"), parts, strict=True):
         members = [info for info in infos if info.trainable == (name == "trained")]

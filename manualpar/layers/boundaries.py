@@ -1,6 +1,6 @@
 """The two ends of the part of a layer that is split over a model axis: `enter` and `leave`.
 
-Column-parallel products need the whole input on every device along the axis. After row-parallel
+Column-parallel products need the full input on every device along the axis. After row-parallel
 products each device has one term of a sum. Megatron-LM (Shoeybi et al.,
 https://arxiv.org/abs/1909.08053) calls the two ends f and g. `enter` is f: nothing forward and an
 all-reduce backward. `leave` is g: an all-reduce forward and nothing backward.
@@ -40,21 +40,21 @@ def enter(
       x: The input, the same on all devices along `axis`; with `sequence_dim` this device's part of
         it, `[..., S/axis, ...]`.
       axis: The mesh axis, or tuple of axes, that the products are split over. Axes that no
-        `shard_map` binds are left out: without any axis it is a layer of one device.
+        `shard_map` binds are left out. If no axis is bound, nothing is split.
       sequence_dim: The dimension along which `x` is split between layers; `None` if it is not.
       scope: The named scope of the all-reduce, which names its purpose.
 
     Returns:
-      The whole input, typed as varying over `axis`.
+      The full input, typed as varying over `axis`.
 
     Raises:
-      ValueError: `x` varies over `axis` already, because it was not summed; with `sequence_dim`,
-        `x` does not vary, so it is not split; or types are not checked.
+      ValueError: `x` already varies over `axis`, so a sum is missing; or there is a `sequence_dim`
+        and `x` does not vary, so it is not split; or types are not checked.
 
     Communication:
       Forward none, backward one all-reduce of the gradient: a device sends `2 (N - 1) / N` of the
       gradient's bytes. With `sequence_dim` an all-gather forward and a reduce-scatter backward:
-      each sends `(N - 1) / N` of the bytes of the whole input.
+      each sends `(N - 1) / N` of the bytes of the full input.
     """
     axes = bound_axes("enter", axis)
     if not axes:
@@ -92,7 +92,7 @@ def leave(
 ) -> jax.Array:
     """Sums the devices' row-parallel products.
 
-    Add a bias to the sum and not to the products, which would add the bias once for each device.
+    Add a bias to the sum. If it is added to the products, the sum contains it once for each device.
 
     Args:
       x: This device's term of the sum, in the shape of the result.
@@ -151,10 +151,10 @@ def bound_axes(function: str, axis: AxisName | None) -> tuple[str, ...]:
 
 
 def has_lost_types(x: jax.Array, axes: tuple[str, ...]) -> bool:
-    """Returns whether `x` may come from `nn.scan`'s first trace of its body, which has no types.
+    """Returns whether `nn.scan` may be tracing its body for the first time, without types.
 
-    (`nn.scan` then traces the loop itself with types.) With types, activations vary over the axes
-    that split the batch, if the mesh has any axes in addition to `axes`.
+    (`nn.scan` traces the body again with types.) With types, `x` varies over the axes that split
+    the batch, if the mesh has axes other than `axes`.
     """
     return not varying_axes(x) and set(jax.sharding.get_abstract_mesh().manual_axes) > set(axes)
 

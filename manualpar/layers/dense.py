@@ -45,7 +45,7 @@ Initializer = Callable[..., Any]
 
 
 class SplitDense(nn.Module):
-    """A dense layer over the last dims of its input; each device computes a part of it.
+    """A dense layer over the last dims of its input; each device computes a part of the product.
 
     Its parameters are `kernel`, of the shape `shape`, and `bias`, of the output dims' shape.
 
@@ -64,8 +64,8 @@ class SplitDense(nn.Module):
         `None` if every device gets the whole result.
       overlap: `"ring"`: a row-parallel product computes while it sends, see `matmul_scatter`; this
         needs a `sequence_dim`. `"none"`: it sends after it has computed.
-      shared: Whether an output dim may have fewer entries than devices. A group of devices then
-        shares and computes each entry; see `split`.
+      shared: Whether an output dim may have fewer entries than there are devices. Then the devices
+        of a group all compute the same entry; see `split`.
     """
 
     shape: tuple[int, ...]
@@ -94,8 +94,8 @@ class SplitDense(nn.Module):
           the axis; with `sequence_dim` this device's positions, `[..., S/axis, ..., D]`.
 
         Raises:
-          ValueError: The fields do not fit each other; `x` does not fit the kernel; or `enter` was
-            not called on it.
+          ValueError: The fields do not fit each other, `x` does not fit the kernel, or `enter` was
+            not called on `x`.
 
         Communication:
           Column-parallel: none. Row-parallel: see `leave` or `matmul_scatter`; the result is sent

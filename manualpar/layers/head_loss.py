@@ -38,8 +38,8 @@ from manualpar.layers.split_vocabulary import (
 )
 from manualpar.layers.vocabulary import split_argmax, split_cross_entropy
 
-# The default number of logits that exist at once (64 MiB), and the fewest columns of a chunk: a
-# product with fewer columns waits for memory.
+# The default number of logits that exist at once (64 MiB), and the smallest number of columns of a
+# chunk. A product with fewer columns is limited by the memory's speed.
 CHUNK_ELEMENTS = 2**24
 FEWEST_COLUMNS = 2048
 
@@ -119,18 +119,18 @@ def head_cross_entropy(
     z_loss: float = 0.0,
     soft_cap: float | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes a head's cross entropy, and whether the largest logit is the label's.
+    """Computes a head's cross entropy, and whether the label has the largest logit.
 
-    It equals `split_cross_entropy` and `split_argmax` of `head_logits`, but makes no array of all
-    logits. There are two exceptions: the head has at most `chunk` columns (by default
-    `FEWEST_COLUMNS`), or the program has global arrays (modes `auto` and `explicit`), because a
-    chunk of columns is then no shard.
+    The results equal `split_cross_entropy` and `split_argmax` of `head_logits`, without an array of
+    all logits. All logits are computed at once in two cases: the head has at most `chunk` columns
+    (by default `FEWEST_COLUMNS`), or the program has global arrays (modes `auto` and `explicit`),
+    where a chunk of columns is not a shard.
 
     Args:
       x: Floating `[..., D]`; if the columns are split, the same on all devices along `axis`, or
         the result of `enter`.
-      head: `[D, V/axis]`, this device's columns; `[D, V]` if they are not split by their type. Each
-        chunk is cast to the dtype of `x` when it is used.
+      head: `[D, V/axis]`, this device's columns; `[D, V]` if by their type the columns are not
+        split. Each chunk is cast to the dtype of `x` when it is used.
       labels: `int[...]`, the same on all devices along `axis`. A label from `-V` to -1 counts from
         the end, and any other label that the head does not have gives NaN.
       axis: The mesh axis, or tuple of axes, that the columns are split over; `None` for none. Axes
@@ -143,8 +143,8 @@ def head_cross_entropy(
       soft_cap: See `head_logits`.
 
     Returns:
-      The losses in nats, `[...]` in float32 (float64 if `x` is), and `bool[...]`, whether the
-      largest logit is the label's; both are the same on all devices along `axis`.
+      The losses in nats, `[...]` in float32 (float64 if `x` is), and `bool[...]`, whether the label
+      has the largest logit. Both are the same on all devices along `axis`.
 
     Raises:
       ValueError: The shapes do not fit, a number is out of range, or the types contradict `axis`.
@@ -168,8 +168,8 @@ def head_cross_entropy(
     check_same_labels("head_cross_entropy", labels, axes)
     columns = head.shape[1]
     visible = _visible_columns(head, vocab_size, axes)
-    # The number of tokens must not decide, because the check of a context axis compares programs
-    # with different numbers.
+    # This choice must not depend on the number of tokens, because the check of a context axis
+    # compares programs with different numbers of tokens.
     if columns <= (chunk or FEWEST_COLUMNS) or _is_of_global_arrays():
         logits = _logits(x, head, 0, visible, soft_cap)
         losses = split_cross_entropy(
@@ -311,8 +311,9 @@ def _summed_backward(static: _Static, residuals: Any, grads: Any) -> tuple[Any, 
         return _written(of_logits, of_product(first, weights), first)
 
     if dtype.itemsize < 4 and tokens <= head.shape[0]:
-        # The gradients of all logits are no larger than the head's gradient. So one product
-        # computes the head's gradient, and a compiler can scatter it while it is computed.
+        # The gradients of all logits are no larger than the head's gradient. So they are kept, and
+        # one product computes the head's gradient. A compiler can scatter the result of one product
+        # while it is computed.
         start = jnp.zeros_like(x, dtype, shape=(*index.shape, head.shape[1]))
         of_logits = _over_chunks(keep, start, head, static.chunk)
         with jax.named_scope(CONTEXT_SCOPE):
@@ -344,8 +345,8 @@ def _over_chunks(
     def run(carry: Carry, first: jax.Array) -> tuple[Carry, None]:
         return step(carry, first, jax.lax.dynamic_slice_in_dim(head, first, chunk, 1)), None
 
-    # The number of chunks may depend on the positions. The check of models with a context axis
-    # trusts the code in this scope.
+    # The number of chunks may depend on the number of positions. So this code is in a scope that
+    # the check of models with a context axis trusts.
     with jax.named_scope(CONTEXT_SCOPE):
         carry, _ = jax.lax.scan(run, carry, jnp.arange(full_chunks, dtype=jnp.int32) * chunk)
         if head.shape[1] % chunk:
@@ -358,8 +359,8 @@ def _check_arguments(
 ) -> None:
     if head.ndim != 2 or x.shape[-1:] != head.shape[:1]:
         raise ValueError(
-            f"head_cross_entropy: x has the shape {x.shape} and head {head.shape}, expected "
-            "[..., D] and [D, V]. Transpose an embedding that is the head too."
+            f"head_cross_entropy: x has the shape {x.shape} and head {head.shape}, expected [..., "
+            "D] and [D, V]. If the head is an embedding, transpose it."
         )
     for name, value, fits, expected in (
         ("label_smoothing", label_smoothing, 0 <= label_smoothing < 1, "from 0 to less than 1"),

@@ -1,11 +1,11 @@
-"""Collective matmuls: sequence parallelism whose communication is overlapped with its products.
+"""Collective matmuls: sequence parallelism that communicates while it computes its products.
 
 Sequence parallelism needs an all-gather before the column-parallel products, and a reduce-scatter
 after the row-parallel product. Here a product begins with the device's chunk of the sequence while
-the chunks of its neighbours arrive. Sums go from device to device while the next chunk's terms are
-computed (Wang et al., "Overlap communication with dependent computation via decomposition", ASPLOS
-2023, https://dl.acm.org/doi/10.1145/3567955.3567959). The bytes are the same as with the
-all-gather and the reduce-scatter.
+the chunks of its neighbours arrive. Partial sums are sent from device to device while the terms of
+the next chunk are computed (Wang et al., "Overlap communication with dependent computation via
+decomposition", ASPLOS 2023, https://dl.acm.org/doi/10.1145/3567955.3567959). The bytes are the same
+as with the all-gather and the reduce-scatter.
 
 ```python
 x = enter_ring(x, "model", 1)  # Once for all products of the same input.
@@ -64,7 +64,7 @@ def enter_ring(x: jax.Array, axis: AxisName | None, sequence_dim: int) -> jax.Ar
     Communication:
       Forward `N - 1` permutes of a chunk, two at a time. With even `N > 2` two permutes of half a
       chunk replace the last one, if the length of a chunk is even. The bytes are the same as for an
-      all-gather. Backward the same for the gradient, which is summed on the way.
+      all-gather. Backward the same for the gradients, which are added up on the way.
     """
     axes = bound_axes("enter_ring", axis)
     if not axes:
@@ -77,7 +77,7 @@ def enter_ring(x: jax.Array, axis: AxisName | None, sequence_dim: int) -> jax.Ar
 def gather_matmul(
     x: jax.Array | Chunks, kernel: jax.Array, contracted: int = 1
 ) -> jax.Array | Chunks:
-    """Multiplies a whole sequence with this device's part of a column-parallel kernel.
+    """Multiplies a full sequence with this device's part of a column-parallel kernel.
 
     Args:
       x: The result of `enter_ring`: `Chunks`, or an array if no axis is bound.
@@ -156,7 +156,8 @@ def matmul_scatter(
     elif (x.axes, x.dim) != (axes, dim):
         raise ValueError(
             f"matmul_scatter: x is in chunks along sequence_dim={x.dim} over {x.axes}, expected "
-            f"them along {dim} over {axes}. Name the same in enter_ring, or give whole_sequence(x)."
+            f"chunks along {dim} over {axes}. Name the same dim and axes in enter_ring, or pass "
+            "whole_sequence(x)."
         )
     parts, kernel = _alike((x.parts, kernel))
     return scatter_chunks(dataclasses.replace(x, parts=multiply(parts, kernel, contracted)))
@@ -182,7 +183,7 @@ def _check_product(
     if not 0 <= dim < x.ndim - contracted:
         raise ValueError(
             f"{function}: sequence_dim={dim} of an x of shape {x.shape}, expected one of its first "
-            f"{x.ndim - contracted} dims: the others are summed over."
+            f"{x.ndim - contracted} dims, because the other dims are summed over."
         )
 
 

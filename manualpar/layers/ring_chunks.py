@@ -22,7 +22,8 @@ from jax.typing import DTypeLike
 
 from manualpar.core.tracing.scopes import SEQUENCE_SCOPE
 
-# Whether layers send while they compute. Only activations split along the sequence use a ring.
+# Whether layers send while they compute. Only activations that are split along the sequence can use
+# a ring.
 LayerOverlap = Literal["none", "ring"]
 LAYER_OVERLAPS: tuple[LayerOverlap, ...] = ("none", "ring")
 
@@ -71,7 +72,7 @@ def scatter_chunks(x: Chunks) -> jax.Array:
       The permutes of `gather_chunks` in reverse order. Backward the permutes of `gather_chunks`.
     """
     mine, *others = x.parts
-    ahead: jax.Array | int = 0  # The sums on their way to devices ahead, and to those behind.
+    ahead: jax.Array | int = 0  # Partial sums, sent ahead; `behind`: sent back.
     behind: jax.Array | int = 0
     if len(x.parts) % 2 == 0:
         first, *second = _split_last(others.pop(), x.axes, x.dim)
@@ -105,7 +106,7 @@ def shift(
 
 
 def _split_last(x: jax.Array, axes: tuple[str, ...], dim: int) -> list[jax.Array]:
-    """Halves the farthest chunk, one half for each direction; one part if it goes one way."""
+    """Cuts the farthest chunk into one half for each direction, or keeps it in one part."""
     # On two devices both directions lead to the same device.
     is_halved = jax.lax.axis_size(axes) > 2 and x.shape[dim] % 2 == 0
     return jnp.split(x, 2, dim) if is_halved else [x]
@@ -213,7 +214,7 @@ def _multiply_backward(
     num_batch = parts[0].ndim - contracted
     outputs = (*range(num_batch, gs[0].ndim),), (*range(contracted, kernel.ndim),)
     grads = tuple(jnp.tensordot(g, kernel, outputs) for g in gs)
-    # The order of the rows does not matter, if both factors have the same.
+    # The order of the rows does not matter if it is the same in both factors.
     x, g = (_rows(jnp.concatenate(chunks), num_batch) for chunks in (parts, gs))
     return grads, jnp.tensordot(x, g, (0, 0))
 

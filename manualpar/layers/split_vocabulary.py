@@ -11,7 +11,7 @@ from manualpar.core.tracing.scopes import CROSS_ENTROPY_SCOPE
 
 
 def largest_of_all(top: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Returns the largest `top` of all devices, to subtract it before exponentials are summed.
+    """Returns the largest `top` of all devices, which is subtracted before exponentials are summed.
 
     Infinite and NaN results are replaced by 0. The result has no gradient.
 
@@ -107,10 +107,10 @@ def label_index(labels: jax.Array, size: int, axes: tuple[str, ...]) -> tuple[ja
 def index_here(
     indices: jax.Array, size: int, axes: tuple[str, ...], parts: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns indices into this device's part of a dim, and which of them belong to this device.
+    """Returns indices into this device's part of a dim, and which indices belong to this device.
 
-    An index outside of the whole dim belongs to the first or the last part, and is out of bounds
-    there too.
+    An index outside of the full dim belongs to the first or the last part, and is out of bounds in
+    this part too.
     """
     indices = indices.astype(jnp.int32)
     if not axes:
@@ -121,12 +121,13 @@ def index_here(
 
 
 def is_split(function: str, x: jax.Array, axes: tuple[str, ...]) -> bool:
-    """Returns whether `x` varies over the axes by its type; raises if only over some of them."""
+    """Returns whether `x` varies over the axes by its type; refuses `x` if over only some."""
     varying = varying_axes(x) & set(axes)
     if varying and varying != set(axes):
         raise ValueError(
             f"{function}: an array of shape {x.shape} varies over {sorted(varying)} by its type, "
-            f"expected all of {axes} or none. Name the axes that its dimension is split over."
+            f"expected all of the axes {axes} or none. Name the axes over which its dimension is "
+            "split."
         )
     return bool(varying)
 
@@ -140,9 +141,9 @@ def check_labels(function: str, x: jax.Array, labels: jax.Array, *, what: str = 
     """
     if labels.shape != x.shape[:-1]:
         raise ValueError(
-            f"{function}: labels have the shape {labels.shape}, expected {x.shape[:-1]}: one "
-            f"for each row of the {what} {x.shape}. Where a sequence is split, enter the "
-            "whole of it before the head."
+            f"{function}: labels have the shape {labels.shape}, expected {x.shape[:-1]}: one for "
+            f"each row of the {what} {x.shape}. If the sequence is split, call enter with "
+            "sequence_dim before the head."
         )
     dtypes = (x.dtype, labels.dtype)
     if not jnp.issubdtype(dtypes[0], jnp.floating) or not jnp.issubdtype(dtypes[1], jnp.integer):

@@ -10,8 +10,8 @@ If no axis is bound, or if the types say that the table or the logits are not sp
 ordinary functions of one device. An index outside of the vocabulary gives the same result in both
 cases.
 
-The number of devices must divide the vocabulary. A model may have more columns than tokens: logits
-of -inf hide the other columns from all of these functions.
+The number of devices must divide the vocabulary. A model may have more columns than tokens. If the
+other columns have logits of -inf, all of these functions ignore them.
 
 Symbols: `N` devices along the axis, `V` tokens of the vocabulary, `D` features.
 """
@@ -51,12 +51,12 @@ def split_lookup(
 
     Returns:
       The rows, `[..., D]`, the same on all devices along `axis`; with `sequence_dim` this device's
-      part of them, `[..., S/axis, ..., D]`. A negative token, or one that the table does not have,
+      part of them, `[..., S/axis, ..., D]`. A token that is negative or has no row in the table
       gives NaN (in an integer table the least number).
 
     Raises:
-      ValueError: The tokens vary over `axis`, and rows of different tokens would be added up; the
-        table varies over only some of the axes; or `leave` raises.
+      ValueError: The tokens vary over `axis`, so that rows of different tokens would be added up;
+        the table varies over only some of the axes; or `leave` raises.
 
     Communication:
       As for `leave`: forward one all-reduce of the rows (a device sends `2 (N - 1) / N` of the
@@ -71,7 +71,8 @@ def split_lookup(
         raise ValueError(
             f"split_lookup: tokens of shape {tokens.shape} vary over {axes} by their type, "
             "expected the same tokens on all devices along it, because the rows that the devices "
-            "find are added up. Hand in the whole sequence, and let sequence_dim split the result."
+            "find are added up. Pass the tokens of the full sequence, and let sequence_dim split "
+            "the result."
         )
     # If the table is replicated, the first device looks up all rows.
     parts = jax.lax.axis_size(axes) if has_parts else 1
@@ -102,9 +103,9 @@ def split_cross_entropy(
         default is found by types: the axis over which the logits vary and the labels do not.
       label_smoothing: The share of a label that is spread evenly over all columns that are not -inf
         (Szegedy et al., https://arxiv.org/abs/1512.00567, section 7).
-      z_loss: The factor of `log(Z)**2`, where `Z` is the sum of the exponentials, which keeps the
-        logits from drifting; 1e-4 in PaLM (Chowdhery et al., https://arxiv.org/abs/2204.02311,
-        section 5).
+      z_loss: The factor of an additional term `log(Z)**2`, where `Z` is the sum of the
+        exponentials. The term keeps the logits from drifting. PaLM has 1e-4 (Chowdhery et al.,
+        https://arxiv.org/abs/2204.02311, section 5).
 
     Returns:
       The losses in nats, `[...]`, in the dtype of the logits, the same on all devices along `axis`.
@@ -140,7 +141,7 @@ def split_cross_entropy(
 
 
 def split_argmax(logits: jax.Array, axis: AxisName | None) -> jax.Array:
-    """Finds the index of the largest logit (the first of equals); logits may be split.
+    """Finds the index of the largest logit (the first of equal logits); logits may be split.
 
     Args:
       logits: `[..., V/axis]`, this device's columns; `[..., V]` if they are not split.
@@ -178,15 +179,16 @@ def vocabulary_axes(logits: jax.Array, labels: jax.Array) -> tuple[str, ...]:
     if axes and not varying_axes(labels):
         raise ValueError(
             f"split_cross_entropy: logits of shape {logits.shape} vary over {sorted(axes)} by "
-            "their type and labels over no axis, so that types do not tell which axis splits the "
-            "vocabulary. Name it, axis='model', or axis=() if the logits are whole."
+            "their type and labels over no axis; expected labels that vary over the axes of the "
+            "batch, so that the types show which axis splits the vocabulary. Name this axis, "
+            "axis='model', or pass axis=() if the logits are not split."
         )
     if len(axes) > 1:
         raise ValueError(
             f"split_cross_entropy: logits of shape {logits.shape} vary over {sorted(axes)} by "
-            "their type and labels do not, expected one axis that splits the vocabulary. If the "
-            "columns are split over several, name these in order, axis=('model', 'expert'); "
-            "otherwise something on the way to the logits has not been summed: apply leave to it."
+            "their type and labels do not, expected one axis that splits the vocabulary. If "
+            "several axes split the columns, name them in order, axis=('model', 'expert'). "
+            "Otherwise a sum is missing before the logits: call leave there."
         )
     return tuple(axes)
 
@@ -201,7 +203,7 @@ def _look_up(table: jax.Array, indices: jax.Array) -> jax.Array:
 
 
 def _pick(x: jax.Array, labels: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Picks the labels' logits; if columns are split, gives 0 on all devices but one."""
+    """Picks the labels' logits; gives 0 for a label whose column is on another device."""
     index, is_mine = label_index(labels, x.shape[-1], axes)
     picked = jnp.take_along_axis(x, index[..., None], axis=-1, mode="fill")[..., 0]
     return jnp.where(is_mine, picked, 0)

@@ -70,7 +70,7 @@ def language_model_loss(
 def takes_labels(apply_fn: Callable[..., Any]) -> bool:
     """Returns whether `apply_fn` is the `apply` of a module that takes an argument `labels`."""
     owner = getattr(apply_fn, "__self__", apply_fn)
-    # A program wraps the module.
+    # `owner` may be a program, which wraps the module.
     module: Any = owner if isinstance(owner, nn.Module) else getattr(owner, "module", owner)
     return "labels" in inspect.signature(module.__call__).parameters
 
@@ -141,13 +141,13 @@ def _check_one_each(name: str, batch: Batch, shape: tuple[int, ...], of: str) ->
 
 
 def _checked_pair(name: str, out: Any, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Checks that a model returned a pair (losses, correct) of the labels' shape."""
+    """Refuses a model's result that is not a pair (losses, correct) in the shape of the labels."""
     shapes = [jnp.shape(x) for x in out] if isinstance(out, tuple) else [jnp.shape(out)]
     if shapes != [labels.shape] * 2:
         raise ValueError(
             f"{name}: the model, whose __call__ takes labels, returned arrays of the shapes "
             f"{shapes}, expected two of {labels.shape}: the losses in nats, and whether the "
-            "largest logit is the label's. Rename an argument `labels` that means anything else."
+            "largest logit is the label's. If the argument `labels` means anything else, rename it."
         )
     losses, correct = out
     return losses, correct

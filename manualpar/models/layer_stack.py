@@ -7,7 +7,7 @@ In a model with experts, the first `dense_layers` layers have an MLP instead, an
 loop.
 
 Invariants: layer `i` has the same parameters whether layers are written out or scanned, see
-`layer_place`. Remat runs single layers again, not groups.
+`layer_place`. Remat recomputes single layers, not groups.
 
 Symbols: `B` examples, `S` positions, `D` hidden features, `H` features of a head, `L` layers.
 """
@@ -28,9 +28,9 @@ from manualpar.models.transformer_layer import Layer, LayerConfig
 if TYPE_CHECKING:
     from manualpar.models.transformer import Transformer
 
-# The values of a layer that are kept for its backward pass. `dots` keeps the products with weights.
-# It does not keep attention's scores, which are larger than anything else: their product has a
-# batch dimension. It keeps attention's result, so that no score is computed again for it.
+# The values of a layer that are kept for its backward pass. `dots` keeps the results of products
+# with weights. It does not keep attention's scores, the largest arrays, because their product has a
+# batch dimension. Attention's result is kept too, so that it need not be recomputed from scores.
 _KEPT = jax.checkpoint_policies.save_only_these_names(ATTENDED)
 REMAT_POLICIES: dict[str, Callable[..., bool]] = {
     "none": jax.checkpoint_policies.everything_saveable,
@@ -62,7 +62,7 @@ class LayerPlace(NamedTuple):
 
 
 def is_global(layer: int, global_every: int) -> bool:
-    """Returns whether a layer sees all positions while other layers see a window."""
+    """Returns whether a layer sees all positions, in a model whose other layers see a window."""
     return bool(global_every) and (layer + 1) % global_every == 0
 
 
@@ -91,7 +91,7 @@ def scanned_layers(model: "Transformer") -> range:
 
 
 class LayerGroup(nn.Module):
-    """Layers of two kinds, the last of them global.
+    """A group of layers: local layers, and a global layer at the end.
 
     Attributes:
       config: The config of a local layer.
@@ -181,7 +181,7 @@ def _run_loop(
     if model.num_experts:
         variable_axes |= {LOSSES: 0, COUNTS: 0}
     if model.router_bias:
-        # Layers only read it. If the loop also returned it, they would seem to change it.
+        # Layers only read the bias. If the loop returned it too, they would seem to change it.
         variable_axes[BIAS] = 0 if model.is_initializing() else In(0)
     layers = nn.scan(
         layer,
@@ -199,7 +199,7 @@ def _run_loop(
 def _layer_class(remat: str, *, in_loop: bool) -> Any:
     if remat == "none":
         return Layer
-    # In a loop XLA cannot merge the two computations.
+    # XLA cannot merge a recomputation in a loop with the original, so a loop needs no barrier.
     return nn.remat(Layer, policy=REMAT_POLICIES[remat], prevent_cse=not in_loop)
 
 

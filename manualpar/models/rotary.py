@@ -1,6 +1,7 @@
 """Rotary positions: queries and keys are turned by angles that grow with the position.
 
-So attention sees only differences of positions (Su et al., https://arxiv.org/abs/2104.09864).
+So attention depends only on differences of positions (Su et al.,
+https://arxiv.org/abs/2104.09864).
 `RotaryScaling` slows rotations down, so that a model can attend over longer sequences than in its
 first training.
 
@@ -41,7 +42,7 @@ class RotaryScaling:
     original_length: int = 8192
 
     def __call__(self, frequencies: jax.Array) -> jax.Array:
-        """Scales frequencies, in radians for each position."""
+        """Scales frequencies, which are in radians per position."""
         slowest = frequencies / self.factor
         if self.kind == "linear":
             return slowest

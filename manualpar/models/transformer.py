@@ -17,8 +17,8 @@ Symbols: `B` examples, `S` positions, `D` hidden features, `N` query heads, `K` 
 
 Invariants: the logits at a position depend on no later token, and on no token of another document.
 Parameters, norms, rotations, the softmax of attention and the logits are float32 for every `dtype`.
-Positions count from the beginning of the sequence, not of a document, because attention sees only
-their differences.
+Positions count from the beginning of the sequence, not of a document, because attention depends
+only on their differences.
 """
 
 from collections.abc import Mapping
@@ -61,22 +61,23 @@ class Transformer(nn.Module):
     tied, and for every layer `attention_norm/scale` `[D]`, `attention/query/kernel` `[D, N, H]`,
     `attention/key/kernel` and `attention/value/kernel` `[D, K, H]`, `attention/out/kernel`
     `[N, H, D]`, `mlp_norm/scale` `[D]`, `mlp/gate/kernel` and `mlp/up/kernel` `[D, F]`,
-    `mlp/down/kernel` `[F, D]`; or in place of `mlp` the parameters of a `MoE`, `experts`. The
-    layers are `layer_0`, `layer_1`, ...; if they are scanned they are `layers`, each leaf with a
-    leading dimension `L`, and the first `dense_layers` layers are separate. Fields add
+    `mlp/down/kernel` `[F, D]`. A layer with experts has the parameters of a `MoE`, `experts`, in
+    place of `mlp`. The layers are `layer_0`, `layer_1`, .... If they are scanned they are `layers`,
+    each leaf has a leading dimension `L`, and the first `dense_layers` layers are separate. Some
+    fields of the model add
     `attention/query/bias` `[N, H]`, `attention/key/bias` and `attention/value/bias` `[K, H]`;
     `attention/query_norm/scale` and `attention/key_norm/scale` `[H]`; `attention_post_norm/scale`
     and `mlp_post_norm/scale` `[D]`. Scanned layers of two kinds form groups, see
     `manualpar.models.layer_stack`.
 
-    Initial weights are normally distributed with variance 1 / inputs. If their product is added to
-    the residual stream, the variance is divided by 2 L, so that the stream does not grow with depth
-    (Radford et al., "Language models are unsupervised multitask learners", 2.3).
+    Initial weights are normally distributed with variance 1 / inputs. For weights whose product is
+    added to the residual stream, the variance is divided by 2 L, so that the stream does not grow
+    with depth (Radford et al., "Language models are unsupervised multitask learners", 2.3).
 
     Attributes:
       vocab_size: Tokens of the vocabulary.
-      vocab_multiple: The vocabulary is padded to the next multiple of this number, `V`, so that it
-        divides over the devices along `split_axis`. The logits of the padding are -inf.
+      vocab_multiple: The vocabulary is padded to `V`, the next multiple of this number, so that the
+        devices along `split_axis` divide it. The logits of the padding are -inf.
       num_layers: Layers, `L`.
       hidden_size: Features between layers, `D`.
       num_heads: Query heads, `N`.
@@ -114,44 +115,46 @@ class Transformer(nn.Module):
         `"splash"`, `"cudnn"`, `"blockwise"`, `"xla"`, or `""` for the best on the devices of the
         mesh.
       attention_window: How many positions a query sees, up to and including its own; 0 for all.
-      global_every: The length of a group of layers. The last layer of a group sees all positions,
-        and the other layers see the window; 0 if all layers are alike.
+      global_every: The length of a group of layers; 0 if all layers are alike. The last layer of a
+        group sees all positions, and the other layers see the window.
       local_rope_base: The base of the rotary frequencies of the layers with a window; 0 for
         `rope_base`.
-      attention_soft_cap: `c`, which bounds scores by `c * tanh(score / c)`; 0 for none.
+      attention_soft_cap: The bound `c` of scores: `c * tanh(score / c)`; 0 for none.
       attention_scale: The factor of the products of queries and keys; 0 for `H ** -0.5`.
-      bos_token: The token that begins a document; attention does not look across it. The tokens
-        before the first such token are a document too. -1 if each sequence is one document.
+      bos_token: The token that begins a document; -1 if each sequence is one document. Attention
+        does not cross document borders. The tokens before the first such token are a document too.
       annotate: Whether the dims of parameters have names, for logical axis rules: `vocab`, `embed`,
         `heads`, `kv_heads`, `mlp`, and `layers` for the dim of scanned layers.
       split_axis: The mesh axis over which each layer is split; `""` for none. The mesh may lack it.
-      sequence_parallel: Whether the residual stream between the split parts is split over
-        `split_axis` too, along its positions. The devices must divide the positions.
-      overlap: `"ring"`: attention and MLP send in a ring while they compute (sequence parallelism);
-        `"none"`: one collective before or after. Experts and head always use one collective.
-      num_experts: The number of experts in each layer, which replace its MLP and have `mlp_size`;
-        0 for none. Train them with `mixture_of_experts_loss`.
+      sequence_parallel: Whether the residual stream is split over `split_axis` too, along its
+        positions. The number of devices must divide the number of positions.
+      overlap: `"ring"`: attention and MLP send in a ring while they compute; it needs
+        `sequence_parallel`. `"none"`: one collective before or after each product. Experts and head
+        always use one collective.
+      num_experts: The number of experts in each layer; 0 for an MLP. Each expert has `mlp_size`
+        features. Train experts with `mixture_of_experts_loss`.
       experts_per_token: How many experts compute a token.
-      capacity_factor: The room of an expert in multiples of an equal share of a sequence's tokens,
-        see `MoE`; 0 for room for all tokens.
+      capacity_factor: How many tokens of a sequence an expert takes, in multiples of an equal
+        share, see `MoE`; 0 for all tokens.
       expert_axis: The mesh axis over which the experts are divided; `""` for none.
       expert_gates: How the router's logits become scores; see `MoE` for this and the next six.
       normalize_gates: Whether the gates of a token are divided by their sum.
-      gate_scale: The factor by which the gates are then multiplied.
+      gate_scale: The factor that multiplies the gates after their normalization.
       router_bias: Whether each router has a bias for the choice of experts, in the collection
         `router`. Training does not change it.
-      expert_groups: The number of groups of experts, of which a token chooses some first; 1 for
-        none.
+      expert_groups: The number of groups of experts; 1 for no groups. A token chooses groups first,
+        and then experts in these groups.
       expert_groups_per_token: The number of groups that a token chooses.
-      expert_group_score: The score that decides which groups, `"best_two"` or `"best"`.
-      shared_experts_size: The features of all experts that compute every token; 0 for none.
-      shared_gate: Whether the output of these experts is multiplied by a gate.
-      dense_layers: How many layers at the beginning have an MLP in place of the experts.
-      dense_mlp_size: The features inside these MLPs; 0 for `mlp_size`.
-      context_axis: The mesh axis over which sequences are split, the same as the builder's
-        `context_axis`; `""` for none. The mesh may lack it.
+      expert_group_score: The score by which a token chooses groups, `"best_two"` or `"best"`.
+      shared_experts_size: The total features of the shared experts, which compute every token; 0
+        for none.
+      shared_gate: Whether the output of the shared experts is multiplied by a gate.
+      dense_layers: How many layers at the beginning have an MLP in place of experts.
+      dense_mlp_size: The features inside the MLPs of dense layers; 0 for `mlp_size`.
+      context_axis: The mesh axis over which sequences are split; `""` for none. The builder's
+        `context_axis` must be the same. The mesh may lack the axis.
       context_attention: The communication of attention over `context_axis`, see `Context`:
-        `"ring"`, `"ulysses"`, which divides the heads over the axis, or `"gather"`.
+        `"ring"`, `"ulysses"` (divides the heads over the axis), or `"gather"`.
     """
 
     vocab_size: int = 260
@@ -212,7 +215,7 @@ class Transformer(nn.Module):
     context_axis: str = ""
     context_attention: ContextAttention = "ring"
 
-    # Both apply only to training, see `manualpar.core.model.evaluation`.
+    # Both fields apply only to training, see `manualpar.core.model.evaluation`.
     evaluation_fields: ClassVar[Mapping[str, Any]] = {"label_smoothing": 0.0, "z_loss": 0.0}
 
     @nn.compact
@@ -227,22 +230,22 @@ class Transformer(nn.Module):
 
         Args:
           tokens: `int32[B, S]`, from 0 to `vocab_size - 1`; any other number makes its sequence
-            NaN. Or a dict of `tokens` and `documents`, `int32[B, S]`: the number of the document
-            that each position belongs to, which then replaces `bos_token`.
+            NaN. Or a dict of `tokens` and `documents`. `documents` is `int32[B, S]`, the document
+            number of each position, and replaces `bos_token`.
           train: Whether to drop activations, which needs a `dropout` key, and to smooth labels and
             add the z-loss.
           labels: `int[B, S]`, the token after each position; `None` for logits.
           rows: For generation, see `manualpar.layers.attention.key_value_cache`: `Prompts` if the
-            tokens are whole prompts, or `Past` if they are one new token for each row, `int32[B,
-            1]`. The call then reads keys and values from the collection `cache` and puts new ones
-            into `new_keys`.
+            tokens are complete prompts, or `Past` if they are one new token for each row,
+            `int32[B, 1]`. With `Past` the call reads the keys and values of earlier tokens from the
+            collection `cache`. New keys and values go to the collection `new_keys`.
 
         Returns:
           Without labels `float32[B, S, V]`: at position `s` the unnormalised log-probabilities of
           token `s + 1`. A `shard_map` that binds `split_axis` and `context_axis` gets this device's
           part, `[B/data, S/context, V/split]`, see `split_cross_entropy`. With labels the pair that
           `head_cross_entropy` returns, `float32` and `bool[B/data, S/context]`: the losses in nats,
-          and whether the largest logit is the label's. A large vocabulary then has no array of all
+          and whether the largest logit is the label's. So a large vocabulary needs no array of all
           logits. With `rows` the logits at the last token of each row, `float32[B, V]`.
 
         Raises:
@@ -265,7 +268,7 @@ class Transformer(nn.Module):
         config = self._layer_config(train=train)
         config.context.check_split(tokens)
         vocabulary, std = size_of_vocabulary(self), self.hidden_size**-0.5
-        # An embedding that is not the head has variance 1, like the sum that all layers add to it.
+        # If the embedding is not the head, its variance is 1, as for the sum that layers add to it.
         embedding_VD = self._table(
             "embedding", ("vocab", "embed"), vocabulary, std if self.tied_head else 1.0
         )
@@ -273,7 +276,7 @@ class Transformer(nn.Module):
         if vocabulary > self.vocab_size:
             known = jnp.where(tokens < self.vocab_size, tokens, -1)
         x_BSD = split_lookup(embedding_VD, known, config.axis, config.sequence_dim)
-        # Cast only now, so that the gradients of a frequent token are summed in float32.
+        # The cast comes after the lookup, so that gradients of equal tokens are summed in float32.
         x_BSD = x_BSD.astype(config.dtype)
         if self.scale_embedding:
             x_BSD = x_BSD * jnp.asarray(self.hidden_size**0.5, config.dtype)
@@ -353,7 +356,7 @@ class Transformer(nn.Module):
         )
 
     def _table(self, name: str, dim_names: tuple[str, ...], rows: int, std: float) -> jax.Array:
-        """Makes the embedding or the head; each device along the axis has some of the tokens."""
+        """Makes the embedding or the head; each device along `split_axis` stores some tokens."""
         init = marked(nn.initializers.normal(std), dim_names, annotate=self.annotate)
         if self.split_axis:
             init = split(init, split_dims(dim_names, self.split_axis))

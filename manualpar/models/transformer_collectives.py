@@ -1,4 +1,4 @@
-"""Closed form of the collectives of a `Transformer`'s layers in a training step."""
+"""Predicts the collectives of a `Transformer`'s layers in a training step by closed formulas."""
 
 import dataclasses
 import re
@@ -29,8 +29,8 @@ from manualpar.models.layer_stack import scanned_layers
 from manualpar.models.transformer import Transformer
 from manualpar.models.transformer_fields import size_of_head
 
-# How many copies of a loop's body a program contains. Before Flax 0.12.9 there is a second, unused
-# copy, with which `nn.scan` looks for results that no iteration changes.
+# The number of copies of a loop's body in a program. Before Flax 0.12.9 `nn.scan` makes an unused
+# second copy, to find results that no iteration changes.
 _COPIES = 2 if [*map(int, re.findall(r"\d+", flax.__version__)[:3])] < [0, 12, 9] else 1
 
 
@@ -46,17 +46,17 @@ def transformer_sends(
       stage: The pipeline stage whose collectives are counted, if there is a pipeline.
 
     Returns:
-      The collectives between stages, and those over `model.split_axis`, `model.expert_axis` and
-      `model.context_axis` if the mesh has these axes. Collectives for parameters and gradients are
-      not included: `step_bytes` returns them, and both together are all collectives over
-      `split_axis`. With `overlap="ring"` permutes send the same bytes in place of the layers'
-      all-gathers and reduce-scatters, but the result lists the latter.
+      The collectives between stages, and the collectives over `model.split_axis`,
+      `model.expert_axis` and `model.context_axis` if the mesh has these axes. Collectives for
+      parameters and gradients are not included, because `step_bytes` returns them; both results
+      together are all collectives over `split_axis`. With `overlap="ring"` the result lists the
+      layers' all-gathers and reduce-scatters, although permutes send their bytes.
 
     Raises:
       ValueError: There is no closed form for documents in a pipeline with a context axis, and none
         for dense layers before a pipeline's experts.
     """
-    form = PipelineForm(program) if program.step.pipeline else None
+    form = PipelineForm(program) if program.pipeline else None
     keeps_inputs = form is not None and form.run.keep == "inputs"
     of_minibatch = _OfMinibatch(program, model, passes=2 if keeps_inputs else 1)
     before, layers, after = of_minibatch.before, of_minibatch.layer, of_minibatch.after
@@ -68,24 +68,24 @@ def transformer_sends(
         return *sends, *_arranging(program)
     if model.dense_layers:
         raise ValueError(
-            f"transformer_sends: dense_layers={model.dense_layers}, expected 0 in a pipeline: what "
-            "layers before the stages send has no closed form here. Read it with trace_collectives."
+            f"transformer_sends: dense_layers={model.dense_layers}, expected 0 in a pipeline: "
+            "there is no closed form for layers before the stages. Use trace_collectives."
         )
     run, table = form.run, form.run.table
     if of_minibatch.context and _has_documents(program, model):
         raise ValueError(
-            f"transformer_sends: bos_token={model.bos_token}, expected -1, no documents, in a "
-            "pipeline with a context: what is sent otherwise has no closed form here. Read it with "
+            f"transformer_sends: bos_token={model.bos_token}, expected -1 (no documents) in a "
+            "pipeline with a context axis: there is no closed form for documents there. Use "
             "trace_collectives."
         )
-    # Layers with a permute run on all stages if any stage has to, forward as often as backward.
+    # A layer with a permute runs on all stages whenever one stage runs it, forward and backward.
     together = form.loss.cut.layers_permute
     runs = int(table.is_run("forward_microbatch", together=together)[:, stage].sum())
     looped = len(scanned_layers(model))
     sends = _times(runs * (looped // (run.num_stages * run.chunks)), layers)
     if stage == 0:
         sends += _times(minibatches, before)
-    # What is behind the scan runs on all stages if a ring goes around in it.
+    # If the code after the scan has a ring, it runs on all stages.
     if stage == run.num_stages - 1 or form.loss.cut.suffix.permutes:
         of_rest = _OfMinibatch(program, model, passes=1).layer
         sends += _times(minibatches, [*_times(model.num_layers - looped, of_rest), *after])
@@ -97,8 +97,8 @@ class _OfMinibatch:
 
     A dense layer is a layer without experts in a model with experts.
 
-    In a pipeline the code before the layers runs again before its backward pass. `passes` is how
-    often the layers' forward pass runs, without the runs of remat.
+    In a pipeline the code before the layers runs again before its backward pass. `passes` counts
+    the runs of the layers' forward pass, without the runs of remat.
     """
 
     def __init__(self, program: Program, model: Transformer, *, passes: int) -> None:
@@ -112,10 +112,8 @@ class _OfMinibatch:
         if x := _activations(program, model, model.split_axis):
             # Rows are summed in the dtype in which parameters are used.
             [stored] = {info.dtype for info, _ in program.parameters if info.path == "embedding"}
-            dtype = program.wire.gather_dtype or stored
-            self.before += lookup_collectives(
-                x, dtype, recomputed=program.step.pipeline is not None
-            )
+            dtype = program.comm.gather.dtype or stored
+            self.before += lookup_collectives(x, dtype, recomputed=program.pipeline is not None)
             head_norms = (size_of_head(model),) * 2 * model.query_key_norm
             norms: Any = {"post_norms": model.post_norms, "head_norms": head_norms}
             self.layer += block_collectives(x, **norms, **runs)
@@ -169,8 +167,8 @@ def _times(number: int, sends: Iterable[Collective]) -> list[Collective]:
 
 
 def _arranging(program: Program) -> Iterator[Collective]:
-    """Yields the collectives for zig-zag order: two permutes of half of each leaf."""
-    axis = program.step.roles.context_axis
+    """Yields the collectives of zig-zag order: two permutes of half of each leaf of the batch."""
+    axis = program.roles.context_axis
     size = program.mesh.shape.get(axis, 1) if axis else 1
     for leaf in jax.tree.leaves(program.abstract_batch) if size > 1 else ():
         if leaf.shape:

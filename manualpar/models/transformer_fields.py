@@ -33,7 +33,7 @@ def size_of_vocabulary(model: "Transformer") -> int:
 
 
 def window_of(model: "Transformer", layer: int) -> int:
-    """Returns how many positions a query of that layer sees; 0 for all."""
+    """Returns how many positions a query in layer `layer` sees; 0 for all."""
     return 0 if is_global(layer, model.global_every) else model.attention_window
 
 
@@ -95,14 +95,16 @@ def check_transformer(model: "Transformer") -> None:
         given = "" if model.head_size else f" (hidden_size // num_heads is {size_of_head(model)})"
         refuse("head_size", f"an even number, because rotations turn pairs{given}")
     if model.num_kv_heads < 0 or model.num_heads % (model.num_kv_heads or 1):
-        refuse("num_kv_heads", f"a divisor of num_heads={model.num_heads}, or 0 for as many")
+        refuse(
+            "num_kv_heads", f"a divisor of num_heads={model.num_heads}, or 0 for the same number"
+        )
     if not model.rope_base > 1:
         refuse("rope_base", "more than 1, such as 10000")
     _check_rotary_scaling(model, refuse)
     if not model.norm_epsilon > 0:
         refuse("norm_epsilon", "more than 0, such as 1e-6")
     if model.num_experts and model.activation != "silu":
-        refuse("activation", "'silu' with num_experts, whose MLPs have no other")
+        refuse("activation", "'silu' with num_experts, because experts support no other")
     for field in ("dropout_rate", "label_smoothing"):
         if not 0 <= getattr(model, field) < 1:
             refuse(field, "from 0 to less than 1")
@@ -124,11 +126,13 @@ def check_transformer(model: "Transformer") -> None:
     if model.split_axis and model.annotate:
         refuse(
             "annotate",
-            f"False with split_axis={model.split_axis!r}: rules say how parameters are stored, and "
-            "a split parameter is stored as it is computed with",
+            f"False with split_axis={model.split_axis!r}: rules choose how parameters are stored, "
+            "but split_axis fixes how split parameters are stored",
         )
     if model.overlap != "none" and not model.sequence_parallel:
-        refuse("overlap", "'none' without sequence_parallel, whose collectives it takes apart")
+        refuse(
+            "overlap", "'none' without sequence_parallel, because only its collectives can overlap"
+        )
     if model.context_axis and model.context_axis == model.split_axis:
         refuse("context_axis", f"another axis than split_axis={model.split_axis!r}")
     if model.attention_window < 0:
@@ -136,7 +140,7 @@ def check_transformer(model: "Transformer") -> None:
     if model.global_every < 0 or model.global_every == 1:
         refuse("global_every", "at least 2, such as 6, or 0 for layers that are all alike")
     if model.global_every and not model.attention_window:
-        refuse("global_every", "0 without attention_window, that of the other layers")
+        refuse("global_every", "0 without attention_window, which the other layers need")
     if model.local_rope_base and not (model.global_every and model.local_rope_base > 1):
         refuse("local_rope_base", "more than 1 with global_every, or 0 for rope_base")
     if not model.attention_scale >= 0:
@@ -209,12 +213,12 @@ def _check_experts(model: "Transformer", refuse: Callable[[str, str], None]) -> 
     if model.global_every and model.dense_layers % model.global_every:
         refuse("dense_layers", f"a multiple of global_every={model.global_every}, a group")
     if model.dense_mlp_size < 0 or (model.dense_mlp_size and not model.dense_layers):
-        refuse("dense_mlp_size", "0 without dense_layers, or with these their MLPs' features")
+        refuse("dense_mlp_size", "0 without dense_layers, or the features of their MLPs")
 
 
 def _check_rotary_scaling(model: "Transformer", refuse: Callable[[str, str], None]) -> None:
     if not model.rope_factor >= 1:
-        refuse("rope_factor", "at least 1: so much slower do positions turn")
+        refuse("rope_factor", "at least 1, because rotations become slower by this factor")
     if not model.rope_scaling and model.rope_factor != 1:
         refuse("rope_factor", "1 without rope_scaling")
     if not 0 < model.rope_low_factor < model.rope_high_factor:
@@ -232,13 +236,13 @@ def tokens_and_documents(inputs: Mapping[str, jax.Array]) -> tuple[jax.Array, ja
     if set(inputs) != {"tokens", "documents"}:
         raise ValueError(
             f"Transformer: inputs have {', '.join(sorted(inputs)) or 'nothing'}, expected 'tokens' "
-            "and 'documents', or the tokens alone."
+            "and 'documents', or only the array of tokens."
         )
     tokens, documents = inputs["tokens"], inputs["documents"]
     is_integer = jnp.issubdtype(documents.dtype, jnp.integer)
     if not is_integer or documents.shape != tokens.shape:
         raise ValueError(
             f"Transformer: documents are {documents.dtype}{list(documents.shape)}, expected "
-            f"integers {list(tokens.shape)}, one for each of the tokens."
+            f"integers {list(tokens.shape)}, one for each token."
         )
     return tokens, documents

@@ -1,6 +1,6 @@
 """A layer of the transformer: attention and an MLP or experts, each added to the residual stream.
 
-All may be split over a mesh axis, as in Megatron-LM (Shoeybi et al.,
+All of these may be split over a mesh axis, as in Megatron-LM (Shoeybi et al.,
 https://arxiv.org/abs/1909.08053): each device computes some of the heads and some of the MLP's
 features. Attention and MLP call `enter` and `leave` once each, so that a layer and its gradient
 have four all-reduces of the residual stream. With `sequence_dim` the residual stream and its norms
@@ -45,7 +45,7 @@ SPLIT_DIMS = frozenset({"vocab", "heads", "kv_heads", "mlp"})
 Activation = Literal["silu", "gelu"]
 ACTIVATIONS: Mapping[Activation, Callable[[jax.Array], jax.Array]] = {
     "silu": nn.silu,
-    "gelu": nn.gelu,  # Its approximation by tanh.
+    "gelu": nn.gelu,  # GELU approximated by tanh.
 }
 
 DimNames = tuple[str | None, ...]
@@ -101,8 +101,8 @@ class Layer(nn.Module):
         """Takes and returns the residual stream; the `None` is for `nn.scan`.
 
         The stream is `[B, S, D]`, or `[B, S/axis, D]` if it is split. A position sees only keys
-        with the same document number; `None` stands for one document. With `rows` keys and values
-        are kept, see `Transformer`.
+        with the same document number; `None` stands for one document. With `rows`, keys and values
+        are kept in collections, see `Transformer`.
         """
         config = self.config
         drop = nn.Dropout(config.dropout_rate, deterministic=not config.dropout_rate)
@@ -133,7 +133,7 @@ class Attention(nn.Module):
         document_BS: jax.Array | None,
         rows: Prompts | Past | None = None,
     ) -> jax.Array:
-        """Mixes positions: maps `enter_normalized`'s result to the values that `Layer` adds."""
+        """Attends: maps the result of `enter_normalized` to the values that `Layer` adds."""
         config, hidden_size = self.config, self.config.hidden_size
         query = (hidden_size, config.num_heads, config.head_size), ("embed", "heads", None)
         key = (hidden_size, config.num_kv_heads, config.head_size), ("embed", "kv_heads", None)
@@ -155,7 +155,8 @@ class Attention(nn.Module):
             scoring = Scoring(config.window, config.soft_cap)
             mixed_BSNH = attend_to_kept(query_BSNH, key_BSKH, value_BSKH, kept, rows, scoring)
         else:
-            # Parameters do not depend on the kind, and may be made on devices that cannot run it.
+            # Parameters do not depend on the kind of attention. So initialization uses a kind that
+            # runs on every device.
             mixed_BSNH = config.context.attention(
                 query_BSNH,
                 key_BSKH,
@@ -189,7 +190,7 @@ class GatedMLP(nn.Module):
         up_BSF = _product(config, *into, name="up")(x_BSD)
         down = _product(config, *out, scale=config.added_scale, name="down")
         activate = ACTIVATIONS[config.activation]
-        # With a ring these are chunks.
+        # With `overlap="ring"`, `gate_BSF` and `up_BSF` are `Chunks`.
         return down(jax.tree.map(lambda gate, up: activate(gate) * up, gate_BSF, up_BSF))
 
 
@@ -208,7 +209,7 @@ class OffsetNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Normalizes the last dim of `[..., D]`."""
+        """Normalizes `[..., D]` over its last dim."""
         scale_D = self.param("scale", self.scale_init, (x.shape[-1],), jnp.float32)
         factor = 1 + scale_D.reshape((1,) * (x.ndim - 1) + scale_D.shape)
         unit = nn.RMSNorm(self.epsilon, dtype=jnp.float32, use_scale=False, name="unit")(x)

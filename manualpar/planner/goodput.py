@@ -135,8 +135,8 @@ def goodput(interval: float, costs: CheckpointCosts, mtbf: float) -> Goodput:
     """
     if not interval > 0 or interval < costs.background:
         raise ValueError(
-            f"interval is {interval!r} s, expected at least the {costs.background:.3g} s that a "
-            "save takes in the background, and more than 0."
+            f"interval is {interval!r} s, expected more than 0, and at least the "
+            f"{costs.background:.3g} s that a save takes in the background."
         )
     expected = expected_seconds(interval, costs, mtbf)
     failures = math.expm1((interval + costs.blocked) / mtbf)

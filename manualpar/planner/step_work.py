@@ -35,7 +35,6 @@ from manualpar.inspect.flops import CountedProduct, TrafficReader
 from manualpar.inspect.memory import Memory, step_memory
 from manualpar.inspect.scope_parsing import LAYER_SCOPES, phase_of
 from manualpar.inspect.tick_parts import TickParts
-from manualpar.strategies.diloco.program import DiLoCoProgram
 from manualpar.training.monitoring.throughput import Throughput
 from manualpar.training.task import CONTEXT_AXIS
 
@@ -153,13 +152,13 @@ def read_work(
     """
     if program.mode != "manual":
         raise ValueError(
-            f"roofline: the program has mode={program.mode!r}, expected 'manual': in the others "
-            "XLA decides what is sent. Set config.parallel.mode to 'manual', or have the program "
-            "compiled with --compiler=tpu."
+            f"roofline: the program has mode={program.mode!r}, expected 'manual', because in other "
+            "modes XLA chooses the collectives. Set config.parallel.mode to 'manual', or compile "
+            "the program with --compiler=tpu."
         )
     traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
     jaxpr, around = traced.jaxpr.jaxpr, Around(spread=program.mesh.size)
-    run: Any = program.step.pipeline
+    run: Any = program.pipeline
     parts = TickParts(run.table) if run else None
 
     def read(stage: int | None) -> _Read:
@@ -182,9 +181,9 @@ def read_work(
 
     collectives, loads, _, notes = read(None)
     # With DiLoCo, count the state of one replica.
-    inner = program.inner if isinstance(program, DiLoCoProgram) else program
+    inner = program if program.outer is None else program.outer.inner
     state = inner.abstract_state
-    trained, _ = partition(program.step.placements, state.params)
+    trained, _ = partition(program.placements, state.params)
     parameters, optimizer = (state_bytes(x)[0] for x in (trained, state.opt_state))
     return StepWork(
         name=f"{program.strategy.name} {program.mode}",
@@ -200,14 +199,9 @@ def read_work(
         notes=tuple(dict.fromkeys(notes)),
         overlap=overlap,
         pipeline=PipelineWork(parts, _works(parts, read)) if parts else None,
-        **_outer_steps(program),
+        outer_collectives=trace_outer_steps(program),
+        every=1 if program.outer is None else program.outer.every,
     )
-
-
-def _outer_steps(program: Program) -> dict[str, Any]:
-    if not isinstance(program, DiLoCoProgram):
-        return {}
-    return {"outer_collectives": trace_outer_steps(program), "every": program.every}
 
 
 def has_kernel(config: ml_collections.ConfigDict) -> bool:

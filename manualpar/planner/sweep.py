@@ -185,8 +185,8 @@ def sweep(
     """
     if order := builder.config.parallel.mesh_order:
         raise ValueError(
-            f"config.parallel.mesh_order is {order}, expected () in a sweep, whose meshes have "
-            "other axes than the config's."
+            f"config.parallel.mesh_order is {order}, expected () in a sweep, because its meshes "
+            "have other axes than the config's mesh."
         )
     outcomes: list[Outcome] = []
     bases = list(_bases(topology, builder))

@@ -143,8 +143,8 @@ def _problem(topology: Topology) -> str:
         )
     if network.kind == "nodes" and not _fills_nodes(network, shape[0]):
         return (
-            f"has {shape[0]} devices, expected whole nodes of {network.node_size}, or fewer than "
-            "one."
+            f"has {shape[0]} devices, expected a multiple of {network.node_size} (full nodes), or "
+            "fewer devices than one node has."
         )
     in_slice = topology.num_devices // topology.num_slices
     if in_slice > chip.max_devices:

@@ -77,8 +77,8 @@ def compile_step(
         topology = parse_topology(topology)
     if not topology.chip.is_tpu:
         raise TpuCompilerError(
-            f"topology {topology.name!r} is of {topology.chip.name}, expected TPUs: there is no "
-            "compiler for others here. Take the roofline's estimate."
+            f"topology {topology.name!r} is of {topology.chip.name}, expected TPUs, because this "
+            "compiler supports only TPUs. Use the roofline's estimate."
         )
     request = {
         "config": config.to_dict(),
@@ -116,8 +116,8 @@ def _run_worker(folder: Path, topology: Topology) -> dict[str, Any]:
         except subprocess.TimeoutExpired as error:
             raise TpuCompilerError(
                 f"the TPU compiler has not finished after {TIMEOUT:,.0f} seconds for "
-                f"{topology.name}, and was stopped. Give it more time, or fewer layers to compile: "
-                "model.scan_layers compiles one."
+                f"{topology.name}, and was stopped. Compile fewer layers: with model.scan_layers "
+                "only one layer is compiled."
             ) from error
         stderr.seek(0)
         messages = stderr.read()
@@ -136,7 +136,7 @@ def _run_worker(folder: Path, topology: Topology) -> dict[str, Any]:
     if facts["num_devices"] != topology.num_devices:
         raise TpuCompilerError(
             f"libtpu {facts['libtpu']} takes {topology.name} for {facts['num_devices']} devices, "
-            f"expected {topology.num_devices}: it means other chips by that name."
+            f"expected {topology.num_devices}: libtpu uses this name for another topology."
         )
     return dict(facts)
 
@@ -174,7 +174,7 @@ def _crash(returncode: int, messages: str, topology: Topology) -> str:
     ending = f"exit code {returncode}"
     if returncode < 0:
         ending = f"signal {signal.Signals(-returncode).name}"
-    lines = [line for line in messages.splitlines() if line.strip()] or ["nothing was said"]
+    lines = [line for line in messages.splitlines() if line.strip()] or ["no output"]
     errors = [line for line in lines if re.match(r"[FE]\d{4}|\w*Error", line)]
     last = (errors or lines)[-1]
-    return f"the TPU compiler ended with {ending} for {topology.name}; its last words: {last[:300]}"
+    return f"the TPU compiler ended with {ending} for {topology.name}; its last line: {last[:300]}"

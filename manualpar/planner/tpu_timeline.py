@@ -169,8 +169,8 @@ def read_timeline(
     header = text.partition("\n")[0]
     if not header.startswith("HloModule") or "is_scheduled=true" not in header:
         raise ValueError(
-            f"read_timeline: the text begins with {header[:60]!r}, expected an HloModule that is "
-            "scheduled: jax.jit(f).lower(*args).compile().as_text() with the devices of a TPU."
+            f"read_timeline: the text begins with {header[:60]!r}, expected a scheduled HloModule. "
+            "Pass jax.jit(f).lower(*args).compile().as_text(), compiled for TPU devices."
         )
 
     timed: Any = {

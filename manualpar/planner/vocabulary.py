@@ -50,7 +50,7 @@ def planned_task(config: ml_collections.ConfigDict, vocab_size: int = 0) -> Task
     if not isinstance(model, Transformer) or vocab_size < 1:
         raise ValueError(
             f"vocab_size is {vocab_size} and config.model.name is {config.model.name!r}, expected "
-            "a positive number of tokens and a 'transformer', or 0 for what the data has."
+            "a positive number of tokens and a 'transformer', or 0 for the data's vocabulary."
         )
     model = model.clone(vocab_size=vocab_size, bos_token=min(model.bos_token, vocab_size - 1))
     flops = flops_per_token(model, length) * length

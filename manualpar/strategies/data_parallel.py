@@ -8,7 +8,7 @@ from manualpar.core.model.interface import Model
 from manualpar.core.model.loss_function import LossFn
 from manualpar.core.model.options import ProgramOptions
 from manualpar.core.modes.strategy import CommCounts, Strategy
-from manualpar.core.parameters.placement import replicate
+from manualpar.core.parameters.shard_rules import replicate
 from manualpar.core.program.program import Program, build_program
 
 
@@ -18,7 +18,7 @@ def data_parallel(
     loss_fn: LossFn,
     **options: Unpack[ProgramOptions],
 ) -> Program:
-    """Builds data-parallel training: the state is replicated, gradients are averaged.
+    """Builds data-parallel training: the state is replicated, and gradients are averaged.
 
     See `manualpar.core.program.program.build_program` for arguments, result and errors.
 

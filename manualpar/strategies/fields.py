@@ -19,7 +19,7 @@ class Field:
       choices: All values allowed.
       holds_names: Whether a tuple contains names. If not, it contains pairs of a name and one of:
         a mesh axis, a tuple of axes, `None`.
-      default: The value for a config without the field. It gives the behaviour from before the
+      default: The value for a config without the field, which keeps the behaviour from before the
         field existed. `None` if every config must set the field.
     """
 
@@ -75,8 +75,7 @@ def _is_rule(value: Any) -> bool:
     return all(isinstance(axis, str) for axis in axes)
 
 
-# The options that a config may set. (`replicate` is not among them, because no model of a config
-# needs it.)
+# The options that a config may set. `replicate` is left out, because no model of a config needs it.
 STATE_SHARDING_FIELDS: Mapping[str, Field] = {
     "min_weight_size": Field(int, 0),
     "pad": Field(bool),

@@ -8,7 +8,7 @@ import optax
 from manualpar.core.model.interface import Model
 from manualpar.core.model.loss_function import LossFn
 from manualpar.core.modes.strategy import CommCounts, Every, Strategy
-from manualpar.core.parameters.placement import shard_one_dim
+from manualpar.core.parameters.shard_rules import shard_one_dim
 from manualpar.core.program.program import Program
 from manualpar.strategies.shared_options import (
     PARAMETER_SHARDING,
@@ -30,10 +30,11 @@ def fsdp(
     Communication:
       A device sends `3 m b P (N - 1) / N` bytes a step: for each of `m` minibatches, an all-gather
       in the forward pass, an all-gather in the backward pass, and a reduce-scatter of the gradient.
-      `P` is the number of parameters, each used once, `b` their bytes, and `N` the number of
-      devices. A device sends `2 m b P (N - 1) / N` if parameters are kept, `2 b P (N - 1) / N` with
-      `communicate_every="step"`, and `(m + 1) b P (N - 1) / N` with `"gather-step"`. If
-      `regather_axes` are given, the second all-gather runs over these axes only.
+      `P` is the number of parameters, each used once, `b` the bytes of a parameter, and `N` the
+      number of devices. A device sends `2 m b P (N - 1) / N` if gathered parameters are kept, `2 b
+      P (N - 1) / N` with `communicate_every="step"`, and `(m + 1) b P (N - 1) / N` with
+      `"gather-step"`. If `regather_axes` are given, the second all-gather runs over these axes
+      only.
     """
     strategy = functools.partial(fully_sharded, "fsdp", ())
     return build_sharded("fsdp", strategy, model, tx, loss_fn, options, PARAMETER_SHARDING)

@@ -3,7 +3,7 @@
 A strategy is one file and one registration. The file has a `StrategyKind`: the builder, the config
 fields that only this strategy has, and its colour. After `register(kind)` configs can name the
 strategy, `experiments.compare` and `experiments.plan` try it, and pictures show it in its colour.
-(The builder makes a `Strategy`, which has the closed form that the ledger is compared with.)
+(The builder makes a `Strategy`, which has the closed form. The ledger is compared with it.)
 
 Importing a module may change only three tables of the package: the strategies, the modes
 (`manualpar.core.modes.manual`) and the model libraries (`manualpar.core.model.interface`).
@@ -25,10 +25,10 @@ class StrategyKind:
     """A strategy's entry for configs, comparisons, plans and pictures.
 
     Attributes:
-      name: The value of `config.parallel.strategy` that selects it.
+      name: The value of `config.parallel.strategy` that selects the strategy.
       builder: `builder(model, tx, loss_fn, **options) -> Program`, see
         `manualpar.core.program.program.build_program`.
-      color: Its colour in pictures, `#RRGGBB`.
+      color: The strategy's colour in pictures, `#RRGGBB`.
       fields: The fields of `config.parallel` that not every strategy has, and the allowed values of
         each. The keys are the names of the builder's options.
       constants: Options of the builder that a config does not set.
@@ -90,13 +90,13 @@ def register(kind: StrategyKind) -> None:
         isinstance(field, Field) for field in kind.fields.values()
     ):
         raise TypeError(
-            f"register: fields of {kind.name!r} are {kind.fields!r}, expected a Field by the name "
-            "of each option, such as STATE_SHARDING_FIELDS."
+            f"register: fields of {kind.name!r} are {kind.fields!r}, expected a dict with a Field "
+            "for the name of each option, such as STATE_SHARDING_FIELDS."
         )
     for name in sorted(ProgramOptions.__annotations__.keys() & {*kind.fields, *kind.constants}):
         raise ValueError(
-            f"register: {kind.name!r} has {name!r} among its fields or constants, expected options "
-            "of its own: every builder takes that one. Set it in the builder."
+            f"register: {kind.name!r} has {name!r} among its fields or constants, expected only "
+            "options that not every builder takes. Set this option in the builder."
         )
     for other in _KINDS.values():
         if other.name == kind.name:
@@ -110,8 +110,8 @@ def register(kind: StrategyKind) -> None:
             if other.fields.get(name, field) != field:
                 raise ValueError(
                     f"register: field {name!r} of {kind.name!r} is {field.expectation()}, and in "
-                    f"{other.name!r} it is {other.fields[name].expectation()}; expected the same, "
-                    "because a config has it once. Rename it."
+                    f"{other.name!r} it is {other.fields[name].expectation()}; expected the same "
+                    "values in both, because a config has the field only once. Rename the field."
                 )
     _KINDS[kind.name] = kind
 

@@ -10,7 +10,7 @@ from manualpar.core.model.interface import Model
 from manualpar.core.model.loss_function import LossFn
 from manualpar.core.model.options import ProgramOptions, check_choice
 from manualpar.core.modes.strategy import Strategy
-from manualpar.core.parameters.placement import check_named
+from manualpar.core.parameters.shard_rules import check_named
 from manualpar.core.program.program import Program, build_program
 
 CommunicateEvery = Literal["minibatch", "step", "gather-step"]
@@ -24,11 +24,11 @@ class StateShardingOptions(ProgramOptions, total=False):
       min_weight_size: The number of elements from which a parameter, or its optimizer state, is
         sharded; by default 2**18. A smaller parameter is replicated. A parameter is sharded along a
         dimension that the number of devices divides. Dimensions whose shards are full tiles of TPU
-        memory are preferred, then the largest. Dimensions that `nn.scan` or `nn.vmap` runs over are
-        not sharded.
-      replicate: The names of parameters or modules to replicate, with their optimizer state, even
-        if the model annotates them. Use it for a parameter that the model cannot read from a shard,
-        as in `nn.WeightNorm`.
+        memory are preferred, and among these the largest. Dimensions that `nn.scan` or `nn.vmap`
+        runs over are not sharded.
+      replicate: The names of parameters or modules to replicate. Their optimizer state is
+        replicated too. Annotations of the model do not change this. Use it for a parameter that the
+        model cannot read from a shard, as in `nn.WeightNorm`.
       pad: Whether a parameter is padded with zeros and sharded if the number of devices divides
         none of its dimensions. The state then has the padded parameter. Losses are the same, and
         the optimizer does not get the zeros.
@@ -47,20 +47,21 @@ class ParameterShardingOptions(StateShardingOptions, total=False):
         gathered again for the backward pass (the default), or kept until the backward pass.
       communicate_every: `"minibatch"` (the default) gathers and scatters in each minibatch: a
         device holds only the layers that it computes. `"step"` gathers once and scatters once: a
-        device holds all parameters and all gradients in between. `"gather-step"` gathers once and
-        scatters in each minibatch: a device holds all parameters and its shard of the accumulated
-        gradients. `"step"` and `"gather-step"` keep the parameters and ignore
+        device holds all parameters and all gradients during the step. `"gather-step"` gathers once
+        and scatters in each minibatch: a device holds all parameters and its shard of the
+        accumulated gradients. `"step"` and `"gather-step"` keep the parameters and ignore
         `reshard_after_forward`.
       keep_gathered: The names of parameters or modules (`("head",)` for `head/kernel`) that are
         gathered once in each minibatch and kept until the backward pass. They ignore
-        `reshard_after_forward`. Use it for the last layer, because the backward pass begins with
-        it, and for parameters that are used several times. With a pipeline, do not use it for
-        parameters of the pipeline's layers.
+        `reshard_after_forward`. Use the option for the last layer, because the backward pass begins
+        with this layer, and for parameters that are used several times. With a pipeline, do not use
+        it for parameters of the pipeline's layers.
       regather_axes: The axes to gather over again for the backward pass: the first axes of
-        `axis_name`, by default all. The other axes have slower links. The part gathered over them
-        is kept from the forward pass. This secondary shard is `1 / D` of the parameters on
-        `D` devices along `regather_axes` (hpZ of ZeRO++, https://arxiv.org/abs/2306.10209). The
-        option implies `axis_by_axis`. It needs mode `"manual"` and no pipeline.
+        `axis_name`, by default all. The other axes have slower links. The part of a parameter that
+        is gathered over these slower axes is kept from the forward pass. This secondary shard is `1
+        / D` of the parameters on `D` devices along `regather_axes` (hpZ of ZeRO++,
+        https://arxiv.org/abs/2306.10209). The option implies `axis_by_axis`. It needs mode
+        `"manual"` and no pipeline.
     """
 
     reshard_after_forward: bool
@@ -89,7 +90,7 @@ def build_sharded(
     options: Mapping[str, Any],
     own: Mapping[str, Any],
 ) -> Program:
-    """Builds the program of a strategy that has some of the options in this file.
+    """Builds the program of a strategy that takes some of the options in this file.
 
     Args:
       builder: The name of the builder, for messages.
@@ -144,12 +145,13 @@ def _check_regather(
     for field, expected in needed.items():
         if (got := {**program_options, **values}.get(field, expected)) != expected:
             raise ValueError(
-                f"{builder}: regather_axes={axes!r} with {field}={got!r}, expected {expected!r}: "
-                "otherwise there is no second gather of ours. Leave regather_axes out."
+                f"{builder}: regather_axes={axes!r} with {field}={got!r}, expected {expected!r}, "
+                "because otherwise this package does not gather parameters a second time. Leave "
+                "regather_axes out."
             )
     if axes != names[: len(axes)] or len(axes) >= len(names):
         raise ValueError(
-            f"{builder}: regather_axes={axes!r} and axis_name={names!r}, expected the first of "
-            "those axes, and not all: gathers begin with the last axis, whose links are slow, and "
-            "its part is kept. Reorder axis_name and the mesh."
+            f"{builder}: regather_axes={axes!r} and axis_name={names!r}, expected the first axes "
+            "of axis_name, but not all of them: gathers begin with the last axis, over slow links, "
+            "and the part gathered there is kept. Reorder axis_name and the mesh."
         )

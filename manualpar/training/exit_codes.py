@@ -8,6 +8,7 @@
 5  the loss or a gradient is not finite (`config.training.on_nonfinite`)
 6  a checkpoint, or a file of the run or of its data, cannot be read or written
 75  asked to stop by SIGTERM, stopped and saved: start the same command again to go on
+127  the launcher cannot start the command
 130  Ctrl-C
 143  SIGTERM a second time: ended at once, nothing saved since the last checkpoint
 """
@@ -19,7 +20,7 @@ import traceback
 from collections.abc import Iterator, Mapping
 
 from manualpar.data import DamagedDataError
-from manualpar.errors import USAGE_EXIT_CODE, UsageError, print_error
+from manualpar.errors import FILES_EXIT_CODE, USAGE_EXIT_CODE, UsageError, print_error
 from manualpar.system.cluster import FAILED_EXIT_CODE, LOST_PROCESS_EXIT_CODE, Cluster
 from manualpar.system.storage import BucketError, FolderError
 from manualpar.system.storage.durable_files import WriteError
@@ -28,7 +29,6 @@ from manualpar.training.recorder import NonFiniteError
 from manualpar.training.replicas import ReplicaError
 from manualpar.training.trainer import StoppedError
 
-FILES_EXIT_CODE = 6
 STOPPED_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: try again.
 # Errors that are shown as one sentence.
 EXIT_CODES: Mapping[type[Exception], int] = {

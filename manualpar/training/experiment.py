@@ -22,7 +22,6 @@ from manualpar.layers.pipeline import Pipeline
 from manualpar.models import Transformer
 from manualpar.models.transformer_fields import size_of_vocabulary
 from manualpar.strategies import strategy_kinds
-from manualpar.strategies.diloco.program import DiLoCoProgram
 from manualpar.training.config import check_config, complete_config, nearest
 from manualpar.training.fine_tuning import fine_tuned
 from manualpar.training.imported_model import fill_from_hf
@@ -93,10 +92,11 @@ def prepare(
             f"the builder of config.parallel.strategy={config.parallel.strategy!r} returned "
             f"{program!r}, expected a Program; return what build_sharded returns."
         )
-    if isinstance(program, DiLoCoProgram) and config.training.num_steps % program.every:
+    every = 1 if program.outer is None else program.outer.every
+    if config.training.num_steps % every:
         raise ValueError(
             f"config.training.num_steps is {config.training.num_steps} and "
-            f"config.parallel.every is {program.every}, expected a multiple of it, because the "
+            f"config.parallel.every is {every}, expected a multiple of it, because the "
             "replicas' steps after their last outer step are lost."
         )
     paths = [info.path for info, _ in program.parameters]

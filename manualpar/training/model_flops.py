@@ -16,9 +16,10 @@ import optax
 from manualpar.core.model.carried_collections import CarryingApply
 from manualpar.core.model.initialise import init_variables
 from manualpar.core.model.interface import interface_of
-from manualpar.core.parameters.placement import path_name, strip_boxes
+from manualpar.core.parameters.placement import strip_boxes
 from manualpar.core.parameters.trainable import combine, is_trained
 from manualpar.core.program.program import Program
+from manualpar.core.trees import path_name
 from manualpar.inspect.flops import ProductReader
 from manualpar.inspect.scope_parsing import phase_of
 from manualpar.training.task import Task
@@ -37,7 +38,7 @@ def flops_of_example(task: Task, model: Any, program: Program) -> float:
     """
     if all(place.trainable for _, place in program.parameters):
         return task.flops_per_example
-    some = _products(model, task, program, program.step.model.trainable)
+    some = _products(model, task, program, program.model.trainable)
     # The closed form counts gradients of inputs too, if inputs are floats.
     every = _products(task.model, task, program, ("*",), argnums=(TRAINED, BATCH))
     return task.flops_per_example * float(some / every)

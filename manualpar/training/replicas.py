@@ -28,7 +28,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from manualpar.core.mesh.axes import axis_tuple
-from manualpar.core.parameters.placement import path_name
+from manualpar.core.trees import path_name
 
 MAX_DEVICES_NAMED = 8
 

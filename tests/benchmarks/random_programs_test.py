@@ -65,9 +65,12 @@ def altered(monkeypatch, alter):
     """Lets each training step give its optimizer other gradients."""
     gradients = Step.gradients
 
-    def wrong(self, *args):
-        grads, metrics, carried = gradients(self, *args)
-        return alter(grads), metrics, carried
+    def wrong(self, batch):
+        def of_params(*args):
+            grads, sums, aux = gradients(self, batch)(*args)
+            return alter(grads), sums, aux
+
+        return of_params
 
     monkeypatch.setattr(Step, "gradients", wrong)
 

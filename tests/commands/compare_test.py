@@ -16,7 +16,6 @@ from experiments import compare as experiment
 from manualpar.commands.command_line import CommandLine, flags_parser, parse_command_line
 from manualpar.core.mesh.compiler_options import ChosenOptions
 from manualpar.data import train_batches
-from manualpar.errors import UsageError
 from manualpar.inspect import total_bytes, total_step_bytes, trace_collectives
 from manualpar.inspect.step_ledger import describe_codes
 from manualpar.strategies import strategy_kinds
@@ -77,10 +76,10 @@ def test_codes_are_those_of_the_pairs_and_not_of_one_device():
     codes = ("--config.parallel.gather_code=int8", "--config.parallel.reduce_code=int4")
     pair = "--config.pairs=(('hsdp', 'manual'),)"
     (_, hsdp), (_, one) = experiment.prepare_pairs(_command(*SMALL, pair, *codes).config)
-    assert describe_codes(hsdp.program.wire) == (
+    assert describe_codes(hsdp.program.comm) == (
         "gathered parameters as codes of int8, gradients over replica as codes of int4"
     )
-    assert describe_codes(one.program.wire) == ""
+    assert describe_codes(one.program.comm) == ""
 
 
 @pytest.mark.slow
@@ -242,11 +241,6 @@ def test_a_field_that_a_file_adds_is_refused(capsys):
     )
     assert experiment.compare_command(_command("--config=more.py")) == 2
     assert "config.compare.repetition is not a known field" in capsys.readouterr().err
-
-
-def test_strategy_and_mode_are_not_fields_of_the_config():
-    with pytest.raises(UsageError, match=r"the config has no field 'parallel.strategy'"):
-        _command("--config.parallel.strategy=dp")
 
 
 def test_the_default_pairs_are_every_strategy_in_every_mode():

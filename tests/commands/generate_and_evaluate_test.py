@@ -1,7 +1,6 @@
 """The commands: a run's newest checkpoint answers and scores on other devices than it had."""
 
 import json
-import re
 import sys
 
 import jax
@@ -9,16 +8,13 @@ import numpy as np
 import pytest
 
 from experiments import evaluate, generate
-from manualpar.commands import evaluate_command as evaluating
-from manualpar.commands import generate_command as generating
 from manualpar.commands.command_flags import output_line, read_lines
 from manualpar.commands.command_line import parse_command_line
 from manualpar.commands.evaluate_command import evaluate_command, summary
 from manualpar.commands.generate_command import generate_command
 from manualpar.commands.train_command import run_command
-from manualpar.errors import UsageError
-from manualpar.models.generation.generator import Answer
 from manualpar.models.generation.scoring import Score
+from tests.commands.fake_model import ask
 from tests.compiling import ENVIRONMENT
 from tests.paths import ROOT
 from tests.system.cluster.processes import free_port, lines_of_ours
@@ -176,96 +172,15 @@ def test_lines_and_objects_are_read(tmp_path):
     assert read_lines(str(path)) == [{"prompt": "one"}, {"prompt": "two", "id": 1}]
 
 
-@pytest.fixture
-def asked(monkeypatch, tmp_path):
-    """Runs a command over lines, with a model that answers nothing but `x`; returns its output."""
-
-    class Fake:
-        max_length, batch_size, state, template, described = 8, 4, None, "", "a fake"
-
-        def generate(self, state, prompts, **options):
-            return [Answer([1, 2], [0.0, 0.0], "x", "stop") for _ in prompts]
-
-        def encode(self, text):
-            return np.frombuffer(text.encode(errors="surrogatepass"), np.uint8)
-
-        @property
-        def tokenizer(self):
-            return self
-
-    def fake_run(flags, work):
-        work(Fake(), Fake())
-        return 0
-
-    def run(command, flag, lines):
-        path = tmp_path / "lines.jsonl"
-        path.write_text("".join(f"{line}\n" for line in lines))
-        output = tmp_path / "output.jsonl"
-        assert command([f"--workdir={tmp_path}", f"--{flag}={path}", f"--output={output}"], "") == 0
-        return [json.loads(line) for line in output.read_text().splitlines()]
-
-    for module in (generating, evaluating):
-        monkeypatch.setattr(module, "run_with_model", fake_run)
-    scores = [Score(-1.0, True, 1)]
-    monkeypatch.setattr(evaluating, "score_completions", lambda *args, **options: scores)
-    return run
-
-
-def test_every_field_of_a_line_is_kept(asked):
+def test_every_field_of_a_line_is_kept(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     line = {"prompt": "a", "id": 7, "note": "\u00e9 \ud800", "x": [None, {"y": 1.5}]}
-    (answer,) = asked(generate_command, "prompts", [json.dumps(line)])
+    (answer,) = ask(generate_command, "prompts", [json.dumps(line)])
     assert answer == {**line, "text": "x", "ending": "stop", "tokens": [1, 2]}
     pair = {"context": "a", "completion": "b", "note": "\ud800"}
-    (score,) = asked(evaluate_command, "completions", [json.dumps(pair)])
+    (score,) = ask(evaluate_command, "completions", [json.dumps(pair)])
     assert score == {**pair, **Score(-1.0, True, 1)._asdict()}
     assert output_line({"x": "\u00e9"}) == '{"x": "\u00e9"}\n'
-
-
-@pytest.mark.parametrize(
-    ("command", "flag", "line", "message"),
-    [
-        (generate_command, "prompts", {"prompt": "a", "text": "mine"}, "it has a field 'text', wh"),
-        (generate_command, "prompts", {"prompt": "a", "tokens": []}, "it has a field 'tokens'"),
-        (generate_command, "prompts", {"messages": [], "ending": 1}, "it has a field 'ending'"),
-        (
-            generate_command,
-            "prompts",
-            {"prompt": 5},
-            "'prompt' is of type int, expected a",
-        ),
-        (generate_command, "prompts", {"prompt": ["a"]}, "'prompt' is of type list, expected a"),
-        (generate_command, "prompts", {"prompt": None}, "'prompt' is of type NoneType"),
-        (generate_command, "prompts", 5, "it is not a JSON object"),
-        (evaluate_command, "completions", 5, "it is not a JSON object"),
-        (evaluate_command, "completions", [1], "it is not a JSON object"),
-        (evaluate_command, "completions", {"context": "a"}, "expected 'context' and 'completion'"),
-        (
-            evaluate_command,
-            "completions",
-            {"context": 5, "completion": "b"},
-            "'context' is of",
-        ),
-        (evaluate_command, "completions", {"context": "a", "completion": None}, "'completion' is"),
-        (
-            evaluate_command,
-            "completions",
-            {"context": "a", "completion": "b", "is_greedy": 1},
-            "it has a field 'is_greedy'",
-        ),
-        (evaluate_command, "text", {"text": 5}, "'text' is of type int, expected a text"),
-        (evaluate_command, "text", "1" * 5000, "it is not JSON"),
-    ],
-)
-def test_a_line_that_cannot_be_followed_is_named(asked, command, flag, line, message):
-    line = line if isinstance(line, str) else json.dumps(line)
-    with pytest.raises(UsageError, match=rf"lines.jsonl, line 1: {re.escape(message)}"):
-        asked(command, flag, [line])
-
-
-@pytest.mark.parametrize("nested", ["[" * 99999, '{"a":' * 99999])
-def test_deep_lines_are_refused(asked, nested):
-    with pytest.raises(UsageError, match=r"line 1: it is nested deeper than 64 levels"):
-        asked(evaluate_command, "completions", [nested])
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from experiments import plan as experiment
 from manualpar.commands import plan_command as planner_command
 from manualpar.commands.command_line import flags_parser, parse_command_line
 from manualpar.commands.plan_command import PLANNING, plan_command
-from manualpar.errors import UsageError
 from manualpar.planner.closed_form.layout import Layout
 from manualpar.planner.closed_form.layout_config import config_of_layout, layout_flags
 from manualpar.planner.goodput import RESTORE
@@ -56,29 +55,6 @@ def test_flags_of_the_planner_and_of_the_config_are_told_apart():
     )
     assert command.config.data.batch_size == 64
     assert _command().flags.topology.num_devices == 256
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--topology=v5p"], r"^--topology: topology 'v5p' is not understood"),
-        (["--topology=v5x:8x8"], "the nearest one is 'v5p'"),
-        (["--topolgy=v5e:2x2"], "--topolgy is not a known flag; the nearest one is --topology"),
-        (["--compiler=gpu"], "--compiler=gpu: expected one of auto, tpu, none"),
-        (["--compiler=tpu", "--topology=h100:8"], "expected a TPU topology such as v5e:16x16"),
-        (["--devices=4"], "--devices means nothing here: --topology says what a plan is for."),
-        (["--vocab_size=many"], "--vocab_size=many"),
-        (["--restart_seconds=-1"], "--restart_seconds=-1: expected 0 or more"),
-        (["--device_mtbf_hours=1", "--sweep"], "--device_mtbf_hours with --sweep: expected one"),
-        (["--layouts", "--sweep"], "--layouts with --sweep: expected one of them"),
-        (["--config.data.batchsize=3"], "the nearest one is --config.data.batch_size"),
-        (["extra"], "'extra' is not understood"),
-    ],
-)
-def test_a_mistake_is_answered_in_a_sentence(arguments, message):
-    with pytest.raises(UsageError, match=message) as raised:
-        _command(*arguments)
-    assert "\n" not in str(raised.value)
 
 
 def test_a_plan_for_gpus_is_a_model_and_says_so(capsys):

@@ -53,13 +53,6 @@ def load(source, path, **options):
     return load_dataset(source, seed=0, path=str(path), sequence_length=32, **options)
 
 
-@pytest.mark.parametrize("source", ["text", "tokens", "jsonl"])
-def test_a_password_in_a_path_is_refused_and_not_repeated(source):
-    with pytest.raises(ValueError, match="credentials come from the environment") as refused:
-        load(source, "s3://AKIAUSER:hush@bucket/x")
-    assert "hush" not in str(refused.value)
-
-
 @server
 def test_token_files_are_made_in_a_bucket_and_an_interrupted_call_goes_on(
     bucket_folder, corpus, s3_port, use_s3, monkeypatch, capsys

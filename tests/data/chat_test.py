@@ -8,7 +8,6 @@ import tokenizers
 
 from manualpar.data import load_tokenizer
 from manualpar.data.chat import ChatEncoder
-from manualpar.data.dataset import DamagedDataError
 from manualpar.data.packing import PackedSplit, learned_of, tokens_of
 from manualpar.data.sources import load_dataset
 from manualpar.data.tokenize import write_token_files
@@ -55,75 +54,6 @@ def test_a_completion_and_the_token_that_ends_it_are_learned(tmp_path):
     of_bytes = ChatEncoder(ByteTokenizer(), 0.1).example(line)
     assert tokens_of(of_bytes).tolist() == [256, *b"What <|im_end|>?It is", 256]
     assert learned_of(of_bytes).tolist() == [0] * 17 + [1] * 6
-
-
-THINKING = """{%- for message in messages %}
-{%- if message.role == 'assistant' and not loop.last %}{{- 'A:' + message.content[:2] + ';' }}
-{%- else %}{{- message.role + ':' + message.content + ';' }}{% endif %}
-{%- endfor %}"""
-
-
-@pytest.mark.parametrize(
-    ("template", "line", "message"),
-    [
-        (CHATML, {"text": "a"}, r"has 'text', expected 'messages', or 'prompt' and 'completion'"),
-        (CHATML, {"messages": "a"}, r"has no messages, expected a list of them"),
-        (CHATML, {"messages": []}, r"has no messages, expected a list of them"),
-        (CHATML, {"messages": ["a"]}, r"has a message 1 whose role is missing, expected a text"),
-        (
-            CHATML,
-            {"messages": [{"role": "user", "content": ["a"]}]},
-            r"has a message 1 whose content is of type list, expected a text",
-        ),
-        (CHATML, {"messages": CHAT[:2]}, r"has no answer to learn"),
-        (
-            CHATML,
-            {"messages": [*CHAT[:2], {"role": "assistant", "content": "a <|im_end|>"}]},
-            r"has a message 3 whose content spells out the special token '<\|im_end\|>'",
-        ),
-        (
-            CHATML,
-            {"messages": [*CHAT[:2], {"role": "assistant", "content": "\ud800"}]},
-            r"has half of a surrogate pair, character 0",
-        ),
-        (
-            CHATML,
-            {"messages": [*CHAT[:2], {"role": "assistant", "content": "\ufdd0"}]},
-            r"whose content spells out the special token '\\ufdd0'",
-        ),
-        (CHATML, {"prompt": "a", "completion": 3}, r"has a completion of type int, expected a te"),
-        (CHATML, {"prompt": "", "completion": "a"}, r"has an empty prompt, expected at least one"),
-        (
-            "{{ raise_exception('only users') }}",
-            {"messages": CHAT},
-            r"is refused by the chat's template \(only users\)",
-        ),
-        (
-            "{{ messages.append(1) }}",
-            {"messages": CHAT},
-            r"is refused by the chat's template \(access to attribute 'append' .* is unsafe",
-        ),
-        (
-            "{{ ''.__class__.__mro__ }}",
-            {"messages": CHAT},
-            r"is refused by the chat's template \(access to attribute '__class__' .* is unsafe",
-        ),
-        (
-            "{% for i in range(10**9) %}{% endfor %}",
-            {"messages": CHAT},
-            r"is refused by the chat's template \(Range too big",
-        ),
-        (
-            THINKING,
-            {"messages": CHAT},
-            r"has a message 3 of the assistant that .* otherwise in the",
-        ),
-    ],
-)
-def test_a_line_that_is_no_example_is_refused(tmp_path, template, line, message):
-    tokenizer = load_tokenizer(write_chat_tokenizer(tmp_path / "t", template))
-    with pytest.raises(ValueError, match=message):
-        ChatEncoder(tokenizer, 0.1).example(line)
 
 
 def _write(path, lines) -> str:
@@ -193,46 +123,3 @@ def test_chats_and_documents_are_mixed(tmp_path):
     begins = stream[0].inputs["tokens"] == dataset.tokenizer.bos_token
     assert begins.sum() > 1
     np.testing.assert_array_equal(stream[0].inputs["documents"], np.cumsum(begins))
-
-
-@pytest.mark.parametrize(
-    ("template", "config", "message"),
-    [
-        (
-            "",
-            {},
-            r"config\.data\.template is '', and config\.data\.tokenizer has no chat_template; ",
-        ),
-        ("{% if %}", {}, r"the chat_template is no Jinja template \(line 1: "),
-        (
-            CHATML,
-            {"eos_token": 3},
-            r"has a tokenizer_config\.json that has eos_token=3, expected a",
-        ),
-        (
-            CHATML,
-            {"eos_token": "<x>"},
-            r"has no token '<x>', the eos_token of its tokenizer_config",
-        ),
-    ],
-)
-def test_a_tokenizer_that_does_not_fit_is_a_mistake_in_the_config(
-    tmp_path, template, config, message
-):
-    path = _write(tmp_path / "chats.jsonl", _chats())
-    options = {"held_out": 0.1, "sequence_length": 64, "cache": str(tmp_path / "cache")}
-    tokenizer = write_chat_tokenizer(tmp_path / "t", template, **config)
-    with pytest.raises(ValueError, match=message):
-        load_dataset("chat", seed=0, path=path, tokenizer=tokenizer, **options)
-
-
-def test_a_bad_line_is_named_by_its_number(tmp_path):
-    path = _write(tmp_path / "chats.jsonl", [*_chats(), {"messages": CHAT[:2]}])
-    options = {"held_out": 0.1, "sequence_length": 64, "cache": str(tmp_path / "cache")}
-    tokenizer = write_chat_tokenizer(tmp_path / "t")
-    with pytest.raises(DamagedDataError, match=rf"^{path}, line 121: has no answer to learn"):
-        load_dataset("chat", seed=0, path=path, tokenizer=tokenizer, **options)
-    with pytest.raises(ValueError, match=r"config\.data\.tokenizer is '', expected the directory"):
-        load_dataset("chat", seed=0, path=path, **options)
-    with pytest.raises(ValueError, match=r"config\.data\.template is '/no/such', which cannot be"):
-        load_dataset("chat", seed=0, path=path, tokenizer=tokenizer, template="/no/such", **options)

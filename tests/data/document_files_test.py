@@ -1,10 +1,7 @@
 """Files of many documents give each document once in any parts, and what is wrong has a place."""
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 import pytest
-from array_record.python.array_record_module import ArrayRecordWriter
 
 from manualpar.data import document_files
 from manualpar.data.dataset import DamagedDataError
@@ -48,62 +45,6 @@ def test_a_directory_is_searched_for_files_of_the_source(tmp_path):
         find_document_files(str(tmp_path), "parquet")
 
 
-BAD_LINES = {
-    b'{"text": "a"': r"is not JSON \(",
-    b"[1]": r"is not a JSON object \(list\)",
-    b'{"text": "\xff"}': r"is not UTF-8 \(byte 10\)",
-    b'{"body": "a", "b": 1}': r"has no field 'text', only 'body', 'b'",
-    b'{"text": null}': r"has in 'text' null, expected a text or a list of tokens",
-    b'{"text": 3}': r"has in 'text' int, expected",
-    b'{"text": [1, 2.0]}': r"has in 'text' a list that is not all integers, expected",
-    b'{"text": [1, true]}': r"has in 'text' a list that is not all integers, expected",
-    b'{"text": [1, -2]}': r"has in 'text' a token below 0, or above",
-    b'{"text": [4294967296]}': r"has in 'text' a token below 0, or above",
-    b'{"text": "\\ud800"}': r"has in 'text' half of a surrogate pair, character 0",
-    b'{"text": ' + b"[" * 10**5 + b"}": r"is nested deeper than|is not JSON",
-    b'{"text": NaN}': r"is not JSON \(NaN",
-}
-
-
-@pytest.mark.parametrize("line", BAD_LINES)
-def test_a_bad_line_is_named_by_its_number(tmp_path, monkeypatch, line):
-    monkeypatch.setattr(document_files, "PART_BYTES", 50)
-    path = tmp_path / "x.jsonl"
-    path.write_bytes(b'{"text": "fine"}\n\n' * 20 + line + b"\n")
-    with pytest.raises(DamagedDataError, match=rf"^{path}, line 41: {BAD_LINES[line]}"):
-        _read(str(path), "jsonl")
-
-
-def test_a_line_without_an_end_does_not_fill_the_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(document_files, "MAX_BYTES", 1000)
-    monkeypatch.setattr("manualpar.system.storage.untrusted.MAX_BYTES", 1000)
-    path = tmp_path / "x.jsonl"
-    path.write_text('{"text": "a"}\n{"text": "' + "b" * 5000 + '"}\n')
-    with pytest.raises(DamagedDataError, match=r"line 2: has more than 1,000 bytes"):
-        _read(str(path), "jsonl")
-
-
-def _parquet(path, **columns):
-    pyarrow.parquet.write_table(pyarrow.table(columns), path)
-
-
-@pytest.mark.parametrize(
-    ("columns", "message"),
-    [
-        ({"body": ["a"]}, r"has 0 columns 'text', expected one; it has 'body'\. Name the column"),
-        ({"text": [1.5]}, r"has the type double in its column 'text', expected texts or lists"),
-        ({"text": [[1.5]]}, r"has the type list<.*double> in its column"),
-        ({"text": ["a", None]}, r"row 2: has in 'text' null, expected a text"),
-        ({"text": [[1], [2, None]]}, r"row 2: has in 'text' a list that is not all integers"),
-    ],
-)
-def test_a_bad_table_is_named_by_its_row(tmp_path, columns, message):
-    path = tmp_path / "x.parquet"
-    _parquet(path, **columns)
-    with pytest.raises(DamagedDataError, match=rf"^{path},? {message}"):
-        _read(str(path), "parquet")
-
-
 def _cut(path):
     content = path.read_bytes()
     path.write_bytes(content[: len(content) // 2])
@@ -132,32 +73,3 @@ def test_a_damaged_file_is_an_error_and_no_text(tmp_path, source, damage):
         assert "\n" not in message
     else:  # ArrayRecord reads on where nothing but unused space is damaged.
         assert [document.decode() for document in read] == documents
-
-
-@pytest.mark.parametrize(
-    ("field", "record", "message"),
-    [
-        ("text", b"\xff", r"record 2: is not UTF-8 \(byte 0\)"),
-        ("<u4", b"abcde", r"record 2: has 5 bytes, expected tokens of type <u4"),
-        ("<i4", b"\xff" * 4, r"record 2: has a token below 0"),
-    ],
-)
-def test_a_bad_record_is_named_by_its_number(tmp_path, field, record, message):
-    path = str(tmp_path / "x.array_record")
-    writer = ArrayRecordWriter(path, "group_size:1")
-    for content in (b"abcd", record):
-        writer.write(content)
-    writer.close()
-    with pytest.raises(DamagedDataError, match=rf"^{path}, {message}"):
-        _read(path, "arrayrecord", field)
-    with pytest.raises(ValueError, match=r"^config\.data\.field is 'body', expected 'text'"):
-        _read(path, "arrayrecord", "body")
-
-
-def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path):
-    path = write_documents(tmp_path, "jsonl")
-    parts = divide("jsonl", find_document_files(path, "jsonl"), "text")
-    with open(path, "a") as file:
-        file.write('{"text": "more"}\n')
-    with pytest.raises(DamagedDataError, match=r"has changed since it was found"):
-        list(read_documents(parts[0]))

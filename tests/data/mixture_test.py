@@ -200,26 +200,6 @@ def test_its_entries_are_plain_values():
     assert [entry.weight for entry in parsed] == [Fraction(7, 10), Fraction(3, 10), 2]
 
 
-@pytest.mark.parametrize(
-    ("entries", "message"),
-    [
-        ((), r"config\.data\.mixture is \(\), expected an entry"),
-        (("jsonl x",), r"the entry 'jsonl x', whose source is 'x', none of text, tokens, jsonl"),
-        (("0.5 mixture x",), r"whose source is 'mixture', none of"),
-        (("half jsonl x",), r"whose weight 'half' is no number; expected 'WEIGHT SOURCE PATH'"),
-        (("1/0 jsonl x",), r"whose weight '1/0' is no number"),
-        (("nan jsonl x",), r"whose weight 'nan' is no number"),
-        (("-1 jsonl x",), r"whose weight -1 is not above 0"),
-        (("0 jsonl x",), r"whose weight 0 is not above 0"),
-        (("",), r"whose source is '', none of"),
-        (("1 text", "1e-9 jsonl x"), r"the entry 'jsonl x', less than 1/65536 of all weights"),
-    ],
-)
-def test_a_wrong_entry_is_a_sentence(tmp_path, entries, message):
-    with pytest.raises(ValueError, match=message):
-        _load(tmp_path, entries)
-
-
 def test_a_source_that_does_not_fit_is_named(tmp_path, files):
     with pytest.raises(ValueError, match=r"config\.data\.path is '/no/such'") as raised:
         _load(tmp_path, ("1 jsonl /no/such",))

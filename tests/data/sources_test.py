@@ -9,27 +9,6 @@ from manualpar.data.dataset import ArraySplit
 from manualpar.data.sources import SOURCES, load_dataset, load_digits, make_synthetic
 
 
-@pytest.mark.parametrize(
-    ("source", "options", "message"),
-    [
-        ("mnist", {}, "source is 'mnist', expected one of digits, synthetic, text, tokens"),
-        ("text", {}, "sequence_length is 0, expected at least 1 for the source 'text'"),
-        ("tokens", {}, "sequence_length is 0, expected at least 1 for the source 'tokens'"),
-        (
-            "tokens",
-            {"sequence_length": 1, "tokenizer": "t.json"},
-            "tokenizer is 't.json', expected '' for the source 'tokens'",
-        ),
-        ("text", {"sequence_length": 1, "path": "/no/such"}, "path is '/no/such'"),
-        ("tokens", {"sequence_length": 1, "path": "/no/such"}, "path is '/no/such'"),
-        ("text", {"sequence_length": 1, "tokenizer": "/no/such"}, "tokenizer is '/no/such'"),
-    ],
-)
-def test_a_mistake_is_named_as_the_field_it_is_in(source, options, message):
-    with pytest.raises(ValueError, match=rf"^config\.data\.{message}"):
-        load_dataset(source, seed=0, **options)
-
-
 @pytest.mark.parametrize("source", ["digits", "synthetic", "text"])
 def test_every_source_gives_three_splits_of_examples(source):
     dataset = load_dataset(source, seed=0, sequence_length=32)

@@ -139,38 +139,6 @@ def test_a_file_whose_name_looks_like_a_glob_is_found(tmp_path, name):
     assert {piece.path.name for piece in find_files(str(tmp_path / name))} == {name}
 
 
-def test_a_path_without_text_is_refused(tmp_path):
-    for path in ("/no/such", str(tmp_path), str(tmp_path / "*.txt")):
-        with pytest.raises(
-            ValueError, match=r"config\.data\.path is .* stands for no file with any"
-        ):
-            find_files(path)
-    path = _write(tmp_path, {"a.txt": b"a single line"})
-    with pytest.raises(
-        ValueError, match=r"config\.data\.path is .* too few lines to hold some out"
-    ):
-        load_dataset("text", seed=0, path=path, sequence_length=8)
-
-
-def test_a_file_that_may_not_be_read_is_named(tmp_path, monkeypatch):
-    path = _write(tmp_path, {f"{i}.txt": b"x" for i in range(5)})
-    monkeypatch.setattr(os, "access", lambda path, mode: path.name != "3.txt")
-    with pytest.raises(ValueError, match=r"config\.data\.path is .*3\.txt cannot be read"):
-        find_files(path)
-
-
-@pytest.mark.parametrize("content", [b"longer than before", b"short", b""])
-def test_a_file_that_changes_while_it_is_used_is_named(tmp_path, content):
-    path = _write(tmp_path, {"a": b"ten bytes.", "b": b"x", "c": b"y"})
-    files = find_files(path)
-    stream = ByteStream(files)
-    (tmp_path / "a").write_bytes(content)
-    with pytest.raises(
-        ValueError, match=rf"a had 10 bytes when the run began and has {len(content)}"
-    ):
-        stream.read(0, len(stream))
-
-
 def test_a_tokenizer_file_makes_the_tokens(tmp_path):
     documents = {f"{i}.py": b"def f(x):\n    return %d\n" % i for i in range(200)}
     path = _write(tmp_path / "corpus", documents)

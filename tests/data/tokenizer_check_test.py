@@ -7,9 +7,7 @@ import tokenizers
 
 from benchmarks.malformed_programs import TOKENIZERS, replacing, splitting, words
 from manualpar.data import load_tokenizer
-from manualpar.data.chat import Chats
 from manualpar.data.tokenizer_check import check_tokenizer, guarded
-from tests.data.chats import CHATML, write_chat_tokenizer
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA3 = (
@@ -73,10 +71,3 @@ def test_a_panic_with_a_text_is_a_sentence(tmp_path, monkeypatch, capfd):
     capfd.readouterr()
     with pytest.raises(KeyboardInterrupt):
         guarded(lambda: (_ for _ in ()).throw(KeyboardInterrupt))
-
-
-def test_a_text_of_a_template_that_is_none_is_a_sentence(tmp_path):
-    source = "{{ '\ud800' }}".encode("unicode_escape").decode()
-    chats = Chats(load_tokenizer(write_chat_tokenizer(tmp_path / "t", source or CHATML)))
-    with pytest.raises(ValueError, match="has half of a surrogate pair"):
-        chats.prompt([{"role": "user", "content": "a"}])

@@ -70,18 +70,3 @@ def test_bos_is_the_token_that_is_called_so(tmp_path, special, bos):
     path = write_tokenizer(tmp_path / "tokenizer.json", special)
     expected = tokenizers.Tokenizer.from_file(path).token_to_id(bos)
     assert load_tokenizer(path).bos_token == expected
-
-
-def test_what_is_no_tokenizer_is_refused(tmp_path):
-    with pytest.raises(
-        ValueError, match=r"config\.data\.tokenizer is '/no/such', which is no file"
-    ):
-        load_tokenizer("/no/such")
-    path = tmp_path / "tokenizer.json"
-    path.write_text("{}")
-    with pytest.raises(ValueError, match=r"cannot be read \(.*\); expected the tokenizer\.json"):
-        load_tokenizer(str(path))
-    with pytest.raises(
-        ValueError, match=r"no token to begin documents with; expected one of .*<s>"
-    ):
-        load_tokenizer(write_tokenizer(path, special=("<unk>",)))

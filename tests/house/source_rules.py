@@ -18,7 +18,7 @@ MAX_LINES = 400
 # within a wing, or a room of the core, everything may import everything.
 WINGS = ("errors", "core", "strategies", "layers", "inspect", "system")
 WINGS += ("data", "models", "training", "planner", "commands")
-CORE = ("tracing", "mesh", "parameters", "state", "modes", "model", "checks", "program")
+CORE = ("trees", "tracing", "mesh", "parameters", "state", "modes", "model", "checks", "program")
 # Loose files: the public names, those that have moved, and what `python -m` finds.
 FRONT = ("manualpar", "manualpar._moved", "manualpar.launch", "manualpar.doctor")
 USERS = ("manualpar", "experiments", "benchmarks", "configs")
@@ -29,6 +29,7 @@ READ = (
     "parameters.collectives",
     "parameters.sharded_parameter",
     "modes.gradients",
+    "modes.mode",
     "modes.manual",
     "modes.strategy",
     "program.step",

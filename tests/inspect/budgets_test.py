@@ -11,13 +11,10 @@ from hypothesis import strategies as st
 from manualpar.inspect.budget_writing import budget_text, replace_budget
 from manualpar.inspect.budgets import (
     Budget,
-    BudgetError,
-    budget_for,
     check_budget,
     matches,
     parse_budgets,
     parse_size,
-    read_budgets,
 )
 
 UP, DOWN, HEAD = "layers_0/mlp/up", "layers_1/mlp/up", "head"
@@ -196,52 +193,6 @@ def test_what_is_no_size_is_none(text):
     assert parse_size(text) is None
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("byts = 1", "[lm] byts is not a known key, expected one of devices, bytes, collectives, "),
-        ("byts = 1", "; the nearest one is bytes."),
-        (
-            "purposes.gather_params.flops = 1",
-            "[lm] purposes.gather_params flops is not a known key",
-        ),
-        ("bytes = -1", "[lm] bytes is -1, expected an integer, at least 0, or a size such as '1.5"),
-        ("bytes = 1.5", "[lm] bytes is 1.5, expected an integer"),
-        ("bytes = true", "[lm] bytes is True, expected an integer"),
-        ('bytes = "1 MB"', "[lm] bytes is '1 MB', expected an integer"),
-        ('flops = "1 MiB"', "[lm] flops is '1 MiB', expected an integer, at least 0."),
-        ("devices = 0", "[lm] devices is 0, expected a number of devices."),
-        ("modules = 3", "[lm] modules is 3, expected a table such as {bytes = 1_000}."),
-        ('modules."a/b" = 3', '[lm] modules."a/b" is 3, expected a table such as {bytes = 1_000}.'),
-        ("purposes.gather_parms.bytes = 1", "has no purpose gather_parms; the nearest one is gath"),
-        ("axes.dta.bytes = 1", "the step has no axis dta; the nearest one is data."),
-        ("modules.heed.bytes = 1", "the step has no module heed; the nearest one is head."),
-        ('modules."layer_*/mlp/up".bytes = 1', 'has no module "layer_*/mlp/up"; the nearest one i'),
-        ("devices = 4", "budgets.toml: [lm] is for devices=4, and the step is one for 8; inspect "),
-        ("bytes = ", "budgets.toml: Invalid value"),
-    ],
-)
-def test_a_budget_that_cannot_be_followed_is_refused(text, message):
-    with pytest.raises(BudgetError) as raised:
-        _check(text)
-    assert message in str(raised.value)
-
-
-def test_a_limit_outside_of_a_table_is_refused():
-    with pytest.raises(BudgetError, match=r"bytes = 3 stands outside of a table"):
-        parse_budgets("bytes = 3", "budgets.toml")
-
-
-def test_a_config_without_a_budget_is_refused_with_the_nearest_name(tmp_path):
-    budgets = parse_budgets("[fsdp]\n[hsdp]\n[zero]\n", "b.toml")
-    with pytest.raises(
-        BudgetError, match=r"b.toml has no budget \[fsdp_lm\]; the nearest one is \[fsdp"
-    ):
-        budget_for(budgets, "fsdp_lm", "b.toml")
-    with pytest.raises(BudgetError, match=r"none.toml: No such file"):
-        read_budgets(tmp_path / "none.toml")
-
-
 names = st.sampled_from([UP, DOWN, HEAD, "", "layers_0", "layers_1", "embed"])
 collectives = st.builds(
     _collective,
@@ -325,8 +276,3 @@ def test_a_budget_takes_the_place_of_the_one_there_was():
     added = replace_budget(file, "zero", budget_text("zero", STEP))
     assert added == f"{file}\n{budget_text('zero', STEP)}"
     assert replace_budget("", "zero", budget_text("zero", STEP)) == budget_text("zero", STEP)
-
-
-def test_a_file_in_which_it_would_stand_twice_is_left_alone():
-    with pytest.raises(BudgetError, match="cannot be replaced"):
-        replace_budget("fsdp = {bytes = 1}\n", "fsdp", budget_text("fsdp", STEP))

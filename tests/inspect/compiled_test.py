@@ -1,4 +1,3 @@
-import types
 from fractions import Fraction
 
 import jax
@@ -135,7 +134,7 @@ def test_a_loop_of_unknown_length_is_refused(mesh42):
         return jax.lax.pmax(x, ("data", "model"))
 
     compiled = on_devices(lambda x: search(x, everywhere), mesh42).lower().compile()
-    message = r"while \(scope: jit.*while\) contains all_reduce, and XLA has written no trip count"
+    message = r"while \(scope: jit.*while\) contains all_reduce, but XLA gives no trip count"
     with pytest.raises(ValueError, match=message):
         compiled_collectives(compiled)
     silent = on_devices(lambda x: search(x, jnp.abs), mesh42).lower().compile()
@@ -401,11 +400,6 @@ def test_what_a_program_holds(mesh42):
     compiled = read_compiled(donated.compile())
     assert compiled.aliased == compiled.arguments == compiled.outputs == 128
     assert compiled.peak == 128 + compiled.temporaries
-    nothing = types.SimpleNamespace(memory_analysis=lambda: None)
-    with pytest.raises(
-        ValueError, match=r"read_compiled: the backend's memory_analysis\(\) is None"
-    ):
-        read_compiled(nothing)
 
 
 @pytest.mark.parametrize(
@@ -519,7 +513,7 @@ def test_loops_and_calls():
 def test_a_loop_without_its_trip_count(silenced, kind):
     loop = LOOP.replace("TRIPS", 'metadata={op_name="jit(f)/solve/while"}')
     text = module(CALL_TWICE, loop.replace(f"{silenced}(", "copy("))
-    message = rf"a while \(scope: jit\(f\)/solve/while\) contains {kind}, and XLA has written no"
+    message = rf"a while \(scope: jit\(f\)/solve/while\) contains {kind}, but XLA gives no"
     with pytest.raises(ValueError, match=message):
         compiled_collectives(text)
     both_silenced = text.replace("all-gather(", "copy(").replace("all-reduce(", "copy(")
@@ -556,36 +550,6 @@ def test_whatever_calls_a_computation(called):
 # What is refused.
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("ragged-all-to-all(%x), replica_groups={}", r"contains ragged-all-to-all \(scope: none\)"),
-        (
-            'collective-broadcast(%x), metadata={op_name="jit(f)/cast"}',
-            r"contains collective-broadcast \(scope: jit\(f\)/cast\), expected one of all-gather",
-        ),
-        ("send(%x), channel_id=1", "contains send "),
-        (
-            "all-reduce(%x), channel_id=1",
-            "all-reduce has no replica_groups, expected it in .*channel_id=1",
-        ),
-        ("all-reduce(%x), replica_groups=@all", r"has replica_groups=@all, expected \{\{0,1\}\}"),
-        ("collective-permute(%x), channel_id=1", "has no source_target_pairs"),
-    ],
-)
-def test_what_is_not_known_is_refused(line, message):
-    with pytest.raises(ValueError, match=message):
-        compiled_collectives(module(f"ROOT %y = f32[6,4] {line}"))
-
-
 def test_what_goes_to_the_host_is_no_collective():
     line = "ROOT %y = f32[6,4] send(%x), channel_id=1, is_host_transfer=true"
     assert compiled_collectives(module(line)) == ()
-
-
-def test_a_program_that_is_not_compiled_is_refused(mesh42):
-    lowered = on_devices(lambda x: jax.lax.psum(x, "data"), mesh42).lower()
-    textless = types.SimpleNamespace(as_text=lambda: None)
-    for program in (lowered, lowered.as_text(), "", textless):
-        with pytest.raises(ValueError, match=r"0 ENTRY computations.*Pass jax.jit\(f\).lower"):
-            compiled_collectives(program)

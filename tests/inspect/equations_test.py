@@ -71,13 +71,6 @@ def test_a_loop_that_only_computes_is_refused_too(mesh42):
     assert ledger(silent, X).notes == ()
 
 
-@pytest.mark.parametrize("trips", [-1, 2.5, True, "3"])
-def test_a_bound_is_a_number(mesh42, trips):
-    message = "ledger: while_trips is .*, expected the most rounds that a while runs, an integer"
-    with pytest.raises(ValueError, match=message):
-        ledger(on_devices(search, mesh42, check_vma=False), X, while_trips=trips)
-
-
 def test_each_reading_has_its_own_dearest_branch(mesh42):
     def sends(x):
         return jax.lax.pmean(x, "data")
@@ -246,7 +239,7 @@ def test_the_stage_that_sends_the_most_is_read(mesh42):
     for stage, sent in ((None, found.collectives), (1, ledger(function, X, stage=1).collectives)):
         assert total_bytes(trace_collectives(traced, stage=stage)) == total_bytes(sent)
     for read in (ledger, trace_collectives):
-        with pytest.raises(ValueError, match=r"stage=2, expected one of the pipeline's 2, counted"):
+        with pytest.raises(ValueError, match=r"stage=2, expected a stage from 0 to 1, or None"):
             read(traced, stage=2)
 
 
@@ -254,7 +247,7 @@ def test_a_program_without_ticks_has_one_stage(mesh42):
     function = on_devices(lambda x: jax.lax.pmean(x, "data"), mesh42, check_vma=False)
     assert ledger(function, X).stage is None
     assert ledger(function, X, stage=0).collectives == ledger(function, X).collectives
-    with pytest.raises(ValueError, match=r"ledger: stage=1, expected one of the pipeline's 1"):
+    with pytest.raises(ValueError, match=r"ledger: stage=1, expected a stage from 0 to 0"):
         ledger(function, X, stage=1)
 
 

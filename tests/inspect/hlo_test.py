@@ -1,6 +1,5 @@
 import itertools
 import math
-import re
 
 import numpy as np
 import pytest
@@ -148,11 +147,6 @@ def test_groups_in_each_form(attributes, groups):
 def test_groups_of_a_permutation():
     pairs = "source_target_pairs={{0,1},{1,2},{2,0},{4,5}}"
     assert groups_of(pairs, "collective-permute-start") == ((0, 1, 2), (4, 5))
-
-
-def test_groups_in_another_form_are_refused():
-    with pytest.raises(ValueError, match=re.escape("all-gather has replica_groups=@groups")):
-        groups_of("replica_groups=@groups")
 
 
 @pytest.mark.parametrize("sizes", [(8,), (2, 4), (4, 2), (2, 2, 2), (2, 1, 4)])

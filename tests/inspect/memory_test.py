@@ -190,15 +190,8 @@ def test_other_modes_are_taken_as_what_they_ask_for(mode):
     assert step_memory(mlp(fsdp, mode=mode)) == step_memory(mlp(fsdp))
 
 
-def test_refusals():
-    with pytest.raises(ValueError, match="mode='auto-unconstrained', expected mode 'manual'"):
-        step_memory(mlp(fsdp, mode="auto-unconstrained"))
-    axes = {"data": 4, "model": 2}
-    with pytest.raises(ValueError, match=r"axes \['model'\] besides \('data',\), expected"):
-        step_memory(mlp(fsdp, axes=axes, mode="auto"))
-    assert isinstance(step_memory(mlp(fsdp, axes=axes)), Memory)
-    with pytest.raises(ValueError, match="step_memory: platform='gpu', expected one of"):
-        step_memory(mlp(fsdp), platform="gpu")
+def test_another_axis_is_none_of_memorys_concern_in_mode_manual():
+    assert isinstance(step_memory(mlp(fsdp, axes={"data": 4, "model": 2})), Memory)
 
 
 @pytest.mark.slow
@@ -237,7 +230,7 @@ def test_a_pipeline_holds_what_is_in_its_slots():
     many = pipelined(mesh, 16, schedule="gpipe", keep="inputs")
     tables, memories = [], []
     for program in (few, many):
-        tables.append(program.step.pipeline.table)
+        tables.append(program.pipeline.table)
         memories.append(step_memory(program))
     slots = [table.activation_slots + table.gradient_slots for table in tables]
     assert slots == [7 + 1, 16 + 16]

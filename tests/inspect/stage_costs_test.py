@@ -7,6 +7,7 @@ from jax.sharding import PartitionSpec
 
 from manualpar import abstract_mesh
 from manualpar.core.modes.gradients import accumulate
+from manualpar.core.parameters.trainable import empty_part
 from manualpar.inspect.stage_costs import stage_costs
 from manualpar.layers.pipeline.executor import PipelineRun
 from manualpar.layers.pipeline.schedule_table import Costs
@@ -28,7 +29,8 @@ def _trace(run: PipelineRun, *, permutes: bool = False):
         return total, {"loss": (total, jnp.ones(()))}, collections
 
     def device(params, batch):
-        return accumulate(loss, params, {}, batch, jax.random.key(0), schedule=run)[0]
+        pair = params, empty_part(params)
+        return accumulate(loss, pair, {}, batch, jax.random.key(0), schedule=run)[0]
 
     mesh = abstract_mesh({"stage": run.num_stages, "ring": 2}, 2 * run.num_stages)
     specs = {"into": PartitionSpec(), "layers": PartitionSpec("stage"), "out": PartitionSpec()}

@@ -198,7 +198,7 @@ def test_all_of_them_or_one_that_is_there(mesh, capsys):
     shown = capsys.readouterr().out
     assert "a [8] P()\n" in shown
     assert "b/c [8, 8] P('data')\n" in shown
-    message = "path is 'b/d', expected that of a parameter or 'all'; the nearest one is 'b/c'."
+    message = "path is 'b/d', expected the path of a parameter, or 'all'; the nearest one is 'b/c'."
     with pytest.raises(ValueError, match=re.escape(message)):
         draw_sharding(params, "b/d")
     with pytest.raises(ValueError, match="'x' has no sharding"):

@@ -63,7 +63,7 @@ def test_layers_are_stored_where_they_run():
             {"pipeline": Pipeline(chunks=3)},
             "4 layers, expected .* 2 stages times chunks=3",
         ),
-        ({"fields": GEMMA}, "1 layers, expected .* 2 stages.* a group of layers that the scan ru"),
+        ({"fields": GEMMA}, "1 layers, expected .* 2 stages.* A group of layers in one iteration"),
         ({"pipeline": "1f1b"}, "pipeline='1f1b', expected a manualpar.Pipeline"),
         ({"pipeline": Pipeline(axis="stages")}, "'stages'"),
         ({"pipeline": Pipeline(axis="data")}, "data"),

@@ -16,12 +16,12 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from manualpar import Batch, data_parallel, fsdp, hsdp, make_mesh, zero
 from manualpar.core.modes.strategy import MODES
 from tests.one_device import slow_unless
+from tests.tiny import keep_gradients
 
 STRATEGIES = {
     "data_parallel": data_parallel,
@@ -110,12 +110,6 @@ def loss_fn(params, apply_fn, batch, rng):
     total, count = (loss * batch.mask).sum(), batch.mask.sum()
     # Fractional weights may add up to less than 1, so that jnp.maximum(count, 1) would be wrong.
     return total / jnp.where(count == 0, 1, count), {"loss": (total, count)}
-
-
-def keep_gradients():
-    """An optimizer whose state is the last gradient and which moves nothing."""
-    zeros = functools.partial(jax.tree.map, jnp.zeros_like)
-    return optax.GradientTransformation(zeros, lambda grads, state, params: (zeros(grads), grads))
 
 
 def make_model(example):

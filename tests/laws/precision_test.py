@@ -11,7 +11,6 @@ import pytest
 
 from manualpar import Batch, data_parallel, fsdp, hsdp, make_mesh, zero
 from manualpar.inspect import trace_collectives
-from tests.one_device import slow_unless
 
 WIDTH = 32
 BUILDERS = {
@@ -90,34 +89,6 @@ def test_stablehlo_has_bfloat16_collectives(devices8):
     assert scatters == [f"{WIDTH // 8}x{WIDTH}xf32"] * 2
 
 
-@pytest.mark.parametrize(
-    ("name", "reduce_dtype"),
-    [
-        slow_unless({("fsdp", None), ("hsdp", "float32")}, *case)
-        for case in [*((name, None) for name in BUILDERS), ("fsdp", "float32"), ("hsdp", "float32")]
-    ],
-)
-def test_the_step_is_that_of_one_device_that_casts(devices8, name, reduce_dtype):
-    program = build(name, devices8, gather_dtype="bfloat16", reduce_dtype=reduce_dtype)
-    state = program.init(jax.random.key(0))
-    params, batch = jax.device_get(state.params), make_batch()
-
-    def loss(params):
-        narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
-        return loss_fn(narrow, Mlp().apply, batch, jax.random.key(0))[0]
-
-    expected_loss, expected = jax.jit(jax.value_and_grad(loss))(params)
-    new, metrics = program.train_step(state, batch)
-    new = jax.device_get(new.params)
-    # Where a compiler rounds to bfloat16 is its business.
-    np.testing.assert_allclose(metrics["loss"][0] / 32, expected_loss, rtol=2e-3)
-    for layer in ("first", "second"):
-        gradient = params[layer]["kernel"] - new[layer]["kernel"]
-        assert gradient.dtype == np.float32
-        scale = np.abs(expected[layer]["kernel"]).max()
-        np.testing.assert_allclose(gradient, expected[layer]["kernel"], atol=0.02 * scale)
-
-
 @pytest.mark.parametrize("name", ["dp", "zero2", "fsdp"])
 def test_modules_see_the_gather_dtype_also_in_evaluation(devices8, name):
     seen = []
@@ -157,18 +128,6 @@ def test_parameters_may_be_stored_in_another_dtype(devices8):
     np.testing.assert_array_equal(state.params["first"]["kernel"], kernel)
     state, _ = program.train_step(state, make_batch())
     assert state.params["first"]["kernel"].dtype == jnp.bfloat16
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["auto", "explicit", "auto-unconstrained"])
-def test_other_modes_compute_in_the_gather_dtype_too(devices8, mode):
-    losses = {}
-    for each in ("manual", mode):
-        program = build("fsdp", devices8, gather_dtype="bfloat16", mode=each)
-        state, metrics = program.train_step(program.init(jax.random.key(0)), make_batch())
-        losses[each] = metrics["loss"][0]
-        assert state.params["first"]["kernel"].dtype == jnp.float32
-    np.testing.assert_allclose(losses[mode], losses["manual"], rtol=2e-3)
 
 
 class AddsFloat32(nn.Module):

@@ -15,12 +15,8 @@ from manualpar.core.mesh.splitting import check_batch, split_minibatches
 from manualpar.core.mesh.zigzag import to_zigzag
 from manualpar.core.modes.gradients import accumulate, unrolled
 from manualpar.core.modes.manual import Manual
-from manualpar.core.parameters.placement import (
-    ParameterInfo,
-    Placement,
-    complete_placement,
-    on_stages,
-)
+from manualpar.core.parameters.parameter_info import ParameterInfo, on_stages
+from manualpar.core.parameters.placement import Placement, Route, route_parameter
 from tests.tiny import masked_square_loss
 
 DATA = AxisRoles({0: ("replica", "data")})
@@ -56,7 +52,7 @@ def parameter(names, split_axes=()):
 def test_a_placement_follows_from_the_roles():
     mesh = abstract_mesh({"data": 2, "context": 4, "expert": 2, "model": 2}, 32)
     names = ("expert", ("data", "context"), "model")
-    placement = complete_placement(Placement(names), parameter(names), TOKENS, mesh)
+    placement = route_parameter(Placement(names), parameter(names), TOKENS, mesh)
     assert placement.mean_axes == ("data", "context")
     assert placement.storage_axes == ("model",)
     assert (placement.sum_axes, placement.divisor) == ((), 1)
@@ -71,8 +67,8 @@ def test_the_layers_of_a_stage_are_its_own_and_the_rest_is_summed_over_stages():
     }
     infos = on_stages(infos, frozenset({"layers"}), "stage")
     assert infos["layers"].unsharded_dims == frozenset()
-    layers = complete_placement(Placement(("stage", "data")), infos["layers"], roles, mesh)
-    head = complete_placement(Placement((None, "data")), infos["head"], roles, mesh)
+    layers = route_parameter(Placement(("stage", "data")), infos["layers"], roles, mesh)
+    head = route_parameter(Placement((None, "data")), infos["head"], roles, mesh)
     assert (layers.sum_axes, layers.storage_axes, layers.mean_axes) == ((), (), ("data",))
     assert (head.sum_axes, head.storage_axes, head.mean_axes) == (("stage",), (), ("data",))
 
@@ -80,7 +76,7 @@ def test_the_layers_of_a_stage_are_its_own_and_the_rest_is_summed_over_stages():
 def test_a_split_parameter_is_neither_gathered_nor_averaged_over_its_axes():
     mesh = abstract_mesh({"data": 2, "context": 4, "expert": 2, "model": 2}, 32)
     info = parameter(("context", None, "model"), {"context", "model"})
-    placement = complete_placement(Placement(("context", "data", "model")), info, TOKENS, mesh)
+    placement = route_parameter(Placement(("context", "data", "model")), info, TOKENS, mesh)
     assert placement.mean_axes == ("data",)
     assert placement.storage_axes == ()
     assert placement.divisor == 4
@@ -163,7 +159,7 @@ def test_a_device_has_two_half_blocks_of_each_sequence(devices8, size):
 def test_how_a_gradient_is_reduced_belongs_to_its_placement(devices8):
     mesh = make_mesh({"data": 2, "stage": 2, "expert": 2}, devices8)
     mode = Manual(mesh, ("data",))
-    place = Placement((None,), mean_axes=("data",), sum_axes=("stage", "expert"), divisor=5)
+    place = Route((None,), mean_axes=("data",), sum_axes=("stage", "expert"), divisor=5)
 
     def part(g):
         return mode.sync(place, g, mode.scatter(place, g, g))
@@ -187,10 +183,9 @@ def test_a_schedule_may_run_minibatches_in_another_order():
         return (params * x).mean(), {"loss": ((params * x).sum(), jnp.asarray(x.size))}, collections
 
     x = jnp.arange(6.0) ** 2
+    params = jnp.ones(()), optax.MaskedNode()
     results = [
-        accumulate(
-            loss, jnp.ones(()), {}, split_minibatches(x, 3), jax.random.key(0), schedule=schedule
-        )
+        accumulate(loss, params, {}, split_minibatches(x, 3), jax.random.key(0), schedule=schedule)
         for schedule in (unrolled, backwards)
     ]
     assert order == [2, 1, 0]

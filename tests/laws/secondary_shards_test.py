@@ -1,7 +1,5 @@
 """What came over slow links is kept for the backward pass, which gathers over fast ones alone."""
 
-import re
-
 import chex
 import flax.linen as nn
 import jax
@@ -10,7 +8,7 @@ import optax
 import pytest
 
 from benchmarks.memory_and_collectives import ScannedClassifier
-from manualpar import Batch, Pipeline, fsdp, hsdp, make_mesh
+from manualpar import Batch, fsdp, hsdp, make_mesh
 from manualpar.inspect import (
     bytes_by_axes,
     ledger,
@@ -21,8 +19,8 @@ from manualpar.inspect import (
 )
 from manualpar.models import Transformer
 from manualpar.models.cross_entropy import classification_loss, language_model_loss
-from tests.one_device import slow_unless, train_on_one_device
-from tests.tiny import BATCHES, Classifier, loss_fn, own_shapes
+from tests.one_device import slow_unless
+from tests.tiny import BATCHES, Classifier, loss_fn
 
 TWO = ("data", "node")
 SECONDARY = {"axis_name": TWO, "regather_axes": ("data",), "min_weight_size": 16}
@@ -50,16 +48,6 @@ def build(mesh, devices, *, model=None, builder=fsdp, **options):
 def parameter_collectives(program):
     traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
     return of_parameters(trace_collectives(traced))
-
-
-@pytest.mark.parametrize("options", [{}, {"num_minibatches": 2, "use_scan": True}], ids=str)
-@pytest.mark.parametrize("mesh", [slow_unless([(MESHES[0],)], mesh) for mesh in MESHES], ids=str)
-def test_a_step_is_that_of_one_device(devices8, mesh, options):
-    program = build(mesh, devices8, **options)
-    state = program.init(jax.random.key(0))
-    state, _ = program.train_step(state, BATCHES[0])
-    expected = train_on_one_device(Classifier(), optax.sgd(1.0), BATCHES[:1], loss_fn, train=False)
-    chex.assert_trees_all_close(own_shapes(program, state.params), expected.params, atol=1e-6)
 
 
 @pytest.mark.slow
@@ -151,24 +139,3 @@ def test_groups_may_be_replicated_too(devices8):
     assert {c.axes for c in parameter_collectives(program) if c.purpose == "regather_params"} == {
         ("data",)
     }
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"mode": "auto"}, ValueError, "mode='auto', expected 'manual'"),
-        ({"communicate_every": "step"}, ValueError, "communicate_every='step', expected"),
-        ({"reshard_after_forward": False}, ValueError, "reshard_after_forward=False, expected"),
-        ({"pipeline": Pipeline("node")}, ValueError, "with pipeline="),
-        ({"regather_axes": TWO}, ValueError, "expected the first of those axes, and not all"),
-        (
-            {"regather_axes": ("node",)},
-            ValueError,
-            "axis_name=('data', 'node'), expected the first",
-        ),
-        ({"regather_axes": "data"}, TypeError, "regather_axes='data', expected a tuple"),
-    ],
-)
-def test_a_second_gather_that_is_none_is_refused(devices8, options, error, message):
-    with pytest.raises(error, match=re.escape(message)):
-        build(MESHES[0], devices8, **options)

@@ -10,7 +10,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from manualpar import abstract_mesh, make_mesh, zero
+from manualpar import abstract_mesh
 from manualpar.core.modes.strategy import MODES
 from manualpar.inspect import state_bytes, trace_collectives
 from manualpar.training.replicas import ReplicaSentinel
@@ -32,11 +32,6 @@ from tests.tiny import (
 @pytest.fixture(scope="module")
 def reference():
     return train_on_one_device(Classifier(), make_tx(), BATCHES, loss_fn, train=False)
-
-
-@pytest.fixture(scope="module")
-def linear_reference():
-    return train_on_one_device(Linear(16), make_tx(), BATCHES[:2], loss_fn, train=False)
 
 
 # Those that `test_axes_may_be_tuples_and_the_mesh_larger` trains are slow here.
@@ -62,114 +57,6 @@ def test_ten_steps_equal_the_single_device(devices8, reference, name, mode):
     model = Classifier()
     expected, _ = loss_fn(reference.params, model.apply, BATCHES[0], jax.random.key(0))
     np.testing.assert_allclose(metrics["loss"][0] / 64, expected, **TOLERANCE)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("replica", "data"), [slow_unless({(4, 2)}, *pair) for pair in [(1, 8), (4, 2), (8, 1)]]
-)
-def test_hsdp_on_every_factorisation(devices8, reference, replica, data):
-    mesh = make_mesh({"replica": replica, "data": data}, devices8)
-    program = build("hsdp", devices8, mesh=mesh, num_minibatches=4)
-    state, losses = train_program(program, BATCHES[:3])
-    np.testing.assert_allclose(losses, reference.losses[:3], **TOLERANCE)
-    ReplicaSentinel(mesh, program.layout).check(state)
-    sharded = [place for _, place in program.parameters if any(place.names)]
-    assert len(sharded) == 5
-    assert all("replica" not in place.names for place in sharded)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "axis_name"),
-    [
-        pytest.param("zero1", ("a", "data"), marks=pytest.mark.slow),
-        ("zero2", ("data", "a")),
-        pytest.param("fsdp", ("a", "data"), marks=pytest.mark.slow),
-        ("fsdp, step", ("a", "data")),
-        pytest.param("hsdp", ("data", "a"), marks=pytest.mark.slow),
-    ],
-)
-def test_axes_may_be_tuples_and_the_mesh_larger(
-    devices8, reference, linear_reference, name, axis_name
-):
-    shape = {"a": 2, "data": 2, "replica": 1 if name != "hsdp" else 2}
-    mesh = make_mesh(shape, devices8)
-    program = build(name, devices8, mesh=mesh, axis_name=axis_name)
-    state, losses = train_program(program, BATCHES[:3])
-    np.testing.assert_allclose(losses, reference.losses[:3], **TOLERANCE)
-    ReplicaSentinel(program.mesh, program.layout).check(state)
-    # Shards in another order would permute hidden features, which changes nothing; not so classes.
-    model = Linear(16)
-    _, losses = train_program(
-        build(name, devices8, model=model, mesh=mesh, axis_name=axis_name), BATCHES[:2]
-    )
-    np.testing.assert_allclose(losses, linear_reference.losses, **TOLERANCE)
-
-
-AXES = {"axis_by_axis": True}
-
-
-@pytest.mark.parametrize(
-    ("name", "shape", "options"),
-    [
-        pytest.param("dp", (4, 2), AXES, marks=pytest.mark.slow),
-        pytest.param("zero1", (2, 4), AXES, marks=pytest.mark.slow),
-        pytest.param("zero2", (4, 2), AXES, marks=pytest.mark.slow),
-        pytest.param("fsdp", (4, 2), AXES, marks=pytest.mark.slow),
-        pytest.param(
-            "fsdp",
-            (2, 4),
-            AXES | {"keep_gathered": ("output_dense", "input_dense/kernel")},
-            marks=pytest.mark.slow,
-        ),
-        pytest.param("fsdp", (1, 8), AXES, marks=pytest.mark.slow),
-        pytest.param("fsdp, keep", (8, 1), AXES, marks=pytest.mark.slow),
-        ("fsdp, pad", (2, 4), AXES | {"communicate_every": "gather-step"}),
-        pytest.param("fsdp, pad, step", (4, 2), AXES, marks=pytest.mark.slow),
-        pytest.param(
-            "hsdp", (2, 2), AXES | {"keep_gathered": ("output_dense",)}, marks=pytest.mark.slow
-        ),
-        pytest.param(
-            "hsdp", (2, 2), AXES | {"communicate_every": "gather-step"}, marks=pytest.mark.slow
-        ),
-    ],
-)
-def test_however_it_is_sent_it_is_the_same_training(devices8, reference, name, shape, options):
-    program = build_over_two_axes(name, devices8, shape, **options, num_minibatches=2)
-    state, losses = train_program(program, BATCHES[:3])
-    np.testing.assert_allclose(losses, reference.losses[:3], **TOLERANCE)
-    ReplicaSentinel(program.mesh, program.layout).check(state)
-
-
-@pytest.mark.parametrize("name", ["zero1", "fsdp", "fsdp, step"])
-def test_axis_by_axis_shards_keep_their_order(devices8, linear_reference, name):
-    # In another one hidden features would be permuted, which changes nothing; not so classes.
-    model = Linear(16)
-    program = build_over_two_axes(name, devices8, (2, 4), model=model, axis_by_axis=True)
-    _, losses = train_program(program, BATCHES[:2])
-    np.testing.assert_allclose(losses, linear_reference.losses, **TOLERANCE)
-
-
-def build_over_two_axes(name, devices, shape, **options):
-    axes = dict(zip(("major", "minor"), shape, strict=True))
-    mesh = make_mesh({"replica": 2, **axes} if name == "hsdp" else axes, devices)
-    return build(name, devices, mesh=mesh, axis_name=tuple(axes), **options)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mode", "options"),
-    [
-        ("auto", {"communicate_every": "gather-step"}),
-        ("explicit", {"keep_gathered": ("output_dense",)}),
-    ],
-    ids=str,
-)
-def test_what_is_kept_is_kept_in_other_modes(devices8, reference, options, mode):
-    program = build("fsdp", devices8, mode=mode, num_minibatches=2, use_scan=True, **options)
-    _, losses = train_program(program, BATCHES[:3])
-    np.testing.assert_allclose(losses, reference.losses[:3], **TOLERANCE)
 
 
 # What is stored.
@@ -267,53 +154,6 @@ def test_norms_are_the_global_ones(devices8):
             "update_norm",
             "parameter_norm",
         }
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("zero1", {"stage": 3}, r"zero: stage=3, expected one of 1, 2"),
-        ("zero1", {"stage": True}, r"zero: stage=True, expected one of 1, 2"),
-        ("fsdp", {"mode": "gspmd"}, r"fsdp: mode='gspmd', expected one of 'manual', 'auto', "),
-        ("fsdp", {"communicate_every": "layer"}, r"'layer', expected one of 'minibatch', 'step'"),
-        (
-            "fsdp",
-            {"keep_gathered": ("outptu",)},
-            r"keep_gathered names 'outptu', .* 'output_dense'",
-        ),
-        ("fsdp", {"axis_by_axis": 1}, r"fsdp: axis_by_axis=1, expected one of True, False"),
-        ("dp", {"axis_by_axis": True, "mode": "auto"}, r"=True with mode='auto', expected False"),
-        ("fsdp", {"reshard_after_forward": 1}, r"reshard_after_forward=1, expected one of True"),
-        ("hsdp", {"min_weight_size": -1}, r"hsdp: min_weight_size=-1, expected a number of"),
-        ("fsdp", {"gather_dtype": "float16"}, r"fsdp: gather_dtype='float16', expected one of"),
-        ("fsdp", {"reduce_dtype": "int8"}, r"fsdp: reduce_dtype='int8', expected one of"),
-        (
-            "fsdp",
-            {"reduce_dtype": "bfloat16", "mode": "auto"},
-            r"reduce_dtype='bfloat16' with mode='auto', expected None: XLA chooses",
-        ),
-        ("fsdp", {"gather_dtype": "bf16"}, r"fsdp: gather_dtype='bf16', expected one of"),
-        ("zero2", {"pad": "yes"}, r"zero: pad='yes', expected one of True, False"),
-        ("dp", {"use_scan": 1}, r"data_parallel: use_scan=1, expected one of True, False"),
-        ("fsdp", {"num_minibatches": 3, "mode": "auto"}, r"=3 does not divide the 8 examples of"),
-        ("fsdp", {"num_minibatches": 0, "mode": "explicit"}, r"=0, expected a positive integer"),
-        ("hsdp", {"replica_axis": "pod"}, r"hsdp: axis_name names \['pod'\], but the mesh has"),
-    ],
-)
-def test_options_that_do_not_fit_are_refused(devices8, name, options, message):
-    with pytest.raises(ValueError, match=message):
-        build(name, devices8, **options)
-
-
-def test_options_that_there_are_not_or_that_are_missing_are_refused(devices8):
-    with pytest.raises(TypeError, match=r"fsdp: 'minibatches' is not .* mean 'num_minibatches'"):
-        build("fsdp", devices8, minibatches=4)
-    with pytest.raises(
-        TypeError, match=r"fsdp: keep_gathered='output_dense', expected a tuple of name"
-    ):
-        build("fsdp", devices8, keep_gathered="output_dense")
-    with pytest.raises(TypeError, match=r"zero1: batch= is missing, expected it as a keyword"):
-        zero(Classifier(), make_tx(), loss_fn, mesh=make_mesh({"data": 8}, devices8))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from manualpar import Batch, Pipeline, assert_same_as_one_device, fsdp, make_mesh
 from manualpar.core.modes.strategy import MODES
-from manualpar.core.parameters.placement import path_name
+from manualpar.core.trees import path_name
 from manualpar.inspect import bytes_by_axes, ledger, of_parameters, state_bytes, step_bytes
 from manualpar.inspect.memory import step_memory
 from manualpar.inspect.trained_parts import trained_parts
@@ -80,16 +80,6 @@ def test_steps_equal_those_of_one_device(devices8, reference, name, mode):
     ReplicaSentinel(program.mesh, program.layout).check(state)
     assert len(before) == 2
     chex.assert_trees_all_equal(before, frozen_arrays(program, state.params))
-
-
-def test_choices_that_choose_nothing_are_refused(devices8):
-    with pytest.raises(ValueError, match=r"'output/\*'.*fits no parameter.*'output_dense/"):
-        build("fsdp", devices8, trainable=("*/bias", "output/*"))
-    for globs in ("*/bias", (), ("*/bias", 3)):
-        with pytest.raises(TypeError, match="expected a tuple of one or more globs"):
-            build("fsdp", devices8, trainable=globs)
-    with pytest.raises(ValueError, match="frozen_dtype='bfloat16', expected None"):
-        build("fsdp", devices8, frozen_dtype="bfloat16")
 
 
 # What it costs.

@@ -1,7 +1,6 @@
 """Split dense layers against flax's on one device: initial bits, values and all gradients."""
 
 import collections
-import dataclasses
 import functools
 from typing import Any
 
@@ -210,52 +209,6 @@ def test_a_kernel_that_is_not_split_may_have_logical_names() -> None:
 
 COLUMN = SplitDense((4, 8), (None, "model"))
 ROW = SplitDense((8, 4), ("model", None))
-
-
-@pytest.mark.parametrize(
-    ("layer", "size", "message"),
-    [
-        (dataclasses.replace(COLUMN, names=(None,)), 4, "names=.None,., contracted=1: expected a"),
-        (dataclasses.replace(COLUMN, contracted=2), 4, "expected contracted from 1 to 1"),
-        (dataclasses.replace(COLUMN, names=("model", ("data", "model"))), 4, "an axis on one side"),
-        (dataclasses.replace(ROW, shared=True), 8, "contribute the same product"),
-        (dataclasses.replace(COLUMN, sequence_dim=1), 4, "the result is not summed. Give it to"),
-        (
-            dataclasses.replace(ROW, overlap="ring"),
-            8,
-            "no sequence_dim, expected the sequence_dim of a row",
-        ),
-        (dataclasses.replace(ROW, overlap="rings"), 8, "expected 'none' or 'ring'"),
-        (COLUMN, 5, r"got x of shape \(2, 5\), expected last dims \(4,\)\."),
-    ],
-)
-def test_refused(layer: SplitDense, size: int, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        layer.init(jax.random.key(0), jnp.ones((2, size)))
-
-
-@pytest.mark.parametrize(
-    ("layer", "enter_as", "message"),
-    [
-        (COLUMN, "whole", "expected what enter returns. Call enter once"),
-        (ROW, "whole", r"expected last dims \(2,\): this device's part, as a column-parallel"),
-        (SplitDense((4, 8), (None, None)), "chunks", "expected an output dim that is split over"),
-    ],
-)
-def test_refused_on_an_axis(layer: SplitDense, enter_as: str, message: str) -> None:
-    mesh = make_mesh({"model": 4}, devices=jax.devices()[:4])
-    x = jnp.ones((8, layer.shape[0]))
-    boxed = layer.init(jax.random.key(0), x)
-
-    def apply(params: Any, x: jax.Array) -> Any:
-        return layer.apply(params, enter_ring(x, "model", 0) if enter_as == "chunks" else x)
-
-    shapes = P("model") if enter_as == "chunks" else P()
-    specs = {"in_specs": (specs_of(boxed), shapes), "out_specs": P()}
-    with pytest.raises(ValueError, match=message):
-        jax.eval_shape(
-            jax.shard_map(apply, mesh=mesh, check_vma=True, **specs), nn.meta.unbox(boxed), x
-        )
 
 
 def test_devices_share_key_heads_that_are_fewer_than_they(devices8: list[jax.Device]) -> None:

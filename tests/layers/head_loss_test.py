@@ -224,43 +224,6 @@ def test_nothing_of_the_size_of_all_logits_is_made():
     assert max(sizes) == tokens * chunk
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"head": HEAD.T}, ValueError, r"x has the shape \(4, 3, 5\) and head \(48, 5\), expected"),
-        ({"labels": LABELS[0]}, ValueError, r"labels have the shape \(3,\), expected \(4, 3\)"),
-        ({"labels": LABELS * 1.0}, TypeError, r"inputs are float32 and labels float32, expected"),
-        ({"label_smoothing": 1.0}, ValueError, r"label_smoothing is 1.0, expected from 0 to less"),
-        ({"soft_cap": 0.0}, ValueError, r"soft_cap is 0.0, expected more than 0, or None"),
-        ({"chunk": 0}, ValueError, r"chunk is 0, expected at least 1, or None"),
-    ],
-    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
-)
-def test_what_cannot_be_right_is_refused(change, error, message):
-    args = {"x": X, "head": HEAD, "labels": LABELS} | change
-    args |= {name: jnp.asarray(args[name]) for name in ("x", "head", "labels")}
-    with pytest.raises(error, match=f"head_cross_entropy: {message}"):
-        head_cross_entropy(**args)
-
-
-def test_labels_that_differ_along_the_split_are_refused(devices8):
-    mesh = make_mesh({"data": 2, "model": 4}, devices=devices8)
-
-    def on_device(head, labels):
-        x = jnp.zeros((*labels.shape, D))
-        return head_cross_entropy(x, head, labels, axis="model")[0]
-
-    run = jax.shard_map(
-        on_device,
-        mesh=mesh,
-        in_specs=(P(None, "model"), P("data", "model")),
-        out_specs=P("data", "model"),
-        check_vma=True,
-    )
-    with pytest.raises(ValueError, match=r"head_cross_entropy: labels vary over \('model',\) by"):
-        jax.eval_shape(run, jnp.asarray(HEAD), jnp.zeros((4, 4), jnp.int32))
-
-
 @pytest.mark.slow
 def test_how_many_chunks_there_are_is_not_taken_for_positions():
     """A model with a context axis is traced with several lengths, and longer ones have more."""

@@ -133,46 +133,6 @@ def test_rings_rematerialised_and_in_16_bits(
     check(4, 2, **options)
 
 
-@pytest.mark.parametrize(
-    ("block", "message"),
-    [
-        (
-            lambda x, w: enter_ring(jnp.ones_like(w), "model", 0),
-            r"the same on all devices along \('model',\) by its type, expected an input that is",
-        ),
-        (
-            lambda x, w: gather_matmul(enter_ring(x, "model", 1), w),
-            "sequence_dim=1 of an x of shape .2, 4., expected one of its first 1 dims",
-        ),
-        (
-            lambda x, w: gather_matmul(enter_ring(x, "model", 0), w.T),
-            "last 1 dims of x to equal the first 1 of the kernel",
-        ),
-        (
-            lambda x, w: matmul_scatter(x, w, "model", 0),
-            "2 positions along sequence_dim=0 of an x of shape .2, 4., expected a multiple of",
-        ),
-        (
-            lambda x, w: matmul_scatter(jnp.ones((4, 4)), w, "model", 0),
-            "the same on all devices along .'model',. by its type, expected what the devices",
-        ),
-        (
-            lambda x, w: matmul_scatter(enter_ring(x[None], "model", 0), w, "model", 1),
-            "x is in chunks along sequence_dim=0 over .'model',., expected them along 1",
-        ),
-    ],
-)
-def test_refused(block: Any, message: str) -> None:
-    mesh = make_mesh({"model": 4}, devices=jax.devices()[:4])
-    specs = {"in_specs": (P("model"), P()), "out_specs": P()}
-    with pytest.raises(ValueError, match=message):
-        jax.eval_shape(
-            jax.shard_map(block, mesh=mesh, check_vma=True, **specs),
-            jnp.ones((8, 4)),
-            jnp.ones((4, 3)),
-        )
-
-
 def test_an_input_may_be_the_same_everywhere(devices8: list[jax.Device]) -> None:
     mesh = make_mesh({"model": 4}, devices=devices8[:4])
 

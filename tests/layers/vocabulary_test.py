@@ -12,7 +12,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from manualpar import Batch, abstract_mesh, fsdp, make_mesh
+from manualpar import Batch, fsdp, make_mesh
 from manualpar.core.parameters.split_parameter import split
 from manualpar.layers import enter, split_argmax, split_cross_entropy, split_lookup
 from manualpar.models.cross_entropy import language_model_loss
@@ -244,74 +244,6 @@ def test_several_axes_split_in_the_order_that_is_named(mesh):
     np.testing.assert_array_equal(best, logits.argmax(axis=-1))
 
 
-def logits_of(x):
-    return jnp.zeros((*x.shape, V)) + x[..., None].astype(jnp.float32)
-
-
-BOTH = P("data", "model")
-
-
-@pytest.mark.parametrize(
-    ("call", "spec", "error", "message"),
-    [
-        (
-            lambda x: split_lookup(enter(TABLE, "model"), x, "model"),
-            BOTH,
-            ValueError,
-            r"split_lookup: tokens of shape \(2, 2\) vary over \('model',\) by their type",
-        ),
-        (
-            lambda x: split_lookup(TABLE + x[0, 0], x[0], ("data", "model")),
-            P("data"),
-            ValueError,
-            r"split_lookup: an array of shape \(16, 6\) varies over \['data'\] by its type, "
-            r"expected all of \('data', 'model'\)",
-        ),
-        (
-            lambda x: split_cross_entropy(logits_of(x), jnp.ones(x.shape, int)),
-            BOTH,
-            ValueError,
-            r"split_cross_entropy: logits of shape \(2, 2, 16\) vary over \['data', 'model'\] by "
-            r"their type and labels over no axis",
-        ),
-        (
-            lambda x: split_cross_entropy(logits_of(x), x, axis="model"),
-            BOTH,
-            ValueError,
-            r"split_cross_entropy: labels vary over \('model',\) by their type",
-        ),
-        (
-            lambda x: split_cross_entropy(logits_of(x), x[0]),
-            P("data"),
-            ValueError,
-            r"split_cross_entropy: labels have the shape \(8,\), expected \(2, 8\): one for",
-        ),
-        (
-            lambda x: split_cross_entropy(logits_of(x), x.astype(float)),
-            P("data"),
-            TypeError,
-            r"split_cross_entropy: logits are float32 and labels float32, expected floats and int",
-        ),
-    ],
-    ids=["tokens", "partly", "constant", "labels", "shape", "dtype"],
-)
-def test_what_cannot_be_right_is_refused(mesh, call, spec, error, message):
-    with pytest.raises(error, match=message):
-        on_mesh(mesh, call, spec, P()).trace(TOKENS)
-
-
-def test_types_that_name_several_axes_do_not_tell_which_one_splits():
-    mesh = abstract_mesh({"data": 2, "model": 2, "expert": 2}, 8)
-
-    def on_device(labels, logits):
-        return split_cross_entropy(logits, labels)
-
-    specs = (P("data"), P("data", None, ("model", "expert")))
-    run = on_mesh(mesh, on_device, specs, P("data"))
-    with pytest.raises(ValueError, match=r"vary over \['expert', 'model'\] by their type and lab"):
-        run.trace(LABELS, random_logits())
-
-
 class Bigrams(nn.Module):
     """Logits of the next token, from an embedding that may be their head too."""
 
@@ -361,24 +293,3 @@ def test_a_program_trains_a_split_vocabulary_as_one_device(devices8, sizes, tied
     np.testing.assert_allclose(losses, expected.losses, rtol=1e-5)
     got = jax.device_get(state.params)
     chex.assert_trees_all_close(got, nn.unbox(expected.params), rtol=1e-5, atol=1e-6)
-
-
-def test_a_loss_or_a_metric_of_each_devices_own_columns_is_refused(devices8):
-    def of_own_columns(params, apply_fn, batch, rng):
-        logits = apply_fn({"params": params}, batch.inputs)
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
-        return losses.mean(), {"loss": (losses.sum(), losses.size)}
-
-    def best_of_own_columns(params, apply_fn, batch, rng):
-        loss, metrics = language_model_loss(params, apply_fn, batch, rng)
-        best = apply_fn({"params": params}, batch.inputs).argmax(axis=-1) == batch.labels
-        return loss, {**metrics, "best": (best.sum(), best.size)}
-
-    mesh = make_mesh({"data": 2, "model": 4}, devices=devices8)
-    for loss_fn, name in (
-        (of_own_columns, "the loss"),
-        (best_of_own_columns, r"metrics\['best'\]"),
-    ):
-        message = rf"loss_fn: {name} varies over \['model'\] by its type, expected the same value"
-        with pytest.raises(ValueError, match=message):
-            fsdp(Bigrams(True), optax.sgd(1.0), loss_fn, mesh=mesh, batch=text())

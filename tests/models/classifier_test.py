@@ -3,7 +3,6 @@
 import chex
 import jax
 import jax.numpy as jnp
-import pytest
 
 from manualpar.models import Classifier
 
@@ -57,8 +56,3 @@ def test_dropout_is_for_training_and_follows_its_key():
     chex.assert_trees_all_equal(logits(1), logits(1))
     assert not jnp.allclose(logits(1), logits(2))
     assert not jnp.allclose(logits(1), model.apply(variables, x, train=False))
-
-
-def test_no_layer_at_all_is_an_error():
-    with pytest.raises(ValueError, match="num_layers is 0, expected at least 1"):
-        _init(Classifier(num_layers=0))

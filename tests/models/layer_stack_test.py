@@ -127,26 +127,3 @@ def test_slow_rotations_keep_what_turns_fast():
     assert 0.5 < kept[1] < 0.8
     scaled = rotary_angles(jnp.arange(4), 8, base=1e4, scaling=scaling)
     np.testing.assert_allclose(scaled, plain * (kept + (1 - kept) / 8)[None], rtol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"global_every": 1}, "global_every is 1, expected at least 2, such as 6, or 0"),
-        ({"attention_window": 0}, "global_every is 3, expected 0 without attention_window"),
-        ({"global_every": 0}, r"local_rope_base is 100.0, expected more than 1 with global_every"),
-        ({"local_rope_base": 0.5}, "local_rope_base is 0.5, expected more than 1"),
-        ({"rope_scaling": ""}, "rope_factor is 4.0, expected 1 without rope_scaling"),
-        ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn', expected one of '', 'linear', 'llama3"),
-        ({"rope_factor": 0.5}, "rope_factor is 0.5, expected at least 1"),
-        ({"rope_low_factor": 4.0}, "rope_low_factor is 4.0, expected between 0 and rope_high_fac"),
-        ({"rope_original_length": 0}, "rope_original_length is 0, expected at least 1"),
-        ({"norm_epsilon": 0.0}, "norm_epsilon is 0.0, expected more than 0"),
-        ({"attention_scale": -1.0}, "attention_scale is -1.0, expected more than 0"),
-        ({"activation": "relu"}, "activation is 'relu', expected one of 'silu', 'gelu'"),
-        ({"activation": "gelu", "num_experts": 2}, "activation is 'gelu', expected 'silu' with"),
-    ],
-)
-def test_fields_that_do_not_fit_are_refused(fields, message):
-    with pytest.raises(ValueError, match=f"Transformer: {message}"):
-        flops_per_token(MODEL.clone(**fields), 8)

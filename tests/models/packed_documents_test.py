@@ -44,25 +44,6 @@ def test_documents_of_a_batch_are_those_that_a_token_begins():
     chex.assert_trees_all_close(begun[:1, 2:5], alone, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("inputs", "message"),
-    [
-        ({"tokens": np.zeros((2, 4), np.int32)}, "inputs have tokens, expected 'tokens' and 'doc"),
-        (
-            {"tokens": np.zeros((2, 4), np.int32), "documents": np.zeros((2, 5), np.int32)},
-            r"documents are int32\[2, 5\], expected integers \[2, 4\]",
-        ),
-        (
-            {"tokens": np.zeros((2, 4), np.int32), "documents": np.zeros((2, 4), np.float32)},
-            r"documents are float32\[2, 4\], expected integers \[2, 4\]",
-        ),
-    ],
-)
-def test_inputs_that_do_not_fit_are_refused(inputs, message):
-    with pytest.raises(ValueError, match=message):
-        SMALL.init(jax.random.key(0), inputs)
-
-
 MESHES = {
     "data": ({"data": 8}, {}, {}),
     "split": (

@@ -2,11 +2,9 @@
 
 import jax
 import numpy as np
-import optax
 import pytest
 
-from manualpar import Batch, assert_same_as_one_device, fsdp, make_mesh
-from manualpar.models.cross_entropy import language_model_loss
+from manualpar import Batch, assert_same_as_one_device
 from tests.models import split_layers
 from tests.models.split_layers import BOS, EXPERTS
 from tests.models.transformer_families import GEMMA, QWEN
@@ -71,31 +69,6 @@ def test_a_split_sequence_is_the_same_as_one_device(build, mesh, fields, options
     model = SMALL.clone(**fields)
     program = _build(build, model, MESHES[mesh], **options)
     assert_same_as_plain_flax(program, model, _batch)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"split_axis": "context"}, "context_axis is 'context', expected another axis than split_"),
-        (
-            {"attention": "cudnn"},
-            "attention is 'cudnn', expected '' or 'blockwise' with context_a",
-        ),
-        ({"context_attention": "all"}, "context_attention is 'all', expected one of 'ring', 'uly"),
-        ({"context_attention": "ulysses", "num_heads": 4}, "4 query heads and 2 key heads do not"),
-    ],
-)
-def test_what_cannot_be_split_is_refused(fields, message, devices8):
-    del devices8
-    with pytest.raises(ValueError, match=message):
-        _build("fsdp", SMALL.clone(**fields), MESHES["1x8"])
-
-
-def test_sequences_that_nobody_splits_are_refused(devices8):
-    mesh = make_mesh({"data": 2, "context": 4}, devices8)
-    loss = language_model_loss
-    with pytest.raises(ValueError, match="Build the program with context_axis='context'"):
-        fsdp(SMALL, optax.sgd(1.0), loss, mesh=mesh, batch=_batch(), min_weight_size=16)
 
 
 @pytest.mark.slow

@@ -16,8 +16,6 @@ from manualpar.models import Transformer, flops_per_token
 from manualpar.models.generation import Generator
 from manualpar.models.generation.sampling import sample_tokens
 from manualpar.models.layer_stack import layer_place
-from manualpar.planner.closed_form.layout_search import rank_layouts
-from manualpar.planner.topology import parse_topology
 from tests.models.transformer_on_one_device import assert_same_as_plain_flax, loss_of
 
 SMALL = Transformer(
@@ -154,40 +152,3 @@ def test_operations_are_those_of_chosen_and_shared_experts():
     weights = 16 * (2 * shared + dense - chosen)
     assert flops_per_token(DEEPSEEK_V3, 8) == plain + 6 * weights
     assert flops_per_token(QWEN, 8) == flops_per_token(SMALL, 8) + 6 * 2 * 16 * (3 * 12 + 1)
-
-
-def test_the_planner_refuses_what_its_closed_forms_do_not_know():
-    topology = parse_topology("v5p:2x2x1")
-    for field, model in (("shared_experts_size", QWEN), ("dense_layers", SMALL)):
-        with pytest.raises(ValueError, match=f"plan: config.model.{field} is .*use --sweep"):
-            rank_layouts(model.clone(dense_layers=1), topology, examples=8, positions=8)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"num_experts": 0}, "shared_experts_size is 12, expected 0 without num_experts"),
-        ({"gate_scale": 0.0}, "gate_scale is 0.0, expected more than 0"),
-        ({"expert_gates": "relu"}, "expert_gates is 'relu', expected one of 'softmax', 'sigmoid'"),
-        ({"expert_groups": 3}, "expert_groups is 3, expected a divisor of num_experts=8"),
-        (
-            {"expert_groups": 8, "expert_group_score": "best"},
-            "expert_groups_per_token is 1, expected from 2 to expert_groups=8, because",
-        ),
-        (
-            {"expert_groups": 8, "expert_groups_per_token": 2},
-            "expert_group_score is 'best_two', expected 'best' with groups of one",
-        ),
-        ({"shared_experts_size": -1}, "shared_experts_size is -1, expected at least 1, or 0"),
-        ({"shared_experts_size": 0}, "shared_gate is True, expected False without"),
-        ({"dense_layers": 2}, "dense_layers is 2, expected less than num_layers=2"),
-        (
-            {"dense_layers": 1, "attention_window": 2, "global_every": 2},
-            "dense_layers is 1, expected a multiple of global_every=2",
-        ),
-        ({"dense_mlp_size": 8}, "dense_mlp_size is 8, expected 0 without dense_layers"),
-    ],
-)
-def test_fields_that_do_not_fit_are_refused(fields, message):
-    with pytest.raises(ValueError, match=f"Transformer: {message}"):
-        jax.eval_shape(QWEN.clone(**fields).init, jax.random.key(0), make_batch().inputs)

@@ -102,30 +102,3 @@ def test_what_pads_the_vocabulary_has_no_part_in_the_model():
     assert (logits[1:, :, 29:] == -jnp.inf).all()
     assert np.isnan(logits[0, :, :29]).all()
     assert np.isnan(expected[0]).all()
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        (
-            {"num_heads": 6, "head_size": 4, "num_kv_heads": 6},
-            r"attention/key/kernel.*dim 2 of size",
-        ),
-        ({"num_heads": 12, "head_size": 4, "num_kv_heads": 3}, r"key/kernel.*dim 2 of size 3"),
-        ({"mlp_size": 30}, r"down/kernel.*dim 1 of size 30 does not divide over the 4 devices"),
-        ({"vocab_multiple": 1}, r"embedding.*dim 0 of size 29 does not divide over the 4 devices"),
-        ({"annotate": True}, "annotate is True, expected False with split_axis='model'"),
-        ({"split_axis": "", "sequence_parallel": True}, "sequence_parallel is True, expected Fal"),
-        ({"vocab_multiple": 0}, "vocab_multiple is 0, expected at least 1"),
-        ({"overlap": "ring"}, "overlap is 'ring', expected 'none' without sequence_parallel"),
-        ({"overlap": "rings", "sequence_parallel": True}, "overlap is 'rings', expected one of"),
-        ({"num_experts": -1}, "num_experts is -1, expected the number of experts, or 0"),
-        ({"num_experts": 2, "experts_per_token": 3}, "experts_per_token is 3, expected from 1 to"),
-        ({"num_experts": 2, "capacity_factor": -1.0}, "capacity_factor is -1.0, expected more"),
-        ({"expert_axis": "data"}, "expert_axis is 'data', expected '' without num_experts"),
-    ],
-)
-def test_what_cannot_be_split_is_refused(fields, message, devices8):
-    del devices8
-    with pytest.raises(ValueError, match=message):
-        build_program("fsdp", SMALL.clone(**fields), MESHES["2x4"])

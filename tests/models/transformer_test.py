@@ -380,44 +380,6 @@ def test_dropout_is_for_training_and_follows_its_key():
     chex.assert_trees_all_equal(_logits(model, params, PACKED), without)
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"num_layers": 0}, "num_layers is 0, expected at least 1"),
-        ({"num_heads": 0}, "num_heads is 0, expected at least 1"),
-        ({"hidden_size": 18}, "hidden_size is 18, expected a multiple of num_heads=4"),
-        ({"num_kv_heads": 3}, "num_kv_heads is 3, expected a divisor of num_heads=4"),
-        ({"num_kv_heads": -1}, "num_kv_heads is -1, expected a divisor"),
-        ({"head_size": 5}, "head_size is 5, expected an even number"),
-        ({"head_size": -2}, "head_size is -2, expected an even number"),
-        ({"hidden_size": 12}, r"head_size is 0, expected an even .*num_heads is 3\)"),
-        ({"rope_base": 1}, "rope_base is 1, expected more than 1"),
-        ({"dropout_rate": 1.0}, "dropout_rate is 1.0, expected from 0"),
-        ({"remat": "all"}, "remat is 'all', expected one of 'none', 'dots', 'full'"),
-        (
-            {"attention": "flash"},
-            "attention is 'flash', expected one of '', 'splash', 'cudnn', 'b",
-        ),
-        ({"attention_window": -1}, "attention_window is -1, expected at least 1"),
-        ({"attention_soft_cap": -0.5}, "attention_soft_cap is -0.5, expected more than 0"),
-        ({"bos_token": 16}, "bos_token is 16, expected less than vocab_size=16"),
-        ({"bos_token": -2}, "bos_token is -2, expected less than vocab_size=16, or -1"),
-        ({"dtype": "int32"}, "dtype is 'int32', expected a floating dtype"),
-    ],
-)
-def test_fields_that_do_not_fit_are_refused(fields, message):
-    with pytest.raises(ValueError, match=f"Transformer: {message}"):
-        _params(SMALL.clone(**fields))
-    with pytest.raises(ValueError, match=message):
-        flops_per_token(SMALL.clone(**fields), 8)
-
-
-@pytest.mark.parametrize("tokens", [jnp.zeros((1, 4)), jnp.zeros(4, jnp.int32)])
-def test_what_is_no_batch_of_tokens_is_refused(tokens):
-    with pytest.raises(ValueError, match=r"tokens are \w+\[.*expected integers \[batch, sequence"):
-        SMALL.init(jax.random.key(0), tokens)
-
-
 BUILDERS = {"fsdp": fsdp, "zero": zero, "hsdp": hsdp, "data_parallel": data_parallel}
 
 

@@ -2,7 +2,6 @@
 
 import functools
 import math
-import types
 from collections import Counter
 
 import jax
@@ -134,11 +133,6 @@ def test_an_unrolled_model_has_the_same_work(work):
     unrolled = read_work(*_language_model(scan_layers=False))
     assert unrolled.flops == pytest.approx(work.flops)
     assert len(unrolled.loads) <= len(work.loads) + 8  # What is alike is added up.
-
-
-def test_other_modes_are_refused():
-    with pytest.raises(ValueError, match=r"mode='auto', expected 'manual'.*--compiler=tpu"):
-        read_work(types.SimpleNamespace(mode="auto"), Throughput(1))
 
 
 # Work that was scaled, against the same work traced.

@@ -84,13 +84,6 @@ def test_what_does_not_fit_comes_last_and_says_why(builder):
         assert not each.plan.fits
 
 
-def test_an_order_of_one_mesh_is_refused(builder):
-    config = ml_collections.ConfigDict(builder.config.to_dict())
-    config.parallel.mesh_order = ("data",)
-    with pytest.raises(ValueError, match=r"mesh_order is \('data',\), expected \(\) in a sweep"):
-        sweep(Builder(config, builder.task), parse_topology("h100:8"))
-
-
 def test_a_batch_that_no_mesh_divides_is_a_reason(builder):
     config = ml_collections.ConfigDict(builder.config.to_dict())
     config.data.batch_size = 60

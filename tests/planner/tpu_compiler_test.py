@@ -2,22 +2,19 @@
 
 import importlib.util
 import json
-import signal
-import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 from ml_collections import ConfigDict
 
-from manualpar.planner import tpu_compiler
 from manualpar.planner.compiled_plan import plan_of, purpose_and_module, schedule_of
 from manualpar.planner.hardware import chip_named
 from manualpar.planner.kernels import kernel_efficiency
 from manualpar.planner.tpu_compiler import TpuCompilerError, compile_for_tpu, compile_step
-from manualpar.planner.tpu_worker import PROGRAM, RESULT, is_out_of_hbm
+from manualpar.planner.tpu_worker import is_out_of_hbm
 from manualpar.training.config import load_config
 from tests.paths import ROOT
+from tests.planner.fake_worker import FACTS, answer
 
 DATA = Path(__file__).parent / "tpu"
 HAS_LIBTPU = importlib.util.find_spec("libtpu") is not None
@@ -25,23 +22,6 @@ needs_libtpu = pytest.mark.skipif(
     not HAS_LIBTPU,
     reason='libtpu, which has the TPU compiler, is not installed: pip install ".[tpu-compiler]"',
 )
-FACTS = {
-    "libtpu": "0.0.42",
-    "num_devices": 16,
-    "name": "fsdp manual",
-    "mesh": {"data": 16},
-    "order": [],
-    "links": "data: along xy",
-    "places": [(0, x, y, 0) for x in range(4) for y in range(4)],
-    "kernels": [],
-    "options": {"xla_some": "true"},
-    "why_options": "by the chip",
-    "state": {"parameters": 400, "optimizer": 800, "batch": 30},
-    "dtype": "bfloat16",
-    "examples_per_step": 32,
-    "tokens_per_example": 10,
-    "flops_per_example": 1e9,
-}
 MEMORY = {"arguments": 1300, "outputs": 1250, "aliased": 1200, "temporaries": 999, "code": 5}
 
 
@@ -55,22 +35,6 @@ def config() -> ConfigDict:
     return config.lock()
 
 
-def answer(monkeypatch: pytest.MonkeyPatch, result: dict[str, Any] | None, **more: Any) -> None:
-    """Lets a worker give an answer, or `None`; what else it does is said by name."""
-
-    def run(command: list[str], *, stderr: Any, **_: Any) -> subprocess.CompletedProcess[str]:
-        folder = Path(command[-1])
-        if more.get("is_slow"):
-            raise subprocess.TimeoutExpired(command, 1)
-        if result is not None:
-            (folder / RESULT).write_text(json.dumps(result), encoding="utf-8")
-        (folder / PROGRAM).write_text(more.get("text", ""), encoding="utf-8")
-        stderr.write(more.get("stderr", ""))
-        return subprocess.CompletedProcess(command, more.get("returncode", 0))
-
-    monkeypatch.setattr(tpu_compiler.subprocess, "run", run)
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(HAS_LIBTPU, reason="libtpu is installed here, so nothing is missing")
 def test_missing_library_is_one_sentence_with_the_command(config: ConfigDict) -> None:
@@ -79,71 +43,6 @@ def test_missing_library_is_one_sentence_with_the_command(config: ConfigDict) ->
     message = str(caught.value)
     assert message.endswith('install it with: pip install "manualpar[tpu-compiler]"')
     assert "\n" not in message
-
-
-def error(stage: str, kind: str, text: str) -> dict[str, str]:
-    return {"stage": stage, "type": kind, "error": text}
-
-
-@pytest.mark.parametrize(
-    ("result", "more", "sentence"),
-    [
-        (
-            error("topology", "JaxRuntimeError", 'layout "v5e:3x5" is not divisible'),
-            {},
-            "libtpu does not know the topology 'v5e:4x4' .*3x5.* such as v5e:2x2",
-        ),
-        (
-            error(
-                "compile", "JaxRuntimeError", "INVALID_ARGUMENT: No such compile option: 'xla_a'"
-            ),
-            {},
-            "does not know the option 'xla_a'",
-        ),
-        (
-            error("compile", "JaxRuntimeError", "RESOURCE_EXHAUSTED: Ran out of memory in vmem"),
-            {},
-            "needs more of the chip's own memory",
-        ),
-        (
-            error("compile", "JaxRuntimeError", "INTERNAL: a\nb"),
-            {},
-            "failed for v5e:4x4: INTERNAL: a b",
-        ),
-        (
-            None,
-            {"returncode": -signal.SIGABRT, "stderr": "chat\nF0000 check failed\n"},
-            "ended with signal SIGABRT for v5e:4x4; its last words: F0000 check failed",
-        ),
-        (None, {"returncode": 3}, "ended with exit code 3 .* nothing was said"),
-        (FACTS, {"returncode": -signal.SIGKILL}, "ended with signal SIGKILL"),
-        (None, {"is_slow": True}, "has not finished after 1,800 seconds for v5e:4x4"),
-        (FACTS | {"num_devices": 8, "memory": {}}, {}, "for 8 devices, expected 16"),
-    ],
-)
-def test_each_failure_has_its_sentence(
-    monkeypatch: pytest.MonkeyPatch,
-    config: ConfigDict,
-    result: dict[str, Any] | None,
-    more: dict[str, Any],
-    sentence: str,
-) -> None:
-    answer(monkeypatch, result, **more)
-    with pytest.raises(TpuCompilerError, match=sentence):
-        compile_for_tpu(config, "v5e:4x4")
-
-
-def test_mistake_in_the_config_is_said_as_it_is(
-    monkeypatch: pytest.MonkeyPatch, config: ConfigDict
-) -> None:
-    answer(monkeypatch, error("prepare", "ValueError", "config.data.batch_size is 7, expected"))
-    with pytest.raises(ValueError, match=r"^config\.data\.batch_size is 7, expected$"):
-        compile_for_tpu(config, "v5e:4x4")
-
-
-def test_gpus_have_no_compiler_here(config: ConfigDict) -> None:
-    with pytest.raises(TpuCompilerError, match="expected TPUs"):
-        compile_for_tpu(config, "h100:8")
 
 
 def test_plan_is_what_the_compiler_says(

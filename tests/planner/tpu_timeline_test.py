@@ -326,12 +326,6 @@ def test_end_of_what_the_turn_before_began_is_passed_over() -> None:
     assert read(text, {"data": 2}) == read(PAIR, {"data": 2})
 
 
-@pytest.mark.parametrize("text", ["", "module @jit_f {}", "HloModule jit_f, num_partitions=8"])
-def test_text_that_is_not_scheduled_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="expected an HloModule that is scheduled"):
-        read(text, {"data": 8})
-
-
 def test_loop_that_does_not_count_is_refused() -> None:
     loop = """
 %test (c: f32[4]) -> pred[] {

@@ -31,9 +31,3 @@ def test_vocabulary_changes_the_model_and_its_flops_and_nothing_else() -> None:
     # The head's product alone: six FLOPs for each weight and token.
     more = (32_000 - before["embedding"][0]) * hidden * 6 * config.data.sequence_length
     assert planned.task.flops_per_example - trained.task.flops_per_example == pytest.approx(more)
-
-
-@pytest.mark.parametrize(("name", "vocab_size"), [("fsdp.py", 100), ("fsdp_lm.py", -1)])
-def test_what_has_no_vocabulary_refuses_one(name: str, vocab_size: int) -> None:
-    with pytest.raises(ValueError, match=f"vocab_size is {vocab_size} and config.model.name"):
-        prepare_planned(config_of(name), devices=8, vocab_size=vocab_size)

@@ -100,7 +100,7 @@ def test_a_main_thread_that_hangs_ends_all(victim, processes, tmp_path):
         assert process.wait() == LOST, process.err
     sentence = f"process {victim} on .* was lost: it has made no progress for .* and the others are"
     assert re.search(sentence, started[1 - victim].err)
-    assert "this process was taken for lost by the others" in started[victim].err
+    assert "the other processes have given up this process" in started[victim].err
     assert "faulty_config.py" in started[victim].err, "where it hangs"
     assert "stall: no step for 2 s, after step 60." in started[victim].err
 

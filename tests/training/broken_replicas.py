@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from manualpar.core.parameters.placement import path_name
+from manualpar.core.trees import path_name
 
 
 def corrupt(x, device, change):

@@ -369,13 +369,3 @@ def test_a_state_that_is_not_in_the_layout_is_refused(devices8):
         sentinel.check(replace(state, "raw_key", np.asarray))
     with pytest.raises(ValueError, match=r"only one of them has \['extra', 'step'\]"):
         sentinel.check({**{k: v for k, v in state.items() if k != "step"}, "extra": state["step"]})
-
-
-def test_a_layout_that_is_none_is_refused(devices8):
-    mesh = make_mesh({"data": 8}, devices8)
-    with pytest.raises(ValueError, match="layout is empty"):
-        ReplicaSentinel(mesh, {})
-    with pytest.raises(TypeError, match=r"layout has .* at 'x', expected a PartitionSpec"):
-        ReplicaSentinel(mesh, {"x": NamedSharding(mesh, P())})
-    with pytest.raises(ValueError, match="model"):
-        ReplicaSentinel(mesh, {"x": P("model")})

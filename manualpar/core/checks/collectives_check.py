@@ -3,14 +3,15 @@
 A collective waits for all devices along its axes. If it is inside a `cond` or a `while` whose
 condition varies over such an axis, some devices may not call it. Then the program hangs, or matches
 one device's collective with another collective of the same size and computes nonsense. The types
-allow it, but they show where it can happen. A permutation waits for more devices: in XLA it is one
-operation of all devices of the program, so a condition that varies over any axis makes it hang. (A
-pipeline's stages branch on their index, and gather over the data axes inside.)
+allow such a collective, but they show which axes the condition varies over. A permutation waits for
+more devices: in XLA it is one operation of all devices of the program, so a condition that varies
+over any axis makes it hang. (Branches that differ along other axes are allowed: a pipeline's stages
+branch on their index, and gather over the data axes inside a branch.)
 
-The gradient of a gather is written by hand, for the derivative that a step takes. A model or a loss
-that differentiates a gathered parameter itself would get the sum over the devices instead of the
-mean. This is visible in programs that a step does not differentiate: evaluation, and the loss of
-training without its gradient.
+The gradient of a gather is a `custom_vjp`, which is right for the derivative that a step takes. A
+model or a loss that differentiates a gathered parameter itself would get the sum over the devices
+instead of the mean. The check finds this mistake in programs that a step does not differentiate:
+evaluation, and the loss of training without its gradient.
 """
 
 from typing import Any
@@ -43,9 +44,9 @@ def check_traced_steps(
       data_axes: The mesh axes that split the batch.
 
     Raises:
-      ValueError: Some devices would wait in a collective for ever, examples are gathered in another
-        order than the batch's, or the model differentiates a gathered parameter. The message says
-        where.
+      ValueError: Some devices would wait in a collective for ever, the order in which examples are
+        gathered is not the order of the batch, or the model differentiates a gathered parameter.
+        The message names the place.
     """
     for closed in (train, evaluate):
         for eqn in all_equations(closed.jaxpr):
@@ -77,15 +78,15 @@ def _check_condition(name: str, eqn: Any) -> None:
                     "(jax.lax.pmax)."
                 )
             raise ValueError(
-                f"{found}{differs}some devices would wait there for ever. A sharded "
-                "parameter is gathered where it is used: call the module outside of the branch or "
-                "loop and choose with jnp.where, make the condition the same on all devices "
-                "(jax.lax.pmax), or use data_parallel."
+                f"{found}{differs}some devices would wait in it for ever. A sharded parameter is "
+                "gathered where it is used: call the module outside of the branch or loop and "
+                "choose with jnp.where, make the condition the same on all devices (jax.lax.pmax), "
+                "or use data_parallel."
             )
 
 
 def _check_constraint(name: str, eqn: Any) -> None:
-    """Refuses a constraint to manual axes, which JAX refuses only when it lowers the program."""
+    """Refuses a sharding constraint in manual mode; JAX would refuse it only in lowering."""
     if eqn.primitive.name != "sharding_constraint":
         return
     sharding = eqn.params["sharding"]
@@ -93,14 +94,14 @@ def _check_constraint(name: str, eqn: Any) -> None:
     if manual & set(jax.tree.leaves(tuple(getattr(sharding, "spec", ())))):
         raise ValueError(
             f"{name}: the model or the loss constrains an array to {sharding.spec} with "
-            "mode='manual', maybe by jax.vmap(..., spmd_axis_name=...); expected no constraint,"
-            " because every device runs the model only on its part of the batch. Use "
-            "mode='auto', or take it out."
+            "mode='manual', maybe by jax.vmap(..., spmd_axis_name=...); expected no constraint, "
+            "because every device runs the model only on its part of the batch. Use mode='auto', "
+            "or remove the constraint."
         )
 
 
 def _check_gathered_order(name: str, eqn: Any, data_axes: tuple[str, ...]) -> None:
-    """Refuses a gather of examples over other axes, or in another order, than split the batch."""
+    """Refuses a gather of examples unless its axes are the data axes in the same order."""
     axes = tuple(jax.tree.leaves(eqn.params.get("axis_name")))
     if not axes or purpose_of(str(eqn.source_info.name_stack)) != EXAMPLES_SCOPE:
         return
@@ -112,15 +113,15 @@ def _check_gathered_order(name: str, eqn: Any, data_axes: tuple[str, ...]) -> No
 
 
 def _check_derivatives(name: str, jaxpr: Jaxpr) -> None:
-    """Refuses gathers that have lost their `custom_vjp`, because the model differentiated them."""
+    """Refuses gathers without their `custom_vjp`: the model has differentiated these."""
     for eqn in jaxpr.eqns:
         scope = str(eqn.source_info.name_stack)
         if eqn.primitive.name == "all_gather" and purpose_of(scope) in (GATHER_SCOPE, REGATHER):
             raise ValueError(
-                f"{name}: a parameter that is gathered ({scope}) is "
-                "differentiated within the model or the loss (jax.vjp, nn.vjp), expected one that "
-                "is whole: take nn.unbox(params) in the loss, and for a module that differentiates "
-                "its own parameters use replicate= or data_parallel."
+                f"{name}: a parameter that is gathered ({scope}) is differentiated within the "
+                "model or the loss (jax.vjp, nn.vjp), expected only the training step to "
+                "differentiate it. In a loss, read nn.unbox(params). For a module that "
+                "differentiates its own parameters, use replicate= or data_parallel."
             )
         if "custom_vjp" not in eqn.primitive.name:
             for _, inner in inner_jaxprs(eqn):

@@ -1,14 +1,15 @@
 """Refuses models and losses that are wrong if a device has only some positions of a sequence.
 
-With a context axis a device runs the model on a part of each sequence, and its positions are not
-all neighbours. Code that treats every position separately is right. Other code has to handle the
-axis, see `manualpar.layers.Context`: attention, convolutions, sums, shifts, position numbers.
-Shapes and types do not show code that ignores the axis. So the loss is traced twice, on a device's
-positions and on all positions, and both traces are walked side by side.
+With a context axis a device runs the model on a part of each sequence. The part is not one run of
+neighbouring positions. Code that treats every position separately is right. Attention,
+convolutions, sums, shifts and position numbers have to handle the axis, see
+`manualpar.layers.Context`. Shapes and types do not show code that ignores the axis. So the loss is
+traced twice, on a device's positions and on all positions, and both traces are walked side by side.
 
-Sums over positions are right if they only contribute to the mean loss and the metrics, which a step
-sums over the devices. The loss may be `sum / count`, with the count of its metric. The count may be
-kept from being 0 as over data axes, because a device without a valid position has the weight 0.
+Sums over positions are right if they only contribute to the mean loss and the metrics, because a
+step sums these over the devices. The loss may be `sum / count`, where `count` is the count of
+`metrics["loss"]`. The loss may replace a count of 0 before it divides, as with data axes, because a
+device without a valid position has the weight 0.
 """
 
 import dataclasses
@@ -26,9 +27,10 @@ from manualpar.core.mesh.roles import AxisRoles
 from manualpar.core.model.trace_model import TracedModel
 from manualpar.core.modes.variable_reduction import choose_sync
 from manualpar.core.parameters.collectives import cast_to_varying
-from manualpar.core.parameters.placement import computed_specs
+from manualpar.core.parameters.parameter_info import computed_specs
 from manualpar.core.parameters.split_parameter import take_shared
 from manualpar.core.tracing.scopes import CONTEXT_SCOPE
+from manualpar.core.trees import Batch, Collections, Params
 
 _POSITIONS = (
     "A device has some positions of a sequence, and not neighbouring ones: take their numbers from "
@@ -72,7 +74,7 @@ _MENDS: Mapping[Reason, str] = {
 }
 
 
-def check_context(strategy: str, model: TracedModel, batch: Any, roles: AxisRoles) -> None:
+def check_context(strategy: str, model: TracedModel, batch: Batch, roles: AxisRoles) -> None:
     """Refuses a model or a loss that is wrong on some of a sequence's positions.
 
     Nothing is compiled. Code in the scope of context parallelism is trusted.
@@ -84,7 +86,8 @@ def check_context(strategy: str, model: TracedModel, batch: Any, roles: AxisRole
       roles: The roles of all axes. Nothing is checked if no axis splits dim 1 of the batch.
 
     Raises:
-      ValueError: An operation mixes positions, or is not known not to; its module is named.
+      ValueError: An operation mixes positions, or it is not known whether it does. The message
+        names its module.
     """
     axis = roles.context_axis
     if axis is None or not model.mode.writes_collectives or model.mode.mesh.shape[axis] == 1:
@@ -107,20 +110,20 @@ def check_context(strategy: str, model: TracedModel, batch: Any, roles: AxisRole
 
 
 def _trace_loss(
-    model: TracedModel, batch: Any, roles: AxisRoles, *, training: bool
+    model: TracedModel, batch: Batch, roles: AxisRoles, *, training: bool
 ) -> tuple[ClosedJaxpr, Any]:
     """Returns the program of a device's loss, and the structure of (loss, metrics, collections)."""
     mode, traces = model.mode, list[tuple[ClosedJaxpr, Any]]()
     variables = dict(model.variables)
     params = variables.pop("params")
 
-    def measure(params: Any, collections: Any, rng: jax.Array, batch: Any) -> Any:
+    def measure(params: Params, collections: Collections, rng: jax.Array, batch: Batch) -> Any:
         if training:
             return model.train_loss(params, collections, batch, rng)
         metrics = model.eval_metrics(params, collections, batch, rng)
         return None, metrics, None
 
-    def on_device(params: Any, collections: Any, rng: jax.Array, batch: Any) -> None:
+    def on_device(params: Params, collections: Collections, rng: jax.Array, batch: Batch) -> None:
         def model_shard(info: Any, x: Any) -> Any:
             return take_shared(x, info.shared_names)
 
@@ -145,7 +148,7 @@ def _trace_loss(
 
 
 def _with_folded_key(mode: Any, measure: Callable[..., Any]) -> Callable[..., Any]:
-    def call(params: Any, collections: Any, rng: jax.Array, batch: Any) -> Any:
+    def call(params: Params, collections: Collections, rng: jax.Array, batch: Batch) -> Any:
         return measure(params, collections, mode.fold(rng), batch)
 
     return call
@@ -156,22 +159,25 @@ def _check_results(complaint: str, loss: Any, metrics: Any) -> None:
     count, number = metrics["loss"][1]
     if loss is not None and not is_mean(loss[0], count, number):
         raise ValueError(
-            f"{complaint} the loss is {loss[0].description}, which is no mean over the count "
-            "of metrics['loss']; expected sum / count, with the same count and with sums over "
-            "this device's positions, or a value that is the same on all devices along the axis."
+            f"{complaint} the loss is {loss[0].description}, which is not a mean over the count of "
+            "metrics['loss']; expected sum / count, where count is that of metrics['loss'] and "
+            "both are sums over this device's positions, or a value that is the same on all "
+            "devices along the axis."
         )
     for name, ((total, _), (count, _)) in metrics.items():
         powers = {power_of_sum(value) for value in (total, count) if value.kind != "zero"}
         if len(powers) > 1 or None in powers:
             raise ValueError(
                 f"{complaint} metrics[{name!r}] is the pair of {total.description} and "
-                f"{count.description}; expected sums over this device's positions, which are "
-                "added up over the devices, or two numbers that are the same on all of them."
+                f"{count.description}; expected two sums over this device's positions (a step adds "
+                "them up over the devices), or two numbers that are the same on all devices."
             )
 
 
-def _check_collections(complaint: str, model: TracedModel, axis: str, collections: Any) -> None:
-    """Refuses variables that differ between devices and are not averaged."""
+def _check_collections(
+    complaint: str, model: TracedModel, axis: str, collections: Collections
+) -> None:
+    """Refuses variables that would differ between devices and that a step does not average."""
 
     def check(path: Any, before: Any, result: Any) -> None:
         value, _ = result

@@ -21,7 +21,7 @@ def paired(shards: Iterator[Any], whole: Iterator[Any]) -> Iterator[tuple[Any, A
     """Yields pairs of corresponding operations, with `None` for a missing operation."""
     for eqn in shards:
         whole_eqn = next(whole, None)
-        # All heads may need a broadcast that one head on a device does not need.
+        # A broadcast may be in only one trace: a device with one head does not need it.
         while whole_eqn is not None and _is_broadcast(whole_eqn) and not _is_like(whole_eqn, eqn):
             whole_eqn = next(whole, None)
         yield eqn, whole_eqn
@@ -29,7 +29,7 @@ def paired(shards: Iterator[Any], whole: Iterator[Any]) -> Iterator[tuple[Any, A
 
 
 def check_same_operation(eqn: Any, whole_eqn: Any) -> None:
-    """Refuses a pair of `paired` that is not the same operation twice."""
+    """Refuses a pair from `paired` if its two operations are not the same."""
     if eqn is None or whole_eqn is None or eqn.primitive is not whole_eqn.primitive:
         names = [x.primitive.name if x else "nothing" for x in (eqn, whole_eqn)]
         refuse(f"applies {names[0]} to shards and {names[1]} to whole arrays", "program")
@@ -49,13 +49,13 @@ def stands_in(eqn: Any, scopes: frozenset[str]) -> bool:
 
 
 def module_of_equation(eqn: Any, but: frozenset[str] = frozenset()) -> str:
-    """Returns the path of the module that an equation belongs to, without the scopes `but`."""
+    """Returns the path of the module that contains an equation, without the scopes in `but`."""
     parts = str(eqn.source_info.name_stack).split("/")
     return "/".join(part for part in parts if part.isidentifier() and part not in but)
 
 
 def place_of(eqn: Any) -> str:
-    """Returns the line of the user's code that an equation comes from, as words of a message."""
+    """Describes, for messages, the line of the user's code that made an equation."""
     folders = [Path(str(sys.modules[name].__file__)).parent for name in LIBRARIES & {*sys.modules}]
     traceback = eqn.source_info.traceback
     for frame in traceback.frames if traceback else ():

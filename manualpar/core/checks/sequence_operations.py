@@ -38,7 +38,7 @@ _OF_ONE_NUMBER = frozenset(
 )
 # The results of these are integral if all operands are.
 _INTEGRAL = _LINEAR | {"add", "concatenate", "dot_general", "max", "min", "mul", "select_n", "sub"}
-# Comparisons of a count with 0 on the right side: whether they are true if the count is not 0.
+# For a comparison `count <op> 0`: whether it is true if the count is not 0.
 _TESTS = {"gt": True, "ne": True, "eq": False, "le": False}
 # The largest constant that may keep a count from being 0. `max` with 1 changes no count that is not
 # 0, and adding 1e-5 changes it by at most a hundred-thousandth.
@@ -67,7 +67,7 @@ class SequenceOperations:
     def results(
         self, part: Any, whole: Any, values: list[SplitValue], numbers: list[int]
     ) -> list[SplitValue]:
-        """Finds the values of an operation's results, and numbers them.
+        """Finds the values of an operation's results, and gives them value numbers.
 
         Args:
           part: The operation on a device's positions.
@@ -76,7 +76,7 @@ class SequenceOperations:
           numbers: The operands' value numbers.
 
         Raises:
-          WrongOnShardsError: The operation is wrong, or not known to be right.
+          WrongOnShardsError: The operation is wrong, or it is not known to be right.
         """
         name = part.primitive.name
         results = self._results(part, whole, values, numbers)
@@ -126,7 +126,7 @@ class SequenceOperations:
             return [_random(name, values[0], is_split=outs[0] is not None)]
         if (total := _sum_over_positions(part, values, numbers, ins)) is not None:
             return [total]
-        if name in _COLLECTIVES or name == "optimization_barrier":  # Over other axes.
+        if name in _COLLECTIVES or name == "optimization_barrier":  # Collectives over other axes.
             if name in _COLLECTIVES - SUMS:
                 _check_plain(name, values)
             triples = zip(values, part.outvars, outs, strict=True)
@@ -178,8 +178,9 @@ class SequenceOperations:
     def _guard(self, eqn: Any, values: list[SplitValue], numbers: list[int]) -> SplitValue | None:
         """Finds the result of an operation that keeps a count from being 0; `None` for others.
 
-        These are `count > 0` and the like, `max(count, 1)`, `count + 1e-8`, `count + (count == 0)`,
-        `where(count > 0, count, 1)`, `where(count > 0, total / count, 0)`, and casts of them.
+        Such operations are comparisons like `count > 0`, `max(count, 1)`, `count + 1e-8`, `count +
+        (count == 0)`, `where(count > 0, count, 1)`, `where(count > 0, total / count, 0)`, and casts
+        of their results.
         """
         name = eqn.primitive.name
         if not any(value.kind in ("sum", "guarded", "test") for value in values):
@@ -240,7 +241,7 @@ def _sum_over_positions(
 
 
 def _random(name: str, key: SplitValue, *, is_split: bool) -> SplitValue:
-    """Finds the value of random bits or of new keys; refuses a key that does not fit them."""
+    """Finds the value of random bits or new keys; refuses a key that does not fit."""
     differs = key.kind in ("device", "split")
     if is_split and not differs:
         refuse("draws the same random numbers on each device", "random")
@@ -250,7 +251,7 @@ def _random(name: str, key: SplitValue, *, is_split: bool) -> SplitValue:
 
 
 def _reshaped(eqn: Any, layout: Layout, before: int, dim: int) -> Layout:
-    """Finds the layout of `dim` after a reshape that moves the positions there from `before`."""
+    """Finds the layout of `dim` after a reshape, from the layout `before` of the positions."""
     (x,), (y,) = eqn.invars[:1], eqn.outvars
     size = y.aval.shape[dim]
     if layout is None and size < x.aval.shape[before]:

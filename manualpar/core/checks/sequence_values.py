@@ -13,11 +13,12 @@ Values may be scaled: with a *power* `p` they are `C**p` times as large. For exa
 a device's positions is *same* with power -1, and a mean over the same number of positions on each
 device is a *sum* with power 1. A value may also be divided by a *count*, a sum that differs between
 devices, as in the mean of the valid positions. The product with that count is linear again. A
-*guarded* value is a count that is kept from being 0 before it divides, and a *test* is the
-comparison for that. An *unpaired* value exists in only one of the traces; it may only be used in
-the scope of context parallelism.
+*guarded* value is a count whose value 0 has been replaced, so that a value may be divided by it. A
+*test* is a comparison of a count with 0. An *unpaired* value exists in only one of the traces. Only
+code in the scope of context parallelism may use it.
 
-Invariant: the result of an operation has a kind only if it is known to be right on every device.
+Invariant: the result of an operation has a kind only if the operation is known to be right on every
+device.
 """
 
 import dataclasses
@@ -37,11 +38,11 @@ class SplitValue:
     """The relation of a device's value to the value of the whole sequence.
 
     Attributes:
-      kind: See above.
+      kind: A kind from the list above, such as `"split"`.
       power: The power of `C` by which the value is scaled.
       layout: The place of the positions of a split value in their dim.
-      count: The value number (see `value_numbers`) of the count that the value is divided by, or
-        that is guarded or tested.
+      count: The value number (see `value_numbers`) of a count: the divisor of the value, or for a
+        guarded value or a test the count itself.
       is_integral: Whether all entries are integers.
       is_nonzero: For a test, whether it is true if the count is not 0.
     """
@@ -55,7 +56,7 @@ class SplitValue:
 
     @property
     def is_plain(self) -> bool:
-        """Whether a nonlinear function may be applied to it."""
+        """Whether a nonlinear function may be applied to the value."""
         return (
             self.kind in ("same", "split", "device", "zero") and not self.power and not self.count
         )
@@ -81,7 +82,7 @@ class SplitValue:
 
     @property
     def reason(self) -> Reason:
-        """The reason to refuse an operation on it."""
+        """The reason to refuse an operation on the value."""
         is_number = self.kind in ("unpaired", "device", "same") and self.count is None
         return "constant" if is_number else "sum"
 
@@ -123,7 +124,10 @@ def multiplied(
 def divided(
     name: str, x: SplitValue, y: SplitValue, number_of_y: int, *, is_scalar: bool
 ) -> SplitValue:
-    """Divides `x` by `y`, whose value number is `number_of_y`; `is_scalar`: `y` is one number."""
+    """Divides `x` by `y`.
+
+    `number_of_y` is the value number of `y`; `is_scalar` says whether `y` is one number.
+    """
     if y.kind in ("sum", "guarded"):
         is_mean = y.kind == "sum" and y.count is not None
         if is_mean or not is_scalar or x.count is not None or x.kind == "device":
@@ -137,7 +141,7 @@ def divided(
 
 
 def added(name: str, values: Sequence[SplitValue]) -> SplitValue:
-    """Adds values; the same rules hold for a selection among them and for their concatenation."""
+    """Adds values; the rules for selecting among values and concatenating them are the same."""
     values = [value for value in values if value.kind != "zero"] or list(values[:1])
     result = values[0]
     for value in values[1:]:
@@ -156,7 +160,7 @@ def _added(name: str, x: SplitValue, y: SplitValue) -> SplitValue:
         total, other = (x, y) if x.kind == "sum" else (y, x)
         if other.kind == "sum" and (x.power, x.count) == (y.power, y.count):
             return x
-        # A value that is the same everywhere is also the mean of the devices' values.
+        # The mean of equal values on all devices is this value, so it can be added to a mean.
         shift = 1 if total.count is None else 0
         if other.kind == "same" and other.count is None and other.power + shift == total.power:
             return total
@@ -165,7 +169,7 @@ def _added(name: str, x: SplitValue, y: SplitValue) -> SplitValue:
 
 
 def is_mean(value: SplitValue, count: SplitValue, number: int) -> bool:
-    """Returns whether the devices' mean, weighted by their counts, is the sequence's value.
+    """Returns whether the mean over devices, weighted by their counts, is the sequence's value.
 
     `number` is the value number of the count.
     """
@@ -177,7 +181,7 @@ def is_mean(value: SplitValue, count: SplitValue, number: int) -> bool:
 
 
 def power_of_sum(value: SplitValue) -> int | None:
-    """Returns the power of a value as a sum over the devices; `None` if it is no such sum."""
+    """Returns the power of a value that is a sum over the devices; `None` for other values."""
     if value.count is not None or value.kind not in ("same", "sum"):
         return None
     return value.power + (value.kind == "same")

@@ -1,10 +1,10 @@
-"""Walks two traces, of a device's positions and of the whole sequence, and finds each value's kind.
+"""Walks the traces on a device's positions and on the full sequence; finds each value's kind.
 
 Invariants: an operation that is not known to be right is refused. Code inside
 `named_scope("context_parallel")` is trusted, because its author handles the axis: a result is
 *split* if its shapes in both traces differ, and *same* otherwise. The collectives of sequence
-parallelism over another axis are trusted too. A sum over the context axis in trusted code makes a
-*sum* the *same*, as elsewhere.
+parallelism over another axis are trusted too. A sum over the context axis turns a value of kind
+*sum* into the kind *same*, also in trusted code.
 """
 
 import contextlib
@@ -80,7 +80,7 @@ class SequenceWalk:
           whole: The trace on all positions.
 
         Raises:
-          ValueError: An operation is wrong or unknown; its module and its line are named.
+          ValueError: An operation is wrong or unknown. The message names its module and its line.
         """
         return self._walk(part, whole, None, "")
 
@@ -108,7 +108,7 @@ class SequenceWalk:
 
     @contextlib.contextmanager
     def _naming(self, eqn: Any, path: str) -> Iterator[str]:
-        """Yields the path of an equation, and names it in an error."""
+        """Yields the path of an equation; an error in the context gets the path in its message."""
         where = "/".join(filter(None, (path, module_of_equation(eqn, _SCOPES))))
         try:
             yield where
@@ -120,8 +120,8 @@ class SequenceWalk:
     def _equations(self, jaxpr: Jaxpr, path: str | None) -> Iterator[Any]:
         """Yields the equations whose results are used, without casts and trusted code.
 
-        Trusted code has no counterpart on one device. It is checked (`_trust`) in the trace of a
-        part, which has a path.
+        Trusted code has no counterpart in the trace of the full sequence. `_trust` checks it in the
+        trace of a part. Only that trace has a path.
         """
         used = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
         live = []
@@ -143,7 +143,7 @@ class SequenceWalk:
         inputs = [self._known(x) for x in eqn.invars]
         named = {axis for inner in _with_inner(eqn) for axis in named_axes(inner)}
         purpose = purpose_of(str(eqn.source_info.name_stack))
-        # Experts are inside of the context scope, so they may be split over the axis.
+        # A layer of experts is in the context scope, so experts may be split over the axis.
         if self._axis in named and not stands_in(eqn, frozenset({CONTEXT_SCOPE})):
             refuse(f"splits layers over {self._axis!r}", "axis")
         if purpose == CONTEXT_SCOPE and named:
@@ -180,7 +180,7 @@ class SequenceWalk:
     def _inputs(self, part: Any, whole: Any) -> list[Numbered]:
         """Finds the values of an operation's operands.
 
-        A loop may have additional constants in the trace of a part, which only trusted code uses.
+        In the trace of a part, a loop may have additional constants that only trusted code uses.
         They are *unpaired*.
         """
         if len(part.invars) == len(whole.invars):

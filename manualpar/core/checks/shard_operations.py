@@ -5,7 +5,8 @@ shapes differ is the split dim. An operation is right along it if it is elementw
 does not contract it, a reduction over other dims, or a reshape that keeps it in front of the dims
 that it is merged with.
 
-Why arrays are split decides how to mend a mistake, so each check has a sentence for each `Reason`.
+The mend of a mistake depends on the axis that splits the arrays. So each check has its sentences of
+advice, one for each `Reason`.
 
 Invariant: an operation that is not known to be right is refused.
 """
@@ -85,7 +86,10 @@ _CALLS = frozenset(
 
 
 class WrongOnShardsError(Exception):
-    """An operation does not give the shard of its result; the message begins with its verb."""
+    """An operation on shards does not give the shard of its result.
+
+    The message begins with a verb.
+    """
 
     def __init__(self, mistake: str, reason: Reason) -> None:
         super().__init__(mistake)
@@ -106,7 +110,7 @@ def check_operation(shards: Any, whole: Any, *, axis: str, devices: int) -> None
       devices: The number of devices along it.
 
     Raises:
-      WrongOnShardsError: It is not known to be right.
+      WrongOnShardsError: The operation is not known to be right.
     """
     name = shards.primitive.name
     ins, outs = (
@@ -145,7 +149,7 @@ def check_operation(shards: Any, whole: Any, *, axis: str, devices: int) -> None
 def _shapes(shards: Any, whole: Any, kind: str) -> list[tuple[Shape, Shape]]:
     """Zips the shapes of each variable on shards and on whole arrays."""
     both = [[tuple(x.aval.shape) for x in getattr(eqn, kind)] for eqn in (shards, whole)]
-    if shards.primitive.name in _CALLS:  # They may close over different variables.
+    if shards.primitive.name in _CALLS:  # Two calls may close over different variables.
         return []
     if len(both[0]) != len(both[1]):
         refuse(f"applies {shards.primitive.name} to fewer arrays than on one device", "size")

@@ -1,4 +1,4 @@
-"""Checks the option `trainable`: every glob matches, and trained parameters have gradients."""
+"""Checks the option `trainable`: every glob matches, and trained parameters can have gradients."""
 
 import difflib
 
@@ -10,7 +10,7 @@ from manualpar.core.parameters.trainable import is_trained
 
 
 def check_trainable(strategy: str, model: TracedModel) -> None:
-    """Refuses globs that match no parameter, and trained parameters that have no gradient.
+    """Refuses globs that match no parameter, and trained parameters that cannot have a gradient.
 
     Args:
       strategy: The strategy's name, for messages.
@@ -33,12 +33,12 @@ def check_trainable(strategy: str, model: TracedModel) -> None:
         if info.trainable and not jnp.issubdtype(info.dtype, jnp.inexact):
             raise ValueError(
                 f"{strategy}: parameter {info.path!r} is {info.dtype}, expected a floating or "
-                "complex dtype, because it is trained. Name the parameters to train in "
-                "trainable=, without it."
+                "complex dtype, because it is trained. Name the parameters to train in trainable=, "
+                "and leave this one out."
             )
     frozen_dtype, dtype = model.stored_dtypes
     if frozen_dtype != dtype and all(info.trainable for info in infos):
         raise ValueError(
             f"{strategy}: frozen_dtype={frozen_dtype!r}, expected None, because all parameters are "
-            "trained. Name the parameters to train in trainable=, or take param_dtype=."
+            "trained. Name the parameters to train in trainable=, or use param_dtype= instead."
         )

@@ -1,7 +1,7 @@
 """Value numbering: values that a program computes in the same way get the same number.
 
 A trace repeats a computation that the code repeats, such as the count `mask.sum()`. So two
-variables may be the same count. Value numbers tell whether a loss is divided by the count that it
+variables may be the same count. Value numbers show whether a loss divides by the count that it
 returns (https://en.wikipedia.org/wiki/Value_numbering). The sum of all entries of an array has the
 same number in any order of summation, such as `mask.sum(-1).sum()`.
 """
@@ -24,7 +24,8 @@ class ValueNumbers:
     def __init__(self) -> None:
         self._numbers: dict[Any, int] = {}
         self._expressions: dict[Any, int] = {}
-        # For the results of `_SUM_PRESERVING` operations, the number of the array they began with.
+        # For a result of `_SUM_PRESERVING` operations, the number of the array to which they were
+        # applied.
         self._sum_of: dict[int, int] = {}
         self._scalars: set[int] = set()
         self._constants: dict[int, float] = {}

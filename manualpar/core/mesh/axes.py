@@ -1,7 +1,7 @@
 """Names and sizes of mesh axes, and checks of them.
 
-An axis name is a string. Functions that take an axis name also take a tuple of names, which means
-their product. The first name is the major one, as in a `PartitionSpec`.
+An axis name is a string. Functions that take an axis name also take a tuple of names: the product
+of these axes. The first name is the major one, as in a `PartitionSpec`.
 """
 
 import contextlib
@@ -11,10 +11,10 @@ import traceback
 from collections.abc import Iterator, Sequence
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 AxisName = str | tuple[str, ...]
-# For each dimension of an array the axis, or tuple of axes, that it is sharded over, or `None`.
+# For each dimension of an array, the axis or tuple of axes that shard it, or `None`.
 Names = tuple[AxisName | None, ...]
 
 
@@ -52,10 +52,11 @@ def check_axes_bound(function: str, axes: tuple[str, ...]) -> None:
 
 @contextlib.contextmanager
 def naming_unbound_axes() -> Iterator[None]:
-    """Explains, in its context, JAX's errors where a model or a loss uses an unbound axis.
+    """Explains JAX's errors about unbound axes that a model or a loss uses; a context manager.
 
     Raises:
-      ValueError: In place of JAX's errors, one of which has no message.
+      ValueError: A model or a loss uses an unbound axis. This error takes the place of JAX's
+        errors.
     """
     try:
         yield
@@ -67,7 +68,7 @@ def naming_unbound_axes() -> Iterator[None]:
         bound = list(mesh.manual_axes)
         meant = name if name in mesh.axis_names else [*mesh.axis_names, "data"][0]
         where, mend = (
-            "in this mode there is none, because the batch is that of all devices",
+            "in this mode no axis is bound, because the batch is global",
             "leave it out, or use mode='manual'",
         )
         if bound:
@@ -77,10 +78,10 @@ def naming_unbound_axes() -> Iterator[None]:
                 f"axis_name={name!r}"
             )
         raise ValueError(
-            f"model or loss_fn: something reduces over a mesh axis {name!r}, but {where}. If it is "
-            f"a layer with axis_name={name!r}, such as BatchNorm, say which axes that means: "
-            f"axis_aliases={{{name!r}: {meant!r}}}. If it is a collective that "
-            f"you call, such as jax.lax.pmean(x, {name!r}), {mend}."
+            f"model or loss_fn: a layer or a collective reduces over a mesh axis {name!r}, but "
+            f"{where}. If it is a layer with axis_name={name!r}, such as BatchNorm, name the mesh "
+            f"axes for it: axis_aliases={{{name!r}: {meant!r}}}. If it is a collective that you "
+            f"call, such as jax.lax.pmean(x, {name!r}), {mend}."
         ) from error
 
 
@@ -89,7 +90,7 @@ def _unbound_axis(error: BaseException) -> str | None:
     if isinstance(error, NameError):
         found = re.search(r"unbound axis name: (\w+)", str(error))
         return found[1] if found else None
-    # JAX's assertion has no message, so the name is read from the arguments of its function.
+    # JAX's assertion has no message, so the axis is read from the arguments of JAX's function.
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     names = frame.f_locals.get("axis_name")
     names = names if isinstance(names, tuple | list | frozenset) else (names,)
@@ -103,15 +104,16 @@ def check_mesh_has(function: str, mesh: Mesh | AbstractMesh, axes: tuple[str, ..
     if missing or not axes:
         raise ValueError(
             f"{function}: axis_name names {missing or 'no axis'}, but the mesh has the axes "
-            f"{list(mesh.shape)}. Build it with {written_with(mesh, missing)}, of a larger size to "
-            "split the batch along that axis, or name one of the mesh's axes with axis_name=."
+            f"{list(mesh.shape)}. Build the mesh with {written_with(mesh, missing)} (with a larger "
+            "size, if the batch is to be split along this axis), or name one of the mesh's axes "
+            "with axis_name=."
         )
     if len(set(axes)) != len(axes):
         raise ValueError(f"{function}: axis_name={axes} names an axis twice; name each once.")
 
 
 def written_with(mesh: Mesh | AbstractMesh, missing: list[str]) -> str:
-    """Writes the call of `make_mesh` for a mesh with the missing axes too, of size 1."""
+    """Writes the call of `make_mesh` for the same mesh plus the missing axes, each of size 1."""
     sizes: dict[str, int] = dict.fromkeys(missing or ["data"], 1)
     return f"make_mesh({sizes | dict(mesh.shape)})"
 
@@ -122,10 +124,15 @@ def axes_size(mesh: Mesh | AbstractMesh, axes: tuple[str, ...]) -> int:
 
 
 def with_axis_types(mesh: Mesh | AbstractMesh, axis_type: AxisType) -> Mesh | AbstractMesh:
-    """Returns the mesh with all axes of one type; the mesh itself if they are already."""
+    """Returns the mesh with all axes of `axis_type`, or `mesh` itself if they have this type."""
     types = (axis_type,) * len(mesh.axis_names)
     if mesh.axis_types == types:
         return mesh
     if isinstance(mesh, AbstractMesh):
         return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=types)
     return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+
+
+def names_to_spec(names: Names) -> PartitionSpec:
+    """Makes a `PartitionSpec` from each dimension's axes; `PartitionSpec()` if there are none."""
+    return PartitionSpec(*names) if any(map(axis_tuple, names)) else PartitionSpec()

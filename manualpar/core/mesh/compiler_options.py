@@ -2,8 +2,8 @@
 
 `"auto"` uses one table, `CHOICES`. For each generation of TPUs it has the options, the largest ring
 for which they make a step faster, and figures that show the gain. The compiler's default options
-are kept in three cases: a larger ring, a mesh with other axes for which the options were slower or
-not measured, and other devices.
+are kept in three cases: the ring is larger; the mesh has further axes with which the options were
+slower or were not measured; the devices are not in the table.
 
 The figures are estimates of a full step of eight layers of width 2,048, with FSDP on all devices of
 a topology. The planner estimates the time of the program that libtpu 0.0.42.1 compiles; no TPU ran.
@@ -36,7 +36,7 @@ _OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload"
 # turns a gather into an all-reduce of arrays padded with zeros.
 _SCATTER = f"{_OFFLOAD}_nd_reduce_scatter"
 _GATHER = "xla_tpu_prefer_async_allgather_to_allreduce"
-# With any of these XLA does not turn a reduce-scatter into an all-reduce.
+# With any of these options XLA does not turn a reduce-scatter into an all-reduce.
 KEEPING_SCATTERS = frozenset({_SCATTER, _WINDOWS})
 
 
@@ -48,7 +48,7 @@ class Choice:
       device_kind: A regular expression that must match `jax.Device.device_kind` completely.
       most: The size of the largest ring for which the options make a step faster.
       options: The options, as `jax.jit` takes them.
-      measured: The figures.
+      measured: The figures that show the gain.
       beside: The other axes of more than one device that the mesh may have.
     """
 
@@ -162,10 +162,10 @@ def choose_options(
 
 
 def keep_if_known(chosen: ChosenOptions, device: jax.Device) -> ChosenOptions:
-    """Drops the options that a device's compiler refuses; `why` names them with its message.
+    """Drops options that a device's compiler refuses; `why` names them with the compiler's message.
 
-    It compiles one operation for this device: once with all options; if they are refused, once more
-    for each option.
+    A program of one operation is compiled for this device with all options. If the compiler refuses
+    them, the program is compiled again for each option.
     """
     if not chosen.options or not _refusal(chosen.options, device):
         return chosen

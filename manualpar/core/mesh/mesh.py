@@ -24,12 +24,13 @@ def make_mesh(
     make_mesh({"replica": 2, "data": -1})  # two groups of half the devices each
     ```
 
-    In two processes the second mesh has one replica on each; see `manualpar.core.mesh.mesh_order`.
+    With two processes, each process has one replica of the second mesh; see
+    `manualpar.core.mesh.mesh_order`.
 
     Args:
       axes: The size of each axis. One size may be -1: the rest of the devices.
-      devices: The devices to use, by default all of `jax.devices()`. With no -1, the sizes may ask
-        for fewer devices than there are: the first ones are used.
+      devices: The devices to use, by default all of `jax.devices()`. If no size is -1, the mesh may
+        have fewer devices: the first devices are used.
       order: The names of all axes, the axis on the slowest links first. By default the names of the
         axes decide: replica, stage, data, context, expert, model.
 
@@ -39,10 +40,10 @@ def make_mesh(
       a slice of TPUs each axis is a ring of neighbours, if there is one.
 
     Raises:
-      ValueError: A size is neither positive nor -1, more than one is -1, or the sizes do not fit
-        the devices. Without `devices`: a process would have no device in the mesh, or JAX has fewer
-        CPU devices than the process asked for, because it asked too late. Or the order names other
-        axes.
+      ValueError: A size is neither positive nor -1, more than one size is -1, the sizes do not fit
+        the devices, or the order does not name the mesh's axes. Without `devices`, also: a process
+        would have no device in the mesh, or the process asked for CPU devices after JAX had
+        started.
       TypeError: A name is not a string or a size is not an integer.
     """
     uses_all_processes = devices is None
@@ -107,9 +108,9 @@ def _fill_sizes(function: str, axes: Mapping[str, int], num_devices: int) -> lis
     if -1 in sizes:
         if num_devices % fixed:
             raise ValueError(
-                f"{function}: axes={dict(axes)} fixes {fixed} devices a group, which does not "
-                f"divide the {num_devices} "
-                f"devices there are. Choose sizes whose product divides {num_devices}."
+                f"{function}: axes={dict(axes)} has sizes with the product {fixed}, expected a "
+                f"divisor of the number of devices, {num_devices}. Choose sizes whose product "
+                f"divides {num_devices}."
             )
         sizes[sizes.index(-1)] = num_devices // fixed
     elif fixed > num_devices:
@@ -126,7 +127,7 @@ def _check_enough(axes: Mapping[str, int], devices: Sequence[jax.Device]) -> Non
     if -1 not in sizes:
         needed, reason = math.prod(sizes), "needs"
         mend = "use smaller sizes, or -1 for the rest of the devices"
-    elif devices[0].platform == "cpu":  # On another platform the CPU devices are not used.
+    elif devices[0].platform == "cpu":  # On another platform no CPU devices are used.
         needed = (cpu_devices_asked_for() or 0) * jax.process_count()
         reason = "takes all devices, and the environment asks for"
         mend = "pass devices=jax.devices() to use those there are"

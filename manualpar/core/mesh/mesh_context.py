@@ -1,8 +1,8 @@
-"""Sets the mesh around a call, and explains errors where a model's shardings do not fit a mode.
+"""Sets the mesh around a call, and explains errors about a model's shardings that a mode refuses.
 
 Under `jax.set_mesh(mesh)` the type of every array in a trace is on that mesh. A program has another
-mesh. So it is built, and its functions are called, with no mesh set, even if the caller has set
-one. Each mode sets a mesh for the model if it needs one.
+mesh. So no mesh is set while a program is built and while its functions are called, even if the
+caller has set a mesh. Each mode sets a mesh for the model if it needs one.
 
 Some ways to state a sharding belong to one mode: `with_sharding_constraint` is for automatic axes,
 `out_sharding=` for explicit axes. In another mode JAX refuses them, with various messages. This
@@ -18,6 +18,8 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from manualpar.core.trees import Specs
+
 # A pattern in JAX's message, the construct that it refuses, and the mode for the construct.
 _CONSTRUCTS = (
     (r"with_sharding_constraint", "jax.lax.with_sharding_constraint", "auto"),
@@ -32,16 +34,16 @@ _CONSTRUCTS = (
     ),
     (r"Going from `Manual` AxisType", "jax.sharding.auto_axes or explicit_axes", "explicit"),
 )
-# A pattern in JAX's message about a sharding that does not fit its own mode, and the mend.
+# A pattern in JAX's message about a wrong sharding of the kind that the mode takes, and the mend.
 _MENDS = (
     (r"does not evenly divide the dimension", "Shard a dim that divides, or build another mesh"),
     (r"ambiguous how the output should be", "Say so with out_sharding= there, or use mode='auto'"),
 )
 _REASONS = {
-    "manual": "every device runs the model on its own part of the batch alone",
+    "manual": "every device runs the model only on its part of the batch",
     "explicit": "the types of arrays say how they are sharded",
     "auto": "XLA decides how arrays are sharded, and their types do not say it",
-    "auto-unconstrained": "XLA alone decides how arrays are sharded",
+    "auto-unconstrained": "only XLA decides how arrays are sharded",
 }
 _UNKNOWN_AXIS = re.compile(r"Resource axis: (\S+) of (.*) is not found in mesh: (\(.*?\))")
 
@@ -50,7 +52,7 @@ _UNKNOWN_AXIS = re.compile(r"Resource axis: (\S+) of (.*) is not found in mesh: 
 def no_mesh() -> Iterator[None]:
     """Opens a context in which no mesh is set, whatever `jax.set_mesh` has set outside."""
     if jax.sharding.get_abstract_mesh().empty:
-        yield  # Without a context, which would make jit's caches miss.
+        yield  # An open context would make jit's caches miss.
         return
     try:
         context: Any = jax.set_mesh(Mesh(np.empty((), object), ()))
@@ -80,7 +82,9 @@ class OutsideMeshes:
         return no_mesh()(value) if name in ("eval_shape", "lower", "trace") else value
 
 
-def on_auto_axes(function: Callable[..., Any], *, mesh: Mesh, out_specs: Any) -> Callable[..., Any]:
+def on_auto_axes(
+    function: Callable[..., Any], *, mesh: Mesh, out_specs: Specs
+) -> Callable[..., Any]:
     """Wraps a function to run on automatic axes, even if its arrays' mesh has explicit axes.
 
     No mesh is set inside the function. All axes of the mesh are of one type.
@@ -100,7 +104,7 @@ def on_auto_axes(function: Callable[..., Any], *, mesh: Mesh, out_specs: Any) ->
 
 @contextlib.contextmanager
 def explain_shardings(strategy: str, mode: str) -> Iterator[None]:
-    """Explains, in its context, JAX's errors about shardings that a model states in a mode.
+    """Explains JAX's errors about shardings that a model states; a context manager.
 
     Raises:
       ValueError: JAX refuses a sharding that the model states; other errors pass.
@@ -114,8 +118,8 @@ def explain_shardings(strategy: str, mode: str) -> Iterator[None]:
             axis, spec, axes = unknown.groups()
             raise ValueError(
                 f"{strategy}: the model or the loss shards an array as {spec}, but the mesh has "
-                f"the axes {axes}, and {axis!r} is none of them. Name one of these, or build the "
-                "mesh with the axis."
+                f"the axes {axes}, and {axis!r} is none of them. Name one of these axes, or build "
+                "the mesh with the axis."
             ) from error
         first_line = message.partition("\n")[0]
         for pattern, mend in _MENDS:
@@ -130,7 +134,7 @@ def explain_shardings(strategy: str, mode: str) -> Iterator[None]:
                 name = construct.format(*found.groups())
                 raise ValueError(
                     f"{strategy}: the model or the loss uses {name} with mode={mode!r}; expected "
-                    f"none, because {_REASONS[mode]}. Use mode={needed!r}, or take it out. (JAX "
+                    f"none, because {_REASONS[mode]}. Use mode={needed!r}, or remove it. (JAX "
                     f"says: {first_line})"
                 ) from error
         raise

@@ -1,4 +1,4 @@
-"""Orders the devices of a mesh: axes that send and wait the most get the fastest links.
+"""Orders the devices of a mesh: the axes over which devices wait most get the fastest links.
 
 The order of a mesh's axes goes from the slowest links to the fastest. The axes' names decide it,
 not the order in which they are written (`DEFAULT_ORDER`):
@@ -73,13 +73,13 @@ def check_order(field: str, axes: Iterable[str], order: Sequence[str]) -> None:
 def arrange_devices(
     axes: Mapping[str, int], devices: Sequence[Any], order: Sequence[str] = ()
 ) -> np.ndarray:
-    """Arranges devices so that the axes are on slow to fast links in the order given.
+    """Arranges devices: the first axis of the order gets the slowest links, the last the fastest.
 
     Args:
       axes: The size of each axis.
       devices: The devices, as many as the product of the sizes.
-      order: The order of axes, as in `in_order`. By default devices of one host keep their order if
-        they are no TPUs, because all distances between them are equal.
+      order: The order of axes, as in `in_order`. By default, devices of one host that are not TPUs
+        keep their order, because all distances between them are equal.
 
     Returns:
       The devices in an array with the sizes of `axes`, in the order of `axes`.

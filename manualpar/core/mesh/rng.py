@@ -17,9 +17,10 @@ def fold_rng_over_axis(rng: jax.Array, axis_name: AxisName) -> jax.Array:
     """Derives a key that is different on every device along a mesh axis.
 
     Args:
-      rng: A key, typed (`jax.random.key`) or raw, the same on all devices along `axis_name`.
-      axis_name: A mesh axis bound by the enclosing `shard_map`, or a tuple of axes. With a tuple
-        the key differs for every combination of their indices.
+      rng: A typed key (`jax.random.key`) or a raw key. It is the same on all devices along
+        `axis_name`.
+      axis_name: A mesh axis bound by the enclosing `shard_map`, or a tuple of axes. With a tuple,
+        the key differs for every combination of the axes' indices.
 
     Returns:
       A key of the same kind. Devices with the same index along `axis_name` get the same key.

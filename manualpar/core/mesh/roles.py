@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from manualpar.core.trees import Batch
+
 Role = Literal["data", "context", "storage", "model", "stage"]
 
 
@@ -24,7 +26,7 @@ class AxisRoles:
     """The roles of a mesh's axes.
 
     Attributes:
-      batch_dims: The split dimensions of a batch's leaves, and the mesh axes that split each.
+      batch_dims: The mesh axes that split each dimension of the batch's leaves, by dimension.
       others: The role of each axis that splits no dimension of the batch; `"storage"` by default.
     """
 
@@ -53,7 +55,7 @@ class AxisRoles:
                 return "context" if dim else "data"
         return self.others.get(axis, "storage")
 
-    def batch_specs(self, batch: Any) -> Any:
+    def batch_specs(self, batch: Batch) -> Any:
         """Returns the `PartitionSpec` of each leaf of a batch; scalars are replicated."""
         return jax.tree.map(lambda x: PartitionSpec(*self.batch_spec[: jnp.ndim(x)]), batch)
 

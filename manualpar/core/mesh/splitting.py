@@ -8,9 +8,10 @@ from jax.sharding import Mesh
 
 from manualpar.core.mesh.axes import axes_size
 from manualpar.core.mesh.roles import AxisRoles
+from manualpar.core.trees import Batch
 
 
-def shapes_of_batch(field: str, batch: Any) -> Any:
+def shapes_of_batch(field: str, batch: Batch) -> Any:
     """Returns the shapes and dtypes of a batch; refuses leaves that are not arrays."""
 
     def abstract(path: Any, x: Any) -> Any:
@@ -19,28 +20,29 @@ def shapes_of_batch(field: str, batch: Any) -> Any:
         except TypeError as error:
             raise TypeError(
                 f"{field}{jax.tree_util.keystr(path)} is a {type(x).__name__}, expected an array "
-                "of numbers, of shape [B, ...] where it has a row for each example."
+                "of numbers. If it has a row for each example, its shape is [B, ...]."
             ) from error
 
     return jax.tree_util.tree_map_with_path(abstract, batch)
 
 
-def check_batch(field: str, batch: Any, mesh: Mesh, roles: AxisRoles) -> None:
-    """Refuses a batch, which the message calls `field`, that the mesh cannot split evenly."""
+def check_batch(field: str, batch: Batch, mesh: Mesh, roles: AxisRoles) -> None:
+    """Refuses a batch that the mesh cannot split evenly; messages call the batch `field`."""
     for dim, axes in roles.batch_dims.items():
         _check_dim(field, batch, dim, axes, axes_size(mesh, axes))
     if roles.context_axis is not None and mesh.shape[roles.context_axis] > 1:
         _check_positions(field, batch, roles.context_axis, mesh.shape[roles.context_axis])
 
 
-def _check_positions(field: str, batch: Any, axis: str, devices: int) -> None:
-    """Refuses lengths of sequences that zig-zag order does not allow, and leaves without dim 1."""
+def _check_positions(field: str, batch: Batch, axis: str, devices: int) -> None:
+    """Refuses sequence lengths that zig-zag order does not allow, and leaves with only one dim."""
     for path, x in jax.tree_util.tree_leaves_with_path(batch):
         name = f"{field}{jax.tree_util.keystr(path)}"
         if jnp.ndim(x) == 1:
             raise ValueError(
                 f"{name} has shape {x.shape}, but context_axis={axis!r} splits the positions of "
-                "sequences; expected [B, S, ...], or a scalar. Repeat it for each position."
+                "sequences; expected the shape [B, S, ...], or a scalar. Repeat the values for "
+                "each position."
             )
         if jnp.ndim(x) and x.shape[1] % (2 * devices):
             raise ValueError(
@@ -50,7 +52,7 @@ def _check_positions(field: str, batch: Any, axis: str, devices: int) -> None:
             )
 
 
-def _check_dim(field: str, batch: Any, dim: int, axes: tuple[str, ...], devices: int) -> None:
+def _check_dim(field: str, batch: Batch, dim: int, axes: tuple[str, ...], devices: int) -> None:
     unit = f"entries along dim {dim}" if dim else "examples"
     sizes = {
         f"{field}{jax.tree_util.keystr(path)}": x.shape[dim]
@@ -74,7 +76,7 @@ def _check_dim(field: str, batch: Any, dim: int, axes: tuple[str, ...], devices:
         )
 
 
-def check_minibatches(batch: Any, num_minibatches: int, *, devices: int = 1) -> None:
+def check_minibatches(batch: Batch, num_minibatches: int, *, devices: int = 1) -> None:
     """Refuses a number of minibatches that does not divide the examples on each device."""
     if (
         isinstance(num_minibatches, bool)
@@ -92,7 +94,7 @@ def check_minibatches(batch: Any, num_minibatches: int, *, devices: int = 1) -> 
             )
 
 
-def split_minibatches(batch: Any, num_minibatches: int) -> Any:
+def split_minibatches(batch: Batch, num_minibatches: int) -> Any:
     """Reshapes `[B, ...]` leaves to `[M, B/M, ...]` for `M` minibatches; repeats scalars."""
     check_minibatches(batch, num_minibatches)
 

@@ -6,9 +6,9 @@ of one device in each direction, and XLA makes permutations along the axis async
 scatters do not depend on the order of devices, because XLA finds rings for them.
 
 If a grid has at least two dimensions and one has an even size, a ring of neighbours can contain all
-positions without a link between opposite ends. The ring first passes through all rows, except for
-the first position of each row. It returns through these first positions. In a grid of 2x4 it goes
-up one column and down the other.
+positions without a link between opposite ends. The ring first passes through all rows, but leaves
+out the first position of each row. It returns through these first positions. In a grid of 2x4 it
+goes up one column and down the other.
 
 A chip with two devices counts as two positions, one hop apart.
 """
@@ -22,7 +22,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 
 NAMES = ("x", "y", "z", "core")
-FAR = 2**30  # More hops than any slice has.
+FAR = 2**30  # A number larger than the hops of any slice.
 # Chips whose torus has two dimensions. Other chips have three.
 FLAT = ("lite", "v5e", "v6e")
 
@@ -47,10 +47,10 @@ def arrange_in_torus(sizes: Sequence[int], devices: Sequence[Any]) -> np.ndarray
 
     Returns:
       The arrangement with the fewest hops along the last dimension; if equal, along the dimension
-      before it, and so on. One candidate is the arrangement of `mesh_utils.create_device_mesh`. If
-      that is a special arrangement for a small slice, the general arrangement is a candidate too.
-      The others have each dimension of these in the order of `ring_through`. Devices keep their
-      order if they do not fill a box or have no coordinates.
+      before it, and so on. The candidates are: the arrangement of `mesh_utils.create_device_mesh`;
+      the general arrangement, if `mesh_utils` has a special one for this slice; and both with each
+      dimension in the order of `ring_through`. Devices keep their order if they do not fill a box
+      or have no coordinates.
     """
     array = np.empty(len(devices), object)
     array[:] = devices
@@ -84,7 +84,7 @@ def ring_through(shape: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def _path_through(shape: Sequence[int]) -> list[tuple[int, ...]]:
-    """Returns the positions of a grid, back and forth; successive positions are neighbours."""
+    """Returns the positions of a grid along a path that goes back and forth between neighbours."""
     path: list[tuple[int, ...]] = [()]
     for size in reversed(shape):
         path = [(i, *place) for i in range(size) for place in (path if i % 2 == 0 else path[::-1])]
@@ -134,7 +134,7 @@ def _wraps(array: np.ndarray) -> np.ndarray:
 
 
 def describe_along(array: np.ndarray, hosts: np.ndarray, dim: int) -> str:
-    """Describes the way of an array's dimension through the torus of TPUs within a host.
+    """Describes how a dimension of a device array runs through the torus of TPUs within a host.
 
     Args:
       array: The devices.
@@ -171,7 +171,7 @@ def describe_along(array: np.ndarray, hosts: np.ndarray, dim: int) -> str:
 
 
 def _coords_of(array: np.ndarray) -> Any:
-    """Returns devices' coordinates and their numbers on their chips, `[..., 4]`, or `None`."""
+    """Returns each device's coordinates and core number, `[..., 4]`; `None` without coordinates."""
     if not all(getattr(device, "coords", None) for device in array.flat):
         return None
     coords = [(*(*device.coords, 0, 0)[:3], device.core_on_chip) for device in array.flat]

@@ -4,7 +4,7 @@ Under a causal mask the first tokens of a sequence attend to few tokens and the 
 each of `C` devices had a run of consecutive tokens, the last device would have most of the work. So
 the sequence is cut into `2 C` half blocks, and device `c` gets half blocks `c` and `2 C - 1 - c`
 (zig-zag). A step reorders its batch once, at its beginning, because the batch is mostly integers
-and small. The model and the loss get only this order.
+and small. The model and the loss get the batch in zig-zag order.
 """
 
 from typing import Any
@@ -13,10 +13,11 @@ import jax
 import jax.numpy as jnp
 
 from manualpar.core.tracing.scopes import CONTEXT_SCOPE
+from manualpar.core.trees import Batch
 
 
-def to_zigzag(batch: Any, axis: str) -> Any:
-    """Exchanges consecutive runs of positions for half blocks in zig-zag order.
+def to_zigzag(batch: Batch, axis: str) -> Any:
+    """Sends positions between devices, to turn consecutive runs into zig-zag half blocks.
 
     Leaves are `[B, S/axis, ...]`. Before the exchange, a leaf has the device's run of each
     sequence; after it, half block `c` and then half block `2 C - 1 - c`. Scalars do not change.
@@ -31,7 +32,8 @@ def to_zigzag(batch: Any, axis: str) -> Any:
         return min(block, 2 * size - 1 - block)
 
     sends = [[(c, home(2 * c + half)) for c in range(size)] for half in (0, 1)]
-    # Even half blocks are the first halves of runs. The low half block of an odd device is odd.
+    # A half block with an even number is the first half of a run. The first half block of an odd
+    # device has an odd number.
     is_odd = jax.lax.axis_index(axis) % 2 == 1
 
     def exchange(x: jax.Array) -> jax.Array:

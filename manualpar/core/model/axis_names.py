@@ -1,12 +1,12 @@
 """Replaces the axis names in a model's modules by the mesh axes that they stand for.
 
 `nn.BatchNorm(axis_name="batch")` computes its statistics over the devices along an axis called
-`batch`. The mesh may have other names, so an alias gives the mesh axes. While the model runs, the
-field `axis_name` of its modules (in NNX the attribute) is set to these axes if they are bound, as
-they are inside `shard_map`. In the other modes arrays are global, so the field is `None` and
-nothing is reduced. The result is the same if the alias stands for all axes that split the batch.
+`batch`. The mesh may have other names, so an alias gives the mesh axes. While the model runs inside
+`shard_map`, the field `axis_name` of its modules (in NNX the attribute) is set to these axes. In
+the other modes arrays are global, so the field is set to `None` and nothing is reduced. All modes
+give the same result if the alias stands for all axes that split the batch.
 
-Only such fields are replaced, never the argument of a collective that a model calls itself.
+Only such fields are replaced. If a model calls a collective, its axis argument stays as it is.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from manualpar.core.mesh.axes import AxisName, axis_tuple, is_axis_bound
 
 @dataclasses.dataclass(frozen=True)
 class AxisAliases:
-    """The mesh axes that names stand for.
+    """Maps names that a model uses to mesh axes.
 
     Attributes:
       axes: The mesh axes by name.
@@ -46,9 +46,9 @@ class AxisAliases:
         groups = getattr(module, "axis_index_groups", None)
         if set(self.split) - set(axes) or groups is not None:
             raise ValueError(
-                f"model: {type(module).__name__} has axis_name={names!r}, which stands for {axes}"
-                f"{'' if groups is None else ', in groups'}, but in this mode the batch is global "
-                f"along {self.split}. Let the alias stand for all of these, or use "
+                f"model: {type(module).__name__} has axis_name={names!r}, which stands for "
+                f"{axes}{'' if groups is None else ', in groups'}, but in this mode the batch is "
+                f"global along {self.split}. Let the alias stand for all of these axes, or use "
                 "mode='manual'."
             )
         return {"axis_name": None}
@@ -65,9 +65,9 @@ def check_axis_aliases(
     data_axes: tuple[str, ...],
     on_global_arrays: bool,
 ) -> AxisAliases:
-    """Checks a user's aliases: a mesh axis, or a tuple of axes, by the name that the model uses.
+    """Checks a user's aliases, which map a name in the model to a mesh axis or a tuple of axes.
 
-    On global arrays, where no axis is bound, `data_axes` are renamed too.
+    On global arrays no axis is bound, so `data_axes` get aliases too.
 
     Raises:
       TypeError: The aliases are not names of axes.
@@ -91,7 +91,8 @@ def check_axis_aliases(
         if name in mesh.shape and value != (name,):
             raise ValueError(
                 f"{strategy}: axis_aliases has {name!r}: {aliases[name]!r}, but {name!r} is an "
-                "axis of the mesh, expected a name that it does not have. Rename the mesh's axis."
+                "axis of the mesh; expected a name that is not an axis of the mesh. Rename the "
+                "mesh's axis."
             )
     if on_global_arrays:
         axes = {axis: (axis,) for axis in data_axes} | axes

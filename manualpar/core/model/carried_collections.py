@@ -1,8 +1,8 @@
 """The collections other than `params` that a training state keeps from step to step.
 
-A loss calls `apply_fn({"params": params}, inputs, train=True, rngs=...)`. Its `apply_fn` adds the
-other collections to the variables and keeps their updates. In evaluation, it overrules switches
-such as `train`.
+A loss calls `apply_fn({"params": params}, inputs, train=True, rngs=...)`. This `apply_fn` adds the
+other collections to the variables and keeps their updates. In evaluation, it also overrules
+switches such as `train`.
 """
 
 from collections.abc import Callable
@@ -15,8 +15,9 @@ from manualpar.core.model.evaluation import SWITCHES, overrule, signature_of
 from manualpar.core.model.interface import InitArgs, ModelInterface
 from manualpar.core.model.varying_loops import varying_loops
 from manualpar.core.state.state_arrays import leaf_types
+from manualpar.core.trees import Batch, Variables
 
-# Collections of sown values, which the caller of the model reads and a state does not keep.
+# Collections of sown values. The caller of the model reads them; a state does not keep them.
 SOWN_COLLECTIONS = frozenset({"intermediates", "losses", "perturbations"})
 
 
@@ -28,14 +29,15 @@ def find_carried_collections(
 ) -> dict[str, Any]:
     """Selects the collections that a training state keeps from a model's abstract variables.
 
-    They are all except `params`, `SOWN_COLLECTIONS`, and collections whose leaves change when the
-    model is applied. `trace` traces a function of variables, a key and a batch.
+    A state keeps all collections except `params`, `SOWN_COLLECTIONS`, and collections that get
+    other leaves when the model is applied. `trace` traces a function of variables, a key and a
+    batch.
     """
     others = {name: tree for name, tree in variables.items() if name != "params"}
     paths = {name: leaf_types(tree).keys() for name, tree in others.items()}
     updated = dict(paths)
 
-    def call(variables: Any, rng: jax.Array, batch: Any) -> None:
+    def call(variables: Variables, rng: jax.Array, batch: Batch) -> None:
         args, kwargs = model.initial_call(batch, init_args)
         kwargs = {**kwargs, "rngs": {"params": rng}, "mutable": list(others)}
         with naming_unbound_axes(), varying_loops():
@@ -54,7 +56,7 @@ def find_carried_collections(
 class CarryingApply:
     """A model's `apply` that adds its other collections and keeps their updates.
 
-    Each trace of a loss function makes a new one.
+    Each trace of a loss function makes a new object.
 
     Attributes:
       module: The model's module.
@@ -111,16 +113,16 @@ def _check_update(name: str, old: Any, new: Any) -> None:
     before, after = leaf_types(old), leaf_types(new)
     if before.keys() != after.keys():
         raise ValueError(
-            f"model: applying it changes what collection {name!r} consists of, from "
-            f"{list(before)} to {list(after)}; a training state keeps it. Create "
-            "the same variables when the model is initialised (train=False)."
+            f"model: applying it changes what collection {name!r} consists of, from {list(before)} "
+            f"to {list(after)}; expected the same variables, because a training state keeps the "
+            "collection. Create the same variables when the model is initialised (train=False)."
         )
     different = [f"{path}: {x} -> {after[path]}" for path, x in before.items() if x != after[path]]
     if different:
         raise ValueError(
             f"model: applying it changes shapes or dtypes in collection {name!r}: "
-            f"{', '.join(different)}; "
-            "a training state keeps them. Cast in the model before it stores them."
+            f"{', '.join(different)}; expected no change, because a training state keeps these "
+            "arrays. Cast values in the model before it stores them."
         )
 
 
@@ -132,6 +134,6 @@ def _collection_names(mutable: Any) -> tuple[str, ...]:
     if mutable is False:
         return ()
     raise TypeError(
-        f"apply_fn: mutable={mutable!r}, expected the names of collections such as ['losses']: the "
-        "program itself keeps the collections of the training state."
+        f"apply_fn: mutable={mutable!r}, expected the names of collections such as ['losses']. The "
+        "collections of the training state need no name here, because the program keeps them."
     )

@@ -1,9 +1,9 @@
 """The arguments and fields that tell Linen's modules to train, and their values in evaluation.
 
-A module is told by an argument (`model(x, train=True)`) or by a field (`MyModel(train=True)`,
+Such a switch is an argument (`model(x, train=True)`) or a field (`MyModel(train=True)`,
 `nn.Dropout(0.1, deterministic=False)` inside another module). A loss function passes the values of
-training. In evaluation these switches are replaced: in the arguments of every module's call, and in
-its fields while it runs.
+training. In evaluation the values of switches are replaced: in the arguments of every module's
+call, and in a module's fields while the module runs.
 
 Invariant: no module of a Linen model draws from the stream `dropout` in evaluation. Handwritten
 dropout that has no switch is refused with its module's path.
@@ -17,15 +17,15 @@ from manualpar.core.model.interface import RunPhase
 
 DROPOUT_STREAM = "dropout"
 EVAL_SWITCHES = {"train": False, "training": False, "is_training": False, "deterministic": True}
-# The switch of `nn.BatchNorm`: statistics come from the state, with dropout on too.
+# The switch of `nn.BatchNorm`. Statistics come from the state even if dropout is on.
 _STATISTICS = {"use_running_average": True}
 SWITCHES: Mapping[RunPhase, Mapping[str, bool]] = {
     "train": {},
     "eval": {**EVAL_SWITCHES, **_STATISTICS},
     "eval_dropout": _STATISTICS,
 }
-# The class attribute with values of a module's fields in evaluation. They hold with `eval_dropout`
-# too, where `train` stays on and would turn on more than dropout.
+# The name of a class attribute that gives values of a module's fields in evaluation. The values
+# also hold with `eval_dropout`: there `train` stays on, and would turn on more than dropout.
 EVALUATION_FIELDS = "evaluation_fields"
 
 

@@ -18,9 +18,10 @@ from jax.sharding import PartitionSpec
 
 from manualpar.core.mesh.axes import axis_tuple
 from manualpar.core.model.interface import InitArgs, ModelInterface
-from manualpar.core.modes.manual import Manual
+from manualpar.core.modes.mode import Mode
 from manualpar.core.parameters.collectives import cast_to_varying
 from manualpar.core.parameters.sharded_parameter import is_box
+from manualpar.core.trees import Batch, Params, Specs, Variables
 
 Init = Callable[[jax.Array], dict[str, Any]]
 
@@ -30,7 +31,7 @@ class TypedParameter(nn.Partitioned):
 
 
 def init_variables(
-    model: ModelInterface, rng: jax.Array, batch: Any, init_args: InitArgs | None = None
+    model: ModelInterface, rng: jax.Array, batch: Batch, init_args: InitArgs | None = None
 ) -> dict[str, Any]:
     """Makes the variables by collection: `model.init({"params": rng}, *args, **kwargs)`.
 
@@ -42,9 +43,9 @@ def init_variables(
 
 def initialisation(
     model: ModelInterface,
-    batch: Any,
-    batch_specs: Any,
-    mode: Manual,
+    batch: Batch,
+    batch_specs: Specs,
+    mode: Mode,
     *,
     init_args: InitArgs | None,
     cast: Callable[[Any], Any],
@@ -56,7 +57,7 @@ def initialisation(
       been applied to the parameters, and annotated and typed parameters are in boxes.
     """
 
-    def init(rng: jax.Array, batch: Any = batch) -> dict[str, Any]:
+    def init(rng: jax.Array, batch: Batch = batch) -> dict[str, Any]:
         variables = init_variables(model, rng, batch, init_args)
         params = jax.tree.map(_box_typed, variables.get("params", {}), is_leaf=is_box)
         return variables | {"params": cast(params)}
@@ -66,7 +67,7 @@ def initialisation(
         variables: dict[str, Any] = run(rng, jax.tree.map(jnp.zeros_like, batch))
         return variables
 
-    key = jax.eval_shape(lambda: jax.random.key(0))  # Abstract: building touches no device.
+    key = jax.eval_shape(lambda: jax.random.key(0))  # Abstract: building uses no device.
     found: tuple[Init, dict[str, Any]] = with_mesh_if_needed(
         mode,
         lambda: (init, jax.eval_shape(init, key)),
@@ -75,7 +76,7 @@ def initialisation(
     return found
 
 
-def typed_specs(params: Any) -> Any:
+def typed_specs(params: Params) -> Any:
     """Returns the tree of parameters with the spec of the type that an initialiser gave each."""
     return jax.tree.map(
         lambda x: PartitionSpec(*x.names) if isinstance(x, TypedParameter) else PartitionSpec(),
@@ -91,24 +92,24 @@ def _box_typed(x: Any) -> Any:
 
 
 def with_mesh_if_needed(
-    mode: Manual, call: Callable[[], Any], call_on_mesh: Callable[[], Any]
+    mode: Mode, call: Callable[[], Any], call_on_mesh: Callable[[], Any]
 ) -> Any:
-    """Calls the first function, or the second if that fails and the mode has a mesh for models."""
+    """Calls `call`; if it fails and the mode has a mesh for models, calls `call_on_mesh`."""
     try:
         return call()
-    except Exception:  # Any error: if the mesh was not the cause, the second call raises it again.
+    except Exception:  # If the missing mesh is not the cause, the second call fails too.
         if mode.model_mesh is None:
             raise
     return call_on_mesh()
 
 
-def trace(mode: Manual, function: Callable[..., Any], in_specs: Any, *args: Any) -> None:
+def trace(mode: Mode, function: Callable[..., Any], in_specs: Specs, *args: Any) -> None:
     """Traces a function of abstract global arguments as a step would run it.
 
     The function's first argument is a tree of variables, which is cast to vary over devices.
     """
 
-    def on_device(variables: Any, *args: Any) -> None:
+    def on_device(variables: Variables, *args: Any) -> None:
         with mode.context():
             function(cast_to_varying(variables, mode.varying_axes), *args)
 

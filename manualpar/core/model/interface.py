@@ -13,16 +13,17 @@ from typing import Any, ClassVar, Literal, Protocol, Self
 import flax.linen as nn
 
 from manualpar.core.model.axis_names import NO_ALIASES, AxisAliases
+from manualpar.core.trees import Batch, Variables
 
 
 class Applicable(Protocol):
     """An object that wraps a Linen module and is applied like it, such as a module with a plan."""
 
-    def apply(self, variables: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def apply(self, variables: Variables, /, *args: Any, **kwargs: Any) -> Any:
         """Calls the module."""
 
 
-# A Linen module, or a model that another interface wraps: NNX modules, and functions that make one.
+# A Linen module, an NNX module, or a function that makes an NNX module.
 Model = nn.Module | Callable[..., Any] | Applicable
 # Makes the arguments of a model's call from a batch.
 InitArgs = Callable[[Any], tuple[Sequence[Any], Mapping[str, Any]]]
@@ -38,8 +39,8 @@ class ModelInterface(abc.ABC):
       module: The module.
       phase: Whether calls train or evaluate.
       axis_aliases: Maps axis names in the module to mesh axes.
-      loop_dims: The dims of each parameter that loops run over, by the parameter's path; `None`
-        until they have been found.
+      loop_dims: For each parameter's path, the dims over which loops run; `None` until they have
+        been found.
       makes_variables_in_calls: Whether a call may add to collections, as `sow` does.
     """
 
@@ -55,14 +56,14 @@ class ModelInterface(abc.ABC):
         """Returns the interface of a model of this library; `None` for anything else."""
 
     @classmethod
-    def collections_of(cls, variables: Any) -> Mapping[str, Any] | None:
+    def collections_of(cls, variables: Variables) -> Mapping[str, Any] | None:
         """Returns the arrays of this library's containers by collection; `None` for other types."""
         del variables
         return None
 
     @property
     def apply_fn(self) -> Callable[..., Any]:
-        """The function that a training state has as `apply_fn`."""
+        """The function for the field `apply_fn` of a training state."""
         return self.apply
 
     @property
@@ -85,7 +86,7 @@ class ModelInterface(abc.ABC):
         return {}
 
     def initial_call(
-        self, batch: Any, init_args: InitArgs | None
+        self, batch: Batch, init_args: InitArgs | None
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the `(args, kwargs)` with which `init` makes the variables for a batch."""
         del batch, init_args
@@ -100,7 +101,7 @@ class ModelInterface(abc.ABC):
         """Makes the variables by collection, from a key or from `{"params": key}`."""
 
     @abc.abstractmethod
-    def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
+    def apply(self, variables: Variables, *args: Any, **kwargs: Any) -> Any:
         """Calls the model as `flax.linen.Module.apply` does; parameters may be in boxes."""
 
 
@@ -119,7 +120,7 @@ def interface_of(model: Any) -> Any:
     return next((found for found in wrapped if found is not None), model)
 
 
-def collections_of(variables: Any) -> Mapping[str, Any] | None:
+def collections_of(variables: Variables) -> Mapping[str, Any] | None:
     """Splits a library's container of variables by collection; `None` for other types."""
     found = (interface.collections_of(variables) for interface in _INTERFACES)
     return next((tree for tree in found if tree is not None), None)

@@ -9,20 +9,21 @@ like `model.apply`. `rng` is a key that differs between devices, minibatches and
 
 - A share may have no valid example. The gradient of 0 / 0 would be NaN on that device and then
   everywhere, so a masked loss divides by `jnp.maximum(count, 1)` or
-  `jnp.where(count > 0, count, 1)`. The first changes the loss if a share's weights add up to less
-  than 1. The same holds over a context axis, see `context_check`.
-- A loss may use collectives and so be the same on all devices (`jax.lax.pmean(loss, axes)`, a ratio
-  of `psum`s). Then its gradient is the gradient of one device's loss. The program sums metrics over
+  `jnp.where(count > 0, count, 1)`. `jnp.maximum` changes the loss if a share's weights add up to
+  less than 1. The same rules hold over a context axis, see `context_check`.
+- A loss that uses collectives may be the same on all devices (`jax.lax.pmean(loss, axes)`, a ratio
+  of `psum`s). Then the gradient is the gradient of one device's loss. The program sums metrics over
   the devices. If a loss has already summed metrics, their means are right but their counts wrong.
 - Sharded `params` are boxes, which `apply_fn` accepts. A penalty on parameters reads
   `flax.linen.unbox(params)`, which gathers all of them, also experts and split layers.
 - A loop or a conditional may combine constants with data, see `varying_loops`.
 """
 
+import contextlib
 import difflib
 import linecache
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,22 +38,39 @@ LossFn = Callable[[Any, Callable[..., Any], Any, jax.Array], tuple[jax.Array, Ma
 
 
 def call_loss(loss_fn: LossFn, *args: Any) -> tuple[jax.Array, Metrics]:
-    """Calls a loss function and checks its results, while it is traced.
+    """Calls a loss function while it is traced, and checks what it returns."""
+    with tracing_loss():
+        result = loss_fn(*args)
+    return check_loss(result)
+
+
+@contextlib.contextmanager
+def tracing_loss() -> Iterator[None]:
+    """Opens the context in which a loss function is called while it is traced.
 
     Raises:
-      ValueError: The loss is not a scalar, metrics are not pairs of scalars with `"loss"` among
-        them, or a collective is over an axis that is not bound.
-      TypeError: It does not return a pair of a loss and a mapping, a loop in it or in the model
-        starts from a constant, or a constant is a cotangent.
+      ValueError: A collective is over an axis that is not bound.
+      TypeError: A loop in the loss or in the model starts from a constant, or a constant is a
+        cotangent.
     """
     try:
         with naming_unbound_axes(), varying_loops():
-            result = loss_fn(*args)
+            yield
     except (TypeError, ValueError) as error:
         message = _explain_constant(error)
         if message is None:
             raise
         raise TypeError(message) from error
+
+
+def check_loss(result: Any) -> tuple[jax.Array, Metrics]:
+    """Returns the loss and the metrics that a loss function returned, after it has checked them.
+
+    Raises:
+      ValueError: The loss is not a scalar, or metrics are not pairs of scalars with `"loss"` among
+        them.
+      TypeError: The result is not a pair of a loss and a mapping.
+    """
     if not isinstance(result, tuple) or len(result) != 2:
         raise TypeError(
             f"loss_fn returned a {type(result).__name__}, expected the pair (loss, metrics)."
@@ -128,8 +146,8 @@ def _check_metric(name: str, value: Any) -> tuple[jax.Array, jax.Array]:
     is_small_float = jnp.issubdtype(count.dtype, jnp.floating) and jnp.finfo(count.dtype).bits < 32
     if count.dtype == bool or is_small_float:
         raise ValueError(
-            f"loss_fn: metrics[{name!r}] has a count of dtype {count.dtype}, which cannot count "
-            "far, expected an integer or float32. Cast the mask before you sum it."
+            f"loss_fn: metrics[{name!r}] has a count of dtype {count.dtype}, which cannot hold "
+            "large counts, expected an integer or float32. Cast the mask before you sum it."
         )
     return total, count
 

@@ -16,7 +16,7 @@ from manualpar.core.mesh.axes import AxisName
 from manualpar.core.modes.strategy import MODES, ModeName, Stages
 from manualpar.core.modes.variable_reduction import CollectionSync
 from manualpar.core.parameters.annotations import Rules
-from manualpar.core.parameters.collectives import CommPolicy
+from manualpar.core.parameters.comm_policy import CommPolicy, Format
 from manualpar.core.parameters.quantized_collectives import BlockQuantizer
 
 Nonfinite = Literal["ignore", "report", "skip"]
@@ -62,7 +62,7 @@ class ProgramOptions(TypedDict, total=False):
       mode: Who writes the collectives. `"manual"` (the default): this package, inside `shard_map`.
         `"auto"`: XLA, from sharding constraints where a parameter is used. `"explicit"`: XLA, where
         the types require them. `"auto-unconstrained"`: XLA, from only the layout of the state.
-        Statements of builders about communication hold for `"manual"`.
+        The docstrings of builders state the communication in mode `"manual"`.
       rules: The mesh axes of logical names in `nn.with_logical_partitioning`: pairs of a name and a
         mesh axis, a tuple of axes, or `None`.
       trainable: Globs over the paths of parameters, such as `("*/attention/*", "head/*")`; `*`
@@ -71,17 +71,18 @@ class ProgramOptions(TypedDict, total=False):
         trained parameters. If not given, the model decides; most models train all parameters.
       param_dtype: The floating-point dtype, by name, in which parameters are stored and updated. If
         not given, the model's dtype.
-      frozen_dtype: The same for frozen parameters. If not given, `param_dtype`.
+      frozen_dtype: The dtype, by name, in which frozen parameters are stored. If not given,
+        `param_dtype`.
       gather_dtype: The dtype in which parameters are gathered and computed with. If not given, the
         dtype in which they are stored. A frozen parameter whose stored dtype is as narrow or
         narrower is not cast.
       reduce_dtype: The dtype in which gradients are summed over devices. If not given,
         `gather_dtype`, and without that the dtype in which parameters are stored.
-      gather_code: `"int8"`: parameters that are gathered over the axes of the batch are quantized
-        to 8 bits a number and 2 bytes for each 256, rounded to the nearest (ZeRO++'s qwZ). The
-        model computes with the quantized parameters, and the optimizer updates exact ones. ZeRO's
-        new parameters are sent unquantized. If not given, nothing is quantized. For mode
-        `"manual"`, like the next three options.
+      gather_code: `"int8"`: parameters that are gathered over the axes of the batch are quantized,
+        rounded to the nearest: to 8 bits for each number and 2 bytes for each block of 256 numbers
+        (ZeRO++'s qwZ). The model computes with the quantized parameters, and the optimizer updates
+        exact ones. ZeRO's new parameters are sent unquantized. If not given, nothing is quantized.
+        For mode `"manual"`, like the next three options.
       reduce_code: `"int8"` or `"int4"`: gradients that are reduced over the axes of the batch are
         quantized (qgZ), and summed in float32. `hsdp` quantizes only the reduction over
         `replica_axis`. With `axis_by_axis` the reduction over each axis quantizes.
@@ -103,41 +104,40 @@ class ProgramOptions(TypedDict, total=False):
         device and in any minibatch. An optimizer's update of finite gradients is not checked.
         `"ignore"` (the default): nothing, at no cost.
         `"report"`: the metrics contain `nonfinite`, a pair whose sum is 1 in such a step and 0 in
-        other steps, and whose count is 1. If it is 0, `metrics["loss"]` is finite.
-        `"skip"`: like `"report"`, and such a step does not change, bit for bit, the parameters, the
+        other steps, and whose count is 1. If this sum is 0, `metrics["loss"]` is finite. `"skip"`:
+        like `"report"`, and such a step does not change, bit for bit, the parameters, the
         optimizer's state with its counters and schedules, and the model's other collections.
-        `state.step` and `state.rng` advance, because they count steps and not updates. Norms are
-        of the computed gradient, the computed update, and the unchanged parameters. The device
-        decides, so the host does not wait.
-        In mode `"manual"` both add no collective, but 8 bytes to the all-reduce of the metrics. It
-        then waits for the gradients and is not merged with their all-reduces. If parameters are
-        sharded over other axes than the batch's, one all-reduce of 4 bytes is added. In the other
-        modes XLA combines the results of all gradients. `"skip"` needs every gradient before the
-        first parameter changes. If XLA does not fuse the optimizer into one loop, as on CPUs, this
-        takes memory for up to two more shards of the parameters.
+        `state.step` and `state.rng` advance, because they count steps and not updates. Norms are of
+        the computed gradient, the computed update, and the unchanged parameters. The device
+        decides, so the host does not wait. In mode `"manual"`, `"report"` and `"skip"` add no
+        collective, but 8 bytes to the all-reduce of the metrics. This all-reduce then waits for the
+        gradients and is not merged with their all-reduces. If parameters are sharded over other
+        axes than the batch's, one all-reduce of 4 bytes is added. In the other modes XLA combines
+        the results of all gradients. `"skip"` needs every gradient before the first parameter
+        changes. If XLA does not fuse the optimizer into one loop, as on CPUs, this takes memory for
+        up to two more shards of the parameters.
       sync_collections: How to synchronise variables outside `params` whose values differ between
         devices after a step, by collection or by path; the longest matching path wins:
         `{"stats": "sum", "stats/amax": "max"}`.
         `"mean"`, the mean over the devices, is right for running averages of means, such as those
-        of `nn.BatchNorm`. `"sum"` is right for counters and other totals, integers too: the value
-        before the step plus all that the devices added to it, in all minibatches. `"max"` and
-        `"min"` are right for running maxima and minima. None of them is right for a running average
-        of *sums*, as in vector quantisers (`decay * old + (1 - decay) * total`): take
-        `jax.lax.psum(total, axis)` in the model.
-        `batch_stats` is averaged by default. Other variables that differ by their type are refused
-        if this option does not name them. Variables that do not differ by their type do not change.
-        A count taken from a shape (`seen += x.shape[0]`) does not differ by its type, so this
-        option must name it. In modes other than `"manual"` a model gets the global batch, and no
-        variable differs.
+        of `nn.BatchNorm`. `"sum"` is right for counters and other totals, also integers: the result
+        is the value before the step plus all increments of all devices in all minibatches. `"max"`
+        and `"min"` are right for running maxima and minima. None of them is right for a running
+        average of *sums*, as in vector quantisers (`decay * old + (1 - decay) * total`): take
+        `jax.lax.psum(total, axis)` in the model. `batch_stats` is averaged by default. If the type
+        of another variable says that it differs, the variable is refused unless this option names
+        it. If the type says that it does not differ, the variable stays as it is. A count taken
+        from a shape (`seen += x.shape[0]`) does not differ by its type, so this option must name
+        it. In modes other than `"manual"` a model gets the global batch, and no variable differs.
       eval_dropout: Whether `eval_step` leaves dropout on, as Monte Carlo dropout needs it. Batch
         statistics come from the state in any case, and a `Transformer` smooths no labels and adds
-        no z-loss. Everything else that your model does in training stays on too. If `False` (the
-        default), training is turned off wherever a module is told to train: by an argument or a
-        field `train`, `training` or `is_training`, by `deterministic`, by `use_running_average`,
+        no z-loss. Everything else that your model does only in training stays on too. If `False`
+        (the default), training is turned off wherever a module is told to train: by an argument or
+        a field `train`, `training` or `is_training`, by `deterministic`, by `use_running_average`,
         and in NNX by `eval()`. A module that draws from `rngs["dropout"]` and has no such switch is
         refused by its path. With dropout on, masks depend on the device, in a pipeline on the
         microbatch, and on `state.rng`, which changes in each step. To draw several samples of one
-        state, give it other keys: `state.replace(rng=key)`.
+        state, replace its key: `state.replace(rng=key)`.
       compiler_options: XLA's options for the training and the evaluation step, by name, see
         `manualpar.core.mesh.compiler_options`; none if not given.
     """
@@ -233,21 +233,28 @@ def check_wire(strategy: str, options: Mapping[str, Any]) -> tuple[StoredDtypes,
                 "would overflow: gradients are summed before they are divided.)"
             )
     if not options.get("reduce_code") and (rounding := [f for f in ROUNDING if options.get(f)]):
-        raise ValueError(f"{strategy}: {rounding[0]}=True with no reduce_code, expected a code.")
-    codes: Any = {f: BlockQuantizer(options[f]) for f in CODES if options.get(f)}
-    dtypes = names["gather_dtype"], names["reduce_dtype"]
-    wire = CommPolicy(*dtypes, options.get("axis_by_axis", False), **codes)
+        raise ValueError(
+            f"{strategy}: {rounding[0]}=True with no reduce_code, expected reduce_code='int8' or "
+            "'int4'."
+        )
+
+    def format_of(way: str) -> Format:
+        code = options.get(f"{way}_code")
+        return Format(names[f"{way}_dtype"], BlockQuantizer(code) if code else None)
+
+    axis_by_axis = options.get("axis_by_axis", False)
+    comm = CommPolicy(format_of("gather"), format_of("reduce"), axis_by_axis)
     for field, got, expected, choice in (
-        ("reduce_dtype", wire.reduce_dtype, None, "where it sums"),
+        ("reduce_dtype", comm.reduce.dtype, None, "where it sums"),
         *((name, options.get(name), None, "what it sends") for name in CODES),
-        ("axis_by_axis", wire.axis_by_axis, False, "how it sends"),
+        ("axis_by_axis", comm.axis_by_axis, False, "how it sends"),
     ):
         if got and mode != "manual":
             raise ValueError(
                 f"{strategy}: {field}={got!r} with mode={mode!r}, expected {expected}: XLA chooses "
                 f"{choice}. Use mode='manual'."
             )
-    return (names["frozen_dtype"] or names["param_dtype"], names["param_dtype"]), wire
+    return (names["frozen_dtype"] or names["param_dtype"], names["param_dtype"]), comm
 
 
 @contextlib.contextmanager
@@ -271,9 +278,9 @@ def explain_dtypes(strategy: str, options: Mapping[str, Any]) -> Iterator[None]:
             raise
         raise TypeError(
             f"{strategy}: with {' and '.join(causes)} the model or the loss combines arrays of the "
-            f"dtypes {' and '.join(sorted(dtypes))}, expected one. Layers that have no dtype "
-            "compute in that of their parameters: give the model a dtype, or cast what it adds of "
-            f"its own to the dtype of its activations. (JAX says: {' '.join(said.split())})"
+            f"dtypes {' and '.join(sorted(dtypes))}, expected one. Layers without a dtype compute "
+            "in the dtype of their parameters: give the model a dtype, or cast arrays that it adds "
+            f"to activations to their dtype. (JAX says: {' '.join(said.split())})"
         ) from error
 
 

@@ -22,7 +22,8 @@ import jax.numpy as jnp
 
 from manualpar.core.parameters.array_box import ArrayBox
 from manualpar.core.parameters.collectives import cast_to_varying, varying_axes
-from manualpar.core.parameters.placement import is_inside, path_name
+from manualpar.core.parameters.shard_rules import is_inside
+from manualpar.core.trees import path_name
 
 # Libraries: all other packages are the user's code.
 LIBRARIES = frozenset({"flax", "jax", "jaxlib", "manualpar", "numpy", "optax"})

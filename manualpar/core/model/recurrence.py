@@ -23,7 +23,7 @@ METHOD = "initialize_carry"
 
 
 def varying_linen_carries(inputs: Any) -> contextlib.AbstractContextManager[None]:
-    """Casts the carries that Linen's cells make to the type that a scan over the inputs needs.
+    """Casts carries of Linen's cells to the type that a scan over the inputs needs.
 
     Args:
       inputs: The arguments of the model's call, see `vary_like`.
@@ -44,8 +44,8 @@ def vary_like(inputs: Any) -> Callable[[jax.Array], jax.Array]:
     """Returns a function that casts a carry `[B, ...]` to vary as the inputs do.
 
     Args:
-      inputs: A tree with arrays `[B, ...]`. The carry varies over the axes over which these vary.
-        Where shardings are types, its dim 0 is sharded as theirs.
+      inputs: A tree with arrays `[B, ...]`. The carry varies over the axes over which these arrays
+        vary. With explicit axes, dim 0 of the carry is sharded like dim 0 of the arrays.
     """
     arrays = [x for x in jax.tree.leaves(inputs) if isinstance(x, jax.Array)]
     axes = varying_axes(arrays)

@@ -3,11 +3,12 @@
 The key of a loss differs over the axes that split the batch, and is the same along a model axis.
 This is right for activations that are replicated along the model axis, because they need the same
 mask on all its devices. But split activations would be dropped at the same positions of every
-shard. Therefore their key is folded with the device's index. The type of the activations decides.
+shard. Therefore their key is folded with the device's index. The type of the activations tells
+whether they are split.
 
-Invariants: a key does not change if the activations vary over no more axes than the key, nor along
-axes of one device. Neither does a key that is the same on all devices: programs make no such key,
-so the user wants it to be the same.
+Invariants: a key does not change if the activations vary over no axis over which the key does not
+vary. Axes of one device do not count. A key that is the same on all devices does not change either:
+programs make no such key, so the user wants the same key everywhere.
 """
 
 import dataclasses
@@ -22,7 +23,7 @@ from manualpar.core.tracing.scopes import TENSOR_SCOPE
 
 
 def key_like(key: jax.Array, x: jax.Array) -> jax.Array:
-    """Makes a key differ along the axes that `x` varies over.
+    """Makes a key differ along the axes over which `x` varies.
 
     Communication:
       None.
@@ -37,7 +38,7 @@ def key_like(key: jax.Array, x: jax.Array) -> jax.Array:
 class SplitAttention:
     """Wraps the `attention_fn` of flax's attention, and gives it a dropout key like its queries.
 
-    Attention draws its key itself, before it is known whether its heads are split. With
+    Attention draws its dropout key before it is known whether its heads are split. With
     `broadcast_dropout` all heads share one mask on all devices.
     """
 

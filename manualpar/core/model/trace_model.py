@@ -24,24 +24,24 @@ from manualpar.core.model.initialise import (
     with_mesh_if_needed,
 )
 from manualpar.core.model.interface import Model, ModelInterface, RunPhase, interface_of
-from manualpar.core.model.loss_function import LossFn, Metrics, call_loss
+from manualpar.core.model.loss_function import LossFn, Metrics, call_loss, check_loss, tracing_loss
 from manualpar.core.model.options import StoredDtypes
 from manualpar.core.model.probe import find_loop_dims
 from manualpar.core.model.whole_parameters import PartOfDevice, as_whole, boxed_parts
-from manualpar.core.modes.manual import Manual
+from manualpar.core.modes.mode import Mode
 from manualpar.core.modes.variable_reduction import CollectionSync, check_sync_collections
 from manualpar.core.parameters.collectives import varying_axes
-from manualpar.core.parameters.placement import (
+from manualpar.core.parameters.parameter_info import (
     ParameterInfo,
     computed_specs,
     describe_parameters,
     on_stages,
-    path_name,
-    strip_boxes,
 )
+from manualpar.core.parameters.placement import strip_boxes
 from manualpar.core.parameters.sharded_parameter import cast_floating, is_box
 from manualpar.core.parameters.split_parameter import SplitParameter, take_shared
 from manualpar.core.parameters.trainable import is_trained
+from manualpar.core.trees import path_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +67,7 @@ class TracedModel:
     keeps_types: bool
     sync_collections: Mapping[str, CollectionSync]
     variables: dict[str, Any]
-    mode: Manual
+    mode: Mode
     adapter: ModelInterface
     _eval_phase: RunPhase
     _init: Init
@@ -87,13 +87,22 @@ class TracedModel:
         """Calls the user's loss; sharded parameters are in boxes.
 
         Returns:
-          The loss, the checked metrics, and the collections after the call.
+          The loss, the checked metrics, and the collections after the call. Only the loss has a
+          gradient: otherwise the backward pass would compute the derivatives of the others and
+          multiply them by zeros, and an infinite derivative would make the gradient NaN.
         """
+        before = {id(x) for x in jax.tree.leaves(collections)}
         apply_fn = CarryingApply(self.adapter, collections, PartOfDevice(self.parameters, params))
-        with self.mode.context():
-            loss, metrics = call_loss(self._loss_fn, as_whole(params), apply_fn, batch, rng)
+        with self.mode.context(), tracing_loss():
+            result = self._loss_fn(as_whole(params), apply_fn, batch, rng)
+        loss, metrics = check_loss(result)
         _check_same_along_model_axes(loss, metrics, varying_axes((batch, rng)))
-        return loss, metrics, apply_fn.collections
+        # A variable that the loss does not change stays the same array: pipelines need this.
+        metrics, collections = jax.tree.map(
+            lambda x: x if id(x) in before else jax.lax.stop_gradient(x),
+            (metrics, apply_fn.collections),
+        )
+        return loss, metrics, collections
 
     def eval_metrics(self, params: Any, collections: Any, batch: Any, rng: jax.Array) -> Metrics:
         """Calls `train_loss` with training turned off, and returns its metrics."""
@@ -109,7 +118,7 @@ def trace_model(
     batch: Any,
     *,
     batch_specs: Any,
-    mode: Manual,
+    mode: Mode,
     stored_dtypes: StoredDtypes,
     options: Mapping[str, Any],
     is_gathered: Callable[[ParameterInfo], bool],
@@ -273,7 +282,7 @@ def _check_same_along_model_axes(loss: Any, metrics: Metrics, data_axes: frozens
             )
 
 
-def _interface_of(strategy: str, model: Any, mode: Manual) -> ModelInterface:
+def _interface_of(strategy: str, model: Any, mode: Mode) -> ModelInterface:
     """Makes the model's interface; a function that makes the model finds a mesh if it needs one."""
 
     def make_on_mesh() -> Any:

@@ -1,12 +1,13 @@
 """Lets JAX's loops and conditionals combine constants with arrays of data.
 
-Under `check_vma=True` data varies over the devices by its type, and a constant (`jnp.zeros(3)`)
-does not. An operator casts a constant that it combines with data. `jax.lax.scan` and the like
-refuse it, because a carry keeps its type in all iterations, and all branches return the same types.
-The constant would have to be made from data, `jnp.zeros_like(x)`, even in a library such as optax.
-Therefore these functions are replaced while a model and a loss are traced. Where JAX refuses a
-type, the replacement finds the types at the end of the loop or the branches, casts the initial
-carry or the results to them, and tries again.
+Under `check_vma=True` the type of data says that it varies over devices; the type of a constant
+(`jnp.zeros(3)`) does not. An operator casts a constant that it combines with data. `jax.lax.scan`
+and similar functions refuse the combination, because a carry keeps its type in all iterations, and
+all branches return the same types. Code would have to make the constant from data
+(`jnp.zeros_like(x)`), even in a library such as optax. Therefore these functions of JAX are
+replaced while a model and a loss are traced. Where JAX refuses a type, the replacement finds the
+types at the end of the loop or the branches, casts the initial carry or the results to them, and
+tries again.
 
 The replacements also type the result if a condition differs between devices. JAX types `cond` only
 by its branches and `while_loop` only by its body, so a result that is one of two constants would be
@@ -14,8 +15,8 @@ typed as the same on all devices.
 
 Invariants: numbers do not change. A call that JAX accepts is traced as JAX traces it, unless its
 condition differs between devices. A cast only says that devices may differ, so it hides no missing
-sum: where a result has to be the same on all devices, it is refused later. The transpose of a cast
-sums over the devices, as the transpose of an operator's cast does.
+sum: a result that has to be the same on all devices is refused later. The transpose of a cast sums
+over the devices, as the transpose of an operator's cast does.
 """
 
 import contextlib
@@ -36,7 +37,7 @@ Axes = list[frozenset[str]]
 
 
 def varying_loops() -> contextlib.AbstractContextManager[None]:
-    """Makes JAX's loops and conditionals cast constants, in this thread, as a context manager.
+    """Makes JAX's loops and conditionals cast constants in this thread; a context manager.
 
     Communication:
       None. The transpose of a cast is a `psum`, see `cast_to_varying`.
@@ -69,7 +70,7 @@ def _scan(original: Any) -> Callable[..., Any]:
 def _while_loop(original: Any) -> Callable[..., Any]:
     def while_loop(cond_fun: Any, body_fun: Any, init_val: Any) -> Any:
         def after(carry: Any) -> Any:
-            """Computes the next carry, cast to differ between devices that stop at other times."""
+            """Computes the next carry, typed to vary over the axes of the condition too."""
             return cast_to_varying(body_fun(carry), varying_axes(cond_fun(carry)))
 
         def keeping_type(carry: Any) -> Any:

@@ -1,12 +1,11 @@
-"""Parameters as a loss reads them, where the model computes with parts (`split_parameter`).
+"""Gives a loss full parameters although the model computes with parts (`split_parameter`).
 
-A penalty on experts covers all of them, as on one device. So a loss gets boxes that gather over all
-axes, including those of experts. `apply_fn` turns them back into the parameters that the model asks
-for: boxes that leave split dims as they are, and this device's part of an array that the loss has
-gathered.
+A penalty on experts covers all experts, as on one device. So a loss gets boxes that gather over all
+axes, including the axes of experts. `apply_fn` turns these boxes back into boxes that do not gather
+split dims. If the loss has gathered an array, `apply_fn` takes this device's part of it.
 
-The gather's result is typed as the same on all devices. Where a device adds it to its own loss, the
-cast sums the gradients over the devices, as the gradient of experts is summed in any case.
+The gather's result is typed as the same on all devices. If a device adds this result to its loss,
+the cast sums the gradients over the devices. The gradient of experts is summed in any case.
 """
 
 import dataclasses
@@ -17,19 +16,20 @@ import jax
 from manualpar.core.mesh.axes import axis_tuple, is_axis_bound
 from manualpar.core.parameters.array_box import ArrayBox
 from manualpar.core.parameters.collectives import cast_to_varying
-from manualpar.core.parameters.placement import path_name, split_names
+from manualpar.core.parameters.parameter_info import split_names
 from manualpar.core.parameters.sharded_parameter import ShardedParameter, is_box
 from manualpar.core.parameters.split_parameter import take_shared
+from manualpar.core.trees import Infos, Params, path_name
 
 
-def as_whole(params: Any) -> Any:
+def as_whole(params: Params) -> Any:
     """Makes boxes gather over all axes, for a loss that reads them."""
     return jax.tree.map(
         lambda x: x.replace(is_whole=True) if isinstance(x, ArrayBox) else x, params, is_leaf=is_box
     )
 
 
-def boxed_parts(infos: Any, params: Any) -> Any:
+def boxed_parts(infos: Infos, params: Params) -> Any:
     """Boxes the parts of split parameters that are in no box."""
 
     def box(info: Any, x: Any) -> Any:
@@ -45,18 +45,19 @@ class PartOfDevice:
 
     Attributes:
       infos: The tree of parameters with a `ParameterInfo` at each leaf.
-      given: The parameters that the loss is called with. An array that is in no box there is a
-        part already.
+      given: The parameters with which the loss is called. An array in this tree that is in no box
+        is a part already.
     """
 
-    infos: Any
+    infos: Infos
     given: Any
 
-    def __call__(self, params: Any) -> Any:
+    def __call__(self, params: Params) -> Any:
         """Returns the tree with boxes of parts, and with parts of gathered arrays.
 
         Communication:
-          None. Backward, of an array that the loss has gathered, an all-reduce of its gradient.
+          None forward. Backward, one all-reduce for the gradient of each array that the loss has
+          gathered.
         """
         given = jax.tree_util.tree_leaves_with_path(self.given, is_leaf=is_box)
         boxed = {path_name(path) for path, x in given if is_box(x)}

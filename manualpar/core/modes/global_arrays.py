@@ -10,6 +10,7 @@ In these modes batch statistics (`BatchNorm`) are of the global batch, and dropo
 for the global batch.
 """
 
+import abc
 import contextlib
 import dataclasses
 import functools
@@ -22,13 +23,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from manualpar.core.mesh.axes import Names, axes_size, axis_tuple, with_axis_types
+from manualpar.core.mesh.axes import Names, axes_size, axis_tuple, names_to_spec, with_axis_types
 from manualpar.core.mesh.roles import AxisRoles
 from manualpar.core.mesh.splitting import check_minibatches
-from manualpar.core.modes.manual import Manual, register_mode
+from manualpar.core.modes.gradients import Sums
+from manualpar.core.modes.mode import Mode
 from manualpar.core.modes.strategy import ModeName
 from manualpar.core.modes.variable_reduction import CollectionSync
-from manualpar.core.parameters.placement import Placement, map_in_scopes, names_to_spec
+from manualpar.core.parameters.placement import Route, map_in_scopes
 from manualpar.core.parameters.sharded_parameter import (
     ShardedParameter,
     boxed_axes,
@@ -37,18 +39,18 @@ from manualpar.core.parameters.sharded_parameter import (
     pad_leaf,
     unpad_leaf,
 )
-from manualpar.core.state.metrics import Metrics
 from manualpar.core.tracing.scopes import GATHER_SCOPE, NEW_PARAMS_SCOPE, SCATTER_SCOPE
+from manualpar.core.trees import Batch, Collections, Params, Placements, Specs
 
 
-class GlobalArrays(Manual):
-    """Runs the operations of a step on global arrays; see `Manual` for the methods."""
+class GlobalArrays(Mode):
+    """Runs the operations of a step on global arrays; see `Mode` for the methods."""
 
     writes_collectives: ClassVar[bool] = False
 
+    @abc.abstractmethod
     def constrain(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
         """Constrains the sharding of a global array."""
-        raise NotImplementedError
 
     @property
     def varying_axes(self) -> tuple[str, ...]:
@@ -56,7 +58,7 @@ class GlobalArrays(Manual):
         return ()
 
     def run(
-        self, function: Callable[..., Any], *, in_specs: Any, out_specs: Any
+        self, function: Callable[..., Any], *, in_specs: Specs, out_specs: Specs
     ) -> Callable[..., Any]:
         """Wraps a function of global arrays so that its results are sharded by `out_specs`."""
         del in_specs
@@ -74,12 +76,12 @@ class GlobalArrays(Manual):
         """Returns the key as it is, because the code sees all examples."""
         return rng
 
-    def to_zigzag(self, batch: Any, roles: AxisRoles) -> Any:
+    def to_zigzag(self, batch: Batch, roles: AxisRoles) -> Any:
         """Returns the batch as it is, because XLA sees full sequences."""
         del roles
         return batch
 
-    def split(self, batch: Any, num_minibatches: int, roles: AxisRoles) -> Any:
+    def split(self, batch: Batch, num_minibatches: int, roles: AxisRoles) -> Any:
         """Splits a batch so that every example stays on its device.
 
         Each minibatch has an equal part of every device's examples.
@@ -103,33 +105,33 @@ class GlobalArrays(Manual):
     def _reshape(self, x: jax.Array, shape: tuple[int, ...], *names: Any) -> jax.Array:
         return self.constrain(jax.lax.reshape(x, shape), _full_spec(shape, names))
 
-    def scatter(self, place: Placement, shard: Any, g: Any) -> Any:
+    def scatter(self, place: Route, shard: Any, g: Any) -> Any:
         """Constrains a gradient to be sharded, so that XLA scatters it."""
         if boxed_axes(g) == boxed_axes(shard):
             return g
         g = pad_leaf(g.value if is_box(g) else g, place.padding)
         return shard.replace(value=self.constrain(g, place.state_spec))
 
-    def sync(self, place: Placement, shard: Any, g: Any) -> Any:
+    def sync(self, place: Route, shard: Any, g: Any) -> Any:
         """Returns the gradient as it is, because it is of the global batch."""
         del place, shard
         return g
 
-    def sync_metrics(self, metrics: Metrics) -> Metrics:
+    def sync_metrics(self, metrics: Sums) -> Sums:
         """Returns the metrics as they are, because they count all examples."""
         return metrics
 
     def sync_collections(
-        self, collections: Any, before: Any, rules: Mapping[str, CollectionSync]
+        self, collections: Collections, before: Any, rules: Mapping[str, CollectionSync]
     ) -> Any:
         """Returns the collections as they are, because there is one copy of each."""
         del before, rules
         return collections
 
-    def replicate(self, placements: Any, params: Any) -> Any:
+    def replicate(self, placements: Placements, params: Params) -> Any:
         """Constrains updated parameters to their own specs, so that XLA gathers them."""
 
-        def gather(place: Placement, x: jax.Array) -> jax.Array:
+        def gather(place: Route, x: jax.Array) -> jax.Array:
             if place.state_names is None:
                 return x
             with jax.named_scope(NEW_PARAMS_SCOPE):
@@ -147,7 +149,6 @@ class GlobalArrays(Manual):
         return self.constrain(x, names_to_spec(names))
 
 
-@register_mode
 class Auto(GlobalArrays):
     """Mode `auto`."""
 
@@ -170,7 +171,7 @@ class Auto(GlobalArrays):
         """The mesh, with automatic axes."""
         return self.mesh.abstract_mesh
 
-    def under_mesh(self, function: Callable[..., Any], in_specs: Any) -> Callable[..., Any]:
+    def under_mesh(self, function: Callable[..., Any], in_specs: Specs) -> Callable[..., Any]:
         """Wraps a function so that it runs under the mesh."""
         del in_specs
 
@@ -187,7 +188,6 @@ class Auto(GlobalArrays):
         return _unshard(x, *shardings)
 
 
-@register_mode
 class Unconstrained(GlobalArrays):
     """Mode `auto-unconstrained`."""
 
@@ -199,7 +199,6 @@ class Unconstrained(GlobalArrays):
         return x
 
 
-@register_mode
 class Explicit(GlobalArrays):
     """Mode `explicit`."""
 
@@ -210,7 +209,7 @@ class Explicit(GlobalArrays):
         return jax.sharding.reshard(x, spec)
 
     def run(
-        self, function: Callable[..., Any], *, in_specs: Any, out_specs: Any
+        self, function: Callable[..., Any], *, in_specs: Specs, out_specs: Specs
     ) -> Callable[..., Any]:
         """Wraps a function of arrays with explicit shardings, to take arrays without them."""
         constrained = super().run(function, in_specs=in_specs, out_specs=out_specs)
@@ -228,7 +227,7 @@ class Explicit(GlobalArrays):
         mesh: AbstractMesh = with_axis_types(self.mesh, AxisType.Explicit).abstract_mesh
         return mesh
 
-    def under_mesh(self, function: Callable[..., Any], in_specs: Any) -> Callable[..., Any]:
+    def under_mesh(self, function: Callable[..., Any], in_specs: Specs) -> Callable[..., Any]:
         """Wraps a function so that its arguments have explicit shardings, `in_specs`."""
 
         def run(*args: Any) -> Any:
@@ -240,7 +239,7 @@ class Explicit(GlobalArrays):
 
         return run
 
-    def box(self, place: Placement, x: jax.Array, *, as_state: bool = False) -> Any:
+    def box(self, place: Route, x: jax.Array, *, as_state: bool = False) -> Any:
         """Boxes a parameter so that it is also gathered over the axes that split it.
 
         In this mode layers do not compute with shards. Their products would contract a dim that
@@ -283,7 +282,7 @@ class GlobalParameter(ShardedParameter, eq=False):
         if isinstance(self.mode, Explicit):
             axes |= {*self.storage_axes}
         names = tuple(None if set(axis_tuple(n)) & axes else n for n in self.names)
-        value = cast_floating(self.value, self.wire.gather_dtype)
+        value = cast_floating(self.value, self.comm.gather.dtype)
         with jax.named_scope(GATHER_SCOPE):
             value = self.mode.unshard(value, names, self.names)
         return self.replace(value=unpad_leaf(value, self.padding), names=names, padding=())
@@ -334,7 +333,7 @@ def _full_spec(shape: tuple[int, ...], names: tuple[Any, ...]) -> PartitionSpec:
     return PartitionSpec(*names, *(None,) * (len(shape) - len(names)))
 
 
-def _broadcast(specs: Any, tree: Any) -> list[PartitionSpec]:
+def _broadcast(specs: Specs, tree: Any) -> list[PartitionSpec]:
     """Returns a spec for each leaf of a tree, from a tree of specs that is a prefix of it."""
     leaves: list[PartitionSpec] = []
     jax.tree.map(

@@ -13,9 +13,8 @@ accumulated, and `sync_gradients` reduces them once. A gradient that is not redu
 and `shard_map` refuses to return it as replicated.
 """
 
-import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -28,93 +27,117 @@ from manualpar.core.parameters.sharded_parameter import (
     is_box,
     reduction_dtype,
 )
-from manualpar.core.parameters.trainable import combine, empty_part
-from manualpar.core.state.metrics import Metrics
+from manualpar.core.parameters.trainable import combine
+from manualpar.core.state.metrics import Metrics, StepSums
 from manualpar.core.tracing.scopes import COUNT_SCOPE, METRICS_SCOPE, REDUCE_SCOPE
+from manualpar.core.trees import Batch, Collections, Grads, Params
 
+Sums = TypeVar("Sums")
 # (params, collections, minibatch, rng) -> (loss, metrics, updated collections).
-CarryingLossFn = Callable[[Any, Any, Any, jax.Array], tuple[jax.Array, Metrics, Any]]
-# The function that is differentiated: -> (loss times count, (metrics, updated collections)). Its
-# parameters, and the parameters of an `Accumulation`, are a pair of trees: (trained, frozen).
-WeightedLoss = Callable[[Any, Any, Any, jax.Array], tuple[jax.Array, tuple[Metrics, Any]]]
+CarryingLossFn = Callable[
+    [Params, Collections, Batch, jax.Array], tuple[jax.Array, Metrics, Collections]
+]
+# Trained and frozen parameters, see `partition`.
+ParamPair = tuple[Params, Params]
+# The function that is differentiated: (trained, frozen, collections, minibatch, rng) ->
+# (loss times count, (sums, updated collections)).
+WeightedLoss = Callable[
+    [Params, Params, Collections, Batch, jax.Array],
+    tuple[jax.Array, tuple[StepSums, Collections]],
+]
 # A linear function of the gradients of each minibatch, applied before they are added up.
-Reduce = Callable[[Any], Any]
+Reduce = Callable[[Grads], Grads]
 # Runs the minibatches and adds up their gradients: (loss, params, collections, (minibatches, keys),
-# reduce) -> (summed gradients, summed metrics, collections).
-Accumulation = Callable[[WeightedLoss, Any, Any, Any, Reduce], tuple[Any, Metrics, Any]]
+# reduce) -> (summed gradients, sums, collections).
+Accumulation = Callable[
+    [WeightedLoss, ParamPair, Collections, tuple[Batch, jax.Array], Reduce],
+    tuple[Grads, StepSums, Collections],
+]
 
 
 def accumulate(
     loss_fn: CarryingLossFn,
-    params: Any,
-    collections: Any,
-    minibatches: Any,
+    params: ParamPair,
+    collections: Collections,
+    minibatches: Batch,
     rng: jax.Array,
     *,
     schedule: Accumulation,
     reduce: Reduce = lambda grads: grads,
-    frozen: Any = None,
+    join: Callable[[ParamPair], Params] = combine,
     outer_axes: tuple[str, ...] = (),
-) -> tuple[Any, Metrics, Any]:
+) -> tuple[Grads, StepSums, Collections]:
     """Accumulates gradients over minibatches, and carries collections from one to the next.
 
     Args:
       loss_fn: `(params, collections, minibatch, rng) -> (loss, metrics, collections)`.
-      params: The parameters that are trained; boxes allowed.
+      params: The trained and the frozen parameters, see `partition`; boxes allowed.
       collections: The collections before the first minibatch.
       minibatches: A tree whose leaves are `[M, B/M, ...]`, see `split_minibatches`.
       rng: A key.
       schedule: How the minibatches run: `unrolled` or `scanned`.
       reduce: Applied to the gradients of each minibatch before they are added up.
-      frozen: The frozen parameters, if any, see `partition`. `loss_fn` gets all parameters in one
-        tree.
-      outer_axes: Mesh axes along which devices take separate steps, see `Manual`.
+      join: Makes the tree of parameters for `loss_fn` from the pair, in each minibatch.
+      outer_axes: Mesh axes along which devices take separate steps, see `Mode`.
 
     Returns:
-      The gradients in float32 or wider, the metrics, and the collections after the last minibatch.
+      The gradients of the trained parameters in float32 or wider, the sums of the minibatches, and
+      the collections after the last minibatch.
     """
     keys = jax.random.split(rng, len(jax.tree.leaves(minibatches)[0]))
     axes = varying_axes(minibatches)
-    pair = params, empty_part(params) if frozen is None else frozen
-    pair = cast_to_varying(pair, axes)
+    params = cast_to_varying(params, axes)
 
     def weighted_loss(
-        pair: Any, collections: Any, minibatch: Any, key: jax.Array
-    ) -> tuple[jax.Array, Any]:
-        loss, metrics, collections = loss_fn(combine(pair), collections, minibatch, key)
+        trained: Params, frozen: Params, collections: Collections, minibatch: Batch, key: jax.Array
+    ) -> tuple[jax.Array, tuple[StepSums, Collections]]:
+        loss, metrics, collections = loss_fn(join((trained, frozen)), collections, minibatch, key)
         weight = jax.lax.stop_gradient(_at_least_float32(metrics["loss"][1]))
         # A loss may be the same on all devices (a pmean, a ratio of psums). It still counts once
         # for each device. Without the cast autodiff would differentiate it once for all devices,
         # and the mean of the gradients would be too small.
-        loss = cast_to_varying(_at_least_float32(loss), axes)
-        return loss * weight, (metrics, collections)
+        loss = cast_to_varying(_at_least_float32(loss), axes) * weight
+        return loss, (StepSums((jax.lax.stop_gradient(loss), weight), metrics), collections)
 
-    grads, metrics, collections = schedule(
-        weighted_loss, pair, collections, (minibatches, keys), reduce
+    grads, sums, collections = schedule(
+        weighted_loss, params, collections, (minibatches, keys), reduce
     )
-    count = _mean_count(metrics["loss"][1], outer_axes)
-    return jax.tree.map(lambda g: g / count, grads), metrics, collections
+    count = _mean_count(sums.metrics["loss"][1], outer_axes)
+    return jax.tree.map(lambda g: g / count, grads), sums, collections
 
 
 def unrolled(
-    loss: WeightedLoss, params: Any, collections: Any, minibatches: Any, reduce: Reduce
-) -> tuple[Any, Metrics, Any]:
+    loss: WeightedLoss,
+    params: ParamPair,
+    collections: Collections,
+    minibatches: tuple[Batch, jax.Array],
+    reduce: Reduce,
+) -> tuple[Grads, StepSums, Collections]:
     """Runs the minibatches in a Python loop, so each is compiled separately."""
-    total = None
+    differentiate, total = jax.grad(loss, has_aux=True), None
     for index in range(len(minibatches[1])):
         with jax.named_scope(f"minibatch_{index}"):
             minibatch = jax.tree.map(lambda x, i=index: x[i], minibatches)
-            term, collections = _differentiate(loss, params, reduce, collections, minibatch)
+            grads, (sums, collections) = differentiate(*params, collections, *minibatch)
+            term = _accumulators(reduce(grads), sums)
             total = term if total is None else jax.tree.map(jnp.add, total, term)
     assert total is not None  # `check_minibatches` refuses a batch without minibatches.
     return *total, collections
 
 
 def scanned(
-    loss: WeightedLoss, params: Any, collections: Any, minibatches: Any, reduce: Reduce
-) -> tuple[Any, Metrics, Any]:
+    loss: WeightedLoss,
+    params: ParamPair,
+    collections: Collections,
+    minibatches: tuple[Batch, jax.Array],
+    reduce: Reduce,
+) -> tuple[Grads, StepSums, Collections]:
     """Runs the minibatches in a `jax.lax.scan`, so the code is compiled once."""
-    differentiate = functools.partial(_differentiate, loss, params, reduce)
+
+    def differentiate(collections: Collections, minibatch: Batch) -> tuple[Any, Collections]:
+        grads, (sums, collections) = jax.grad(loss, has_aux=True)(*params, collections, *minibatch)
+        return _accumulators(reduce(grads), sums), collections
+
     first = jax.tree.map(lambda x: x[0], minibatches)
     # The carry of a scan must keep its type, but a minibatch may add axes to the collections' type.
     # Repeat until the type is stable: each repetition can only add axes.
@@ -129,7 +152,7 @@ def scanned(
         # If shardings are types (mode `explicit`), the sum must have the sharding of its terms.
         return x if t.sharding is None else jax.sharding.reshard(x, t.sharding)
 
-    def body(carry: Any, minibatch: Any) -> tuple[Any, None]:
+    def body(carry: Any, minibatch: Batch) -> tuple[Any, None]:
         total, collections = carry
         with jax.named_scope("minibatch"):
             term, collections = differentiate(collections, minibatch)
@@ -140,19 +163,16 @@ def scanned(
     return *total, collections
 
 
-def _differentiate(
-    loss: WeightedLoss, params: Any, reduce: Reduce, collections: Any, minibatch: Any
-) -> tuple[tuple[Any, Metrics], Any]:
-    """Returns a minibatch's gradients, metrics and collections; the first two in sum dtypes."""
+def _accumulators(*terms: Any) -> Any:
+    """Casts floating types to float32 or wider, to sum minibatches in that dtype."""
 
-    def loss_of_trained(trained: Any) -> tuple[jax.Array, Any]:
-        return loss((trained, params[1]), collections, *minibatch)
+    def accumulator(x: jax.Array) -> jax.Array:
+        return _at_least_float32(x) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
-    grads, (metrics, collections) = jax.grad(loss_of_trained, has_aux=True)(params[0])
-    return jax.tree.map(_accumulator, (reduce(grads), metrics)), collections
+    return jax.tree.map(accumulator, terms)
 
 
-def sync_gradients(grads: Any, axis_names: AxisName) -> Any:
+def sync_gradients(grads: Grads, axis_names: AxisName) -> Any:
     """Takes the mean of the devices' gradients over the mesh axes that split the batch.
 
     Args:
@@ -195,10 +215,10 @@ def sync_gradients(grads: Any, axis_names: AxisName) -> Any:
                 )
         scope = f"{jax.tree_util.keystr(path, simple=True, separator='/')}/{REDUCE_SCOPE}"
         with jax.named_scope(scope.lstrip("/")):
-            wire, dtype = comm_policy(g), reduction_dtype(g)
-            for group in wire.reductions(reduce_axes):
+            comm, dtype = comm_policy(g), reduction_dtype(g)
+            for group in comm.reductions(reduce_axes):
                 size = jax.lax.axis_size(group)
-                quantizer = wire.reduce_quantizer(value.size / size, dtype, group)
+                quantizer = comm.reduce_quantizer(value.size / size, dtype, group)
                 if quantizer and size > 1:
                     value, _ = quantizer.mean(value, group)
                 else:
@@ -217,7 +237,9 @@ def reduce_gradient(
       One all-reduce in `dtype` over the axes of `mean_axes` that the gradient has not been
       scattered over, and one over `sum_axes` if there are any.
     """
-    is_exact = comm_policy(g).reduce_code is None  # A quantizer gets the value before any rounding.
+    is_exact = (
+        comm_policy(g).reduce.quantizer is None
+    )  # A quantizer gets the value before any rounding.
     if (set(mean_axes) - set(boxed_axes(g)) and is_exact) or sum_axes:
         g = jax.tree.map(lambda x: x.astype(dtype), g)
     if sum_axes:
@@ -227,15 +249,15 @@ def reduce_gradient(
     return sync_gradients(g, mean_axes) if mean_axes else g
 
 
-def sync_metrics(metrics: Metrics, axis_names: AxisName) -> Metrics:
+def sync_metrics(metrics: Sums, axis_names: AxisName) -> Sums:
     """Sums `(sum, count)` metrics over mesh axes.
 
     Args:
-      metrics: Pairs of each device's scalars by name.
+      metrics: Pairs of each device's scalars by name, or another tree of scalars.
       axis_names: The mesh axis, or tuple of axes, over which examples are split.
 
     Returns:
-      The pairs summed over all devices, replicated.
+      The tree with each scalar summed over all devices, replicated.
 
     Communication:
       One all-reduce for each dtype, of all scalars of that dtype.
@@ -269,8 +291,3 @@ def _mean_count(count: jax.Array, outer_axes: tuple[str, ...]) -> jax.Array:
 def _at_least_float32(x: jax.Array) -> jax.Array:
     """Casts integers and narrower floating types to float32."""
     return jnp.asarray(x).astype(jnp.promote_types(jnp.result_type(x), jnp.float32))
-
-
-def _accumulator(x: jax.Array) -> jax.Array:
-    """Casts floating types to float32 or wider, to sum minibatches in that dtype."""
-    return _at_least_float32(x) if jnp.issubdtype(x.dtype, jnp.floating) else x

@@ -1,24 +1,21 @@
 """Finds losses and gradients that are not finite; all devices take the same decision."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 from manualpar.core.mesh.axes import AxisName, axis_tuple
 from manualpar.core.parameters.collectives import varying_axes
-from manualpar.core.state.metrics import Metrics
+from manualpar.core.state.metrics import StepSums, mean
 from manualpar.core.tracing.scopes import NONFINITE_SCOPE
-
-# A reserved metric name.
-NONFINITE_GRADIENTS = "devices with a gradient that is not finite"
+from manualpar.core.trees import Grads
 
 
-def find_nonfinite(grads: Any, axis_names: AxisName) -> jax.Array:
+def find_nonfinite(grads: Grads, axis_names: AxisName) -> jax.Array:
     """Looks for gradients that are not finite, element by element, because a norm could overflow.
 
     Args:
-      grads: A tree of gradients without boxes; integers and empty arrays are finite.
+      grads: A tree of gradients without boxes, after they are summed and cast, because both may
+        overflow; integers and empty arrays are finite.
       axis_names: The mesh axes that split the batch.
 
     Returns:
@@ -35,25 +32,11 @@ def find_nonfinite(grads: Any, axis_names: AxisName) -> jax.Array:
         return jnp.minimum(jax.lax.psum(flag, others), 1) if others else flag
 
 
-def count_nonfinite(metrics: Metrics, grads: Any, axes: tuple[str, ...]) -> Metrics:
-    """Adds to a device's metrics, before they are summed, whether its gradients are finite.
-
-    Pass the gradients after summing and casting, because both may overflow.
-    """
-    return {**metrics, NONFINITE_GRADIENTS: (find_nonfinite(grads, axes), jnp.ones(()))}
-
-
-def is_finite(builder: str, option: str, metrics: Metrics, objective: str) -> jax.Array:
+def is_finite(sums: StepSums) -> jax.Array:
     """Returns whether the loss and all gradients of a step are finite, `bool[]`.
 
-    Removes the entry of `count_nonfinite` from the metrics. `objective` names the metric of the
-    differentiated loss. A loss that returns a metric `nonfinite` is refused.
+    `sums` are those of all devices, with `nonfinite` from `find_nonfinite`.
     """
-    if "nonfinite" in metrics:
-        raise ValueError(
-            f"{builder}: nonfinite={option!r} reports a metric 'nonfinite', and loss_fn returns "
-            "one of that name too; expected another. Rename it."
-        )
-    devices, _ = metrics.pop(NONFINITE_GRADIENTS)
-    means = [total / jnp.where(n == 0, 1, n) for total, n in (metrics[objective], metrics["loss"])]
-    return (devices == 0) & jnp.isfinite(jnp.stack(means)).all()
+    assert sums.nonfinite is not None
+    means = jnp.stack([mean(sums.objective), mean(sums.metrics["loss"])])
+    return (sums.nonfinite[0] == 0) & jnp.isfinite(means).all()

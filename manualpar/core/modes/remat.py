@@ -44,6 +44,7 @@ from manualpar.core.tracing.scopes import (
     purpose_of,
     scope_names,
 )
+from manualpar.core.trees import Params
 
 LOOPS = frozenset({"cond", "scan"})  # Primitives with a backward pass of their own.
 GATHERS = frozenset({"all_gather", "all_gather_invariant", "reshard", "sharding_constraint"})
@@ -90,13 +91,8 @@ def regather_for_backward(
 
     @functools.wraps(function)
     def run(*args: Any) -> Any:
-        leaves, structure = jax.tree.flatten(args)
-
-        def flat(*leaves: Any) -> Any:
-            return function(*jax.tree.unflatten(structure, leaves))
-
-        closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*leaves)
-        out = _regathering(closed, is_repeated, in_loop=False)(*leaves)
+        closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+        out = _regathering(closed, is_repeated, in_loop=False)(*jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(shapes), out)
 
     return run
@@ -115,7 +111,7 @@ class _IsRepeated(NamedTuple):
         gathers = is_ours and not self.is_saved(eqn.primitive, **eqn.params)
         return gathers or DECODE_SCOPE in scope_names(name_stack)
 
-    def is_saved(self, primitive: Any, *_: Any, **params: Any) -> bool:
+    def is_saved(self, primitive: Any, *_: Any, **params: Params) -> bool:
         """Returns whether it is a gather over slow links, whose result is saved.
 
         It is also a policy for the user's checkpoints.

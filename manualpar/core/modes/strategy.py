@@ -20,12 +20,14 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
+import jax
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh
 
-from manualpar.core.modes.gradients import Reduce, WeightedLoss
+from manualpar.core.modes.gradients import ParamPair, Reduce, WeightedLoss
 from manualpar.core.parameters.placement import PlaceFn
-from manualpar.core.state.metrics import Metrics
+from manualpar.core.state.metrics import Metrics, StepSums
+from manualpar.core.trees import Batch, Collections, Grads, Placements
 
 ModeName = Literal["manual", "auto", "explicit", "auto-unconstrained"]
 MODES: tuple[ModeName, ...] = ("manual", "auto", "explicit", "auto-unconstrained")
@@ -91,8 +93,14 @@ class Pipelined(Protocol):
     """A schedule that runs several microbatches at once, each on another stage."""
 
     def __call__(
-        self, loss: WeightedLoss, params: Any, collections: Any, minibatches: Any, reduce: Reduce, /
-    ) -> tuple[Any, Metrics, Any]:
+        self,
+        loss: WeightedLoss,
+        params: ParamPair,
+        collections: Collections,
+        minibatches: tuple[Batch, jax.Array],
+        reduce: Reduce,
+        /,
+    ) -> tuple[Grads, StepSums, Collections]:
         """Accumulates gradients like an `Accumulation`, but differentiates one stage at a time."""
 
     def exchange_layers(self, tree: Any, *, back: bool = False) -> Any:
@@ -118,6 +126,6 @@ class Stages(Protocol):
         """
 
     def on_mesh(
-        self, mesh: Mesh, strategy: Strategy, placements: Any, num_minibatches: int
+        self, mesh: Mesh, strategy: Strategy, placements: Placements, num_minibatches: int
     ) -> Pipelined:
         """Makes the schedule of a step. `placements` tells how parameters are sharded."""

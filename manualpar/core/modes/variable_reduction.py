@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from manualpar.core.mesh.axes import AxisName, axis_tuple, check_axes_bound
 from manualpar.core.parameters.collectives import cast_to_varying, is_vma_checked, varying_axes
 from manualpar.core.tracing.scopes import COLLECTIONS_SCOPE
+from manualpar.core.trees import Collections
 
 CollectionSync = Literal["mean", "sum", "max", "min"]
 COLLECTION_SYNCS: tuple[CollectionSync, ...] = ("mean", "sum", "max", "min")
@@ -24,7 +25,7 @@ KNOWN: Mapping[str, CollectionSync] = {"batch_stats": "mean"}
 
 
 def check_sync_collections(
-    builder: str, rules: Any, collections: Any
+    builder: str, rules: Any, collections: Collections
 ) -> Mapping[str, CollectionSync]:
     """Checks rules, by collection or by path: each must be known and fit a variable.
 
@@ -59,7 +60,7 @@ def check_sync_collections(
 
 
 def sync_collections(
-    collections: Any,
+    collections: Collections,
     axis_names: AxisName,
     *,
     before: Any,

@@ -9,14 +9,13 @@ Under `jax.shard_map(check_vma=True)` the type of every value names the mesh axe
 set of axes is in this file.
 """
 
-import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from manualpar.core.mesh.axes import AxisName, axis_tuple, check_axes_bound
+from manualpar.core.parameters.comm_policy import EXACT, CommPolicy, Quantizer
 from manualpar.core.tracing.scopes import CAST_SCOPE, GATHER_SCOPE, SCATTER_SCOPE
 
 
@@ -46,109 +45,8 @@ def cast_to_varying(tree: Any, axes: tuple[str, ...] | frozenset[str]) -> Any:
         return jax.tree.map(cast, tree)
 
 
-class Quantizer(Protocol):
-    """A pytree that sends numbers in fewer bits; see `quantized_collectives`."""
-
-    @property
-    def name(self) -> str:
-        """The quantizer's name in the options `gather_code` and `reduce_code`."""
-
-    def row_bytes(self, n: int) -> int:
-        """Returns the bytes that are sent for a row of `n` numbers."""
-
-    def gather(self, x: jax.Array, dim: int, rounds: Sequence[tuple[str, ...]]) -> jax.Array:
-        """Gathers over the axes of each round in turn; the result is float32."""
-
-    def scatter_sum(
-        self, x: jax.Array, dim: int, axes: tuple[str, ...]
-    ) -> tuple[jax.Array, jax.Array]:
-        """Returns the reduce-scattered sum in float32 and this device's rounding error in `x`."""
-
-    def mean(self, x: jax.Array, axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
-        """Returns the mean over devices in float32 and the error that this device adds to it."""
-
-
-class CommPolicy(NamedTuple):
-    """The dtypes and quantizers with which values are sent, and the order of the axes.
-
-    Attributes:
-      gather_dtype: The dtype to which a shard is cast before it is gathered. The model computes
-        in this dtype. `None` for the shard's dtype.
-      reduce_dtype: The dtype in which gradients are summed; `None` for the gradients' dtype.
-      axis_by_axis: Whether parameters are gathered, and gradients scattered, over one axis after
-        the other if a dimension is sharded over a tuple of axes; otherwise over all axes at once.
-      gather_code: The quantizer of parameters that are gathered over the axes that split the batch;
-        `None` for none.
-      reduce_code: The quantizer of gradients that are reduced; gradients are summed in float32.
-      code_axes: The mesh axes over which gradients are quantized; `None` for all.
-    """
-
-    gather_dtype: str | None = None
-    reduce_dtype: str | None = None
-    axis_by_axis: bool = False
-    gather_code: Quantizer | None = None
-    reduce_code: Quantizer | None = None
-    code_axes: tuple[str, ...] | None = None
-
-    @property
-    def changes_values(self) -> bool:
-        """Whether values are cast or quantized before they are sent."""
-        return self != EXACT._replace(axis_by_axis=self.axis_by_axis)
-
-    @property
-    def exact(self) -> "CommPolicy":
-        """The same policy without casts and quantizers."""
-        return EXACT._replace(axis_by_axis=self.axis_by_axis)
-
-    def for_parameter(self, dtype: Any, *, trainable: bool = True) -> "CommPolicy":
-        """Returns the policy for a parameter of a dtype.
-
-        A parameter that is not floating-point is sent as it is stored. A frozen parameter is cast
-        only to a narrower dtype.
-        """
-        if not jnp.issubdtype(dtype, jnp.floating):
-            return self.exact
-        gather_dtype = jnp.dtype(self.gather_dtype or dtype)
-        is_narrow = not trainable and dtype.itemsize <= gather_dtype.itemsize
-        return self._replace(gather_dtype=None, reduce_dtype=None) if is_narrow else self
-
-    def gather_quantizer(self, n: int, dtype: Any) -> Quantizer | None:
-        """Returns the quantizer for gathering shards of `n` numbers, if it saves bytes."""
-        return _if_fewer_bytes(self.gather_code, n, self.gather_dtype or dtype)
-
-    def reduce_quantizer(self, n: float, dtype: Any, axes: tuple[str, ...]) -> Quantizer | None:
-        """Returns the quantizer for reducing gradients over `axes`, if it saves bytes.
-
-        `n` is the count of numbers in the shard that each device sums.
-        """
-        is_quantized = self.code_axes is None or set(axes) <= set(self.code_axes)
-        return _if_fewer_bytes(self.reduce_code, n, dtype) if is_quantized else None
-
-    def reductions(self, axes: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
-        """Returns the axes of the exact all-reduce over `axes`, then those of the quantized one."""
-        quantized = tuple(axis for axis in axes if axis in (self.code_axes or ()))
-        exact = tuple(axis for axis in axes if axis not in quantized)
-        return tuple(group for group in (exact, quantized) if group)
-
-    def rounds(self, axes: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
-        """Returns the axes of each collective that scatters over `axes`, in order.
-
-        Gathers use the reverse order. The major axis comes first, so that shards are ordered as in
-        a `PartitionSpec`. The number of collectives does not change the bytes that a device sends.
-        """
-        return tuple((axis,) for axis in axes) if self.axis_by_axis else (axes,)
-
-
-EXACT = CommPolicy()
-
-
-def _if_fewer_bytes(quantizer: Quantizer | None, n: float, dtype: Any) -> Quantizer | None:
-    itemsize = jnp.dtype(dtype).itemsize
-    return quantizer if quantizer and quantizer.row_bytes(math.ceil(n)) < n * itemsize else None
-
-
 def gather_array_with_mean_grads(
-    x: jax.Array, axis: int, axis_name: AxisName, *, wire: CommPolicy = EXACT
+    x: jax.Array, axis: int, axis_name: AxisName, *, comm: CommPolicy = EXACT
 ) -> jax.Array:
     """Gathers the shards of an array; its gradient is scattered back as the mean over the devices.
 
@@ -156,23 +54,23 @@ def gather_array_with_mean_grads(
       x: The device's shard, `[..., D/axis_name, ...]`.
       axis: The dimension along which `x` is sharded.
       axis_name: The mesh axis, or tuple of axes, over which it is sharded.
-      wire: The dtypes and quantizers to send with, and the order of the axes.
+      comm: The formats to send in, and the order of the axes.
 
     Returns:
-      The full array, `[..., D, ...]`, on every device, of dtype `wire.gather_dtype`.
+      The full array, `[..., D, ...]`, on every device, of dtype `comm.gather.dtype`.
 
     Raises:
       ValueError: A mesh axis is not bound, or `axis` is not a dimension of `x`.
 
     Communication:
       Forward: an all-gather over `axis_name`; a device sends `(N - 1) / N` of the gathered bytes on
-      a ring of `N`. Backward: a reduce-scatter of the same size. `wire.axis_by_axis` makes one
+      a ring of `N`. Backward: a reduce-scatter of the same size. `comm.axis_by_axis` makes one
       all-gather and one reduce-scatter for each axis, with the same bytes.
 
     Gradient:
       `psum_scatter(g) / N`, written by hand; the transpose of an all-gather is `psum_scatter(g)`.
       So the gradient of a sharded parameter is the mean of the devices' gradients, like `pmean`
-      of a replicated parameter's gradient. It is summed in `wire.reduce_dtype` and returned in
+      of a replicated parameter's gradient. It is summed in `comm.reduce.dtype` and returned in
       the dtype of `x`.
     """
     axes = axis_tuple(axis_name)
@@ -187,9 +85,9 @@ def gather_array_with_mean_grads(
         # trace a box only for shapes, with values that have lost their types.
         repeats = [jax.lax.axis_size(axes) if dim == axis % x.ndim else 1 for dim in range(x.ndim)]
         x = jnp.tile(x, repeats)
-        return x.astype(wire.gather_dtype or x.dtype)
-    args = _GatherArgs(axis % x.ndim, axes, x.dtype, wire._replace(reduce_code=None))
-    return _gather_with_mean_grads(cast_to_varying(x, axes), wire.reduce_code, args)
+        return x.astype(comm.gather.dtype or x.dtype)
+    args = _GatherArgs(axis % x.ndim, axes, x.dtype, comm.with_reduce_quantizer(None))
+    return _gather_with_mean_grads(cast_to_varying(x, axes), comm.reduce.quantizer, args)
 
 
 class _GatherArgs(NamedTuple):
@@ -198,15 +96,15 @@ class _GatherArgs(NamedTuple):
     dim: int
     axes: tuple[str, ...]
     dtype: Any
-    wire: CommPolicy
+    comm: CommPolicy
 
 
 def _gather(x: jax.Array, _: Quantizer | None, args: _GatherArgs) -> jax.Array:
     with jax.named_scope(GATHER_SCOPE):
-        dtype = args.wire.gather_dtype or x.dtype
+        dtype = args.comm.gather.dtype or x.dtype
         # XLA may keep a collective over one device, which costs a copy.
-        rounds = [a for a in reversed(args.wire.rounds(args.axes)) if jax.lax.axis_size(a) > 1]
-        if rounds and (quantizer := args.wire.gather_quantizer(x.size, x.dtype)):
+        rounds = [a for a in reversed(args.comm.rounds(args.axes)) if jax.lax.axis_size(a) > 1]
+        if rounds and (quantizer := args.comm.gather.quantizer_for(x.size, x.dtype)):
             return quantizer.gather(x, args.dim, rounds).astype(dtype)
         x = x.astype(dtype)
         for axes in rounds:
@@ -224,8 +122,8 @@ def _gather_forward(x: jax.Array, quantizer: Any, args: _GatherArgs) -> tuple[ja
 
 def _gather_backward(args: _GatherArgs, quantizer: Any, g: jax.Array) -> tuple[jax.Array, None]:
     # A quantizer may hold a random key that differs between steps. So it is a residual, not static.
-    wire = args.wire._replace(reduce_code=quantizer)
-    g = scatter_mean(g, args.dim, args.axes, wire=wire, dtype=wire.reduce_dtype)
+    comm = args.comm.with_reduce_quantizer(quantizer)
+    g = scatter_mean(g, args.dim, args.axes, comm=comm, dtype=comm.reduce.dtype)
     return g.astype(args.dtype), None
 
 
@@ -233,7 +131,7 @@ _gather_with_mean_grads.defvjp(_gather_forward, _gather_backward)
 
 
 def scatter_mean(
-    x: jax.Array, dim: int, axes: tuple[str, ...], *, wire: CommPolicy = EXACT, dtype: Any = None
+    x: jax.Array, dim: int, axes: tuple[str, ...], *, comm: CommPolicy = EXACT, dtype: Any = None
 ) -> jax.Array:
     """Returns this device's shard of the mean of the devices' arrays.
 
@@ -241,7 +139,7 @@ def scatter_mean(
       x: Each device's array, `[..., D, ...]`.
       dim: The dimension to scatter along; the size of `axes` divides it.
       axes: The mesh axes.
-      wire: The order of the axes and the quantizer. The quantizer is used if it saves bytes.
+      comm: The order of the axes and the quantizer. The quantizer is used if it saves bytes.
       dtype: The dtype in which unquantized values are sent; by default the dtype of `x`.
 
     Returns:
@@ -253,10 +151,10 @@ def scatter_mean(
     """
     dtype = dtype or x.dtype
     with jax.named_scope(SCATTER_SCOPE):
-        for round_axes in wire.rounds(axes):
+        for round_axes in comm.rounds(axes):
             if (size := jax.lax.axis_size(round_axes)) == 1:
                 continue
-            if quantizer := wire.reduce_quantizer(x.size // size, dtype, round_axes):
+            if quantizer := comm.reduce_quantizer(x.size // size, dtype, round_axes):
                 x, _ = quantizer.scatter_sum(x, dim, round_axes)
             else:
                 x = x.astype(dtype)
@@ -270,7 +168,7 @@ def gather_invariant(
     axes: tuple[str, ...],
     *,
     scope: str = GATHER_SCOPE,
-    wire: CommPolicy = EXACT,
+    comm: CommPolicy = EXACT,
 ) -> jax.Array:
     """Gathers shards into an array that is typed as the same on all devices along `axes`.
 
@@ -279,7 +177,7 @@ def gather_invariant(
       dim: The dimension along which it is sharded.
       axes: The mesh axes over which it is sharded.
       scope: The named scope, which marks the purpose of the collective.
-      wire: The order of the axes; its dtypes and quantizers are not used.
+      comm: The order of the axes; its dtypes and quantizers are not used.
 
     Returns:
       The full array, `[..., D, ...]`, not varying over `axes`.
@@ -293,6 +191,6 @@ def gather_invariant(
     """
     with jax.named_scope(scope):
         x = cast_to_varying(x, axes)
-        for round_axes in reversed(wire.rounds(axes)):
+        for round_axes in reversed(comm.rounds(axes)):
             x = jax.lax.all_gather(x, round_axes, axis=dim, tiled=True, to="invarying")
         return x

@@ -12,7 +12,6 @@ has the box of its parameter. A dimension that the axes do not divide may be pad
 the padded array is sharded, and `unbox` removes the padding.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -24,19 +23,15 @@ import jax.numpy as jnp
 from manualpar.core.mesh.axes import AxisName, Names, axis_tuple, is_axis_bound
 from manualpar.core.parameters.array_box import ArrayBox
 from manualpar.core.parameters.collectives import (
-    EXACT,
-    CommPolicy,
     cast_to_varying,
     gather_array_with_mean_grads,
     gather_invariant,
     scatter_mean,
 )
+from manualpar.core.parameters.comm_policy import EXACT, CommPolicy
 from manualpar.core.parameters.split_parameter import take_shared
 from manualpar.core.tracing.scopes import NEW_PARAMS_SCOPE
-
-# A tile of a 16-bit array in TPU memory: 128 entries of the last dimension by 16 of the second to
-# last. See https://openxla.org/xla/tiled_layout.
-TILE = (128, 16)
+from manualpar.core.trees import Grads, Params
 
 
 def is_box(x: Any) -> bool:
@@ -64,7 +59,7 @@ class ShardedParameter(ArrayBox, eq=False):
         `split_parameter.split`; `()` if no dimension has shared entries.
       padding: The number of zeros at the end of each dimension of the gathered array; `()` if there
         are no zeros. Only dimensions sharded over `gather_axes` are padded.
-      wire: The dtypes and quantizers to send with, and the order of the axes.
+      comm: The formats to send in, and the order of the axes.
     """
 
     names: Names = flax.struct.field(pytree_node=False)  # type: ignore[assignment]  # Tuples too.
@@ -72,7 +67,7 @@ class ShardedParameter(ArrayBox, eq=False):
     storage_axes: tuple[str, ...] = flax.struct.field(default=(), pytree_node=False)
     shared_names: Names = flax.struct.field(default=(), pytree_node=False)
     padding: tuple[int, ...] = flax.struct.field(default=(), pytree_node=False)
-    wire: CommPolicy = flax.struct.field(default=EXACT, pytree_node=False)
+    comm: CommPolicy = flax.struct.field(default=EXACT, pytree_node=False)
 
     def unbox(self, apply_constraint: bool = True) -> Any:
         """Gathers the parameter inside `shard_map`; outside, the value is the full array already.
@@ -93,9 +88,9 @@ class ShardedParameter(ArrayBox, eq=False):
         for dim, name in enumerate(self.names):
             axes = axis_tuple(name)
             if set(axes) & set(self.gather_axes):
-                value = gather_array_with_mean_grads(value, dim, axes, wire=self.wire)
+                value = gather_array_with_mean_grads(value, dim, axes, comm=self.comm)
             elif axes and (self.is_whole or set(axes) & set(self.storage_axes)):
-                value = gather_invariant(value, dim, axes, wire=self.wire)
+                value = gather_invariant(value, dim, axes, comm=self.comm)
         return self.finish(value)
 
     def finish(self, value: jax.Array) -> jax.Array:
@@ -104,7 +99,7 @@ class ShardedParameter(ArrayBox, eq=False):
         It sets no `checkpoint_name`. With a name, a scan would not detect that the value it saves
         is its own input.
         """
-        return cast_floating(unpad_leaf(value, self.padding), self.wire.gather_dtype)
+        return cast_floating(unpad_leaf(value, self.padding), self.comm.gather.dtype)
 
     def add_axis(self, index: int, params: dict[Any, Any]) -> "ShardedParameter":
         """Adds a dim for `nn.scan` or `nn.vmap`, with the mesh axis of their metadata, if any."""
@@ -157,9 +152,9 @@ class ShardedParameter(ArrayBox, eq=False):
         """
         value, names = self.value, list(self.names)
         for dim, axes in self.gather_dims():
-            value = gather_array_with_mean_grads(value, dim, axes, wire=self.wire)
+            value = gather_array_with_mean_grads(value, dim, axes, comm=self.comm)
             names[dim] = None
-        value = cast_floating(unpad_leaf(value, self.padding), self.wire.gather_dtype)
+        value = cast_floating(unpad_leaf(value, self.padding), self.comm.gather.dtype)
         return self.replace(value=value, names=tuple(names), padding=())
 
 
@@ -181,49 +176,7 @@ def cast_floating(x: jax.Array, dtype: str | None) -> jax.Array:
     return x.astype(dtype) if dtype and jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
-def choose_shard_dim(
-    shape: tuple[int, ...],
-    names: Names,
-    axis_size: int,
-    *,
-    min_weight_size: int,
-    excluded_dims: frozenset[int] = frozenset(),
-    pad: bool = False,
-) -> tuple[int | None, str]:
-    """Decides which dimension of a parameter to shard.
-
-    The candidates are the free dimensions (their name is `None`) that `axis_size` divides. If there
-    are none, `pad` makes every free dimension a candidate. Dimensions whose shards are whole tiles
-    (`TILE`) are preferred, because TPUs copy partial tiles to send them; then the largest; then the
-    first, whose shards are contiguous. The rule is the same on every platform, so a simulation on
-    CPUs has the layout of TPUs. A parameter of fewer than `min_weight_size` elements is not worth
-    a collective and stays replicated. `excluded_dims` are not sharded, because each use of the
-    parameter sees only one slice of them (as in `nn.scan`).
-
-    Returns:
-      The dimension, or `None` if no dimension is sharded, and the reason.
-    """
-    size = math.prod(shape)
-    if size < min_weight_size:
-        return None, f"too small: {size} < {min_weight_size}"
-    if size == 0 or not shape:
-        return None, "no elements to shard" if shape else "a scalar"
-    seen = [dim for dim in range(len(shape)) if dim not in excluded_dims]
-    free = [dim for dim in seen if names[dim] is None]
-    candidates = [dim for dim in free if shape[dim] % axis_size == 0]
-    candidates = candidates or [dim for dim in free if pad and shape[dim] > 1]
-    if not candidates:
-        return None, f"none of {[shape[dim] for dim in free]} divides by {axis_size}"
-    tile = dict(zip(reversed(seen), TILE, strict=False))
-    tiled = [dim for dim in candidates if shape[dim] % (axis_size * tile.get(dim, 1)) == 0]
-    dim = max(tiled or candidates, key=lambda dim: (shape[dim], -dim))
-    if len(candidates) == 1:
-        return dim, "only one that divides"
-    largest = max(shape[dim] for dim in candidates)
-    return dim, "largest" if shape[dim] == largest else "whole tiles"
-
-
-def scatter_gradients(grads: Any, shards: Any) -> Any:
+def scatter_gradients(grads: Grads, shards: Any) -> Any:
     """Reduces gradients to each device's shard of their mean over the devices.
 
     Args:
@@ -236,7 +189,7 @@ def scatter_gradients(grads: Any, shards: Any) -> Any:
 
     Communication:
       One reduce-scatter for each dimension sharded over `gather_axes`, quantized by
-      `wire.reduce_code` or in the dtype that `reduction_dtype` returns.
+      `comm.reduce.quantizer` or in the dtype that `reduction_dtype` returns.
     """
 
     def scatter(shard: Any, g: Any) -> Any:
@@ -246,7 +199,7 @@ def scatter_gradients(grads: Any, shards: Any) -> Any:
         value = pad_leaf(value, shard.padding)
         for dim, axes in shard.gather_dims():
             dtype = reduction_dtype(shard)
-            value = scatter_mean(value, dim, axes, wire=shard.wire, dtype=dtype)
+            value = scatter_mean(value, dim, axes, comm=shard.comm, dtype=dtype)
         return shard.replace(value=value)
 
     return jax.tree.map(scatter, shards, grads, is_leaf=is_box)
@@ -254,17 +207,17 @@ def scatter_gradients(grads: Any, shards: Any) -> Any:
 
 def comm_policy(x: Any) -> CommPolicy:
     """Returns the communication policy of a `ShardedParameter`; `EXACT` for anything else."""
-    return x.wire if isinstance(x, ShardedParameter) else EXACT
+    return x.comm if isinstance(x, ShardedParameter) else EXACT
 
 
 def reduction_dtype(x: Any) -> Any:
     """Returns the dtype in which a gradient is reduced; `x` is the gradient or its parameter."""
     if not isinstance(x, ShardedParameter):
         return (x.value if is_box(x) else x).dtype
-    return jnp.dtype(x.wire.reduce_dtype or x.wire.gather_dtype or x.value.dtype)
+    return x.comm.reduced_dtype(x.value.dtype)
 
 
-def replicate_shards(params: Any) -> Any:
+def replicate_shards(params: Params) -> Any:
     """Gathers boxed shards into replicated parameters.
 
     Communication:
@@ -274,7 +227,7 @@ def replicate_shards(params: Any) -> Any:
     def gather(x: Any) -> Any:
         value = x.value
         for dim, axes in x.gather_dims():
-            value = gather_invariant(value, dim, axes, scope=NEW_PARAMS_SCOPE, wire=x.wire)
+            value = gather_invariant(value, dim, axes, scope=NEW_PARAMS_SCOPE, comm=x.comm)
         return unpad_leaf(value, x.padding)
 
     return jax.tree.map(lambda x: gather(x) if is_box(x) else x, params, is_leaf=is_box)

@@ -12,6 +12,7 @@ import jax
 import optax
 
 from manualpar.core.parameters.sharded_parameter import is_box
+from manualpar.core.trees import Placements
 
 
 def is_trained(path: str, globs: tuple[str, ...]) -> bool:
@@ -19,10 +20,10 @@ def is_trained(path: str, globs: tuple[str, ...]) -> bool:
     return any(fnmatch.fnmatchcase(path, glob) for glob in globs)
 
 
-def partition(placements: Any, tree: Any) -> tuple[Any, Any]:
+def partition(placements: Placements, tree: Any) -> tuple[Any, Any]:
     """Divides a tree like the parameters', boxes allowed, into its trained and its frozen part.
 
-    `placements` has a `trainable` at each leaf: a `Placement`, or a `ParameterInfo`.
+    `placements` has a `trainable` at each leaf: a `Route`, or a `ParameterInfo`.
     """
 
     def part(is_trained: bool) -> Any:
@@ -40,7 +41,7 @@ def empty_part(tree: Any) -> Any:
     return jax.tree.map(lambda _: optax.MaskedNode(), tree, is_leaf=is_box)
 
 
-def trained(placements: Any) -> Any:
+def trained(placements: Placements) -> Any:
     """Returns the placements of the trained parameters."""
     return partition(placements, placements)[0]
 

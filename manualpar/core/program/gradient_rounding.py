@@ -16,7 +16,7 @@ each parameter. If a key depended only on the gradient, equal gradients would be
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -27,11 +27,13 @@ from jax.sharding import PartitionSpec
 from manualpar.core.mesh.axes import axes_size, axis_tuple
 from manualpar.core.mesh.rng import fold_rng_over_axis
 from manualpar.core.model.options import ROUNDING
-from manualpar.core.modes.manual import Manual
+from manualpar.core.modes.mode import Mode
 from manualpar.core.modes.strategy import Strategy
-from manualpar.core.parameters.collectives import CommPolicy
-from manualpar.core.parameters.placement import ParameterInfo, Placement
+from manualpar.core.parameters.comm_policy import CommPolicy
+from manualpar.core.parameters.parameter_info import ParameterInfo
+from manualpar.core.parameters.placement import Route
 from manualpar.core.parameters.sharded_parameter import comm_policy, is_box
+from manualpar.core.trees import Grads, Infos, Params, PerDevice, Placements
 
 
 def check_feedback(strategy: Strategy, options: Mapping[str, Any]) -> None:
@@ -72,26 +74,24 @@ class Residual(NamedTuple):
     spec: PartitionSpec
 
 
-def residual_of(
-    info: ParameterInfo, place: Placement, wire: CommPolicy, mesh: Any
-) -> Residual | None:
+def residual_of(info: ParameterInfo, place: Route, comm: CommPolicy, mesh: Any) -> Residual | None:
     """Returns the residual of a parameter; `None` if its gradient is not quantized once a step.
 
     The quantized reduction is the reduce-scatter, or else the all-reduce over the other axes.
     """
-    names, wire = place.sharded_names, wire.for_parameter(info.dtype)
+    names, comm = place.sharded_names, comm.for_parameter(info.dtype)
     padded = tuple(map(sum, zip(info.shape, place.padding or (0,) * len(names), strict=True)))
     scattered = [axes for axes in map(axis_tuple, names) if {*axes} & {*place.mean_axes}]
     scatter_axes = {axis for axes in scattered for axis in axes}
     others = tuple(axis for axis in place.mean_axes if axis not in scatter_axes)
-    dtype = jnp.dtype(wire.reduce_dtype or wire.gather_dtype or info.dtype)
-    for axes in (*scattered, *wire.reductions(others)[-1:]):
+    dtype = comm.reduced_dtype(info.dtype)
+    for axes in (*scattered, *comm.reductions(others)[-1:]):
         size = axes_size(mesh, axes)
         rest = tuple(None if axis_tuple(name) == axes else name for name in names)
         numbers = 1  # The size of a device's gradient before the reduction.
         for dim, name in zip(padded, rest, strict=True):
             numbers *= dim // axes_size(mesh, axis_tuple(name))
-        if place.trainable and size > 1 and wire.reduce_quantizer(numbers / size, dtype, axes):
+        if place.trainable and size > 1 and comm.reduce_quantizer(numbers / size, dtype, axes):
             return Residual((size, *padded), PartitionSpec(axes, *rest))
     return None
 
@@ -177,17 +177,18 @@ class ErrorFeedback(_ReductionQuantizer):
 
 @dataclasses.dataclass(frozen=True)
 class GradientRounding:
-    """Applies error feedback or stochastic rounding in a step.
+    """The rounding of a step's quantized gradients; by default to the nearest code.
 
     Attributes:
-      infos: The tree of trained parameters with a `ParameterInfo` at each leaf.
-      residuals: The residual of each parameter that has one, by its path.
-      rounds_at_random: Whether gradients are rounded stochastically, not to the nearest.
+      infos: The tree of trained parameters with a `ParameterInfo` at each leaf. It is only read
+        if gradients are rounded in another way.
+      residuals: The residual of each parameter that has error feedback, by its path.
+      is_stochastic: Whether gradients are rounded stochastically.
     """
 
-    infos: Any
-    residuals: Mapping[str, Residual]
-    rounds_at_random: bool
+    infos: Infos = None
+    residuals: Mapping[str, Residual] = dataclasses.field(default_factory=dict)
+    is_stochastic: bool = False
 
     def specs(self) -> dict[str, Any]:
         """Returns the specs of `TrainState.local`."""
@@ -197,48 +198,53 @@ class GradientRounding:
         """Returns the first `TrainState.local`: residuals of zeros."""
         return self._per_device(lambda residual: jnp.zeros(residual.shape, jnp.float32))
 
-    def round_at_random(self, rng: jax.Array, *trees: Any) -> Any:
-        """Makes the boxes in trees round stochastically, if `rounds_at_random`."""
-        if not self.rounds_at_random:
+    def with_keys(self, rng: jax.Array, *trees: Params) -> Sequence[Params]:
+        """Gives the boxes in trees the step's keys of stochastic rounding, if it is used."""
+        if not self.is_stochastic:
             return trees
         infos, structure = jax.tree.flatten(self.infos)
         keys = jax.random.split(jax.random.fold_in(rng, len(infos)), len(infos))
         keys = jax.tree.unflatten(structure, [*keys])
 
-        def at_random(key: jax.Array, x: Any) -> Any:
-            return _with_quantizer(x, StochasticQuantizer(comm_policy(x).reduce_code, key))
+        def with_key(key: jax.Array, x: Any) -> Any:
+            return _with_quantizer(x, StochasticQuantizer(comm_policy(x).reduce.quantizer, key))
 
-        return [jax.tree.map(at_random, keys, tree) for tree in trees]
+        return [jax.tree.map(with_key, keys, tree) for tree in trees]
 
-    def attach(
-        self, per_device: Any, grads: Any, boxes: Any
-    ) -> tuple[dict[str, ErrorFeedback], Any]:
-        """Makes a quantizer from each residual, and puts it into the boxes of its parameter.
+    def reduce(
+        self,
+        reduce: Callable[[Params, Grads], Grads],
+        grad_boxes: Params,
+        grads: Grads,
+        per_device: PerDevice,
+    ) -> tuple[Grads, PerDevice]:
+        """Reduces gradients over the devices: adds the old residuals to them, and takes the new.
 
         Args:
-          per_device: The state that differs between devices, `TrainState.local`.
+          reduce: `reduce(grad_boxes, grads)` reduces gradients, and quantizes them as the boxes
+            say.
+          grad_boxes: The tree of parameters, in boxes that are sharded like the gradients.
           grads: The tree of gradients; scattered gradients are in boxes.
-          boxes: The tree of parameters, in boxes that are sharded like the gradients.
+          per_device: The state that differs between devices, `TrainState.local`.
 
         Returns:
-          The quantizers by path, and both trees with these quantizers in their boxes.
+          The reduced gradients, and the new `per_device`.
         """
-        leaves = jax.tree.leaves(boxes, is_leaf=is_box)
+        if not self.residuals:
+            return reduce(grad_boxes, grads), per_device
+        leaves = jax.tree.leaves(grad_boxes, is_leaf=is_box)
         pairs = zip(jax.tree.leaves(self.infos), leaves, strict=True)
-        plain = {info.path: comm_policy(box).reduce_code for info, box in pairs}
-        residuals = flatten_dict(per_device.get("residuals", {}), sep="/")
+        plain = {info.path: comm_policy(box).reduce.quantizer for info, box in pairs}
+        residuals = flatten_dict(per_device["residuals"], sep="/")
         quantizers = {path: ErrorFeedback(plain[path], x[0]) for path, x in residuals.items()}
 
         def with_residual(info: ParameterInfo, x: Any) -> Any:
             return _with_quantizer(x, quantizers[info.path]) if info.path in quantizers else x
 
-        trees = [jax.tree.map(with_residual, self.infos, tree) for tree in (grads, boxes)]
-        return quantizers, trees
-
-    def new_residuals(self, quantizers: Mapping[str, ErrorFeedback]) -> dict[str, Any]:
-        """Returns the new `TrainState.local` after the reductions."""
+        trees = [jax.tree.map(with_residual, self.infos, tree) for tree in (grad_boxes, grads)]
+        reduced = reduce(*trees)
         lost = {path: cast(jax.Array, each.lost)[None] for path, each in quantizers.items()}
-        return {"residuals": unflatten_dict(lost, sep="/")} if lost else {}
+        return reduced, {"residuals": unflatten_dict(lost, sep="/")}
 
     def _per_device(self, function: Any) -> dict[str, Any]:
         residuals = {path: function(each) for path, each in self.residuals.items()}
@@ -247,37 +253,37 @@ class GradientRounding:
 
 def gradient_rounding(
     strategy: Strategy,
-    infos: Any,
-    placements: Any,
+    infos: Infos,
+    placements: Placements,
     *,
-    mode: Manual,
+    mode: Mode,
     options: Mapping[str, Any],
-) -> GradientRounding | None:
-    """Makes the `GradientRounding` of a program; `None` for rounding to the nearest.
+) -> GradientRounding:
+    """Makes the `GradientRounding` of a program.
 
     Args:
       strategy: The strategy.
       infos: The tree of trained parameters with a `ParameterInfo` at each leaf.
-      placements: The same tree with a `Placement` at each leaf.
+      placements: The same tree with a `Route` at each leaf.
       mode: The mode.
       options: The options of the program, see `ProgramOptions`.
 
     Raises:
       ValueError: See `check_feedback`.
     """
-    error_feedback, rounds_at_random = (options.get(name, False) for name in ROUNDING)
-    if not error_feedback and not rounds_at_random:
-        return None
+    error_feedback, is_stochastic = (options.get(name, False) for name in ROUNDING)
     residuals: dict[str, Residual] = {}
     if error_feedback:
         check_feedback(strategy, options)
         for info, place in zip(*map(jax.tree.leaves, (infos, placements)), strict=True):
-            if residual := residual_of(info, place, mode.wire, mode.mesh):
+            if residual := residual_of(info, place, mode.comm, mode.mesh):
                 residuals[info.path] = residual
-    return GradientRounding(infos, residuals, rounds_at_random)
+    return GradientRounding(infos, residuals, is_stochastic)
 
 
 def _with_quantizer(x: Any, quantizer: Any) -> Any:
     """Replaces the gradient quantizer of a box; does nothing if the box has none."""
-    wire = comm_policy(x)
-    return x if wire.reduce_code is None else x.replace(wire=wire._replace(reduce_code=quantizer))
+    comm = comm_policy(x)
+    if comm.reduce.quantizer is None:
+        return x
+    return x.replace(comm=comm.with_reduce_quantizer(quantizer))

@@ -19,10 +19,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from manualpar.core.mesh.mesh_context import OutsideMeshes, no_mesh
 from manualpar.core.mesh.splitting import shapes_of_batch
-from manualpar.core.parameters.placement import path_name
 from manualpar.core.state.state_arrays import list_some
 from manualpar.core.state.train_state import TrainState
+from manualpar.core.trees import Batch, path_name
 
 MAX_STEPS_AHEAD = 8
 _MENDS = {
@@ -34,7 +35,7 @@ _MENDS = {
 }
 
 
-class GuardedStep:
+class GuardedStep(OutsideMeshes):
     """A jitted step that refuses donated arrays, and waits for earlier steps on simulated devices.
 
     It is called like the step. The step returns `metrics`, or a tuple `(state, metrics)`.
@@ -62,13 +63,13 @@ class GuardedStep:
           mesh: The mesh on which it runs.
           check_state: Raises an error for a state that does not fit the program.
         """
-        self.jitted = step
+        super().__init__(step)
         self.is_limited = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
         self._name, self._check_state = name, check_state
         self._in_flight: collections.deque[jax.Array] = collections.deque()
         self._known: Any = lambda: None  # Weak reference: a strong one would keep memory allocated.
 
-    def __call__(self, state: Any, batch: Any) -> Any:
+    def __call__(self, state: Any, batch: Batch) -> Any:
         """Calls the step, after it has checked the state and the batch."""
         is_state = isinstance(state, TrainState)
         if not is_state or state is not self._known() or is_deleted(state.step):
@@ -76,7 +77,8 @@ class GuardedStep:
             self._check_state(state)
         check_alive(self._name, batch=batch)
         try:
-            out = self.jitted(state, batch)
+            with no_mesh():
+                out = self.jitted(state, batch)
         except TypeError:
             shapes_of_batch(f"{self._name}: batch", batch)  # Raises an error if a leaf is no array.
             raise
@@ -95,9 +97,6 @@ class GuardedStep:
             oldest = self._in_flight.popleft()
             if not oldest.is_deleted():  # The caller may have donated it.
                 oldest.block_until_ready()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.jitted, name)
 
 
 def check_alive(function: str, **trees: Any) -> None:

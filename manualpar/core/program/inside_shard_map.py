@@ -11,16 +11,13 @@ from manualpar.core.mesh.axes import AxisName, axis_tuple, check_axes_bound
 from manualpar.core.mesh.splitting import split_minibatches
 from manualpar.core.model.loss_function import LossFn, Metrics, call_loss
 from manualpar.core.modes.gradients import accumulate, scanned, unrolled
-from manualpar.core.parameters.sharded_parameter import (
-    Names,
-    ShardedParameter,
-    boxed_axes,
-    choose_shard_dim,
-    is_box,
-)
+from manualpar.core.parameters.shard_rules import choose_shard_dim
+from manualpar.core.parameters.sharded_parameter import Names, ShardedParameter, boxed_axes, is_box
+from manualpar.core.parameters.trainable import empty_part
+from manualpar.core.trees import Batch, Collections, Params
 
 
-def shard_params(params: Any, axis_name: AxisName, min_weight_size: int = 2**18) -> Any:
+def shard_params(params: Params, axis_name: AxisName, min_weight_size: int = 2**18) -> Any:
     """Replaces every large parameter by this device's shard.
 
     Args:
@@ -68,7 +65,7 @@ def shard_params(params: Any, axis_name: AxisName, min_weight_size: int = 2**18)
     return jax.tree.map(shard, params, is_leaf=is_box)
 
 
-def gather_params(params: Any, axis_name: AxisName) -> Any:
+def gather_params(params: Params, axis_name: AxisName) -> Any:
     """Gathers every parameter that is sharded over a mesh axis.
 
     Args:
@@ -128,10 +125,10 @@ def shard_module_params(
       The communication of `gather_params`, once for each call.
     """
 
-    def gather(params: Any) -> Any:
+    def gather(params: Params) -> Any:
         return gather_params(params, axis_name)
 
-    def shard(params: Any) -> Any:
+    def shard(params: Params) -> Any:
         return shard_params(params, axis_name, min_weight_size)
 
     return nn.map_variables(
@@ -141,7 +138,7 @@ def shard_module_params(
 
 def accumulate_gradients(
     state: Any,
-    batch: Any,
+    batch: Batch,
     rng: jax.Array,
     num_minibatches: int,
     loss_fn: LossFn,
@@ -182,14 +179,15 @@ def accumulate_gradients(
     """
 
     def stateless(
-        params: Any, collections: Any, minibatch: Any, key: jax.Array
+        params: Params, collections: Collections, minibatch: Batch, key: jax.Array
     ) -> tuple[jax.Array, Any, Any]:
         return *call_loss(loss_fn, params, state.apply_fn, minibatch, key), collections
 
     minibatches = split_minibatches(batch, num_minibatches)
     schedule = scanned if use_scan else unrolled
-    grads, metrics, _ = accumulate(stateless, state.params, {}, minibatches, rng, schedule=schedule)
-    return jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params), metrics
+    params = state.params, empty_part(state.params)
+    grads, sums, _ = accumulate(stateless, params, {}, minibatches, rng, schedule=schedule)
+    return jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params), sums.metrics
 
 
 def _full_names(x: Any, ndim: int) -> Names:

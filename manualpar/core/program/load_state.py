@@ -23,7 +23,7 @@ from manualpar.core.mesh.mesh_context import no_mesh, on_auto_axes
 from manualpar.core.mesh.rng import typed_key
 from manualpar.core.model.carried_collections import SOWN_COLLECTIONS
 from manualpar.core.model.interface import collections_of
-from manualpar.core.parameters.placement import map_padded, path_name
+from manualpar.core.parameters.placement import map_padded
 from manualpar.core.parameters.sharded_parameter import is_box, pad_leaf, unpad_leaf
 from manualpar.core.parameters.trainable import partition
 from manualpar.core.program.guarded_step import check_alive
@@ -37,6 +37,7 @@ from manualpar.core.state.state_arrays import (
     show_leaf,
 )
 from manualpar.core.state.train_state import TrainState, is_key
+from manualpar.core.trees import Variables, path_name
 
 Missing = Literal["error", "init"]
 RESIDUALS = "local/residuals/"  # See `manualpar.core.program.gradient_rounding`.
@@ -201,7 +202,7 @@ def plain_leaves(
       The leaves that a source has, and the encodings that make the program's leaves from them, by
       the name of the plain leaf.
     """
-    encodings = program.step.model.adapter.encodings(leaves)
+    encodings = program.model.adapter.encodings(leaves)
     plain: dict[str, Leaf | None] = {}
     for name, each in encodings.items():
         if only is None or name in only:
@@ -222,7 +223,7 @@ def state_with(
         params = collections.pop("params")
         paddings = [leaf.padding for leaf in leaves if leaf.keys[0] == "params"]
         unpadded = map_padded(unpad_leaf, params, paddings)
-        opt_state = state.tx.init(partition(program.step.placements, unpadded)[0])
+        opt_state = state.tx.init(partition(program.placements, unpadded)[0])
         opt_leaves = leaves_of(program.abstract_state.opt_state, program.whole_state.opt_state)
         opt_state = map_padded(pad_leaf, opt_state, (leaf.padding for leaf in opt_leaves))
         return state.replace(params=params, opt_state=opt_state, collections=collections)
@@ -257,7 +258,7 @@ def _checked_state(function: str, leaves: list[Leaf], state: Any) -> dict[str, A
     return found
 
 
-def _by_name(variables: Any, abstract: TrainState) -> Iterator[tuple[str, Any]]:
+def _by_name(variables: Variables, abstract: TrainState) -> Iterator[tuple[str, Any]]:
     """Yields arrays of parameters or variables with names such as `params/dense/kernel`."""
     by_collection = collections_of(variables)
     if by_collection is not None:

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from manualpar.core.modes.manual import Manual
+from manualpar.core.modes.mode import Mode
 from manualpar.core.parameters.placement import (
     Placement,
     map_in_scopes,
@@ -34,6 +34,7 @@ from manualpar.core.parameters.placement import (
 from manualpar.core.parameters.sharded_parameter import pad_leaf, unpad_leaf
 from manualpar.core.state.state_arrays import leaf_types
 from manualpar.core.tracing.scopes import OPTIMIZER_SCOPE
+from manualpar.core.trees import Grads, OptState, Params, Placements
 
 _REFUSED = re.compile(r"got an unexpected keyword argument '(\w+)'")
 
@@ -44,23 +45,23 @@ class Update:
 
     Attributes:
       mode: The mode: this package or XLA writes the collectives.
-      placements: The tree of parameters with a `Placement` at each leaf.
+      placements: The tree of parameters with a `Route` at each leaf.
       opt_padding: The padding of each leaf of the optimizer's state.
       norm_metrics: Whether to compute norms of the gradient, the update and the parameters.
     """
 
-    mode: Manual
-    placements: Any
+    mode: Mode
+    placements: Placements
     opt_padding: tuple[tuple[int, ...], ...]
     norm_metrics: bool = False
 
     def __call__(
         self,
         tx: optax.GradientTransformation,
-        params: Any,
-        grads: Any,
+        params: Params,
+        grads: Grads,
         *,
-        opt_state: Any,
+        opt_state: OptState,
         value: jax.Array,
         value_and_grad: Callable[[Any], tuple[jax.Array, Any]],
         is_applied: jax.Array | None = None,
@@ -92,7 +93,7 @@ class Update:
             grads = self._map(lambda place, g: unpad_leaf(g, place.padding), grads)
             before = opt_state = map_padded(unpad_leaf, opt_state, self.opt_padding)
 
-            def evaluate(params: Any) -> tuple[jax.Array, Any]:
+            def evaluate(params: Params) -> tuple[jax.Array, Any]:
                 value, grads = value_and_grad(self._store(params))
                 return value, self._map(lambda place, g: unpad_leaf(g, place.padding), grads)
 
@@ -121,7 +122,7 @@ class Update:
             x = self._constrain(pad_leaf(x, place.padding), place.state_spec)
         return unpad_leaf(x, place.padding)
 
-    def _store(self, params: Any) -> Any:
+    def _store(self, params: Params) -> Any:
         """Pads updated parameters, and gathers the parameters that are stored replicated."""
         params = self._map(lambda place, x: pad_leaf(x, place.padding), params)
         specs = state_specs(self.placements)
@@ -157,7 +158,11 @@ def _check_state(before: Any, after: Any) -> None:
 
 
 def _updates(
-    tx: optax.GradientTransformation, grads: Any, state: Any, params: Any, offered: dict[str, Any]
+    tx: optax.GradientTransformation,
+    grads: Grads,
+    state: Any,
+    params: Params,
+    offered: dict[str, Any],
 ) -> tuple[Any, Any]:
     """Calls the optimizer with the extra arguments that all of its parts accept.
 

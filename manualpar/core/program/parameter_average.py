@@ -17,6 +17,7 @@ import optax
 
 from manualpar.core.parameters.trainable import is_masked
 from manualpar.core.state.train_state import TrainState
+from manualpar.core.trees import Grads, Params
 
 
 class ParameterAverage(NamedTuple):
@@ -51,10 +52,10 @@ def params_ema(decay: float) -> optax.GradientTransformation:
     if not 0 <= decay < 1:
         raise ValueError(f"params_ema: decay={decay!r}, expected at least 0 and less than 1.")
 
-    def init(params: Any) -> ParameterAverage:
+    def init(params: Params) -> ParameterAverage:
         return ParameterAverage(jax.tree.map(lambda p: jnp.array(p, _dtype_of(p)), params))
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, ParameterAverage]:
+    def update(updates: Grads, state: Any, params: Params = None) -> tuple[Any, ParameterAverage]:
         if params is None:
             raise ValueError("params_ema: update got no params, expected them; pass params=.")
         new_params = optax.apply_updates(params, updates)

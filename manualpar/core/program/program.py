@@ -9,12 +9,10 @@ jits the functions (`_assemble`). Building uses no device, so the mesh may be ab
 """
 
 import dataclasses
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Unpack, cast
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -23,42 +21,43 @@ from manualpar.core.checks.context_check import check_context
 from manualpar.core.checks.trainable_check import check_trainable
 from manualpar.core.mesh.axes import axis_tuple, check_mesh_has, with_axis_types
 from manualpar.core.mesh.mesh_context import (
-    OutsideMeshes,
     explain_shardings,
     no_mesh,
     on_auto_axes,
 )
-from manualpar.core.mesh.rng import typed_key
 from manualpar.core.mesh.roles import AxisRoles
 from manualpar.core.mesh.splitting import check_batch, shapes_of_batch
 from manualpar.core.model.interface import Model
-from manualpar.core.model.loss_function import LossFn, Metrics
+from manualpar.core.model.loss_function import LossFn
 from manualpar.core.model.options import ProgramOptions, check_options, check_wire, explain_dtypes
 from manualpar.core.model.trace_model import TracedModel, trace_model
+from manualpar.core.modes.global_arrays import Auto, Explicit, Unconstrained
 from manualpar.core.modes.gradients import scanned, unrolled
-from manualpar.core.modes.manual import mode_named
-from manualpar.core.modes.strategy import ModeName, Strategy
+from manualpar.core.modes.manual import Manual
+from manualpar.core.modes.mode import Mode
+from manualpar.core.modes.strategy import ModeName, Pipelined, Strategy
 from manualpar.core.parameters.annotations import check_rules
-from manualpar.core.parameters.collectives import CommPolicy
+from manualpar.core.parameters.comm_policy import CommPolicy
+from manualpar.core.parameters.parameter_info import ParameterInfo
 from manualpar.core.parameters.placement import (
-    ParameterInfo,
     Placement,
-    complete_placement,
-    like_params,
-    map_padded,
-    param_specs,
-    state_specs,
+    Route,
+    route_parameter,
     with_shardings,
 )
-from manualpar.core.parameters.sharded_parameter import pad_leaf
-from manualpar.core.parameters.trainable import partition, trained
+from manualpar.core.parameters.trainable import trained
 from manualpar.core.program.gradient_rounding import gradient_rounding
-from manualpar.core.program.guarded_step import GuardedStep, check_state
-from manualpar.core.program.load_state import StartsFromArrays, check_has_devices
-from manualpar.core.program.optimizer_update import Update, explain_optimizer
+from manualpar.core.program.initial_state import InitialState
+from manualpar.core.program.jitted_steps import EvalStep, JittedSteps, TrainStep
+from manualpar.core.program.load_state import Missing, StartsFromArrays
+from manualpar.core.program.optimizer_update import Update
+from manualpar.core.program.outer_steps import OuterSteps, StepFunction
 from manualpar.core.program.placement_check import check_strategy, place_parameter
 from manualpar.core.program.step import Step
 from manualpar.core.state.train_state import TrainState
+from manualpar.core.trees import Batch
+
+_MODES: dict[str, type[Mode]] = {x.name: x for x in (Manual, Auto, Explicit, Unconstrained)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,10 +72,10 @@ class Program(StartsFromArrays):
       mesh: The program's mesh. With an abstract mesh it can be traced but not run.
       data_axes: The mesh axes that split the examples.
       num_minibatches: The number of minibatches into which a device splits its part of a batch.
-      wire: The communication dtypes and quantizers, and the order of the axes.
+      comm: The formats in which values are sent, and the order of the axes.
       layout: A `TrainState` with a `PartitionSpec` at each leaf.
-      parameters: A `(ParameterInfo, Placement)` for each parameter, in the order of the tree. The
-        placement's note gives the reason why a parameter is replicated.
+      parameters: A `(ParameterInfo, Route)` for each parameter, in the order of the tree. The
+        route's note gives the reason why a parameter is replicated.
       abstract_state: A `TrainState` of `jax.ShapeDtypeStruct`s with shardings.
       whole_state: The abstract state without padding and shardings, as one device would hold it.
       abstract_batch: The batch that the program was built for, as `jax.ShapeDtypeStruct`s with
@@ -98,6 +97,10 @@ class Program(StartsFromArrays):
       eval_step: `eval_step(state, batch) -> metrics`, jitted. It calls the same loss function with
         training turned off.
       step: The functions before they are jitted, with the model, the loss and the placements.
+      outer: The outer steps, if replicas train separately, see `manualpar.diloco`; else `None`.
+        With them, `step` is for evaluation: it treats the common parameters as replicated over the
+        replicas. `train_step` runs `outer.inner.step`, and takes an outer step when the state has
+        counted `outer.every` more steps. `train_step.trace` and `lower` show the inner step.
     """
 
     strategy: Strategy
@@ -105,26 +108,67 @@ class Program(StartsFromArrays):
     mesh: Mesh
     data_axes: tuple[str, ...]
     num_minibatches: int
-    wire: CommPolicy
+    comm: CommPolicy
     layout: TrainState
-    parameters: tuple[tuple[ParameterInfo, Placement], ...]
+    parameters: tuple[tuple[ParameterInfo, Route], ...]
     abstract_state: TrainState
     whole_state: TrainState
     abstract_batch: Any
     batch_sharding: NamedSharding
     create: Callable[[jax.Array], TrainState] = dataclasses.field(repr=False)
     init: Callable[[jax.Array], TrainState]
-    train_step: jax.stages.Wrapped
-    eval_step: jax.stages.Wrapped
+    train_step: TrainStep
+    eval_step: EvalStep
     step: Step = dataclasses.field(repr=False)
+    outer: OuterSteps | None = dataclasses.field(default=None, repr=False)
 
-    def step_at(self, number: int) -> Callable[[TrainState, Any], tuple[TrainState, Metrics]]:
+    @property
+    def model(self) -> TracedModel:
+        """The model and its loss, as the program calls them."""
+        return self.step.model
+
+    @property
+    def roles(self) -> AxisRoles:
+        """The role of each mesh axis."""
+        return self.step.roles
+
+    @property
+    def placements(self) -> Any:
+        """The tree of parameters with a `Route` at each leaf."""
+        return self.step.placements
+
+    @property
+    def pipeline(self) -> Pipelined | None:
+        """The pipeline that runs the minibatches; `None` without stages."""
+        return self.step.pipeline
+
+    def step_at(self, number: int) -> StepFunction:
         """Returns the function to call as step `number`, counted from 1.
 
-        It is `train_step`, unless the strategy adds an operation to some steps.
+        It is `train_step`, or in a program with outer steps the step that is due, without reading
+        the state's counter.
         """
-        del number
-        return self.train_step
+        return self.train_step if self.outer is None else self.outer.step_at(number)
+
+    def init_from(
+        self, params_or_variables: Any, rng: jax.Array | None = None, *, missing: Missing = "error"
+    ) -> TrainState:
+        """Starts from parameters, see `StartsFromArrays`; all replicas start with them."""
+        state = super().init_from(params_or_variables, rng, missing=missing)
+        return state if self.outer is None else self.outer.start_replicas(self, state)
+
+    def adopt(self, state: TrainState) -> TrainState:
+        """Adopts a state, see `StartsFromArrays`; it may have another number of replicas."""
+        program = self.for_replicas_of(getattr(state, "local", {}))
+        return self.regroup(StartsFromArrays.adopt(program, state))
+
+    def for_replicas_of(self, per_device: Mapping[str, Any]) -> "Program":
+        """Returns a program that loads states with these per-device arrays, see `OuterSteps`."""
+        return self if self.outer is None else self.outer.for_replicas_of(self, per_device)
+
+    def regroup(self, state: TrainState) -> TrainState:
+        """Converts a state that `for_replicas_of` has loaded to this program's replicas."""
+        return state if self.outer is None else self.outer.regroup(self, state)
 
 
 def build_program(
@@ -174,67 +218,13 @@ def build_program(
     return program
 
 
-class _States:
-    """Makes, pads and shards the training state.
-
-    Attributes:
-      unpadded: The abstract state as one device would hold it.
-      padded: The abstract state as the program holds it.
-      layout: The state with a `PartitionSpec` at each leaf.
-      opt_padding: The padding of each leaf of the optimizer's state.
-    """
-
-    def __init__(self, model: TracedModel, tx: Any, placements: Any, feedback: Any) -> None:
-        self._model, self._tx, self._placements, self._feedback = model, tx, placements, feedback
-        key = jax.eval_shape(lambda: jax.random.key(0))
-        self.unpadded = jax.eval_shape(self._state, model.variables, key)
-        opt_placements = like_params(
-            self.unpadded.opt_state, self.unpadded.params, placements, Placement(())
-        )
-        self.opt_padding = tuple(place.padding for place in jax.tree.leaves(opt_placements))
-        self.padded = jax.eval_shape(self._pad, self.unpadded)
-        layout = jax.tree.map(lambda _: PartitionSpec(), self.padded)
-        self.layout = layout.replace(
-            params=param_specs(placements),
-            opt_state=state_specs(opt_placements),
-            local=feedback.specs() if feedback else {},
-        )
-
-    def create(self, rng: jax.Array) -> TrainState:
-        """Creates the initial state, padded."""
-        init_rng, rng = jax.random.split(rng)
-        return self._pad(self._state(self._model.create_variables(init_rng), rng))
-
-    def _pad(self, state: TrainState) -> TrainState:
-        params = jax.tree.map(
-            lambda place, x: pad_leaf(x, place.parameter_padding), self._placements, state.params
-        )
-        opt_state = map_padded(pad_leaf, state.opt_state, self.opt_padding)
-        return state.replace(params=params, opt_state=opt_state)
-
-    def _state(self, variables: dict[str, Any], rng: jax.Array) -> TrainState:
-        params = variables["params"]
-        with explain_optimizer("its init"):
-            opt_state = self._tx.init(partition(self._placements, params)[0])
-        return TrainState(
-            step=jnp.zeros((), jnp.int32),
-            apply_fn=self._model.apply_fn,
-            params=params,
-            tx=self._tx,
-            opt_state=opt_state,
-            rng=rng,
-            collections={name: tree for name, tree in variables.items() if name != "params"},
-            local=self._feedback.zeros() if self._feedback else {},
-        )
-
-
 def _design(
     strategy: Strategy,
     model: Model,
     tx: optax.GradientTransformation,
     loss_fn: LossFn,
     options: ProgramOptions,
-) -> tuple[Any, Step, _States]:
+) -> tuple[Any, Step, InitialState]:
     """Decides the shardings of the state and the operations of a step.
 
     Returns:
@@ -253,21 +243,21 @@ def _design(
     mesh = cast(Mesh, with_axis_types(options["mesh"], AxisType.Auto))
     batch = shapes_of_batch(f"{name}: batch", options["batch"])
     check_batch(f"{name}: batch", batch, mesh, roles)
-    stored_dtypes, wire = check_wire(name, options)
-    if wire.reduce_code and strategy.replica_axes:  # Only reductions over these are quantized.
-        wire = wire._replace(code_axes=strategy.replica_axes)
+    stored_dtypes, comm = check_wire(name, options)
+    if comm.reduce.quantizer and strategy.replica_axes:  # Only reductions over these are quantized.
+        comm = dataclasses.replace(comm, quantized_axes=strategy.replica_axes)
     rules = check_rules(name, options.get("rules", ()), mesh)
-    mode = mode_named(options.get("mode", "manual"))(mesh, roles.data_axes, wire, rules)
+    mode = _MODES[options.get("mode", "manual")](mesh, roles.data_axes, comm, rules)
 
     def place(info: ParameterInfo) -> Placement:
         return place_parameter(strategy, info, shard_axes, mesh)
 
-    def place_completely(info: ParameterInfo) -> Placement:
-        return complete_placement(place(info), info, roles, mesh)
+    def route(info: ParameterInfo) -> Route:
+        return route_parameter(place(info), info, roles, mesh)
 
     def is_gathered(info: ParameterInfo) -> bool:
         placement = place(info)
-        return len(placement.spec) > 0 or (wire.changes_values and not placement.keep)
+        return len(placement.spec) > 0 or (comm.changes_values and not placement.keep)
 
     traced_model = trace_model(
         name,
@@ -286,13 +276,11 @@ def _design(
     # The model computes with shards of the parameters that its initialisers shard.
     if traced_model.keeps_types:
         roles = dataclasses.replace(roles, others=dict.fromkeys(mesh.axis_names, "model"))
-    placements = jax.tree.map(place_completely, traced_model.parameters)
+    placements = jax.tree.map(route, traced_model.parameters)
     num_minibatches = options.get("num_minibatches", 1)
-    feedback = None
-    if wire.reduce_code:
-        leaves = trained(traced_model.parameters), trained(placements)
-        feedback = gradient_rounding(strategy, *leaves, mode=mode, options=options)
-    states = _States(traced_model, tx, placements, feedback)
+    leaves = trained(traced_model.parameters), trained(placements)
+    rounding = gradient_rounding(strategy, *leaves, mode=mode, options=options)
+    states = InitialState(traced_model, tx, placements, rounding)
     step = Step(
         strategy=strategy,
         model=traced_model,
@@ -308,69 +296,33 @@ def _design(
         if pipeline
         else None,
         nonfinite=options.get("nonfinite", "ignore"),
-        feedback=feedback,
+        rounding=rounding,
     )
     return batch, step, states
 
 
-def _assemble(batch: Any, step: Step, states: _States, options: ProgramOptions) -> Program:
+def _assemble(batch: Batch, step: Step, states: InitialState, options: ProgramOptions) -> Program:
     """Jits the functions of a step and makes a program of them."""
-    # A step runs on a mesh with automatic axes. States and batches are sharded over the same mesh,
-    # with explicit axes if any axis of the user's mesh is explicit.
-    mesh, user_mesh = step.mode.mesh, step.mode.mesh
-    if AxisType.Explicit in options["mesh"].axis_types:
-        user_mesh = cast(Mesh, with_axis_types(mesh, AxisType.Explicit))
-    has_devices = not isinstance(mesh, AbstractMesh)
-
-    def shard(specs: Any) -> Any:
-        return jax.tree.map(lambda spec: NamedSharding(user_mesh, spec), specs)
-
-    def jit(function: Callable[..., Any], out_specs: Any, **kwargs: Any) -> Any:
-        return OutsideMeshes(
-            jax.jit(on_auto_axes(function, mesh=user_mesh, out_specs=out_specs), **kwargs)
-        )
-
-    shardings = shard(states.layout)
-    abstract = with_shardings(states.padded, shardings)
-    steps_options: Any = {
-        "in_shardings": (shardings, None),
-        "compiler_options": dict(options.get("compiler_options", {})) or None,
-    }
-    train_step = jit(
-        step.train,
-        (states.layout, PartitionSpec()),
-        out_shardings=(shardings, None),
-        donate_argnums=0,
-        **steps_options,
-    )
-    eval_step = jit(step.evaluate, PartitionSpec(), **steps_options)
-
-    def guard(name: str, function: jax.stages.Wrapped) -> jax.stages.Wrapped:
-        check = functools.partial(check_state, name, abstract)
-        return cast(Any, GuardedStep(name, function, mesh, check)) if has_devices else function
-
-    def init(create: Callable[[jax.Array], TrainState], rng: Any) -> TrainState:
-        check_has_devices("init", mesh)
-        return create(typed_key("init", rng))
-
+    compiler_options = dict(options.get("compiler_options", {})) or None
+    jitted = JittedSteps(options["mesh"], states.layout, states.padded, compiler_options)
     infos, placements = map(jax.tree.leaves, (step.model.parameters, step.placements))
     return Program(
         strategy=step.strategy,
         mode=step.mode.name,
-        mesh=user_mesh,
+        mesh=jitted.mesh,
         data_axes=step.roles.data_axes,
         num_minibatches=step.num_minibatches,
-        wire=step.mode.wire,
+        comm=step.mode.comm,
         layout=states.layout,
         parameters=tuple(zip(infos, placements, strict=True)),
-        abstract_state=abstract,
+        abstract_state=jitted.abstract_state,
         whole_state=states.unpadded,
-        abstract_batch=with_shardings(batch, shard(step.roles.batch_specs(batch))),
-        batch_sharding=NamedSharding(user_mesh, step.roles.batch_spec),
+        abstract_batch=with_shardings(batch, jitted.shard(step.roles.batch_specs(batch))),
+        batch_sharding=jitted.shard(step.roles.batch_spec),
         create=states.create,
-        init=functools.partial(init, jit(states.create, states.layout, out_shardings=shardings)),
-        train_step=guard("train_step", train_step),
-        eval_step=guard("eval_step", eval_step),
+        init=jitted.jit_init(states.create),
+        train_step=jitted.jit_train_step(step.train),
+        eval_step=jitted.jit_eval_step(step.evaluate),
         step=step,
     )
 

@@ -1,8 +1,8 @@
 """One step: gradients on each device inside `shard_map`, the optimizer's update outside of it.
 
 The forward pass, the backward pass and the reductions of gradients and metrics run inside. Read
-`Step._gradients_on_device` first. It has four parts: *box* the parameters, so that they gather
-themselves; run the *loss*; *accumulate* gradients over minibatches; *reduce* gradients over the
+`Step._gradients_on_device` first. It has three parts: *box* the parameters, so that they gather
+themselves; *accumulate* the gradients of the loss over minibatches; *reduce* gradients over the
 devices. This package writes every collective in it.
 
 The optimizer's *update* runs outside, on global arrays. There the norm of a gradient is the norm
@@ -17,7 +17,7 @@ The mode implements these operations: box, scatter, reduce and others. The defau
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -26,17 +26,16 @@ from jax.sharding import PartitionSpec
 from manualpar.core.mesh.axes import axis_tuple
 from manualpar.core.mesh.roles import AxisRoles
 from manualpar.core.mesh.splitting import check_batch
-from manualpar.core.model.loss_function import Metrics
 from manualpar.core.model.options import Nonfinite
 from manualpar.core.model.trace_model import TracedModel
-from manualpar.core.modes.gradients import Accumulation, accumulate, unrolled
-from manualpar.core.modes.manual import Manual
-from manualpar.core.modes.nonfinite import count_nonfinite, is_finite
+from manualpar.core.modes.gradients import Accumulation, CarryingLossFn, accumulate, unrolled
+from manualpar.core.modes.mode import Mode
+from manualpar.core.modes.nonfinite import find_nonfinite, is_finite
 from manualpar.core.modes.remat import regather_for_backward
 from manualpar.core.modes.strategy import Pipelined, Strategy
 from manualpar.core.parameters.collectives import cast_to_varying
 from manualpar.core.parameters.placement import (
-    Placement,
+    Route,
     map_in_scopes,
     param_specs,
     state_specs,
@@ -44,10 +43,21 @@ from manualpar.core.parameters.placement import (
 )
 from manualpar.core.parameters.sharded_parameter import ShardedParameter, is_box
 from manualpar.core.parameters.trainable import combine, partition, trained
+from manualpar.core.program.gradient_rounding import GradientRounding
 from manualpar.core.program.optimizer_update import Update
+from manualpar.core.state.metrics import Metrics, StepSums, mean
 from manualpar.core.state.train_state import TrainState
+from manualpar.core.trees import (
+    Batch,
+    Collections,
+    Grads,
+    Params,
+    PerDevice,
+    Placements,
+    Specs,
+)
 
-OBJECTIVE = "objective of the optimizer"  # A reserved metric name.
+Aux: TypeAlias = tuple[Collections, PerDevice]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,44 +69,49 @@ class Step:
       model: The model with its loss.
       mode: The mode: this package or XLA writes the collectives.
       roles: The role of each mesh axis.
-      placements: The tree of parameters with a `Placement` at each leaf.
+      placements: The tree of parameters with a `Route` at each leaf.
       update: Applies the optimizer to the gradients.
       num_minibatches: The number of minibatches into which a device splits its part of a batch.
       schedule: Runs the minibatches one after another, see `modes.gradients`.
       pipeline: Replaces `schedule` if stages split the layers.
       nonfinite: The reaction to a loss or a gradient that is not finite, see `ProgramOptions`.
-      feedback: The error feedback or stochastic rounding of quantized gradients, see
-        `gradient_rounding`; `None` for rounding to the nearest.
+      rounding: How quantized gradients are rounded.
     """
 
     strategy: Strategy
     model: TracedModel
-    mode: Manual
+    mode: Mode
     roles: AxisRoles
-    placements: Any
+    placements: Placements
     update: Update
     num_minibatches: int = 1
     schedule: Accumulation = unrolled
     pipeline: Pipelined | None = None
     nonfinite: Nonfinite = "ignore"
-    feedback: Any = None
+    rounding: GradientRounding = dataclasses.field(default_factory=GradientRounding)
 
-    def train(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+    def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Takes one step of the optimizer; returns the new state and the metrics of the batch."""
         check_batch("batch", batch, self.mode.mesh, self.roles)
         rng, key = jax.random.split(state.rng)
         aux = state.collections, state.local
-        grads, metrics, new_aux = self.gradients(state.params, aux, key, batch)
-        is_applied, (collections, per_device) = self._check_finite(metrics, new_aux, aux)
-        objective = metrics.pop(OBJECTIVE)
+        gradients = self.gradients(batch)
+        grads, sums, new_aux = gradients(state.params, aux, key, batch)
+        metrics = dict(sums.metrics)
+        is_applied, (collections, per_device) = self._check_finite(sums, metrics, new_aux, aux)
         params, frozen = partition(self.placements, state.params)
+
+        def value_and_grad(params: Params) -> tuple[jax.Array, Grads]:
+            grads, sums, _ = gradients(combine((params, frozen)), aux, key, batch)
+            return mean(sums.objective), grads
+
         params, opt_state, norms = self.update(
             state.tx,
             params,
             grads,
             opt_state=state.opt_state,
-            value=mean(objective),
-            value_and_grad=functools.partial(self._value_and_grad, frozen, aux, key, batch),
+            value=mean(sums.objective),
+            value_and_grad=value_and_grad,
             is_applied=is_applied,
         )
         metrics |= {name: (norm, jnp.ones(())) for name, norm in norms.items()}
@@ -110,122 +125,129 @@ class Step:
         )
         return state, metrics
 
-    def evaluate(self, state: TrainState, batch: Any) -> Metrics:
+    def evaluate(self, state: TrainState, batch: Batch) -> Metrics:
         """Returns the metrics of the batch with training turned off; the state does not change."""
         check_batch("batch", batch, self.mode.mesh, self.roles)
         return self._metrics(self.model.eval_metrics, state, batch)
 
-    def loss_only(self, state: TrainState, batch: Any) -> Metrics:
+    def loss_only(self, state: TrainState, batch: Batch) -> Metrics:
         """Calls the loss as `train` does, without derivatives. Only checks trace this function."""
 
-        def first_minibatch(boxes: Any, collections: Any, batch: Any, rng: jax.Array) -> Metrics:
+        def first_minibatch(
+            boxes: Params, collections: Collections, batch: Batch, rng: jax.Array
+        ) -> Metrics:
             boxes = cast_to_varying(boxes, self.mode.varying_axes)
             if self.pipeline is None:
                 minibatches = self.mode.split(batch, self.num_minibatches, self.roles)
                 batch = jax.tree.map(lambda x: x[0], minibatches)
-            return self.loss(boxes, collections, batch, rng)[1]
+            return self.model.train_loss(boxes, collections, batch, rng)[1]
 
         return self._metrics(first_minibatch, state, batch)
 
     def gradients(
-        self, params: Any, aux: Any, rng: jax.Array, batch: Any
-    ) -> tuple[Any, Metrics, Any]:
-        """Computes the global gradients of a batch.
+        self, batch: Batch
+    ) -> Callable[[Params, Aux, jax.Array, Batch], tuple[Grads, StepSums, Aux]]:
+        """Returns the function that computes the global gradients of batches of these shapes.
+
+        It is a function of global arrays, and `_gradients_on_device` says what it does. Gradients
+        have the specs of the optimizer's state.
+        """
+        aux_specs = PartitionSpec(), self.rounding.specs()
+        out_specs = (state_specs(trained(self.placements)), PartitionSpec(), aux_specs)
+        return self._on_mesh(self._gradients_on_device, batch, out_specs, aux_specs)
+
+    def _gradients_on_device(
+        self, params: Params, aux: Aux, rng: jax.Array, batch: Batch
+    ) -> tuple[Grads, StepSums, Aux]:
+        """Computes the gradients on one device, from its shards and its examples.
 
         Args:
-          params: The parameters in the specs in which they are stored.
+          params: The parameters, sharded as they are stored.
           aux: The model's collections, and the state that differs between devices
             (`TrainState.local`).
           rng: The key of the step.
-          batch: The global batch.
+          batch: The device's part of the batch.
 
         Returns:
-          The gradients in the specs of the optimizer's state, the metrics, and the new `aux`.
+          The gradients, sharded like the optimizer's state, the sums of all devices, and the new
+          `aux`.
         """
-        aux_specs = PartitionSpec(), self.feedback.specs() if self.feedback else {}
-        out_specs = (state_specs(trained(self.placements)), PartitionSpec(), aux_specs)
-        on_mesh = self._on_mesh(self._gradients_on_device, batch, out_specs, aux_specs)
-        grads, metrics, aux = on_mesh(params, aux, rng, batch)
-        return grads, dict(metrics), aux
-
-    def _gradients_on_device(
-        self, params: Any, aux: Any, rng: jax.Array, batch: Any
-    ) -> tuple[Any, Metrics, Any]:
-        """Computes `gradients` on one device, from its shards and its examples."""
-        mode, strategy, (collections, per_device) = self.mode, self.strategy, aux
+        mode, (collections, per_device) = self.mode, aux
         # Box the parameters twice: in the specs of parameters, and in the specs of gradients.
-        boxes = self._boxes(params)
+        boxes = self._gather_for_step(self._boxes(params))
         params, _ = partition(self.placements, params)
         grad_boxes = self._map_trained(functools.partial(mode.box, as_state=True), params)
-        if strategy.gather_every == "step":
-            boxes = self._map(lambda _, x: x.gather_data_axes() if is_box(x) else x, boxes)
         boxes, frozen = partition(self.placements, boxes)
-        if self.feedback is not None:
-            boxes, grad_boxes = self.feedback.round_at_random(rng, boxes, grad_boxes)
-        # Choose the loss: with or without gathers in the backward pass.
-        loss = self.loss
-        regathers = strategy.reshard_after_forward
-        dequantizes = self.model.adapter.decodes_weights or mode.wire.gather_code
-        if self.pipeline is None and (regathers or dequantizes):
-            loss = regather_for_backward(
-                loss, keep_gathered=not regathers, axes=strategy.regather_axes
-            )
-        # Accumulate over minibatches.
-        scatter = functools.partial(self._map_trained, mode.scatter, grad_boxes)
-        per_minibatch = strategy.reduce_every == "minibatch"
-        grads, metrics, new_collections = accumulate(
-            lambda params, *args: loss(self._map(_unbox_kept, params), *args),
-            boxes,
+        boxes, grad_boxes = self.rounding.with_keys(rng, boxes, grad_boxes)
+        # Differentiate the loss of each minibatch, and add up the gradients.
+        grads, sums, new_collections = accumulate(
+            self._loss_that_regathers(),
+            (boxes, frozen),
             collections,
             mode.split(mode.to_zigzag(batch, self.roles), self.num_minibatches, self.roles),
             mode.fold(rng),
             schedule=self.pipeline or self.schedule,
-            reduce=scatter if per_minibatch else lambda grads: grads,
-            frozen=frozen,
+            reduce=functools.partial(self._scatter_each_minibatch, grad_boxes),
+            join=lambda pair: self._map(_unbox_kept, combine(pair)),
             outer_axes=mode.outer_axes,
         )
         # Reduce over devices.
-        if self.feedback is not None:
-            quantizers, (grads, grad_boxes) = self.feedback.attach(per_device, grads, grad_boxes)
-        grads = grads if per_minibatch else self._map_trained(mode.scatter, grad_boxes, grads)
-        if self.pipeline is not None:
-            grads = self.pipeline.exchange_layers(grads, back=True)
-        grads = strip_boxes(self._map_trained(mode.sync, grad_boxes, grads))
-        if self.feedback is not None:
-            per_device = self.feedback.new_residuals(quantizers)
+        grads, per_device = self.rounding.reduce(self._reduce, grad_boxes, grads, per_device)
         grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
-        if self.nonfinite != "ignore":
-            metrics = count_nonfinite(metrics, grads, mode.data_axes + mode.outer_axes)
+        sums = mode.sync_metrics(self._with_nonfinite(sums, grads))
         collections = mode.sync_collections(
             new_collections, collections, self.model.sync_collections
         )
-        return grads, mode.sync_metrics(metrics), (collections, per_device)
+        return grads, sums, (collections, per_device)
 
-    def loss(
-        self, params: Any, collections: Any, minibatch: Any, rng: jax.Array
-    ) -> tuple[jax.Array, Metrics, Any]:
-        """Calls the user's loss, and adds its value to the metrics as `OBJECTIVE`."""
-        before = {id(x) for x in jax.tree.leaves(collections)}
-        loss, metrics, collections = self.model.train_loss(params, collections, minibatch, rng)
-        # Without stop_gradient the backward pass would compute the derivatives of metrics and
-        # collections and multiply them by zeros. An infinite derivative would make the gradient
-        # NaN. A variable that the loss does not change stays the same array: pipelines need this.
-        metrics, collections = jax.tree.map(
-            lambda x: x if id(x) in before else jax.lax.stop_gradient(x), (metrics, collections)
+    def _gather_for_step(self, boxes: Params) -> Params:
+        """Gathers parameters once, if the strategy keeps them gathered for the whole step."""
+        if self.strategy.gather_every != "step":
+            return boxes
+        return self._map(lambda _, x: x.gather_data_axes() if is_box(x) else x, boxes)
+
+    def _loss_that_regathers(self) -> CarryingLossFn:
+        """Returns the model's loss; its backward pass gathers parameters again if it should."""
+        loss, regathers = self.model.train_loss, self.strategy.reshard_after_forward
+        dequantizes = self.model.adapter.decodes_weights or self.mode.comm.gather.quantizer
+        if self.pipeline is not None or not (regathers or dequantizes):
+            return loss
+        return regather_for_backward(
+            loss, keep_gathered=not regathers, axes=self.strategy.regather_axes
         )
-        count = metrics["loss"][1].astype(jnp.float32)
-        objective = jax.lax.stop_gradient(loss).astype(jnp.float32) * count
-        return loss, {**metrics, OBJECTIVE: (objective, count)}, collections
 
-    def _boxes(self, params: Any) -> Any:
+    def _scatter_each_minibatch(self, grad_boxes: Params, grads: Grads) -> Grads:
+        """Scatters the gradients of a minibatch, if the strategy does not wait for the last."""
+        if self.strategy.reduce_every != "minibatch":
+            return grads
+        return self._map_trained(self.mode.scatter, grad_boxes, grads)
+
+    def _reduce(self, grad_boxes: Params, grads: Grads) -> Grads:
+        """Reduces accumulated gradients over the devices."""
+        if self.strategy.reduce_every != "minibatch":
+            grads = self._map_trained(self.mode.scatter, grad_boxes, grads)
+        if self.pipeline is not None:
+            grads = self.pipeline.exchange_layers(grads, back=True)
+        return strip_boxes(self._map_trained(self.mode.sync, grad_boxes, grads))
+
+    def _with_nonfinite(self, sums: StepSums, grads: Grads) -> StepSums:
+        """Adds to a device's sums whether its gradients are finite, if the option asks."""
+        if self.nonfinite == "ignore":
+            return sums
+        axes = self.mode.data_axes + self.mode.outer_axes
+        return sums._replace(nonfinite=(find_nonfinite(grads, axes), jnp.ones(())))
+
+    def _boxes(self, params: Params) -> Params:
         """Boxes the parameters of the layers that run on this device."""
         boxes = self._map(self.mode.box, params)
         return boxes if self.pipeline is None else self.pipeline.exchange_layers(boxes)
 
-    def _metrics(self, measure: Callable[..., Metrics], state: TrainState, batch: Any) -> Metrics:
+    def _metrics(self, measure: Callable[..., Metrics], state: TrainState, batch: Batch) -> Metrics:
         """Runs `measure(boxes, collections, batch, rng)` on each device; sums its metrics."""
 
-        def on_device(params: Any, collections: Any, rng: jax.Array, batch: Any) -> Metrics:
+        def on_device(
+            params: Params, collections: Collections, rng: jax.Array, batch: Batch
+        ) -> Metrics:
             boxes = self._map(_unbox_kept, self._boxes(params))
             args = boxes, collections, self.mode.to_zigzag(batch, self.roles), self.mode.fold(rng)
             return self.mode.sync_metrics(
@@ -237,8 +259,8 @@ class Step:
         return metrics
 
     def _check_finite(
-        self, metrics: Metrics, new_aux: Any, aux: Any
-    ) -> tuple[jax.Array | None, Any]:
+        self, sums: StepSums, metrics: Metrics, new_aux: Aux, aux: Aux
+    ) -> tuple[jax.Array | None, Aux]:
         """Decides whether the step is applied, and adds the metric `nonfinite`.
 
         Returns:
@@ -247,22 +269,20 @@ class Step:
         """
         if self.nonfinite == "ignore":
             return None, new_aux
-        finite = is_finite(self.strategy.name, self.nonfinite, metrics, OBJECTIVE)
+        if "nonfinite" in metrics:
+            raise ValueError(
+                f"{self.strategy.name}: nonfinite={self.nonfinite!r} reports a metric 'nonfinite', "
+                "and loss_fn returns one of that name too; expected another. Rename it."
+            )
+        finite = is_finite(sums)
         metrics["nonfinite"] = (1 - finite.astype(jnp.float32), jnp.ones(()))
         if self.nonfinite == "report":
             return None, new_aux
         select = functools.partial(jax.lax.select, finite)
         return finite, jax.tree.map(select, new_aux, aux)
 
-    def _value_and_grad(
-        self, frozen: Any, aux: Any, rng: jax.Array, batch: Any, params: Any
-    ) -> tuple[jax.Array, Any]:
-        """Computes the loss and its gradient at `params`, for example for line searches."""
-        grads, metrics, _ = self.gradients(combine((params, frozen)), aux, rng, batch)
-        return mean(metrics[OBJECTIVE]), grads
-
     def _on_mesh(
-        self, function: Callable[..., Any], batch: Any, out_specs: Any, aux_specs: Any = None
+        self, function: Callable[..., Any], batch: Batch, out_specs: Specs, aux_specs: Specs = None
     ) -> Callable[..., Any]:
         """Turns a per-device function of `(params, aux, rng, batch)` into one of global arrays.
 
@@ -283,13 +303,7 @@ class Step:
         return map_in_scopes(function, trained(self.placements), *trees)
 
 
-def mean(metric: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Returns the mean of a metric; 0 if its count is 0."""
-    total, count = metric
-    return total / jnp.where(count == 0, 1, count)
-
-
-def _unbox_kept(place: Placement, x: Any) -> Any:
+def _unbox_kept(place: Route, x: Any) -> Any:
     """Gathers a parameter that is gathered once for each minibatch (`Placement.keep`)."""
     if not place.keep or not is_box(x):
         return x

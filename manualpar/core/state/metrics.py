@@ -1,16 +1,38 @@
 """Metrics: pairs `(sum, count)`, which add up over devices, minibatches, batches and steps.
 
-The mean is taken once, at the end, because a mean of means over unequal parts would be wrong.
+The mean is computed once, at the end, because a mean of the means of unequal parts is wrong.
 """
 
 import math
 import operator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
-# A sum and a count by name: scalars on the device, or floats once fetched.
+# A pair (sum, count) for each name: scalars on the device, or floats after `fetch_metrics`.
 Metrics = dict[str, tuple[Any, Any]]
+
+
+class StepSums(NamedTuple):
+    """The scalars of a step that add up over minibatches and over devices.
+
+    Attributes:
+      objective: The sum of the differentiated loss over the examples, and their number.
+      metrics: The metrics that the loss function returns.
+      nonfinite: The number of devices with a gradient that is not finite, and the number of all
+        devices; `None` if nobody asks.
+    """
+
+    objective: tuple[jax.Array, jax.Array]
+    metrics: Metrics
+    nonfinite: tuple[jax.Array, jax.Array] | None = None
+
+
+def mean(metric: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Returns the mean of a metric; 0 if its count is 0."""
+    total, count = metric
+    return total / jnp.where(count == 0, 1, count)
 
 
 def fetch_metrics(metrics: Metrics) -> dict[str, tuple[float, float]]:
@@ -24,7 +46,7 @@ def add_metrics(first: Metrics | None, second: Metrics) -> Metrics:
     """Adds two metrics; `first` may be `None`, for no metrics yet.
 
     Raises:
-      ValueError: They are not metrics of the same names.
+      ValueError: The two do not have the same names.
     """
     if first is None:
         return second
@@ -42,7 +64,8 @@ def _add(first: Metrics, second: Metrics) -> Metrics:
     return jax.tree.map(operator.add, first, second)
 
 
-# One computation for all metrics: simulated devices run few at a time, see `guarded_step`.
+# One computation adds all metrics: simulated devices run few computations at a time, see
+# `guarded_step`.
 _add_on_devices = jax.jit(_add)
 
 

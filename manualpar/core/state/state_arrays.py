@@ -1,7 +1,7 @@
 """Names the arrays of a state, and copies each to the host or to the devices.
 
-In a program the arrays are sharded and perhaps padded. Without padding, another program on any mesh
-can use the arrays under the same names.
+In a program the arrays are sharded, and some are padded. Without padding, the arrays fit a program
+on any mesh, under the same names.
 """
 
 import dataclasses
@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from manualpar.core.parameters.placement import path_name
 from manualpar.core.state.train_state import is_key
+from manualpar.core.trees import path_name
 from manualpar.errors import printable
 
 SHOWN = 5  # The maximum number of differences that an error lists.
@@ -22,10 +22,10 @@ SHOWN = 5  # The maximum number of differences that an error lists.
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """An array of the state: as the program stores it, and without padding.
+    """Describes an array of the state, both as the program stores it and without padding.
 
     Attributes:
-      name: Its name, `params/dense/kernel`.
+      name: The array's name, such as `params/dense/kernel`.
       keys: The keys that lead to it in nested dicts.
       abstract: The array that the program stores, with padding; it may be a typed key.
       shape: The shape without padding.
@@ -42,7 +42,7 @@ class Leaf:
 
     @property
     def is_key(self) -> bool:
-        """Whether it is a typed key."""
+        """Whether the array is a typed key."""
         return is_key(self.abstract)
 
     @property
@@ -62,7 +62,7 @@ def leaves_of(padded: Any, unpadded: Any) -> list[Leaf]:
     ):
         data, shape = abstract, without_padding.shape
         if is_key(abstract):
-            # A new function each time, so that jax's cache entry for the call is freed with it.
+            # A new function in each call: jax frees its cache entry together with the function.
             data = jax.eval_shape(lambda key: jax.random.key_data(key), abstract)
             shape = data.shape
         keys = tuple(path_name((entry,)) for entry in path)
@@ -77,7 +77,7 @@ def show_array(dtype: Any, shape: Any) -> str:
 
 
 def show_leaf(x: Any) -> str:
-    """Writes the dtype and shape of a leaf, or its type if it is no array, for messages."""
+    """Writes the dtype and shape of an array, or the type of another leaf, for messages."""
     array = x if hasattr(x, "dtype") and hasattr(x, "shape") else np.asarray(x)
     if array.dtype == object:
         return f"a {type(x).__name__}"
@@ -111,7 +111,7 @@ def place_leaf(function: str, leaf: Leaf, x: Any) -> jax.Array:
     def shard(index: Any) -> np.ndarray:
         bounds = [s.indices(size)[:2] for s, size in zip(index, leaf.padded_shape, strict=True)]
         out = np.zeros([stop - start for start, stop in bounds], leaf.dtype)
-        values = value[index]  # Smaller than `out` if the shard is padded.
+        values = value[index]  # `values` is smaller than `out` if the shard is padded.
         out[tuple(map(slice, values.shape))] = values
         return out
 
@@ -139,12 +139,12 @@ def read_unpadded(function: str, leaf: Leaf, x: Any) -> np.ndarray:
     if value.shape == leaf.shape:
         return value
     inside = tuple(map(slice, leaf.shape))
-    # Counting makes no copy: the padding is zeros if all non-zeros are inside.
+    # The padding is zeros if all non-zeros are inside. Counting them makes no copy.
     if np.count_nonzero(value) != np.count_nonzero(value[inside]):
         raise ValueError(
             f"{function}: {leaf.name} is {show_leaf(value)}, expected "
-            f"{show_array(leaf.dtype, leaf.shape)}, or zeros after that for padding; "
-            "there are other values. Pass arrays of the same model."
+            f"{show_array(leaf.dtype, leaf.shape)}, or a padded array with zeros behind this "
+            "shape; it has other values there. Pass arrays of the same model."
         )
     return value[inside]
 

@@ -1,6 +1,6 @@
 """Tells `flax.serialization` how to write and read a state with typed keys.
 
-Flax cannot write a typed key. So its data and its implementation's name are written.
+Flax cannot write a typed key. So the key's data and the name of its implementation are written.
 """
 
 import dataclasses
@@ -51,8 +51,8 @@ def _with_type(like: Any, x: Any) -> Any:
     key = jax.random.wrap_key_data(x["key"], impl=x["impl"])
     if key.dtype != like.dtype:
         raise ValueError(
-            f"from_state_dict: a key is {key.dtype}, expected {like.dtype}. Set the same "
-            "jax_default_prng_impl as where it was saved."
+            f"from_state_dict: a key is {key.dtype}, expected {like.dtype}. Set "
+            "jax_default_prng_impl to the value with which the state was saved."
         )
     return key
 

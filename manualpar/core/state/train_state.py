@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import optax
 from flax.training import train_state
 
+from manualpar.core.trees import Params
+
 
 class TrainState(train_state.TrainState):
     """Flax's train state with the training loop's key and the model's other collections.
@@ -23,7 +25,7 @@ class TrainState(train_state.TrainState):
         a value was not finite.
       params: The tree of parameters.
       opt_state: The state of `tx`.
-      rng: A key; every step splits it.
+      rng: The key that every step splits.
       collections: The model's variables outside `params` by collection, e.g. `{"batch_stats":
         ...}`; `{}` if it has none.
       local: Per-replica and per-device arrays: the states of DiLoCo's replicas, see
@@ -42,7 +44,7 @@ class TrainState(train_state.TrainState):
         cls,
         *,
         apply_fn: Callable[..., Any],
-        params: Any,
+        params: Params,
         tx: optax.GradientTransformation,
         **kwargs: Any,
     ) -> Self:
@@ -63,7 +65,8 @@ class Batch:
     Attributes:
       inputs: The model's inputs, `[B, ...]` (or a pytree of such arrays).
       labels: The labels of the examples, `[B, ...]`.
-      mask: Optional `[B, ...]`: 0 for padding, 1 for a real example, any weight in between.
+      mask: Optional weights, `[B, ...]`: 0 for padding, 1 for a real example, or any weight
+        between.
     """
 
     inputs: Any

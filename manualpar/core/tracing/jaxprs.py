@@ -59,10 +59,10 @@ def expanded(eqn: Any) -> ClosedJaxpr:
 
 
 def scan_sizes(params: Mapping[str, Any]) -> tuple[int, int]:
-    """Returns how many operands of a scan are constants, and how many its carry; slices follow."""
+    """Returns the numbers of a scan's operands that are constants and that are carried values."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
-    consts, carry, _ = params["ft_in"].unpack()  # In jax 0.12.
+    consts, carry, _ = params["ft_in"].unpack()  # The name in jax 0.12.
     return len(consts), len(carry)
 
 

@@ -1,7 +1,7 @@
 """The named scopes that give the purpose of a collective.
 
-They are found in the jaxpr, in the metadata of the compiled program, and in profiles, after the
-path of the module or parameter where it is known.
+The jaxpr, the metadata of the compiled program, and profiles show these names. A name follows the
+path of the module or parameter, if that path is known.
 """
 
 import re
@@ -44,7 +44,7 @@ SCOPES = (
     OUTER_SCOPE,
     OPTIMIZER_SCOPE,
 )
-REGATHER = "regather_params"  # A purpose without its own scope, see `purpose_of`.
+REGATHER = "regather_params"  # A purpose that has no scope, see `purpose_of`.
 # JAX's scope, and ours, for operations that the backward pass computes again.
 RECOMPUTED_SCOPE = "rematted_computation"
 DECODE_SCOPE = "decode_params"  # Nothing is sent: a weight is quantized or dequantized.

@@ -41,7 +41,8 @@ def replaced_in_thread(
     finally:
         for call in calls:
             vars(call)["has_ended"] = True
-        # Another thread's replacement may be on top. When it ends, it removes these below it too.
+        # Another thread may have replaced a replacement. When that call ends, it also removes ended
+        # replacements below its own.
         for owner, name in targets:
             while getattr(vars(owner)[name], "has_ended", False):
                 setattr(owner, name, vars(owner)[name].__wrapped__)

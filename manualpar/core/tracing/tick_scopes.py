@@ -16,8 +16,8 @@ class TickRuns(NamedTuple):
     """The number of a pipeline's ticks in which an operation runs.
 
     Attributes:
-      runs: The number for each stage; scopes further out are not counted in.
-      together: The number of ticks in which at least one stage runs it.
+      runs: The number of ticks for each stage. Outer scopes of ticks do not change it.
+      together: The number of ticks in which at least one stage runs the operation.
       ticks: The number of all ticks.
     """
 
@@ -42,7 +42,7 @@ def innermost_ticks(scope: str) -> str:
 
 
 def ticks_run(scope: str) -> TickRuns | None:
-    """Reads the numbers of a `ticks_scope`, if it is the innermost scope of an operation."""
+    """Reads the numbers of a `ticks_scope`; `None` if it is not the innermost scope."""
     if found := _TICKS.fullmatch(scope.rpartition("/")[2]):
         return TickRuns(tuple(map(int, found[1][1:].split("_"))), int(found[2]), int(found[3]))
     return None

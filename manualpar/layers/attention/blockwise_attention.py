@@ -7,9 +7,9 @@ scores of a pair are computed, used and dropped. The backward pass computes them
 (FlashAttention, Dao et al., https://arxiv.org/abs/2205.14135). So memory grows with the number of
 queries, and not with the number of queries times the number of keys.
 
-A query sees the keys of its document that are not after it. Positions decide which keys these
-are, so the order of the blocks does not matter. The caller leaves out pairs whose queries see no
-key, because it has the positions of the blocks.
+A query sees the keys of its document that are not after it. The positions show which keys these
+are, so the order of the blocks does not matter. The caller has the positions of the blocks, and
+leaves out pairs in which no query sees a key.
 
 Symbols: `B` examples, `K` key and value heads, `G` query heads that share one, `H` features of a
 head, `n` blocks of `S` queries each, `m` blocks of `T` keys each.
@@ -29,8 +29,9 @@ from manualpar.layers.boundaries import platform_traced_for
 
 # The checkpoint name of attention's result, for rematerialisation policies.
 ATTENDED = "attended"
-MASKED = -1e30  # Not -inf: a query may see no key of a block, and the difference must be a number.
-# The most positions of a block; on CPUs the scores of a block fit into a core's cache.
+MASKED = -1e30  # Not -inf: a query may see no key of a block, and -inf minus -inf is NaN.
+# The largest number of positions of a block. On CPUs the scores of a block then fit into a core's
+# cache.
 CPU_BLOCK, BLOCK = 128, 512
 MAX_BLOCKS = 1024  # The limit for a sequence: its pairs are a constant of the program.
 # Pairs of indices (block of queries, block of keys) to compute, `int32[P, 2]`.
@@ -110,9 +111,9 @@ class Scoring(NamedTuple):
 
 
 def block_size(length: int, longest: int = 0) -> int:
-    """Returns the number of positions of a block: equal blocks, as few as the limits allow.
+    """Returns the number of positions of a block, for as few equal blocks as the limits allow.
 
-    `longest` is the length of the other sequence, the keys, if that is longer.
+    `longest` is the length of the keys' sequence if it is longer than `length`.
     """
     most = CPU_BLOCK if platform_traced_for() == "cpu" else BLOCK
     most = max(most, -(-max(length, longest) // MAX_BLOCKS))

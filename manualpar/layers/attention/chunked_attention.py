@@ -135,7 +135,8 @@ def _pairs_of_devices(devices: int, half: int, size: int, window: int | None) ->
     for device in range(devices):
         halves = [spans(half, size, block * half) for block in (device, 2 * devices - 1 - device)]
         lists.append(seen_pairs(np.concatenate(halves), keys, window))
-    # Devices with fewer pairs repeat a pair without effect: first queries never see last keys.
+    # A device with fewer pairs repeats (first queries, last keys), which has no effect: no query
+    # sees a key.
     most, unseen = max(map(len, lists)), np.array([[0, len(keys) - 1]], np.int32)
     return np.stack([np.concatenate([x, unseen.repeat(most - len(x), 0)]) for x in lists])
 

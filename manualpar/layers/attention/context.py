@@ -1,9 +1,9 @@
 """Sequences whose positions are split over the devices along a context axis.
 
-Each of `C` devices holds two half-blocks of the `2 C` of a sequence: device `c` has half-blocks `c`
-and `2 C - 1 - c` (zig-zag). Under a causal mask all devices then have equal work. Code that treats
-each position by itself needs no change. Attention and sums along the sequence have to handle the
-axis, by the methods of `Context`.
+A sequence is cut into `2 C` half-blocks. Each of `C` devices holds two of them: device `c` has
+half-blocks `c` and `2 C - 1 - c` (zig-zag). Under a causal mask all devices then have equal work.
+Code that treats each position by itself needs no change. Attention and sums along the sequence have
+to handle the axis, by the methods of `Context`.
 
 Outside of a `shard_map` that binds the axis, everything runs as on one device. Inside, everything
 is in the named scope of context parallelism. The check of a model trusts this scope, see
@@ -85,7 +85,8 @@ class Context:
     def check_split(self, x: jax.Array) -> None:
         """Refuses a sequence that is not split over the axis, if the axis is bound.
 
-        Call it at the beginning of a model. In a loop over layers values may have lost their types.
+        Call it at the beginning of a model, because values in a loop over layers may have lost
+        their types.
 
         Args:
           x: This device's part of sequences, `[B, S/axis, ...]`.
@@ -127,7 +128,7 @@ class Context:
 
     @_in_scope
     def cumsum(self, x: jax.Array) -> jax.Array:
-        """Sums the entries up to each position in the whole sequence.
+        """Sums, for each position, the entries up to this position in the full sequence.
 
         Args:
           x: `[B, S/axis, ...]`, numbers or booleans.
@@ -192,7 +193,8 @@ class Context:
           documents: `int32[B, S/axis]`. A query sees the keys of the same number; `None` if each
             sequence is one document.
           kind: The implementation, see `manualpar.layers.attention.kinds`. `"ring"` and `"gather"`
-            compute in blocks; on TPUs the kernel computes the blocks of a ring where it can.
+            compute in blocks; on TPUs JAX's kernel computes the blocks of a ring if it supports
+            them.
           window: How many positions a query sees, up to and including its own; `None` for all.
           soft_cap: Bounds scores, see `manualpar.layers.attention.kinds`; `None` for none.
 
@@ -207,8 +209,8 @@ class Context:
           `ring_attention`. `"gather"`: an all-gather of keys and one of values, in which a device
           sends `(C - 1) n` elements each, and two reduce-scatters backward. `"ulysses"`: four
           all-to-alls forward (queries, keys, values and the result) and four backward. In each a
-          device sends `(C - 1) / C` of its elements. With fewer key heads than devices it sends
-          each key head as often as needed. Documents cost an all-gather of `int32[B, S]`.
+          device sends `(C - 1) / C` of its elements. If there are fewer key heads than devices, it
+          sends a key head several times. Documents cost an all-gather of `int32[B, S]`.
 
         Gradient:
           Written by hand for `"ring"`, see `ring_attention`.
@@ -224,7 +226,8 @@ class Context:
         if kind not in ("", "blockwise"):
             raise ValueError(
                 f"Context: kind (of a model the field attention) is {kind!r}, expected '' or "
-                f"'blockwise' with how={self.how!r}, which computes attention in blocks itself."
+                f"'blockwise' with how={self.how!r}, because this way of attention always computes "
+                "in blocks."
             )
         if self.how == "gather":
             return self._gather_keys(query, key, value, documents, scoring)
@@ -246,8 +249,8 @@ class Context:
         if num_heads % size or num_groups * repeats % size:
             raise ValueError(
                 f"Context: {num_heads} query heads and {num_groups} key heads do not divide over "
-                f"the {size} devices along {self.axis!r}, expected a multiple of them, or, of key "
-                "heads, a divisor. Take a number of heads that divides, or how='ring'."
+                f"the {size} devices along {self.axis!r}; expected multiples of {size}, or for key "
+                f"heads a divisor of {size}. Choose other numbers of heads, or how='ring'."
             )
         key, value = (jnp.repeat(x, repeats, axis=2) for x in (key, value))
         query, key, value = (

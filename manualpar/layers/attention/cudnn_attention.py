@@ -1,8 +1,9 @@
 """Attention on NVIDIA GPUs by cuDNN's kernel, which JAX calls.
 
 The forward pass returns the result and the logarithm of each query's sum of weights, `[B, N, S]`.
-The backward pass takes both. JAX gives them no name that a rematerialisation policy could save, so
-a rematerialised layer would run the forward kernel again. This module gives them a name.
+The backward pass reads both arrays. JAX does not name them, so a rematerialisation policy could not
+save them, and a rematerialised layer would run the forward kernel again. This module gives both
+arrays a name.
 
 JAX's public function takes no document numbers. It turns a mask of documents into a bias
 `[B, 1, S, S]`, and its backward pass computes the gradient of that bias too.
@@ -130,8 +131,8 @@ def _attend_forward(
     out, pullback = jax.vjp(attend, query, key, value)
 
     def named(x: jax.Array) -> jax.Array:
-        # The other residuals get no name: the arguments need none, and the mask is as large as
-        # the scores.
+        # The other residuals get no name: the arguments exist anyway, and the mask is too large to
+        # save.
         return checkpoint_name(x, ATTENDED) if x is out or x.ndim == 3 else x
 
     return named(out), jax.tree.map(named, pullback)

@@ -23,7 +23,8 @@ import jax.numpy as jnp
 
 from manualpar.layers.attention.blockwise_attention import MASKED, Scoring
 
-# The collections of the cached keys and values, and of those that a call adds.
+# The collection of the cached keys and values, and the collection of the keys and values that a
+# call adds.
 CACHE, NEW_KEYS = "cache", "new_keys"
 
 
@@ -33,7 +34,7 @@ class Prompts:
 
     Attributes:
       length: `int32[B]`, the number of tokens of each prompt; padding follows them.
-      size: The most positions of a row, prompt and answer together.
+      size: The largest number of positions of a row, for prompt and answer together.
     """
 
     length: jax.Array

@@ -6,8 +6,8 @@
   everywhere. On CPUs it is faster than `"xla"` at every length, and takes less memory.
 - `"xla"`: XLA writes out scores `[B, N, S, S]`, and a mask of this size if there are documents.
 
-`""` is the best kind for the devices that a program is traced for: splash on TPUs, cuDNN on
-NVIDIA GPUs if its mask of documents is no larger than the queries, otherwise blockwise. The
+`""` chooses the best kind for the devices for which a program is traced: splash on TPUs; cuDNN on
+NVIDIA GPUs, if its mask of documents is no larger than the queries; otherwise blockwise. The
 enclosing mesh gives these devices. (`jax.lax.platform_dependent` would trace all kinds, and counts
 of operations, plans and checks would see branches that do not run.)
 
@@ -49,8 +49,8 @@ def attention(
       query: `[B, S, N, H]`, floating.
       key: `[B, S, K, H]`, where `K` divides `N`: groups of `N / K` query heads share a key head.
       value: `[B, S, K, H]`, of the dtype of `key`.
-      documents: `int32[B, S]`. A query sees the keys of the same number, in whatever order the
-        numbers come; `None` if each sequence is one document.
+      documents: `int32[B, S]`. A query sees the keys with the same number; the numbers may come in
+        any order. `None` if each sequence is one document.
       kind: The implementation; `""` for the best on the devices that the program is traced for.
       window: How many positions a query sees, up to and including its own; `None` for all.
       soft_cap: `c`, which bounds scores by `c * tanh(score / c)`; `None` for none.
@@ -72,7 +72,7 @@ def attention(
     if misfit is not None:
         raise ValueError(
             f"attention: kind (of models config.model.attention) is {kind!r}, and {misfit}; "
-            "expected a kind that can run here. Take '' for the best one that does."
+            "expected a kind that can run here. Take '' for the best kind that can."
         )
     kind = kind or _best(query, key, documents, scoring)
     if kind == "splash":
@@ -108,9 +108,9 @@ def check_attention(
     B, S, N, H = query.shape
     if key.shape != (B, S, key.shape[2], H) or N % key.shape[2]:
         raise ValueError(
-            f"attention: query is {shown(query)} and key {shown(key)}, expected as many examples, "
-            "positions and features, and in query a multiple of the heads of key, because groups "
-            "of equal size share one."
+            f"attention: query is {shown(query)} and key {shown(key)}, expected the same examples, "
+            "positions and features in both. The number of query heads must be a multiple of the "
+            "number of key heads, because groups of equal size share a key head."
         )
     if documents is not None and documents.shape != (B, S):
         raise ValueError(

@@ -9,9 +9,9 @@ queries see these keys of another device:
 - if the other device has a smaller number, the early queries see the early keys too; otherwise
   the late queries see the late keys.
 
-So each step after the first has two products of half-blocks on every device, half the work of all
-queries with all keys. `where` chooses the half-blocks, because devices that wait for each other in
-a permute may not be in different branches of a condition.
+So in each step after the first, every device computes two products of half-blocks. That is half the
+work of all queries with all keys. `where` chooses the half-blocks, because devices that wait for
+each other in a permute may not be in different branches of a condition.
 
 Symbols: `C` devices along the axis, `B` examples, `S` positions of a device, `N` query heads, `K`
 key and value heads, `G` query heads that share one, `H` features of a head.
@@ -123,7 +123,7 @@ class _Here:
         half = self.length // 2
         self.size = half if self.by_kernel else block_size(half)
         blocks = spans(half, self.size)
-        self.pairs = seen_pairs(blocks + half, blocks)  # All blocks of two different half-blocks.
+        self.pairs = seen_pairs(blocks + half, blocks)  # All blocks of both half-blocks.
         self.causal_pairs = seen_pairs(blocks, blocks)
         self.device = jax.lax.axis_index(axis)
         self.queries = _halves(

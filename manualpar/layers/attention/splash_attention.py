@@ -39,7 +39,7 @@ LONGEST_FUSED = 4096
 def splash_misfit(query: jax.Array, key: jax.Array) -> str | None:
     """Says why the kernel cannot run on some arrays on a TPU; `None` if it can.
 
-    Lengths and head sizes are never a reason: it has been compiled for heads of 8 to 256 features.
+    It fits all lengths and head sizes: it has been compiled for heads of 8 to 256 features.
     """
     dtypes = sorted({str(query.dtype), str(key.dtype)})
     if dtypes not in (["bfloat16"], ["float32"]):
@@ -113,7 +113,7 @@ def splash_attention(
 
 def _axes(mesh: AbstractMesh, query: jax.Array, key: jax.Array) -> tuple[Any, Any]:
     """Returns the axes that split the batch, and the axes that split heads."""
-    if mesh.explicit_axes:  # The types say it.
+    if mesh.explicit_axes:  # Explicit types say how arrays are sharded.
         of_batch, _, of_heads, _ = jax.typeof(query).sharding.spec
         return of_batch, of_heads if of_heads == jax.typeof(key).sharding.spec[2] else None
     rules = nn.get_logical_axis_rules()

@@ -38,7 +38,8 @@ from manualpar.layers.boundaries import platform_traced_for
 def fits_parts(query: jax.Array, key: jax.Array, length: int, scoring: Scoring) -> bool:
     """Returns whether the kernel can attend to parts of `length` keys, when traced for TPUs.
 
-    It cannot with a window: each device would need another mask, and the kernel's is a constant.
+    It cannot with a window: each device would need a different mask, and the kernel's mask is a
+    constant.
     """
     is_tpu = platform_traced_for() == "tpu" and splash_misfit(query, key) is None
     return is_tpu and scoring.window is None and length % LANES == 0
@@ -56,7 +57,8 @@ def attend_part(
     out, log_weights = run_unchecked(run, *_arrays(queries, keys))
     out, log_weights = out.reshape(sums.values.shape), log_weights.reshape(sums.weights.shape)
     largest = jnp.maximum(sums.largest, log_weights)
-    # A query that sees none of the keys has a logarithm far below all others, and adds exactly 0.
+    # If a query sees none of the keys, its logarithm is far below all others, so the keys add
+    # exactly 0.
     new, fading = jnp.exp(log_weights - largest), jnp.exp(sums.largest - largest)
     values = sums.values * fading[..., None] + out.astype(jnp.float32) * new[..., None]
     return Sums(values, sums.weights * fading + new, largest)
@@ -106,8 +108,8 @@ def _backward(
     if sorted(named) != [log_weights.ndim, out.ndim]:
         raise ValueError(  # Otherwise the gradient would use the softmax over only these keys.
             f"attention: JAX's kernel for TPUs names {len(named)} values that its gradient uses, "
-            "expected its result and the logarithms of its sums, because a ring puts those of all "
-            "keys in their place. Take attention='blockwise', or another version of JAX."
+            "expected its result and the logarithms of its sums, because a ring replaces these two "
+            "by the values for all keys. Take attention='blockwise', or another version of JAX."
         )
     return _run_with(traced, (g, *arrays[:3]), (out, log_weights))
 

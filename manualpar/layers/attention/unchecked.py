@@ -10,8 +10,8 @@ The types are right, because on each device the function computes with only this
 - It contains no collective and does not ask for the device's index. So its results can vary only
   over the axes over which an argument varies, and they get this type. A function that names a mesh
   axis is refused.
-- JAX never differentiates the nested `shard_map`. Its rule would sum or divide gradients, because
-  without types it cannot tell what varies. The forward and the backward pass are nested in a
+- JAX never differentiates the nested `shard_map`. JAX's rule would sum or divide gradients, because
+  without types it cannot tell which values vary. The forward and the backward pass are nested in a
   `shard_map` each, and a `custom_vjp` around them connects the two.
 """
 

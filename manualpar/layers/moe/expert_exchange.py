@@ -6,14 +6,14 @@ sizes, so that an all-to-all can exchange them.
 Without a capacity, no choice is dropped. The rows are sorted by expert, and a grouped product
 (`jax.lax.ragged_dot`; Gale et al., https://arxiv.org/abs/2211.15841) multiplies each group with the
 weights of its expert. If the backend has a ragged all-to-all, each device sends each row to the
-device of its expert. XLA has no ragged all-to-all on CPUs. There every device gathers all tokens
-and computes the choices of its experts, and a reduce-scatter returns the results.
+device of its expert. XLA has no ragged all-to-all on CPUs. So on CPUs every device gathers all
+tokens and computes the choices of its experts, and a reduce-scatter returns the results.
 
 Symbols: `B` sequences, `S` positions, `D` features, `F` features inside an expert, `E` experts, `K`
 choices of a token, `C` slots of an expert for a sequence, `N` devices along the expert axis. Inside
-`shard_map`, `B`, `S` and `F` are this device's. `H` experts are *here*: the experts for which this
-device has slots, all `E` if tokens are sent, else its `E / N`. `M` are the slots of a sequence,
-`H C`; `T` tokens are `B S`; `R` are rows in the order of their experts.
+`shard_map`, `B`, `S` and `F` are this device's. `H` experts have slots on this device: all `E`
+experts if tokens are sent, otherwise the `E / N` experts of the device. `M` are the slots of a
+sequence, `H C`; `T` tokens are `B S`; `R` are rows in the order of their experts.
 """
 
 import functools
@@ -102,7 +102,7 @@ def compute_with_capacity(
     device_place_BSK = places(chosen_BSK, experts.num_experts) if context.size > 1 else place_BSK
     here_BSK, has_room_BSK = chosen_BSK - first, place_BSK < capacity
     is_computed_BSK = (here_BSK >= 0) & (here_BSK < H) & has_room_BSK
-    # The slot of each choice, and the position in each slot. A too large number stands for none.
+    # The slot of each choice, and the position in each slot. A number out of range stands for none.
     slot_BSK = jnp.where(is_computed_BSK, here_BSK * C + device_place_BSK, H * C)
     position_BM = jax.vmap(_positions, (0, None))(slot_BSK, H * C)
     slots_BMD = _take(x_BSD, position_BM)
@@ -167,7 +167,7 @@ def _compute_groups(x_TD: jax.Array, expert_TK: jax.Array, experts: Experts) -> 
     order_R = jnp.argsort(expert_R, stable=True)[: T * min(K, H)]
     group_sizes = jnp.bincount(expert_R, length=H + 1)[:H].astype(jnp.int32)
     is_here_R1 = expert_R[order_R][:, None] < H
-    # A grouped product's results for rows without a group are undefined, and so are the gradients.
+    # For rows without a group, a grouped product's results and gradients are undefined.
     rows_RD = jnp.where(is_here_R1, x_TD[order_R // K], 0)
     product = functools.partial(jax.lax.ragged_dot, group_sizes=group_sizes)
     y_RD = swiglu(rows_RD, *experts.weights, product)
@@ -182,7 +182,7 @@ def _exchange_ragged(x_TD: jax.Array, chosen_TK: jax.Array, experts: Experts) ->
     order_R = jnp.argsort(chosen_R, stable=True)
     counts_NH = jnp.bincount(chosen_R, length=N * H + 1)[:-1].astype(jnp.int32).reshape(N, H)
     with jax.named_scope(EXPERT_SCOPE):
-        counts_SNH = jax.lax.all_gather(counts_NH, axes, axis=0)  # Of all senders.
+        counts_SNH = jax.lax.all_gather(counts_NH, axes, axis=0)  # The counts of all senders.
         sizes_SN, device = counts_SNH.sum(-1), jax.lax.axis_index(axes)
         # Rows leave in the order of their receivers, and arrive in the order of their senders.
         leave_SN, arrive_SN = _starts(sizes_SN, 1), _starts(sizes_SN, 0)

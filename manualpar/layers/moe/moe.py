@@ -61,9 +61,9 @@ class MoE(nn.Module):
     Its parameters are `router` `[D, E]`, `gate` and `up` `[E, D, F]` and `down` `[E, F, D]`, and
     with shared experts `shared_gate` and `shared_up` `[D, F']` and `shared_down` `[F', D]`, where
     `F'` is `num_shared` times `F` or `shared_size`, and `shared_router` `[D, 1]` if it
-    `shared_is_gated`. Where no `shard_map` binds the axes it is an ordinary layer of
-    one device, and the parameters and their initial values are the same on every mesh. Parameters
-    and routing are float32, and the experts compute in the dtype of their input.
+    `shared_is_gated`. If no `shard_map` binds the axes, it is an ordinary layer of one device. The
+    parameters and their initial values are the same on every mesh. Parameters and routing are
+    float32, and the experts compute in the dtype of their input.
 
     Capacity, order and balance loss are separate for each sequence, so that the result does
     not depend on how sequences are divided among devices and minibatches.
@@ -84,9 +84,9 @@ class MoE(nn.Module):
       num_experts: Experts, `E`, a multiple of the devices along `axis`.
       mlp_size: Features inside an expert, `F`, a multiple of the devices along `model_axis`.
       top_k: How many experts compute a token, `K`.
-      capacity_factor: The room of an expert for the tokens of a sequence, in multiples of an equal
-        share, see `capacity_of`. A choice that finds no room adds nothing. With `None` no choice is
-        dropped.
+      capacity_factor: The number of a sequence's tokens for which an expert has room, as a multiple
+        of an equal share, see `capacity_of`. A choice that finds no room adds nothing. With `None`
+        no choice is dropped.
       num_shared: Shared experts, which compute every token, with a gate of 1 (DeepSeekMoE, Dai et
         al., https://arxiv.org/abs/2401.06066). They are not divided over `axis`.
       shared_size: The features of all shared experts together, `F'`, in place of `num_shared`.
@@ -95,7 +95,8 @@ class MoE(nn.Module):
         0, and serves pretrained weights that have such a bias.
       bias_rate: The change of the bias in a minibatch, such as 0.001, see `routing.moved_bias`; it
         implies a bias. With 0 the bias does not change.
-      gates: How the router's logits become scores; see `routing.route` for this and the next five.
+      gates: How the router's logits become scores; `routing.route` explains this attribute and the
+        next five.
       normalize_gates: Whether the gates of a token are divided by their sum.
       gate_scale: The factor by which the gates are then multiplied.
       groups: Into how many groups of neighbours the experts are divided; 1 for none.
@@ -106,9 +107,10 @@ class MoE(nn.Module):
       sequence: Whether positions are split over `model_axis` between layers.
       context_axis: The mesh axis that sequences are split over, see `Context`; `None` for none.
         Without it, capacity, order and balance would refer to one device's part of a sequence.
-        With a capacity, one device's positions may take all slots of an expert. So each device
-        has slots for all its positions: more than without the axis, at most by the number of
-        devices along the axis. Without a capacity, only chosen tokens are computed, on any mesh.
+        With a capacity, one device's positions may take all slots of an expert. So each device has
+        slots for all its positions. Compared with no axis, it has more slots, at most by a factor
+        of the number of devices along the axis. Without a capacity, only chosen tokens are
+        computed, on any mesh.
       down_scale: The standard deviation of the initial `down` in multiples of `F**-0.5`.
     """
 
@@ -140,7 +142,8 @@ class MoE(nn.Module):
         Args:
           x_BSD: `[B/data, S, D]`; with `sequence` and a model axis `[B/data, S/model, D]`.
           mask_BS: `bool[B/data, S]`, which tokens are routed. Other tokens go only to the shared
-            experts, take no room, and count in no loss. `None` routes every token, padding too.
+            experts. They use no capacity and are not counted in a loss. `None` routes every token,
+            padding too.
 
         Returns:
           The outputs of the tokens' experts, weighted by their gates; the shape and dtype of `x`.
@@ -194,7 +197,7 @@ class MoE(nn.Module):
         model_axes = bound_axes("MoE", self.model_axis)
         if not (self.sequence and model_axes):
             return jnp.matmul(x_BSD.astype(jnp.float32), router_DE)
-        # The logits of all positions have fewer bytes than their activations.
+        # Logits are gathered, because they have fewer bytes than the activations.
         logits_BSE = jnp.matmul(x_BSD.astype(jnp.float32), enter(router_DE, model_axes))
         return gather_invariant(logits_BSE, 1, model_axes, scope=SEQUENCE_SCOPE)
 
@@ -248,7 +251,8 @@ class MoE(nn.Module):
         if not self.shared_is_gated:
             return y_BSD
         router_D1 = self.param("shared_router", nn.initializers.normal(D**-0.5), (D, 1))
-        # This multiplies each device's part of a sum over the model axis.
+        # The factor may be applied before the sum, to each device's part of a sum over the model
+        # axis.
         logits_BS1 = jnp.matmul(x_BSD.astype(jnp.float32), enter(router_D1, self.model_axis))
         return y_BSD * jax.nn.sigmoid(logits_BS1).astype(y_BSD.dtype)
 
@@ -294,14 +298,15 @@ def _tokens_differ(x: jax.Array, axes: tuple[str, ...]) -> bool:
     """Returns whether tokens differ along the axes by their type: along all axes or along none.
 
     Raises:
-      ValueError: They differ along some of the axes only.
+      ValueError: The tokens differ along only some of the axes.
     """
     differing = [axis for axis in axes if axis in varying_axes(x)]
     if differing and len(differing) < len(axes):
         raise ValueError(
             f"MoE: axis={axes}, but by its type x of shape {x.shape} varies over {differing} only, "
-            "expected tokens that differ over all of these axes or over none. Build the program "
-            f"with axis_name=... that names all of {axes}, or divide the experts over {differing}."
+            "expected tokens that vary over all axes in axis, or over none of them. Build the "
+            f"program with axis_name=... that names all of {axes}, or divide the experts over "
+            f"{differing}."
         )
     return bool(differing)
 
@@ -355,8 +360,9 @@ def _check(moe: MoE, x: jax.Array, mask: jax.Array | None) -> None:
     if moe.capacity_factor is None and any(jax.typeof(x).sharding.spec):
         raise ValueError(
             "MoE: capacity_factor=None with an x that is sharded by its type, as in "
-            "mode='explicit', where no sharded dimension is sorted. Give the experts a capacity, "
-            "or use mode='manual' or 'auto'."
+            "mode='explicit'; expected an x that is not sharded by its type, because JAX does not "
+            "sort a sharded dimension there. Give the experts a capacity, or use mode='manual' or "
+            "'auto'."
         )
     positions = x.shape[1]
     if moe.sequence and (axes := bound_axes("MoE", moe.model_axis)):

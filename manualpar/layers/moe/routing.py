@@ -1,11 +1,12 @@
 """Which experts compute each token, and how the experts' load is balanced.
 
 A router gives every token a score for each expert. The token goes to the `top_k` experts with the
-highest scores. The scores, now called gates, weigh the sum of the experts' outputs.
-The experts may form groups. A token then chooses a few groups, and only experts in these groups, so
-that it is sent to few devices (DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.2.2).
-The capacity of an expert limits the tokens that it takes from each sequence (Lepikhin et al.,
-https://arxiv.org/abs/2006.16668). The choices that find the expert full are dropped.
+highest scores. The scores of these experts, then called gates, are the weights in the sum of the
+experts' outputs. The experts may form groups. A token then chooses a few groups, and only experts
+in these groups, so that it is sent to few devices (DeepSeek-V2, https://arxiv.org/abs/2405.04434,
+section 2.2.2). The capacity of an expert limits the tokens that it takes from each sequence
+(Lepikhin et al., https://arxiv.org/abs/2006.16668). If an expert is full, further choices of it are
+dropped.
 
 Three things balance the load:
 
@@ -15,8 +16,8 @@ Three things balance the load:
 - and a loss that keeps the logits small (Zoph et al., https://arxiv.org/abs/2202.08906).
 
 Invariants: each sequence has its capacity, order and losses, independent of other sequences. So
-they do not depend on how sequences are divided among devices and minibatches, nor on how the
-positions of a sequence are divided (`Context`). All of it is computed in float32.
+they do not depend on how sequences are divided among devices and minibatches, or on how the
+positions of a sequence are divided (`Context`). Routing is computed in float32.
 
 Symbols: `B` sequences, `S` positions, `E` experts, `K` choices of a token, `C` the capacity.
 """
@@ -71,7 +72,7 @@ def route(
     """Chooses the experts of each token.
 
     Args:
-      logits_BSE: `float32[B, S, E]`, the router's.
+      logits_BSE: `float32[B, S, E]`, the logits of the router.
       top_k: The number of experts of a token, `K`.
       gates: How logits become scores: `"softmax"` over the experts, or `"sigmoid"` of each.
       normalize: Whether the gates of a token are divided by their sum; only with `top_k > 1`.
@@ -158,7 +159,7 @@ def router_z_loss(
 ) -> jax.Array:
     """Computes the mean square of `logsumexp(logits)` of each sequence, `float32[B]`.
 
-    It keeps logits small, because large ones are rounded coarsely (Zoph et al.,
+    This loss keeps logits small, because large logits are rounded coarsely (Zoph et al.,
     https://arxiv.org/abs/2202.08906).
 
     Communication:
@@ -226,7 +227,7 @@ def auxiliary_loss(
       and `expert_0`, `expert_1`, ..., the share of the choices that fall on each expert.
 
     Raises:
-      ValueError: Nothing was sown.
+      ValueError: `sown` has no values of a `MoE` layer.
 
     Communication:
       None; an all-reduce of `[B]` weights, and backward one of `[L, B]` gradients of each loss, if
@@ -235,9 +236,10 @@ def auxiliary_loss(
     balance_LB, z_LB = _sown(sown, LOAD_BALANCE, ndim=1), _sown(sown, ROUTER_Z, ndim=1)
     if balance_LB is None or z_LB is None:
         raise ValueError(
-            f"auxiliary_loss: sown has no {LOAD_BALANCE!r} of a MoE layer, expected what apply_fn "
-            f"returns with mutable=[{LOSSES!r}, {COUNTS!r}]. Layers in nn.scan sow what "
-            f"variable_axes names: {{'params': 0, {LOSSES!r}: 0, {COUNTS!r}: 0}}."
+            f"auxiliary_loss: sown has no {LOAD_BALANCE!r} of a MoE layer, expected the "
+            f"collections that apply_fn returns with mutable=[{LOSSES!r}, {COUNTS!r}]. Layers in "
+            "nn.scan sow only into collections that variable_axes names: {'params': 0, "
+            f"{LOSSES!r}: 0, {COUNTS!r}: 0}}."
         )
     choices_LBE, dropped_LB = _sown(sown, CHOICES, ndim=2), _sown(sown, DROPPED, ndim=1)
     weight_B = jnp.ones_like(balance_LB[0]) if weight_B is None else weight_B.astype(jnp.float32)

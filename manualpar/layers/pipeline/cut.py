@@ -1,8 +1,8 @@
 """Cuts a traced loss at its scan over layers into the parts before it, in it, and after it.
 
 Model and loss are written for one device. In the traced loss one `scan` runs over parameters that
-are stacked in dim 0. There the loss is cut into pieces, each with only the
-equations that its results need:
+are stacked in dim 0. The loss is cut into pieces at this scan. Each piece has only the equations
+that its results need:
 
 - the *prefix* computes the input of the first layer,
 - the *layers* are the body of the scan,
@@ -56,9 +56,9 @@ def check_divides(length: int, num_stages: int, chunks: int) -> None:
         if chunks > 1:
             expected += f" times chunks={chunks}"
         raise ValueError(
-            f"pipeline: the model has {length} layers, expected {expected}, because every stage "
-            "has as many; a group of layers that the scan runs at once counts as one. Change the "
-            "number of layers, the mesh or chunks."
+            f"pipeline: the model has {length} layers, expected {expected}, because all stages "
+            "have the same number of layers. A group of layers in one iteration of the scan counts "
+            "as one layer. Change the number of layers, the mesh or chunks."
         )
 
 

@@ -8,15 +8,15 @@ and then activations are sent to the next stage and gradients to the stage befor
 the ticks.
 
 The stage of the first chunk runs the prefix of the loss before that chunk. The stage of the last
-chunk runs the suffix after it, and the suffix's backward pass at once. All stages differentiate the
-same function of the parameters. So each stage has a term of the gradient of a parameter outside
-the layers, and the sum over stages is the gradient.
+chunk runs the suffix after it, and directly after it the suffix's backward pass. All stages
+differentiate the same function of the parameters. So each stage has a term of the gradient of a
+parameter outside the layers, and the sum over stages is the gradient.
 
 Invariants: all devices send activations and gradients in every tick, outside of any condition.
 Collectives inside a condition run among the devices of one stage. No permute is in a condition that
 differs between devices, because some backends wait in a permute for all devices. If the layers
-contain a permute, all stages compute a chunk in each tick in which any stage has to. The other
-stages ignore the result.
+contain a permute, and one stage has to compute a chunk in a tick, all stages compute a chunk in
+this tick. The other stages ignore the result.
 
 Symbols: `S` stages, `v` chunks of layers on a stage, `M` microbatches, `L` layers.
 """
@@ -29,11 +29,12 @@ import jax
 import jax.numpy as jnp
 
 from manualpar.core.mesh.splitting import split_minibatches
-from manualpar.core.model.loss_function import Metrics
-from manualpar.core.modes.gradients import Reduce, WeightedLoss
+from manualpar.core.modes.gradients import ParamPair, Reduce, WeightedLoss
 from manualpar.core.parameters.collectives import cast_to_varying
 from manualpar.core.parameters.sharded_parameter import is_box
 from manualpar.core.parameters.trainable import combine, is_masked
+from manualpar.core.state.metrics import Metrics, StepSums
+from manualpar.core.trees import Batch, Collections, Grads
 from manualpar.layers.pipeline.exchange import exchange
 from manualpar.layers.pipeline.saved_activations import PipelineSaves
 from manualpar.layers.pipeline.schedule_table import Table
@@ -79,8 +80,13 @@ class PipelineRun:
         return self._differentiated(loss, params, collections, minibatches).loss
 
     def __call__(
-        self, loss: WeightedLoss, params: Any, collections: Any, minibatches: Any, reduce: Reduce
-    ) -> tuple[Any, Metrics, Any]:
+        self,
+        loss: WeightedLoss,
+        params: ParamPair,
+        collections: Collections,
+        minibatches: tuple[Batch, jax.Array],
+        reduce: Reduce,
+    ) -> tuple[Grads, StepSums, Collections]:
         """Adds up the gradients of all microbatches.
 
         Args:
@@ -144,7 +150,7 @@ class PipelineRun:
         """Makes the stage's work for `params`, a pair of trained and frozen parameters."""
 
         def combined_loss(combined: Any, *args: Any) -> Any:
-            return loss(_split_as(params, combined), *args)
+            return loss(*_split_as(params, combined), *args)
 
         is_trained = jax.tree.leaves(combine(_mark_trained(params)))
         return self._work(combined_loss, combine(params), collections, parts, is_trained)

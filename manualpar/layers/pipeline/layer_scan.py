@@ -106,14 +106,14 @@ def find_layer_scan(jaxpr: Jaxpr, paths: Sequence[str]) -> LayerScan:
     if params["reverse"]:
         raise ValueError(f"{layers} runs backwards, expected reverse=False.")
     if not scan_sizes(params)[1]:
-        raise ValueError(f"{layers} hands nothing from layer to layer, expected activations.")
+        raise ValueError(f"{layers} passes nothing from layer to layer, expected activations.")
     for index, reader in walk.reads:
         if index in stacked:
             raise ValueError(
                 f"pipeline: parameter {paths[index]!r} has a layer in each entry of dim 0, and is "
-                f"read by {reader} besides the scan over layers; expected only the scan to "
-                "read it, because each stage has only the parameters of its own layers. For a "
-                "penalty on weights use the optimizer, such as optax.add_decayed_weights."
+                f"read by {reader} outside of the scan over layers; expected only the scan to read "
+                "it, because each stage has only the parameters of its layers. For a penalty on "
+                "weights use the optimizer, such as optax.add_decayed_weights."
             )
     return LayerScan(eqn, stacked, tuple(bool(walk.origin(v)) for v in eqn.invars[first:]))
 
@@ -136,7 +136,7 @@ class _Walk:
             self.reads += [(i, "the caller, as a result of the loss") for i in self.origin(v)]
 
     def origin(self, variable: Any) -> frozenset[int]:
-        """Returns the parameters from which a value is computed layer by layer, if any."""
+        """Returns the parameters from which a value is computed layer by layer; may be empty."""
         found = None if isinstance(variable, Literal) else self._origins.get(variable)
         return found or frozenset()
 
@@ -191,7 +191,7 @@ def _scans_inside(
     if not any(origins):
         return
     for _, inner in inner_jaxprs(eqn):
-        number = min(len(inner.invars), len(origins))  # A branch does not get the condition.
+        number = min(len(inner.invars), len(origins))  # The condition is not an input of a branch.
         known = zip(inner.invars[-number:], origins[-number:], strict=True)
         walk = _Walk(inner, {v: found for v, found in known if found and _has_dims(v)})
         yield from walk.scans
@@ -204,6 +204,6 @@ def _has_dims(variable: Any) -> bool:
 
 
 def _list_paths(paths: Sequence[str], which: Iterable[int]) -> str:
-    """Shows the first three of the paths at the indices `which`."""
+    """Lists up to three of the paths at the indices `which`."""
     names = [repr(paths[i]) for i in sorted(which)]
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,4 +1,4 @@
-"""Runs traced programs on values that differ between stages, but did not when they were traced.
+"""Runs traced programs on values that differ between stages, although their types say they do not.
 
 For example, in the user's loss a layer's index is the same on all devices. In a pipeline it differs
 between stages, because each stage has different layers. The types in the traced program would be
@@ -57,7 +57,7 @@ def _are_wider(variables: Sequence[Any], values: Sequence[Any]) -> bool:
 
 
 def _run_wider(jaxpr: Jaxpr, eqn: Any, operands: list[Any]) -> list[Any]:
-    """Runs an equation whose operands vary over more axes than it was traced with."""
+    """Runs an equation on operands that vary over more axes than its traced operands."""
     name, params = eqn.primitive.name, eqn.params
     if name == "pvary":
         return [cast_to_varying(x, params["axes"]) for x in operands]
@@ -78,10 +78,10 @@ def _run_wider(jaxpr: Jaxpr, eqn: Any, operands: list[Any]) -> list[Any]:
         return list(run(*operands))
     if any(inner_jaxprs(eqn)):
         raise ValueError(
-            f"pipeline: a value that differs between layers, and not between examples, goes into a "
-            f"{name} ({eqn.source_info.name_stack}), expected none, because the code inside "
-            "of it was traced with the types of one device. Add the value times zero of an "
-            "activation to it."
+            "pipeline: a value that differs between layers, and not between examples, goes into a "
+            f"{name} ({eqn.source_info.name_stack}), expected no such value, because the code "
+            "inside was traced with a type that is equal on all stages. Add an activation times "
+            "zero to the value."
         )
     operands = cast_to_varying(operands, varying_axes(operands))
     variables = [Var(jax.typeof(x)) for x in operands]  # Literals are replaced too.

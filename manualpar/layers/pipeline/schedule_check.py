@@ -29,8 +29,8 @@ def check_table(table: Table) -> None:
     Raises:
       ValueError: An F or B is missing, comes twice or comes before a pass that it depends on. A
         value is put where no pass reads it, or replaces a value that is still needed. The number
-        of slots is not the number in use. Rows have an entry where no pass is, or disagree with the
-        events.
+        of slots is not the number in use. Rows have an entry where there is no pass, or they
+        disagree with the events.
     """
     names = {*FORWARD_ROWS, *BACKWARD_ROWS, *HOP_ROWS}
     if set(table.rows) != names:

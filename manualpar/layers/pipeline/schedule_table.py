@@ -78,15 +78,14 @@ class Table:
       events: Every F and B, ordered by tick.
       rows: The arrays that an executor reads, each int32[T, S]: -1 where there is no entry, 0 or 1
         where the name is a question. `forward_microbatch`, `forward_chunk` (of v) and
-        `forward_slot`, where the chunk's input is kept; `is_first` and `is_last`, whether the F is
-        of the first or last chunk of all stages; `last_gradient_slot`, where the F of the last
-        chunk puts its gradient.
-        `backward_microbatch`, `backward_chunk`, `backward_slot` of the chunk's input,
-        `gradient_slot` of its output's gradient, `backward_is_first`. `arriving_slot` and
-        `arriving_gradient_slot`, where the hop of the tick puts the arriving
-        values.
+        `forward_slot` (the slot of the chunk's input); `is_first` and `is_last` (whether the F is
+        of the first or last chunk of all stages); `last_gradient_slot` (the slot into which the F
+        of the last chunk puts its gradient). `backward_microbatch`, `backward_chunk`,
+        `backward_slot` of the chunk's input, `gradient_slot` of its output's gradient,
+        `backward_is_first`. `arriving_slot` and `arriving_gradient_slot`, where the hop of the tick
+        puts the arriving values.
       activation_slots: Slots that a device needs for inputs of chunks.
-      gradient_slots: Slots that it needs for gradients; 0 without backward passes.
+      gradient_slots: Slots that a device needs for gradients; 0 without backward passes.
     """
 
     name: str
@@ -94,7 +93,7 @@ class Table:
     num_microbatches: int
     chunks: int
     events: tuple[Event, ...]
-    rows: TableRows = dataclasses.field(repr=False, compare=False)  # They follow from the events.
+    rows: TableRows = dataclasses.field(repr=False, compare=False)  # Rows follow from events.
     activation_slots: int
     gradient_slots: int
 
@@ -109,7 +108,7 @@ class Table:
         return self.gradient_slots > 0
 
     def is_run(self, row: str, *, together: bool = False) -> np.ndarray:
-        """Returns, as `bool[T, S]`, where a row has an entry; `together`: on any stage."""
+        """Returns `bool[T, S]`: a row has an entry; with `together`, any stage has an entry."""
         is_run = self.rows[row] > NOTHING.get(row, -1)
         return is_run | (together & is_run.any(axis=1, keepdims=True))
 

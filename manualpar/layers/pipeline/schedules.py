@@ -5,8 +5,8 @@
   chunks a stage, microbatches go through them in groups of at least S, so that no stage waits for
   the first microbatch of a group to come around.
 
-Both idle for (S - 1) / (v M + S - 1) of the time if M >= S. `1f1b` keeps (v + 1) S - 1 inputs if S
-divides M, however many microbatches there are, and `gpipe` keeps v M.
+Both idle for (S - 1) / (v M + S - 1) of the time if M >= S. If S divides M, `1f1b` keeps (v + 1) S
+- 1 inputs for any number of microbatches. `gpipe` keeps v M inputs.
 
 A tick has an F *and* a B, although 1F1B is usually drawn with one of them in a tick. In one program
 for all devices a tick lasts as long as its slowest device. If a tick had one F or one B, some stage

@@ -57,7 +57,7 @@ def branch(
     otherwise: Callable[[], Any] | None = None,
     anywhere: Any = None,
 ) -> Any:
-    """Runs `run` if a condition holds, otherwise `otherwise` (or makes zeros), of these types.
+    """Runs `run` if a condition holds, else `otherwise` (or makes zeros); results have `types`.
 
     A permute may not be in a branch that only some devices take. If `run` contains a permute,
     `anywhere` is whether the condition holds on any device, and then all devices run it.

@@ -138,7 +138,7 @@ class StageWork:
         )
         rows = {name: jnp.asarray(row) for name, row in table.rows.items()}
         state, _ = jax.lax.scan(lambda state, row: (self._tick(state, row), None), state, rows)
-        with jax.named_scope(PIPELINE_SCOPE):  # They are zero except on the last stage.
+        with jax.named_scope(PIPELINE_SCOPE):  # Results are zero except on the last stage.
             results = jax.lax.psum(state.results, self._axis)
         if not table.has_backward:
             return None, results
@@ -165,9 +165,10 @@ class StageWork:
         # The slot is read outside of the branch, because XLA copies a buffer if a branch reads it.
         arrived = read(state.inputs, mine["forward_slot"])
         together = cut.layers_permute
-        # The branch writes the kept values. Code after the branch would make XLA copy the buffers
-        # in every tick. If all stages run the branch, it does not write them, because a `where`
-        # over each whole buffer would then discard the results of idle stages.
+        # The branch writes the kept values. If code after the branch wrote them, XLA would copy the
+        # buffers in every tick. There is one exception: if all stages run the branch, the write
+        # comes after it, because a `where` over each full buffer would be needed to discard the
+        # results of idle stages.
         before = zeros(self._kept.types) if together else state.kept
 
         def run() -> Any:
@@ -310,7 +311,7 @@ class StageWork:
         return {i: self._params[i] for i in numbers}
 
     def _split_trained(self, params: dict[int, Any]) -> tuple[dict[int, Any], dict[int, Any]]:
-        """Splits parameters into those to differentiate and the frozen parameters."""
+        """Splits parameters into trained (to differentiate) and frozen parameters."""
         trained = {i: x for i, x in params.items() if i in self._trained}
         return trained, {i: x for i, x in params.items() if i not in self._trained}
 

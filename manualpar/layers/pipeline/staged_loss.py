@@ -37,7 +37,8 @@ class StagedLoss:
       types: The types of the activations.
       chunk_layers: The layers of a chunk, `k`.
       prefix_params: The indices of the parameters that the prefix reads.
-      chunk_params: The indices of the parameters that every chunk reads, without its layers'.
+      chunk_params: The indices of the parameters that every chunk reads, without the parameters of
+        its layers.
       suffix_params: The indices of the parameters that the suffix reads.
       returns: The tree of the types of the results of the loss.
       first_other: The index of the first input that is not a parameter.
@@ -93,8 +94,8 @@ class StagedLoss:
         for t in self._types:
             if not jnp.issubdtype(t.dtype, jnp.number) and t.dtype != jnp.bool_:
                 raise ValueError(
-                    f"pipeline: layers hand on an array of {t.dtype}, expected numbers. Give each "
-                    "layer a key of its own: split_rngs={'dropout': True}."
+                    f"pipeline: layers pass on an array of {t.dtype}, expected numbers. Give each "
+                    "layer a different key: split_rngs={'dropout': True}."
                 )
         self._is_inexact = [jnp.issubdtype(t.dtype, jnp.inexact) for t in self._types]
         self.types = self._sort(self._types)
@@ -134,7 +135,8 @@ class StagedLoss:
     def _typed(self, x: Any, t: Any) -> Any:
         """Casts a value to vary over the axes of a type."""
         if self._axis not in varying_axes(x):
-            # It is a constant, because all inputs vary. Its gradient would be summed over stages.
+            # A value that does not vary is a constant, because all inputs vary. The cast's gradient
+            # would be summed over stages.
             x = jax.lax.stop_gradient(x)
         return cast_to_varying(x, varying_axes(t))
 

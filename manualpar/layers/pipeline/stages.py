@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from manualpar.core.mesh.axes import axis_tuple
 from manualpar.core.model.options import check_choice
 from manualpar.core.modes.strategy import Strategy
-from manualpar.core.parameters.placement import path_name
+from manualpar.core.trees import path_name
 from manualpar.layers.pipeline.cut import check_divides, find_stacked
 from manualpar.layers.pipeline.executor import PipelineRun
 from manualpar.layers.pipeline.saved_activations import PipelineSaves
@@ -19,14 +19,14 @@ from manualpar.layers.pipeline.schedules import ScheduleName
 
 SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 KEEPS: tuple[PipelineSaves, ...] = get_args(PipelineSaves)
-# The most forward passes in a table (microbatches times all chunks). Making and checking a table of
-# this size takes 10 s of one processor.
+# The largest number of forward passes in a table (microbatches times all chunks). Making and
+# checking a table of this size takes 10 s of one processor.
 MOST_PASSES = 2**18
 
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
-    """Spreads the layers of a model over devices; microbatches pass through them one after another.
+    """Spreads a model's layers over devices, through which microbatches pass one after another.
 
     The model and the loss are written for one device: the traced loss is cut at its scan over
     layers. The microbatches are the minibatches of the builder; any number is allowed. With `M`
@@ -81,9 +81,9 @@ class Pipeline:
             )
         if strategy.reduce_every == "minibatch" and strategy.sends(2, True).gathers < 2:
             raise ValueError(
-                f"{name}: pipeline= with a strategy that reduces gradients in each minibatch and "
-                "does not gather parameters there, expected gradients that are reduced once a "
-                "step: a stage adds up whole gradients. Use zero with stage=1, or "
+                f"{name}: pipeline= with a strategy that reduces gradients in each minibatch but "
+                "does not gather parameters in each, expected gradients that are reduced once a "
+                "step, because a stage adds up full gradients. Use zero with stage=1, or "
                 "communicate_every='step' or 'minibatch'."
             )
 
@@ -114,8 +114,8 @@ class Pipeline:
             raise ValueError(
                 f"{strategy.name}: pipeline= with chunks={self.chunks} on each of {num_stages} "
                 f"stages and num_minibatches={num_minibatches}, expected a product of at most "
-                f"{MOST_PASSES}, because every pass is scheduled by itself; choose fewer chunks or "
-                "minibatches."
+                f"{MOST_PASSES}, because scheduling takes time for every pass; choose fewer chunks "
+                "or minibatches."
             )
         for path, place in jax.tree_util.tree_leaves_with_path(placements):
             gathered = {axis for name in place.names for axis in axis_tuple(name)}
@@ -124,8 +124,9 @@ class Pipeline:
             if is_kept and gathered and self.axis in place.split_axes:
                 raise ValueError(
                     f"{strategy.name}: pipeline= with keep_gathered, which names "
-                    f"{path_name(path)!r}, a parameter of the layers; expected others, such as "
-                    "('head',): a stage gathers a layer's parameters where that layer runs."
+                    f"{path_name(path)!r}, a parameter of the layers; expected only other "
+                    "parameters, such as ('head',), because a stage gathers a layer's parameters "
+                    "where that layer runs."
                 )
         return PipelineRun(
             axis=self.axis,

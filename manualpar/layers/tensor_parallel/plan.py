@@ -42,9 +42,9 @@ from flax import nnx
 from manualpar.core.mesh.axes import is_axis_bound
 from manualpar.core.model.interface import register_interface
 from manualpar.core.model.linen.linen_model import LinenModel
-from manualpar.core.parameters.placement import path_name
 from manualpar.core.parameters.sharded_parameter import is_box
 from manualpar.core.parameters.split_parameter import SplitParameter
+from manualpar.core.trees import path_name
 from manualpar.layers.ring_chunks import LAYER_OVERLAPS, LayerOverlap
 from manualpar.layers.tensor_parallel.plan_calls import PlannedCalls
 from manualpar.layers.tensor_parallel.plan_check import check_on_shards
@@ -100,8 +100,8 @@ def tensor_parallel(
         raise TypeError(
             f"tensor_parallel: model is the nnx.Module {type(model).__name__}, expected one of "
             "flax.linen: calls of NNX modules cannot be intercepted. Split its parameters where "
-            "they are made, with nnx.with_partitioning(init, names, split=True), and let "
-            "activations in and out with manualpar.layers.enter and leave."
+            "they are made, with nnx.with_partitioning(init, names, split=True), and call "
+            "manualpar.layers.enter and leave around their products."
         )
     if not isinstance(model, nn.Module):
         raise TypeError(
@@ -175,7 +175,7 @@ class TensorParallel:
         if len(set(found.values())) > 1:
             raise ValueError(
                 f"tensor_parallel: module {path!r} has more than one style in the plan, {found}; "
-                "expected one. Make a key narrower."
+                "expected one. Make a glob of the plan narrower."
             )
         return next(iter(found.values()), None)
 
@@ -183,7 +183,7 @@ class TensorParallel:
 @register_interface
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class TensorParallelInterface(LinenModel):
-    """How a program calls a `TensorParallel`."""
+    """Calls a `TensorParallel` for a program."""
 
     planned: Any = None
     is_checked: bool = False
@@ -258,7 +258,7 @@ def _split_param(planned: TensorParallel, path: str, x: Any) -> Any:
     if style is None or isinstance(style, PerDevice):
         return x
     value = x
-    if isinstance(x, nn.LogicallyPartitioned):  # The plan replaces its rules.
+    if isinstance(x, nn.LogicallyPartitioned):  # The plan replaces the rules of logical names.
         value = x.value
     elif is_box(x):
         raise ValueError(
@@ -270,8 +270,8 @@ def _split_param(planned: TensorParallel, path: str, x: Any) -> Any:
     if dim is None and isinstance(style, Row) and name != "bias":
         raise ValueError(
             f"tensor_parallel: parameter {path!r} has {value.ndim} dims, and the plan gives its "
-            f"module {style}; expected {-style.dim} at least, or the name 'bias' for what is added "
-            "to the sum."
+            f"module {style}; expected at least {-style.dim} dims. A parameter that is added to "
+            "the sum must be called 'bias'."
         )
     if dim is None:
         return value

@@ -57,7 +57,7 @@ class PlannedCalls:
         if style is None or isinstance(style, PerDevice):
             where = f"tensor_parallel: module {path or kind!r} ({kind})"
             return self._call_unplanned(where, module, None, next_fun, args, kwargs)
-        if "param" in vars(module):  # It calls itself.
+        if "param" in vars(module):  # The module calls itself.
             return next_fun(*args, **kwargs)
         with self._on_shards(module, style):
             if is_within:
@@ -68,8 +68,8 @@ class PlannedCalls:
                 return run(where, module, method, next_fun, args, kwargs)
             except TypeError as error:
                 raise ValueError(
-                    f"{where} cannot compute with its shard: {error} Check its dim, and that its "
-                    "input is split where a Row contracts and whole where a Column does."
+                    f"{where} cannot compute with its shard: {error} Check the dim of its style, "
+                    "and its input: a Row needs split features, and a Column needs all features."
                 ) from error
 
     def _column(
@@ -115,8 +115,9 @@ class PlannedCalls:
         bias = nn.unbox(module.get_variable("params", "bias"))
         if bias.shape != y.shape[y.ndim - bias.ndim :]:
             raise ValueError(
-                f"{where} has a bias of shape {bias.shape} and makes {y.shape}, expected the last "
-                "dims of what it makes: the bias is added after the sum over devices."
+                f"{where} has a bias of shape {bias.shape} and a result of shape {y.shape}; "
+                "expected a bias with the last dims of the result, because the bias is added after "
+                "the sum over devices."
             )
         with jax.named_scope(SEQUENCE_SCOPE if self._sequence else TENSOR_SCOPE):
             return y + jnp.expand_dims(bias.astype(y.dtype), range(y.ndim - bias.ndim))
@@ -164,8 +165,9 @@ class PlannedCalls:
         if not self._sequence and self.axis in varying_axes(x):
             raise ValueError(
                 f"{where} has an input of shape {x.shape} that differs between devices along "
-                f"{self.axis!r}, expected the same on all: its features are split, or it is a "
-                "part of a sum. Give the module before it, whose input is split, the style Row."
+                f"{self.axis!r}, expected an input that is the same on all devices: its features "
+                "are split, or it is a part of a sum. The module before it has a split input: give "
+                "that module the style Row."
             )
         if self._sequence and self._is_whole(x):
             raise ValueError(
@@ -235,9 +237,9 @@ class PlannedCalls:
             return next_fun(*args, **kwargs)
         except ScopeParamShapeError as error:
             raise ValueError(
-                f"{where} gets a part of the features that it was made for, and the plan does not "
-                f"name it: {error} Give it the style Row, if it contracts them, or put a Row "
-                "before it."
+                f"{where} gets only a part of the features that it expects, and the plan does not "
+                f"name it: {error} If it contracts these features, give it the style Row. "
+                "Otherwise put a Row before it."
             ) from error
         except (ArithmeticError, AssertionError, IndexError, TypeError, ValueError) as error:
             if _is_from_this_package(error):

@@ -55,7 +55,7 @@ from manualpar.layers.tensor_parallel.plan_styles import PerDevice, Row
 _PLANNED_SCOPE = "planned_module"
 # Attention runs in the scope of a context axis, and computes each head separately.
 _TRUSTED_SCOPES = frozenset({_PLANNED_SCOPE, CONTEXT_SCOPE, SEQUENCE_SCOPE, TENSOR_SCOPE})
-# Modules that are known to be right under any style; the code of other modules is checked.
+# Modules that are known to be right under any style. The code of all other modules is checked.
 _PRODUCTS = (nn.Dense, nn.DenseGeneral, nn.Conv, nn.Embed, SplitDense)
 _ROW_SCOPE = "planned_row"
 _SCOPES = frozenset({_ROW_SCOPE})
@@ -110,7 +110,8 @@ def check_on_shards(
       **kwargs: The keyword arguments of the call.
 
     Raises:
-      ValueError: An operation on a split dimension is wrong or unknown; its module is named.
+      ValueError: An operation on a split dimension is wrong or unknown. The message names its
+        module.
     """
     leaves, structure = jax.tree.flatten((args, kwargs))
     is_array = [isinstance(x, jax.Array | np.ndarray) for x in leaves]
@@ -145,9 +146,9 @@ def check_on_shards(
         whole = trace(_WholeCalls(style_of, axis))
     except (FlaxError, TypeError, ValueError) as error:
         raise ValueError(
-            "tensor_parallel: the model runs on shards, and the call of one device to compare it "
-            f"with fails: {error} Code that calls enter, leave or split_lookup with a sequence_dim "
-            "cannot be compared. Say verify=False, and compare with "
+            "tensor_parallel: the model runs on shards, but its call on full arrays, with which it "
+            f"is compared, fails: {error} Code that calls enter, leave or split_lookup with a "
+            "sequence_dim cannot be compared. Pass verify=False, and compare with "
             "manualpar.assert_same_as_one_device."
         ) from error
     _compare(shards, whole, axis, devices, "")
@@ -184,12 +185,12 @@ class _WholeCalls:
         if style is None or isinstance(style, PerDevice):
             with replace_fields(module, _without_sequence(module)):
                 return next_fun(*args, **kwargs)
-        if "param" in vars(module):  # It calls itself.
+        if "param" in vars(module):  # The module calls itself.
             return next_fun(*args, **kwargs)
         devices = jax.lax.axis_size(self._axis)
 
         def unshared_size(size: int) -> int:
-            """Returns the size of a dim, where shared entries count once for each device."""
+            """Returns the size that a dim has if each device has its own copy of a shared entry."""
             return max(size, devices) if style.shared else size
 
         def param(name: str, init_fn: Any, *args: Any, unbox: bool = True, **kwargs: Any) -> Any:
@@ -201,10 +202,10 @@ class _WholeCalls:
             if dim is not None:
                 shape[dim] = unshared_size(shape[dim])
             like = nn.unbox(module.get_variable("params", name))
-            if isinstance(style, Row) and name == "bias":  # Zeros on shards too.
+            if isinstance(style, Row) and name == "bias":  # It is zero on shards too.
                 zeros = jnp.zeros(shape, like.dtype)
                 return cast_to_varying(zeros, varying_axes(like) - {self._axis})
-            # It is made from the shard, so that nn.scan hoists the same values out of a loop
+            # The value is made from the shard, so that nn.scan hoists the same values out of a loop
             # in both programs.
             entry = like[(0,) * like.ndim]
             is_varying = self._axis in varying_axes(entry)
@@ -215,7 +216,7 @@ class _WholeCalls:
 
 
 def _without_sequence(module: nn.Module) -> dict[str, Any]:
-    """Turns off, in a layer of this package such as `MoE`, the fields that split sequences."""
+    """Turns off the fields of a layer of this package, such as `MoE`, that split sequences."""
     if type(module).__module__.split(".")[0] != __name__.split(".")[0]:
         return {}
     return {name: value for name, value in _WHOLE_SEQUENCES.items() if hasattr(module, name)}
@@ -254,7 +255,7 @@ def _compare(
         except WrongOnShardsError as error:
             place = f"on shards along {axis!r} module {where!r}{place_of(one or other)}"
             raise ValueError(
-                f"tensor_parallel: {place} {error.mended(_MENDS)} If it is right all the same, say "
+                f"tensor_parallel: {place} {error.mended(_MENDS)} If the code is right, pass "
                 "verify=False, and compare with manualpar.assert_same_as_one_device."
             ) from None
         for pair in zip(inner_programs(one), inner_programs(other), strict=True):

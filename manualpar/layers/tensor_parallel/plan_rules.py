@@ -15,9 +15,9 @@ from manualpar.core.mesh.axes import axis_tuple
 from manualpar.core.model.interface import InitArgs
 from manualpar.core.model.linen.call_arguments import initial_call
 from manualpar.core.parameters.annotations import Rules
-from manualpar.core.parameters.placement import path_name
 from manualpar.core.parameters.sharded_parameter import is_box
 from manualpar.core.state.train_state import Batch
+from manualpar.core.trees import path_name
 from manualpar.layers.dense import SplitDense
 from manualpar.layers.tensor_parallel.plan_styles import Column, Row, Style, Vocab
 

@@ -22,8 +22,8 @@ from manualpar.layers.tensor_parallel.plan_styles import PerDevice
 class LocalSize(int):
     """This device's share of a number.
 
-    An undivided number is divided by `whole`: `hidden_size // num_heads` is the size of a head. The
-    multiples of a share are shares too: `num_heads * head_size`.
+    An undivided number is divided by `whole`: `hidden_size // num_heads` is the size of a head. A
+    multiple of a share, such as `num_heads * head_size`, is a share too.
 
     Attributes:
       whole: The number on all devices together.
@@ -61,7 +61,7 @@ class LocalSize(int):
 
 @contextlib.contextmanager
 def local_sizes(where: str, module: nn.Module, style: PerDevice, devices: int) -> Iterator[None]:
-    """Gives a module this device's share of the numbers that its style names, for a while.
+    """Replaces the numbers that a module's style names by this device's shares; a context manager.
 
     Raises:
       ValueError: The module has no such number, or the devices do not divide it.
@@ -82,9 +82,9 @@ def local_sizes(where: str, module: nn.Module, style: PerDevice, devices: int) -
                 )
             if whole % devices:
                 raise ValueError(
-                    f"{where}: {name} is {whole}, which does not divide over the {devices} devices "
-                    f"of the axis, expected a multiple of {devices}. Use fewer devices along it, "
-                    "or leave this module and those in it out of the plan."
+                    f"{where}: {name} is {whole}, expected a multiple of the {devices} devices of "
+                    "the axis. Use fewer devices along it, or leave this module and those in it "
+                    "out of the plan."
                 )
             field, _, rest = name.partition(".")
             before, share = getattr(module, field), LocalSize(whole // devices, whole)

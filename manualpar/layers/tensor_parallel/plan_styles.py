@@ -58,7 +58,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Vocab:
-    """An `nn.Embed` with some rows on each device; `attend` gives its part of the logits."""
+    """An `nn.Embed` with some rows on each device; `attend` returns a part of the logits."""
 
     shared: ClassVar[bool] = False
 
@@ -120,6 +120,6 @@ def _check_dim(style: Column | Row, name: str = "dim") -> None:
     if not isinstance(dim, int) or dim >= 0:
         kind = type(style).__name__
         raise ValueError(
-            f"{kind}: {name}={dim!r}, expected a negative number: dims count from the end, "
-            f"because a loop over layers adds dims in front. Write {kind}() for the usual."
+            f"{kind}: {name}={dim!r}, expected a negative number: dims count from the end, because "
+            f"a loop over layers adds dims in front. Write {kind}() for the default."
         )

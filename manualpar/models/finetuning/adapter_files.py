@@ -1,7 +1,7 @@
-"""Saves adapters in a folder without the base: a few MB instead of many GB.
+"""Saves adapters in a folder without the base model: a few MB instead of many GB.
 
-`adapters.safetensors` holds the adapters by their paths, in float32, which represents narrower
-dtypes exactly. `adapters.json` holds the targets with their ranks, and alpha.
+`adapters.safetensors` contains the adapters by their paths, in float32, which represents narrower
+dtypes exactly. `adapters.json` contains the targets with their ranks, and alpha.
 
 Invariants: a folder gets its name when it is complete, see `manualpar.system.storage.drafts`. The
 file holds unsharded adapters, so that any mesh and any strategy can load them.
@@ -26,15 +26,15 @@ from manualpar.system.storage import GivenPath, draft_of, local_path, publish, s
 from manualpar.system.storage.untrusted import open_tensors, read_object
 
 ARRAYS_FILE, DESCRIPTION_FILE = "adapters.safetensors", "adapters.json"
-FLOAT32 = "F32"  # The name in `.safetensors` files.
+FLOAT32 = "F32"  # The name of the dtype in `.safetensors` files.
 
 
 def save_adapters(program: Program, state: TrainState, directory: GivenPath) -> Path:
-    """Writes the adapters of a state, without its base.
+    """Writes the adapters of a state, without the base model.
 
     Args:
       program: A program of a model with adapters, see `lora`.
-      state: Its state; not donated.
+      state: The program's state; not donated.
       directory: The folder to make. It must not exist.
 
     Returns:
@@ -59,7 +59,7 @@ def save_adapters(program: Program, state: TrainState, directory: GivenPath) -> 
     target = local_path(directory, "save_adapters: directory").absolute()
     if any(gather(target.exists())):
         raise ValueError(
-            f"save_adapters: {target} is there already, expected a new folder. Name another."
+            f"save_adapters: {target} exists already, expected a new folder. Name another folder."
         )
     arrays = dict(zip(variable_leaves(program), jax.tree.leaves(variables_of(state)), strict=True))
     values = {
@@ -71,7 +71,7 @@ def save_adapters(program: Program, state: TrainState, directory: GivenPath) -> 
         if jax.process_index() == 0:
             description = {"alpha": model.alpha, "targets": dict(model.targets)}
             texts = {
-                ARRAYS_FILE: save(values),  # `save_file` ignores the umask.
+                ARRAYS_FILE: save(values),  # Not `save_file`, which ignores the umask.
                 DESCRIPTION_FILE: json.dumps(description, indent=2).encode() + b"\n",
             }
             with writing("save_adapters", target), draft_of(target) as draft:
@@ -87,8 +87,8 @@ def load_adapters(program: Program, state: TrainState, directory: GivenPath) -> 
 
     Args:
       program: A program of a model with the same targets, ranks and alpha.
-      state: Its state; not donated. The base and the optimizer's state do not change.
-      directory: The folder.
+      state: The program's state; not donated. The base and the optimizer's state do not change.
+      directory: The folder that `save_adapters` has written.
 
     Returns:
       The state with the adapters, bit for bit, cast to the dtype in which the program stores them.
@@ -123,7 +123,7 @@ def load_adapters(program: Program, state: TrainState, directory: GivenPath) -> 
     if (alpha := description.get("alpha")) != model.alpha:
         raise ValueError(
             f"load_adapters: the adapters in {source} are for alpha={alpha!r:.100}, expected "
-            f"{model.alpha}, the model's: their product is multiplied by alpha / rank."
+            f"the model's {model.alpha}, because products are multiplied by alpha / rank."
         )
     if differences:
         raise ValueError(
@@ -142,7 +142,7 @@ def _path(leaf: Leaf) -> str:
 
 
 def _differences(leaves: Mapping[str, Leaf], file: Any) -> list[str]:
-    """Finds parameters that are missing in a file, are not wanted, or differ in shape or kind."""
+    """Finds parameters that are missing or left over in a file, or differ in shape or dtype."""
     names = set(file.keys())
     lines = [f"{name} is left over" for name in sorted(names - leaves.keys())]
     for path, leaf in leaves.items():

@@ -1,8 +1,8 @@
 """Quantizes loaded kernels to codes and scales on the devices, one kernel after the other.
 
-A kernel arrives as float32, in shards. It is encoded on the devices that hold it, so that no device
-and no host holds more of it than its shards. If shards of the codes end within blocks, the kernel
-arrives in another layout, whose shards hold whole blocks, and devices exchange codes.
+A kernel arrives as float32, in shards. Each device encodes its shard, so that no device and no host
+stores more of the kernel than its shards. If shards of the codes would end within blocks, the
+kernel arrives in another layout, whose shards contain complete blocks. Then devices exchange codes.
 
 Invariants: padding is zeros, and the codes of zeros are zeros. So padding need not be removed
 before an array is encoded.
@@ -27,10 +27,10 @@ class Encoding(NamedTuple):
     """The stored form of a parameter.
 
     Attributes:
-      plain: The parameter before encoding: in float32, and sharded so that devices have whole
+      plain: The parameter before encoding: in float32, and sharded so that devices have complete
         blocks.
-      codes: Its codes.
-      scales: Its scales.
+      codes: The parameter's codes.
+      scales: The parameter's scales.
     """
 
     plain: Leaf
@@ -64,7 +64,7 @@ class Encoding(NamedTuple):
         """Dequantizes the parameter; the result has the sharding and the padding of the codes.
 
         Communication:
-          As for `encode`, in the other direction.
+          The communication of `encode`, in the other direction.
         """
         with no_mesh():
             return _decoder(*self._types, _block(self.codes, self.scales))(codes, scales)
@@ -86,7 +86,7 @@ def _whole_blocks(
     parts = axes_size(sharding.mesh, axes[-1])
     if parts == 1 or held[-1] // parts % block == 0:
         return held, sharding
-    # Another dim is divided over these devices too.
+    # Devices that would split blocks of the last dim divide another dim instead.
     sizes = list(held[:-1])
     dim = sizes.index(max(sizes))
     axes[dim], axes[-1] = (*axes[dim], *axes[-1]), ()
@@ -102,7 +102,7 @@ def _round_up(size: int, parts: int) -> int:
 
 @functools.lru_cache
 def _encoder(plain: Any, codes: Any, scales: Any, block: int) -> Callable[[jax.Array], Any]:
-    """Returns the compiled function, one for all parameters of these shapes and layouts."""
+    """Returns the compiled encoder, which all parameters of these shapes and layouts share."""
 
     def run(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         made = quantize(x, block)

@@ -31,8 +31,8 @@ from flax.core.scope import LazyRng
 
 from manualpar.core.model.interface import ModelInterface, interface_of, register_interface
 from manualpar.core.model.linen.linen_model import LinenModel
-from manualpar.core.parameters.placement import path_name
 from manualpar.core.parameters.sharded_parameter import is_box
+from manualpar.core.trees import path_name
 from manualpar.layers import TensorParallel
 from manualpar.models.finetuning.low_rank import ADAPTED_LAYERS, add_low_rank, input_dims
 from manualpar.models.finetuning.quantized import CODES, QuantizedModel
@@ -55,18 +55,19 @@ def lora(
       model: A Linen model, or the result of `tensor_parallel` or `quantized`. It is not changed.
       targets: For each glob on module paths (`"*/attention/query"`, in which `*` stands for any
         characters, slashes too) the rank of the adapters there. A glob on the path of the module's
-        kernel works too. The layers are `SplitDense`, `nn.Dense`, `nn.DenseGeneral` or `nn.Einsum`.
+        kernel works too. The modules must be `SplitDense`, `nn.Dense`, `nn.DenseGeneral` or
+        `nn.Einsum`.
       alpha: An adapter's product is multiplied by `alpha / rank`.
 
     Returns:
-      The model for any builder of a program. Its parameters are those of the given model, and for
-      each adapted layer `lora_a` of shape `[..., r]` and `lora_b` of shape `[r, ...]`. The dims of
-      loops come first in both.
+      The model for any builder of a program. Its parameters are the parameters of the given model,
+      and for each adapted layer `lora_a` of shape `[..., r]` and `lora_b` of shape `[r, ...]`. The
+      dims of loops come first in both.
 
     Raises:
       TypeError: An argument is of the wrong kind.
-      ValueError: In this call or when a program is built: a glob matches no layer, or a layer that
-        cannot be adapted; the message names the module's path and the reason.
+      ValueError: A glob matches no layer, or a layer that cannot be adapted. The message names the
+        module's path and the reason. It is raised in this call or when a program is built.
 
     Communication:
       Base parameters are gathered as without adapters. They have no gradients, so that only the
@@ -74,20 +75,20 @@ def lora(
     """
     if isinstance(model, nnx.Module):
         raise TypeError(
-            f"lora: model is the nnx.Module {type(model).__name__}, expected one of flax.linen: "
-            "calls of NNX modules cannot be intercepted. NNX has nnx.LoRA, a layer; train it alone "
-            "with trainable=('*lora_*',)."
+            f"lora: model is the nnx.Module {type(model).__name__}, expected a flax.linen.Module, "
+            "because calls of NNX modules cannot be intercepted. Use the layer nnx.LoRA, and train "
+            "only its parameters with trainable=('*lora_*',)."
         )
     if not isinstance(model, nn.Module | TensorParallel | QuantizedModel):
         raise TypeError(
-            f"lora: model is {model!r}, expected an instance of a flax.linen.Module, or what "
-            "tensor_parallel or quantized returns."
+            f"lora: model is {model!r}, expected an instance of a flax.linen.Module, or the result "
+            "of tensor_parallel or quantized."
         )
     plain = model.model if isinstance(model, QuantizedModel) else model
     if isinstance(plain, TensorParallel) and plain.overlap != "none":
         raise ValueError(
-            f"lora: model has a plan with overlap={plain.overlap!r}, expected 'none': its layers "
-            "compute with chunks of sequences that an adapter does not see."
+            f"lora: model has a plan with overlap={plain.overlap!r}, expected 'none', because "
+            "adapters cannot use the chunks of sequences with which such layers compute."
         )
     if not isinstance(targets, Mapping) or not targets:
         raise TypeError(
@@ -111,9 +112,9 @@ class LowRankModel:
     """A model with adapters; see `lora`.
 
     Attributes:
-      model: The model as it was given.
+      model: The given model.
       targets: The pairs of a glob on module paths and a rank.
-      alpha: The factor of an adapter's product, times its rank.
+      alpha: An adapter's product is multiplied by `alpha / rank`.
     """
 
     model: Any
@@ -138,7 +139,7 @@ class LowRankModel:
         """Returns the rank of the adapter of the module at a path; `None` if no target names it.
 
         Raises:
-          ValueError: Two targets give it different ranks.
+          ValueError: Two targets give the module different ranks.
         """
         found = {glob: rank for glob, rank in self.targets if _matches(path, glob)}
         if len(set(found.values())) > 1:
@@ -186,7 +187,7 @@ class LoRAInterface(WrappingInterface):
         return ADAPTERS
 
     def check(self, trace: Callable[[ModelInterface], None]) -> None:
-        """Checks the given model without adapters, because adapters always compute on shards."""
+        """Checks the given model only: adapters support shards and need no check."""
         self.base.check(lambda base: trace(self.called(base)))
 
     def init(self, rngs: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -244,9 +245,9 @@ class _Making:
         box = self._base.annotated(path, module.get_variable("params", "kernel"))
         kernel = box.value if is_box(box) else box
         shape = kernel.shape
-        # As large as the initial weights of a layer in other libraries: uniform to 1/sqrt(inputs).
+        # As in other libraries, initial weights are uniform between -/+ 1/sqrt(inputs).
         init = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform", range(inputs), (-1,))
-        # Not `make_rng`, which counts: other parameters would get other keys.
+        # `make_rng` counts its calls, so that it would change the keys of other parameters.
         assert module.scope is not None
         key = LazyRng.create(module.scope.rngs["params"], DOWN).as_jax_rng()
         values = {
@@ -264,7 +265,7 @@ class _Making:
     def check(self, params: Any) -> None:
         """Refuses targets that match no layer, or a layer that cannot be adapted."""
         leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_box)
-        shapes = {  # Codes have the shape of their kernel.
+        shapes = {  # Codes stand for their kernel, which has the same shape.
             path_name(path).removesuffix(CODES): (x.value if is_box(x) else x).shape
             for path, x in leaves
         }
@@ -275,8 +276,8 @@ class _Making:
             if not found:
                 near = difflib.get_close_matches(glob, sorted(modules), n=3, cutoff=0.0)
                 raise ValueError(
-                    f"{where}, which matches no module that has parameters of its own, expected "
-                    f"one, such as {', '.join(map(repr, near))}."
+                    f"{where}, but this glob matches no module with parameters, expected a glob "
+                    f"on a module such as {', '.join(map(repr, near))}."
                 )
             for path in found:
                 why = self._refused.get(path, f"is not called, expected one of {ADAPTED_LAYERS}")
@@ -295,8 +296,8 @@ class _Making:
 def _computes(context: Any) -> bool:
     """Returns whether this call of a module computes and has the module's variables.
 
-    A module in `nn.remat` or `nn.scan` only calls the same module without the transform, and that
-    module computes.
+    In `nn.remat` and `nn.scan` a module does not compute: it calls the same module without the
+    transform, which computes.
     """
     module, method = context.module, context.method_name
     is_lifted = type(module).__module__ == "flax.linen.transforms" and method in vars(type(module))

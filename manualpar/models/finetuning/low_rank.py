@@ -5,10 +5,10 @@ where `a` maps the input to `r` features and `b` maps these features to the outp
 https://arxiv.org/abs/2106.09685). Activations are added, not weights. So the gradient of `W`, which
 costs as much as the layer's forward pass, is not computed, and no array of the size of `W` is made.
 
-The layer's fields (`SplitDense.contracted`, `nn.DenseGeneral.axis`) say which dims of a kernel are
-inputs. `a` has the input dims of the kernel and then `r`; `b` has `r` and then the output dims. So
-each is split over mesh axes like the kernel: `b` in a column-parallel layer, and `a` in a
-row-parallel layer.
+The layer's fields (`SplitDense.contracted`, `nn.DenseGeneral.axis`) choose the input dims of the
+kernel. `a` has the input dims and then `r`; `b` has `r` and then the output dims. So mesh axes
+split `b` in a column-parallel layer and `a` in a row-parallel layer, along the same dim as the
+kernel.
 
 Invariants: an adapter computes in the dtype of its layer. A layer that cannot be adapted is
 refused, and the message says why.
@@ -33,7 +33,7 @@ def input_dims(module: nn.Module) -> int:
     """Counts the input dims of a kernel, which come first.
 
     Raises:
-      ValueError: The layer cannot be adapted; the message is the end of a sentence that says why.
+      ValueError: The layer cannot be adapted. The message is the end of a sentence about the layer.
     """
     kind = _kind_of(module)
     if kind is SplitDense:
@@ -49,8 +49,8 @@ def input_dims(module: nn.Module) -> int:
         inputs = [name for name in kernel if name in x]
         if set(inputs) & set(y) or "".join(inputs) != kernel[: len(inputs)]:
             raise ValueError(
-                f"computes {module.einsum_str!r}, expected a kernel whose first dims are all that "
-                "it shares with the input, and summed over"
+                f"computes {module.einsum_str!r}, expected that the dims which the kernel shares "
+                "with the input are its first dims, and are summed over"
             )
         rest = "".join(name for name in x if name not in inputs)
         if not inputs or y != rest + kernel[len(inputs) :]:
@@ -69,8 +69,8 @@ def add_low_rank(
 
     Args:
       module: The layer.
-      x: Its input; for a column-parallel layer the result of `enter` or `enter_ring`.
-      y: Its result.
+      x: The layer's input; for a column-parallel layer the result of `enter` or `enter_ring`.
+      y: The layer's result.
       a: `[..., r]`; the first dims are the kernel's inputs, or this device's part of the inputs.
       b: `[r, ...]`; the last dims are the kernel's outputs, or this device's part of the outputs.
       scale: The factor of the product.
@@ -79,8 +79,8 @@ def add_low_rank(
       The sum: an array, or `Chunks` if `y` is `Chunks`.
 
     Communication:
-      The layer's communication with only `r` features: none if the layer is column-parallel; if it
-      is row-parallel, `leave` or `matmul_scatter` of the product with `a`.
+      None if the layer is column-parallel. If it is row-parallel, `leave` or `matmul_scatter` of
+      the product with `a`, which has only `r` features.
     """
     kind, inputs = _kind_of(module), a.ndim - 1
     parts, structure = jax.tree.flatten(x)
@@ -99,7 +99,7 @@ def add_low_rank(
 
 
 def _split_product(module: Any, x: Any, a: jax.Array, y: Any) -> Any:
-    """Computes the product with `a`, summed over the devices if the layer's product is."""
+    """Computes the product with `a`; sums it over devices if the layer sums its product."""
     axes = tuple(axis for name in module.names[: module.contracted] for axis in axis_tuple(name))
     if not axes:
         return gather_matmul(x, a, module.contracted)
@@ -126,7 +126,7 @@ def _einsum_terms(module: Any) -> tuple[str, str, str]:
     """Splits an einsum into the dim names of the input, the kernel and the result.
 
     Raises:
-      ValueError: There are dims without names.
+      ValueError: The einsum has dims without names.
     """
     text = "".join((module.einsum_str or "").split())
     operands, arrow, y = text.partition("->")

@@ -31,12 +31,12 @@ def merge_lora(program: Program, state: TrainState) -> dict[str, Any]:
 
     Args:
       program: A program of a model with adapters, see `lora`.
-      state: Its state; not donated.
+      state: The program's state; not donated.
 
     Returns:
       The parameters of the original model by their paths: global arrays, sharded and padded as in
-      the state. Parameters that `quantized` stores in int8 are decoded. The decoded values are
-      those with which the adapters were trained, not the values before encoding.
+      the state. Parameters that `quantized` stores in int8 are decoded. The adapters were trained
+      with the decoded values, which differ from the values before encoding.
 
     Raises:
       ValueError: The model has no adapters, or the state does not belong to the program.
@@ -60,8 +60,8 @@ def given_variables(program: Program, state: TrainState) -> list[tuple[Leaf, jax
 
     Each device holds its shards of all variables. Communication is as in `merge_lora`.
     """
-    adapter, leaves = program.step.model.adapter, variable_leaves(program)
-    # Arrays on the host, as from flax's `from_bytes`, are moved to the devices.
+    adapter, leaves = program.model.adapter, variable_leaves(program)
+    # A state may have arrays on the host, for example from flax's `from_bytes`.
     by_name: dict[str, Any] = {
         leaf.name: x if isinstance(x, jax.Array) else jax.device_put(x, leaf.abstract.sharding)
         for leaf, x in zip(leaves, jax.tree.leaves(variables_of(state)), strict=True)
@@ -86,11 +86,11 @@ def given_variables(program: Program, state: TrainState) -> list[tuple[Leaf, jax
 
 def lora_interface(function: str, program: Program) -> LoRAInterface:
     """Returns the interface of the program's model; refuses a model without LoRA adapters."""
-    adapter = program.step.model.adapter
+    adapter = program.model.adapter
     if not isinstance(adapter, LoRAInterface):
         raise ValueError(
-            f"{function}: the program's model is {adapter!r}, which has no adapters, expected one "
-            "that lora has made."
+            f"{function}: the program's model is {adapter!r}, which has no adapters, expected the "
+            "result of lora."
         )
     return adapter
 

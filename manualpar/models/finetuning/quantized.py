@@ -12,10 +12,10 @@ sharded, split over mesh axes, gathered, saved and restored like other parameter
 If a module asks for the kernel, it gets a box, which gathers codes and scales and decodes them.
 Gradients go through the decoded kernel to activations.
 
-Invariants: a device decodes only the values that it computes with, and before the gather a block
-may be spread over devices. A backward pass decodes again, so that no decoded kernel is kept. Codes
-and scales do not depend on the mesh. All other parameters have the same paths and the same initial
-bits as without quantization.
+Invariants: a device decodes only the values that it computes with. Before the gather, several
+devices may store parts of a block. A backward pass decodes again, so that no decoded kernel is
+kept. Codes and scales do not depend on the mesh. All other parameters have the same paths and the
+same initial bits as without quantization.
 """
 
 import dataclasses
@@ -54,10 +54,10 @@ def quantized(
     Args:
       model: A Linen model, or the result of `tensor_parallel`. It is not changed.
       targets: For each glob on paths of parameters (`*` stands for any characters, slashes too) the
-        length of the blocks that share a scale. The default is every `kernel`, in blocks of 64. It
-        leaves out embeddings, because a step needs few of their rows, and the `head` of a
-        `Transformer`, because its errors are errors of logits. If the last dim is split over `N`
-        devices, the number of its blocks must be a multiple of `N`, or divide `N`.
+        length of the blocks, each of which has one scale. The default is every `kernel`, in blocks
+        of 64. It leaves out embeddings, because a step needs few of their rows. It leaves out the
+        `head` of a `Transformer`, because errors of the head are errors of logits. If the last dim
+        is split over `N` devices, its number of blocks must be a multiple or a divisor of `N`.
 
     Returns:
       The model for `lora`, or for a builder whose `trainable=` names the trained parameters.
@@ -65,8 +65,8 @@ def quantized(
 
     Raises:
       TypeError: An argument is of the wrong kind.
-      ValueError: In this call or when a program is built: a glob matches no parameter, or one that
-        cannot be stored in int8; the message names the path and the reason.
+      ValueError: A glob matches no parameter, or a parameter that cannot be stored in int8. The
+        message names the path and the reason. It is raised in this call or when a program is built.
 
     Communication:
       Codes and scales are gathered without decoding: a little more than a quarter of the bytes of
@@ -74,13 +74,13 @@ def quantized(
     """
     if isinstance(model, nnx.Module):
         raise TypeError(
-            f"quantized: model is the nnx.Module {type(model).__name__}, expected one of "
-            "flax.linen: NNX modules hold their parameters themselves."
+            f"quantized: model is the nnx.Module {type(model).__name__}, expected a "
+            "flax.linen.Module, because NNX modules store their parameters themselves."
         )
     if not isinstance(model, nn.Module | TensorParallel):
         raise TypeError(
-            f"quantized: model is {model!r}, expected an instance of a flax.linen.Module, or what "
-            "tensor_parallel returns. Adapters of lora go around it: lora(quantized(model), ...)."
+            f"quantized: model is {model!r}, expected an instance of a flax.linen.Module, or the "
+            "result of tensor_parallel. Add adapters afterwards: lora(quantized(model), ...)."
         )
     if not isinstance(targets, Mapping) or not targets:
         raise TypeError(
@@ -102,10 +102,10 @@ def quantized(
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedModel:
-    """A model some of whose parameters are stored in int8; see `quantized`.
+    """A model that stores some parameters in int8; see `quantized`.
 
     Attributes:
-      model: The model as it was given.
+      model: The given model.
       targets: The pairs of a glob on paths of parameters and the length of a block.
     """
 
@@ -131,7 +131,7 @@ class QuantizedModel:
         """Returns the block length of a parameter; `None` if no target names it.
 
         Raises:
-          ValueError: Two targets give it different lengths.
+          ValueError: Two targets give the parameter different lengths.
         """
         found = {glob: block for glob, block in self.targets if fnmatch.fnmatchcase(path, glob)}
         if len(set(found.values())) > 1:
@@ -166,11 +166,11 @@ class QuantizedInterface(WrappingInterface):
 
     @property
     def decodes_weights(self) -> bool:
-        """Whether the model dequantizes weights: always."""
+        """Whether the model dequantizes weights, which is always true."""
         return True
 
     def encodings(self, leaves: Sequence[Leaf]) -> dict[str, Encoding]:
-        """Returns how kernels become codes and scales, by the names of kernels."""
+        """Returns the encoding of each kernel, by the kernel's name."""
         by_name = {leaf.name: leaf for leaf in leaves}
         found = {}
         for name, codes in by_name.items():
@@ -184,7 +184,7 @@ class QuantizedInterface(WrappingInterface):
         return dataclasses.replace(self, base=self.base.intercepted(interceptor))
 
     def annotated(self, path: str, kernel: Any) -> Any:
-        """Puts the kernel of the module at a path in the given model's box for it, if any."""
+        """Puts a module's kernel into the box that the given model has for it, if any."""
         return self.base.annotated(path, kernel)
 
     def init(self, rngs: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -199,8 +199,8 @@ class QuantizedInterface(WrappingInterface):
             if not fnmatch.filter(params, glob):
                 near = difflib.get_close_matches(glob, sorted(params), n=3, cutoff=0.0)
                 raise ValueError(
-                    f"quantized: targets has {glob!r}: {block}, which matches no parameter, "
-                    f"expected one, such as {', '.join(map(repr, near))}."
+                    f"quantized: targets has {glob!r}: {block}, but this glob matches no "
+                    f"parameter, expected a path such as {', '.join(map(repr, near))}."
                 )
         encoded: dict[str, Any] = {}
         for path, x in params.items():
@@ -253,12 +253,12 @@ class EncodedParameter(ArrayBox, eq=False):
         """Removes a dim from codes and scales, for `nn.scan` and `nn.vmap`.
 
         Raises:
-          ValueError: The dim is the one that is divided into blocks.
+          ValueError: The dim is divided into blocks.
         """
         if index % len(self.names) == len(self.names) - 1:
             raise ValueError(
-                "quantized: a loop stacks a parameter in int8 along its last dim, which is divided "
-                "into blocks, expected the loop's dim in front. Make the glob narrower, or stack "
+                "quantized: a loop stacks an int8 parameter along its last dim, expected dim 0, "
+                "because the last dim is divided into blocks. Make the glob narrower, or stack "
                 "with variable_axes={'params': 0}."
             )
         value = nn.meta.remove_axis(self.value, index, params)
@@ -279,14 +279,14 @@ def _encoded(path: str, box: Any, most: int) -> dict[str, Any]:
     if is_box(box):
         names = (*box.names, *(None,) * (x.ndim - len(box.names)))
         codes_box, scales_box = box.replace(value=codes), box.replace(value=scales)
-        if not isinstance(box, SplitParameter):  # They are gathered whole.
+        if not isinstance(box, SplitParameter):  # Each device gathers all scales.
             scales_box = scales_box.replace(names=(*names[:-1], None))
         elif names[-1] is not None:
             if size % block:
                 raise ValueError(
                     f"quantized: parameter {path!r} of shape {x.shape} is split over {names[-1]!r} "
-                    f"along its last dim, of which the last block of {block} is shorter than the "
-                    "others; expected equal blocks. Give it blocks whose length divides the dim."
+                    f"along its last dim, and its last block of {block} is shorter than the "
+                    "others; expected equal blocks. Use blocks whose length divides the dim."
                 )
             scales_box = scales_box.replace(shared=True)
         codes, scales = codes_box, scales_box

@@ -41,10 +41,10 @@ class WrappingInterface(ModelInterface):
         return call
 
     def called(self, base: Any) -> Any:
-        """Copies another interface with this one's module, phase and axes."""
+        """Copies the interface `base` with this interface's module, phase and axes."""
         same = ("module", "phase", "axis_aliases", "loop_dims")
         return dataclasses.replace(base, **{name: getattr(self, name) for name in same})
 
     def check(self, trace: Callable[[ModelInterface], None]) -> None:
-        """Checks the given model on the calls that it gets through this interface."""
+        """Checks the given model on the calls that this interface makes."""
         self.base.check(lambda base: trace(dataclasses.replace(self, base=base)))

@@ -1,12 +1,12 @@
 """The steps of generation and of scoring, each a `shard_map` over the mesh of a program.
 
 The parameters are sharded as in the training state: each device gathers them layer by layer through
-the boxes that training uses. Over a model axis it computes with its shard. The axes that divide
-examples in training divide the rows of a batch and the cache. The heads of the cache are stored on
-the devices of the model axis that compute them.
+the boxes that training uses. Along a model axis each device computes with its shard. The axes that
+divide examples in training divide the rows of a batch and of the cache. Each device of the model
+axis stores the cache of the heads that it computes.
 
 - `prefill` runs the prompts, keeps their keys and values, and draws the first tokens.
-- `decode` runs one token of each row and draws the next.
+- `decode` runs one token of each row and draws the next token.
 - `score` runs whole sequences and returns the log-likelihood of each sequence's marked tokens.
 
 Each step compiles once for a shape: the rows, the padded length of prompts, and the slots of the
@@ -29,7 +29,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from manualpar.core.mesh.mesh_context import no_mesh
 from manualpar.core.parameters.collectives import gather_invariant
-from manualpar.core.parameters.placement import Placement, map_in_scopes, param_specs
+from manualpar.core.parameters.placement import Route, map_in_scopes, param_specs
 from manualpar.core.parameters.sharded_parameter import is_box
 from manualpar.core.program.program import Program
 from manualpar.core.tracing.scopes import EXAMPLES_SCOPE, TENSOR_SCOPE
@@ -37,7 +37,7 @@ from manualpar.layers.attention.key_value_cache import CACHE, NEW_KEYS, Past, Pr
 from manualpar.models import Transformer
 from manualpar.models.generation.drawing import Drawing, draw_tokens
 
-# Values for fields of a model that concern only training or a context axis.
+# The values that generation needs in fields that concern only training or a context axis.
 PLAIN: dict[str, Any] = {
     "sequence_parallel": False,
     "overlap": "none",
@@ -55,9 +55,9 @@ class Rows(NamedTuple):
       cache: The keys and values of all tokens except the latest, `[layers, B, C, K, H]`; without
         the first dim for layers that are written out.
       token: `int32[B]`, the latest token.
-      position: `int32[B]`, its position.
-      start: `int32[B]`, the position at which the document of the token before it began.
-      keys: `key[B]`.
+      position: `int32[B]`, the position of `token`.
+      start: `int32[B]`, the first position of the document that contains the token before `token`.
+      keys: `key[B]`, a key for drawing, for each row.
     """
 
     cache: Any
@@ -101,23 +101,24 @@ class CachedSteps:
       row_devices: The number of devices that rows are divided over.
       prefill: `prefill(params, collections, tokens, lengths, keys, drawing, size=size) -> (rows,
         drawn)`. `tokens` are `int32[B, S]`, padded on the right, `lengths` `int32[B]`, `keys`
-        `key[B]`, and `size` the positions of a row, prompt and answer. `drawn` is `Drawn`.
+        `key[B]`, and `size` the positions of a row's prompt and answer. `drawn` is `Drawn`.
       decode: `decode(params, collections, rows, drawing) -> (rows, drawn)`; the rows are donated.
-      score: `score(params, collections, inputs, labels, marked) -> Scores`, each `[B, S]`.
+      score: `score(params, collections, inputs, labels, marked) -> Scores`; the last three
+        arguments are `[B, S]`.
     """
 
     def __init__(self, program: Program) -> None:
-        """Takes the program of a `Transformer`; compiles nothing.
+        """Stores the program of a `Transformer`; compiles nothing.
 
         Raises:
           TypeError: The model is not a `Transformer`.
           ValueError: The program is in stages, splits sequences, or lets XLA insert collectives.
         """
-        adapter = program.step.model.adapter
+        adapter = program.model.adapter
         _check(program, adapter.module)
         self.program, self.model = program, adapter.module.clone(**PLAIN)
         self._adapter = dataclasses.replace(adapter, module=self.model, phase="eval")
-        axes = program.step.roles.data_axes
+        axes = program.roles.data_axes
         self._rows, self._data_axes = PartitionSpec(axes), axes
         self.row_devices = 1
         for axis in axes:
@@ -200,7 +201,7 @@ class CachedSteps:
             return scores
 
         whole, mode = PartitionSpec(), self.program.step.mode
-        in_specs = (param_specs(self.program.step.placements), whole, *(self._rows,) * 3)
+        in_specs = (param_specs(self.program.placements), whole, *(self._rows,) * 3)
         run = mode.run(on_device, in_specs=in_specs, out_specs=whole)
         scores: Scores = run(params, collections, inputs, labels, marked)
         return scores
@@ -215,7 +216,7 @@ class CachedSteps:
         )
 
     def _apply(self, params: Any, collections: Any, tokens: Any, rows: Any) -> Any:
-        """Computes the logits at each row's last token, and the keys and values to keep."""
+        """Computes the logits at each row's last token, and the new keys and values to keep."""
         variables = {"params": self._boxes(params), **collections}
         with self.program.step.mode.context():
             logits, new = self._adapter.apply(
@@ -224,11 +225,11 @@ class CachedSteps:
         return logits, new[NEW_KEYS]
 
     def _boxes(self, params: Any) -> Any:
-        def box(place: Placement, x: jax.Array) -> Any:
+        def box(place: Route, x: jax.Array) -> Any:
             boxed = self.program.step.mode.box(place, x)
             return boxed.unbox() if place.keep and is_box(boxed) else boxed
 
-        return map_in_scopes(box, self.program.step.placements, params)
+        return map_in_scopes(box, self.program.placements, params)
 
     def _draw(self, logits: jax.Array, *args: Any) -> Drawn:
         """Draws from the logits of all tokens, the same on all devices along the model axis."""
@@ -275,16 +276,16 @@ def _check(program: Program, module: Any) -> None:
     """Refuses a program that cannot generate here."""
     if not isinstance(module, Transformer):
         raise TypeError(
-            f"generate: the model is a {type(module).__name__}, expected a Transformer, which "
-            "keeps keys and values; manualpar.models.generation.sampling.sample_tokens draws "
-            "from any causal model without a cache."
+            f"generate: the model is a {type(module).__name__}, expected a Transformer, because "
+            "others keep no keys and values. For other causal models use "
+            "manualpar.models.generation.sampling.sample_tokens, which needs no cache."
         )
     step = program.step
     mend = "Build a program on a mesh of data and model axes; program.adopt(state) takes the state."
     if not step.mode.writes_collectives:
         raise ValueError(
-            f"generate: the program's mode is {program.mode!r}, expected 'manual': the steps of "
-            f"generation write their collectives. {mend}"
+            f"generate: the program's mode is {program.mode!r}, expected 'manual', because the "
+            f"steps of generation contain their collectives. {mend}"
         )
     for kind, axes in (
         ("stage", step.roles.stage_axes),
@@ -292,6 +293,6 @@ def _check(program: Program, module: Any) -> None:
     ):
         if axes:
             raise ValueError(
-                f"generate: the program's mesh has the {kind} axis {axes[0]!r}, expected none: one "
-                f"token has no other stages or positions to overlap with. {mend}"
+                f"generate: the program's mesh has the {kind} axis {axes[0]!r}, expected none, "
+                f"because one token cannot be divided over stages or positions. {mend}"
             )

@@ -40,8 +40,8 @@ class Drawing(NamedTuple):
         """
         if not 0 <= float(self.temperature) < math.inf:
             raise ValueError(
-                f"generate: temperature is {self.temperature}, expected a finite number from 0, "
-                "the likeliest token."
+                f"generate: temperature is {self.temperature}, expected a finite number, at least "
+                "0 (0 takes the likeliest token)."
             )
         if self.top_k != int(self.top_k) or self.top_k < 0:
             raise ValueError(
@@ -49,7 +49,7 @@ class Drawing(NamedTuple):
             )
         if not 0 < float(self.top_p) <= 1:
             raise ValueError(
-                f"generate: top_p is {self.top_p}, expected a probability above 0, or 1 for all."
+                f"generate: top_p is {self.top_p}, expected more than 0 and at most 1 (1 for all)."
             )
         return Drawing(np.float32(self.temperature), np.int32(self.top_k), np.float32(self.top_p))
 
@@ -94,7 +94,7 @@ def keep_likeliest(logits: jax.Array, drawing: Drawing) -> jax.Array:
     is_kept = rank < jnp.where(drawing.top_k > 0, drawing.top_k, logits.shape[1])
     probability = jax.nn.softmax(jnp.where(is_kept, ordered, -jnp.inf), axis=-1)
     likelier = jnp.cumsum(probability, axis=-1) - probability
-    # The first token is always kept, even if rounding says otherwise.
+    # The likeliest token is always kept, even if `top_p` is rounded to 0.
     is_kept &= (likelier < drawing.top_p) | (drawing.top_p >= 1) | (rank == 0)
     least = jnp.min(jnp.where(is_kept, ordered, jnp.inf), axis=-1, keepdims=True)
     return jnp.where(logits >= least, logits, -jnp.inf)

@@ -1,4 +1,4 @@
-"""Text and tokens from a trained model: whole answers, or piece by piece as they are drawn.
+"""Generates text and tokens with a trained model: complete answers, or pieces as they are drawn.
 
 The prompts of a call run in batches of rows that are about equally long. A batch is padded to a
 length from a short list (`padded`), so that calls with other prompts need no new compilation. While
@@ -32,7 +32,7 @@ class TextPiece(NamedTuple):
       row: The index of the prompt.
       token: The token; `None` if the token only ends the answer.
       log_probability: The token's log-probability in nats, at a temperature of 1, among all tokens.
-      text: The text that cannot change any more; always empty without a tokenizer.
+      text: The new text that later tokens cannot change; always empty without a tokenizer.
       ending: Why the answer ends here; `None` if it goes on.
     """
 
@@ -67,7 +67,7 @@ class Generator:
     Attributes:
       steps: The compiled steps.
       tokenizer: Converts strings to tokens and back; `None` if prompts are tokens.
-      batch_size: The most rows that run at once; a multiple of the devices they divide over.
+      batch_size: The most rows that run at once; a multiple of the devices that divide the rows.
       stop_tokens: The tokens that end every answer.
     """
 
@@ -116,7 +116,7 @@ class Generator:
           TypeError, ValueError: See `stream`.
 
         Communication:
-          As `stream`.
+          The communication of `stream`.
         """
         answers = [Answer() for _ in prompts]
         for piece in self.stream(state, prompts, **options):
@@ -159,13 +159,13 @@ class Generator:
 
         Raises:
           TypeError: A prompt is a string and there is no tokenizer, or it is no list of tokens.
-          ValueError: A prompt is empty or has unknown tokens; or a number is out of range.
+          ValueError: A prompt is empty or has unknown tokens; or an argument is out of range.
 
         Communication:
-          For each batch of rows once (its prompts), and then for each token: the collectives of a
-          forward pass of training for the parameters and over the model axis; an all-gather of the
-          logits `float32[B, V]` over the model axis; and an all-gather of the tokens, `int32[B]`,
-          over the data axes.
+          For each batch, once for the prompts and once for each further token: the collectives of
+          a training step's forward pass for the parameters and over the model axis; an all-gather
+          of the logits `float32[B, V]` over the model axis; and an all-gather of the tokens,
+          `int32[B]`, over the data axes.
         """
         if max_tokens < 1 or max_tokens != int(max_tokens):
             raise ValueError(f"generate: max_tokens is {max_tokens}, expected at least 1.")
@@ -175,7 +175,7 @@ class Generator:
         if strings and self.tokenizer is None:
             raise ValueError(
                 f"generate: stop has the string {strings[0]!r} and there is no tokenizer; expected "
-                "numbers of tokens, or a Generator with a tokenizer."
+                "token numbers, or a Generator with a tokenizer."
             )
         encoded = [self.encode(prompt, index) for index, prompt in enumerate(prompts)]
         key = jax.random.key(seed) if isinstance(seed, int) else typed_key("generate", seed)
@@ -199,7 +199,7 @@ class Generator:
                 for row in batch
                 if self.tokenizer is not None
             }
-            counts = dict.fromkeys(batch, 0)  # Tokens so far of each unfinished row.
+            counts = dict.fromkeys(batch, 0)  # How many tokens each unfinished row has.
             for drawn in self._draws(state, prompts, batch, drawing, max_tokens, key):
                 # Rows of padding follow the rows of the batch.
                 for row, token, log_probability in zip(batch, *drawn, strict=False):
@@ -225,7 +225,7 @@ class Generator:
         max_tokens: int,
         key: jax.Array,
     ) -> Iterator[tuple[list[int], list[float]]]:
-        """Yields the next token of every row of a batch at a time, with log-probabilities."""
+        """Yields the next tokens of all rows of a batch, with their log-probabilities."""
         steps, params, collections = self.steps, state.params, state.collections
         longest = max(len(prompts[row]) for row in batch)
         tokens, lengths = self.pad([prompts[row] for row in batch], padded(longest))
@@ -244,8 +244,8 @@ class Generator:
     def pad(self, rows: Sequence[Sequence[int]], length: int) -> tuple[np.ndarray, np.ndarray]:
         """Pads rows to an array `int32[B, length]`, and returns their lengths too.
 
-        The number of rows is the next power of two times the devices that they divide over, so that
-        few numbers of rows are compiled.
+        The number of rows is a power of two times the number of devices that divide the rows, so
+        that steps are compiled for few numbers of rows.
         """
         devices = self.steps.row_devices
         parts = -(-len(rows) // devices)
@@ -270,7 +270,7 @@ class Generator:
         if tokens.ndim != 1 or not tokens.size:
             raise ValueError(
                 f"generate: prompt {index} has the shape {tokens.shape}, expected at least one "
-                "token; begin with the one that documents begin with."
+                "token; begin with the token that begins documents."
             )
         if not np.issubdtype(tokens.dtype, np.integer):
             raise TypeError(
@@ -306,7 +306,7 @@ def generate(
 
 
 def padded(length: int) -> int:
-    """Rounds up to one of few lengths: 16, 32, 48, 64, then four for each power of two."""
+    """Rounds up to one of few lengths: 16, 32, 48, 64, then four lengths for each power of two."""
     step = max(16, 1 << max((length - 1).bit_length() - 3, 0))
     return -(-length // step) * step
 

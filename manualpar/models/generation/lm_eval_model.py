@@ -7,8 +7,8 @@ model = lm_eval_model(Generator(program, tokenizer), state, max_length=2048)
 lm_eval.simple_evaluate(model, tasks=["lambada_openai"])
 ```
 
-Strings become tokens by the rules of the harness: spaces at the end of a context belong to the
-completion, and the completion's tokens are the tokens of the joined string after the context's.
+Strings become tokens by the rules of the harness. Spaces at the end of a context belong to the
+completion. The joined string is encoded; its tokens after the context's tokens are the completion.
 """
 
 from collections.abc import Sequence
@@ -20,10 +20,10 @@ from manualpar.errors import require
 from manualpar.models.generation.generator import Generator
 from manualpar.models.generation.scoring import score_completions, score_documents
 
-# What a request of the harness says of drawing, by our names.
+# The options for drawing: our names and the names in a request of the harness.
 DRAWING = {"temperature": "temperature", "top_k": "top_k", "top_p": "top_p"}
-MAX_TOKENS = 256  # Of an answer, if a task does not say it.
-# How a request calls the most tokens of an answer; where it has several, the last one counts.
+MAX_TOKENS = 256  # The default for an answer.
+# A request gives the longest answer under one of these names; the last name given counts.
 LENGTHS = ("max_completion_tokens", "max_tokens", "max_new_tokens", "max_gen_toks")
 IGNORED = frozenset({"until", "do_sample", *LENGTHS})
 
@@ -33,7 +33,7 @@ def lm_eval_model(generator: Generator, state: TrainState, *, max_length: int) -
 
     Args:
       generator: The model with its tokenizer.
-      state: A state of its program.
+      state: A state of the generator's program.
       max_length: The most tokens that the model sees at once.
 
     Returns:
@@ -61,7 +61,7 @@ def lm_eval_model(generator: Generator, state: TrainState, *, max_length: int) -
         """A `Generator` with a state."""
 
         def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
-            """Scores each completion, and returns whether greedy decoding finds it."""
+            """Scores each completion, and returns whether greedy decoding would generate it."""
             pairs = [pair(*request.args) for request in requests]
             scores = score_completions(generator, state, pairs, max_length=max_length)
             return [(score.log_likelihood, score.is_greedy) for score in scores]

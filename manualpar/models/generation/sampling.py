@@ -1,8 +1,8 @@
 """Samples text from any causal language model, without a cache.
 
 The model sees a window of fixed length: the latest tokens, followed by zeros, which a causal model
-ignores. A full window moves on by one token. So one program is compiled once and draws all tokens
-in a loop.
+ignores. When the window is full, it moves on by one token. So one program is compiled and draws all
+tokens in a loop.
 
 Symbols: `B` prompts, `P` tokens of a prompt, `S` positions of the window, `V` the vocabulary, `T`
 tokens drawn.
@@ -35,12 +35,12 @@ def sample_tokens(
     Args:
       apply_fn: The `apply` of a causal model, which returns logits `[B, S, V]` for tokens `[B, S]`,
         such as `state.apply_fn`.
-      params: Its parameters; global arrays may be sharded in any way, but not padded.
+      params: The model's parameters; global arrays may be sharded in any way, but not padded.
       prompt: `int[P]`, or `int[B, P]` for several prompts of one length; the same in every process.
         The model sees only the end of a prompt that is longer than the window.
       num_tokens: How many tokens to draw, `T`.
       sequence_length: The positions of the window, `S`: as many as in training.
-      temperature: The logits are divided by it; 0 takes the likeliest token.
+      temperature: The divisor of the logits; 0 takes the likeliest token.
       rng: A key; the same key draws the same tokens.
       collections: The other collections that the model reads, such as `state.collections`.
 
@@ -48,12 +48,12 @@ def sample_tokens(
       `int32[T]` or `int32[B, T]`, the tokens after the prompt; replicated on all devices.
 
     Raises:
-      TypeError, ValueError: The prompt or a number is not as above.
+      TypeError, ValueError: The prompt has another shape or dtype, or a number is out of range.
 
     Communication:
-      Whatever XLA derives from the shardings of the parameters.
+      The collectives that XLA derives from the shardings of the parameters.
     """
-    # In numpy, so that jax puts it where the parameters are.
+    # A numpy array, which jax moves to the devices of the parameters.
     prompt = np.asarray(prompt)
     _check(prompt, num_tokens, sequence_length, temperature)
     prompt_BP = np.atleast_2d(prompt)[:, -sequence_length:].astype(np.int32)
@@ -90,7 +90,7 @@ def _sample(
         window_BS, length = carry
         logits_BSV = apply_fn(variables, window_BS, train=False)
         logits_BV = jax.lax.dynamic_index_in_dim(logits_BSV, length - 1, axis=1, keepdims=False)
-        # Where the temperature is 0 the result is not used, and must not be NaN.
+        # At temperature 0 the quotient is not used, but it must not be NaN.
         divisor = jnp.where(temperature > 0, temperature, 1)
         drawn_B = jax.random.categorical(rng, logits_BV / divisor)
         token_B = jnp.where(temperature > 0, drawn_B, logits_BV.argmax(axis=-1)).astype(jnp.int32)
@@ -104,7 +104,7 @@ def _sample(
     tokens_TB = jax.lax.scan(draw, (window_BS, length), keys)[1]
     if replicated is None:
         return tokens_TB.T
-    # Otherwise a process might not have all tokens.
+    # Replicated, so that every process has all tokens.
     return jax.lax.with_sharding_constraint(tokens_TB.T, replicated)
 
 
@@ -121,7 +121,7 @@ def _check(prompt: np.ndarray, num_tokens: int, sequence_length: int, temperatur
     if prompt.ndim not in (1, 2) or not prompt.size:
         raise ValueError(
             f"sample_tokens: prompt has the shape {prompt.shape}, expected [tokens] or [prompts, "
-            "tokens] with at least one token; begin with the one that documents begin with."
+            "tokens] with at least one token; begin with the token that begins documents."
         )
     if not np.issubdtype(prompt.dtype, np.integer):
         raise TypeError(
@@ -132,6 +132,6 @@ def _check(prompt: np.ndarray, num_tokens: int, sequence_length: int, temperatur
             raise ValueError(f"sample_tokens: {name} is {value}, expected at least 1.")
     if not 0 <= temperature < float("inf"):
         raise ValueError(
-            f"sample_tokens: temperature is {temperature}, expected a finite number from 0, the "
-            "likeliest token."
+            f"sample_tokens: temperature is {temperature}, expected a finite number, at least 0 (0 "
+            "takes the likeliest token)."
         )

@@ -21,7 +21,7 @@ class Score(NamedTuple):
 
     Attributes:
       log_likelihood: The logarithm of the tokens' probability, in nats.
-      is_greedy: Whether each token is the likeliest, so that greedy decoding finds them.
+      is_greedy: Whether each token is the likeliest, so that greedy decoding generates them.
       num_tokens: The number of tokens.
     """
 
@@ -41,8 +41,8 @@ def score_completions(
 
     Args:
       generator: The model.
-      state: A state of its program.
-      pairs: Pairs of the tokens of a context, at least one, and of its completion.
+      state: A state of the generator's program.
+      pairs: Pairs of the tokens of a context (at least one token) and of the completion.
       max_length: The most tokens that the model sees at once; longer contexts lose their beginning.
         0 for no limit.
 
@@ -50,7 +50,7 @@ def score_completions(
       The score of each completion, in the order of `pairs`.
 
     Raises:
-      ValueError: A context or a completion is empty, or longer than `max_length`.
+      ValueError: A context or a completion is empty, or a completion is longer than `max_length`.
 
     Communication:
       For each batch, a forward pass as in training, and an all-gather of the scores.
@@ -66,7 +66,8 @@ def score_completions(
         if 0 < max_length < len(completion):
             raise ValueError(
                 f"score_completions: pair {index} has a completion of {len(completion)} tokens, "
-                f"expected at most max_length={max_length}; score it as a document, in windows."
+                f"expected at most max_length={max_length}; score it as a document, which is cut "
+                "into windows."
             )
         tokens = generator.encode([*context, *completion], index)
         sequences.append(tokens[-max_length - 1 :] if max_length else tokens)
@@ -98,11 +99,11 @@ def score_documents(
     first_token: int,
     max_length: int,
 ) -> list[Score]:
-    """Scores whole documents.
+    """Scores documents of any length.
 
     Args:
       generator: The model.
-      state: A state of its program.
+      state: A state of the generator's program.
       documents: The tokens of each document, without the token that begins it.
       first_token: The token that begins a document.
       max_length: The most tokens that the model sees at once.
@@ -111,7 +112,7 @@ def score_documents(
       The score of each document; 0 for an empty document.
 
     Communication:
-      As `score_completions`.
+      The communication of `score_completions`.
     """
     windows, owners = [], []
     for index, tokens in enumerate(documents):
@@ -131,7 +132,7 @@ def score_documents(
 
 
 def cut_windows(tokens: list[int], max_length: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Yields pairs of context and completion that score each token after the first once."""
+    """Yields pairs (context, completion) that score each token once, except the first token."""
     for start in range(1, len(tokens), max_length):
         end = min(start + max_length, len(tokens))
         yield tokens[max(0, end - 1 - max_length) : start], tokens[start:end]

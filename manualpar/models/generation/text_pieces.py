@@ -1,17 +1,17 @@
 """Decodes tokens to text, piece by piece, without incomplete characters.
 
 A character may take several tokens, and the text of a token may depend on the token before it, for
-example by a space. So a piece is the text that new tokens add to the text of the earlier tokens,
-once its characters are complete. A text that may begin a stop string is held back until it is clear
-whether it does.
+example a space. So a piece is the text that new tokens add to the text of earlier tokens, after its
+characters are complete. Text that may be the beginning of a stop string is not returned until later
+tokens decide.
 """
 
 from collections.abc import Sequence
 from typing import Protocol
 
-# What decoders write for bytes that are no character, or not yet.
+# Decoders write this for bytes that are not a complete character.
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-# So many tokens of the prompt stand before the first new one when it becomes text.
+# The number of prompt tokens that are decoded together with the first new token.
 CONTEXT_TOKENS = 8
 
 
@@ -23,7 +23,7 @@ class Decoder(Protocol):
 
 
 class TextPieces:
-    """The text of one row as its tokens come.
+    """Converts one row's tokens to text while they arrive.
 
     Attributes:
       is_stopped: Whether a stop string was found; the text ends before it.

@@ -1,6 +1,6 @@
-"""Other people's models: their weights in, ours out, as `.safetensors` files.
+"""Loads the weights of public models from `.safetensors` files, and exports models to such files.
 
-`safetensors` is imported when files are read or written: the extra `pretrained` brings it.
+`safetensors` is imported only when files are read or written. The extra `pretrained` installs it.
 """
 
 from manualpar.models.pretrained.architecture import Architecture, read_architecture

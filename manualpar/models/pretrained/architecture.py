@@ -1,11 +1,11 @@
-"""A model's `config.json` as fields of a `Transformer`.
+"""Reads a model's `config.json` as fields of a `Transformer`.
 
-Every key of the file has to be understood. One that a `Transformer` has no field for is refused,
-not ignored, unless it is empty or says nothing about what the model computes
-(`families.UNUSED_KEYS`). So a model that is read computes what its authors' code computes.
+A key for which a `Transformer` has no field is refused, unless its value is empty or the key does
+not affect the model's results (`families.UNUSED_KEYS`). So the `Transformer` computes the same as
+its authors' code.
 
-Files of transformers 5 have `rope_parameters` and `layer_types`; older ones have `rope_theta`,
-`rope_scaling` and others. Both are read.
+Files of transformers 5 have `rope_parameters` and `layer_types`. Older files have `rope_theta`,
+`rope_scaling` and other keys. Both kinds of files are read.
 """
 
 import dataclasses
@@ -21,24 +21,24 @@ from manualpar.system.storage import GivenPath, user_path
 from manualpar.system.storage.untrusted import read_object
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-# The names of activations there and here.
+# Names of activations: in `config.json`, and in `Transformer`.
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
-ROPE_BASE = {"mixtral": 1e6, "gemma3_text": 1e6}  # Of files that do not say; 10,000 in the others.
+ROPE_BASE = {"mixtral": 1e6, "gemma3_text": 1e6}  # If a file has none; else 10,000.
 ROPE_FACTORS = {
     "factor": "rope_factor",
     "low_freq_factor": "rope_low_factor",
     "high_freq_factor": "rope_high_factor",
     "original_max_position_embeddings": "rope_original_length",
 }
-LARGEST = 2**31  # No size of a model is as large, and no model as deep as `DEEPEST`.
+LARGEST = 2**31  # Every size of a model is smaller. No model has more than `DEEPEST` layers.
 DEEPEST = 10_000
 
 
 class Architecture(NamedTuple):
-    """What a `config.json` says.
+    """The contents of a `config.json`.
 
     Attributes:
-      family: Its `model_type`.
+      family: The value of `model_type`.
       fields: The fields of the `Transformer`, by name.
     """
 
@@ -50,8 +50,8 @@ def read_architecture(directory: GivenPath) -> Architecture:
     """Reads the `config.json` of a directory, which may be in a bucket.
 
     Raises:
-      ValueError: There is none, it is no JSON object, or it says what a `Transformer` cannot be;
-        the message names the key.
+      ValueError: The file is missing, is not a JSON object, or describes a model that a
+        `Transformer` cannot be; the message names the key.
     """
     return parse_architecture(read_config(directory), where=str(user_path(directory) / CONFIG_FILE))
 
@@ -60,13 +60,14 @@ def read_config(directory: GivenPath) -> dict[str, Any]:
     """Reads the JSON object in the `config.json` of a directory.
 
     Raises:
-      ValueError: It is missing, or not a file with a JSON object.
+      ValueError: The file is missing, or does not contain a JSON object.
     """
     directory = model_directory(directory, weights=False)
     path = directory / CONFIG_FILE
     if not directory.is_dir():
         raise ValueError(
-            f"{directory} is no directory; expected one with {CONFIG_FILE} and .safetensors files."
+            f"{directory} is no directory; expected a directory with {CONFIG_FILE} and "
+            ".safetensors files."
         )
     try:
         return read_object(path, follow_links=True)
@@ -80,11 +81,11 @@ def read_config(directory: GivenPath) -> dict[str, Any]:
 
 
 def parse_architecture(config: Mapping[str, Any], *, where: str = CONFIG_FILE) -> Architecture:
-    """Turns what a `config.json` says into fields of a `Transformer`.
+    """Converts a `config.json` to fields of a `Transformer`.
 
     Args:
       config: The JSON object.
-      where: What messages call it.
+      where: The name of the file in error messages.
 
     Raises:
       ValueError: See `read_architecture`.
@@ -96,7 +97,7 @@ def parse_architecture(config: Mapping[str, Any], *, where: str = CONFIG_FILE) -
         raise keys.refuse("model_type", name, f"one of {', '.join(map(repr, FAMILIES))}")
     for key, value in family.must_be.items():
         if (found := keys.take(key, value)) != value and (found or value):
-            raise keys.refuse(key, found, f"{value!r}, the only thing that a Transformer can do")
+            raise keys.refuse(key, found, f"{value!r}, the only value that a Transformer supports")
     fields: dict[str, Any] = dict(family.fixed)
     if name == "qwen3_moe" and "num_local_experts" in keys.left:
         keys.left["num_experts"] = keys.left.pop("num_local_experts")
@@ -114,7 +115,7 @@ def parse_architecture(config: Mapping[str, Any], *, where: str = CONFIG_FILE) -
     activation = keys.take(family.activation_key, next(iter(ACTIVATIONS)))
     if family.activation_key != "hidden_act":
         activation = activation or "gelu_pytorch_tanh"
-        keys.left.pop("hidden_act", None)  # The other one counts.
+        keys.left.pop("hidden_act", None)  # The other key counts.
     if not isinstance(activation, str) or activation not in ACTIVATIONS:
         raise keys.refuse(
             family.activation_key, activation, f"one of {', '.join(map(repr, ACTIVATIONS))}"
@@ -129,8 +130,8 @@ def parse_architecture(config: Mapping[str, Any], *, where: str = CONFIG_FILE) -
             raise keys.refuse(
                 key,
                 value,
-                f"no such key in a model of {name!r}: a Transformer has no field that says it. If "
-                "it says nothing about what the model computes, delete it there",
+                f"no such key in a model of {name!r}: a Transformer has no field for it. If the "
+                "key does not affect the model's results, delete it from the file",
             )
     return Architecture(name, fields)
 
@@ -145,7 +146,7 @@ def _value(keys: "_Keys", key: str, field: str, family: Family) -> Any:
         return keys.check(key, value, bool, lambda x: True, "true or false")
     if isinstance(default, float):
         return keys.check(key, value, float, lambda x: x > 0, "more than 0")
-    # Lists of all layers are made of it.
+    # The code makes lists of all layers, so the number of layers must be bounded.
     most = DEEPEST if field == "num_layers" else LARGEST - 1
     return keys.check(key, value, int, lambda x: 0 < x <= most, f"an integer from 1 to {most:,}")
 
@@ -200,19 +201,25 @@ def _windows(keys: "_Keys", family: Family, num_layers: int) -> dict[str, Any]:
     elif family.windows == "by turns":
         kinds = [FULL if (index + 1) % every == 0 else SLIDING for index in range(num_layers)]
     elif family.windows == "listed" and asked and types is None:
-        raise keys.refuse("use_sliding_window", asked, "False, or layer_types that say of which")
+        raise keys.refuse(
+            "use_sliding_window", asked, "False, or layer_types that list the layers with a window"
+        )
     if types is not None:
         if family.windows in ("none", "all", "all if asked") and types != kinds:
-            raise keys.refuse("layer_types", types, f"those that sliding_window={window} gives")
+            raise keys.refuse(
+                "layer_types", types, f"the kinds that follow from sliding_window={window}"
+            )
         kinds = types
     if not isinstance(kinds, list) or len(kinds) != num_layers:
         raise keys.refuse("layer_types", kinds, f"the kinds of {num_layers} layers")
     if all(kind == FULL for kind in kinds):
         return {"attention_window": 0, "global_every": 0}
     if not window:
-        raise keys.refuse("sliding_window", window, "the positions that sliding layers see")
+        raise keys.refuse(
+            "sliding_window", window, "the number of positions that sliding layers see"
+        )
     if all(kind == SLIDING for kind in kinds):
-        # All that there are of a group that has a layer of the other kind further on.
+        # If no layer is global, all layers are the beginning of one incomplete group.
         every = max(every, num_layers + 1) if family.windows == "by turns" else 0
         return {"attention_window": window, "global_every": every}
     every = kinds.index(FULL) + 1 if FULL in kinds else 0
@@ -222,8 +229,8 @@ def _windows(keys: "_Keys", family: Family, num_layers: int) -> dict[str, Any]:
         raise keys.refuse(
             field,
             first if types is None else kinds,
-            f"layers that are all alike, or of which every n-th is {FULL!r} and the others "
-            f"{SLIDING!r}",
+            f"layers that are all alike, or {FULL!r} for every n-th layer and {SLIDING!r} for the "
+            "others",
         )
     return {"attention_window": window, "global_every": every}
 
@@ -278,14 +285,14 @@ def _rotation(keys: "_Keys", given: Any, base: Any) -> dict[str, Any]:
         value = given.pop(name, None)
         keys.check(f"rope_scaling.{name}", value, float, lambda x: x > 0, "more than 0")
         fields[ROPE_FACTORS[name]] = int(value) if name.startswith("original") else float(value)
-    given.pop("original_max_position_embeddings", None)  # Of `linear`: it scales without it.
+    given.pop("original_max_position_embeddings", None)  # `linear` does not need it.
     if given:
         raise keys.refuse("rope_scaling", given, f"no such keys in one of type {kind!r}")
     return fields
 
 
 class _Keys:
-    """The keys of a `config.json` that nobody has looked at yet."""
+    """The keys of a `config.json` that have not been read yet."""
 
     def __init__(self, config: Mapping[str, Any], where: str) -> None:
         self.left, self.where, self._all = dict(config), where, config
@@ -295,7 +302,7 @@ class _Keys:
 
     def take(self, key: str, *default: Any) -> Any:
         if key not in self.left and not default:
-            raise ValueError(f"{self.where} has no {key}, expected a number that says it.")
+            raise ValueError(f"{self.where} has no {key}, expected a number.")
         return self.left.pop(key, *default)
 
     def refuse(self, key: str, got: Any, expected: str) -> ValueError:

@@ -1,8 +1,8 @@
-"""The directory of a model: on a disk, or in a bucket, of which a copy is kept on the disk.
+"""The directory of a model: on a disk, or a local copy of a directory in a bucket.
 
-The libraries that read weights and tokenizers read local files. So files in a bucket are copied,
-a few megabytes at a time, into the user's folder for caches, once on each machine and again when it
-has changed there. The copy takes as much of the disk as the files do, and may be deleted at any
+Libraries that read weights and tokenizers need local files. So each machine copies the files of a
+bucket to the user's cache folder, a few megabytes at a time. A machine copies a file again if it
+has changed in the bucket. The copy takes as much disk space as the files, and may be deleted at any
 time.
 """
 

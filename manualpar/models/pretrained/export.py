@@ -1,11 +1,11 @@
-"""A state written as `.safetensors` files that other people's programs read.
+"""Writes a state as `.safetensors` files that other programs can read.
 
-On a disk the first process writes the headers of all files, and then every process the slices of
-its own devices, see `tensor_writer`. In a bucket a file is put whole. There the processes write
-files in turn, and tensors are gathered.
+On a disk the first process writes the headers of all files. Then every process writes the slices of
+its devices, see `tensor_writer`. In a bucket one process uploads each file in one piece: the
+processes take turns with files, and tensors are gathered.
 
-Invariants: a tensor has the bits that the same parameters would have on one device. What has the
-name that was asked for is whole, see `target`.
+Invariants: a tensor has the same bits as if the parameters were on one device. A folder with the
+requested name is complete, see `target`.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ from manualpar.system.storage import AnyPath, GivenPath, local_path, new_number,
 from manualpar.system.storage.untrusted import open_file
 
 SHARD_BYTES = 2 << 30
-# What a directory holds besides weights and config: texts become tokens as these say.
+# The files of a tokenizer, which are copied to the export.
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -74,36 +74,36 @@ def export_hf(
     ```
 
     Args:
-      program: The program. Adapters of `lora` are added to the kernels that they are beside, and
-        what `quantized` stores in int8 is decoded.
-      state: Its state; not donated.
-      directory: The directory to make. It must not exist, or be empty. In a bucket its
-        `config.json` is put last: what has one is whole.
-      like: The directory that the parameters once came from. Then its config, tokenizer and other
-        small files are taken over, and every tensor gets the dtype that it has there: what was
-        loaded and not trained is written bit for bit. Without tensors there, their dtype is
-        what the config says.
-      family: Without `like`, the family to write it as, such as `"llama"`; by default the first
-        that is the same model.
-      dtype: The dtype of all tensors, such as `"bfloat16"`. By default that of `like`, or that of
-        the parameters.
-      tokenizer: A `tokenizer.json` to put beside the weights in place of that of `like`.
-      max_shard_bytes: The most bytes of tensors in a file, unless one tensor has more.
+      program: The program. Adapters of `lora` are added to their kernels, and parameters that
+        `quantized` stores in int8 are decoded.
+      state: The program's state; not donated.
+      directory: The directory to make. It must be missing or empty. In a bucket `config.json` is
+        written last, so that a directory with a `config.json` is complete.
+      like: The directory from which the parameters were loaded. Its config, tokenizer and other
+        small files are copied. Every tensor gets the dtype of the tensor with the same name in
+        `like`, so that parameters that were loaded and not trained are written bit for bit. If
+        `like` has no tensors, its config decides the dtype.
+      family: The family to write the model as, such as `"llama"`, if there is no `like`. By default
+        the first family that can describe the model.
+      dtype: The dtype of all tensors, such as `"bfloat16"`. The default is the dtype of `like`, or
+        the dtype of the parameters.
+      tokenizer: A `tokenizer.json` to copy in place of the tokenizer in `like`.
+      max_shard_bytes: The most bytes of tensors in a file, unless one tensor is larger.
 
     Returns:
       The directory.
 
     Raises:
-      ValueError: No family is the same model, `like` is another one, or there is something in the
-        way; another process is writing the directory, or a process does not see what the first
-        writes. Nothing has been written.
-      OSError: The files cannot be written, because the disk is full for example. On a disk the
-        directory is as it was; in a bucket the next export deletes what this one has left.
+      ValueError: No family can describe the model; `like` is another model; the directory is not
+        empty; another process is writing it; or a process does not see the files of process 0.
+        Nothing has been written.
+      OSError: The files cannot be written, for example because the disk is full. On a disk the
+        directory has not changed. In a bucket the next export deletes the files of this one.
 
     Communication:
-      None within a process, and none to a disk but a few bytes that say whether all processes are
-      well. To a bucket, over several, an all-gather for each tensor, for which every device holds
-      that one whole, and one device a file. And with adapters, what merging them needs.
+      With one process none. With several processes and a disk, a few bytes that report errors. With
+      several processes and a bucket, an all-gather for each tensor: every device holds one complete
+      tensor, and one device holds a file. With adapters, the communication of merging them too.
     """
     check_state("export_hf", program.abstract_state, state)
     is_first = jax.process_index() == 0
@@ -152,20 +152,20 @@ def _plan(
         config = read_config(source)
         if has_tensors(source):
             dtypes = TensorFiles(source).dtypes
-        else:  # The copy of config and tokenizer that an import leaves.
+        else:  # `like` has only a config and a tokenizer, as after an import.
             dtype = dtype or str(config.get("dtype") or config.get("torch_dtype") or "")
     else:
         config = write_config(architecture_of(model), family=family)
     if dtype and dtype not in DTYPES.values():
         raise ValueError(
             f"export_hf: dtype is {dtype!r}, expected one of {', '.join(DTYPES.values())}, or '' "
-            "for that of like, or of the parameters."
+            "for the dtype of like, or of the parameters."
         )
     paths = [leaf.name.partition("/")[2] for leaf in leaves]
     shapes = {
         path: leaf.shape
         for path, leaf in zip(paths, leaves, strict=True)
-        if not is_adapter(path)  # It is a part of the kernel beside it.
+        if not is_adapter(path)  # Its kernel contains it.
     }
     pieces = pieces_of_transformer(config["model_type"], shapes)
     tensors = []
@@ -213,7 +213,7 @@ def _divide(tensors: Sequence[Tensor], max_bytes: int) -> dict[str, list[Tensor]
 
 
 def _check_shared(folder: Path) -> None:
-    """Refuses processes that do not see the folder that the first has made."""
+    """Refuses processes that do not see the folder that process 0 has made."""
     found = None
     with contextlib.suppress(FileNotFoundError):
         status = folder.stat()
@@ -223,8 +223,8 @@ def _check_shared(folder: Path) -> None:
     if unlike:
         raise ValueError(
             f"export_hf: process {unlike[0]} does not see {folder}, which process 0 has made; "
-            "expected a directory on a file system that all processes share, because each writes "
-            "what its own devices hold, or one in a bucket."
+            "expected a directory in a bucket, or on a file system that all processes share, "
+            "because each process writes the shards of its devices."
         )
 
 
@@ -280,7 +280,7 @@ def _write_rest(
     files: Files,
     extras: Mapping[str, Path],
 ) -> None:
-    """Writes copies of others' files, the index if there are several of tensors, and the config."""
+    """Writes the copied files, the index if there are several tensor files, and the config."""
     for name, source in extras.items():
         with (
             open_file(source, follow_links=True) as file,

@@ -1,17 +1,17 @@
-"""What the `config.json` of each family of models calls the fields of a `Transformer`, as data.
+"""Tables that map the keys of `config.json` to fields of a `Transformer`, for each model family.
 
-A family is what `model_type` names. Its `Family` says which keys stand for which fields, which
-fields all of its models have, and what a key means that is left out. What takes more than a name,
-rotations and windows, is in `manualpar.models.pretrained.architecture`.
+`model_type` names the family. A `Family` lists the field of each key, the fields that have the same
+value in all models of the family, and the default of each optional key.
+`manualpar.models.pretrained.architecture` reads rotations and windows, which need code.
 """
 
 import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
-# How a family says which layers see a window, unless it lists `layer_types`: none does; all do; all
-# do if `use_sliding_window` says so, and it may be all but the first `max_window_layers`; or by
-# turns with layers that see everything. `listed`: only the list says it.
+# The layers that see a window if the config has no `layer_types`. "all if asked": all layers if
+# `use_sliding_window` is set. "last if asked": in that case all except the first
+# `max_window_layers`. "by turns": all except every n-th. "listed": only `layer_types` decides.
 Windows = Literal["none", "all", "all if asked", "last if asked", "by turns", "listed"]
 
 
@@ -20,14 +20,14 @@ class Family:
     """How a family of models is described.
 
     Attributes:
-      class_name: The name of its class in transformers, for `architectures`.
+      class_name: The name of the class in transformers, for `architectures`.
       keys: The keys of `config.json`, each with the field that has its value.
-      fixed: The fields that all models of the family have alike.
-      defaults: The values of keys that may be left out. The others may not.
-      must_be: Keys that no field can say anything else about: these are the values, and they may be
-        left out.
-      windows: How it says which layers see a window.
-      window_every: Of layers that take turns, which one sees everything if nothing says so.
+      fixed: The fields that have the same value in all models of the family.
+      defaults: The values of optional keys. All other keys are required.
+      must_be: Keys for which a `Transformer` supports only the given value. They are optional.
+      windows: How the config chooses the layers that see a window.
+      window_every: The default length of a group of layers whose last layer is global, for
+        `windows="by turns"`.
       activation_key: The key of the MLP's activation.
     """
 
@@ -64,7 +64,7 @@ COMMON: Mapping[str, Any] = {
     "tie_word_embeddings": False,
 }
 NO_BIAS: Mapping[str, Any] = {"attention_bias": False}
-# Every expert has room for all tokens that choose it, as in all of these.
+# In all of these families every expert has room for all tokens that choose it.
 EXPERTS: Mapping[str, Any] = {"capacity_factor": 0.0}
 GEMMA: Mapping[str, Any] = {
     "norm_offset": True,
@@ -203,8 +203,8 @@ FAMILIES: Mapping[str, Family] = {
         windows="last if asked",
     ),
 }
-# Keys that say nothing about what a trained model computes from tokens, or nothing that the other
-# keys do not say: how it was made and is trained, special tokens, and switches of transformers.
+# Keys that do not affect what a trained model computes from tokens, or that repeat other keys: the
+# history and the training of the model, special tokens, and switches of transformers.
 UNUSED_KEYS = frozenset(
     {
         "_attn_implementation",

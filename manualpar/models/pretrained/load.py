@@ -1,10 +1,10 @@
-"""Parameters from `.safetensors` files, straight into the shards of a program.
+"""Loads parameters from `.safetensors` files directly into the shards of a program.
 
-Each process reads the slices of its own devices and nothing else, see `slices`.
+Each process reads only the slices of its devices, see `slices`.
 
-Invariants: nothing is read before the config, and the names, shapes and dtypes of all tensors, have
-been compared with the program's. The optimizer's state is made from the parameters, sharded. An
-error in one process is one in all of them.
+Invariants: the config, and the names, shapes and dtypes of all tensors, are compared with the
+program before any tensor is read. The optimizer's state is computed from the sharded parameters. An
+error in one process raises an error in all processes.
 """
 
 import time
@@ -36,9 +36,9 @@ class Loaded(NamedTuple):
 
     Attributes:
       state: The state.
-      tensors: How many tensors the files have.
+      tensors: The number of tensors in the files.
       bytes_read: The bytes of tensors that this process has read.
-      seconds: How long it took to read them.
+      seconds: The seconds that this process spent on reading.
     """
 
     state: TrainState
@@ -64,26 +64,27 @@ def load_hf(
     ```
 
     Args:
-      program: A program of a `Transformer` that is what the `config.json` of the directory says,
-        under any strategy, on any mesh of devices; or of any model, with `names`.
-      directory: A directory as `save_pretrained` of transformers writes it, or as the hub has it;
-        of one in a bucket each machine makes a copy, see `manualpar.models.pretrained.directory`.
-      rng: The key, used as by `init`. By default `jax.random.key(0)`.
-      names: The tensor of each parameter, by its path: a name, or a `Rule` if its dims are others.
-        By default the rules of the family of models that `config.json` names.
-      missing: Whether a parameter that no tensor is known for is an `"error"`, or made as by
-        `init(rng)`: `"init"`.
+      program: A program of the `Transformer` that the directory's `config.json` describes, under
+        any strategy, on any mesh of devices. With `names` a program of any model.
+      directory: A directory as `save_pretrained` of transformers writes it, or as the hub has it.
+        Each machine copies a directory in a bucket, see `manualpar.models.pretrained.directory`.
+      rng: The key, used as in `init`. The default is `jax.random.key(0)`.
+      names: The tensor of each parameter, by the parameter's path: the tensor's name, or a `Rule`
+        if the tensor has other dims. The default is the rules of the model family that
+        `config.json` names.
+      missing: `"error"` refuses a parameter without a known tensor. `"init"` initializes it as
+        `init(rng)` does.
 
     Returns:
       The state, on the program's devices. The optimizer's state is made for these parameters.
 
     Raises:
-      ValueError: A file is missing, damaged or pickled; the config says another model than the
-        program's; tensors are missing, left over, or of another shape. Each is named, and nothing
-        has been read or compiled. Or the program is on an abstract mesh.
+      ValueError: A file is missing, damaged or pickled; the config describes another model than the
+        program's; tensors are missing, left over, or of another shape; or the program is on an
+        abstract mesh. The message names each of them. Nothing has been read or compiled.
 
     Communication:
-      None but a few bytes that say whether all processes are well.
+      Only a few bytes that report errors to the other processes.
     """
     key = 0 if rng is None else typed_key("load_hf", rng)
     return load(program, directory, key, names=names, missing=missing).state
@@ -97,9 +98,9 @@ def load(
     names: Mapping[str, Rule | str] | None = None,
     missing: Missing = "error",
 ) -> Loaded:
-    """Makes a state as `load_hf`, and counts the tensors, bytes and seconds.
+    """Makes a state as `load_hf` does, and counts the tensors, bytes and seconds.
 
-    `rng` is a typed key, or a seed, of which a key is made after the files have been checked.
+    `rng` is a typed key or a seed. A seed becomes a key after the files have been checked.
     """
     check_has_devices("load_hf", program.mesh)
     leaves = variable_leaves(program)

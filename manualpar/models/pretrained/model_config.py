@@ -1,8 +1,8 @@
-"""The `config.json` of a `Transformer`, for other people's programs.
+"""Writes the `config.json` of a `Transformer` for other programs.
 
-A model is written as the first family that says the same: what is written is read again and
-compared, field by field. So no field is lost, and a model that is like none is refused. The keys
-are those of transformers 4, which all versions read.
+A config is written for a family, read again, and compared with the model field by field. The first
+family without a difference is chosen, so that no field is lost. A model that fits no family is
+refused. The keys are the keys of transformers 4, because all versions read them.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from manualpar.models.pretrained.architecture import (
 from manualpar.models.pretrained.families import FAMILIES
 from manualpar.models.transformer_fields import size_of_head
 
-# The fields of a `Transformer` that belong to the model; the others say how it is computed.
+# The fields of a `Transformer` that a config describes; the others choose how it is computed.
 SAID = frozenset(
     {
         *(
@@ -56,11 +56,11 @@ def write_config(fields: Mapping[str, Any], *, family: str = "") -> dict[str, An
     """Makes the `config.json` of a model.
 
     Args:
-      fields: What `architecture_of` returns.
-      family: The family to write it as; `""` for the first that says the same.
+      fields: The result of `architecture_of`.
+      family: The family to write the config for; `""` for the first that has the same fields.
 
     Raises:
-      ValueError: No family says the same; the message names what each can't.
+      ValueError: No family has the same fields; the message names the differences for each family.
     """
     why = []
     for name in [family] if family else FAMILIES:

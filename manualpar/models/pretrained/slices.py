@@ -1,9 +1,9 @@
-"""Slices of tensors in files, as the shards that the devices of this process hold.
+"""Reads slices of tensors in files into the shards on the devices of this process.
 
-A slice that several devices have is read once. Parts of a variable that lie side by side are read
-together, because their rows are longer then. Numbers are turned and cast on the host, band by band
-of a tensor. So what a process holds besides its state is a few boxes of `BOX_BYTES`, or a few
-shards if those are larger: those that are being read, one in each thread.
+A slice that several devices store is read once. Adjacent parts of a variable are read together,
+because that makes the contiguous rows longer. The host transposes and casts a tensor band by band.
+So in addition to its state, a process holds one box in each thread that reads: `BOX_BYTES`, or one
+shard if that is larger.
 """
 
 import concurrent.futures
@@ -25,11 +25,11 @@ from manualpar.models.pretrained.tensor_names import TensorPiece
 
 THREADS = min(8, os.cpu_count() or 1)
 BOX_BYTES = 256 << 20
-# The most numbers of a tensor that are turned at a time, unless a row has more.
+# The most numbers of a tensor that are transposed at a time, unless a row has more.
 BAND = 1 << 20
 # Numbers along the dims that are contiguous in the source and in the destination.
 BLOCK = 1024, 16
-# For each dim where it begins and ends.
+# The pair (begin, end) for each dim.
 Bounds = tuple[tuple[int, int], ...]
 
 
@@ -40,7 +40,7 @@ class ShardReader:
         self._files, self.bytes_read, self._lock = files, 0, threading.Lock()
 
     def place(self, leaves: Sequence[Leaf], sources: Sources) -> dict[str, jax.Array]:
-        """Puts the variables on the devices of this process."""
+        """Reads the variables onto the devices of this process."""
         with concurrent.futures.ThreadPoolExecutor(THREADS) as threads:
             boxes = {}
             for leaf in leaves:
@@ -69,7 +69,7 @@ class ShardReader:
         devices_of: Mapping[Bounds, Sequence[jax.Device]],
         sources: Sources,
     ) -> list[jax.Array]:
-        """Reads a box of a variable, and puts the parts in it on the devices that have them."""
+        """Reads a box of a variable, and puts its parts on the devices that store them."""
         whole = np.zeros([stop - start for start, stop in box], leaf.dtype)
         for piece in sources.pieces[leaf.name]:
             stacked = len(piece.entry)
@@ -84,7 +84,7 @@ class ShardReader:
         )
 
     def _read(self, piece: TensorPiece, sizes: Sequence[int], box: Bounds, out: np.ndarray) -> None:
-        """Reads a box of a piece."""
+        """Reads a box of a piece into `out`."""
         # Entries beyond the tensor are padding.
         for part in slices_of(piece, sizes, common(box, [(0, size) for size in sizes])):
             value = self._files.read(piece.tensor, part.where)
@@ -94,7 +94,7 @@ class ShardReader:
 
 
 def finish(threads: concurrent.futures.Executor, jobs: Iterable[concurrent.futures.Future]) -> None:
-    """Waits for all jobs; after the first that fails, those that have not begun never do."""
+    """Waits for all jobs; after a failure it cancels the jobs that have not begun."""
     try:
         for job in concurrent.futures.as_completed(jobs):
             job.result()
@@ -106,9 +106,9 @@ def finish(threads: concurrent.futures.Executor, jobs: Iterable[concurrent.futur
 def copy_turned(out: np.ndarray, value: np.ndarray) -> None:
     """Copies numbers into an array with another memory layout, and casts them.
 
-    NumPy follows the memory of one of the two and leaps through the other's, once for each number.
-    Within a block both stay in the cache. Bits are copied as integers, because NumPy moves bfloat16
-    far slower.
+    NumPy reads along one array's memory and jumps in the other array for each number. So the copy
+    runs in blocks that fit into the cache. Bits are copied as integers, because NumPy copies
+    bfloat16 far slower.
     """
     out, value = out.squeeze(), value.squeeze()
     order = sorted(range(out.ndim), key=lambda dim: -out.strides[dim])
@@ -132,7 +132,7 @@ def join_bounds(parts: Iterable[Bounds], most: int) -> list[tuple[Bounds, list[B
     """Joins adjacent disjoint parts into boxes of limited size.
 
     Returns:
-      The boxes, each with the parts in it. A part that is larger is a box by itself.
+      The boxes, each with the parts in it. A part of more than `most` entries is its own box.
     """
     boxes: list[tuple[Bounds, list[Bounds]]] = []
     for part in sorted(parts):
@@ -159,7 +159,7 @@ def entry_within(entry: Sequence[int], box: Bounds) -> tuple[Any, ...] | None:
 
 
 def within(bounds: Bounds, box: Bounds) -> tuple[slice, ...]:
-    """Bounds counted from the corner of a box, as an index."""
+    """Returns bounds as an index into a box: they are counted from the box's corner."""
     return tuple(
         slice(start - corner, stop - corner)
         for (start, stop), (corner, _) in zip(bounds, box, strict=True)
@@ -173,7 +173,7 @@ def common(a: Sequence[tuple[int, int]], b: Sequence[tuple[int, int]]) -> Bounds
 
 
 def is_empty(box: Bounds) -> bool:
-    """Returns whether a dim ends where it begins, or before."""
+    """Returns whether a dim of the box ends where it begins, or before."""
     return any(start >= stop for start, stop in box)
 
 
@@ -192,8 +192,8 @@ class Slice(NamedTuple):
     Attributes:
       where: The slice.
       bounds: The box, in the order of the parameter's dims.
-      split: The sizes of these dims in the order in which the tensor has them.
-      order: Where the tensor has each dim of the parameter.
+      split: The box's sizes in the order of the tensor's dims.
+      order: The position of each of the parameter's dims in `split`.
     """
 
     where: tuple[slice, ...]
@@ -202,16 +202,16 @@ class Slice(NamedTuple):
     order: tuple[int, ...]
 
     def turned(self, value: np.ndarray) -> np.ndarray:
-        """Returns a view of the slice with the dims of the parameter."""
+        """Returns a view of `value`, the slice's numbers, with the dims of the parameter."""
         return value.reshape(self.split).transpose(self.order)
 
 
-# A range of a tensor's dim, and the ranges of the dims that are merged in it, by name.
+# (begin, end, ranges): a range of a tensor's dim, and the range of each dim merged in it, by name.
 _Read = tuple[int, int, dict[str, tuple[int, int]]]
 
 
 def slices_of(piece: TensorPiece, sizes: Sequence[int], box: Bounds) -> Iterator[Slice]:
-    """Computes the slices of a tensor that make up a box of a parameter; none if it is empty."""
+    """Computes the slices of a tensor that make up a box of a parameter; none for an empty box."""
     if is_empty(box):
         return
     outermost = next(itertools.chain(*piece.merged), None)

@@ -1,7 +1,7 @@
-"""Where a program's parameters come from: their tensors in the files of a directory.
+"""Finds the tensors of a program's parameters in the files of a directory.
 
-All is compared before anything is read: the model with `config.json`, and the names, shapes and
-dtypes of the tensors with the parameters.
+Before any tensor is read, the model is compared with `config.json`, and the names, shapes and
+dtypes of the tensors are compared with the parameters.
 """
 
 import warnings
@@ -30,12 +30,12 @@ from manualpar.models.pretrained.tensor_names import (
 
 
 class Sources(NamedTuple):
-    """Where the variables of a program come from.
+    """The tensors of a program's variables.
 
     Attributes:
       files: The files.
       pieces: The tensors of each variable, by the name of its leaf.
-      vocab_size: How many rows of dim `V` the tensors have; the program may have more.
+      vocab_size: The size of dim `V` in the tensors; the program may pad it.
     """
 
     files: TensorFiles
@@ -92,15 +92,15 @@ def transformer_of(program: Program) -> Transformer:
     """Returns the `Transformer` that a program trains.
 
     Raises:
-      ValueError: It trains another model.
+      ValueError: The program trains another model.
     """
-    model: Any = program.step.model.adapter.module
+    model: Any = program.model.adapter.module
     while model is not None and not isinstance(model, Transformer):
         model = getattr(model, "module", None)
     if model is None:
         raise ValueError(
-            "load_hf: the program's model is no manualpar.models.Transformer, so that the names of "
-            "its parameters are unknown; pass names=, the tensor of each parameter."
+            "load_hf: the program's model is no manualpar.models.Transformer, so that the tensors "
+            "of its parameters are unknown; pass names= with the tensor of each parameter."
         )
     return model
 
@@ -164,7 +164,7 @@ def _check_tensors(
             elif np.promote_types(_dtype(dtype), leaf.dtype) != leaf.dtype:
                 narrowed.append(f"{piece.tensor} from {dtype} to {leaf.dtype}")
     for name in sorted(files.shapes.keys() - known):
-        # transformers does not read it either: the embedding is the head.
+        # The embedding is the head, so transformers ignores this tensor too.
         is_copy = is_tied and name == "lm_head.weight"
         if not is_copy and not COMPUTED.search(name):
             shown = show_array(_Named(files.dtypes[name]), files.shapes[name])
@@ -175,14 +175,14 @@ def _check_tensors(
         )
     if narrowed:
         warnings.warn(
-            f"load_hf: cast to what the program stores (param_dtype): "
+            f"load_hf: cast to the dtypes that the program stores (param_dtype): "
             f"{'; '.join(list_some(narrowed))}.",
             stacklevel=5,
         )
 
 
 class _Named(NamedTuple):
-    """A dtype that numpy may not have, by its name."""
+    """The name of a dtype, which numpy may not have."""
 
     name: str
 

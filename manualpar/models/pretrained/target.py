@@ -1,12 +1,14 @@
-"""Where a model is exported to: a folder on a disk, or in a bucket, that is whole when it counts.
+"""The target of an export: a folder on a disk or in a bucket, which is complete or not a model.
 
-One process owns the folder while it is written, and another export to it is refused. On a disk all
-files are written into a draft, see `manualpar.system.storage.drafts`, that gets the folder's name
-at the end. In a bucket nothing can be renamed. There each file is written to a disk, put and
-deleted; `config.json` comes last, and without one a folder is no model. An object `.unfinished` is
-there from before the first file until after the last, so that the files of an export that was
-killed are told from somebody else's, and go with the next one. It holds the number of its export:
-one that was cut off for so long that another one took over finds a different number, or none.
+One process locks the folder during the export, and another export to it is refused. On a disk all
+files are written into a draft, which gets the folder's name at the end, see
+`manualpar.system.storage.drafts`.
+
+In a bucket nothing can be renamed. Each file is written to a local disk, uploaded, and deleted
+locally. `config.json` comes last, and a folder without it is no model. The object `.unfinished`
+exists while the files are uploaded. It marks the files of a killed export, which the next export
+deletes. It contains the number of its export. If an export loses its connection for long, another
+export may take over. The first export then finds another number, or no object.
 """
 
 import contextlib
@@ -40,26 +42,26 @@ class ExportTarget(Protocol):
 
     Attributes:
       path: The folder.
-      folder: Where all processes see the files while they are written; `None` in a bucket.
+      folder: The folder in which all processes write the files; `None` in a bucket.
     """
 
     path: AnyPath
     folder: Path | None
 
     def check_free(self) -> None:
-        """Raises a `ValueError` if there is something in the way."""
+        """Raises a `ValueError` if the folder contains other files, or is not a folder."""
 
     def owned(self) -> contextlib.AbstractContextManager[None]:
-        """Makes room, and keeps other exports out while the context lasts."""
+        """Locks the folder in a context, and deletes the files of an unfinished export."""
 
     def file(self, name: str) -> contextlib.AbstractContextManager[Path]:
         """Yields the path of a local file to write, and moves the file to its place afterwards."""
 
     def check_files(self) -> None:
-        """Raises a `BucketError` if a file of this process has been replaced since it was put."""
+        """Raises a `BucketError` if a file that this process uploaded has been replaced."""
 
     def finish(self) -> None:
-        """Makes the folder count, after all files."""
+        """Makes the folder valid, after all files have been written."""
 
 
 def open_target(path: AnyPath, number: str) -> ExportTarget:
@@ -82,7 +84,9 @@ class DiskTarget:
         """Implements `ExportTarget`."""
         target = self._target
         if target.is_symlink() or (target.exists() and not target.is_dir()):
-            raise ValueError(f"export_hf: {target} is no directory, expected none or an empty one.")
+            raise ValueError(
+                f"export_hf: {target} is no directory, expected a new path or an empty directory."
+            )
         if target.is_dir() and any(target.iterdir()):
             raise _not_empty(target)
 
@@ -114,7 +118,7 @@ class BucketTarget:
         self.path: AnyPath = path
         self.folder: Path | None = None
         self._target, self._number = path, number.encode()
-        self._check_lock: Callable[[], None] | None = None  # Process 0 has it.
+        self._check_lock: Callable[[], None] | None = None  # Only in process 0.
         self._versions: dict[str, Version] = {}
 
     def check_free(self) -> None:
@@ -173,13 +177,13 @@ class BucketTarget:
 
 def _not_empty(target: AnyPath) -> ValueError:
     return ValueError(
-        f"export_hf: {target} is not empty, expected a new directory: files of two models would be "
-        "in it. Name another one, or delete what is there."
+        f"export_hf: {target} is not empty, expected a new directory, because it would contain the "
+        "files of two models. Name another directory, or delete its files."
     )
 
 
 def _taken_over(target: BucketPath) -> BucketError:
     return BucketError(
-        f"export_hf: {target} was written by another export in the meantime, because this one "
-        "was cut off or its server locks nothing; this one has not succeeded, export again"
+        f"export_hf: another export has written {target} in the meantime, because this export lost "
+        "its connection or the server does not lock; this export has failed, export again"
     )

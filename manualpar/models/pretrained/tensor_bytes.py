@@ -1,8 +1,8 @@
-"""The bytes of a `.safetensors` file: where each tensor stands, and slices of it in place.
+"""The bytes of a `.safetensors` file: finds each tensor's place, and reads and writes slices.
 
-A file is the length of a header in eight bytes, the header in JSON, and the tensors, each row by
-row without gaps. So it is known where every slice stands before anything is written, and threads
-and processes read and write slices of one file at once.
+A file consists of the header's length in eight bytes, the header in JSON, and the tensors in row
+order without gaps. So the place of every slice is known in advance, and threads and processes can
+read and write slices of one file at the same time.
 """
 
 import functools
@@ -21,12 +21,13 @@ CODES = {name: code for code, name in DTYPES.items()}
 
 
 class BytesInFile(NamedTuple):
-    """Where a tensor stands in a file.
+    """The place of a tensor in a file.
 
     Attributes:
-      start: The number of its first byte.
-      shape: Its shape.
-      dtype: The name of its dtype; as files have it, such as `F8_E4M3`, if numpy has none.
+      start: The offset of the tensor's first byte.
+      shape: The tensor's shape.
+      dtype: The name of the tensor's dtype: numpy's name, or the file's name for a dtype that numpy
+        lacks, such as `F8_E4M3`.
     """
 
     start: int
@@ -35,7 +36,7 @@ class BytesInFile(NamedTuple):
 
 
 def read_header(file: IO[bytes]) -> dict[str, BytesInFile]:
-    """Reads the tensors, by name, of a file that safetensors has checked."""
+    """Reads the place of each tensor, by name, from a file that safetensors has checked."""
     length = int.from_bytes(file.read(8), "little")
     header: dict[str, Any] = json.loads(file.read(length))
     header.pop("__metadata__", None)
@@ -56,7 +57,7 @@ def make_header(
 
     Dtypes of more bytes come first, so that every tensor is aligned.
     """
-    # Without the format transformers does not load a file.
+    # transformers loads only files whose header names the format.
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     starts, end = {}, 0
     for name in sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name)):
@@ -75,7 +76,7 @@ def make_header(
 
 
 def create_tensor_file(path: Path, tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]]) -> None:
-    """Writes a file of tensors that are zero until they are written."""
+    """Creates a file in which all tensors are zero."""
     header, _ = make_header(tensors)
     sizes = [dtype.itemsize * math.prod(shape) for dtype, shape in tensors.values()]
     with path.open("xb") as file:
@@ -89,7 +90,7 @@ def read_slice(
     """Reads a slice of a tensor, with one slice for each dim.
 
     Raises:
-      OSError: The file cannot be read, or ends before.
+      OSError: The file cannot be read, or ends before the slice does.
     """
     bounds = bounds_of(index, place.shape)
     value = np.empty([stop - start for start, stop in bounds], dtype)
@@ -111,7 +112,7 @@ def write_slice(file: int, place: BytesInFile, index: Sequence[slice], value: np
 
 
 def bounds_of(index: Sequence[slice], shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Returns where each dim of a slice begins and ends."""
+    """Returns the begin and the end of each dim of a slice."""
     return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
 
 
@@ -124,7 +125,7 @@ def _runs(
     shape = place.shape
     strides = [value.itemsize * math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     starts = [low * stride for (low, _), stride in zip(bounds, strides, strict=True)]
-    # A run goes along the last dim that is not whole, and all dims within it.
+    # A run covers a range of the last dim that is not read completely, and all dims after it.
     run = max((dim for dim, size in enumerate(shape) if bounds[dim] != (0, size)), default=0)
     steps = [
         np.arange(high - low) * stride for (low, high), stride in zip(bounds, strides, strict=True)

@@ -1,11 +1,11 @@
-"""The `.safetensors` files of a directory: which tensor is in which, and parts of them.
+"""The `.safetensors` files of a directory: the file of each tensor, and slices of tensors.
 
-The files may be anybody's. An index names nothing outside of its directory, sizes are bounded, the
-header of every file is checked against its length, and nothing is unpickled. Only what a caller
-asks for is read: the header of every file, and slices of tensors.
+The files may come from a stranger. So an index may name only files in its directory, sizes are
+bounded, the header of every file is compared with the file's length, and nothing is unpickled. Only
+the headers and the requested slices of tensors are read.
 
-Files are read by `preadv` and not mapped into memory, so that read bytes do not count as memory
-of the process, and a file that gets shorter is an error and does not end the process.
+Files are read by `preadv` and not mapped into memory, so that the bytes do not count as memory of
+the process. A file that becomes shorter is then an error and does not kill the process.
 """
 
 import re
@@ -32,17 +32,17 @@ class TensorFiles:
     """The tensors in the files of a directory.
 
     Attributes:
-      shapes: The shape of each, by name.
-      dtypes: The name of the dtype of each; as files have it, such as `F8_E4M3`, if numpy has none.
-      files: The name of the file that each is in.
+      shapes: The shape of each tensor, by its name.
+      dtypes: The name of each tensor's dtype, see `BytesInFile`.
+      files: The name of each tensor's file.
     """
 
     def __init__(self, directory: Path) -> None:
         """Opens all files and reads their headers.
 
         Raises:
-          ValueError: There are none, or one is damaged, pickled or missing, or the index names
-            other tensors than the files have.
+          ValueError: There are no files; a file is damaged, pickled or missing; or the index names
+            other tensors than the files.
         """
         require("load_hf", "safetensors")
         import safetensors
@@ -59,7 +59,7 @@ class TensorFiles:
                 file, length = open_tensors(path, most=left)
                 weakref.finalize(self, file.close)
                 left -= length
-                # It checks the header, and its sizes against the length of the file.
+                # `safe_open` checks the header, and compares its sizes with the file's length.
                 with safetensors.safe_open(path, framework="np", backend="pread"):
                     places = read_header(file)
             except FileNotFoundError:
@@ -68,14 +68,14 @@ class TensorFiles:
                 raise ValueError(f"{path} {error}.") from None
             except safetensors.SafetensorError as error:
                 raise ValueError(
-                    f"{path} is damaged or cut off ({printable(error)}); fetch it again, expected "
-                    "a whole .safetensors file."
+                    f"{path} is damaged or cut off ({printable(error)}), expected a complete "
+                    ".safetensors file; fetch it again."
                 ) from None
             for key, place in places.items():
                 if key in self.files:
                     raise ValueError(
                         f"{directory}: {printable(key)} is in {self.files[key]} and in {name}, "
-                        "expected it in one file."
+                        "expected it in only one of them."
                     )
                 self._places[key] = file, place
                 self.files[key] = name
@@ -112,7 +112,7 @@ def _read_index(directory: Path) -> Mapping[str, str]:
     if (directory / ONE_FILE).exists():
         warnings.warn(
             f"load_hf: {directory} has both {ONE_FILE} and {INDEX_FILE}: only {ONE_FILE} is read, "
-            "as by transformers. Delete the one that is not the model.",
+            "as in transformers. Delete the file that does not belong to the model.",
             stacklevel=2,
         )
         return {}
@@ -123,7 +123,7 @@ def _read_index(directory: Path) -> Mapping[str, str]:
     if not isinstance(files, dict) or not files:
         raise ValueError(f"{path} has no weight_map, expected one that names the file of a tensor.")
     for tensor, name in files.items():
-        # Otherwise it could name any file of this machine.
+        # Otherwise an index could name any file of this machine.
         if not isinstance(name, str) or not FILE_NAME.fullmatch(name):
             raise ValueError(
                 f"{path}: weight_map has {tensor!r} in {name!r}, expected the name of a "
@@ -136,15 +136,15 @@ def _no_files(directory: Path, name: str) -> ValueError:
     """Makes the error for a missing file, which lists the files that are there."""
     if name != ONE_FILE or (directory / INDEX_FILE).exists():
         return ValueError(
-            f"{directory / name} is missing, and {INDEX_FILE} names it; fetch it, expected all "
-            "files of the model."
+            f"{directory / name} is missing, but {INDEX_FILE} names it; expected all files of the "
+            "model. Fetch it."
         )
     pickled = sorted(path.name for pattern in PICKLED for path in directory.glob(pattern))
     if pickled:
         return ValueError(
             f"{directory} has pickled weights ({', '.join(list_some(pickled))}) and no "
-            ".safetensors files: unpickling runs whatever code a file holds, so nothing is "
-            "unpickled. Fetch the model's .safetensors files, or convert them where you trust them."
+            ".safetensors files. They are not unpickled, because that would run any code in a "
+            "file. Fetch the model's .safetensors files, or convert the weights if you trust them."
         )
     return ValueError(
         f"{directory} has neither {ONE_FILE} nor {INDEX_FILE}; expected the weights of a model."
@@ -154,15 +154,15 @@ def _no_files(directory: Path, name: str) -> ValueError:
 def _check_index(directory: Path, index: Mapping[str, str], files: Mapping[str, str]) -> None:
     """Compares an index with the tensors in the files."""
     lines = [
-        f"{tensor} is in {files.get(tensor, 'no file')}, the index says {name}"
+        f"{tensor} is in {files.get(tensor, 'no file')}, but the index says {name}"
         for tensor, name in index.items()
         if files.get(tensor) != name
     ]
     lines += [
-        f"{tensor} is in {files[tensor]}, not in the index" for tensor in files.keys() - index
+        f"{tensor} is in {files[tensor]}, but not in the index" for tensor in files.keys() - index
     ]
     if lines:
         raise ValueError(
             f"{directory / INDEX_FILE} is not the index of these files: "
-            f"{'; '.join(list_some(lines))}. Fetch all of them again, of one revision."
+            f"{'; '.join(list_some(lines))}. Fetch all files again, from one revision."
         )

@@ -1,9 +1,9 @@
-"""Which tensors of a model's files are which parts of which parameter, as data.
+"""Tables of the tensors in a model's files from which each parameter is made.
 
-A `Rule` names a parameter, the tensor that holds it, and how their dims go together, in the
-notation of einops: `D N H -> (N H) D`. A parameter may consist of several tensors, stacked along
-its leading dims: the layers of a scan, and experts. So a parameter is a list of `TensorPiece`s,
-each a tensor with the place that it takes. Nothing here opens a file or knows a device.
+A `Rule` gives a parameter's tensor, and how the dims of both correspond, in the notation of einops:
+`D N H -> (N H) D`. A parameter may consist of several tensors, stacked along its leading dims: the
+layers of a scan, and experts. So each parameter has a list of `TensorPiece`s: a tensor and its
+place in the parameter. This module opens no file and needs no device.
 
 Symbols: `V` tokens of the vocabulary, `D` hidden features, `N` query heads, `K` key and value
 heads, `H` features of a head, `F` features inside an MLP, `E` experts.
@@ -19,13 +19,13 @@ MergedDims = tuple[tuple[str, ...], ...]
 
 
 class Rule(NamedTuple):
-    """How a parameter is called in the files.
+    """The tensor of a parameter in the files.
 
     Attributes:
-      tensor: The name of the tensor; `{E}` in it stands for a number along dim `E` of the
-        parameter, along which as many tensors are stacked.
-      dims: The dims of the parameter and those of the tensor, such as `D N H -> (N H) D`, without
-        those that are stacked; `""` if they are the same.
+      tensor: The name of the tensor. `{E}` in the name stands for an index along dim `E` of the
+        parameter, which stacks one tensor for each index.
+      dims: The dims of the parameter, an arrow, and the dims of the tensor, such as
+        `D N H -> (N H) D`, without stacked dims; `""` if both are the same.
     """
 
     tensor: str
@@ -36,8 +36,8 @@ class TensorPiece(NamedTuple):
     """A tensor that is a part of a parameter.
 
     Attributes:
-      tensor: Its name.
-      entry: The numbers along the leading dims of the parameter at which it stands.
+      tensor: The tensor's name.
+      entry: The tensor's index along the leading dims of the parameter.
       dims: The names of the parameter's other dims.
       merged: For each dim of the tensor, the dims among `dims` that are merged in it.
     """
@@ -84,7 +84,7 @@ LAYER: Mapping[str, Rule] = {
     "experts/gate": Rule("mlp.experts.{E}.gate_proj.weight", "D F -> F D"),
     "experts/up": Rule("mlp.experts.{E}.up_proj.weight", "D F -> F D"),
     "experts/down": Rule("mlp.experts.{E}.down_proj.weight", "F D -> D F"),
-    "experts/bias": Rule("mlp.gate.e_score_correction_bias"),  # A variable of its own collection.
+    "experts/bias": Rule("mlp.gate.e_score_correction_bias"),  # In its own collection.
     "experts/shared_gate": Rule("mlp.shared_experts.gate_proj.weight", "D F -> F D"),
     "experts/shared_up": Rule("mlp.shared_experts.up_proj.weight", "D F -> F D"),
     "experts/shared_down": Rule("mlp.shared_experts.down_proj.weight", "F D -> D F"),
@@ -106,14 +106,14 @@ QWEN2_MOE: Mapping[str, Rule] = {
     "experts/shared_down": Rule("mlp.shared_expert.down_proj.weight", "F D -> D F"),
     "experts/shared_router": Rule("mlp.shared_expert_gate.weight", "D E -> E D"),
 }
-# Names that differ in a family, by its `model_type`.
+# Rules that differ in a family, by the `model_type` of the family.
 OWN: Mapping[str, Mapping[str, Rule]] = {
     "gemma2": GEMMA,
     "gemma3_text": GEMMA,
     "mixtral": MIXTRAL,
     "qwen2_moe": QWEN2_MOE,
 }
-# Tables in old files that are no parameters, because the config determines them.
+# Old files store these tables, which are no parameters because the config determines them.
 COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$")
 _LAYER = re.compile(r"(layer_(?P<own>\d+)|layers/layer_(?P<of_group>\d+)|layers)/")
 _STACKED = re.compile(r"\{\w+\}")
@@ -124,9 +124,9 @@ def pieces_of_transformer(
 ) -> dict[str, list[TensorPiece]]:
     """Returns the tensors that the parameters of a `Transformer` consist of.
 
-    Layers that stand by themselves, `layer_{i}`, have the numbers in their names. Those of a scan
-    have the numbers that are left, in order, each group of `layers/layer_{j}` one of each `j`: see
-    `manualpar.models.layer_stack.layer_place`.
+    A layer that is written out, `layer_{i}`, has the number in its name. The scanned layers have
+    the other numbers, in order. If the scan runs over groups, each group has one layer for each
+    `layers/layer_{j}`, see `manualpar.models.layer_stack.layer_place`.
 
     Args:
       family: The `model_type`.
@@ -176,7 +176,7 @@ def pieces_of(rule: Rule, shape: Sequence[int]) -> list[TensorPiece]:
     """Returns the tensors that a rule assigns to a parameter of this shape.
 
     Raises:
-      ValueError: The rule's dims are not those of the parameter, or are not as they should be.
+      ValueError: The rule's dims are malformed, or differ from the parameter's dims.
     """
     stacked = len(_STACKED.findall(rule.tensor))
     names = tuple(f"d{dim}" for dim in range(len(shape) - stacked))

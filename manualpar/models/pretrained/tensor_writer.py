@@ -1,9 +1,9 @@
-"""Tensors written out of shards: every process writes the slices that its own devices hold.
+"""Writes tensors from shards: every process writes the slices that its devices store.
 
-The header of a file says where each tensor stands, so that no process waits for another or sends
-it anything. Of a shard that several devices hold, the first writes its slice. So a process holds,
-in each thread, a band of a tensor besides its state, and of an accelerator's memory at most
-`BOX_BYTES` of a tensor, or what one device has of it.
+The header of a file gives the place of each tensor, so that processes write without waiting for
+each other. If several devices store a shard, only the first writes it. In addition to its state, a
+process holds one band of a tensor in each thread. On an accelerator it needs memory for
+`BOX_BYTES`, or for one shard if that is larger.
 """
 
 import concurrent.futures
@@ -37,7 +37,7 @@ from manualpar.models.pretrained.tensor_bytes import (
 from manualpar.models.pretrained.tensor_names import TensorPiece
 from manualpar.system.storage import sync
 
-# Devices whose memory is the host's.
+# The platform whose devices use the host's memory.
 ON_HOST = "cpu"
 
 
@@ -45,12 +45,12 @@ class Tensor(NamedTuple):
     """A tensor to write.
 
     Attributes:
-      name: Its name.
-      shape: Its shape.
-      sizes: The sizes of the parameter's dims that are in it, in their order.
-      dtype: The dtype that it is written in.
-      leaf: The name of the variable that it is a part of.
-      piece: Which part of it, and how the dims go together.
+      name: The tensor's name.
+      shape: The tensor's shape.
+      sizes: The sizes of those dims of the variable that the tensor contains, in their order.
+      dtype: The dtype in which the tensor is written.
+      leaf: The name of the variable that contains the tensor.
+      piece: The tensor's place in the variable, and how the dims of both correspond.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Tensor(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The bytes that it takes in a file."""
+        """The tensor's bytes in a file."""
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
 
@@ -71,17 +71,17 @@ Files = Mapping[str, Sequence[Tensor]]
 
 
 def create_files(folder: Path, files: Files) -> None:
-    """Writes the header of every file; one process does it for all."""
+    """Writes the header of every file; only one process calls it."""
     for name, tensors in files.items():
         create_tensor_file(folder / name, _kinds(tensors))
 
 
 def write_tensors(folder: Path, files: Files, arrays: Mapping[str, jax.Array]) -> None:
-    """Writes what the devices of this process hold, and waits until it is on the disk.
+    """Writes the shards of this process's devices, and waits until they are on the disk.
 
     Args:
-      folder: Where the files are, with their headers.
-      files: The tensors of each.
+      folder: The folder of the files, which already have their headers.
+      files: The tensors of each file.
       arrays: The variables, by name.
 
     Raises:
@@ -103,7 +103,7 @@ def _kinds(tensors: Sequence[Tensor]) -> dict[str, tuple[np.dtype, tuple[int, ..
 
 
 def _write(path: Path, place: BytesInFile, tensor: Tensor, x: jax.Array) -> None:
-    """Writes the slices of a tensor that this process has the first copy of."""
+    """Writes those slices of a tensor whose first copy this process stores."""
     shards = _own_shards(tensor, x)
     for box, inside in join_bounds(shards, BOX_BYTES // tensor.dtype.itemsize):
         parts = {bounds: _to_host(*shards[bounds]) for bounds in inside}
@@ -121,7 +121,7 @@ def _write(path: Path, place: BytesInFile, tensor: Tensor, x: jax.Array) -> None
 def _own_shards(tensor: Tensor, x: jax.Array) -> dict[Bounds, tuple[jax.Array, tuple[Any, ...]]]:
     """Returns the shards that this process writes, each with the index of the tensor's entry.
 
-    Their bounds are the tensor's bounds in it, without padding.
+    The shards are keyed by their bounds in the tensor, without padding.
     """
     entry = tensor.piece.entry
     own = {}
@@ -136,6 +136,6 @@ def _own_shards(tensor: Tensor, x: jax.Array) -> dict[Bounds, tuple[jax.Array, t
 
 def _to_host(x: jax.Array, index: tuple[Any, ...]) -> np.ndarray:
     if next(iter(x.devices())).platform == ON_HOST:
-        return np.asarray(x)[index]  # A view of its memory.
-    # Of a copy, because an array keeps what was brought to the host.
+        return np.asarray(x)[index]  # A view of the shard's memory.
+    # Copies first, because an array caches its values on the host.
     return np.asarray(x[index].copy())

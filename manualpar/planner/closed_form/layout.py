@@ -188,9 +188,9 @@ def check_closed_form(model: Transformer) -> None:
     for field in ("shared_experts_size", "dense_layers"):
         if value := getattr(model, field):
             raise ValueError(
-                f"plan: config.model.{field} is {value}, expected 0 in an estimate in closed form, "
-                "which covers one kind of layer and experts that are chosen; use --sweep, "
-                "which traces the step."
+                f"plan: config.model.{field} is {value}, expected 0 for the closed form, because "
+                "it covers only equal layers and no shared experts; use --sweep, which traces the "
+                "step."
             )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import rich.console
 
-from manualpar.core.parameters.collectives import CommPolicy
+from manualpar.core.parameters.comm_policy import CommPolicy, Format
 from manualpar.core.parameters.quantized_collectives import BlockQuantizer
 from manualpar.inspect.step_ledger import describe_codes
 from manualpar.planner.closed_form.layout_estimate import LayoutEstimate
@@ -42,10 +42,11 @@ def print_layouts(console: rich.console.Console, plans: Sequence[LayoutEstimate]
     title = f"{len(plans):,} layouts on {len(fastest):,} meshes fit; the fastest, by a closed form"
     print_table(console, headers, rows, title=title, words=2, most=SHOWN)
     layout = fastest[0].layout
-    gathers, sums = (
-        BlockQuantizer(code) if code else None for code in (layout.gather_code, layout.reduce_code)
+    gather, reduce = (
+        Format(quantizer=BlockQuantizer(code) if code else None)
+        for code in (layout.gather_code, layout.reduce_code)
     )
-    codes = describe_codes(CommPolicy(gather_code=gathers, reduce_code=sums))
+    codes = describe_codes(CommPolicy(gather, reduce))
     print_wrapped(
         console,
         "- Parameters and Adam's averages are float32; products, gathers and activations are "

@@ -5,7 +5,7 @@ parameters or gradients to other replicas. After `every` steps the replicas exch
 differences from the parameters with which they began. An *outer* optimizer takes the mean
 difference as a gradient, and all replicas continue from its new parameters (Douillard et al.,
 https://arxiv.org/abs/2311.08105). Use DiLoCo for slow links between groups of devices. Its losses
-differ from the losses of data parallelism, because it optimizes in another way.
+differ from the losses of data parallelism, because DiLoCo is a different optimizer.
 """
 
 from collections.abc import Callable
@@ -22,12 +22,12 @@ from manualpar.core.model.interface import Model
 from manualpar.core.model.loss_function import LossFn
 from manualpar.core.model.options import CODES, ProgramOptions, check_choice
 from manualpar.core.parameters.block_quantization import Quantization
-from manualpar.core.parameters.collectives import CommPolicy
+from manualpar.core.parameters.comm_policy import CommPolicy, Format
 from manualpar.core.parameters.quantized_collectives import BlockQuantizer
 from manualpar.core.program.program import Program
 from manualpar.core.tracing.jaxprs import all_equations
 from manualpar.core.tracing.scopes import METRICS_SCOPE, purpose_of
-from manualpar.strategies.diloco.program import DiLoCoProgram, build_diloco
+from manualpar.strategies.diloco.program import build_diloco
 from manualpar.strategies.fsdp import fsdp
 
 
@@ -44,7 +44,7 @@ def diloco(
     outer_overlap: bool = False,
     replica_axis: AxisName = "replica",
     **options: Unpack[ProgramOptions],
-) -> DiLoCoProgram:
+) -> Program:
     """Builds training whose replicas take `every` inner steps between two outer steps.
 
     ```python
@@ -54,30 +54,31 @@ def diloco(
         state, metrics = program.train_step(state, batch)
     ```
 
-    `train_step` takes the outer step too when it is due: each time the state has counted `every`
-    more steps. `state.params` are the parameters that the replicas last agreed on. `eval_step`,
-    checkpoints and exports use these parameters.
+    `train_step` also takes the outer step, each time that the state has counted `every` more steps.
+    `state.params` are the parameters that the replicas last agreed on. `eval_step`, checkpoints and
+    exports use these parameters.
 
     Args:
       model: The model, as in every builder.
       tx: The optimizer of each replica.
       loss_fn: The loss.
       every: The number of inner steps between two outer steps.
-      outer_tx: The optimizer of the outer step. It updates the common parameters. Its gradient is
-        the mean over replicas of `common - replica`, the difference of the common and the replica's
+      outer_tx: The optimizer of the outer step. It updates the common parameters. As gradient it
+        gets the mean over replicas of `common - replica`: the common parameters minus the replica's
         parameters. Each replica is weighted by the number of examples that it has seen since the
         last outer step. `optax.sgd(1)` takes the mean of the replicas' parameters. The outer
         optimizer gets no loss.
       inner: The builder of each replica's program: `fsdp`, `data_parallel`, `zero`, or
         `functools.partial(hsdp, replica_axis="group")` with another axis than `replica_axis`.
       outer_code: `"int8"` or `"int4"` quantizes the differences to 8 or 4 bits if that saves bytes.
-        By default they are sent in `reduce_dtype`, or in the parameters' dtype without that option.
+        By default differences are sent in `reduce_dtype`, or without that option in the parameters'
+        dtype.
       outer_fragments: The number of fragments, of about equal bytes, into which the parameters are
         divided. Fragments are exchanged at different steps, so fewer bytes are sent at a time. With
         several fragments the replicas never agree on all parameters at once.
       outer_overlap: Whether an exchange runs at the same time as an inner step. It exchanges the
-        parameters from before the step. A replica's change in that step stays per-replica until
-        the next exchange.
+        parameters from before the step. The change that a replica makes in this step is exchanged
+        the next time.
       replica_axis: The mesh axis, or tuple of axes, of the replicas. The batch is split over
         `replica_axis` and `axis_name`.
       **options: `mesh`, `batch` and others, see `ProgramOptions`, and the options of `inner`. The
@@ -89,8 +90,8 @@ def diloco(
       in a conditional. `train_step.lower` and `trace` show the inner step.
 
     Raises:
-      ValueError: An option does not fit, as in every builder. Or the model or the loss sends values
-        over all axes that split the examples: the replicas' axes are among them.
+      ValueError: An option does not fit, as in every builder; or the model or the loss sends values
+        over all axes that split the examples, and so also between replicas.
       TypeError: An option is of the wrong kind.
 
     Communication:
@@ -106,8 +107,8 @@ def diloco(
     is_number = isinstance(outer_fragments, int) and not isinstance(outer_fragments, bool)
     if not is_number or not 1 <= outer_fragments <= every:
         raise ValueError(
-            f"diloco: outer_fragments={outer_fragments!r}, expected a number from 1 to every="
-            f"{every}, because each fragment is exchanged at a step of its own."
+            f"diloco: outer_fragments={outer_fragments!r}, expected a number from 1 to "
+            f"every={every}, because each fragment is exchanged at a different step."
         )
     check_choice("diloco", "outer_overlap", outer_overlap, (True, False))
     mesh, batch, axes = _check(outer_tx, outer_code, replica_axis, options)
@@ -127,9 +128,10 @@ def diloco(
         if split := sorted(info.absent_axes & {*axes}):
             raise ValueError(
                 f"diloco: model: parameter {info.path!r} of shape {info.shape} is split over "
-                f"{split}, the replicas' own axis, expected another axis of the mesh "
-                f"{dict(mesh.shape)}: each replica has a whole model. Name one of {list(sizes)} in "
-                "the model, or build the mesh with one more axis inside each replica."
+                f"{split}, an axis of the replicas; expected another axis of the mesh "
+                f"{dict(mesh.shape)}, because each replica has a complete model. Name one of "
+                f"{list(sizes)} in the model, or build the mesh with one more axis inside each "
+                "replica."
             )
     program = build_diloco(
         inner_program,
@@ -138,9 +140,11 @@ def diloco(
         replica_axes=axes,
         every=every,
         outer_tx=outer_tx,
-        outer_wire=CommPolicy(
-            reduce_dtype=inner_program.wire.reduce_dtype,
-            reduce_code=BlockQuantizer(outer_code) if outer_code else None,
+        outer_comm=CommPolicy(
+            reduce=Format(
+                inner_program.comm.reduce.dtype,
+                BlockQuantizer(outer_code) if outer_code else None,
+            )
         ),
         num_fragments=outer_fragments,
         overlap=outer_overlap,
@@ -162,13 +166,13 @@ def _check(
     check_choice("diloco", "outer_code", outer_code, CODES["reduce_code"])
     if options.get("mode", "manual") != "manual":
         raise ValueError(
-            f"diloco: mode={options['mode']!r}, expected 'manual': where XLA writes the "
-            "collectives, replicas do not train separately."
+            f"diloco: mode={options['mode']!r}, expected 'manual', because replicas do not train "
+            "separately if XLA writes the collectives."
         )
     if options.get("error_feedback"):
         raise ValueError(
-            "diloco: error_feedback=True, expected False: replicas go on from common parameters, "
-            "and residuals of their own would be lost there."
+            "diloco: error_feedback=True, expected False: in an outer step all replicas take the "
+            "common parameters, and the residuals of each replica would be lost."
         )
     for name in ("mesh", "batch"):
         if name not in options:
@@ -195,35 +199,37 @@ def _check(
     return mesh, batch, axes
 
 
-def _check_steps(program: DiLoCoProgram) -> None:
-    """Refuses outer steps that fail, and inner steps that send replicas more than metrics."""
+def _check_steps(program: Program) -> None:
+    """Refuses outer steps that fail, and inner steps whose replicas exchange more than metrics."""
+    assert program.outer is not None
     try:
-        for outer_step in program.outer_steps:
+        for outer_step in program.outer.steps:
             outer_step.trace(program.abstract_state)
     except TypeError as error:
         raise TypeError(
-            f"diloco: outer_tx does not take an outer step ({error}), expected an optimizer of "
-            "gradients and parameters: between replicas there is no loss."
+            f"diloco: outer_tx does not take an outer step ({error}), expected an optimizer that "
+            "needs only gradients and parameters, because an outer step has no loss."
         ) from error
     try:
         traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
     except AssertionError as error:  # JAX cannot make typed zeros from `eval_shape`'s results.
         raise ValueError(
             "diloco: tx cannot be traced where values differ between replicas (JAX fails an "
-            f"assertion, {error}), expected an optimizer that asks for no abstract values there, "
-            "as optax.MultiSteps does. Use num_minibatches= to accumulate gradients."
+            f"assertion, {error}), expected an optimizer that can be traced there; "
+            "optax.MultiSteps cannot. Use num_minibatches= to accumulate gradients."
         ) from error
     for eqn in all_equations(traced.jaxpr.jaxpr):
         named = (eqn.params.get("axis_name"), *(eqn.params.get("axes") or ()))
         scope = str(eqn.source_info.name_stack)
         is_silent = eqn.primitive.name in ("axis_index", "pvary", "shard_map")
-        crosses = {*program.replica_axes} & {
+        crosses = {*program.outer.replica_axes} & {
             x for x in jax.tree.leaves(named) if isinstance(x, str)
         }
         if crosses and not is_silent and purpose_of(scope) != METRICS_SCOPE:
             raise ValueError(
                 f"diloco: the model or the loss runs a {eqn.primitive.name} over all axes that its "
-                f"values vary over ({scope or 'no scope'}), among them {sorted(crosses)}, expected "
-                "none of the replicas' axes in a step, which each replica takes by itself. "
-                "(Experts' balance and losses that couple all examples do that.) Use hsdp."
+                f"values vary over ({scope or 'no scope'}), among them {sorted(crosses)}; expected "
+                "no collective over the replicas' axes, because each replica takes its steps by "
+                "itself. (The balance of experts and losses that couple all examples have such "
+                "collectives.) Use hsdp."
             )

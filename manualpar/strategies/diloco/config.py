@@ -9,8 +9,8 @@ from manualpar.core.model.interface import Model
 from manualpar.core.model.loss_function import LossFn
 from manualpar.core.model.options import CODES, ProgramOptions
 from manualpar.core.parameters.block_quantization import Quantization
+from manualpar.core.program.program import Program
 from manualpar.strategies.diloco.builder import diloco
-from manualpar.strategies.diloco.program import DiLoCoProgram
 from manualpar.strategies.fields import Field
 from manualpar.strategies.registry import strategy_kinds
 
@@ -35,7 +35,7 @@ def diloco_of_config(
     outer_momentum: float,
     outer_code: Quantization | Literal[""],
     **options: Any,
-) -> DiLoCoProgram:
+) -> Program:
     """Builds a `diloco` program from the fields of a config.
 
     Args:

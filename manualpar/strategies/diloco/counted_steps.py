@@ -1,8 +1,8 @@
 """Decides by a state's step number whether an outer step follows the inner step.
 
 A state counts its steps, so a restored or adopted state continues at its step. Reading the counter
-waits for the device. So the host counts too: it knows the step number of the state that the latest
-call returned. It reads the counter only from other states.
+waits for the device. So the host counts too, and knows the step number of the state that the latest
+call returned. The host reads the counter only from other states.
 """
 
 import functools
@@ -15,16 +15,15 @@ import jax.numpy as jnp
 
 from manualpar.core.model.loss_function import Metrics
 from manualpar.core.program.guarded_step import check_alive, is_deleted
+from manualpar.core.program.outer_steps import StepFunction
 from manualpar.core.state.train_state import TrainState
-
-StepFunction = Callable[[TrainState, Any], tuple[TrainState, Metrics]]
 
 
 class OuterStep:
-    """A jitted outer step that refuses donated states and states of another program.
+    """Runs a jitted outer step, and refuses donated states and states of another program.
 
     Directly after an outer step nothing is left to exchange, so a second call returns the state
-    unchanged. `train_step` takes the outer step when it is due, and a loop may call it in addition.
+    unchanged. `train_step` takes each outer step that is due. A loop may take more outer steps.
 
     Attributes:
       jitted: The jitted outer step without checks.
@@ -54,7 +53,7 @@ class OuterStep:
 
 
 class CountedStep:
-    """A train step that takes the outer step too when it is due.
+    """A train step that also takes each outer step that is due.
 
     Attributes:
       inner_step: The step that each replica takes separately. Attributes such as `lower` and
@@ -69,7 +68,7 @@ class CountedStep:
         due_at: Callable[[int], int | None],
         every: int,
     ) -> None:
-        """Combines the steps of a `DiLoCoProgram`.
+        """Combines the steps of DiLoCo.
 
         `due_at(number)` returns the fragment that step `number` exchanges, or `None`.
         """

@@ -17,13 +17,15 @@ import jax
 import jax.numpy as jnp
 
 from manualpar.core.modes.variable_reduction import KNOWN, CollectionSync, sync_collections
-from manualpar.core.parameters.collectives import CommPolicy, cast_to_varying
-from manualpar.core.parameters.placement import is_inside, path_name
+from manualpar.core.parameters.collectives import cast_to_varying
+from manualpar.core.parameters.comm_policy import CommPolicy
+from manualpar.core.parameters.shard_rules import is_inside
 from manualpar.core.tracing.scopes import COUNT_SCOPE, OUTER_SCOPE
+from manualpar.core.trees import path_name
 
 
 def mean_difference(
-    common: Any, replica: Any, examples: jax.Array, axes: tuple[str, ...], wire: CommPolicy
+    common: Any, replica: Any, examples: jax.Array, axes: tuple[str, ...], comm: CommPolicy
 ) -> Any:
     """Returns the mean over replicas of `common - replica`.
 
@@ -33,7 +35,7 @@ def mean_difference(
       examples: `float32[]`, the number of examples that this replica has seen since it began with
         `common`.
       axes: The mesh axes of the replicas.
-      wire: The dtype and the quantizer to send with.
+      comm: The dtype and the quantizer to send with.
 
     Returns:
       The tree of means, weighted by the numbers of examples; unweighted means if no replica has
@@ -50,12 +52,12 @@ def mean_difference(
     weight = jnp.where(mean > 0, examples / jnp.where(mean > 0, mean, 1), jnp.ones_like(mean))
 
     def mean_of(path: Any, before: jax.Array, now: jax.Array) -> jax.Array:
-        dtype = wire.reduce_dtype or now.dtype
+        dtype = comm.reduce.dtype or now.dtype
         # If the sum is in 16 bits, weight each term before it is rounded.
         exact = jnp.promote_types(now.dtype, jnp.float32)
         difference = (before.astype(exact) - now.astype(exact)) * weight
         with jax.named_scope(f"{path_name(path)}/{OUTER_SCOPE}"):
-            quantizer = wire.reduce_quantizer(now.size / size, jnp.dtype(dtype), axes)
+            quantizer = comm.reduce_quantizer(now.size / size, jnp.dtype(dtype), axes)
             if quantizer and size > 1:
                 mean_delta, _ = quantizer.mean(difference, axes)
             else:
@@ -71,8 +73,8 @@ def mean_collections(
     """Reduces the replicas' collections over the replicas with `sync_collections`.
 
     A variable without a rule is equal on all devices of a replica after a step. Replicas' values
-    differ at most by random numbers: floating-point values are averaged, and of integers the
-    maximum is taken.
+    differ at most by random numbers: floating-point values are averaged, and integers get the
+    maximum of the replicas.
 
     Communication:
       One all-reduce over `axes` for each leaf.

@@ -1,11 +1,11 @@
 """Makes and shards DiLoCo's state.
 
 `state.params` are the *common* parameters, in the model's shapes: the parameters that the replicas
-last agreed on. They are evaluated and exported, and the next outer step starts from them.
-`state.local` has the per-replica arrays. Each has a leading dimension of the number of replicas
-`R`, sharded over their axes: the trained parameters, the state of the inner optimizer, the other
-collections, and the number of examples seen since each fragment was last exchanged.
-`state.opt_state` is the outer optimizer's state, sharded like the inner optimizer's.
+last agreed on. Evaluation and exports use these parameters, and the next outer step starts from
+them. `state.local` has the per-replica arrays. Each has a leading dimension of size `R`, the number
+of replicas, which is sharded over the replicas' axes: the trained parameters, the state of the
+inner optimizer, the other collections, and the number of examples seen since each fragment was last
+exchanged. `state.opt_state` is the outer optimizer's state, sharded like the inner optimizer's.
 """
 
 from typing import Any
@@ -34,7 +34,7 @@ class DiLoCoState:
     """Makes the state of all replicas; each replica has a state of the program `inner`.
 
     Attributes:
-      placements: The tree of parameters with a `Placement` at each leaf.
+      placements: The tree of parameters with a `Route` at each leaf.
       fragments: Divides the parameters into parts that are exchanged at different steps.
       fragment_tx: The outer optimizer of one fragment.
       outer_tx: The outer optimizer of all fragments.
@@ -51,7 +51,7 @@ class DiLoCoState:
         outer_tx: optax.GradientTransformation,
         num_fragments: int,
     ) -> None:
-        """Takes one replica's program, and placements, mesh and axes of all replicas."""
+        """Uses one replica's program, and the placements, mesh and axes of all replicas."""
         self.inner, self.placements, self.fragment_tx = inner, placements, outer_tx
         self.axis_name = axes[0] if len(axes) == 1 else axes
         self._num_replicas = axes_size(mesh, axes)
@@ -109,8 +109,9 @@ class DiLoCoState:
 
         Directly after an outer step the new replicas start with the common parameters. Otherwise
         they start with the mean of the old replicas, weighted by examples as in the next exchange.
-        Floating-point numbers of the inner optimizer's state and of other collections are averaged;
-        of integers the maximum is taken. After an outer step the collections lose nothing by this.
+        Floating-point numbers of the inner optimizer's state and of other collections are averaged,
+        and integers get the maximum. Directly after an outer step the replicas' collections are
+        equal, so they do not change.
         """
         replicas = state.local
         examples = replicas["examples"]

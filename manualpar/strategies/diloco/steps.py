@@ -25,13 +25,10 @@ from manualpar.core.mesh.splitting import check_batch
 from manualpar.core.model.loss_function import Metrics
 from manualpar.core.modes.gradients import sync_metrics
 from manualpar.core.modes.manual import Manual
-from manualpar.core.parameters.collectives import CommPolicy, cast_to_varying
-from manualpar.core.parameters.placement import (
-    Placement,
-    complete_placement,
-    param_specs,
-    state_specs,
-)
+from manualpar.core.modes.mode import Mode
+from manualpar.core.parameters.collectives import cast_to_varying
+from manualpar.core.parameters.comm_policy import CommPolicy
+from manualpar.core.parameters.placement import Placement, param_specs, route_parameter, state_specs
 from manualpar.core.parameters.sharded_parameter import pad_leaf
 from manualpar.core.parameters.trainable import combine, partition, trained
 from manualpar.core.program.optimizer_update import Update
@@ -59,7 +56,7 @@ class _ReplicaMode(Manual):
 
 
 class ReplicaSteps:
-    """The step functions of `DiLoCoProgram`, which are jitted.
+    """DiLoCo's step functions, before they are jitted.
 
     Attributes:
       inner: The program of one replica.
@@ -74,11 +71,11 @@ class ReplicaSteps:
         replicated_step: Step,
         axes: tuple[str, ...],
         state: DiLoCoState,
-        outer_wire: CommPolicy,
+        outer_comm: CommPolicy,
     ) -> None:
-        """Sets the attributes; `outer_wire` has the dtype and quantizer of sent differences."""
+        """Sets the attributes; `outer_comm` has the dtype and quantizer of sent differences."""
         self.inner, self.axes, self.state = inner, axes, state
-        self.replicated_step, self.outer_wire = replicated_step, outer_wire
+        self.replicated_step, self.outer_comm = replicated_step, outer_comm
         self.mesh, self._placements = replicated_step.mode.mesh, replicated_step.placements
         types = dict.fromkeys(axes, AxisType.Manual)
         replica_mesh = cast(Any, self.mesh.abstract_mesh.update_axis_types(types))
@@ -119,7 +116,7 @@ class ReplicaSteps:
         inner_state, metrics = self._replica_step.train(inner_state, batch)
         inner_state = jax.tree.map(self._constrain, inner_state, self.inner.layout)
         count = metrics["loss"][1].astype(jnp.float32)
-        if self._replica_step.nonfinite == "skip":  # A skipped step has no weight: may be NaN.
+        if self._replica_step.nonfinite == "skip":  # A skipped step may have NaN here.
             count = jnp.where(metrics["nonfinite"][0] > 0, jnp.zeros_like(count), count)
         replica = {
             "params": partition(self._placements, inner_state.params)[0],
@@ -130,15 +127,15 @@ class ReplicaSteps:
         return to_replica(replica, self.axes), sync_metrics(metrics, self.axes)
 
     def outer_step(self, fragment: int, state: TrainState) -> TrainState:
-        """Takes an outer step for a fragment; then all replicas have equal values of it."""
+        """Takes an outer step for a fragment, after which its values are equal on all replicas."""
         return self._apply(fragment, state, *self._exchange(fragment, state), None)
 
     def overlapped_outer_step(
         self, fragment: int, state: TrainState, batch: Any
     ) -> tuple[TrainState, Metrics]:
-        """Takes an inner step, and exchanges at the same time a fragment's values from before it.
+        """Takes an inner step, and meanwhile exchanges a fragment's values from before this step.
 
-        A replica's change in this inner step stays per-replica and is part of the next exchange.
+        The change that a replica makes in this inner step is part of the next exchange.
         """
         exchanged = self._exchange(fragment, state)
         after, metrics = self.train(state, batch)
@@ -159,7 +156,7 @@ class ReplicaSteps:
         ) -> tuple[Any, Any]:
             replica = jax.tree.map(lambda x: x[0], replica)
             count = examples[0, fragment]
-            delta = mean_difference(common, replica, count, self.axes, self.outer_wire)
+            delta = mean_difference(common, replica, count, self.axes, self.outer_comm)
             if collections is None:
                 return delta, None
             before, after = collections[0], jax.tree.map(lambda x: x[0], collections[1])
@@ -276,7 +273,7 @@ def replicated_step(
     mode = dataclasses.replace(step.mode, mesh=mesh, data_axes=roles.data_axes)
     infos = step.model.parameters
     placements = jax.tree.map(
-        lambda info, place: complete_placement(place, info, roles, mesh), infos, step.placements
+        lambda info, place: route_parameter(place, info, roles, mesh), infos, step.placements
     )
     strategy = dataclasses.replace(
         step.strategy, name=name, replica_axes=(*axes, *step.strategy.replica_axes)
@@ -285,7 +282,7 @@ def replicated_step(
     return _with_mode(step, mode)
 
 
-def _with_mode(step: Step, mode: Manual) -> Step:
+def _with_mode(step: Step, mode: Mode) -> Step:
     """Copies a step to another mode, which may have another mesh."""
     return dataclasses.replace(
         step,

@@ -238,7 +238,7 @@ async def _introduce(
             raise DisagreementError([str(line) for line in answer["differences"]])
         raise ValueError(
             f"initialize: process 0 refuses process {hello.process}: {answer['reason']}; start all "
-            "processes with the same token, and each with a number of its own."
+            "processes with the same token, and each with a different number."
         )
     except BaseException:
         writer.transport.abort()

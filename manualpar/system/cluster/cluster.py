@@ -234,7 +234,7 @@ class Cluster(contextlib.AbstractContextManager["Cluster", None]):
         if is_own_failure:
             announce(str(loss))
         elif loss.process == self.process_id:
-            announce(f"this process was taken for lost by the others: {loss}")
+            announce(f"the other processes have given up this process: {loss}")
         else:
             announce(f"{loss}; process {self.process_id} ends too")
         if loss.process in (None, self.process_id):

@@ -85,8 +85,8 @@ def find_assignment(
     if _number(environment, "OMPI_COMM_WORLD_SIZE") > 1:
         raise ValueError(
             f"initialize: OMPI_COMM_WORLD_SIZE={environment['OMPI_COMM_WORLD_SIZE']} says that "
-            "Open MPI started several processes, but not where the first one is, as Open MPI 5 "
-            f"does not. {MEND}; --num_processes=1 makes each a run of its own."
+            "Open MPI started several processes, but Open MPI 5 does not give the address of the "
+            f"first one. {MEND}; --num_processes=1 makes each process a separate run."
         )
     return None
 
@@ -115,8 +115,8 @@ def _check(arguments: Mapping[str, str | int | None], sees_all: bool) -> Assignm
         ) from error
     if not 0 <= process < count:
         raise ValueError(
-            f"initialize: {id_name}={process} with {count_name}={count}, expected one of 0 to "
-            f"{count_name} - 1, each in one process."
+            f"initialize: {id_name}={process} with {count_name}={count}, expected a number from 0 "
+            f"to {count_name} - 1, another one in each process."
         )
     return Assignment(str(address), count, process, sees_all)
 

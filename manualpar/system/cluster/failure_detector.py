@@ -25,7 +25,7 @@ FIRST_SECONDS = 600.0
 # A phase that is not watched: it may take any time.
 UNWATCHED = ""
 CLOSED = "its connection closed"
-NONSENSE = "it sent what no process of this run sends"
+NONSENSE = "it sent a message that no process of this run sends"
 SILENT = "it has been silent for {:g} s"  # The process is stopped, or the network is broken.
 
 
@@ -173,5 +173,6 @@ def find_hung(
     rest = [process for process in behind if process != overdue[0]]
     beside = f", like {name_processes(rest)}," if rest else ""
     return overdue[0], (
-        f"it has made no progress{beside} for {seconds:.0f} s ({phase}), and the others are ahead"
+        f"it has made no progress{beside} for {seconds:.0f} s ({phase}), but other processes are "
+        "ahead"
     )

@@ -51,9 +51,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("--processes", required=True, help="how many")
-    parser.add_argument("--devices-per-process", help="simulate so many CPU devices in each")
+    parser.add_argument("--devices-per-process", help="how many CPU devices each simulates")
     parser.add_argument(
-        "--grace", default="15", help="seconds to end in when one has failed (default: 15)"
+        "--grace",
+        default="15",
+        help="how long the others may take to end after a failure (seconds, default: 15)",
     )
     options = parser.parse_args(arguments[:at])
 

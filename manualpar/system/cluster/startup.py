@@ -178,7 +178,7 @@ def _start_jax(
             f"initialize: {own.evidence} says that this is one of several processes, but JAX does "
             f"not find the others ({_in_one_line(error)}). {MEND}, in every process. (In "
             "Kubernetes, JAX finds them itself if jax[k8s] is installed and the pods may be read; "
-            "--num_processes=1 makes each process a run of its own.)"
+            "--num_processes=1 makes each process a separate run.)"
         ) from error
     try:
         jax.devices()
@@ -189,9 +189,9 @@ def _start_jax(
             raise
         name = socket.gethostname()
         raise ConnectionError(
-            "initialize: the collectives of CPUs (gloo) listen at the address that the name of "
-            f"this host, {name}, stands for, and that is none of this host's "
-            f"({_in_one_line(error)}); mend the line of {name} in /etc/hosts"
+            "initialize: the collectives of CPUs (gloo) listen at the address of the host name "
+            f"{name}, but this host does not have that address ({_in_one_line(error)}); correct "
+            f"the line of {name} in /etc/hosts"
         ) from error
 
 
@@ -203,8 +203,8 @@ def _not_met(own: Assignment, seconds: float, error: Exception) -> ConnectionErr
     who = f"all {own.num_processes} processes" if own.coordinator_address else "the processes"
     return ConnectionError(
         f"initialize: not {who} met at {own.coordinator_address or 'the coordinator'} within "
-        f"{seconds:g} s; see that all were started, with the same address, which the others can "
-        f"reach ({' '.join(str(error).split())[:300]})"
+        f"{seconds:g} s; check that all processes were started with the same address and can "
+        f"reach it ({' '.join(str(error).split())[:300]})"
     )
 
 
@@ -273,11 +273,11 @@ def listen(address: str) -> socket.socket:
     except OSError as error:  # No such host.
         failure = error
     mend = (
-        "expected an address of this host, because it is process 0; give its own address, or set "
-        f"{BIND_VARIABLE} to the one to listen at, such as [::]:{port} for all"
+        "expected an address of this host, because it runs process 0; give one of its addresses, "
+        f"or set {BIND_VARIABLE} to the address to listen at, such as [::]:{port} for all"
     )
     if failure.errno == errno.EADDRINUSE:
-        mend = "another program has that port; choose a free one"
+        mend = "another program uses that port; choose a free port"
     raise ConnectionError(f"initialize: process 0 cannot listen at {address} ({failure}): {mend}")
 
 

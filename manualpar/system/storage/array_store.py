@@ -27,8 +27,8 @@ def key_value_store(folder: BucketPath) -> dict[str, Any]:
     if folder.scheme == "gs":
         if _first("STORAGE_EMULATOR_HOST") and not _first("TENSORSTORE_GCS_HTTP_URL"):
             raise BucketError(
-                f"{folder}: STORAGE_EMULATOR_HOST names another server than Google's: set "
-                "TENSORSTORE_GCS_HTTP_URL to it too, for the arrays"
+                f"{folder}: STORAGE_EMULATOR_HOST is set, so set TENSORSTORE_GCS_HTTP_URL to the "
+                "same server, because arrays are read and written through TensorStore"
             )
         return {"driver": "gcs", **place}
     spec: dict[str, Any] = {"driver": "s3", **place}

@@ -238,8 +238,8 @@ class BucketPath:
             raise ContentError(f"{self} changed or was deleted after reading began") from None
         if limits and not part.is_range:
             raise BucketError(
-                f"{self}: the server answers a request for {stop - start} bytes of the object with "
-                f"all of it, expected a server that sends ranges: check {ENDPOINTS[self.scheme]}"
+                f"{self}: the server answers a request for {stop - start} bytes with the whole "
+                f"object, expected a server that supports ranges: check {ENDPOINTS[self.scheme]}"
             )
         if version and version.tag and part.tag not in ("", version.tag):
             raise ContentError(f"{self} changed after reading began (its ETag is another one)")
@@ -275,9 +275,9 @@ class BucketPath:
                 break
             tokens.add(token)
         raise BucketError(
-            f"{self}: the list of objects that the server sends does not end (after "
-            f"{len(tokens)} pages with {len(sizes) + len(folders)} names it says that there are "
-            f"more): check {ENDPOINTS[self.scheme]}"
+            f"{self}: the server's list of objects does not end (after {len(tokens)} pages with "
+            f"{len(sizes) + len(folders)} names the server says that there are more): check "
+            f"{ENDPOINTS[self.scheme]}"
         )
 
 
@@ -311,7 +311,7 @@ def as_path(text: GivenPath) -> AnyPath:
             "come from the environment."
         )
     if ".." in key.split("/") or not rest.isprintable():
-        raise ValueError(f"a path on {scheme}://{bucket} holds '..' or what cannot be printed.")
+        raise ValueError(f"a path on {scheme}://{bucket} contains '..' or unprintable characters.")
     return BucketPath(scheme, bucket, "/".join(part for part in key.split("/") if part))
 
 

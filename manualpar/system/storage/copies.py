@@ -44,7 +44,7 @@ def local_path(text: GivenPath, name: str) -> Path:
     path = user_path(text)
     if isinstance(path, BucketPath):
         raise ValueError(
-            f"{name} is {str(path)!r}, expected a path on a disk; copy it from there then."
+            f"{name} is {str(path)!r}, expected a path on a disk; copy the result to the bucket."
         )
     return path
 
@@ -145,8 +145,7 @@ def _check_same(before: dict[BucketPath, Version], now: dict[BucketPath, Version
     """Refuses files that have changed while they were copied."""
     if changed := [file for file in before | now if before.get(file) != now.get(file)]:
         raise ContentError(
-            f"{changed[0]} changed while it and the files beside it were copied: wait until nobody "
-            "writes there"
+            f"{changed[0]} changed while its folder was copied: wait until no process writes there"
         )
 
 

@@ -46,7 +46,7 @@ TENSORSTORE_CODE = re.compile(r"[A-Z_]+: ([A-Z][A-Za-z]{1,59}): ")
 TENSORSTORE_PASSING = re.compile(r"(ABORTED|DEADLINE_EXCEEDED|UNAVAILABLE)\b")
 CREDENTIALS = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
-    "gs": "GOOGLE_APPLICATION_CREDENTIALS, or what `gcloud auth application-default login` leaves",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS, or run `gcloud auth application-default login`",
 }
 ENDPOINTS = {
     "s3": "AWS_ENDPOINT_URL, which is for servers other than Amazon's",
@@ -150,8 +150,8 @@ def _explained(path: Any, error: Exception) -> OSError:
         text = f"{problem}: check {credentials}, and what they allow in this bucket"
     elif redirects := statuses & REDIRECTS:
         text = (
-            f"the server sends requests on to another address ({min(redirects)}), and they are not "
-            f"sent there because they are signed for this one: {ADDRESSES[path.scheme]}"
+            f"the server redirects to another address ({min(redirects)}), which is not followed "
+            f"because the request is signed for this address: {ADDRESSES[path.scheme]}"
         )
     elif is_passing(error):
         tries = f"in each of {len(WAITS) + 1} tries"

@@ -91,7 +91,7 @@ def open_tensors(path: Path, *, most: int = MAX_HEADER_BYTES) -> tuple[io.Buffer
     if length > most:
         file.close()
         raise ValueError(
-            f"has a header of {length:,} bytes, expected at most {most:,}: fewer tensors"
+            f"has a header of {length:,} bytes, expected at most {most:,}: store fewer tensors"
         )
     return file, length
 

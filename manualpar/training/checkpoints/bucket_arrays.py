@@ -28,7 +28,6 @@ from manualpar.core.state.train_state import TrainState
 from manualpar.system.cluster.agreement import JSON
 from manualpar.system.storage import CONTEXT, BucketError, BucketPath, key_value_store, request
 from manualpar.system.storage.untrusted import parse_object
-from manualpar.training.checkpoints.replica_count import as_held, as_stored
 from manualpar.training.checkpoints.saved_state import (
     CHUNK_BYTES,
     leaves_to_read,
@@ -107,10 +106,10 @@ class BucketArrays:
         ]
         opened = request(path, lambda: _open_all(path, names))
         stored = unflatten_dict(opened)
-        stored_program = as_stored(program, stored)
+        stored_program = program.for_replicas_of(stored.get("local", {}))
         leaves = leaves_to_read(path, stored_program, stored, keys, report=report)
         arrays = {leaf.keys: _read_leaf(path, leaf, opened[leaf.keys]) for leaf in leaves}
-        return as_held(program, restored_state(stored_program, arrays, keys)), extra
+        return program.regroup(restored_state(stored_program, arrays, keys)), extra
 
     def close(self) -> None:
         """Waits, and ends the thread."""

@@ -31,7 +31,6 @@ from manualpar.system.storage import AnyPath, BucketPath
 from manualpar.system.storage.untrusted import NotAFileError, parse_object, read_file, read_object
 from manualpar.training.checkpoints.failures import CheckpointError
 from manualpar.training.checkpoints.orbax_log import mute
-from manualpar.training.checkpoints.replica_count import as_held, as_stored
 
 # The largest chunk of a stored array. A read takes whole chunks: they are small enough that a
 # device of another mesh reads little more than its own part, and large enough for one read.
@@ -111,7 +110,7 @@ class OrbaxFiles:
             texts = orbax.restore(path, args=both)
             stored = orbax.metadata(path).item_metadata["state"].tree
         keys = texts["keys"]
-        stored_program = as_stored(program, stored)
+        stored_program = program.for_replicas_of(stored.get("local", {}))
         leaves = leaves_to_read(path, stored_program, stored, keys, report=report)
         if not isinstance(texts["extra"], dict):
             raise ValueError("extra is not a JSON object")
@@ -131,7 +130,7 @@ class OrbaxFiles:
         with self._checkpointer() as orbax:
             plain = orbax.restore(path, args=ocp.args.Composite(state=wanted))["state"]
         state = restored_state(stored_program, flatten_dict(plain), keys)
-        return as_held(program, state), texts["extra"]
+        return program.regroup(state), texts["extra"]
 
     def close(self) -> None:
         """Waits, and ends Orbax's threads."""

@@ -298,7 +298,7 @@ WRONG_LOSSES = {
     "a sum": (summed, "the loss is a part of a sum .* expected sum / count"),
     "another count": (
         other_count,
-        "the loss is a mean .* expected sum / count, with the same count",
+        "the loss is a mean .* expected sum / count, where count is that",
     ),
     "sequences": (counted_sequences, r"metrics\['right'\] is the pair of a part of a sum"),
     "coupled": (coupled, r"sends by all_gather over 'context'.* gather_examples\(x, axis_name="),

@@ -1,23 +1,18 @@
 """Whatever mesh is set around a program it works, and a sharding that fits no mode is explained."""
 
 import contextlib
-import functools
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType
 
-from manualpar import Batch, assert_same_as_one_device, data_parallel, fsdp, make_mesh
+from manualpar import Batch, assert_same_as_one_device, fsdp, make_mesh
 from tests.one_device import train_on_one_device, train_program
 from tests.tiny import square_loss
 
-INIT = nn.initializers.lecun_normal()
 RNG = np.random.default_rng(0)
 BATCH = Batch(*(RNG.normal(size=(8, 16)).astype(np.float32) for _ in range(2)))
 
@@ -33,15 +28,6 @@ class Says(nn.Module):
         return nn.Dense(16, name="down")(self.say(h) if self.say else h)
 
 
-class NNXSays(nnx.Module):
-    def __init__(self, say, rngs):
-        self.up, self.down = (nnx.Linear(16, 16, rngs=rngs) for _ in range(2))
-        self.say = say
-
-    def __call__(self, x):
-        return self.down(self.say(nnx.relu(self.up(x))))
-
-
 def build(model, mesh, builder=fsdp, **options):
     if builder is fsdp:
         options.setdefault("min_weight_size", 0)
@@ -50,93 +36,6 @@ def build(model, mesh, builder=fsdp, **options):
 
 def explicit_mesh(devices):
     return jax.make_mesh((2, 4), ("data", "model"), (AxisType.Explicit,) * 2, devices=devices)
-
-
-def constrain(h):
-    return jax.lax.with_sharding_constraint(h, P("data", "model"))
-
-
-def product(h):
-    return jnp.dot(h, jnp.ones((16, 16)), out_sharding=P("data", None))
-
-
-def reshard(h):
-    return jax.sharding.reshard(h, P("data", None))
-
-
-def draw(h):
-    return h + jax.random.normal(jax.random.key(0), (16,), out_sharding=P("model"))
-
-
-def back_to_auto(h):
-    return jax.sharding.auto_axes(jnp.sin, out_sharding=P("data", None))(h)
-
-
-def named(mesh, h):
-    return jax.lax.with_sharding_constraint(h, NamedSharding(mesh, P("data", None)))
-
-
-def mapped(mesh, h):
-    return jax.shard_map(jnp.sin, mesh=mesh, in_specs=P("data"), out_specs=P("data"))(h)
-
-
-def spmd(h):
-    def row(x):
-        return jax.lax.with_sharding_constraint(x, P("model"))
-
-    return jax.vmap(row, spmd_axis_name="data")(h)
-
-
-def put(h):
-    return jax.device_put(h, P("data", None))
-
-
-@pytest.mark.parametrize(
-    ("say", "name", "mode", "mend"),
-    [
-        (constrain, "jax.lax.with_sharding_constraint", "manual", "auto"),
-        (named, "a NamedSharding of the whole mesh", "manual", "auto"),
-        (constrain, "jax.lax.with_sharding_constraint", "explicit", "auto"),
-        (constrain, "jax.lax.with_sharding_constraint", "auto-unconstrained", "auto"),
-        (spmd, "jax.lax.with_sharding_constraint", "manual", "auto"),
-        (mapped, "jax.shard_map over a mesh", "manual", "auto"),
-        (put, "jax.device_put to a PartitionSpec", "manual", "auto"),
-        (product, "(a sharding in dot|a PartitionSpec)", "manual", "explicit"),
-        (product, "a sharding in dot", "auto", "explicit"),
-        (reshard, "(a sharding in reshard|a PartitionSpec)", "manual", "explicit"),
-        (draw, "(a sharding in normal|a PartitionSpec)", "manual", "explicit"),
-        (back_to_auto, "jax.sharding.auto_axes or explicit_axes", "manual", "explicit"),
-    ],
-    ids=lambda x: getattr(x, "__name__", x),
-)
-@pytest.mark.parametrize("nnx_too", [False, True], ids=["linen", "nnx"])
-def test_a_sharding_of_another_mode_is_refused_with_the_mode_to_use(
-    devices8, say, name, mode, mend, nnx_too
-):
-    mesh = make_mesh({"data": 2, "model": 4}, devices8)
-    if say in (named, mapped):
-        say = functools.partial(say, mesh)
-    model = functools.partial(NNXSays, say) if nnx_too else Says(say)
-    message = rf"data_parallel: .* uses {name}.* with mode='{mode}'.* Use mode='{mend}'"
-    with pytest.raises(ValueError, match=message):
-        build(model, mesh, data_parallel, mode=mode)
-
-
-def test_a_constraint_that_vmap_makes_is_refused_before_it_is_lowered(devices8):
-    def say(h):
-        row = functools.partial(jax.lax.with_sharding_constraint, shardings=P())
-        return jax.vmap(row, spmd_axis_name="data")(h)
-
-    mesh = make_mesh({"data": 2, "model": 4}, devices8)
-    message = r"fsdp: .* constrains an array to P\('data',\) with mode='manual'.*mode='auto'"
-    with pytest.raises(ValueError, match=message):
-        build(functools.partial(NNXSays, say), mesh)
-
-
-def test_a_constraint_to_an_axis_that_the_mesh_lacks_is_refused(devices8):
-    mesh = make_mesh({"data": 8}, devices8)
-    with pytest.raises(ValueError, match=r"fsdp: .* has the axes \('data',\), and 'model' is none"):
-        build(Says(constrain), mesh, mode="auto")
 
 
 def test_other_errors_of_a_model_pass_as_they_are(devices8):

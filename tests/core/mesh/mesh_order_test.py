@@ -159,17 +159,3 @@ def test_slices_are_hosts_where_there_are_several():
     assert links_of({"data": 32}, devices) == (
         "2 slices; data: 16 within a slice x 2 across in a ring of neighbours along xyz"
     )
-
-
-@pytest.mark.parametrize(
-    ("order", "message"),
-    [
-        (("data", "stage"), r"names \['stage'\], which the mesh lacks; expected each of .* axes"),
-        (("data",), r"lacks \['model'\]; expected .* such as \('data', 'model'\), which is the de"),
-        (("data", "model", "data"), "names an axis twice"),
-        ("data", "make_mesh: order is 'data' and names"),
-    ],
-)
-def test_an_order_of_other_axes_is_refused(devices8, order, message):
-    with pytest.raises(ValueError, match=message):
-        make_mesh({"model": 4, "data": 2}, devices8, order=order)

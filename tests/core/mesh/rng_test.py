@@ -38,15 +38,3 @@ def test_folding_does_not_give_back_the_key(devices8):
     mesh = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,), devices=devices8[:1])
     plain = jax.random.bits(jax.random.key(0), (2,))
     assert not jnp.array_equal(folded_bits(mesh, "data", jax.random.key(0))[0], plain)
-
-
-def test_an_unbound_axis_is_named():
-    with pytest.raises(
-        ValueError, match=r"fold_rng_over_axis: axis_name names \['data'\].*binds \[\]"
-    ):
-        fold_rng_over_axis(jax.random.key(0), "data")
-
-
-def test_no_axis_is_refused():
-    with pytest.raises(ValueError, match="no axis"):
-        fold_rng_over_axis(jax.random.key(0), ())

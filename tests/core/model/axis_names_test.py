@@ -1,7 +1,5 @@
 """Layers that reduce over an axis by a name that the mesh does not have."""
 
-import re
-
 import chex
 import flax.linen as nn
 import jax
@@ -116,58 +114,6 @@ def test_nnx_modules_are_renamed_too(devices8, mode):
 @pytest.mark.parametrize("model", [Norms("data"), lambda rngs: NNXNorms(rngs, "data")])
 def test_where_the_batch_is_global_its_own_axes_need_no_alias(devices8, model, mode):
     build(fsdp, model, axis_aliases={}, mode=mode)
-
-
-def reducing(name):
-    def loss(params, apply_fn, batch, rng):
-        value, metrics = loss_fn(params, apply_fn, batch, rng)
-        return jax.lax.pmean(value, name), metrics
-
-    return loss
-
-
-UNBOUND = "something reduces over a mesh axis 'batch', but "
-
-
-@pytest.mark.parametrize("builder", [data_parallel, fsdp])
-@pytest.mark.parametrize(
-    ("model", "options", "message"),
-    [
-        (None, {}, UNBOUND + r"the mesh has the axes \['data'\].* axis_aliases=.'batch': 'data'."),
-        (NNXNorms, {}, UNBOUND + "the mesh has"),
-        (None, {"mode": "auto"}, UNBOUND + "in this mode there is none"),
-        (Norms(None), {"loss": reducing("batch")}, UNBOUND + r".*build make_mesh\({'batch': -1}\)"),
-        (
-            Norms(None),
-            {"loss": reducing("data"), "mode": "auto"},
-            "reduces over a mesh axis 'data', .*'data': 'data'.*leave it out",
-        ),
-    ],
-)
-def test_an_axis_that_is_not_bound_is_named(devices8, builder, model, options, message):
-    with pytest.raises(ValueError, match=message):
-        build(builder, model, axis_aliases={}, **options)
-
-
-def test_aliases_that_mean_nothing_are_refused(devices8):
-    for aliases, error, message in (
-        ({"batch": "date"}, ValueError, "axis_aliases has 'batch': 'date', expected axes of the"),
-        ({"batch": ()}, ValueError, r"axis_aliases has 'batch': \(\), expected axes of the mesh"),
-        ({"batch": 1}, TypeError, "axis_aliases={'batch': 1}, expected a dict with a mesh axis"),
-        ("batch", TypeError, "axis_aliases='batch', expected a dict"),
-    ):
-        with pytest.raises(error, match=f"fsdp: {message}"):
-            build(fsdp, axis_aliases=aliases)
-    both = make_mesh({"data": 4, "batch": 2})
-    with pytest.raises(ValueError, match="'batch' is an axis of the mesh, expected a name that"):
-        build(fsdp, mesh=both)
-
-
-def test_an_alias_for_some_of_the_devices_needs_mode_manual(devices8):
-    axes = {"replica": 2, "data": 4}
-    build(hsdp, axes=axes)
-    with pytest.raises(ValueError, match=re.escape("but in this mode the batch is global")):
-        build(hsdp, axes=axes, mode="auto")
 
 
 def test_errors_of_somebody_elses_stay_what_they_are(devices8):

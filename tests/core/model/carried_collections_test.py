@@ -1,6 +1,5 @@
 import dataclasses
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
@@ -71,27 +70,3 @@ def test_what_the_caller_asks_for_is_returned(variables):
     assert apply.collections["counters"]["calls"] == 3
     _, nothing = apply(params, X, True, mutable=[])
     assert nothing == {}
-    with pytest.raises(TypeError, match="mutable=True, expected the names of collections"):
-        apply(params, X, True, mutable=True)
-
-
-def test_a_collection_of_another_structure_or_shape_is_refused(variables):
-    class Growing(nn.Module):
-        grow: str
-
-        @nn.compact
-        def __call__(self, x):
-            seen = self.variable("memory", "seen", lambda: jnp.zeros(2))
-            if self.grow == "shape":
-                seen.value = jnp.zeros(3)
-            else:
-                self.variable("memory", "more", lambda: jnp.zeros(2))
-            return x
-
-    collections = {"memory": {"seen": jnp.zeros(2)}}
-    for grow, message in (
-        ("shape", r"changes shapes or dtypes in collection 'memory': seen: float32\[2\] ->"),
-        ("structure", r"changes what collection 'memory' consists of, from \[.*seen.*more"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            CarryingApply(interface_of(Growing(grow)), collections)({}, X)

@@ -100,12 +100,6 @@ class Statistics(nn.Module):
         return nn.Dropout(0.5, deterministic=not train)(x)
 
 
-class ByHand(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return x * jax.random.bernoulli(self.make_rng("dropout"), 0.5, x.shape)
-
-
 class NNXModel(nnx.Module):
     def __init__(self, rngs):
         self.norm, self.dropout = nnx.BatchNorm(8, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
@@ -220,17 +214,6 @@ class WithParameters(nn.Module):
 def build(dropout, builder=data_parallel, **options):
     model, mesh = WithParameters(dropout), make_mesh({"data": 8})
     return builder(model, sgd(0.1), loss_fn, mesh=mesh, batch=BATCH, **options)
-
-
-def test_dropout_by_hand_is_refused_with_its_path(devices8):
-    message = (
-        r"model: 'dropout' \(ByHand\) draws from rngs\['dropout'\] in evaluation.*eval_dropout"
-    )
-    with pytest.raises(ValueError, match=message):
-        build(ByHand())
-    build(ByHand(), eval_dropout=True)
-    with pytest.raises(ValueError, match="eval_dropout=1, expected one of True, False"):
-        build(ByHand(), eval_dropout=1)
 
 
 @pytest.mark.slow

@@ -176,23 +176,3 @@ def test_typed_weights_start_from_those_of_one_device(devices8):
     # From the same random bits; jax 0.12 rounds narrow shards on CPUs otherwise than whole rows.
     nearly_equal = functools.partial(np.testing.assert_array_max_ulp, maxulp=4)
     jax.tree.map(nearly_equal, jax.device_get(state.params), trained.initial)
-
-
-@pytest.mark.parametrize(
-    ("width", "names", "message"),
-    [
-        (6, (None, "model"), r"fsdp: .*does not evenly divide .*Shard a dim that divides"),
-        (8, (None, "modle"), r"fsdp: .*but the mesh has the axes .*'modle' is none of them"),
-        (8, ("model", None), r"fsdp: .*ambiguous .*Say so with out_sharding= there"),
-    ],
-)
-def test_types_that_do_not_fit_are_refused(devices8, width, names, message):
-    class Typing(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            x = jax.sharding.reshard(x, P(None, "model"))
-            return nn.Dense(width, kernel_init=typed(*names))(x)
-
-    mesh = make_mesh({"data": 2, "model": 4}, devices8)
-    with pytest.raises(ValueError, match=message):
-        fsdp(Typing(), optax.sgd(0.1), square_loss, mesh=mesh, batch=BATCHES[0], mode="explicit")

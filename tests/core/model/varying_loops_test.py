@@ -254,17 +254,3 @@ def test_a_step_is_that_of_one_device(devices8, model, loss, build):
         model, optax.sgd(1.0), loss, mesh=make_mesh({"data": 8}), batch=batch, **options
     )
     assert_same_as_one_device(program, batch, jax.random.key(0))
-
-
-def test_a_variable_that_a_condition_changes_is_no_longer_taken_for_the_same(devices8):
-    class Seen(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            seen = self.variable("stats", "seen", jnp.zeros, ())
-            if not self.is_initializing():
-                seen.value += jax.lax.cond(x.sum() > 0, lambda: 1.0, lambda: 0.0)
-            return nn.Dense(4)(x)
-
-    batch = Batch(jnp.ones((16, 5, 8)), jnp.ones((16, 4)))
-    with pytest.raises(ValueError, match="sync_collections"):
-        data_parallel(Seen(), optax.sgd(1.0), squares, mesh=make_mesh({"data": 8}), batch=batch)

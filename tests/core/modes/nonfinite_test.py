@@ -390,25 +390,6 @@ def test_the_state_is_donated(devices8):
 # What does not fit.
 
 
-@pytest.mark.parametrize("value", [None, True, "stop", ["skip"]])
-@pytest.mark.parametrize("name", ["dp", "zero1", "fsdp", "hsdp"])
-def test_no_other_policy_is_known(devices8, name, value):
-    with pytest.raises(
-        ValueError, match=r"nonfinite=.* expected one of 'ignore', 'report', 'skip'"
-    ):
-        make(name, devices8, nonfinite=value)
-
-
-def test_a_metric_of_the_same_name_is_refused(devices8):
-    def loss(params, apply_fn, batch, rng):
-        value, metrics = loss_fn(params, apply_fn, batch, rng)
-        return value, {**metrics, "nonfinite": metrics["loss"]}
-
-    make("fsdp", devices8, loss=loss)
-    with pytest.raises(ValueError, match="fsdp: nonfinite='skip' reports a metric 'nonfinite'"):
-        make("fsdp", devices8, loss=loss, nonfinite="skip")
-
-
 @pytest.mark.slow
 def test_a_report_changes_nothing_else(devices8):
     batches = [*GOOD, POISONED["an infinite label, so an infinite loss"]]

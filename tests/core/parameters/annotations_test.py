@@ -64,49 +64,6 @@ def test_a_name_may_have_several_rules(mesh):
     assert check_rules("fsdp", rules, mesh) == rules
 
 
-@pytest.mark.parametrize(
-    ("rules", "error", "message"),
-    [
-        (None, TypeError, "fsdp: rules=None, expected pairs in a tuple like (('embed', None"),
-        ({"mlp": "model"}, TypeError, "fsdp: rules={'mlp': 'model'}, expected pairs in a tuple"),
-        ("mlp", TypeError, "fsdp: rules='mlp', expected pairs in a tuple"),
-        (("mlp", "model"), TypeError, "fsdp: rules has 'mlp', expected a pair of a logical name"),
-        (("ab",), TypeError, "fsdp: rules has 'ab', expected a pair"),
-        ((("mlp",),), TypeError, "fsdp: rules has ('mlp',), expected a pair"),
-        ((("mlp", "data", "model"),), TypeError, "rules has ('mlp', 'data', 'model'), expected a"),
-        (((1, "model"),), TypeError, "fsdp: rules has (1, 'model'), expected a pair"),
-        (((None, "model"),), TypeError, "fsdp: rules has (None, 'model'), expected a pair"),
-        (
-            (("mlp", 1),),
-            TypeError,
-            "fsdp: rules has ('mlp', 1), expected a pair of a logical name and a mesh axis, a "
-            "tuple of axes, or None. Write rules like (('embed', None), ('mlp', 'model')).",
-        ),
-        ((("mlp", ("data", 1)),), TypeError, "rules has ('mlp', ('data', 1)), expected a pair"),
-        (
-            (("embed", None), ("mlp", "modle")),
-            ValueError,
-            "fsdp: rules has ('mlp', 'modle'), which names ['modle'], but the mesh has the axes "
-            "['data', 'model']; the nearest is 'model'. Name one of these, write ('mlp', None), "
-            "or build the mesh with the axis.",
-        ),
-        (
-            (("mlp", ("data", "qqq")),),
-            ValueError,
-            "which names ['qqq'], but the mesh has the axes ['data', 'model']. Name one of these",
-        ),
-        (
-            (("mlp", ("data", "data")),),
-            ValueError,
-            "fsdp: rules has ('mlp', ('data', 'data')), which names an axis twice; name each once.",
-        ),
-    ],
-)
-def test_wrong_rules_are_refused(mesh, rules, error, message):
-    with pytest.raises(error, match=re.escape(message)):
-        check_rules("fsdp", rules, mesh)
-
-
 # Names that are mesh axes.
 
 
@@ -134,55 +91,6 @@ def test_mesh_axes_are_kept(mesh, names, loop_dims, expected):
 
 def test_a_box_of_this_package_names_mesh_axes(mesh):
     assert resolve(ShardedParameter(value((16, 64)), ("data", None)), mesh) == ("data", None)
-
-
-WHERE = r"model: parameter 'mlp/kernel' of shape \(18, 64\) is annotated with names "
-
-
-@pytest.mark.parametrize(
-    ("names", "loop_dims", "error", "message"),
-    [
-        (
-            (None, "modle"),
-            (),
-            ValueError,
-            r"\(None, 'modle'\), of which \['modle'\] are not axes of the mesh \['data', 'model'\]"
-            r"; the nearest is 'model'\. Name one of these or nothing, or build the mesh with "
-            r"make_mesh\({'modle': 1, 'data': 4, 'model': 2}\): an axis of size 1 shards nothing",
-        ),
-        ((None, ("data", "pipe")), (), ValueError, r".*, of which \['pipe'\] are not axes of the"),
-        (
-            ("mlp", None),
-            (),
-            ValueError,
-            r".* \['mlp'\] are not axes of the mesh \['data', 'model'\]\. Rules have \['mlp'\], "
-            r"but nn.with_partitioning takes no rules: annotate with nn.with_logical_partitioning",
-        ),
-        (("data", "data"), (), ValueError, ".*, which shards it over an axis twice; name each"),
-        (("data", None, None), (), ValueError, ".*, expected no more than one for each dimension"),
-        (
-            (None, ("data", "model")),
-            (1,),
-            ValueError,
-            r".*, but dim 1 cannot be sharded over \('data', 'model'\) of size 8: nn.scan or "
-            r"nn.vmap runs over\. Name another dim\.",
-        ),
-        (
-            ("data", None),
-            (),
-            ValueError,
-            ".*, but dim 0 cannot be sharded over 'data' of size 4: does not divide by it. Name",
-        ),
-        ("data", (), TypeError, "'data', expected a tuple with a name or None for each dimension"),
-        (None, (), TypeError, "None, expected a tuple with a name or None for each dimension"),
-        ((0, None), (), TypeError, r"\(0, None\), expected a tuple with a name or None"),
-    ],
-)
-def test_names_that_are_no_mesh_axes_or_do_not_fit_are_refused(
-    mesh, names, loop_dims, error, message
-):
-    with pytest.raises(error, match=f"^{WHERE}{message}"):
-        resolve(plain(names, (18, 64)), mesh, loop_dims=loop_dims)
 
 
 # Logical names.
@@ -223,10 +131,6 @@ def test_the_rules_in_a_box_come_first(mesh):
     assert resolve(box, mesh) == ("model", "data")
     assert resolve(logical(("own", "mlp"), rules=(("own", "data"),)), mesh) == ("data", "model")
     assert resolve(logical(("own",), rules=(("own", None),)), mesh, rules=()) == (None, None)
-    with pytest.raises(
-        ValueError, match=r"^model: parameter 'mlp/kernel': rules has \('a', 'modell'"
-    ):
-        resolve(logical(("a",), rules=(("a", "modell"),)), mesh)
 
 
 def test_rules_from_outside_do_not_reach_in(mesh):
@@ -237,58 +141,6 @@ def test_rules_from_outside_do_not_reach_in(mesh):
         ),
     ):
         resolve(logical(("mlp",)), mesh, rules=())
-
-
-@pytest.mark.parametrize(
-    ("names", "loop_dims", "error", "message"),
-    [
-        (
-            ("embed", "mpl"),
-            (),
-            ValueError,
-            r"\('embed', 'mpl'\), of which \['mpl'\] are not in rules "
-            r"\['embed', 'mlp', 'heads', 'batch'\]; the nearest is 'mlp'\. Write rules=\(.*"
-            r"\('batch', 'data'\), \('mpl', None\)\), which has all names of the model, and an "
-            r"axis of the mesh \['data', 'model'\] instead of None where a dimension is to be",
-        ),
-        (("data", None), (), ValueError, r".*, of which \['data'\] are not in rules"),
-        (("layers", "embed"), (1,), ValueError, r".*, of which \['layers'\] are not in rules"),
-        (
-            ("embed", "embed"),
-            (),
-            ValueError,
-            r".*, of which \['embed'\] stand for more than one dimension; rules cannot tell "
-            r"them apart\. Name each dimension differently, or None\.",
-        ),
-        (("embed", "mlp", None), (), ValueError, ".*, expected no more than one for each dimensio"),
-        (
-            ("embed", "mlp"),
-            (1,),
-            ValueError,
-            ".*, but dim 1 cannot be sharded over 'model' of size 2: nn.scan or nn.vmap runs over. "
-            "Name another dim, or give 'mlp' another rule.",
-        ),
-        (
-            ("batch", None),
-            (),
-            ValueError,
-            ".*, but dim 0 cannot be sharded over 'data' of size 4: does not divide by it. Name "
-            "another dim, or give 'batch' another rule.",
-        ),
-        (
-            (("embed", "mlp"), None),
-            (),
-            TypeError,
-            r".*, expected one logical name or None for each dimension\. Give the dimension one",
-        ),
-        (("embed", P.UNCONSTRAINED), (), TypeError, ".*, expected a tuple with a name or None"),
-    ],
-)
-def test_logical_names_that_are_unknown_or_do_not_fit_are_refused(
-    mesh, names, loop_dims, error, message
-):
-    with pytest.raises(error, match=f"^{WHERE}{message}"):
-        resolve(logical(names, (18, 64)), mesh, loop_dims=loop_dims)
 
 
 class Named(nn.Module):

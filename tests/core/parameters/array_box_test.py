@@ -238,14 +238,6 @@ def test_weight_normalisation_runs_where_its_parameters_are_replicated(devices8,
         assert "named by replicate" in console.file.getvalue()
 
 
-def test_names_of_no_parameter_are_refused(devices8):
-    for builder, axes in ((fsdp, {}), (zero, {}), (hsdp, {"replica": 2, "data": 4})):
-        with pytest.raises(ValueError, match=r"replicate names 'wtf', .* such as 'wte'"):
-            build(builder, axes, replicate=("wtf",))
-    with pytest.raises(TypeError, match=r"zero: replicate='wte', expected a tuple of names"):
-        build(zero, replicate="wte")
-
-
 def test_an_annotated_parameter_is_whole_where_it_is_replicated(devices8):
     init = nn.with_partitioning(nn.initializers.normal(), (None, "data"))
 

@@ -18,7 +18,8 @@ from manualpar import (
 )
 from manualpar.core.mesh.axes import axes_size
 from manualpar.core.parameters.collectives import cast_to_varying
-from manualpar.core.parameters.sharded_parameter import boxed_axes, choose_shard_dim, is_box
+from manualpar.core.parameters.shard_rules import choose_shard_dim
+from manualpar.core.parameters.sharded_parameter import boxed_axes, is_box
 
 REPLICATED = P()
 
@@ -257,15 +258,6 @@ def test_a_box_takes_a_second_axis_on_a_free_dim_and_gives_back_only_that(device
     np.testing.assert_array_equal(gathered, x)
 
 
-@pytest.mark.parametrize("function", [shard_params, gather_params])
-def test_an_axis_that_is_not_bound_is_named(devices8, function):
-    with pytest.raises(ValueError, match=rf"{function.__name__}: axis_name names \['data'\]"):
-        function({"p": jnp.ones(8)}, "data")
-    mesh = make_mesh({"data": 8}, devices8)
-    with pytest.raises(ValueError, match=r"names \['dat'\].*binds \['data'\]"):
-        inside(mesh, lambda: function({"p": jnp.ones(8)}, "dat"))
-
-
 def test_what_stays_whole_is_logged(devices8, caplog):
     mesh = make_mesh({"data": 8}, devices8)
     tree = {"small": jnp.ones(15), "odd": jnp.ones((3, 25)), "fits": jnp.ones(16)}
@@ -307,14 +299,6 @@ def test_adding_and_removing_a_loop_dim_undo_each_other(index, params):
     assert len(more.names) == 3
     assert more.names[index] is None
     assert vars(more.remove_axis(index, params)) == vars(box)
-
-
-def test_a_loop_over_a_sharded_dim_is_refused():
-    box = ShardedParameter(None, ("data", None), gather_axes=("data",))
-    with pytest.raises(
-        ValueError, match=r"nn.scan or nn.vmap runs over dim 0.*sharded over 'data'"
-    ):
-        box.remove_axis(0, {})
 
 
 # shard_module_params.

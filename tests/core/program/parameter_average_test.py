@@ -58,15 +58,6 @@ def test_it_is_in_float32_whatever_is_stored(devices8):
         assert (x.dtype, x.sharding) == (jnp.float32, param.sharding)
 
 
-def test_a_state_without_an_average_and_a_wrong_decay_are_refused(devices8):
-    state = build("fsdp", devices8).abstract_state
-    with pytest.raises(ValueError, match="has 0 averages of parameters, expected one"):
-        ema_params(state)
-    for decay in (1, -0.1, float("nan")):
-        with pytest.raises(ValueError, match="expected at least 0 and less than 1"):
-            params_ema(decay)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "other"), [("fsdp, pad", "zero1"), ("hsdp", "fsdp")])
 def test_a_run_goes_on_from_a_checkpoint_bit_for_bit(devices8, tmp_path, name, other):

@@ -251,68 +251,6 @@ def test_dropout_masks_differ_on_every_example_minibatch_and_step(devices8, use_
 # Errors, before anything is compiled.
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        (
-            {"axis_name": "batch"},
-            ValueError,
-            r"axis_name names \['batch'\], but the mesh has .*data",
-        ),
-        ({"axis_name": ()}, ValueError, "axis_name names no axis"),
-        ({"axis_name": ("data", "data")}, ValueError, "names an axis twice"),
-        ({"mesh": "data"}, TypeError, "mesh is 'data', expected a jax.sharding.Mesh"),
-        ({"model": Classifier}, TypeError, "expected an instance of a flax.linen.Module"),
-        ({"tx": 1e-3}, TypeError, "tx is 0.001, expected an optax.GradientTransformation"),
-        ({"loss_fn": None}, TypeError, "loss_fn is None, expected a function"),
-        ({"batch": {"x": np.ones((8, 2))}}, TypeError, r"batch is a dict, expected .* \.inputs"),
-        (
-            {"batch": make_batch(size=60)},
-            ValueError,
-            r"batch.inputs has 60 examples, expected a positive multiple of the 8 devices",
-        ),
-        ({"batch": make_batch(size=0)}, ValueError, "has 0 examples"),
-        (
-            {"batch": make_batch().replace(labels=np.zeros(32, np.int32))},
-            ValueError,
-            "different numbers of examples",
-        ),
-        ({"num_minibatches": 3}, ValueError, "num_minibatches=3 does not divide the 8 examples"),
-        ({"num_minibatches": 16}, ValueError, "num_minibatches=16 does not divide the 8 examples"),
-        (
-            {"loss_fn": lambda p, f, b, r: (jnp.ones(3), {})},
-            ValueError,
-            r"the loss is float32\[3\]",
-        ),
-        ({"loss_fn": lambda p, f, b, r: jnp.ones(())}, TypeError, r"expected the pair"),
-        (
-            {"loss_fn": lambda p, f, b, r: (jnp.ones(()), {"losss": (1.0, 1)})},
-            ValueError,
-            "Did you mean it by 'losss'",
-        ),
-    ],
-)
-@pytest.mark.parametrize("builder", [data_parallel, fsdp])
-def test_bad_input_is_refused(devices8, builder, change, error, message):
-    fields = {
-        "model": Classifier(),
-        "tx": optax.sgd(0.1),
-        "loss_fn": loss_fn,
-        "mesh": make_mesh({"data": 8}, devices8),
-        "batch": BATCHES[0],
-    }
-    fields.update(change)
-    model, tx, loss = fields.pop("model"), fields.pop("tx"), fields.pop("loss_fn")
-    with pytest.raises(error, match=message):
-        builder(model, tx, loss, **fields)
-
-
-@pytest.mark.parametrize("size", [-1, 2.5, "16", True])
-def test_a_bad_threshold_is_refused(devices8, size):
-    with pytest.raises(ValueError, match="fsdp: min_weight_size="):
-        build(fsdp, make_mesh({"data": 8}, devices8), optax.sgd(0.1), min_weight_size=size)
-
-
 def test_a_later_batch_that_does_not_divide_is_refused(devices8):
     program = build(fsdp, make_mesh({"data": 8}, devices8), optax.sgd(0.1))
     state = program.init(jax.random.key(0))

@@ -4,7 +4,6 @@ import math
 
 import jax
 import jax.numpy as jnp
-import pytest
 
 from manualpar.core.state.metrics import add_metrics, mean_metrics, print_metrics
 
@@ -26,11 +25,6 @@ def test_metrics_are_added_in_one_computation_and_keep_their_order():
 
 def test_nothing_counted_has_no_mean():
     assert math.isnan(mean_metrics({"loss": (0.0, 0)})["loss"])
-
-
-def test_metrics_of_other_names_do_not_add_up():
-    with pytest.raises(ValueError, match=r"second has the metrics \['b'\], .* of first, \['a'\]"):
-        add_metrics({"a": (1, 1)}, {"b": (1, 1)})
 
 
 def test_printing_with_and_without_a_title(capsys):

@@ -198,38 +198,6 @@ def heads(*counts, length=8):
     return [jnp.ones((1, length, count, 4)) for count in counts]
 
 
-@pytest.mark.parametrize(
-    ("how", "arrays", "message"),
-    [
-        ("ring", heads(2, 2, 2, length=12), "a device has 3 positions, expected an even number"),
-        ("gather", heads(2, 2, 2, length=4), "Make the sequence a multiple of 8, two times the"),
-        ("ulysses", heads(6, 2, 2), "6 query heads and 2 key heads do not divide over the 4 dev"),
-        ("ulysses", heads(12, 6, 6), "12 query heads and 6 key heads do not divide"),
-        ("ulysses", heads(12, 3, 3), "12 query heads and 3 key heads do not divide"),
-        (
-            "ring",
-            heads(5, 2, 2),
-            r"query is float32\[1, 2, 5, 4\].*a multiple of the heads",
-        ),
-        ("ring", heads(2, 2, 1), r"key is float32\[1, 2, 2, 4\] and value float32\[1, 2, 1, 4\]"),
-    ],
-)
-def test_what_does_not_fit_is_refused(how, arrays, message):
-    with pytest.raises(ValueError, match=message):
-        jax.eval_shape(split_over(Context("context", how).attention), *arrays)
-
-
-def test_what_is_not_split_is_refused():
-    whole = heads(2, 2, 2)
-    with pytest.raises(ValueError, match="same on all devices along 'context' by its type, expect"):
-        jax.eval_shape(split_over(lambda _: Context("context").check_split(whole[0])), *whole[:1])
-    with pytest.raises(ValueError, match="how is 'rings', expected one of 'ring', 'ulysses', 'ga"):
-        Context("context", "rings")
-    asked = functools.partial(Context("context").attention, kind="xla")
-    with pytest.raises(ValueError, match="is 'xla', expected '' or 'blockwise' with how='ring'"):
-        jax.eval_shape(split_over(asked), *whole)
-
-
 @pytest.mark.slow
 @pytest.mark.optimized
 def test_memory_grows_with_a_devices_tokens_and_not_with_their_square(devices8, monkeypatch):

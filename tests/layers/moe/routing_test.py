@@ -239,8 +239,3 @@ def test_losses_of_sequences_that_are_split_are_weighed_by_the_tokens_of_all_dev
     sent = [one.shape for one in trace_collectives(traced) if one.purpose == CONTEXT_SCOPE]
     assert sent == [(2,), (3, 2), (3, 2)]  # The weights, and backward the gradients of both losses.
     chex.assert_trees_all_close(traced.lower().compile()(*arrays), run(*arrays), rtol=1e-5)
-
-
-def test_a_layer_that_has_sown_nothing_is_refused():
-    with pytest.raises(ValueError, match="variable_axes"):
-        auxiliary_loss({"intermediates": {}})

@@ -15,6 +15,7 @@ from manualpar.core.mesh.splitting import split_minibatches
 from manualpar.core.modes.gradients import accumulate, sync_gradients, sync_metrics
 from manualpar.core.parameters.placement import strip_boxes
 from manualpar.core.parameters.sharded_parameter import ShardedParameter, is_box
+from manualpar.core.parameters.trainable import empty_part
 from manualpar.layers.pipeline.executor import PipelineRun
 
 L, D, V = 4, 8, 12  # Layers, features, tokens.
@@ -154,12 +155,13 @@ def on_stages(case: Case, *, evaluate: bool = False) -> tuple[Any, Any]:
             )
             return params, sync_metrics(metrics, "data")
         minibatches = split_minibatches(batch, case.microbatches)
-        grads, metrics, _ = accumulate(carrying, boxes, {}, minibatches, rng, schedule=case.run)
+        pair = boxes, empty_part(boxes)
+        grads, sums, _ = accumulate(carrying, pair, {}, minibatches, rng, schedule=case.run)
         grads = case.run.exchange_layers(grads, back=True)
         grads = strip_boxes(sync_gradients(grads, "data"))
         for name in ("angle", "table"):
             grads[name] = jax.lax.psum(grads[name], "stage")
-        return grads, sync_metrics(metrics, "data")
+        return grads, sync_metrics(sums.metrics, "data")
 
     mesh = make_mesh({"data": case.data, "stage": case.stages})
     on_mesh = jax.shard_map(

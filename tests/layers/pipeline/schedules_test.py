@@ -127,14 +127,3 @@ def test_tables_are_equal_where_their_events_are():
     assert make_table("1f1b", 2, 3) == make_table("1f1b", 2, 3)
     assert hash(make_table("1f1b", 2, 3)) == hash(make_table("1f1b", 2, 3))
     assert make_table("1f1b", 2, 3) != make_table("1f1b", 2, 4)
-
-
-def test_mistakes():
-    with pytest.raises(ValueError, match="schedule='zb', expected 'gpipe' or '1f1b'"):
-        make_table("zb", 2, 2)
-    with pytest.raises(ValueError, match="num_stages=0, expected at least 1"):
-        make_table("1f1b", 0, 2)
-    with pytest.raises(ValueError, match="num_microbatches=0, expected at least 1"):
-        make_table("1f1b", 2, 0)
-    with pytest.raises(ValueError, match="chunks=-1, expected at least 1"):
-        make_table("gpipe", 2, 2, -1)

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec
 
 from manualpar import make_mesh
 from manualpar.core.modes.gradients import accumulate, scanned
+from manualpar.core.parameters.trainable import empty_part
 from manualpar.layers.pipeline.executor import PipelineRun
 
 B, D, L, M = 2, 4, 8, 3  # Examples, features, layers, microbatches.
@@ -32,7 +33,8 @@ def _gradients(stages, schedule):
     specs = {"into": PartitionSpec(), "layers": STACKED if stages > 1 else PartitionSpec()}
 
     def device(params, batch):
-        grads = accumulate(_loss, params, {}, batch, jax.random.key(0), schedule=schedule)[0]
+        pair = params, empty_part(params)
+        grads = accumulate(_loss, pair, {}, batch, jax.random.key(0), schedule=schedule)[0]
         if stages > 1:
             grads["into"] = jax.lax.psum(grads["into"], "stage")
         return jax.tree.map(lambda g: jax.lax.psum(g, "ring"), grads)

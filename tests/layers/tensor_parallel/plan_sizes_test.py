@@ -291,13 +291,13 @@ REFUSED = {
     "one product for all": refused("GPT2", "applies split along dim 2 of ", PLANS["NeoX"]),
     "heads do not divide": refused(
         "Bert",
-        "num_attention_heads is 2, which does not divide over the 4 devices",
+        "num_attention_heads is 2, expected a multiple of the 4 devices",
         {},
         num_attention_heads=2,
     ),
     "key heads do not divide": refused(
         "Llama",
-        "num_key_value_heads is 2, which does not divide",
+        "num_key_value_heads is 2, expected a multiple",
         {},
         num_attention_heads=12,
         num_key_value_heads=2,

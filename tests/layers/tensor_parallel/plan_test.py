@@ -5,11 +5,9 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 
 from manualpar import (
     Batch,
@@ -287,7 +285,7 @@ def test_a_program_takes_a_planned_model_as_any_other(devices8: list[jax.Device]
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
     total, count = program.eval_step(program.init_from(variables), batch)["loss"]
     np.testing.assert_allclose(total / count, losses.mean(), rtol=1e-5)
-    assert "LanguageModel" in repr(program.step.model)
+    assert "LanguageModel" in repr(program.model)
 
 
 @pytest.mark.slow
@@ -295,97 +293,3 @@ def test_the_comparison_with_one_device_takes_a_planned_model(devices8: list[jax
     del devices8
     program = build(tensor_parallel(LanguageModel(), PLAN, sequence=True), D24)
     assert_same_as_one_device(program, make_batch(), jax.random.key(0))
-
-
-class Net(nn.Module):
-    """Two products."""
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        x = nn.Dense(32, name="up")(x)
-        return nn.Dense(VOCAB, name="down")(nn.relu(x))
-
-
-def build_abstract(model: nn.Module, plan: Any, **options: Any) -> Any:
-    """A program on devices that nobody has: checks are made without any."""
-    planned = tensor_parallel(model, plan, **options)
-    mesh = abstract_mesh({"data": 2, "model": 4}, num_devices=8)
-    batch = Batch(jax.ShapeDtypeStruct((8, 4, 16), "float32"), jnp.zeros((8, 4), int))
-    return data_parallel(planned, optax.sgd(1.0), loss_fn, mesh=mesh, batch=batch)
-
-
-class Between(nn.Module):
-    """Something between two products."""
-
-    between: Any
-    width: int = 32
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        x = self.between(nn.Dense(self.width, name="up")(x))
-        return nn.Dense(VOCAB, name="down")(x)
-
-
-PAIR = {"up": Column(), "down": Row()}
-
-
-@pytest.mark.parametrize(
-    ("model", "plan", "expected"),
-    [
-        (Net(), {**PAIR, "*/up": Column()}, r"key '\*/up' .* matches no module .* such as 'up'"),
-        (Net(), {**PAIR, "": Column()}, "key '' .* matches no module"),
-        (Net(), {**PAIR, "u*": Column(-2)}, "module 'up' has more than one style"),
-        (Net(), {"down": Row()}, "module 'down' .*Row.* whole on every device.*Column"),
-        (Net(), {"up": Column()}, "'down' .*Dense.* gets a part of the features"),
-        (Between(lambda x: nn.Dense(8)(x)), PAIR, "'Dense_0'.* gets a part of the features"),
-        (Between(nn.LayerNorm()), PAIR, "'between' .LayerNorm. gets a part of the features"),
-        (Between(nn.relu, width=30), PAIR, "parameter 'down/kernel' .* dim 0 of size 30 does not"),
-        (Net(), {"up": Column(-2), "down": Row()}, "module 'up' .* cannot compute with its shard"),
-        (Net(), {"up": Column(), "down": Row(-3)}, "'down/kernel' has 2 dims.*expected 3 at least"),
-        (Net(), {"up": Vocab(), "down": Row()}, "module 'up' .* is a Dense, expected an nn.Embed"),
-    ],
-)
-def test_a_plan_that_does_not_fit_is_refused(model: nn.Module, plan: Any, expected: str) -> None:
-    with pytest.raises(ValueError, match=expected):
-        build_abstract(model, plan)
-
-
-def test_a_loss_that_takes_logits_in_parts_for_whole_ones_is_refused() -> None:
-    def plain_loss(params: Any, apply_fn: Any, batch: Batch, rng: jax.Array) -> Any:
-        del rng
-        logits = apply_fn({"params": params}, batch.inputs)
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
-        return losses.mean(), {"loss": (losses.sum(), losses.size)}
-
-    mesh = abstract_mesh({"data": 2, "model": 4}, num_devices=8)
-    planned = tensor_parallel(nn.Sequential([nn.Dense(VOCAB)]), {"layers_0": Column()})
-    batch = Batch(jnp.zeros((8, 4, 16)), jnp.zeros((8, 4), int))
-    with pytest.raises(ValueError, match=r"the loss varies over .*call split_cross_entropy"):
-        data_parallel(planned, optax.sgd(1.0), plain_loss, mesh=mesh, batch=batch)
-
-
-def test_an_annotated_parameter_is_refused() -> None:
-    init = nn.with_partitioning(nn.initializers.ones, (None, "model"))
-    model = Between(nn.Dense(32, kernel_init=init))
-    with pytest.raises(ValueError, match="'between/kernel' is annotated already"):
-        build_abstract(model, {**PAIR, "between": Column()})
-
-
-def test_arguments_of_the_wrong_kind_are_refused() -> None:
-    module: Any = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
-    with pytest.raises(TypeError, match=r"nnx.with_partitioning\(init, names, split=True\)"):
-        tensor_parallel(module, PAIR)
-    bad: Any = [("up", Column())]
-    with pytest.raises(TypeError, match=r"plan is .*, expected styles by globs"):
-        tensor_parallel(Net(), bad)
-    with pytest.raises(
-        ValueError, match=r"overlap='ring' with sequence=False, expected 'none', or"
-    ):
-        tensor_parallel(Net(), PAIR, overlap="ring")
-    bad = ("model", "expert")
-    with pytest.raises(TypeError, match=r"axis is .*, expected the name of a mesh axis"):
-        tensor_parallel(Net(), PAIR, axis=bad)
-    with pytest.raises(TypeError, match=r"model is TensorParallel.*, expected an instance"):
-        tensor_parallel(tensor_parallel(Net(), PAIR), PAIR)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="Row: dim=0, expected a negative number"):
-        Row(0)

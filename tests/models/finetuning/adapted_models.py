@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from manualpar import Batch, Column, Pipeline, Row, data_parallel, fsdp, hsdp, make_mesh, zero
-from manualpar.core.parameters.placement import path_name
+from manualpar.core.trees import path_name
 from manualpar.models import Transformer
 
 D8, D24 = {"data": 8}, {"data": 2, "model": 4}

@@ -1,11 +1,9 @@
 """Adapters of low rank on models that know nothing of them, against the same on one device."""
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from manualpar import (
     fsdp,
@@ -93,62 +91,3 @@ def test_a_step_of_our_transformer_is_that_of_one_device(name):
 def test_a_step_of_a_model_with_a_plan_is_that_of_one_device():
     model = tensor_parallel(Somebodys(), PLAN)
     check(lora(model, SOMEBODYS, alpha=4), on(fsdp, D24))
-
-
-class Batched(nn.Module):
-    """Layers that cannot be adapted."""
-
-    @nn.compact
-    def __call__(self, tokens_BS: jax.Array) -> jax.Array:
-        x_BSD = nn.Embed(16, 16, name="embed")(tokens_BS)
-        x_BSD = nn.Einsum((16, 16), "bsd,fd->bsf", use_bias=False, name="backwards")(x_BSD)
-        each = nn.vmap(
-            nn.Dense,
-            in_axes=None,
-            out_axes=-1,
-            variable_axes={"params": 1},
-            split_rngs={"params": True},
-            axis_size=3,
-        )
-        x_BSD = each(16, name="each")(x_BSD).sum(-1)
-        return nn.DenseGeneral(4, batch_dims=(0,), name="batched")(x_BSD)
-
-
-@pytest.mark.parametrize(
-    ("targets", "message"),
-    [
-        ({"embed": 2}, "'embed' is a Embed, expected one of SplitDense, nn.Dense"),
-        ({"backwards": 2}, "'bsd,fd->bsf', expected a kernel whose first dims"),
-        ({"each": 2}, "loop that stacks kernels .16, 16. as .16, 3, 16."),
-        ({"batched": 2}, "batch_dims=.0,., expected none"),
-        ({"*embedding": 2}, "matches no module that has parameters of its own.*'embed'"),
-        ({"*": 2}, "'backwards' computes|'batched' has batch_dims"),
-        ({"*s*": 2, "backwards": 1}, "'backwards' has more than one rank"),
-    ],
-)
-def test_targets_that_cannot_be_adapted_are_refused(targets, message):
-    with pytest.raises(ValueError, match=message):
-        lora(Batched(), targets, alpha=1).init(jax.random.key(0), BATCH.inputs)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ((nnx.Linear(2, 2, rngs=nnx.Rngs(0)), {"*": 2}), TypeError, "nnx.Module Linear.*nnx.LoRA"),
-        (("model", {"*": 2}), TypeError, "model is 'model'"),
-        ((Somebodys(), {}), TypeError, "targets is {}, expected ranks by globs"),
-        ((Somebodys(), {"head": 0}), ValueError, "'head': 0, expected a rank of at least 1"),
-        ((Somebodys(), {"head": True}), TypeError, "'head': True, expected a glob and a rank"),
-        ((Somebodys(), {"head": 1}, "2"), TypeError, "alpha is '2', expected a number"),
-        ((Somebodys(), {"head": 1}, -1), ValueError, "alpha is -1, expected a finite number"),
-        (
-            (tensor_parallel(Somebodys(), PLAN, sequence=True, overlap="ring"), {"head": 1}),
-            ValueError,
-            "overlap='ring', expected 'none'",
-        ),
-    ],
-)
-def test_arguments_of_the_wrong_kind_are_refused(arguments, error, message):
-    model, targets, *alpha = arguments
-    with pytest.raises(error, match=message):
-        lora(model, targets, alpha=alpha[0] if alpha else 1.0)

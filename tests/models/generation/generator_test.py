@@ -170,31 +170,6 @@ def test_many_prompts_run_in_batches_and_come_back_in_their_order(monkeypatch):
     assert steps.shapes == [((4, 16), 16), ((4, 64), 64)]
 
 
-@pytest.mark.parametrize(
-    ("error", "prompts", "options", "message"),
-    [
-        (ValueError, [[]], {}, r"prompt 0 has the shape \(0,\)"),
-        (TypeError, [[1.5]], {}, "prompt 0 is of float64, expected integers or a string"),
-        (ValueError, [[1], [260]], {}, "prompt 1 has tokens from 260 to 260, expected 0 to 259"),
-        (ValueError, [[1]], {"max_tokens": 0}, "max_tokens is 0, expected at least 1"),
-        (ValueError, [[1]], {"top_p": 2}, "top_p is 2, expected a probability"),
-    ],
-)
-def test_what_cannot_be_answered_is_refused(error, prompts, options, message, monkeypatch):
-    generator, _ = _generator([97], monkeypatch)
-    with pytest.raises(error, match=message):
-        generator.generate(_State, prompts, **options)
-
-
-def test_strings_need_a_tokenizer(monkeypatch):
-    generator, _ = _generator([97], monkeypatch)
-    generator.tokenizer = None
-    with pytest.raises(TypeError, match="prompt 0 is a string and there is no tokenizer"):
-        generator.generate(_State, ["a"])
-    with pytest.raises(ValueError, match="stop has the string 'b' and there is no tokenizer"):
-        generator.generate(_State, [[1]], stop=["b"])
-
-
 def test_a_prompt_begins_as_the_tokenizer_has_it(monkeypatch):
     generator, _ = _generator([97], monkeypatch)
     bos = generator.tokenizer.bos_token

@@ -156,26 +156,3 @@ def test_parameters_may_be_sharded(devices8):
     options["rng"] = jax.random.key(0)
     expected = sample_tokens(MODEL.apply, whole, [[3, 1], [0, 2]], **options)
     np.testing.assert_array_equal(tokens, expected)
-
-
-@pytest.mark.parametrize(
-    ("error", "prompt", "options", "message"),
-    [
-        (ValueError, [], {}, r"prompt has the shape \(0,\), expected \[tokens\] or"),
-        (ValueError, np.zeros((2, 0), int), {}, r"prompt has the shape \(2, 0\)"),
-        (ValueError, 3, {}, r"prompt has the shape \(\)"),
-        (TypeError, [1.5], {}, "prompt is of float64, expected integers"),
-        (ValueError, [1], {"num_tokens": 0}, "num_tokens is 0, expected at least 1"),
-        (ValueError, [1], {"sequence_length": 0}, "sequence_length is 0, expected at least 1"),
-        (
-            ValueError,
-            [1],
-            {"temperature": -1},
-            "temperature is -1, expected a finite number from 0",
-        ),
-        (ValueError, [1], {"temperature": float("nan")}, "temperature is nan, expected a finite"),
-    ],
-)
-def test_what_cannot_be_continued_is_refused(error, prompt, options, message):
-    with pytest.raises(error, match=f"sample_tokens: {message}"):
-        _sample(prompt, **options)

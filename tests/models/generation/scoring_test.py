@@ -59,18 +59,3 @@ def test_scores_are_those_of_one_sequence_on_one_device(name, devices8):
     windows = score_completions(generator, state, list(cut_windows([0, *tokens[4]], 16)))
     assert whole.num_tokens == 40
     assert whole.log_likelihood == pytest.approx(sum(x.log_likelihood for x in windows), abs=1e-4)
-
-
-def test_what_cannot_be_scored_is_refused():
-    with pytest.raises(ValueError, match="pair 0 has 0 tokens of context and 1 of completion"):
-        score_completions(None, None, [([], [1])])
-    with pytest.raises(ValueError, match="pair 1 has 1 tokens of context and 0 of completion"):
-        score_completions(_Encoder(), None, [([1], [1]), ([1], [])])
-    with pytest.raises(ValueError, match="completion of 3 tokens, expected at most max_length=2"):
-        score_completions(_Encoder(), None, [([1], [1, 2, 3])], max_length=2)
-
-
-class _Encoder:
-    def encode(self, tokens, index):
-        del index
-        return tokens

@@ -156,7 +156,7 @@ def test_damaged_and_dangerous_files_are_refused(made, program, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     refused(r"has neither model\.safetensors nor model\.safetensors\.index\.json")
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04cos\nsystem\n")
-    refused(r"has pickled weights \(pytorch_model\.bin\).*nothing is unpickled")
+    refused(r"has pickled weights \(pytorch_model\.bin\).*not unpickled")
     write(tmp_path, tensors_of(params))
     first = tmp_path / "model-1.safetensors"
     good, listed = first.read_bytes(), json.loads(index.read_text())
@@ -165,7 +165,7 @@ def test_damaged_and_dangerous_files_are_refused(made, program, tmp_path):
     first.write_bytes(b"\xff" * 8 + good[8:])
     refused(r"model-1\.safetensors is damaged or cut off")
     first.unlink()
-    refused(r"model-1\.safetensors is missing, and model\.safetensors\.index\.json names it")
+    refused(r"model-1\.safetensors is missing, but model\.safetensors\.index\.json names it")
     first.mkdir()
     refused(r"model-1\.safetensors is a folder, expected a file")
     first.rmdir()
@@ -183,7 +183,8 @@ def test_damaged_and_dangerous_files_are_refused(made, program, tmp_path):
     }
     index.write_text(json.dumps({"weight_map": other}))
     refused(
-        r"lm_head\.weight is in model-1\.safetensors, the index says model-2\.safetensors; more is"
+        r"lm_head\.weight is in model-1\.safetensors, but the index says model-2\.safetensors; "
+        "more is"
     )
     index.write_text(json.dumps({"weight_map": {}}))
     refused("has no weight_map")
@@ -209,9 +210,7 @@ def test_names_out_of_files_are_escaped_and_headers_bounded(made, program, tmp_p
     refused(r"config\.json: \\x1b\[2J is 1, expected no such key")
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     monkeypatch.setattr("manualpar.models.pretrained.tensor_files.MAX_HEADER_BYTES", 1500)
-    refused(
-        r"model\.safetensors has a header of 3,\d+ bytes, expected at most 1,500: fewer tensors"
-    )
+    refused(r"model\.safetensors has a header of 3,\d+ bytes, expected at most 1,500: store fewer")
     write(tmp_path, tensors)
     (tmp_path / "model.safetensors").unlink()
     lengths = [

@@ -12,8 +12,7 @@ import optax
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from manualpar import Batch, data_parallel, diloco, fsdp, gather_examples, hsdp, make_mesh, zero
-from manualpar.core.parameters.split_parameter import split
+from manualpar import Batch, data_parallel, diloco, fsdp, hsdp, make_mesh, zero
 from manualpar.inspect import (
     bytes_by_axes,
     compiled_collectives,
@@ -220,7 +219,7 @@ def test_fragments_are_exchanged_at_steps_of_their_own(devices8, inner, mesh, nu
     initial = program.whole(program.init(jax.random.key(0)))["params"]
     paths = list(flatten_dict(initial))
     fragments = [[] for _ in range(number)]
-    for (info, _), fragment in zip(program.parameters, program.fragments, strict=True):
+    for (info, _), fragment in zip(program.parameters, program.outer.fragments, strict=True):
         fragments[fragment].append(tuple(info.path.split("/")))
     assert sorted(itertools.chain(*fragments)) == sorted(paths)
     batches = make_batches(10)
@@ -258,7 +257,7 @@ def test_steps_may_be_numbered_restored_or_traced(devices8, every, fragments, ov
     state, _ = train(program, batches[2:], restored)
     chex.assert_trees_all_equal(jax.device_get(state), numbered)
     met, _ = train(program, batches[: 4 if every == 3 else 2])
-    assert program.outer_steps[0](met) is met
+    assert program.outer.steps[0](met) is met
     if every == 3:
         scan = jax.jit(functools.partial(jax.lax.scan, program.train_step))
         stacked = jax.tree.map(lambda *x: np.stack(x), *batches)
@@ -270,7 +269,7 @@ def test_steps_may_be_numbered_restored_or_traced(devices8, every, fragments, ov
 def test_a_fragment_is_sent_alone_and_beside_a_step(devices8):
     program = build(every=4, outer_fragments=2, outer_overlap=True)
     total = outer_step_bytes(program)[("replica",)]
-    for fragment, outer_step in enumerate(program.outer_steps):
+    for fragment, outer_step in enumerate(program.outer.steps):
         expected = outer_step_bytes(program, fragment=fragment)
         assert 0 < expected[("replica",)] < total
         outer = trace_collectives(outer_step.trace(program.abstract_state))
@@ -278,7 +277,7 @@ def test_a_fragment_is_sent_alone_and_beside_a_step(devices8):
         args = program.abstract_state, program.abstract_batch
         alone, both = (
             sent_bytes(trace_collectives(step.trace(*args)))
-            for step in (program.train_step, program.overlapped_outer_steps[fragment])
+            for step in (program.train_step, program.outer.overlapped_steps[fragment])
         )
         assert both == alone | {("replica",): expected[("replica",)]}
 
@@ -332,7 +331,7 @@ def test_batch_statistics_meet_too(devices8):
     before = jax.device_get(state.collections)
     local = jax.device_get(state.local["collections"])
     mean = jax.tree.map(lambda x: x.mean(0), local)
-    state = program.outer_step(state)
+    state = program.outer.steps[-1](state)
     chex.assert_trees_all_close(jax.device_get(state.collections), mean, rtol=1e-6)
     with pytest.raises(AssertionError):
         chex.assert_trees_all_close(before, mean, rtol=1e-6)
@@ -368,74 +367,6 @@ def test_between_two_meetings_only_metrics_cross(devices8):
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "words"),
-    [
-        ({"every": 0}, ValueError, "every=0, expected a number of steps"),
-        (
-            {"outer_fragments": 2},
-            ValueError,
-            "outer_fragments=2, expected a number from 1 to every",
-        ),
-        (
-            {"every": 9, "outer_fragments": 5},
-            ValueError,
-            "fragments=5, expected at most 4, the num",
-        ),
-        ({"outer_tx": optax.contrib.reduce_on_plateau()}, TypeError, "there is no loss"),
-        ({"outer_tx": 0.7}, TypeError, "outer_tx is 0.7, expected an optax"),
-        (
-            {"tx": optax.MultiSteps(optax.sgd(1.0), 2).gradient_transformation()},
-            ValueError,
-            "tx cannot be traced where values differ between replicas",
-        ),
-        ({"outer_code": "int2"}, ValueError, "outer_code='int2', expected one of"),
-        ({"mode": "auto"}, ValueError, "mode='auto', expected 'manual'"),
-        ({"replica_axis": "pod"}, ValueError, r"names \['pod'\]"),
-        ({"replica_axis": ("replica", "data")}, ValueError, "expected another axis, of size 1"),
-        ({"min_weight": 4}, TypeError, "'min_weight' is not an option"),
-    ],
-)
-def test_mistakes_are_refused_before_anything_compiles(devices8, options, error, words):
-    with pytest.raises(error, match=words):
-        build(**options)
-
-
-class OverReplicas(nn.Module):
-    """A layer that is split over the axis of the replicas, with one row for two or for all."""
-
-    shared: bool
-
-    @nn.compact
-    def __call__(self, x):
-        init = split(nn.initializers.ones, ("replica", None), shared=self.shared)
-        return nn.Dense(8)(x) + self.param("rows", init, (2 - self.shared, 8)).sum()
-
-
-@pytest.mark.parametrize("shared", [False, True])
-def test_a_layer_that_is_split_over_the_replicas_is_refused(devices8, shared):
-    words = r"parameter 'rows' of shape \(., 8\) is split over \['replica'\], the replicas' own"
-    with pytest.raises(ValueError, match=words):
-        build(model=OverReplicas(shared))
-
-
-def test_a_loss_that_couples_replicas_is_refused(devices8):
-    def coupled(params, apply_fn, batch, rng):
-        loss, metrics = loss_fn(params, apply_fn, batch, rng)
-        return loss + 0 * gather_examples(batch.inputs).sum(), metrics
-
-    with pytest.raises(ValueError, match=r"among them \['replica'\], expected none"):
-        diloco(
-            Mlp(),
-            optax.sgd(0.1),
-            coupled,
-            every=2,
-            outer_tx=optax.sgd(1.0),
-            mesh=make_mesh(MESHES["2x4"]),
-            batch=make_batches(1)[0],
-        )
-
-
-@pytest.mark.parametrize(
     ("inner", "mesh", "outer_code"),
     [
         slow_unless([("fsdp", "2x4", "int4")], *case, code)
@@ -446,7 +377,7 @@ def test_a_loss_that_couples_replicas_is_refused(devices8):
 def test_an_outer_step_sends_what_the_closed_form_says(devices8, inner, mesh, outer_code):
     options = {"model": Mlp(width=257), "tx": optax.adam(1e-2), "every": 2}
     program = build(mesh, inner, **options, outer_code=outer_code)
-    outer = trace_collectives(program.outer_step.trace(program.abstract_state))
+    outer = trace_collectives(program.outer.steps[-1].trace(program.abstract_state))
     expected = outer_step_bytes(program)
     assert sent_bytes(outer) == {axes: x for axes, x in expected.items() if x}
     purposes = {x.purpose for x in outer if "replica" in x.axes}
@@ -470,7 +401,7 @@ def sent_bytes(collectives):
 @pytest.mark.optimized
 def test_a_compiled_outer_step_sends_as_much(devices8):
     program = build("2x4", "zero1", tx=optax.adam(1e-2), every=2, outer_tx=optax.sgd(0.7, 0.9))
-    traced = program.outer_step.trace(program.abstract_state)
+    traced = program.outer.steps[-1].trace(program.abstract_state)
     compiled = compiled_collectives(traced.lower().compile())
     assert total_bytes(compiled) == total_bytes(trace_collectives(traced))
     step = program.train_step.trace(program.abstract_state, program.abstract_batch)
@@ -480,7 +411,7 @@ def test_a_compiled_outer_step_sends_as_much(devices8):
 
 def test_memory_is_that_of_a_replica_and_the_anchor(devices8):
     program = build(tx=optax.adam(1e-2), every=2, outer_tx=optax.sgd(0.7, 0.9))
-    memory, alone = step_memory(program), step_memory(program.inner)
+    memory, alone = step_memory(program), step_memory(program.outer.inner)
     state = program.abstract_state
     assert memory.peak - alone.peak == state_bytes((state.params, state.opt_state))[0]
 
@@ -529,8 +460,8 @@ def test_other_numbers_of_replicas_go_on(devices8, mesh, steps):
     np.testing.assert_allclose(total, weights.sum(), rtol=1e-6)
     # The next exchange takes the anchor to where it would have come.
     np.testing.assert_allclose(
-        np.asarray(many.outer_step(adopted).params["Dense_1"]["kernel"])[:33],
-        np.asarray(few.outer_step(few.adopt(state)).params["Dense_1"]["kernel"])[:33],
+        np.asarray(many.outer.steps[-1](adopted).params["Dense_1"]["kernel"])[:33],
+        np.asarray(few.outer.steps[-1](few.adopt(state)).params["Dense_1"]["kernel"])[:33],
         rtol=1e-5,
         atol=1e-6,
     )

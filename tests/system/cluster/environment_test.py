@@ -45,30 +45,6 @@ def test_who_the_processes_are(given, environment, place):
 
 
 @pytest.mark.parametrize(
-    ("given", "environment", "message"),
-    [
-        (("h:5", None, None), {}, "coordinator_address given without num_processes and process_id"),
-        (("h:5", 2, None), {}, "given without process_id, expected all three or none"),
-        ((None, 2, 0), {}, "given without coordinator_address"),
-        (("h", 2, 0), {}, "coordinator_address='h', expected <host>:<port>"),
-        (("h:5", 2, 2), {}, "process_id=2 with num_processes=2, expected one of 0"),
-        (("auto", 2, None), {}, "coordinator_address='auto' comes with num_processes=2"),
-        (
-            (None, None, None),
-            {"MANUALPAR_NUM_PROCESSES": "2", "MANUALPAR_PROCESS_ID": "0"},
-            "given without MANUALPAR_COORDINATOR_ADDRESS",
-        ),
-        ((None, None, None), OURS | {"MANUALPAR_PROCESS_ID": "x"}, "='x', expected integers"),
-        ((None, None, None), {"JAX_COORDINATOR_ADDRESS": "h:5"}, "Set MANUALPAR_NUM_PROCESSES"),
-        ((None, None, None), {"OMPI_COMM_WORLD_SIZE": "2"}, "as Open MPI 5 does not"),
-    ],
-)
-def test_what_does_not_fit_is_refused(given, environment, message):
-    with pytest.raises(ValueError, match=message):
-        find_assignment(*given, environment)
-
-
-@pytest.mark.parametrize(
     ("environment", "evidence"),
     [
         (SLURM, "SLURM_NTASKS=2"),

@@ -69,7 +69,7 @@ def test_who_is_behind_is_hung_after_the_timeout_beyond_the_longest_phase():
     process, reason = run.hung()
     assert process == 1
     assert reason == (
-        "it has made no progress for 13 s (between two steps), and the others are ahead"
+        "it has made no progress for 13 s (between two steps), but other processes are ahead"
     )
 
 
@@ -179,8 +179,8 @@ def test_of_several_that_are_behind_all_are_named():
     run.go_on("in a step", 12.0, but=[1, 3])
     assert run.hung() == (
         1,
-        "it has made no progress, like process 3, for 12 s (between two steps), and the others "
-        "are ahead",
+        "it has made no progress, like process 3, for 12 s (between two steps), but other "
+        "processes are ahead",
     )
 
 

@@ -220,7 +220,7 @@ def test_a_process_that_talks_nonsense_is_lost_in_a_sentence(said, capfd):
     asyncio.run(talk())
     meeting.hub.thread.join(HANG_SECONDS)
     assert re.fullmatch(
-        r"process 1 on \S+ \(pid \d+\) was lost: it sent what no process of this run sends",
+        r"process 1 on \S+ \(pid \d+\) was lost: it sent a message that no process of .*",
         str(meeting.lost[0]),
     )
     assert not capfd.readouterr().err
@@ -257,7 +257,7 @@ def test_a_hub_that_talks_nonsense_is_lost_in_a_sentence(said, capfd):
         thread.join(HANG_SECONDS)
     (loss,) = lost
     assert str(loss) == (
-        "process 0 on h (pid 7) was lost: it sent what no process of this run sends"
+        "process 0 on h (pid 7) was lost: it sent a message that no process of this run sends"
     )
     assert not capfd.readouterr().err
 
@@ -382,20 +382,6 @@ def test_process_0_that_never_comes_is_an_error():
         port = server.getsockname()[1]
     with pytest.raises(ConnectionError, match=f"cannot be reached on its port {port} within 0.2 s"):
         asyncio.run(knock(["127.0.0.1"], port, Terms(1, 2, "", 20.0, 0.2)))
-
-
-@pytest.mark.parametrize("address", ["203.0.113.77:0", "no.such.host.invalid:1234"])
-def test_an_address_that_is_not_ours_is_refused(address):
-    with pytest.raises(ConnectionError, match="expected an address of this host") as caught:
-        listen(address)
-    assert "JAX_COORDINATOR_BIND_ADDRESS" in str(caught.value)
-
-
-def test_a_port_that_is_taken_is_refused():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        with pytest.raises(ConnectionError, match="another program has that port"):
-            listen(f"127.0.0.1:{port}")
 
 
 def test_addresses():

@@ -1,9 +1,7 @@
 """Bars and their scale, in settings that end with the picture."""
 
 import matplotlib
-import pytest
 
-from manualpar.errors import MissingExtraError
 from manualpar.system.reports.pictures import (
     ROOM,
     Bar,
@@ -46,17 +44,6 @@ def test_settings_are_those_of_before_when_the_picture_is_drawn():
     with new_figure("a test", (4, 3), title=""):
         assert not matplotlib.rcParams["axes.spines.top"]
     assert dict(matplotlib.rcParams) == before
-
-
-def test_without_matplotlib_one_sentence_says_what_to_install(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with (
-        pytest.raises(
-            MissingExtraError, match=r"^x.png needs matplotlib, .* 'manualpar\[plots\]'$"
-        ),
-        new_figure("x.png", (4, 3), title=""),
-    ):
-        pass
 
 
 def test_colours_are_explained_by_their_names():

@@ -41,7 +41,7 @@ def test_arrays_go_to_the_server_of_the_other_files(monkeypatch):
     google = {"driver": "gcs", "bucket": "bucket", "path": "run/"}
     assert key_value_store(folder) == google
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://one")
-    with pytest.raises(BucketError, match="set TENSORSTORE_GCS_HTTP_URL to it too, for the arrays"):
+    with pytest.raises(BucketError, match="set TENSORSTORE_GCS_HTTP_URL to the same server"):
         key_value_store(folder)
     monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", "http://one")
     assert key_value_store(folder) == google

@@ -134,7 +134,7 @@ def test_a_redirect_is_not_followed(s3_port, use_s3, bucket_folder, status):
     with Proxy(s3_port) as other, Proxy(s3_port, redirect) as proxy:
         use_s3(port=proxy.port)
         for ask in (path.read_bytes, path.parent.files, lambda: path.write_bytes(b"2")):
-            with pytest.raises(BucketError, match=rf"sends requests on to another .* \({status}\)"):
+            with pytest.raises(BucketError, match=rf"redirects to another .* \({status}\)"):
                 ask()
         assert not other.heard
         assert len(proxy.heard) == 3
@@ -153,9 +153,7 @@ def test_a_server_that_ignores_ranges_or_sends_nothing(s3_port, use_s3, bucket_f
     with Proxy(s3_port, answer) as proxy:
         use_s3(port=proxy.port)
         answers[:] = [(200, [tag], b"12345")]
-        with pytest.raises(
-            BucketError, match=r"a request for 2 bytes of the object with all of it"
-        ):
+        with pytest.raises(BucketError, match=r"a request for 2 bytes with the whole object"):
             path.read_bytes(1, 3)
         answers[:] = [(200, [tag], b"")]
         assert (copied_folder(bucket_folder, tmp_path) / "x").read_bytes() == b"12345"
@@ -185,5 +183,5 @@ def test_a_list_in_pages_and_one_that_does_not_end(s3_port, use_s3, bucket_folde
         pages[:] = [page.format("true", 1, "{}", "{}"), page.format("false", "", "{}", "{}")]
         assert bucket_folder.files() == {"0": 3, "1": 3}
         pages[1] = page.format("true", 1, "{}", "{}")
-        with pytest.raises(BucketError, match=r"that the server sends does not end \(after 2"):
+        with pytest.raises(BucketError, match=r"server's list of objects does not end \(after 2"):
             bucket_folder.names()

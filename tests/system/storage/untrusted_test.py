@@ -24,31 +24,6 @@ def nested(depth):
     return '{"a": ' + "[" * (depth - 1) + "]" * (depth - 1) + "}"
 
 
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ("", r"is not JSON \(Expecting value"),
-        ("[" * 200_000, "is nested deeper than 64 levels"),
-        ('{"a":' * 200_000, "is nested deeper than 64 levels"),
-        (nested(MAX_DEPTH + 1), "is nested deeper than 64 levels"),
-        ("[1]", r"is not a JSON object \(list\)"),
-        ("null", r"is not a JSON object \(NoneType\)"),
-        ('{"a": NaN}', "NaN is no number"),
-        ('{"a": -Infinity}', "-Infinity is no number"),
-        ('{"a": ' + "9" * 5000 + "}", "is not JSON .*digits"),
-        (b'{"a": "\xff\xfe"}', r"is not UTF-8 \(byte 7\)"),
-        ('{"a": 1}'.encode("utf-16"), "is not UTF-8"),
-        (b'{"a": 1', "is not JSON"),
-        ('{"a": "' + "x" * 100 + '"}', "has more than 99 bytes"),
-    ],
-)
-def test_what_is_not_a_small_shallow_object_is_refused(text, found, monkeypatch):
-    if "bytes" in found:
-        monkeypatch.setattr("manualpar.system.storage.untrusted.MAX_BYTES", 99)
-    with pytest.raises(ValueError, match=found):
-        parse_object(text)
-
-
 def test_what_could_rule_a_terminal_is_escaped():
     assert printable("\x1b]0;x\x07 ü\n\u202e\ud800 ok") == r"\x1b]0;x\x07 ü\n\u202e\ud800 ok"
 
@@ -99,7 +74,7 @@ def test_a_file_of_tensors_has_a_header_of_some_length(tmp_path):
         with file:
             assert (header, file.tell()) == (found, 0)
     (tmp_path / "file").write_bytes((80).to_bytes(8, "little") + bytes(84))
-    with pytest.raises(ValueError, match=r"^has a header of 80 bytes, expected at most 79: fewer"):
+    with pytest.raises(ValueError, match=r"^has a header of 80 bytes, expected at most 79: store"):
         open_tensors(tmp_path / "file", most=79)
     (tmp_path / "file").unlink()
     os.mkfifo(tmp_path / "file")

@@ -223,25 +223,6 @@ def test_going_on_from_an_earlier_one_sets_the_later_aside(program, state, tmp_p
     assert names == {"1", "4", "5", "3.superseded-1", "5.superseded-1"}
 
 
-@pytest.mark.parametrize("seconds", [0.0, -1.0, float("inf"), float("nan")])
-def test_a_limit_is_a_positive_number(seconds, tmp_path):
-    with pytest.raises(ValueError, match=r"seconds=.*, expected a positive, finite number"):
-        Checkpoints(tmp_path, seconds=seconds)
-
-
-def test_wrong_arguments(tmp_path, program):
-    for name, value in (("keep", 0), ("keep", True), ("keep_every_steps", -1)):
-        with pytest.raises(ValueError, match=f"{name}={value}, expected an integer, at least"):
-            Checkpoints(tmp_path, **{name: value})
-    with pytest.raises(ValueError, match="best_mode='most', expected 'min' or 'max'"):
-        Checkpoints(tmp_path, best_mode="most")
-    with Checkpoints(tmp_path) as checkpoints:
-        with pytest.raises(TypeError, match="expected what JSON can hold"):
-            checkpoints.save(program, None, step=1, extra={"a": object()})
-        with pytest.raises(ValueError, match="step=-1, expected an integer, at least 0"):
-            checkpoints.save(program, None, step=-1, extra={})
-
-
 def test_what_was_restored_is_not_written_again(folder, program):
     before = sorted(folder.iterdir())
     inode = (folder / "3").stat().st_ino
@@ -343,12 +324,6 @@ def test_a_process_that_sees_another_folder_is_named_before_anything_is_saved(
         monkeypatch.undo()
     if mine.exists():
         assert list(mine.iterdir()) == []
-
-
-def test_the_folder_cannot_be_listed(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="can't be listed: a part of the path is a file"):
-        Checkpoints(tmp_path / "file").steps()
 
 
 def test_a_failure_in_the_background_is_raised_by_the_next_save(

@@ -235,11 +235,6 @@ def test_files_that_somebody_edited_are_refused_and_left_alone(tmp_path, edit, f
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_what_is_not_a_place_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"place is \{\}, expected the size in bytes of each of"):
-        RunWriter(tmp_path, config={}, place={}, step=1)
-
-
 def test_another_process_leaves_nothing(tmp_path):
     with RunWriter(tmp_path / "run", config={}, process=1) as writer:
         writer.write(1, "train", {"loss": 1.0}, throughput={"seconds": 1.0})
@@ -296,12 +291,6 @@ def test_a_file_that_an_editor_has_replaced_is_missed_and_left_as_it_is(tmp_path
         with pytest.raises(WriteError, match=r"metrics\.jsonl was replaced by another file while"):
             writer.place()
     assert (tmp_path / "metrics.jsonl").read_text() == "theirs\n"
-
-
-def test_a_folder_that_takes_nothing_is_one_sentence(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(WriteError, match=r"written: .*/file/run: Not a directory; name another"):
-        RunWriter(tmp_path / "file" / "run", config={})
 
 
 def test_a_run_that_goes_back_leaves_the_lines_of_one_that_did_not(tmp_path):

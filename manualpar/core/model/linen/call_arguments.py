@@ -11,24 +11,26 @@ from typing import Any
 
 from manualpar.core.model.evaluation import EVAL_SWITCHES, required, signature_of
 from manualpar.core.model.interface import InitArgs
+from manualpar.core.trees import Batch
 
 
 def initial_call(
-    module: Any, batch: Any, init_args: InitArgs | None = None
+    module: Any, batch: Batch, init_args: InitArgs | None = None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns the `args` and `kwargs` with which a module is initialised.
 
     The `kwargs` of `init_args` may name another `method` than `__call__`. If the method has an
-    argument `train` that is not given, it is `False`. Other `EVAL_SWITCHES` are added if they have
-    no default.
+    argument `train` and `init_args` does not set it, `train` is `False`. Other `EVAL_SWITCHES` are
+    added if they have no default.
 
     Raises:
       TypeError: The method cannot be called like this.
     """
     if init_args is None and not hasattr(batch, "inputs"):
         raise TypeError(
-            f"batch is a {type(batch).__name__}, expected one with .inputs: manualpar.Batch. Or "
-            f"say what the model is called with: {_example(signature_of(module, None))}."
+            f"batch is a {type(batch).__name__}, expected one with .inputs, such as "
+            "manualpar.Batch. Or name the arguments of the model's call: "
+            f"{_example(signature_of(module, None))}."
         )
     args, kwargs = _checked_pair(init_args(batch)) if init_args else ((batch.inputs,), {})
     method = kwargs.get("method")
@@ -47,13 +49,12 @@ def initial_call(
         signature.bind(*args, **passed, **switches)
     except TypeError as error:
         missing = [repr(name) for name in _required(signature) if name not in names]
-        source = "what init_args returns" if init_args else "batch.inputs alone"
+        source = "the result of init_args" if init_args else "batch.inputs alone"
         called = method if isinstance(method, str) else getattr(method, "__name__", "__call__")
         raise TypeError(
-            f"model: {type(module).__name__}.{called} cannot be called with {source} to "
-            f"initialise the model: {'it also needs ' + ', '.join(missing) if missing else error}. "
-            f"It takes {signature}. Say what it is called with, from the batch: "
-            f"{_example(signature)}."
+            f"model: {type(module).__name__}.{called} cannot be called with {source} to initialise "
+            f"the model: {'it also needs ' + ', '.join(missing) if missing else error}. It takes "
+            f"{signature}. Make the arguments of the call from the batch: {_example(signature)}."
         ) from error
     return args, {**kwargs, **switches}
 

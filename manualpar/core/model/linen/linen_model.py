@@ -3,15 +3,16 @@
 A module's fields are written for one device. While a method of the module runs in a program, some
 fields are replaced:
 
-- `axis_name`, by the mesh axes that it is an alias of, see `axis_names`.
-- In evaluation, the switches that tell the module to train, see `evaluation`.
+- `axis_name`: by the mesh axes for which the name is an alias, see `axis_names`.
+- Switches that tell the module to train: in evaluation, by their values there, see `evaluation`.
 - The method of `nn.Dropout` that draws its key, and the `attention_fn` of attention, so that split
   activations are dropped independently, see `split_dropout`.
 - Initializers, by initializers without annotations. When a model is applied, flax calls them once
   more, for the shapes. An annotated initializer (`nn.with_partitioning`) then returns a box.
   `nn.DenseGeneral`, which attention uses, calls it with the flattened shape of its kernel, unboxes
   the result and reshapes it. On a mesh, the unboxing would constrain the sharding of the flattened
-  array by the names of the kernel's dims. All annotations have been read before, so they can go.
+  array by the names of the kernel's dims. The program has read all annotations before, so they can
+  be removed.
 """
 
 import contextlib
@@ -34,6 +35,7 @@ from manualpar.core.model.interface import InitArgs, ModelInterface, register_in
 from manualpar.core.model.linen.call_arguments import initial_call
 from manualpar.core.model.recurrence import varying_linen_carries
 from manualpar.core.model.split_dropout import SplitAttention, key_like
+from manualpar.core.trees import Batch, Variables
 
 
 @register_interface
@@ -59,13 +61,13 @@ class LinenModel(ModelInterface):
 
     @property
     def apply_fn(self) -> Callable[..., Any]:
-        """The module's `apply` if nothing in it is changed, so that equal modules share it."""
+        """The module's `apply`, which equal modules share, if nothing in the module is changed."""
         changed = self.axis_aliases.axes or self.interceptors
         apply: Callable[..., Any] = self.apply if changed else self.module.apply
         return apply
 
     def initial_call(
-        self, batch: Any, init_args: InitArgs | None
+        self, batch: Batch, init_args: InitArgs | None
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns `call_arguments.initial_call` of the module."""
         return initial_call(self.module, batch, init_args)
@@ -76,7 +78,7 @@ class LinenModel(ModelInterface):
             return dict(self.module.init(rngs, *args, **kwargs))
 
     def intercepted(self, interceptor: Callable[..., Any]) -> Self:
-        """Returns the same model with one more interceptor, which is nearest to the methods."""
+        """Returns the same model with `interceptor` added, nearest to the modules' methods."""
         return dataclasses.replace(self, interceptors=(*self.interceptors, interceptor))
 
     def annotated(self, path: str, kernel: Any) -> Any:
@@ -84,11 +86,11 @@ class LinenModel(ModelInterface):
         del path
         return kernel
 
-    def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
+    def apply(self, variables: Variables, *args: Any, **kwargs: Any) -> Any:
         """Calls `module.apply` with fields replaced in every module.
 
         Raises:
-          ValueError: In evaluation, a module draws from the stream of dropout.
+          ValueError: A module draws from the stream of dropout in evaluation.
         """
         switches, rngs = SWITCHES[self.phase], kwargs.get("rngs")
         withheld = False
@@ -110,10 +112,10 @@ class LinenModel(ModelInterface):
                 kind = type(module).__name__
                 raise ValueError(
                     f"model: {'/'.join(module.path) or kind!r} ({kind}) draws from "
-                    f"rngs[{DROPOUT_STREAM!r}] in evaluation, and has no argument or field by "
-                    "which it is told not to; expected one of "
-                    f"{', '.join(EVAL_SWITCHES)}. Give it one, or another stream if it is no "
-                    "dropout, or leave dropout on in evaluation: eval_dropout=True."
+                    f"rngs[{DROPOUT_STREAM!r}] in evaluation, and has no argument or field that "
+                    f"turns this off; expected one of {', '.join(EVAL_SWITCHES)}. Give the module "
+                    "such an argument. If it is not dropout, let it draw from another stream. Or "
+                    "leave dropout on in evaluation: eval_dropout=True."
                 ) from error
 
         calls = nn.intercept_methods(intercept)

@@ -9,12 +9,12 @@ from manualpar.core.model.split_dropout import SplitAttention, key_like
 
 
 class SplitDropout(nnx.Dropout):
-    """An `nnx.Dropout` whose key differs between devices where its input does."""
+    """An `nnx.Dropout` whose key differs along the axes over which its input varies."""
 
     def __call__(
         self, inputs: jax.Array, *, deterministic: bool | None = None, rngs: Any = None
     ) -> jax.Array:
-        """Calls `nnx.Dropout` with a key that differs where `inputs` does."""
+        """Calls `nnx.Dropout` with a key that differs along the axes over which `inputs` varies."""
         rngs = self.rngs if rngs is None else rngs
         is_off = self.deterministic if deterministic is None else deterministic
         if rngs is not None and not is_off and self.rate not in (0, 1):
@@ -25,7 +25,7 @@ class SplitDropout(nnx.Dropout):
 
 
 def split_dropout(module: nnx.Module) -> None:
-    """Makes a module, for one call, drop split activations independently."""
+    """Changes a module, for one call, so that each shard of split activations gets another mask."""
     if type(module) is nnx.Dropout:
         object.__setattr__(module, "__class__", SplitDropout)
     if isinstance(module, nnx.MultiHeadAttention):

@@ -65,9 +65,10 @@ class NNXModel(ModelInterface):
         """Returns the interface of an NNX model; `None` for anything else.
 
         Args:
-          model: An `nnx.Module`, whose values are the initial values for every key. Or its class,
-            or a function that takes `rngs` and makes it, so that nothing is materialised before it
-            is sharded. Then the parameters for a key are those of `model(rngs=nnx.Rngs(key))`.
+          model: An `nnx.Module`, whose values are the initial values for every key. Or the class of
+            a module, or a function that makes a module from `rngs`. Then the parameters for a key
+            are those of `model(rngs=nnx.Rngs(key))`, and nothing is materialised before it is
+            sharded.
 
         Raises:
           TypeError: A class needs more arguments than `rngs`, a function does not make a module, or
@@ -116,9 +117,9 @@ class NNXModel(ModelInterface):
     ) -> Any:
         """Calls the module as `flax.linen.Module.apply` does; `stream_keys` describes `rngs`.
 
-        If the call has an argument `rngs`, it gets the keys as `nnx.Rngs`. So does a call with
-        `**kwargs`, if the module has no random streams for the keys. If the call has no argument
-        `train`, a value that is passed for it calls `module.train()` or `module.eval()`.
+        If the called method has an argument `rngs`, it gets the keys as `nnx.Rngs`. A method with
+        `**kwargs` gets them too if the module has no random streams for the keys. If the method has
+        no argument `train`, a value passed as `train` calls `module.train()` or `module.eval()`.
 
         Raises:
           ValueError: A variable is missing, or the call makes a variable that `mutable` does not
@@ -147,7 +148,7 @@ class NNXModel(ModelInterface):
 
         def run(module: nnx.Module) -> Any:
             del module
-            with jax.named_scope(type(self).__name__):  # Linen's modules are in such scopes.
+            with jax.named_scope(type(self).__name__):  # Flax puts Linen's modules in such scopes.
                 return bound(*args, **kwargs)
 
         with assigning_tracers():
@@ -225,9 +226,10 @@ class NNXModel(ModelInterface):
             if path not in before and made is not None and name not in made:
                 raise ValueError(
                     f"model: calling it makes a new variable {path_text(path)!r} of type "
-                    f"{type(leaf).__name__}, which a training state has no place for; make it in "
-                    "the module's __init__. If it is for the loss, ask for it where the model is "
-                    f"called: out, made = apply_fn(..., mutable=[{name!r}])."
+                    f"{type(leaf).__name__}; expected none, because a training state has no place "
+                    "for it. Make the variable in the module's __init__. If it is for the loss, "
+                    "name its collection in the call of the model: out, made = apply_fn(..., "
+                    f"mutable=[{name!r}])."
                 )
             kept.append((path, leaf))
         return kept
@@ -266,9 +268,9 @@ def _make_again(module: nnx.Module) -> Callable[[jax.Array], nnx.Module]:
     leaves, structure = jax.tree.flatten(state)
     if not all(isinstance(x, jax.Array | np.ndarray) for x in leaves):
         raise TypeError(
-            f"model: the {type(module).__name__} has no values, or values that are no arrays; "
-            "expected an instance with arrays. Give the class, or a function of rngs, and the "
-            "program makes it sharded."
+            f"model: the {type(module).__name__} has no values, or values that are not arrays; "
+            "expected an instance with arrays. Or pass the class, or a function of rngs: then the "
+            "program makes the arrays sharded."
         )
     # On the host, because the values may be on other devices than the program's.
     values = [x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else np.asarray(x) for x in leaves]
@@ -292,8 +294,8 @@ def _construct(make: Callable[..., Any], name: str, key: jax.Array) -> nnx.Modul
             if isinstance(value, jax.core.Tracer):
                 raise TypeError(
                     f"model: {path_text((*path, attribute))!r} is an array of shape {value.shape} "
-                    "that no variable holds, expected an nnx.Param if it is to be trained, and "
-                    "otherwise another nnx.Variable, or an array of numpy. Write "
+                    "that is not in an nnx.Variable. If it is to be trained, expected an "
+                    "nnx.Param, otherwise another nnx.Variable or an array of NumPy. Write "
                     f"self.{attribute} = nnx.Param(...)."
                 )
     return module
@@ -302,8 +304,9 @@ def _construct(make: Callable[..., Any], name: str, key: jax.Array) -> nnx.Modul
 def _check_takes_rngs_alone(name: str, parameters: Mapping[str, inspect.Parameter]) -> None:
     if "rngs" not in parameters:
         raise TypeError(
-            f"model: the class {name} takes no argument rngs, expected one: a program makes its "
-            f"parameters from a key. Give it one, or the program an instance: {name}(...)."
+            f"model: the class {name} takes no argument rngs, expected one, because a program "
+            "makes the parameters from a key. Give the class an argument rngs, or pass an instance "
+            f"to the program: {name}(...)."
         )
     missing = [key for key in required(parameters) if key != "rngs"]
     if missing:
@@ -382,7 +385,7 @@ def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
 
 
 def _parameters_of_call(call: Any) -> Mapping[str, inspect.Parameter]:
-    """Returns the parameters of a module's call, which for `nnx.Sequential` its first layer has."""
+    """Returns the parameters of a module's call; for `nnx.Sequential`, of its first layer."""
     module = getattr(call, "__self__", None)
     if not (isinstance(module, nnx.Sequential) and call == module.__call__ and module.layers):
         return _parameters(call)

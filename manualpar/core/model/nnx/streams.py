@@ -1,16 +1,21 @@
-"""Random streams of an NNX module, restarted in each call from the keys that a loss passes.
+"""Random streams of an NNX module. Each call restarts them from the keys that a loss passes.
 
 A stream is a key and a count of the numbers drawn. A program does not keep them between calls: as
 in Linen, a loss passes keys, `rngs={"dropout": key}`. The stream of each module starts from the key
 of its name, folded with the module's path.
 
 Invariants: no two streams share a key; the streams of a stack have as many keys as it has layers; a
+<<<<<<< HEAD
 stream without a key is an error only where its key is used. (`nnx.RNN` draws a key for a carry of
 zeros, which does not use it.)
 
 A stream counts by `count[...] += 1`. For such an assignment flax asks both values for `sharding`.
 Tracers have none, and JAX searches all equations so far for the text of its error. So tracing would
 take time that is quadratic in the number of parameters. `assigning_tracers` does not ask.
+=======
+stream without a key is an error only where its key is used. (`nnx.RNN` draws a key for its initial
+carry, but a carry of zeros does not use the key.)
+>>>>>>> main
 """
 
 import contextlib
@@ -51,14 +56,14 @@ def assigning_tracers() -> contextlib.AbstractContextManager[None]:
 
 
 def keys_by_stream(rngs: Any) -> dict[str, Any]:
-    """Returns keys by the names of streams, from a dict or an `nnx.Rngs`, or one key for all."""
+    """Returns keys by the names of streams; `rngs` is a dict, an `nnx.Rngs`, or one key for all."""
     if isinstance(rngs, nnx.Rngs):
         return {name: stream() for name, stream in rngs.items()}
     return dict(rngs) if isinstance(rngs, Mapping) else {"default": rngs}
 
 
 def call_rngs(keys: Mapping[str, Any]) -> nnx.Rngs:
-    """Makes the streams for a call that takes `rngs`; other names fall back as in `stream_keys`."""
+    """Makes the streams for a call that takes `rngs`; see `stream_keys` for missing keys."""
     if len(keys) == 1 and "default" not in keys:
         (only,) = keys.values()
         keys = {**keys, "default": jax.random.fold_in(only, zlib.crc32(b"default"))}
@@ -73,7 +78,7 @@ def stream_keys(module: nnx.Module, rngs: Mapping[str, Any]) -> dict[Path, Any]:
     takes the key called `default`, or the only key.
 
     Returns:
-      A key by the path of each stream, or, if it has no key, a sentence for the error.
+      For each stream's path, its key; for a stream without a key, the error message.
     """
     nodes = list(nnx.iter_graph(module))
     modules = {path: node for path, node in nodes if isinstance(node, nnx.Module)}
@@ -91,7 +96,7 @@ def stream_keys(module: nnx.Module, rngs: Mapping[str, Any]) -> dict[Path, Any]:
         else:
             keys[path] = (
                 f"model: its random stream {path_text(path)!r} is asked for numbers and has no "
-                f"key, expected one in rngs={{{name!r}: key}}; the call was given "
+                f"key; expected a key in rngs={{{name!r}: key}}; the call was given "
                 f"{sorted(rngs) or 'none'}."
             )
     return keys
@@ -111,7 +116,7 @@ def stream_variable(variable: nnx.Variable[Any], key: Any) -> nnx.Variable[Any]:
 
 
 def mark_keyless(module: nnx.Module) -> None:
-    """Makes the streams of a module that have no key return an object that refuses every use."""
+    """Makes streams that have no key return an object that refuses every use."""
     for _, node in nnx.iter_graph(module):
         if isinstance(node, nnx.RngStream) and isinstance(node.key, _NoKey):
             object.__setattr__(node, "__class__", _KeylessStream)
@@ -125,7 +130,7 @@ class _KeylessStream(nnx.RngStream):
         return _MissingKey(self.key.get_metadata("reason"))
 
     def fork(self, **kwargs: Any) -> Any:
-        """Returns the stream itself, because it has no key for another."""
+        """Returns the stream itself, because it has no key from which to make another stream."""
         del kwargs
         return self
 

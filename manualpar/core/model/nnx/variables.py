@@ -6,8 +6,9 @@ parameter's type, and whose `get_value` gathers the shard, as `unbox()` does for
 holds the bare array, so that NNX's transformations treat it as any other; the rest of the box is
 metadata.
 
-A loop (`nnx.scan`, `nnx.vmap`, `jax.lax.scan` over a module) removes dims without telling the
-variable which. They are inferred from the shapes, among the dims that the probe has found.
+A loop (`nnx.scan`, `nnx.vmap`, `jax.lax.scan` over a module) removes dims of an array, and the
+variable is not told which. The removed dims are inferred from the shapes, among the dims that the
+probe has found.
 
 Invariants: a value that leaves such a variable is gathered; the parameter's type then applies its
 `get_value`; a parameter that is not read is not gathered.
@@ -29,7 +30,7 @@ from manualpar.core.parameters.array_box import OF_SHAPE
 from manualpar.core.parameters.split_parameter import SplitParameter
 
 Path = tuple[Any, ...]
-# The key of a variable's box, without its value, in the variable's metadata.
+# The key in a variable's metadata under which its box is stored, without the value.
 BOX = "manualpar_box"
 
 
@@ -46,8 +47,8 @@ def annotate(variable: nnx.Variable[Any], path: str) -> Any:
     the call. If the annotation also has `split=True`, the box is a `SplitParameter`.
 
     Raises:
-      TypeError: The annotation is no names; `path` is for the message.
-      ValueError: A split parameter does not have one name for each dim, or has rules for them.
+      TypeError: The annotation is not a sequence of names; the message contains `path`.
+      ValueError: A split parameter does not have one name for each dim, or has rules for its names.
     """
     value = variable.get_raw_value()
     names = variable.get_metadata("out_sharding", None)
@@ -73,7 +74,10 @@ def _check_split(
 ) -> None:
     where = f"model: parameter {path!r} of shape {shape} is annotated with out_sharding={names!r}"
     if is_split is not True:
-        raise ValueError(f"{where} and split={is_split!r}, expected split=True; or no shared.")
+        raise ValueError(
+            f"{where} and split={is_split!r}, expected split=True with shared=True. Or leave out "
+            "shared."
+        )
     if has_rules:
         raise ValueError(
             f"{where}, split=True and sharding_rules, expected mesh axes and no rules, because a "
@@ -85,8 +89,8 @@ def _check_split(
         )
     if len(names) != len(shape):
         raise ValueError(
-            f"{where} and split=True, expected one name for each dimension, those that loops run "
-            "over included. Make a stack with nnx.vmap(..., "
+            f"{where} and split=True, expected one name for each dimension, also for dimensions "
+            "that loops run over. Make a stack with nnx.vmap(..., "
             "transform_metadata={nnx.PARTITION_NAME: None})."
         )
 
@@ -109,7 +113,7 @@ def gathering_variable(
 class _Use:
     """Makes the parameter that a module reads from a stored array."""
 
-    box: Any  # Without its value.
+    box: Any  # A box without its value.
     shape: tuple[int, ...]  # The shape of the stored array before any loop.
     path: str
     loop_dims: frozenset[int] | None
@@ -136,9 +140,10 @@ class _Use:
         ]
         if not found:
             raise ValueError(
-                f"model: parameter {self.path!r} of shape {self.shape} is read when it has become "
-                f"an array of shape {shape}, which no loop over its dimensions makes of it; read "
-                "it, with param[...], before it is reshaped or transposed."
+                f"model: parameter {self.path!r} of shape {self.shape} is read as an array of "
+                f"shape {shape}; expected its own shape, or the shape without dimensions that "
+                "loops run over. Read the parameter with param[...] before you reshape or "
+                "transpose it."
             )
         # A shard of a split dim may have the same size as the dim that a loop removes.
         return [removed for removed in found if self.split_dims.isdisjoint(removed)] or found
@@ -163,9 +168,9 @@ class _Gathering:
         """Refuses, because the value would be lost at the end of the call."""
         del value, kwargs
         raise ValueError(
-            f"model: parameter {self.get_metadata(BOX).path!r} is set when the model is called, "
-            "expected only the optimizer to change parameters. Keep what a call changes in an "
-            "nnx.Variable of another type, such as nnx.BatchStat."
+            f"model: parameter {self.get_metadata(BOX).path!r} is set when the model is called; "
+            "expected only the optimizer to change parameters. Put values that a call changes into "
+            "an nnx.Variable of another type, such as nnx.BatchStat."
         )
 
     @property

@@ -32,16 +32,6 @@ class Decoder(nn.Module):
         return source
 
 
-class Nothing(nn.Module):
-    def encode(self, x):
-        return x
-
-
-class NoInput(nn.Module):
-    def __call__(self):
-        return jnp.zeros(())
-
-
 BATCH = Batch(X, X)
 
 
@@ -72,43 +62,6 @@ def test_a_model_is_initialised_with_the_inputs_and_told_not_to_train(model, kwa
 def test_init_args_say_how_a_model_is_called(call, expected):
     assert initial_call(Decoder(), {"any": "batch"}, lambda batch: call) == (call[0], expected)
     assert initial_call(Switched(), BATCH, lambda batch: ((1, True), {})) == ((1, True), {})
-
-
-@pytest.mark.parametrize(
-    ("model", "batch", "init_args", "message"),
-    [
-        (
-            Decoder(),
-            BATCH,
-            None,
-            r"Decoder.__call__ cannot be called with batch.inputs alone .* it also needs 'target', "
-            r"'mask'. It takes \(source, target, scale=1.0, \*, mask, train=False\). Say what .*: "
-            r"init_args=lambda batch: \(\(batch\['source'\], batch\['target'\]\), "
-            r"\{'mask': batch\['mask'\]\}\)\.",
-        ),
-        (
-            Decoder(),
-            BATCH,
-            lambda batch: ((X,), {"method": "encode"}),
-            r"Decoder.encode cannot be called with what init_args returns .* needs 'key'",
-        ),
-        (Silent(), BATCH, lambda batch: ((X,), {"y": X}), "unexpected keyword argument 'y'"),
-        (NoInput(), BATCH, None, r"too many positional .* init_args=lambda batch: \(\(\), \{\}\)"),
-        (Nothing(), BATCH, None, "Nothing has no method '__call__', .*'method': '...'"),
-        (
-            Silent(),
-            {"image": X},
-            None,
-            r"batch is a dict, expected one with .inputs: .* \(\(batch\['x'\],\), \{\}\)",
-        ),
-        (Silent(), BATCH, lambda batch: (X,), r"a tuple that is not the pair \(args, kwargs\)"),
-        (Silent(), BATCH, lambda batch: X, "not the pair"),
-        (Silent(), BATCH, lambda batch: (X, {}), "not the pair"),
-    ],
-)
-def test_a_call_that_does_not_fit_is_refused(model, batch, init_args, message):
-    with pytest.raises(TypeError, match=message):
-        initial_call(model, batch, init_args)
 
 
 def test_initialisation_is_that_of_plain_flax():

@@ -1,0 +1,113 @@
+"""The tests that `mutations` runs for each mutant."""
+
+COUNTS = "tests/inspect/expected_bytes_test.py::test_every_row_of_the_table"
+STEPS = "tests/laws/strategies_test.py::test_ten_steps_equal_the_single_device"
+LAWS = "tests/laws/laws_test.py"
+TUPLES = f"{LAWS}::test_a_step_has_the_loss_and_every_gradient_of_one_device"
+OF_LAYERS, OF_ROOMS = "tests/refused/layers_test.py", "tests/refused/layer_rooms_test.py"
+CONTEXT = (
+    "tests/layers/attention/context_test.py",
+    "tests/models/transformer_context_test.py",
+    OF_ROOMS,
+)
+STAGES = "tests/layers/pipeline/executor_test.py"
+DROPOUT = (
+    "tests/core/program/program_test.py"
+    "::test_dropout_masks_differ_on_every_example_minibatch_and_step"
+)
+# The tests of every mutant, in this order.
+TESTS = (
+    "tests/core/parameters/collectives_test.py",
+    "tests/core/mesh/rng_test.py",
+    "tests/core/parameters/sharded_parameter_test.py",
+    "tests/refused/core_mesh_test.py",
+    "tests/refused/core_parameters_test.py",
+    "tests/refused/core_program_test.py",
+    COUNTS,
+    "tests/core/modes/gradients_test.py",
+    TUPLES,
+    STEPS,
+    LAWS,
+    "tests/laws/collections_test.py",
+    "tests/core/program/program_test.py::test_masks_that_differ_by_device_and_minibatch",
+    "tests/core/program/program_test.py::test_evaluation_is_without_dropout_and_counts_what_the_mask_says",
+    DROPOUT,
+)
+# Tests that run first, because they probably kill mutants with such names; the first match counts.
+FIRST = {
+    "core.modes.variable_reduction:*": (
+        "tests/core/modes/gradients_test.py",
+        "tests/laws/collections_test.py",
+    ),
+    "core.modes.nonfinite:*": ("tests/core/modes/nonfinite_test.py",),
+    "core.parameters.quantized_collectives:*": (
+        "tests/core/parameters/quantized_collectives_test.py",
+    ),
+    "core.program.gradient_rounding:*": ("tests/core/program/gradient_rounding_test.py",),
+    "strategies.diloco.*": ("tests/strategies/diloco/diloco_test.py",),
+    "core.modes.gradients:reduce_gradient:*": ("tests/laws/roles_test.py",),
+    "core.mesh.zigzag:to_zigzag*": ("tests/laws/roles_test.py",),
+    "*:to_zigzag:delete": CONTEXT[1:],
+    "models.transformer:*:cumsum:*": CONTEXT[1:],
+    "layers.attention.context:*": CONTEXT,
+    "layers.attention.ring_attention:*": CONTEXT,
+    "layers.attention.blockwise_attention:*": CONTEXT,
+    "layers.attention.chunked_attention:*": CONTEXT,
+    "core.model.whole_parameters:*": ("tests/core/model/whole_parameters_test.py",),
+    "core.parameters.split_parameter:*": (
+        "tests/core/parameters/split_parameter_test.py",
+        "tests/layers/dense_test.py",
+    ),
+    "core.checks.context_check:*": ("tests/core/checks/context_check_test.py",),
+    "layers.pipeline.exchange:*": ("tests/layers/pipeline/exchange_test.py", STAGES),
+    "layers.pipeline.replay:*": ("tests/layers/pipeline/replay_test.py", STAGES),
+    "layers.pipeline.slots:*": ("tests/layers/pipeline/slots_test.py", STAGES),
+    "layers.pipeline.*:regather_for_backward:*": ("tests/inspect/pipeline_formulas_test.py",),
+    "layers.pipeline.*": (STAGES,),
+    "layers.boundaries:*": (
+        "tests/layers/boundaries_test.py",
+        "tests/layers/dense_test.py",
+        OF_LAYERS,
+    ),
+    "layers.ring_chunks:*": ("tests/layers/ring_test.py", OF_LAYERS),
+    "layers.moe.expert*": ("tests/layers/moe/moe_test.py", OF_ROOMS),
+    "layers.ring:*": ("tests/layers/ring_test.py", OF_LAYERS),
+    "layers.moe.routing:*": (
+        "tests/layers/moe/routing_test.py",
+        "tests/layers/moe/moe_program_test.py",
+        OF_ROOMS,
+    ),
+    "layers.*vocabulary*": ("tests/layers/vocabulary_test.py", OF_LAYERS),
+    "layers.head_loss:*": ("tests/layers/head_loss_test.py", OF_LAYERS),
+    "core.model.split_dropout:*": ("tests/core/model/split_dropout_test.py",),
+    "core.parameters.sharded_parameter:*.unbox:gather_invariant:*": (
+        "tests/inspect/expected_bytes_test.py::test_model_axes_are_gathered_too",
+        "tests/laws/annotated_models_test.py::test_fsdp_with_a_model_axis_of_any_size",
+    ),
+    "core.modes.remat:*": ("tests/core/modes/remat_test.py",),
+    "*:duplicate": (COUNTS,),
+    "core.parameters.collectives:gather_invariant:*-ax?s": (TUPLES,),
+    "core.parameters.collectives:gather_invariant:*": (STEPS,),
+    "core.modes.gradients:*": ("tests/core/modes/gradients_test.py",),
+    "core.program.inside_shard_map:*:axis_index:*": (
+        "tests/core/parameters/sharded_parameter_test.py",
+    ),
+    "core.program.inside_shard_map:*:gather_params:*": (
+        "tests/core/parameters/sharded_parameter_test.py",
+    ),
+    "core.program.inside_shard_map:gather_params.*": (
+        "tests/core/parameters/sharded_parameter_test.py",
+    ),
+    "core.model.recurrence:*": ("tests/core/model/recurrence_test.py",),
+    "core.model.varying_loops:*": ("tests/core/model/varying_loops_test.py",),
+    "core.program.step:*:regather_for_backward:*": (COUNTS,),
+    "core.modes.manual:*:sync_collections:*": ("tests/laws/collections_test.py",),
+    "core.modes.manual:*:fold_rng_over_axis:delete": (DROPOUT,),
+    "core.modes.manual:*-axes": (TUPLES,),
+    "core.program.step:*": (STEPS,),
+    "core.modes.manual:*": (STEPS,),
+    "*:*-axis": (TUPLES,),
+    "core.parameters.sharded_parameter:*": (STEPS,),
+    "core.program.inside_shard_map:*": ("tests/core/parameters/sharded_parameter_test.py",),
+    "core.program.gather_examples:*": ("tests/core/parameters/collectives_test.py",),
+}

@@ -1,0 +1,126 @@
+"""How values are sent: the format of parameters and of gradients, and the order of the axes."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+
+class Quantizer(Protocol):
+    """A pytree that sends numbers in fewer bits; see `quantized_collectives`."""
+
+    @property
+    def name(self) -> str:
+        """The quantizer's name in the options `gather_code` and `reduce_code`."""
+
+    def row_bytes(self, n: int) -> int:
+        """Returns the bytes that are sent for a row of `n` numbers."""
+
+    def gather(self, x: jax.Array, dim: int, rounds: Sequence[tuple[str, ...]]) -> jax.Array:
+        """Gathers over the axes of each round in turn; the result is float32."""
+
+    def scatter_sum(
+        self, x: jax.Array, dim: int, axes: tuple[str, ...]
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns the reduce-scattered sum in float32 and this device's rounding error in `x`."""
+
+    def mean(self, x: jax.Array, axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
+        """Returns the mean over devices in float32 and the error that this device adds to it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """The format in which numbers are sent.
+
+    Attributes:
+      dtype: The dtype to which the numbers are cast; `None` for the dtype that they have.
+      quantizer: The quantizer, which is used where it saves bytes; `None` for none.
+    """
+
+    dtype: str | None = None
+    quantizer: Quantizer | None = None
+
+    def quantizer_for(self, n: float, dtype: Any) -> Quantizer | None:
+        """Returns the quantizer for rows of `n` numbers of a dtype, if it saves bytes."""
+        itemsize = jnp.dtype(self.dtype or dtype).itemsize
+        quantizer = self.quantizer
+        return quantizer if quantizer and quantizer.row_bytes(math.ceil(n)) < n * itemsize else None
+
+
+@dataclasses.dataclass(frozen=True)
+class CommPolicy:
+    """The formats in which values are sent, and the order of the axes.
+
+    Attributes:
+      gather: The format of parameters that are gathered. The model computes in its dtype. Its
+        quantizer is used over the axes that split the batch.
+      reduce: The format of gradients that are reduced. Quantized gradients are summed in float32.
+      axis_by_axis: Whether parameters are gathered, and gradients scattered, over one axis after
+        the other if a dimension is sharded over a tuple of axes; otherwise over all axes at once.
+      quantized_axes: The mesh axes over which gradients are quantized; `None` for all.
+    """
+
+    gather: Format = Format()
+    reduce: Format = Format()
+    axis_by_axis: bool = False
+    quantized_axes: tuple[str, ...] | None = None
+
+    @property
+    def changes_values(self) -> bool:
+        """Whether values are cast or quantized before they are sent."""
+        return (self.gather, self.reduce) != (Format(), Format())
+
+    @property
+    def exact(self) -> "CommPolicy":
+        """The same policy without casts and quantizers."""
+        return CommPolicy(axis_by_axis=self.axis_by_axis)
+
+    def for_parameter(self, dtype: Any, *, trainable: bool = True) -> "CommPolicy":
+        """Returns the policy for a parameter of a dtype.
+
+        A parameter that is not floating-point is sent as it is stored. A frozen parameter is cast
+        only to a narrower dtype.
+        """
+        if not jnp.issubdtype(dtype, jnp.floating):
+            return self.exact
+        gather_dtype = jnp.dtype(self.gather.dtype or dtype)
+        if trainable or dtype.itemsize > gather_dtype.itemsize:
+            return self
+        gather, reduce = (Format(quantizer=each.quantizer) for each in (self.gather, self.reduce))
+        return dataclasses.replace(self, gather=gather, reduce=reduce)
+
+    def with_reduce_quantizer(self, quantizer: Quantizer | None) -> "CommPolicy":
+        """Returns the policy with another quantizer of gradients."""
+        return dataclasses.replace(self, reduce=Format(self.reduce.dtype, quantizer))
+
+    def reduced_dtype(self, dtype: Any) -> Any:
+        """Returns the dtype in which the gradients of a parameter of a dtype are summed."""
+        return jnp.dtype(self.reduce.dtype or self.gather.dtype or dtype)
+
+    def reduce_quantizer(self, n: float, dtype: Any, axes: tuple[str, ...]) -> Quantizer | None:
+        """Returns the quantizer for reducing gradients over `axes`, if it saves bytes.
+
+        `n` is the count of numbers in the shard that each device sums.
+        """
+        is_quantized = self.quantized_axes is None or set(axes) <= set(self.quantized_axes)
+        return self.reduce.quantizer_for(n, dtype) if is_quantized else None
+
+    def reductions(self, axes: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
+        """Returns the axes of the exact all-reduce over `axes`, then those of the quantized one."""
+        quantized = tuple(axis for axis in axes if axis in (self.quantized_axes or ()))
+        exact = tuple(axis for axis in axes if axis not in quantized)
+        return tuple(group for group in (exact, quantized) if group)
+
+    def rounds(self, axes: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
+        """Returns the axes of each collective that scatters over `axes`, in order.
+
+        Gathers use the reverse order. The major axis comes first, so that shards are ordered as in
+        a `PartitionSpec`. The number of collectives does not change the bytes that a device sends.
+        """
+        return tuple((axis,) for axis in axes) if self.axis_by_axis else (axes,)
+
+
+EXACT = CommPolicy()

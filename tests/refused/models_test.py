@@ -1,0 +1,241 @@
+"""What a classifier, losses, adapters and generation refuse."""
+
+import functools
+import types
+
+import flax.linen as nn
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from manualpar import Batch, lora, quantized, tensor_parallel
+from manualpar.data.tokenizer import ByteTokenizer
+from manualpar.models import Classifier, Transformer
+from manualpar.models.cross_entropy import language_model_loss
+from manualpar.models.generation import Generator, generator
+from manualpar.models.generation.drawing import Drawing
+from manualpar.models.generation.sampling import sample_tokens
+from manualpar.models.generation.scoring import score_completions
+from tests.models.finetuning.adapted_models import BATCH, PLAN, SOMEBODYS, Somebodys
+from tests.refused.sentences import cases
+from tests.refused.table import check_refused, rows
+
+KEY = jax.eval_shape(lambda: jax.random.key(0))
+
+
+def init(model, *inputs):
+    jax.eval_shape(model.init, KEY, *inputs)
+
+
+def lose(changes):
+    """Takes the loss of a model that returns logits of five classes, or what `answer` says."""
+    answer = changes.get("answer")
+
+    def apply(variables, tokens, train, rngs):
+        return np.zeros((*tokens.shape, 5), np.float32)
+
+    text = Batch(*np.ones((2, 3, 3), np.int32))
+    text = text.replace(**{name: x for name, x in changes.items() if name != "answer"})
+    apply = Answers(answer).apply if answer else apply
+    jax.eval_shape(lambda key: language_model_loss({}, apply, text, key), KEY)
+
+
+class Answers(nn.Module):
+    """A model that is given labels, and returns what a row wants."""
+
+    answer: object
+
+    def __call__(self, tokens, train=False, labels=None):
+        return self.answer(tokens, labels)
+
+
+class Batched(nn.Module):
+    """Layers that cannot be adapted."""
+
+    @nn.compact
+    def __call__(self, tokens_BS: jax.Array) -> jax.Array:
+        x_BSD = nn.Embed(16, 16, name="embed")(tokens_BS)
+        x_BSD = nn.Einsum((16, 16), "bsd,fd->bsf", use_bias=False, name="backwards")(x_BSD)
+        each = nn.vmap(
+            nn.Dense,
+            in_axes=None,
+            out_axes=-1,
+            variable_axes={"params": 1},
+            split_rngs={"params": True},
+            axis_size=3,
+        )
+        x_BSD = each(16, name="each")(x_BSD).sum(-1)
+        return nn.DenseGeneral(4, batch_dims=(0,), name="batched")(x_BSD)
+
+
+def adapt(arguments):
+    model, targets, *alpha = arguments
+    lora(model, targets, alpha=alpha[0] if alpha else 1.0)
+
+
+def quantize(arguments):
+    init(quantized(*arguments), BATCH.inputs)
+
+
+def generate(arguments, tokenizer=None):
+    """Asks a generator whose steps are never run."""
+    prompts, options = arguments
+    steps = types.SimpleNamespace(model=Transformer(vocab_size=260, bos_token=256), row_devices=2)
+    state = types.SimpleNamespace(params={}, collections={})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generator, "CachedSteps", lambda program: steps)
+        Generator(None, tokenizer).generate(state, prompts, **options)
+
+
+def sample(arguments):
+    prompt, options = arguments
+    options = {"num_tokens": 6, "sequence_length": 8, "temperature": 0, "rng": KEY, **options}
+    sample_tokens(lambda *args: 1 / 0, {}, prompt, **options)
+
+
+def score(pairs, **options):
+    encoder = types.SimpleNamespace(encode=lambda tokens, index: tokens)
+    score_completions(encoder, None, pairs, **options)
+
+
+REFUSED = [
+    *rows(
+        "Classifier",
+        lambda layers: init(Classifier(num_layers=layers), np.zeros((2, 6), np.float32), False),
+        (0, "num_layers is 0, expected at least 1"),
+    ),
+    *rows(
+        "language_model_loss",
+        lose,
+        *cases(
+            # Numpy would spread it over the tokens: there are as many as examples.
+            (
+                {"mask": np.ones(3)},
+                r"batch.mask has the shape \(3,\), expected \(3, 3\): one for each",
+            ),
+            (
+                {"labels": np.ones((3, 4), int)},
+                r"batch.labels has the shape \(3, 4\), expected \(3, 3\)",
+            ),
+            (
+                {"answer": lambda x, y: x},
+                r".*takes labels, returned arrays of the shapes \[\(3, 3\)\], expected two of "
+                r"\(3, 3\)",
+            ),
+            (
+                {"answer": lambda x, y: (x, y[0])},
+                r".*takes labels, returned arrays of the shapes \[\(3, 3\), \(3,\)\], expected "
+                r"two of \(3, 3\)",
+            ),
+            (
+                {"answer": lambda x, y: (x * 0.5, x == y), "mask": np.ones(3)},
+                r"batch.mask has the shape \(3,\), expected \(3, 3\)",
+            ),
+            begins="language_model_loss: ",
+        ),
+    ),
+    *rows(
+        "lora",
+        lambda targets: init(lora(Batched(), targets, alpha=1), BATCH.inputs),
+        ({"embed": 2}, "'embed' is a Embed, expected one of SplitDense, nn.Dense"),
+        ({"backwards": 2}, "'bsd,fd->bsf', expected that the dims which the kernel shares"),
+        ({"each": 2}, "loop that stacks kernels .16, 16. as .16, 3, 16."),
+        ({"batched": 2}, "batch_dims=.0,., expected none"),
+        ({"*embedding": 2}, "matches no module with parameters.*'embed'"),
+        ({"*": 2}, "'backwards' computes|'batched' has batch_dims"),
+        ({"*s*": 2, "backwards": 1}, "'backwards' has more than one rank"),
+    ),
+    *rows(
+        "lora",
+        adapt,
+        ((nnx.Linear(2, 2, rngs=nnx.Rngs(0)), {"*": 2}), TypeError, "nnx.Module Linear.*nnx.LoRA"),
+        (("model", {"*": 2}), TypeError, "model is 'model'"),
+        ((Somebodys(), {}), TypeError, "targets is {}, expected ranks by globs"),
+        ((Somebodys(), {"head": 0}), "'head': 0, expected a rank of at least 1"),
+        ((Somebodys(), {"head": True}), TypeError, "'head': True, expected a glob and a rank"),
+        ((Somebodys(), {"head": 1}, "2"), TypeError, "alpha is '2', expected a number"),
+        ((Somebodys(), {"head": 1}, -1), "alpha is -1, expected a finite number"),
+        (
+            (tensor_parallel(Somebodys(), PLAN, sequence=True, overlap="ring"), {"head": 1}),
+            "overlap='ring', expected 'none'",
+        ),
+    ),
+    *rows(
+        "quantized",
+        quantize,
+        (
+            (Somebodys(), {"*/kernels": 4}),
+            "'.*/kernels': 4, but this glob matches no parameter, .*kernel",
+        ),
+        ((Somebodys(), {"*": 4}), "'embed/embedding'|head/bias', which is float32 of shape .16,."),
+        ((Somebodys(), {"*kernel": 4, "head/*l": 8}), "'head/kernel' has more than one length"),
+        ((tensor_parallel(Somebodys(), PLAN), {"*kernel": 3}), "last block of 3 is shorter"),
+    ),
+    *rows(
+        "quantized",
+        lambda arguments: quantized(*arguments),
+        ((nnx.Linear(2, 2, rngs=nnx.Rngs(0)),), TypeError, "nnx.Module Linear"),
+        ((lora(Somebodys(), SOMEBODYS, alpha=4),), TypeError, "lora.quantized.model., ....."),
+        ((Somebodys(), {}), TypeError, "targets is {}, expected lengths of blocks"),
+        ((Somebodys(), {"*kernel": 0}), "'.kernel': 0, expected a block of at least 1"),
+        ((Somebodys(), {"*kernel": "8"}), TypeError, "'.kernel': '8', expected a glob and the len"),
+    ),
+    *rows(
+        "Drawing",
+        lambda options: Drawing(**options).as_arrays(),
+        ({"temperature": -1}, "temperature is -1, expected a finite number, at least 0"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"top_k": -1}, "top_k is -1, expected a number of tokens"),
+        ({"top_k": 1.5}, "top_k is 1.5, expected a number of tokens"),
+        ({"top_p": 0.0}, "top_p is 0.0, expected more than 0"),
+        ({"top_p": 1.1}, "top_p is 1.1, expected"),
+    ),
+    *rows(
+        "generate",
+        functools.partial(generate, tokenizer=ByteTokenizer()),
+        (([[]], {}), r"prompt 0 has the shape \(0,\)"),
+        (([[1.5]], {}), TypeError, "prompt 0 is of float64, expected integers or a string"),
+        (([[1], [260]], {}), "prompt 1 has tokens from 260 to 260, expected 0 to 259"),
+        (([[1]], {"max_tokens": 0}), "max_tokens is 0, expected at least 1"),
+        (([[1]], {"top_p": 2}), "top_p is 2, expected more than 0"),
+    ),
+    *rows(
+        "generate without a tokenizer",
+        generate,
+        ((["a"], {}), TypeError, "prompt 0 is a string and there is no tokenizer"),
+        (([[1]], {"stop": ["b"]}), "stop has the string 'b' and there is no tokenizer"),
+    ),
+    *rows(
+        "sample_tokens",
+        sample,
+        *cases(
+            (([], {}), r"prompt has the shape \(0,\), expected \[tokens\] or"),
+            ((np.zeros((2, 0), int), {}), r"prompt has the shape \(2, 0\)"),
+            ((3, {}), r"prompt has the shape \(\)"),
+            (([1], {"num_tokens": 0}), "num_tokens is 0, expected at least 1"),
+            (([1], {"sequence_length": 0}), "sequence_length is 0, expected at least 1"),
+            (([1], {"temperature": -1}), "temperature is -1, expected a finite number, at least 0"),
+            (([1], {"temperature": float("nan")}), "temperature is nan, expected a finite"),
+            begins="sample_tokens: ",
+        ),
+        (([1.5], {}), TypeError, "sample_tokens: prompt is of float64, expected integers"),
+    ),
+    *rows(
+        "score_completions",
+        score,
+        ([([], [1])], "pair 0 has 0 tokens of context and 1 of completion"),
+        ([([1], [1]), ([1], [])], "pair 1 has 1 tokens of context and 0 of completion"),
+    ),
+    *rows(
+        "score_completions",
+        functools.partial(score, max_length=2),
+        ([([1], [1, 2, 3])], "completion of 3 tokens, expected at most max_length=2"),
+    ),
+]
+
+
+@pytest.mark.usefixtures("devices8")
+@pytest.mark.parametrize(("call", "error", "words"), REFUSED)
+def test_refused(call, error, words):
+    check_refused(call, error, words)

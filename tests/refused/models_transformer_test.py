@@ -1,0 +1,192 @@
+"""What a `Transformer` refuses: fields, tokens, meshes that do not fit it, and layouts."""
+
+import functools
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from manualpar import Batch, fsdp, make_mesh
+from manualpar.models import Transformer, flops_per_token
+from manualpar.models.cross_entropy import language_model_loss
+from manualpar.planner.closed_form.layout_search import rank_layouts
+from manualpar.planner.topology import parse_topology
+from tests.models import split_layers
+from tests.refused.sentences import cases
+from tests.refused.table import check_refused, rows
+
+KEY = jax.eval_shape(lambda: jax.random.key(0))
+SMALL = Transformer(
+    vocab_size=16, num_layers=2, hidden_size=16, num_heads=4, num_kv_heads=2, mlp_size=24
+)
+TWO_KINDS = SMALL.clone(num_layers=8, attention_window=2, global_every=3, local_rope_base=100.0)
+TWO_KINDS = TWO_KINDS.clone(rope_scaling="linear", rope_factor=4.0)
+EXPERTS = SMALL.clone(mlp_size=8, num_experts=8, capacity_factor=0.0)
+QWEN = EXPERTS.clone(normalize_gates=False, shared_experts_size=12, shared_gate=True)
+TOKENS = np.zeros((2, 4), np.int32)
+# Fields of a model that are wrong on every mesh, and in a count of its FLOPs.
+FIELDS = (
+    ({"num_layers": 0}, "num_layers is 0, expected at least 1"),
+    ({"num_heads": 0}, "num_heads is 0, expected at least 1"),
+    ({"hidden_size": 18}, "hidden_size is 18, expected a multiple of num_heads=4"),
+    ({"num_kv_heads": 3}, "num_kv_heads is 3, expected a divisor of num_heads=4"),
+    ({"num_kv_heads": -1}, "num_kv_heads is -1, expected a divisor"),
+    ({"head_size": 5}, "head_size is 5, expected an even number"),
+    ({"head_size": -2}, "head_size is -2, expected an even number"),
+    ({"hidden_size": 12}, r"head_size is 0, expected an even .*num_heads is 3\)"),
+    ({"rope_base": 1}, "rope_base is 1, expected more than 1"),
+    ({"dropout_rate": 1.0}, "dropout_rate is 1.0, expected from 0"),
+    ({"remat": "all"}, "remat is 'all', expected one of 'none', 'dots', 'full'"),
+    ({"attention": "flash"}, "attention is 'flash', expected one of '', 'splash', 'cudnn', 'b"),
+    ({"attention_window": -1}, "attention_window is -1, expected at least 1"),
+    ({"attention_soft_cap": -0.5}, "attention_soft_cap is -0.5, expected more than 0"),
+    ({"bos_token": 16}, "bos_token is 16, expected less than vocab_size=16"),
+    ({"bos_token": -2}, "bos_token is -2, expected less than vocab_size=16, or -1"),
+    ({"dtype": "int32"}, "dtype is 'int32', expected a floating dtype"),
+)
+
+
+def init(model, inputs=TOKENS):
+    jax.eval_shape(model.init, KEY, inputs)
+
+
+def count(model):
+    flops_per_token(model, 8)
+
+
+def fields(use, model, *given):
+    """Yields rows of a model's fields, whose messages begin with `Transformer:`."""
+    named = cases(*given, begins="Transformer: ")
+    return rows("fields", lambda changes: use(model.clone(**changes)), *named)
+
+
+def build(changes, mesh=(2, 4)):
+    axes = dict(zip(("data", "model"), mesh, strict=True))
+    split_layers.build_program("fsdp", split_layers.SMALL.clone(**changes), axes)
+
+
+def build_context(changes, context_axis="context"):
+    model = split_layers.SMALL.clone(**{"split_axis": "", "context_axis": "context", **changes})
+    axes = {"data": 2, "context": 4} if context_axis == "" else {"data": 1, "context": 8}
+    options = {"batch": Batch(*np.ones((2, 8, 16), np.int32)), "min_weight_size": 16}
+    options |= {"context_axis": context_axis} if context_axis else {}
+    fsdp(model, optax.sgd(1.0), language_model_loss, mesh=make_mesh(axes), **options)
+
+
+def plan_layouts(model):
+    rank_layouts(model.clone(dense_layers=1), parse_topology("v5p:2x2x1"), examples=8, positions=8)
+
+
+REFUSED = [
+    *fields(init, SMALL, *FIELDS),
+    *fields(count, SMALL, *FIELDS),
+    *fields(
+        count,
+        TWO_KINDS,
+        ({"global_every": 1}, "global_every is 1, expected at least 2, such as 6, or 0"),
+        ({"attention_window": 0}, "global_every is 3, expected 0 without attention_window"),
+        ({"global_every": 0}, r"local_rope_base is 100.0, expected more than 1 with global_every"),
+        ({"local_rope_base": 0.5}, "local_rope_base is 0.5, expected more than 1"),
+        ({"rope_scaling": ""}, "rope_factor is 4.0, expected 1 without rope_scaling"),
+        ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn', expected one of '', 'linear', 'llama3"),
+        ({"rope_factor": 0.5}, "rope_factor is 0.5, expected at least 1"),
+        ({"rope_low_factor": 4.0}, "rope_low_factor is 4.0, expected between 0 and rope_high_fac"),
+        ({"rope_original_length": 0}, "rope_original_length is 0, expected at least 1"),
+        ({"norm_epsilon": 0.0}, "norm_epsilon is 0.0, expected more than 0"),
+        ({"attention_scale": -1.0}, "attention_scale is -1.0, expected more than 0"),
+        ({"activation": "relu"}, "activation is 'relu', expected one of 'silu', 'gelu'"),
+        ({"activation": "gelu", "num_experts": 2}, "activation is 'gelu', expected 'silu' with"),
+    ),
+    *fields(
+        init,
+        QWEN,
+        ({"num_experts": 0}, "shared_experts_size is 12, expected 0 without num_experts"),
+        ({"gate_scale": 0.0}, "gate_scale is 0.0, expected more than 0"),
+        ({"expert_gates": "relu"}, "expert_gates is 'relu', expected one of 'softmax', 'sigmoid'"),
+        ({"expert_groups": 3}, "expert_groups is 3, expected a divisor of num_experts=8"),
+        (
+            {"expert_groups": 8, "expert_group_score": "best"},
+            "expert_groups_per_token is 1, expected from 2 to expert_groups=8, because",
+        ),
+        (
+            {"expert_groups": 8, "expert_groups_per_token": 2},
+            "expert_group_score is 'best_two', expected 'best' with groups of one",
+        ),
+        ({"shared_experts_size": -1}, "shared_experts_size is -1, expected at least 1, or 0"),
+        ({"shared_experts_size": 0}, "shared_gate is True, expected False without"),
+        ({"dense_layers": 2}, "dense_layers is 2, expected less than num_layers=2"),
+        (
+            {"dense_layers": 1, "attention_window": 2, "global_every": 2},
+            "dense_layers is 1, expected a multiple of global_every=2",
+        ),
+        ({"dense_mlp_size": 8}, "dense_mlp_size is 8, expected 0 without dense_layers"),
+    ),
+    *fields(
+        init,
+        SMALL,
+        ({"logit_soft_cap": -1.0}, "logit_soft_cap is -1.0, expected more than 0, such as 30, or"),
+        ({"label_smoothing": 1.0}, "label_smoothing is 1.0, expected from 0 to less than 1"),
+        ({"z_loss": -1.0}, "z_loss is -1.0, expected 0 for none, or more, such as 1e-4"),
+    ),
+    *rows(
+        "on a mesh",
+        build,
+        (
+            {"num_heads": 6, "head_size": 4, "num_kv_heads": 6},
+            r"attention/key/kernel.*dim 2 of size",
+        ),
+        ({"num_heads": 12, "head_size": 4, "num_kv_heads": 3}, r"key/kernel.*dim 2 of size 3"),
+        ({"mlp_size": 30}, r"down/kernel.*dim 1 of size 30 does not divide over the 4 devices"),
+        ({"vocab_multiple": 1}, r"embedding.*dim 0 of size 29 does not divide over the 4 devices"),
+        ({"annotate": True}, "annotate is True, expected False with split_axis='model'"),
+        ({"split_axis": "", "sequence_parallel": True}, "sequence_parallel is True, expected Fal"),
+        ({"vocab_multiple": 0}, "vocab_multiple is 0, expected at least 1"),
+        ({"overlap": "ring"}, "overlap is 'ring', expected 'none' without sequence_parallel"),
+        ({"overlap": "rings", "sequence_parallel": True}, "overlap is 'rings', expected one of"),
+        ({"num_experts": -1}, "num_experts is -1, expected the number of experts, or 0"),
+        ({"num_experts": 2, "experts_per_token": 3}, "experts_per_token is 3, expected from 1 to"),
+        ({"num_experts": 2, "capacity_factor": -1.0}, "capacity_factor is -1.0, expected more"),
+        ({"expert_axis": "data"}, "expert_axis is 'data', expected '' without num_experts"),
+    ),
+    *rows(
+        "split contexts",
+        build_context,
+        ({"split_axis": "context"}, "context_axis is 'context', expected another axis than split_"),
+        ({"attention": "cudnn"}, "attention is 'cudnn', expected '' or 'blockwise' with context_a"),
+        ({"context_attention": "all"}, "context_attention is 'all', expected one of 'ring', 'uly"),
+        ({"context_attention": "ulysses", "num_heads": 4}, "4 query heads and 2 key heads do not"),
+    ),
+    *rows(
+        "a context that the program does not split",
+        functools.partial(build_context, context_axis=""),
+        ({}, "Build the program with context_axis='context'"),
+    ),
+    *rows(
+        "tokens",
+        lambda tokens: init(SMALL, tokens),
+        (np.zeros((1, 4), np.float32), r"tokens are \w+\[.*expected integers \[batch, sequence"),
+        (np.zeros(4, np.int32), r"tokens are \w+\[.*expected integers \[batch, sequence"),
+        ({"tokens": TOKENS}, "inputs have tokens, expected 'tokens' and 'doc"),
+        (
+            {"tokens": TOKENS, "documents": np.zeros((2, 5), np.int32)},
+            r"documents are int32\[2, 5\], expected integers \[2, 4\]",
+        ),
+        (
+            {"tokens": TOKENS, "documents": np.zeros((2, 4), np.float32)},
+            r"documents are float32\[2, 4\], expected integers \[2, 4\]",
+        ),
+    ),
+    *rows(
+        "layouts",
+        plan_layouts,
+        (QWEN, "plan: config.model.shared_experts_size is .*use --sweep"),
+        (EXPERTS, "plan: config.model.dense_layers is .*use --sweep"),
+    ),
+]
+
+
+@pytest.mark.usefixtures("devices8")
+@pytest.mark.parametrize(("call", "error", "words"), REFUSED)
+def test_refused(call, error, words):
+    check_refused(call, error, words)
