@@ -60,8 +60,9 @@ def has_way(model: str, way: str) -> bool:
 
 def rows(seconds: dict[tuple[str, int], list[float]]) -> list[str]:
     """Makes a table: each way's seconds and ratio at each size, and the exponent of its growth."""
-    ways, sizes = (list(dict.fromkeys(key[i] for key in seconds)) for i in (0, 1))
-    lines = []
+    ways = list(dict.fromkeys(way for way, _ in seconds))
+    sizes = list(dict.fromkeys(size for _, size in seconds))
+    lines: list[list[str]] = []
     for way in ways:
         medians = [statistics.median(seconds[way, size]) for size in sizes]
         ratios = [
@@ -138,6 +139,8 @@ def _program(model: Any, plan: Any, loss_fn: Any, batch: Any, way: str) -> Calla
 
     axes = {"data": 4, "model": 2} if way == "plan" else {"data": 8}
     options: Any = {"mesh": make_mesh(axes), "batch": batch}
+    build: Any
+    more: Any
     build, more = {
         "dp": (data_parallel, {}),
         "zero": (zero, {"stage": 2, "min_weight_size": 1}),

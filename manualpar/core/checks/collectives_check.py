@@ -60,9 +60,9 @@ def check_traced_steps(
             _check_condition(name, eqn)
             _check_constraint(name, eqn)
             _check_gathered_order(name, eqn, data_axes)
-    for closed in (evaluate, loss):
-        if closed is not None:
-            _check_derivatives(name, closed.jaxpr)
+    for undifferentiated in (evaluate, loss):
+        if undifferentiated is not None:
+            _check_derivatives(name, undifferentiated.jaxpr)
 
 
 def gathers_parameters(train: ClosedJaxpr) -> bool:
