@@ -1,4 +1,4 @@
-"""The benchmark of growth builds every model in every way, and its exponents are those of the times."""
+"""The benchmark of growth builds every model in every way, and its exponents fit the times."""
 
 import pytest
 

@@ -47,7 +47,8 @@ def check_traced_steps(
       train: The training step.
       evaluate: The evaluation step.
       loss: The training loss without its gradient, see `Step.loss_only`. `None` if the training
-        step has no gather whose derivative could be wrong, see `gathers_parameters`.
+        step has no gather whose derivative could be wrong (see `gathers_parameters`), or has
+        checked its own loss.
       data_axes: The mesh axes that split the batch.
 
     Raises:
@@ -62,7 +63,7 @@ def check_traced_steps(
             _check_gathered_order(name, eqn, data_axes)
     for undifferentiated in (evaluate, loss):
         if undifferentiated is not None:
-            _check_derivatives(name, undifferentiated.jaxpr)
+            check_derivatives(name, undifferentiated.jaxpr)
 
 
 def gathers_parameters(train: ClosedJaxpr) -> bool:
@@ -133,7 +134,7 @@ def _check_gathered_order(name: str, eqn: Any, data_axes: tuple[str, ...]) -> No
         )
 
 
-def _check_derivatives(name: str, jaxpr: Jaxpr) -> None:
+def check_derivatives(name: str, jaxpr: Jaxpr) -> None:
     """Refuses gathers without their `custom_vjp`: the model has differentiated these."""
     for eqn in jaxpr.eqns:
         scope = str(eqn.source_info.name_stack)
@@ -146,7 +147,7 @@ def _check_derivatives(name: str, jaxpr: Jaxpr) -> None:
             )
         if "custom_vjp" not in eqn.primitive.name:
             for _, inner in inner_jaxprs(eqn):
-                _check_derivatives(name, inner)
+                check_derivatives(name, inner)
 
 
 def _varying_condition(eqn: Any) -> frozenset[str]:

@@ -212,11 +212,12 @@ def build_program(
             return function.trace(program.abstract_state, program.abstract_batch).jaxpr
 
         train, evaluate = trace(program.train_step), trace(program.eval_step)
+        needs_loss = gathers_parameters(train) and not step.checks_loss
         check_traced_steps(
             strategy.name,
             train,
             evaluate,
-            trace(jax.jit(loss)) if gathers_parameters(train) else None,
+            trace(jax.jit(loss)) if needs_loss else None,
             data_axes=program.data_axes,
         )
     return program
