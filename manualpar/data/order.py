@@ -73,8 +73,13 @@ def mixed_order(sizes: Sequence[int], shares: Sequence[int], seed: int) -> Order
 def order_of(split: Split, seed: int) -> Order:
     """Returns the order of a split: `mixed_order` for a mixture, otherwise `endless_order`."""
     if isinstance(split, MixedSplit):
-        return mixed_order([len(part) for part in split.parts], split.shares, seed)
-    return endless_order(len(split), seed)
+        return _latest_order(tuple(map(len, split.parts)), tuple(split.shares), seed)
+    return _latest_order((len(split),), None, seed)
+
+
+@functools.lru_cache(maxsize=1)  # `train_batch` asks again for each batch of one epoch.
+def _latest_order(sizes: tuple[int, ...], shares: tuple[int, ...] | None, seed: int) -> Order:
+    return endless_order(*sizes, seed) if shares is None else mixed_order(sizes, shares, seed)
 
 
 def _slots(shares: Sequence[int], seed: int) -> tuple[np.ndarray, np.ndarray]:

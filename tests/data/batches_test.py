@@ -78,6 +78,19 @@ def test_epochs_and_seeds_give_orders_that_have_nothing_in_common():
         assert abs(np.corrcoef(order, np.arange(100))[0, 1]) < 0.4
 
 
+def test_batches_read_one_by_one_make_the_order_of_an_epoch_once(monkeypatch):
+    made = []
+
+    def default_rng(seed):
+        made.append(seed)
+        return np.random.Generator(np.random.PCG64(seed))
+
+    monkeypatch.setattr(np.random, "default_rng", default_rng)
+    for step in range(5):
+        train_batch(_numbered(100), 10 * step, batch_size=10, seed=12345)
+    assert made == [(12345, 0)]
+
+
 @pytest.mark.parametrize(
     "axis_sizes",
     [{"data": 1}, {"data": 4}, {"data": 8}, {"data": 2, "model": 4}, {"model": 4, "data": 2}],

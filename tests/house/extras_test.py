@@ -20,6 +20,7 @@ before = set(sys.modules)
 import manualpar
 loaded = {name.split(".")[0] for name in sys.modules.keys() - before}
 ours = sorted(name for name in sys.modules if name.startswith("manualpar."))
+assert not [name for name in sys.modules if "splash_attention_k" in name], "imported when used"
 import manualpar.data
 new = {name.split(".")[0] for name in sys.modules.keys() - before}
 optional = sorted(new & manualpar.errors.MODULES.keys())

@@ -20,7 +20,13 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from manualpar.core.tracing.jaxprs import TYPE_CASTS, all_equations, inner_jaxprs
-from manualpar.core.tracing.scopes import EXAMPLES_SCOPE, GATHER_SCOPE, REGATHER, purpose_of
+from manualpar.core.tracing.scopes import (
+    EXAMPLES_SCOPE,
+    GATHER_SCOPE,
+    REGATHER,
+    SCATTER_SCOPE,
+    purpose_of,
+)
 
 # Primitives that name mesh axes but send nothing.
 SILENT_PRIMITIVES = TYPE_CASTS | {"axis_index", "shard_map"}
@@ -30,7 +36,7 @@ def check_traced_steps(
     name: str,
     train: ClosedJaxpr,
     evaluate: ClosedJaxpr,
-    loss: ClosedJaxpr,
+    loss: ClosedJaxpr | None,
     *,
     data_axes: tuple[str, ...],
 ) -> None:
@@ -40,7 +46,9 @@ def check_traced_steps(
       name: The strategy's name, for messages.
       train: The training step.
       evaluate: The evaluation step.
-      loss: The training loss without its gradient, see `Step.loss_only`.
+      loss: The training loss without its gradient, see `Step.loss_only`. `None` if the training
+        step has no gather whose derivative could be wrong (see `gathers_parameters`), or has
+        checked its own loss.
       data_axes: The mesh axes that split the batch.
 
     Raises:
@@ -53,8 +61,22 @@ def check_traced_steps(
             _check_condition(name, eqn)
             _check_constraint(name, eqn)
             _check_gathered_order(name, eqn, data_axes)
-    for closed in (evaluate, loss):
-        _check_derivatives(name, closed.jaxpr)
+    for undifferentiated in (evaluate, loss):
+        if undifferentiated is not None:
+            check_derivatives(name, undifferentiated.jaxpr)
+
+
+def gathers_parameters(train: ClosedJaxpr) -> bool:
+    """Returns whether a traced training step gathers a parameter or scatters its gradient.
+
+    A loss that differentiates a gather does one of the two in its training step.
+    """
+    purposes = (GATHER_SCOPE, REGATHER, SCATTER_SCOPE)
+    return any(
+        purpose_of(str(eqn.source_info.name_stack)) in purposes
+        for eqn in all_equations(train.jaxpr)
+        if _communication_axes(eqn)
+    )
 
 
 def _check_condition(name: str, eqn: Any) -> None:
@@ -112,7 +134,7 @@ def _check_gathered_order(name: str, eqn: Any, data_axes: tuple[str, ...]) -> No
         )
 
 
-def _check_derivatives(name: str, jaxpr: Jaxpr) -> None:
+def check_derivatives(name: str, jaxpr: Jaxpr) -> None:
     """Refuses gathers without their `custom_vjp`: the model has differentiated these."""
     for eqn in jaxpr.eqns:
         scope = str(eqn.source_info.name_stack)
@@ -125,7 +147,7 @@ def _check_derivatives(name: str, jaxpr: Jaxpr) -> None:
             )
         if "custom_vjp" not in eqn.primitive.name:
             for _, inner in inner_jaxprs(eqn):
-                _check_derivatives(name, inner)
+                check_derivatives(name, inner)
 
 
 def _varying_condition(eqn: Any) -> frozenset[str]:

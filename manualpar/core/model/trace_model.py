@@ -1,8 +1,8 @@
-"""Traces a model and its loss once, to find all facts that a program needs about them.
+"""Finds all facts that a program needs about a model and its loss, by traces.
 
-`trace_model` makes, initialises and traces the model abstractly, and returns a `TracedModel`. No
-other module has to find these facts: the model's library, its call, the collections that it
-updates, its annotations, and the dims that its loops run over.
+`trace_model` makes and initialises the model abstractly, traces its loss with a `LossTracer`, and
+returns a `TracedModel`. No other module has to find these facts: the model's library, its call, the
+collections that it updates, its annotations, and the dims that its loops run over.
 """
 
 import dataclasses
@@ -12,34 +12,26 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-from jax.sharding import PartitionSpec
 
 from manualpar.core.model.axis_names import check_axis_aliases
-from manualpar.core.model.carried_collections import CarryingApply, find_carried_collections
+from manualpar.core.model.carried_collections import CarryingApply
 from manualpar.core.model.initialise import (
     Init,
     initialisation,
-    trace,
     typed_specs,
     with_mesh_if_needed,
 )
 from manualpar.core.model.interface import Model, ModelInterface, RunPhase, interface_of
-from manualpar.core.model.loss_function import LossFn, Metrics, call_loss, check_loss, tracing_loss
+from manualpar.core.model.loss_function import LossFn, Metrics, check_loss, tracing_loss
+from manualpar.core.model.loss_tracer import LossTracer
 from manualpar.core.model.options import StoredDtypes
-from manualpar.core.model.probe import find_loop_dims
-from manualpar.core.model.whole_parameters import PartOfDevice, as_whole, boxed_parts
+from manualpar.core.model.whole_parameters import PartOfDevice, as_whole
 from manualpar.core.modes.mode import Mode
 from manualpar.core.modes.variable_reduction import CollectionSync, check_sync_collections
 from manualpar.core.parameters.collectives import varying_axes
-from manualpar.core.parameters.parameter_info import (
-    ParameterInfo,
-    computed_specs,
-    describe_parameters,
-    on_stages,
-)
+from manualpar.core.parameters.parameter_info import ParameterInfo, on_stages
 from manualpar.core.parameters.placement import strip_boxes
 from manualpar.core.parameters.sharded_parameter import cast_floating, is_box
-from manualpar.core.parameters.split_parameter import SplitParameter, take_shared
 from manualpar.core.parameters.trainable import is_trained
 from manualpar.core.trees import path_name
 
@@ -139,110 +131,31 @@ def trace_model(
         loop ran over it and it had no annotation.
       gathers_in_loss: Whether parameters are gathered where the loss reads them.
     """
-    mesh, data_axes = mode.mesh, mode.data_axes
-    aliases = check_axis_aliases(
-        strategy,
-        options.get("axis_aliases", {}),
-        mesh=mesh,
-        data_axes=data_axes,
-        on_global_arrays=not mode.writes_collectives,
-    )
-    interface = dataclasses.replace(_interface_of(strategy, model, mode), axis_aliases=aliases)
-    init_args = options.get("init_args")
+    interface = _interface_of(strategy, model, mode, options)
     trainable = tuple(options.get("trainable") or interface.trainable)
-
-    def cast(params: Any) -> Any:
-        def cast_one(path: Any, x: Any) -> Any:
-            dtype = stored_dtypes[is_trained(path_name(path), trainable)]
-            return jax.tree.map(lambda x: cast_floating(x, dtype), x)
-
-        return jax.tree_util.tree_map_with_path(cast_one, params, is_leaf=is_box)
-
     init, variables = initialisation(
-        interface, batch, batch_specs, mode, init_args=init_args, cast=cast
+        interface,
+        batch,
+        batch_specs,
+        mode,
+        init_args=options.get("init_args"),
+        cast=functools.partial(_cast, stored_dtypes, trainable),
     )
-    boxed_params = variables["params"]
-    if not jax.tree.leaves(boxed_params):
+    if not jax.tree.leaves(variables["params"]):
         expected = "expected some to train; in NNX those that an nnx.Param holds"
         raise ValueError(f"{strategy}: model {interface!r} has no parameters, {expected}.")
-    variables, replicated = strip_boxes(variables), PartitionSpec()
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    describe = functools.partial(
-        describe_parameters, mesh=mesh, rules=mode.rules, data_axes=data_axes
-    )
-    # Loops are not known yet, and annotations may name the dims that they run over.
-    infos = describe(
-        jax.tree.map(
-            lambda x: x if isinstance(x, SplitParameter) else strip_boxes(x),
-            boxed_params,
-            is_leaf=is_box,
-        ),
-        {},
-    )
-    typed = typed_specs(boxed_params)
-    specs = computed_specs(infos) if mode.writes_collectives else typed
-
-    def model_shards(params: Any) -> Any:
-        """Takes the shards with which the model computes, from parameters sharded as `specs`."""
-        if not mode.writes_collectives:
-            return params
-        return jax.tree.map(lambda info, x: take_shared(x, info.shared_names), infos, params)
-
-    def trace_call(call: Callable[..., None], variables: Any) -> None:
-        def with_shards(variables: Any, *args: Any) -> None:
-            call({**variables, "params": model_shards(variables["params"])}, *args)
-
-        variable_specs = dict.fromkeys(variables, replicated) | {"params": specs}
-        in_specs = (variable_specs, replicated, batch_specs)
-        trace(mode, with_shards, in_specs, variables, key, batch)
-
-    collections = find_carried_collections(interface, variables, trace_call, init_args)
-    loss_specs = (specs, replicated, replicated, batch_specs)
-
-    def trace_loss(
-        params: Any, box: Callable[[Any], Any], model: ModelInterface = interface
-    ) -> None:
-        def call(params: Any, collections: Any, rng: jax.Array, batch: Any) -> None:
-            rng, params = mode.fold(rng), box(model_shards(params))
-            if mode.writes_collectives:
-                params = as_whole(boxed_parts(infos, params))
-            apply_fn = CarryingApply(model, collections, PartOfDevice(infos, params))
-            call_loss(loss_fn, params, apply_fn, batch, rng)
-
-        trace(mode, call, loss_specs, params, collections, key, batch)
-
-    interface.check(lambda model: trace_loss(variables["params"], lambda params: params, model))
-    params, loop_dims = variables["params"], dict[str, frozenset[int]]()
-    stacked = frozenset[str]()
-    if pipeline := options.get("pipeline"):
-        found: list[frozenset[str]] = []
-        paths = [info.path for info in jax.tree.leaves(infos)]
-
-        def find_stacked(params: Any, collections: Any, rng: jax.Array, batch: Any) -> None:
-            def loss(params: Any) -> Any:
-                return call_loss(loss_fn, params, CarryingApply(interface, collections), batch, rng)
-
-            closed = jax.make_jaxpr(loss)(model_shards(params))
-            found.append(pipeline.stacked(closed, paths, mesh.shape[pipeline.axis]))
-
-        trace(mode, find_stacked, loss_specs, params, collections, key, batch)
-        stacked = found[0]
+    tracer = LossTracer(interface, loss_fn, variables, batch, batch_specs=batch_specs, mode=mode)
+    tracer.find_collections(options.get("init_args"))
+    tracer.check_model()
+    pipeline = options.get("pipeline")
+    stacked = tracer.stacked(pipeline) if pipeline else frozenset[str]()
     # Stacked layers of a pipeline are in boxes, whether they are gathered or not.
-    boxed = jax.tree.map(
-        lambda x, info: is_box(x) or is_gathered(info) or info.path in stacked,
-        boxed_params,
-        infos,
-        is_leaf=is_box,
+    loop_dims = tracer.loop_dims(
+        strategy,
+        lambda info: is_gathered(info) or info.path in stacked,
+        gathers_in_loss=gathers_in_loss and mode.writes_collectives,
     )
-    if any(jax.tree.leaves(boxed)):
-        loop_dims = find_loop_dims(
-            strategy,
-            trace_loss,
-            params,
-            boxed,
-            gathers_in_loss=gathers_in_loss and mode.writes_collectives,
-        )
-    infos = describe(boxed_params, loop_dims)
+    infos = tracer.describe(tracer.boxed_params, loop_dims)
     if pipeline:
         infos = on_stages(infos, stacked, pipeline.axis)
     infos = jax.tree.map(
@@ -255,15 +168,25 @@ def trace_model(
         parameters=infos,
         trainable=trainable,
         stored_dtypes=stored_dtypes,
-        keeps_types=any(jax.tree.leaves(typed)),
-        sync_collections=check_sync_collections(strategy, sync, collections),
-        variables={"params": params, **collections},
+        keeps_types=any(jax.tree.leaves(typed_specs(tracer.boxed_params))),
+        sync_collections=check_sync_collections(strategy, sync, tracer.collections),
+        variables={"params": tracer.params, **tracer.collections},
         adapter=dataclasses.replace(interface, loop_dims=all_dims),
         _eval_phase="eval_dropout" if options.get("eval_dropout", False) else "eval",
         _init=init,
         _loss_fn=loss_fn,
         mode=mode,
     )
+
+
+def _cast(stored_dtypes: StoredDtypes, trainable: tuple[str, ...], params: Any) -> Any:
+    """Casts parameters to the dtypes in which they are stored."""
+
+    def cast_one(path: Any, x: Any) -> Any:
+        dtype = stored_dtypes[is_trained(path_name(path), trainable)]
+        return jax.tree.map(lambda x: cast_floating(x, dtype), x)
+
+    return jax.tree_util.tree_map_with_path(cast_one, params, is_leaf=is_box)
 
 
 def _check_same_along_model_axes(loss: Any, metrics: Metrics, data_axes: frozenset[str]) -> None:
@@ -282,8 +205,17 @@ def _check_same_along_model_axes(loss: Any, metrics: Metrics, data_axes: frozens
             )
 
 
-def _interface_of(strategy: str, model: Any, mode: Mode) -> ModelInterface:
+def _interface_of(
+    strategy: str, model: Any, mode: Mode, options: Mapping[str, Any]
+) -> ModelInterface:
     """Makes the model's interface; a function that makes the model finds a mesh if it needs one."""
+    aliases = check_axis_aliases(
+        strategy,
+        options.get("axis_aliases", {}),
+        mesh=mode.mesh,
+        data_axes=mode.data_axes,
+        on_global_arrays=not mode.writes_collectives,
+    )
 
     def make_on_mesh() -> Any:
         assert mode.model_mesh is not None
@@ -292,7 +224,7 @@ def _interface_of(strategy: str, model: Any, mode: Mode) -> ModelInterface:
 
     interface = with_mesh_if_needed(mode, lambda: interface_of(model), make_on_mesh)
     if isinstance(interface, ModelInterface):
-        return interface
+        return dataclasses.replace(interface, axis_aliases=aliases)
     hint = " Pass its .module." if isinstance(getattr(model, "module", None), nn.Module) else ""
     raise TypeError(
         f"{strategy}: model is {model!r}, expected an instance of a flax.linen.Module, or an "

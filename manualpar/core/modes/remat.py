@@ -70,6 +70,7 @@ def regather_for_backward(
     *,
     keep_gathered: bool = False,
     axes: tuple[str, ...] | None = None,
+    check: Callable[[Jaxpr], None] = lambda jaxpr: None,
 ) -> Callable[..., Any]:
     """Makes the backward pass of a function gather and dequantize parameters again.
 
@@ -79,6 +80,7 @@ def regather_for_backward(
       keep_gathered: Whether to save the gathered arrays, and only dequantize again.
       axes: The mesh axes over which to gather again; `None` for all axes. Arrays gathered over the
         other axes are saved in the format in which they were received.
+      check: Called with the traced function, before anything differentiates it.
 
     Returns:
       The function, with the same values and gradients.
@@ -92,6 +94,7 @@ def regather_for_backward(
     @functools.wraps(function)
     def run(*args: Any) -> Any:
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+        check(closed.jaxpr)
         out = _regathering(closed, is_repeated, in_loop=False)(*jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(shapes), out)
 

@@ -83,7 +83,8 @@ def gather_array_with_mean_grads(
     if is_vma_checked(axes[0]) and not varying_axes(x) & set(axes):
         # The type says that all devices hold the same shard. This happens if flax's nested scans
         # trace a box only to find shapes, because the values in such a trace have no varying axes.
-        x = jnp.concatenate([x] * jax.lax.axis_size(axes), axis)
+        repeats = [jax.lax.axis_size(axes) if dim == axis % x.ndim else 1 for dim in range(x.ndim)]
+        x = jnp.tile(x, repeats)
         return x.astype(comm.gather.dtype or x.dtype)
     args = _GatherArgs(axis % x.ndim, axes, x.dtype, comm.with_reduce_quantizer(None))
     return _gather_with_mean_grads(cast_to_varying(x, axes), comm.reduce.quantizer, args)

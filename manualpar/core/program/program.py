@@ -16,7 +16,7 @@ import jax
 import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from manualpar.core.checks.collectives_check import check_traced_steps
+from manualpar.core.checks.collectives_check import check_traced_steps, gathers_parameters
 from manualpar.core.checks.context_check import check_context
 from manualpar.core.checks.trainable_check import check_trainable
 from manualpar.core.mesh.axes import axis_tuple, check_mesh_has, with_axis_types
@@ -208,12 +208,17 @@ def build_program(
         batch, step, states = _design(strategy, model, tx, loss_fn, options)
         program = _assemble(batch, step, states, options)
         loss = on_auto_axes(step.loss_only, mesh=program.mesh, out_specs=PartitionSpec())
+
+        def trace(function: Any) -> Any:
+            return function.trace(program.abstract_state, program.abstract_batch).jaxpr
+
+        train, evaluate = trace(program.train_step), trace(program.eval_step)
+        needs_loss = gathers_parameters(train) and not step.checks_loss
         check_traced_steps(
             strategy.name,
-            *(
-                function.trace(program.abstract_state, program.abstract_batch).jaxpr
-                for function in (program.train_step, program.eval_step, jax.jit(loss))
-            ),
+            train,
+            evaluate,
+            trace(jax.jit(loss)) if needs_loss else None,
             data_axes=program.data_axes,
         )
     return program

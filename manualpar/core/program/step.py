@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from manualpar.core.checks.collectives_check import check_derivatives
 from manualpar.core.mesh.axes import axis_tuple
 from manualpar.core.mesh.roles import AxisRoles
 from manualpar.core.mesh.splitting import check_batch
@@ -130,6 +131,11 @@ class Step:
         check_batch("batch", batch, self.mode.mesh, self.roles)
         return self._metrics(self.model.eval_metrics, state, batch)
 
+    @property
+    def checks_loss(self) -> bool:
+        """Whether tracing `train` checks all that a trace of `loss_only` would show."""
+        return self._makes_weights_again and self.strategy.gather_every == "minibatch"
+
     def loss_only(self, state: TrainState, batch: Batch) -> Metrics:
         """Calls the loss as `train` does, without derivatives. Only checks trace this function."""
 
@@ -208,13 +214,19 @@ class Step:
 
     def _loss_that_regathers(self) -> CarryingLossFn:
         """Returns the model's loss; if wanted, its backward pass gathers parameters again."""
-        loss, regathers = self.model.train_loss, self.strategy.reshard_after_forward
-        dequantizes = self.model.adapter.decodes_weights or self.mode.comm.gather.quantizer
-        if self.pipeline is not None or not (regathers or dequantizes):
-            return loss
+        if not self._makes_weights_again:
+            return self.model.train_loss
         return regather_for_backward(
-            loss, keep_gathered=not regathers, axes=self.strategy.regather_axes
+            self.model.train_loss,
+            keep_gathered=not self.strategy.reshard_after_forward,
+            axes=self.strategy.regather_axes,
+            check=functools.partial(check_derivatives, self.strategy.name),
         )
+
+    @property
+    def _makes_weights_again(self) -> bool:
+        dequantizes = self.model.adapter.decodes_weights or self.mode.comm.gather.quantizer
+        return self.pipeline is None and bool(self.strategy.reshard_after_forward or dequantizes)
 
     def _scatter_each_minibatch(self, grad_boxes: Params, grads: Grads) -> Grads:
         """Scatters a minibatch's gradients, unless the strategy scatters only once a step."""

@@ -8,6 +8,8 @@ The kernel runs on one device. In a `shard_map` that checks types
 `manualpar.layers.attention.unchecked` runs it. XLA cannot partition the kernel. So if the enclosing
 mesh has automatic axes, a `shard_map` here gives each device its examples.
 
+The kernel is imported where it is used, because its import takes a tenth of a second.
+
 Symbols: `B` examples, `S` positions, `N` query heads, `K` key and value heads, `H` features of a
 head.
 """
@@ -20,8 +22,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from manualpar.core.mesh.axes import axes_size, axis_tuple
@@ -142,6 +142,9 @@ def _attend(
     interpret: bool,
 ) -> jax.Array:
     """Attends on one device."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
     _, length, num_heads, size = query.shape
     padded, block = _padded_length(length)
 
@@ -189,8 +192,10 @@ def _padded_length(length: int) -> tuple[int, int]:
     return padded, min(padded, BLOCK)
 
 
-def block_sizes(length: int, block: int) -> kernels.BlockSizes:
-    """Returns the kernels' block sizes, and whether the backward pass is one kernel or two."""
+def block_sizes(length: int, block: int) -> Any:
+    """Returns the kernels' `BlockSizes`, and whether the backward pass is one kernel or two."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+
     is_fused = length <= LONGEST_FUSED
     return kernels.BlockSizes(
         block_q=block,

@@ -18,8 +18,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 from jax.extend.core import ClosedJaxpr, Literal, Var
 
 from manualpar.core.tracing.attention_blocks import blocks_scope
@@ -120,6 +118,9 @@ def _kernel(
     arrays: Sequence[jax.Array], is_causal: bool, scoring: Scoring, **options: Any
 ) -> Callable[..., Any]:
     """Builds the kernel for examples with these documents."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
     (_, num_heads, length, size), documents = arrays[0].shape, arrays[3:]
     block = next(block for block in (*BLOCKS, LANES) if length % block == 0)
     mask: Any = masks.CausalMask if is_causal else masks.FullMask

@@ -29,6 +29,7 @@ from manualpar.core.model.evaluation import required
 from manualpar.core.model.interface import ModelInterface, register_interface
 from manualpar.core.model.nnx.dropout import split_dropout
 from manualpar.core.model.nnx.streams import (
+    assigning_tracers,
     call_rngs,
     keys_by_stream,
     mark_keyless,
@@ -150,7 +151,8 @@ class NNXModel(ModelInterface):
             with jax.named_scope(type(self).__name__):  # Flax puts Linen's modules in such scopes.
                 return bound(*args, **kwargs)
 
-        out = nnx.capture(run, *types)(module)
+        with assigning_tracers():
+            out = nnx.capture(run, *types)(module)
         out, *states = out if types else (out,)
         made = None if mutable is True else frozenset(sown)
         captured = [leaf for state in states for leaf in nnx.to_flat_state(state)]
@@ -283,7 +285,7 @@ def _make_again(module: nnx.Module) -> Callable[[jax.Array], nnx.Module]:
 
 def _construct(make: Callable[..., Any], name: str, key: jax.Array) -> nnx.Module:
     """Makes a module from a key; its annotations do not shard it, because the program does."""
-    with nnx.use_eager_sharding(False):
+    with nnx.use_eager_sharding(False), assigning_tracers():
         module = make(rngs=nnx.Rngs(key))
     if not isinstance(module, nnx.Module):
         raise TypeError(f"model: {name}(rngs=...) makes {module!r}, expected an nnx.Module.")

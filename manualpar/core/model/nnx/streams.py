@@ -5,12 +5,22 @@ in Linen, a loss passes keys, `rngs={"dropout": key}`. The stream of each module
 of its name, folded with the module's path.
 
 Invariants: no two streams share a key; the streams of a stack have as many keys as it has layers; a
+<<<<<<< HEAD
+stream without a key is an error only where its key is used. (`nnx.RNN` draws a key for a carry of
+zeros, which does not use it.)
+
+A stream counts by `count[...] += 1`. For such an assignment flax asks both values for `sharding`.
+Tracers have none, and JAX searches all equations so far for the text of its error. So tracing would
+take time that is quadratic in the number of parameters. `assigning_tracers` does not ask.
+=======
 stream without a key is an error only where its key is used. (`nnx.RNN` draws a key for its initial
 carry, but a carry of zeros does not use the key.)
+>>>>>>> main
 """
 
+import contextlib
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -18,6 +28,31 @@ import jax.numpy as jnp
 from flax import nnx
 
 from manualpar.core.model.nnx.variables import Path, path_text
+from manualpar.core.tracing.thread_patches import replaced_in_thread
+
+
+def assigning_tracers() -> contextlib.AbstractContextManager[None]:
+    """Makes `variable[...] = tracer` cheap in this thread, as a context manager.
+
+    The variable gets the value that flax gives it.
+    """
+
+    def replacement(_: str, old: Callable[..., None]) -> Callable[..., None]:
+        def set_item(variable: nnx.Variable[Any], index: Any, value: Any) -> None:
+            before = variable.get_raw_value()
+            if (
+                index is ...
+                and isinstance(before, jax.core.Tracer)
+                and isinstance(value, jax.core.Tracer)
+                and (before.shape, before.dtype) == (value.shape, value.dtype)
+            ):
+                variable.set_value(value)
+            else:
+                old(variable, index, value)
+
+        return set_item
+
+    return replaced_in_thread([(nnx.Variable, "__setitem__")], replacement)
 
 
 def keys_by_stream(rngs: Any) -> dict[str, Any]:

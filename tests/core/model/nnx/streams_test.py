@@ -1,5 +1,6 @@
 """The keys that calls of NNX models are given, in streams of theirs and as an argument."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +10,7 @@ from flax import nnx
 
 from manualpar import Batch, assert_same_as_one_device, fsdp, make_mesh
 from manualpar.core.model.interface import interface_of
+from manualpar.core.model.nnx.streams import assigning_tracers
 
 X = jnp.ones((16, 32))
 KEY = jax.random.key(1)
@@ -183,3 +185,72 @@ def test_a_carry_that_is_drawn_needs_a_key():
     with pytest.raises(ValueError, match=r"'rngs' is asked for numbers .* rngs=\{'carry': key\}"):
         adapted.apply(variables, x)
     assert adapted.apply(variables, x, rngs={"carry": KEY}).shape == (2, 3, 6)
+
+
+class Drawing(nnx.Module):
+    """Draws from streams that are forked, split, mapped, merged again and reseeded."""
+
+    def __init__(self, rngs):
+        self.forked = rngs.fork()
+        self.both = nnx.Param(self.forked.params.normal((4,)) + rngs.normal((4,)))
+        self.scattered = nnx.split_rngs(splits=3)(nnx.vmap(make_linear))(rngs)
+        merged = nnx.merge(*nnx.split(rngs))
+        self.merged = nnx.Param(merged.normal((4,)) + merged.params.normal((4,)))
+        nnx.reseed(merged, default=7)
+        self.reseeded = nnx.Param(merged.normal((4,)))
+        self.stack = nnx.vmap(make_linear)(rngs.split(2))
+        self.dropout, self.norm = nnx.Dropout(0.1, rngs=rngs), nnx.BatchNorm(4, rngs=rngs)
+        self.last = make_linear(rngs)
+
+    def __call__(self, x):
+        return self.last(self.dropout(self.norm(x)))
+
+
+def make_linear(rngs):
+    return nnx.Linear(4, 4, rngs=rngs)
+
+
+def drawn(key):
+    """The state of the module and an output, all streams' keys as numbers."""
+    module = Drawing(nnx.Rngs(key, params=key))
+    out = module(jnp.ones((2, 4)))
+    leaves = jax.tree.leaves(nnx.state(module))
+    is_key = [jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in leaves]
+    return out, [jax.random.key_data(x) if k else x for x, k in zip(leaves, is_key, strict=True)]
+
+
+def test_cheap_assignments_draw_the_bits_of_flax_and_ask_no_tracer_for_its_sharding(monkeypatch):
+    asked = []
+
+    @property
+    def sharding(tracer):
+        asked.append(tracer)
+        raise AttributeError
+
+    monkeypatch.setattr(jax.core.Tracer, "sharding", sharding)
+
+    def draw(key):
+        with assigning_tracers():
+            return drawn(key)
+
+    cheap = jax.jit(draw)(KEY)
+    assert not asked
+    plain = jax.jit(drawn)(KEY)
+    assert asked, "flax asks no tracer any more: assigning_tracers is not needed"
+    chex.assert_trees_all_equal(cheap, plain)
+
+
+def test_building_asks_no_tracer_for_its_sharding(monkeypatch):
+    asked = []
+    monkeypatch.setattr(jax.core.Tracer, "sharding", property(asked.append))
+    fsdp(Drawing, optax.sgd(0.1), squares, mesh=make_mesh({"data": 8}), batch=BATCH)
+    assert not asked
+
+
+BATCH = Batch(jnp.ones((16, 4)), jnp.zeros((16, 4)))
+
+
+def squares(params, apply_fn, batch, rng):
+    out = apply_fn({"params": params}, batch.inputs, rngs=rng)
+    losses = jnp.square(out - batch.labels).mean(-1)
+    return losses.mean(), {"loss": (losses.sum(), losses.size)}
