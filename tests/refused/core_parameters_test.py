@@ -100,8 +100,8 @@ WRONG_NAMES = (
     (((None, ("data", "pipe")),), r".*, of which \['pipe'\] are not axes of the"),
     (
         (("mlp", None),),
-        r".* \['mlp'\] are not axes of the mesh \['data', 'model'\]\. Rules have "
-        r"\['mlp'\], but nn.with_partitioning takes no rules: annotate with "
+        r".* \['mlp'\] are not axes of the mesh \['data', 'model'\]\. The rules have "
+        r"\['mlp'\], but nn.with_partitioning does not use rules: annotate with "
         r"nn.with_logical_partitioning",
     ),
     ((("data", "data"),), ".*, which shards it over an axis twice; name each"),
@@ -124,15 +124,15 @@ WRONG_LOGICAL_NAMES = (
         (("embed", "mpl"),),
         r"\('embed', 'mpl'\), of which \['mpl'\] are not in rules "
         r"\['embed', 'mlp', 'heads', 'batch'\]; the nearest is 'mlp'\. Write rules=\(.*"
-        r"\('batch', 'data'\), \('mpl', None\)\), which has all names of the model, and an "
-        r"axis of the mesh \['data', 'model'\] instead of None where a dimension is to be",
+        r"\('batch', 'data'\), \('mpl', None\)\), which has all names of the model\. To shard "
+        r"a dimension, replace its None by an axis of the mesh \['data', 'model'\]",
     ),
     ((("data", None),), r".*, of which \['data'\] are not in rules"),
     ((("layers", "embed"), 1), r".*, of which \['layers'\] are not in rules"),
     (
         (("embed", "embed"),),
-        r".*, of which \['embed'\] stand for more than one dimension; rules cannot "
-        r"tell them apart\. Name each dimension differently, or None\.",
+        r".*, of which \['embed'\] stand for more than one dimension, so that rules "
+        r"cannot distinguish the dimensions\. Give each dimension its own name, or None\.",
     ),
     ((("embed", "mlp", None),), ".*, expected no more than one for each dimensio"),
     (

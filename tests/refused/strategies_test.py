@@ -121,7 +121,7 @@ REFUSED = [
             TypeError,
             r"own: place of parameter '\S+' of shape \S+ returned P\(\), expected a Placement",
         ),
-        ({"place": lambda *_: Placement(("data",) * 9)}, "expected one for each dim"),
+        ({"place": lambda *_: Placement(("data",) * 9)}, "expected one entry for each"),
         (first_dim("dta"), r"names=\('dta', None\), expected each mesh"),
         (
             {"place": lambda info, *_: Placement(("data",) * len(info.shape))},

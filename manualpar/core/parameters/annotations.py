@@ -91,7 +91,7 @@ def mesh_names(
     shown = names if is_tuple else repr(annotation)
     where = f"model: parameter {path!r} of shape {shape} is annotated with names {shown}"
     if not is_tuple or not all(_is_axes(name) for name in names):
-        raise TypeError(f"{where}; expected a tuple with a name or None for each dimension.")
+        raise TypeError(f"{where}, expected a tuple with a name or None for each dimension.")
     if len(names) > len(shape):
         raise ValueError(f"{where}, expected no more than one for each dimension; remove names.")
     names = (*names, *(None,) * (len(shape) - len(names)))

@@ -161,9 +161,11 @@ def test_what_is_no_state_of_the_program_is_refused_in_words(devices8):
     )
     state = program.init(jax.random.key(0))
     for name in ("train_step", "eval_step"):
-        with pytest.raises(ValueError, match=rf"{name}: the state is another .* program.adopt"):
+        with pytest.raises(
+            ValueError, match=rf"{name}: the state is from another .* program.adopt"
+        ):
             getattr(other, name)(state, batch)
-        with pytest.raises(TypeError, match=rf"{name}: state is a dict, expected one of this"):
+        with pytest.raises(TypeError, match=rf"{name}: state is a dict, expected a state of this"):
             getattr(program, name)(state.params, batch)
         with pytest.raises(
             TypeError, match=rf"{name}: batch.labels\[0\] is a str, expected an arr"
