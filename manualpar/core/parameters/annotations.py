@@ -99,7 +99,7 @@ def mesh_names(
         named = {axis for name in names for axis in axis_tuple(name)}
         if logical := sorted(named & {name for name, _ in rules} - set(mesh.shape)):
             raise ValueError(
-                f"{where} and split=True, but rules have {logical}; a split parameter must be "
+                f"{where} and marked as split, but rules have {logical}; a split parameter must be "
                 "annotated with mesh axes."
             )
         names, _ = names_on(where, shape, names, mesh.shape, shared=box.shared)
