@@ -6,7 +6,8 @@ Runs on any number of devices that divides 16; on a CPU it simulates eight by de
 holds `config.json`, `tokenizer.json` and `.safetensors` files. The training text is in
 `config.data.path`, by default the pages of this project.
 
-docs/tune_a_model.md makes a small model, fine-tunes it with this config, and shows the results.
+docs/tune_a_model.md makes a small model, fine-tunes it with this config, and shows the measured
+results.
 """
 
 from ml_collections import ConfigDict

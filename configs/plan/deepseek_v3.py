@@ -2,11 +2,12 @@
 
     python -m experiments.plan --config=configs/plan/deepseek_v3.py --topology=h100:1024
 
-The number of devices must divide 15,360. The plan is an estimate in bfloat16, compared with
-published numbers by `python -m benchmarks.calibration`. For 2,048 GPUs the plan says 23% MFU. The
-published speed in FP8 on H800s is 36% of the bfloat16 peak. Sizes and batch are from section 4.2 of
-https://arxiv.org/abs/2412.19437. That model has 671 billion parameters, of which a token uses 37
-billion. This config has 702 billion, of which a token uses 36 billion. It lacks three things:
+The number of devices must divide 15,360. Nothing was measured here: the plan is an estimate, in
+bfloat16. `python -m benchmarks.calibration` compares it with published numbers. For 2,048 GPUs the
+plan says 23% MFU. The published speed in FP8 on H800s is 36% of the bfloat16 peak. Sizes and batch
+are from section 4.2 of https://arxiv.org/abs/2412.19437. That model has 671 billion parameters, of
+which a token uses 37 billion. This config has 702 billion, of which a token uses 36 billion. It
+lacks three things:
 
 - Latent attention, which our Transformer does not have. DeepSeek-V3's attention has 187 million
   weights a layer, and 128 heads with keys of 192 and values of 128 features. Here it has 206

@@ -2,11 +2,11 @@
 
     python -m experiments.plan --config=configs/plan/llama3_70b.py --topology=h100:1024
 
-The number of devices must divide 2,048. The plan is an estimate, compared with published numbers by
-`python -m benchmarks.calibration`. On 2,048 H100s the plan says 49.9% MFU, and NVIDIA published
-53.2% for the same layout. On a v6e-256 it says 48.3%, and MaxText has 50.4%. The shape is from
-table 3 of https://arxiv.org/abs/2407.21783: 70.6 billion parameters. The batch and the vocabulary
-are the same as in llama3_8b.py.
+The number of devices must divide 2,048. Nothing was measured here: the plan is an estimate. `python
+-m benchmarks.calibration` compares it with published numbers. On 2,048 H100s the plan says 49.9%
+MFU, and NVIDIA published 53.2% for the same layout. On a v6e-256 it says 48.3%, and MaxText has
+50.4%. The shape is from table 3 of https://arxiv.org/abs/2407.21783: 70.6 billion parameters. The
+batch and the vocabulary are the same as in llama3_8b.py.
 """
 
 from ml_collections import ConfigDict

@@ -3,10 +3,10 @@
     python -m experiments.plan --config=configs/plan/llama3_8b.py --topology=h100:1024
 
 The number of devices must divide 2,048. A step has 2,048 sequences of 8,192 tokens, like the batch
-of the family's largest model. The plan is an estimate, compared with published numbers by `python
--m benchmarks.calibration`. On 128 H100s the plan says 61.4% MFU, and NVIDIA published 58.6% for the
-same layout. On 128 H100s of 500 W it says 39.2%, and torchtitan has 38.1%. The shape is from table
-3 of https://arxiv.org/abs/2407.21783: 8.03 billion parameters.
+of the family's largest model. Nothing was measured here: the plan is an estimate. `python -m
+benchmarks.calibration` compares it with published numbers. On 128 H100s the plan says 61.4% MFU,
+and NVIDIA published 58.6% for the same layout. On 128 H100s of 500 W it says 39.2%, and torchtitan
+has 38.1%. The shape is from table 3 of https://arxiv.org/abs/2407.21783: 8.03 billion parameters.
 
 A config's vocabulary comes from its data. Here the data is the bytes of Python's standard library,
 and the vocabulary is padded to the size of Llama 3's vocabulary.

@@ -2,10 +2,10 @@
 
     python -m experiments.plan --config=configs/plan/mixtral_8x22b.py --topology=h100:1024
 
-The number of devices must divide 2,048. The plan is an estimate, compared with published numbers by
-`python -m benchmarks.calibration`. On a v6e-256 the plan says 33.6% MFU, and MaxText published
-36.2%. Each token is computed by 2 of 8 experts. The shape is from params.json in
-https://huggingface.co/mistralai/Mixtral-8x22B-v0.1, with the vocabulary of the instruction-tuned
+The number of devices must divide 2,048. Nothing was measured here: the plan is an estimate. `python
+-m benchmarks.calibration` compares it with published numbers. On a v6e-256 the plan says 33.6% MFU,
+and MaxText published 36.2%. Each token is computed by 2 of 8 experts. The shape is from params.json
+in https://huggingface.co/mistralai/Mixtral-8x22B-v0.1, with the vocabulary of the instruction-tuned
 model, version 3: 140.6 billion parameters. The model's batch was not published, so this config has
 the batch of llama3_8b.py. Mixtral never drops a token's choice of an expert. Here an expert has
 room for 1.25 times its equal share of tokens.

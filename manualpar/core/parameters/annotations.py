@@ -91,7 +91,7 @@ def mesh_names(
     shown = names if is_tuple else repr(annotation)
     where = f"model: parameter {path!r} of shape {shape} is annotated with names {shown}"
     if not is_tuple or not all(_is_axes(name) for name in names):
-        raise TypeError(f"{where}; expected a tuple with a name or None for each dimension.")
+        raise TypeError(f"{where}, expected a tuple with a name or None for each dimension.")
     if len(names) > len(shape):
         raise ValueError(f"{where}, expected no more than one for each dimension; remove names.")
     names = (*names, *(None,) * (len(shape) - len(names)))
@@ -99,7 +99,7 @@ def mesh_names(
         named = {axis for name in names for axis in axis_tuple(name)}
         if logical := sorted(named & {name for name, _ in rules} - set(mesh.shape)):
             raise ValueError(
-                f"{where} and split=True, but rules have {logical}; a split parameter must be "
+                f"{where} and marked as split, but rules have {logical}; a split parameter must be "
                 "annotated with mesh axes."
             )
         names, _ = names_on(where, shape, names, mesh.shape, shared=box.shared)

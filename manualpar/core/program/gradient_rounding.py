@@ -100,7 +100,7 @@ def residual_of(info: ParameterInfo, place: Route, comm: CommPolicy, mesh: Any) 
 
 @dataclasses.dataclass(eq=False)
 class _ReductionQuantizer:
-    """A `Quantizer` only for reductions: those of one parameter's gradient in one step.
+    """A `Quantizer` that only reduces, for one parameter's gradient in one step.
 
     Attributes:
       quantizer: The wrapped quantizer.

@@ -75,7 +75,7 @@ class StartsFromArrays:
 
         Raises:
           ValueError: Arrays are missing, unknown to the program, of another shape or kind, or
-            deleted; the message names each. Or the program is on an abstract mesh.
+            deleted, and the message names each; or the program is on an abstract mesh.
           TypeError: An argument is of the wrong kind.
 
         Communication:
@@ -121,8 +121,8 @@ class StartsFromArrays:
           and the key. If the shapes of the residuals of error feedback differ, they start at zero.
 
         Raises:
-          ValueError: The state is of another model or optimizer, or has been donated; the message
-            names each difference. Or the program is on an abstract mesh.
+          ValueError: The state is of another model or optimizer, and the message names each
+            difference; the state has been donated; or the program is on an abstract mesh.
           TypeError: The argument is not a `TrainState`.
 
         Communication:
@@ -200,8 +200,8 @@ def plain_leaves(
       only: If given, only plain leaves with these names replace leaves of the program.
 
     Returns:
-      The leaves that a source has. And the encodings that make the program's leaves from plain
-      leaves, by the name of the plain leaf.
+      The leaves that a source has, and the encodings by the name of the plain leaf. An encoding
+      makes the program's leaves from a plain leaf.
     """
     encodings = program.model.adapter.encodings(leaves)
     plain: dict[str, Leaf | None] = {}

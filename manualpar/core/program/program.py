@@ -154,7 +154,7 @@ class Program(StartsFromArrays):
     def init_from(
         self, params_or_variables: Any, rng: jax.Array | None = None, *, missing: Missing = "error"
     ) -> TrainState:
-        """Starts from parameters, see `StartsFromArrays`; all replicas start with the same."""
+        """Starts from parameters, see `StartsFromArrays`; all replicas start with them."""
         state = super().init_from(params_or_variables, rng, missing=missing)
         return state if self.outer is None else self.outer.start_replicas(self, state)
 
@@ -250,9 +250,8 @@ def _design(
     batch = shapes_of_batch(f"{name}: batch", options["batch"])
     check_batch(f"{name}: batch", batch, mesh, roles)
     stored_dtypes, comm = check_wire(name, options)
-    if (
-        comm.reduce.quantizer and strategy.replica_axes
-    ):  # Only reductions over replica axes are quantized.
+    # If there are replica axes, only reductions over them are quantized.
+    if comm.reduce.quantizer and strategy.replica_axes:
         comm = dataclasses.replace(comm, quantized_axes=strategy.replica_axes)
     rules = check_rules(name, options.get("rules", ()), mesh)
     mode = _MODES[options.get("mode", "manual")](mesh, roles.data_axes, comm, rules)

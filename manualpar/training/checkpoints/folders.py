@@ -173,7 +173,7 @@ class _BucketFolder:
         """Does nothing, because in a bucket nothing can block a name."""
 
     def make_room(self, step: int, *, after: int) -> None:
-        """Also renames later checkpoints, because a save writes under the final name."""
+        """Renames later checkpoints too, because a save writes under the final name."""
         for name in self._path.names():
             begins, _, ends = name.partition(".")
             is_ours = begins.isdecimal() and (not ends or f".{ends}".startswith(SUPERSEDED))

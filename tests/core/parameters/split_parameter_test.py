@@ -216,7 +216,7 @@ def test_a_mistake_that_no_type_tells_differs_from_one_device(devices8, mistake)
 
 
 def test_names_are_axes_and_not_logical(devices8):
-    with pytest.raises(ValueError, match=r"split=True, but rules have \['model'\]; a split"):
+    with pytest.raises(ValueError, match=r"marked as split, but rules have \['model'\]; a split"):
         build(Mistaken(), {"data": 8}, rules=(("model", "data"),))
 
 
