@@ -54,7 +54,7 @@ class _Mark(NamedTuple):
 
 
 class _Panel(NamedTuple):
-    """One half of a ledger's picture: the first bar has all bytes, the bars below have parts."""
+    """One half of a ledger's picture: the first bar is the total, the others are its parts."""
 
     bars: list[Bar]
     marks: list[_Mark]

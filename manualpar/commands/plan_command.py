@@ -290,7 +290,7 @@ def _find_no_closed_form(command: CommandLine) -> str:
     if not isinstance(model, Transformer) or config.parallel.rules:
         return (
             f"config.model.name is {config.model.name!r} and config.parallel.rules are "
-            f"{config.parallel.rules}, expected 'transformer' and none, which have a closed form"
+            f"{config.parallel.rules}, expected 'transformer' and no rules"
         )
     fields = flatten_config(config)
     if (strategy := config.parallel.strategy) not in STRATEGIES.values():

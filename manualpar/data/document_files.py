@@ -197,7 +197,7 @@ def _read_lines(part: DocumentRange) -> Iterator[Document]:
             if part.field not in fields:
                 there = ", ".join(map(repr, list(fields)[:8])) or "none"
                 raise ValueError(f"has no field {part.field!r}, only {there}")
-            yield as_document(fields[part.field], f"has in {part.field!r}")
+            yield as_document(fields[part.field], f"in {part.field!r}")
         except ValueError as error:
             raise line_error(part, place, error) from error
 
@@ -206,23 +206,23 @@ def as_document(value: Any, where: str) -> Document:
     """Converts a value to a document.
 
     Raises:
-      ValueError: The value is not a text or a list of tokens. The message begins with `where`.
+      ValueError: The value is not a text or a list of tokens. The message shows `where` it was.
     """
     if isinstance(value, str):
         try:
             return value.encode()
         except UnicodeEncodeError as error:
             raise ValueError(
-                f"{where} half of a surrogate pair at character {error.start}, which is no text"
+                f"has half of a surrogate pair {where} at character {error.start}, which is no text"
             ) from None
     # Neither True nor 1.0 is a token.
     if isinstance(value, list) and all(type(token) is int for token in value):
         if value and not (min(value) >= 0 and max(value) < 2**31):
-            raise ValueError(f"{where} a token below 0, or above 2**31 - 1")
+            raise ValueError(f"has a token {where} below 0, or above 2**31 - 1")
         return np.array(value, np.int64)
     kind = "a list that is not all integers" if isinstance(value, list) else type(value).__name__
     kind = {"NoneType": "null"}.get(kind, kind)
-    raise ValueError(f"{where} {kind}, expected a text or a list of tokens")
+    raise ValueError(f"has {kind} {where}, expected a text or a list of tokens")
 
 
 @contextlib.contextmanager
@@ -292,7 +292,7 @@ def _read_rows(part: DocumentRange) -> Iterator[Document]:
             for value in values:
                 row += 1
                 try:
-                    yield as_document(value, f"has in {part.field!r}")
+                    yield as_document(value, f"in {part.field!r}")
                 except ValueError as error:
                     raise DamagedDataError(f"{part.file.path}, row {row}: {error}.") from error
 

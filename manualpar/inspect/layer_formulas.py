@@ -170,9 +170,9 @@ def router_collectives(
 ) -> Iterator[Collective]:
     """Yields the collectives of experts split over a model axis, beyond those of a block's MLP.
 
-    The gradients of the gates are summed, and also the gradient of the weights of the shared
-    experts' gate. With sequence parallelism the logits of all positions are gathered, and the
-    router's gradient is summed. Weights are used, and their gradients summed, in `dtype`.
+    Gradients of the gates are summed. So is the gradient of the shared experts' gate. With sequence
+    parallelism the logits of all positions are gathered, and the router's gradient is summed.
+    `dtype` is the dtype of the weights and of the sums of their gradients.
     """
     examples, positions, hidden_size = x.shape
     gates = (examples, positions, top_k)

@@ -162,7 +162,7 @@ def _devices_by_part(mesh: Mesh, spec: PartitionSpec) -> np.ndarray:
 
 
 def _who_differs(mesh: Mesh, devices: np.ndarray, copies: np.ndarray) -> str:
-    """Names the devices whose copies differ from most copies; `devices` has their positions."""
+    """Names the devices whose copies differ from most copies, from their positions `devices`."""
     values = [tuple(copy) for copy in copies.tolist()]
     (common, votes), (_, next_votes), *_ = Counter(values).most_common()
 

@@ -149,7 +149,7 @@ def _saved_config(workdir: AnyPath) -> dict[str, Any] | None:
     try:
         config = read_extra(workdir / FOLDER / str(steps[-1])).get("config") if steps else None
     except (OSError, ValueError):
-        return None  # `restore` reports the damage, or restores the checkpoint before it.
+        return None  # `restore` reports the damage, or restores an older checkpoint.
     return flatten_config(config) if isinstance(config, dict) else None
 
 

@@ -112,7 +112,7 @@ def test_json_lines_and_tables(bucket_folder, corpus):
     with pytest.raises(ValueError, match="ArrayRecord files cannot be read from a bucket"):
         load("arrayrecord", bucket_folder)
     (bucket_folder / "records.jsonl").write_bytes(b'{"text": 1}\n')
-    with pytest.raises(DamagedDataError, match=r"s3://.*records.jsonl, line 1: has in 'text' int"):
+    with pytest.raises(DamagedDataError, match=r"s3://.*records.jsonl, line 1: has int in 'text'"):
         load("jsonl", f"{bucket_folder}/*.jsonl")
 
 

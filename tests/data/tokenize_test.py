@@ -96,7 +96,7 @@ def test_an_interrupted_call_leaves_nothing_that_loads_and_can_be_repeated(
         load_dataset("tokens", seed=0, path=output, sequence_length=16)
     write_token_files(corpus, output)
     assert len(load_dataset("tokens", seed=0, path=output, sequence_length=16).train)
-    with pytest.raises(ValueError, match=r"output is '.*', where which already holds token files"):
+    with pytest.raises(ValueError, match=r"output is '.*', which already holds token files"):
         write_token_files(corpus, output)
 
 
@@ -118,7 +118,7 @@ def test_the_command_line_says_what_it_made(tmp_path, corpus, capsys):
     assert ended.value.code == 2
     error = capsys.readouterr().err
     assert error.startswith("error: --output=")
-    assert "where which already holds token files" in error
+    assert "which already holds token files" in error
     assert error.count("\n") == 1
 
 

@@ -291,8 +291,8 @@ def build_statistics(devices, sync, model=None):
 @pytest.mark.parametrize(
     ("sync", "message"),
     [
-        ({}, r"collections\['counts'\]\['positive'\] has dtype int32 and differs .*\('data',\)"),
-        ({"counts": "sum"}, r"collections\['stats'\]\['high'\] .*=\{'stats/high': ...\}, one of"),
+        ({}, r"collections\['counts'\]\['positive'\] has dtype int32, differs .*\('data',\)"),
+        ({"counts": "sum"}, r"collections\['stats'\]\['high'\] .*=\{'stats/high': ...\}, where"),
         ({"counts": "mean"}, r"\['positive'\] has dtype int32, which has no 'mean'"),
         ({**SYNCS, "stat": "sum"}, r"names 'stat', which the model does not.*you mean 'stats'\?"),
         ({**SYNCS, "params": "sum"}, r"names 'params', which the model does not carry"),
@@ -325,7 +325,9 @@ def test_variables_of_an_nnx_model_go_by_their_type(devices8):
             self.mean[...] = x.mean(0)
             return self.dense(x)
 
-    with pytest.raises(ValueError, match=r"collections\['Seen'\]\['seen'\] has dtype float32 and"):
+    with pytest.raises(
+        ValueError, match=r"collections\['Seen'\]\['seen'\] has dtype float32, differs"
+    ):
         build_statistics(devices8, {}, Model)
     program = build_statistics(devices8, {"Seen": "sum"}, Model)
     batches = [make_batch(seed) for seed in range(2)]

@@ -159,8 +159,11 @@ REFUSED = [
         (["--devices=4"], "--devices is not a flag of this command: --topology gives"),
         (["--vocab_size=many"], "--vocab_size=many"),
         (["--restart_seconds=-1"], "--restart_seconds=-1: expected 0 or more"),
-        (["--device_mtbf_hours=1", "--search"], "--device_mtbf_hours with --search: expected one"),
-        (["--layouts", "--search"], "--layouts with --search: expected one of them"),
+        (
+            ["--device_mtbf_hours=1", "--search"],
+            "--device_mtbf_hours with --search: expected only one",
+        ),
+        (["--layouts", "--search"], "--layouts with --search: expected only one of these"),
         (["--config.data.batchsize=3"], "the nearest one is --config.data.batch_size"),
         (["extra"], "'extra' is not understood"),
     ),

@@ -182,7 +182,7 @@ REFUSED = [
         (logical, r"of which \['hidden'\] are not axes of the mesh"),
         (
             functools.partial(Stack, names=(None, "model")),
-            r"expected one entry for eachension.*PARTITION_NAME",
+            r"expected one for each dimension.*PARTITION_NAME",
         ),
     ),
 ]

@@ -165,7 +165,7 @@ REFUSED = [
     *rows(
         "a template's file",
         ask_template_of_a_file,
-        ("{{ raise_exception('no') }}", re.escape("(no); the template stands in t.jinja")),
+        ("{{ raise_exception('no') }}", re.escape("(no); the template is in t.jinja")),
     ),
     *rows(
         "a tokenizer's template",

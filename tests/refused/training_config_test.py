@@ -288,13 +288,13 @@ REFUSED = [
             (
                 {"parallel.mode": "auto"},
                 "config.parallel.sequence is True and config.parallel.mode is 'auto', expected "
-                "False, or mode 'manual', because in other modes XLA chooses how activations are "
+                "False or mode 'manual', because in other modes XLA chooses how activations are "
                 "sharded.",
             ),
             (
                 {"model.vocab_multiple": 1},
-                "config.model.vocab_multiple is 1, which makes a vocabulary of 257, expected one "
-                "that divides over the 4 devices along 'model'; set "
+                "config.model.vocab_multiple is 1, which makes a vocabulary of 257, expected a "
+                "vocabulary that divides over the 4 devices along 'model'; set "
                 "--config.model.vocab_multiple=4.",
             ),
             (

@@ -87,7 +87,7 @@ def test_a_checkpoint_without_a_config_leaves_it_to_the_file(tmp_path, damage):
 def test_something_in_the_way_of_a_checkpoint_is_said_before_the_run_begins(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "20.unfinished").symlink_to(tmp_path)
-    with pytest.raises(ValueError, match=r"/20\.unfinished is a link, and a save needs the name"):
+    with pytest.raises(ValueError, match=r"/20\.unfinished is a link, but a save has to create"):
         check_folder(config_with(checkpoint__every_steps=10), tmp_path)
 
 

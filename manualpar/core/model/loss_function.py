@@ -121,7 +121,7 @@ def _explain_constant(error: Exception) -> str | None:
 
 
 def _place(error: Exception) -> str:
-    """Returns the user's line that called JAX when it raised an error, as words of a message."""
+    """Names the line of the user's code at which JAX raised an error, for a message."""
     place = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         if frame.f_globals.get("__name__", "").partition(".")[0] not in (

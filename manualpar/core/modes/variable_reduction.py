@@ -94,7 +94,8 @@ def sync_collections(
             )
         differing = tuple(a for a in axes if not is_typed or a in varying_axes(x))
         rule = choose_sync(path, x, rules, differing)
-        # A sum reduces even equal values: an increment may be a constant, such as `x.shape[0]`.
+        # With "sum", equal values are summed too, because each device may have added a constant,
+        # such as `x.shape[0]`.
         if rule == "sum":
             return old + jax.lax.psum(cast_to_varying(x - old, axes), axes)
         if not differing:

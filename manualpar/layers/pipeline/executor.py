@@ -90,10 +90,10 @@ class PipelineRun:
         """Adds up the gradients of all microbatches.
 
         Args:
-          loss: The loss of a microbatch, times its count.
-          params: A stage's trained parameters, and its frozen parameters; boxes allowed,
-            varying over the axes of the batch; stacked parameters are `[L/S, ...]`, as
-            `exchange_layers` returns them.
+          loss: The loss of a microbatch, times its number of examples.
+          params: A stage's trained parameters, and its frozen parameters; boxes allowed. They vary
+            over the axes of the batch. Stacked parameters are `[L/S, ...]`, as `exchange_layers`
+            returns them.
           collections: The collections, which the loss must not change.
           minibatches: The microbatches and their keys, `[M, ...]`.
           reduce: Applied to the sum of the gradients.
@@ -182,11 +182,11 @@ class PipelineRun:
         """Exchanges the layers that a stage stores for the layers that it runs.
 
         Args:
-          tree: Parameters as they are stored, boxes allowed; or gradients as they were added up.
+          tree: Parameters as they are stored, boxes allowed; or summed gradients.
           back: Whether to send gradients back to the stages that store the parameters.
 
         Returns:
-          The tree. It is the same with `chunks=1`, because a stage runs the layers that it stores.
+          The tree; unchanged with `chunks=1`, because then a stage runs the layers that it stores.
 
         Communication:
           As `exchange`, for each stacked parameter.

@@ -174,7 +174,9 @@ class _Run:
         for name, slots in (("activation_slots", self.inputs), ("gradient_slots", self.gradients)):
             most = max(each.most for each in slots)
             if getattr(table, name) != most:
-                raise ValueError(f"{name}={getattr(table, name)}, but {most} are in use at a time")
+                raise ValueError(
+                    f"{name}={getattr(table, name)}, but {most} slots are used at a time"
+                )
         if sorted(self.events) != sorted(table.events):
             odd = sorted(set(self.events) ^ set(table.events)) or [max(table.events)]
             raise ValueError(f"{odd[0]} is not in both the events and the rows, or twice in one")

@@ -54,7 +54,7 @@ class Encoding(NamedTuple):
 
         Communication:
           None for most parameters. Codes are sent if their shards end within blocks, and scales if
-          their sharding differs from that of the codes.
+          scales and codes are sharded differently.
         """
         with no_mesh():
             made = _encoder(*self._types, _block(self.codes, self.scales))(x)

@@ -33,7 +33,7 @@ def input_dims(module: nn.Module) -> int:
     """Counts the input dims of a kernel, which come first.
 
     Raises:
-      ValueError: The layer cannot be adapted. The message is the end of a sentence about the layer.
+      ValueError: The layer cannot be adapted. The caller names the layer before the message.
     """
     kind = _kind_of(module)
     if kind is SplitDense:

@@ -88,7 +88,7 @@ class Layout:
 
     @property
     def num_devices(self) -> int:
-        """The number of devices of all axes."""
+        """The number of devices: the product of the sizes of all axes."""
         return math.prod(self.mesh.values())
 
     @property

@@ -142,7 +142,7 @@ class ReplicaSteps:
         return self._apply(fragment, after, *exchanged, state.local), metrics
 
     def _exchange(self, fragment: int, state: TrainState) -> tuple[Any, Any]:
-        """Returns a fragment's outer gradient; with the last fragment, also common collections."""
+        """Returns a fragment's outer gradient, and the mean collections with the last fragment."""
         select = functools.partial(self.state.fragments.select, fragment)
         placements = select(trained(self._placements))
         specs = state_specs(placements)

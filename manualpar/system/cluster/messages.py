@@ -24,7 +24,7 @@ from typing import Any
 from manualpar.system.storage.untrusted import parse_object
 
 TOKEN_VARIABLE = "MANUALPAR_TOKEN"
-# The messages of a run's processes are much shorter.
+# The messages of a run's processes are much shorter than this limit.
 MAX_MESSAGE_BYTES = 2**20
 MAX_HELLO_BYTES = 4096
 MAX_NAME_CHARACTERS = 255

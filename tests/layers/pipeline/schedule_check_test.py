@@ -72,7 +72,7 @@ def test_every_changed_event_is_refused(size):
 def test_slots_are_as_many_as_it_takes(size):
     table = _make(*size)
     for field, by in itertools.product(("activation_slots", "gradient_slots"), (-1, 1)):
-        with pytest.raises(ValueError, match=f"into slot|{field}=.* are in use at a time"):
+        with pytest.raises(ValueError, match=f"into slot|{field}=.* slots are used at a time"):
             check_table(dataclasses.replace(table, **{field: getattr(table, field) + by}))
 
 

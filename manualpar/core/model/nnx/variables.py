@@ -3,8 +3,8 @@
 NNX modules read a parameter through its `nnx.Variable`: `param[...]`, `param.get_value()`, or an
 operator. Therefore a parameter's shard is put into a variable whose type is a subclass of the
 parameter's type, and whose `get_value` gathers the shard, as `unbox()` does for Linen. The variable
-holds the bare array, so that NNX's transformations treat it as any other; the rest of the box is
-metadata.
+holds an array without a box, so NNX's transformations treat the variable like any other variable.
+The other fields of the box are metadata.
 
 A loop (`nnx.scan`, `nnx.vmap`, `jax.lax.scan` over a module) removes dims of an array, and the
 variable is not told which. The removed dims are inferred from the shapes, among the dims that the
