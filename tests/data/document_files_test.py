@@ -45,65 +45,6 @@ def test_a_directory_is_searched_for_files_of_the_source(tmp_path):
         find_document_files(str(tmp_path), "parquet")
 
 
-<<<<<<< HEAD
-=======
-BAD_LINES = {
-    b'{"text": "a"': r"is not JSON \(",
-    b"[1]": r"is not a JSON object \(list\)",
-    b'{"text": "\xff"}': r"is not UTF-8 \(byte 10\)",
-    b'{"body": "a", "b": 1}': r"has no field 'text', only 'body', 'b'",
-    b'{"text": null}': r"has null in 'text', expected a text or a list of tokens",
-    b'{"text": 3}': r"has int in 'text', expected",
-    b'{"text": [1, 2.0]}': r"has a list that is not all integers in 'text', expected",
-    b'{"text": [1, true]}': r"has a list that is not all integers in 'text', expected",
-    b'{"text": [1, -2]}': r"has a token in 'text' below 0, or above",
-    b'{"text": [4294967296]}': r"has a token in 'text' below 0, or above",
-    b'{"text": "\\ud800"}': r"has half of a surrogate pair in 'text' at character 0",
-    b'{"text": ' + b"[" * 10**5 + b"}": r"is nested deeper than|is not JSON",
-    b'{"text": NaN}': r"is not JSON \(NaN",
-}
-
-
-@pytest.mark.parametrize("line", BAD_LINES)
-def test_a_bad_line_is_named_by_its_number(tmp_path, monkeypatch, line):
-    monkeypatch.setattr(document_files, "PART_BYTES", 50)
-    path = tmp_path / "x.jsonl"
-    path.write_bytes(b'{"text": "fine"}\n\n' * 20 + line + b"\n")
-    with pytest.raises(DamagedDataError, match=rf"^{path}, line 41: {BAD_LINES[line]}"):
-        _read(str(path), "jsonl")
-
-
-def test_a_line_without_an_end_does_not_fill_the_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(document_files, "MAX_BYTES", 1000)
-    monkeypatch.setattr("manualpar.system.storage.untrusted.MAX_BYTES", 1000)
-    path = tmp_path / "x.jsonl"
-    path.write_text('{"text": "a"}\n{"text": "' + "b" * 5000 + '"}\n')
-    with pytest.raises(DamagedDataError, match=r"line 2: has more than 1,000 bytes"):
-        _read(str(path), "jsonl")
-
-
-def _parquet(path, **columns):
-    pyarrow.parquet.write_table(pyarrow.table(columns), path)
-
-
-@pytest.mark.parametrize(
-    ("columns", "message"),
-    [
-        ({"body": ["a"]}, r"has 0 columns 'text', expected one; it has 'body'\. Name the column"),
-        ({"text": [1.5]}, r"has the type double in its column 'text', expected texts or lists"),
-        ({"text": [[1.5]]}, r"has the type list<.*double> in its column"),
-        ({"text": ["a", None]}, r"row 2: has null in 'text', expected a text"),
-        ({"text": [[1], [2, None]]}, r"row 2: has a list that is not all integers in 'text'"),
-    ],
-)
-def test_a_bad_table_is_named_by_its_row(tmp_path, columns, message):
-    path = tmp_path / "x.parquet"
-    _parquet(path, **columns)
-    with pytest.raises(DamagedDataError, match=rf"^{path},? {message}"):
-        _read(str(path), "parquet")
-
-
->>>>>>> txt5
 def _cut(path):
     content = path.read_bytes()
     path.write_bytes(content[: len(content) // 2])
