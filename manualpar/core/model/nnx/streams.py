@@ -5,17 +5,12 @@ in Linen, a loss passes keys, `rngs={"dropout": key}`. The stream of each module
 of its name, folded with the module's path.
 
 Invariants: no two streams share a key; the streams of a stack have as many keys as it has layers; a
-<<<<<<< HEAD
-stream without a key is an error only where its key is used. (`nnx.RNN` draws a key for a carry of
-zeros, which does not use it.)
+stream without a key is an error only where its key is used. (`nnx.RNN` draws a key for its initial
+carry, but a carry of zeros does not use the key.)
 
 A stream counts by `count[...] += 1`. For such an assignment flax asks both values for `sharding`.
 Tracers have none, and JAX searches all equations so far for the text of its error. So tracing would
 take time that is quadratic in the number of parameters. `assigning_tracers` does not ask.
-=======
-stream without a key is an error only where its key is used. (`nnx.RNN` draws a key for its initial
-carry, but a carry of zeros does not use the key.)
->>>>>>> main
 """
 
 import contextlib
