@@ -3,16 +3,16 @@
 The softmax of a query is over all keys that it may see. Its sums are kept for the keys seen so
 far, relative to the largest score so far (Milakov and Gimelshein,
 https://arxiv.org/abs/1805.02867). So the keys may come in any order and from any device. The
-scores of a pair are computed, used and dropped. The backward pass computes them again
-(FlashAttention, Dao et al., https://arxiv.org/abs/2205.14135). So memory grows with the number of
-queries, and not with the number of queries times the number of keys.
+scores of a pair of blocks are computed, used and dropped. The backward pass computes the scores
+again (FlashAttention, Dao et al., https://arxiv.org/abs/2205.14135). So memory grows with the
+number of queries, and not with the number of queries times the number of keys.
 
-A query sees the keys of its document that are not after it. The positions show which keys these
-are, so the order of the blocks does not matter. The caller has the positions of the blocks, and
-leaves out pairs in which no query sees a key.
+A query sees the keys of its document that are not after the query. The positions show which keys
+these are, so the order of the blocks does not matter. The caller has the positions of the blocks,
+and leaves out pairs in which no query sees a key.
 
-Symbols: `B` examples, `K` key and value heads, `G` query heads that share one, `H` features of a
-head, `n` blocks of `S` queries each, `m` blocks of `T` keys each.
+Symbols: `B` examples, `K` key and value heads, `G` query heads that share a key head, `H` features
+of a head, `n` blocks of `S` queries each, `m` blocks of `T` keys each.
 
 Invariants: scores, sums and gradients are float32. Products are of the dtype of their arguments.
 """
@@ -29,11 +29,11 @@ from manualpar.layers.boundaries import platform_traced_for
 
 # The checkpoint name of attention's result, for rematerialisation policies.
 ATTENDED = "attended"
-MASKED = -1e30  # Not -inf: a query may see no key of a block, and -inf minus -inf is NaN.
+MASKED = -1e30  # Not -inf, because a query may see no key of a block, and -inf minus -inf is NaN.
 # The largest number of positions of a block. On CPUs the scores of a block then fit into a core's
 # cache.
 CPU_BLOCK, BLOCK = 128, 512
-MAX_BLOCKS = 1024  # The limit for a sequence: its pairs are a constant of the program.
+MAX_BLOCKS = 1024  # The limit for a sequence. The pairs of blocks are a constant of the program.
 # Pairs of indices (block of queries, block of keys) to compute, `int32[P, 2]`.
 Pairs = jax.Array | np.ndarray
 
@@ -83,7 +83,7 @@ class Sums(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """The numbers that a backward pass needs about all the keys that a query has seen.
+    """The values that a backward pass needs for each query, computed over all keys it has seen.
 
     Attributes:
       log_weights: `float32[n, B, K, G, S]`, `log(sum(exp(score)))`.
@@ -102,8 +102,9 @@ class Scoring(NamedTuple):
     """The options that change scores.
 
     Attributes:
-      window: How many positions a query sees, up to and including its own; `None` for all.
-      soft_cap: `c`, which bounds a score by `c * tanh(score / c)`; `None` for none.
+      window: How many positions a query sees, including the query's position; `None` for all.
+      soft_cap: Bounds scores: a score becomes `soft_cap * tanh(score / soft_cap)`; `None` for no
+        bound.
     """
 
     window: int | None = None
@@ -202,7 +203,7 @@ def no_sums(queries: Queries) -> Sums:
 
 
 def attend(sums: Sums, queries: Queries, keys: Keys, pairs: Pairs, scoring: Scoring) -> Sums:
-    """Adds the keys of some pairs to the sums."""
+    """Adds, for each pair of blocks, the pair's keys to the sums of the pair's queries."""
 
     def add(all_sums: Sums, pair: jax.Array) -> tuple[Sums, None]:
         query_block, key_block = _at(queries, pair[0]), _at(keys, pair[1])
@@ -225,7 +226,7 @@ def attend(sums: Sums, queries: Queries, keys: Keys, pairs: Pairs, scoring: Scor
 def attend_backward(
     queries: Queries, seen: Seen, keys: Keys, pairs: Pairs, scoring: Scoring
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Computes the contributions of some pairs to the gradients.
+    """Computes the contributions of some pairs of blocks to the gradients.
 
     Returns:
       The gradients of queries, keys and values, in float32.
@@ -296,7 +297,7 @@ def _product(subscripts: str, x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def _scores(queries: Queries, keys: Keys, scoring: Scoring) -> tuple[jax.Array, jax.Array | float]:
-    """Computes scores `float32[B, K, G, S, T]` and the derivative of their cap.
+    """Computes scores `float32[B, K, G, S, T]` and the derivative of the soft cap.
 
     Scores are `MASKED` where a query does not see a key.
     """

@@ -1,8 +1,8 @@
 """Attention to whole sequences in plain JAX, without an array of all scores.
 
 Queries and keys are cut into blocks. One loop goes over the pairs of blocks in which a query sees a
-key: the pairs on and below the diagonal, and inside of the window. The backward pass has the same
-loop and computes the scores again, see `blockwise_attention`.
+key: the pairs on and below the diagonal, and inside of the window. The backward pass loops over the
+same pairs and computes the scores again, see `blockwise_attention`.
 
 Symbols: `B` examples, `S` positions of queries, `T` positions of keys, `N` query heads, `K` key and
 value heads, `H` features of a head, `C` devices along an axis.
@@ -47,7 +47,7 @@ class _Labels(NamedTuple):
 
 
 class _Cut(NamedTuple):
-    """How queries are cut, and the options of scores."""
+    """How queries are cut into blocks, and the options that change scores."""
 
     size: int
     parts: int  # Equal parts of the queries; each part is cut into blocks separately.
@@ -97,13 +97,13 @@ def attend_from_half_blocks(
     axis: str,
     scoring: Scoring,
 ) -> jax.Array:
-    """Attends causally within documents, from two half-blocks of sequences to all their keys.
+    """Attends causally within documents, from two half-blocks to the keys of the full sequence.
 
-    One of a device's half-blocks is early in the sequence and the other late, so that all devices
-    have about the same number of pairs of blocks.
+    One of a device's half-blocks is early in the sequence and the other one is late, so that all
+    devices have about the same number of pairs of blocks.
 
     Args:
-      query: `[B, S, N, H]`, of half-blocks `c` and `2 C - 1 - c` of device `c` of `C`.
+      query: `[B, S, N, H]`. Device `c` of `C` has the half-blocks `c` and `2 C - 1 - c`.
       key: `[B, C S, K, H]`, where `K` divides `N`, in the order of the sequence.
       value: `[B, C S, K, H]`, of the dtype of `key`.
       positions: `int32[S]`, of the queries.
@@ -119,7 +119,7 @@ def attend_from_half_blocks(
       None.
 
     Gradient:
-      As for `attend_in_blocks`.
+      Written by hand, see `attend_in_blocks`.
     """
     devices, half = jax.lax.axis_size(axis), query.shape[1] // 2
     device, size = jax.lax.axis_index(axis), block_size(half, key.shape[1])
@@ -135,8 +135,8 @@ def _pairs_of_devices(devices: int, half: int, size: int, window: int | None) ->
     for device in range(devices):
         halves = [spans(half, size, block * half) for block in (device, 2 * devices - 1 - device)]
         lists.append(seen_pairs(np.concatenate(halves), keys, window))
-    # A device with fewer pairs repeats (first queries, last keys), which has no effect: no query
-    # sees a key.
+    # A device with fewer pairs repeats the pair (first queries, last keys). The pair has no effect,
+    # because none of these queries sees one of these keys.
     most, unseen = max(map(len, lists)), np.array([[0, len(keys) - 1]], np.int32)
     return np.stack([np.concatenate([x, unseen.repeat(most - len(x), 0)]) for x in lists])
 

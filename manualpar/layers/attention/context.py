@@ -1,6 +1,6 @@
 """Sequences whose positions are split over the devices along a context axis.
 
-A sequence is cut into `2 C` half-blocks. Each of `C` devices holds two of them: device `c` has
+A sequence is cut into `2 C` half-blocks. Each of `C` devices has two half-blocks: device `c` has
 half-blocks `c` and `2 C - 1 - c` (zig-zag). Under a causal mask all devices then have equal work.
 Code that treats each position by itself needs no change. Attention and sums along the sequence have
 to handle the axis, by the methods of `Context`.
@@ -52,7 +52,7 @@ class Context:
     """How sequences are sharded along a mesh axis, and attention across it.
 
     Attributes:
-      axis: The mesh axis; `None` for none. The mesh may lack it.
+      axis: The mesh axis; `None` for none. If the mesh lacks the axis, sequences are not split.
       how: The communication of attention. `"ring"`: keys and values go around a ring
         while each device computes, and memory does not grow with the sequence. `"ulysses"`: each
         device gets all positions of some heads (Jacobs et al., https://arxiv.org/abs/2309.14509).
@@ -92,7 +92,8 @@ class Context:
           x: This device's part of sequences, `[B, S/axis, ...]`.
 
         Raises:
-          ValueError: `x` is the same on all devices along the axis by its type, or `S` is odd.
+          ValueError: By its type, `x` is the same on all devices along the axis; or a device has an
+            odd number of positions.
         """
         if self.size == 1:
             return
@@ -110,7 +111,8 @@ class Context:
         """Returns the positions that this device has in the sequence.
 
         Args:
-          length: The number of this device's positions, `S`; even if the axis has several devices.
+          length: The number of this device's positions, `S`. It must be an even number if the axis
+            has several devices.
 
         Returns:
           `int32[S]`, ascending.
@@ -190,27 +192,29 @@ class Context:
           query: `[B, S/axis, N, H]`.
           key: `[B, S/axis, K, H]`. `K` divides `N`, and groups of query heads share a key head.
           value: `[B, S/axis, K, H]`, of the dtype of `key`.
-          documents: `int32[B, S/axis]`. A query sees the keys of the same number; `None` if each
-            sequence is one document.
+          documents: `int32[B, S/axis]`, the document number of each position. A query sees only
+            keys with the query's number. `None` if each sequence is one document.
           kind: The implementation, see `manualpar.layers.attention.kinds`. `"ring"` and `"gather"`
             compute in blocks; on TPUs JAX's kernel computes the blocks of a ring if it supports
             them.
-          window: How many positions a query sees, up to and including its own; `None` for all.
+          window: How many positions a query sees, including the query's position; `None` for all.
           soft_cap: Bounds scores, see `manualpar.layers.attention.kinds`; `None` for none.
 
         Returns:
           `[B, S/axis, N, H]`.
 
         Raises:
-          ValueError: A device has an odd number of positions, or the heads do not divide.
+          ValueError: A device has an odd number of positions, or the number of devices does not
+            divide the number of heads.
 
         Communication:
           `n = B S K H` is the number of elements of a device's keys. `"ring"`: see
-          `ring_attention`. `"gather"`: an all-gather of keys and one of values, in which a device
-          sends `(C - 1) n` elements each, and two reduce-scatters backward. `"ulysses"`: four
-          all-to-alls forward (queries, keys, values and the result) and four backward. In each a
-          device sends `(C - 1) / C` of its elements. If there are fewer key heads than devices, it
-          sends a key head several times. Documents cost an all-gather of `int32[B, S]`.
+          `ring_attention`. `"gather"`: an all-gather of keys and an all-gather of values, in each
+          of which a device sends `(C - 1) n` elements, and two reduce-scatters backward.
+          `"ulysses"`: four all-to-alls forward (queries, keys, values and the result) and four
+          backward. In each a device sends `(C - 1) / C` of the elements of its array. If there are
+          fewer key heads than devices, a device sends a key head several times. Documents cost an
+          all-gather of `int32[B, S]`.
 
         Gradient:
           Written by hand for `"ring"`, see `ring_attention`.

@@ -22,7 +22,8 @@ from manualpar.core.parameters.collectives import cast_to_varying, varying_axes
 from manualpar.layers.attention.blockwise_attention import ATTENDED
 from manualpar.layers.boundaries import platform_traced_for
 
-# Compute capabilities: the first with the kernel, and the first with the kernel for large heads.
+# The lowest major compute capability with the kernel, and the lowest one with the kernel for large
+# heads.
 FIRST, LARGE = 8, 9
 
 
@@ -63,10 +64,10 @@ def cudnn_attention(
 
     Args:
       query: `[B, S, N, H]`, in 16 bits.
-      key: `[B, S, K, H]`, of the same dtype, where `K` divides `N`.
-      value: `[B, S, K, H]`, of the same dtype.
+      key: `[B, S, K, H]`, of the dtype of `query`. `K` divides `N`.
+      value: `[B, S, K, H]`, of the dtype of `query`.
       documents: `int32[B, S]`, or `None` if each sequence is one document.
-      window: How many positions a query sees, up to and including its own; `None` for all.
+      window: How many positions a query sees, including the query's position; `None` for all.
 
     Returns:
       `[B, S, N, H]`.
@@ -75,9 +76,9 @@ def cudnn_attention(
       None.
 
     Gradient:
-      The kernel's. The result and the logarithms of the sums of weights have the name
-      `ATTENDED` in checkpoints. With a policy that saves the name, the forward kernel does not run
-      again.
+      The kernel has its own backward pass. The result and the logarithms of the sums of weights
+      have the checkpoint name `ATTENDED`. With a policy that saves the name, the forward kernel
+      does not run again.
     """
     arrays = (query, key, value, documents)
     out: jax.Array = _attend(*cast_to_varying(arrays, varying_axes(arrays)), window)
@@ -103,7 +104,7 @@ def dot_product_attention(
     window: int | None,
     implementation: Any,
 ) -> jax.Array:
-    """Calls `jax.nn.dot_product_attention`; the arguments are as in `cudnn_attention`."""
+    """Calls `jax.nn.dot_product_attention`; `cudnn_attention` describes the arguments."""
     mask = None
     if documents is not None:
         mask = documents[:, None, :, None] == documents[:, None, None, :]
@@ -131,8 +132,8 @@ def _attend_forward(
     out, pullback = jax.vjp(attend, query, key, value)
 
     def named(x: jax.Array) -> jax.Array:
-        # The other residuals get no name: the arguments exist anyway, and the mask is too large to
-        # save.
+        # The other residuals get no name, because the arguments exist anyway, and the mask is too
+        # large to save.
         return checkpoint_name(x, ATTENDED) if x is out or x.ndim == 3 else x
 
     return named(out), jax.tree.map(named, pullback)

@@ -1,16 +1,16 @@
-"""The keys and values that generation keeps, and attention from one new token to them.
+"""The cache of keys and values in generation, and attention from one new token to the cache.
 
-Generation begins with the prompts: a forward pass as in training, and the layers keep keys and
-values (`Prompts`). Each row of the batch then takes one token at a time (`Past`). The new token
-attends to the cache and to itself. `attend_to_kept` does not write the token's keys and values,
-so that a loop over layers reads the cache and does not copy it.
+The first call runs on the prompts, with a forward pass like in training, and the layers keep the
+keys and values (`Prompts`). Each later call adds one token to each row of the batch (`Past`). The
+new token attends to the cache and to itself. `attend_to_kept` does not write the token's keys and
+values, so that a loop over layers reads the cache and does not copy it.
 
 A layer keeps the latest `C` positions of each row in a ring: position `p` is in slot `p % C`. A
 layer with a window keeps only the window. Prompts are padded on the right. No query sees a slot of
 the padding, because the length of each row decides which slots hold positions.
 
 Symbols: `B` rows, `S` positions of a prompt, `C` slots, `N` query heads, `K` key and value heads,
-`G` query heads that share one, `H` features of a head.
+`G` query heads that share a key head, `H` features of a head.
 
 Invariants: keys are rotated before they are kept. Scores and their softmax are float32.
 """
@@ -30,7 +30,7 @@ CACHE, NEW_KEYS = "cache", "new_keys"
 
 @flax.struct.dataclass
 class Prompts:
-    """A call with whole prompts; the cache will keep their keys and values.
+    """A call with whole prompts, after which the cache has the keys and values of the prompts.
 
     Attributes:
       length: `int32[B]`, the number of tokens of each prompt; padding follows them.
@@ -45,7 +45,7 @@ class Past(NamedTuple):
     """A call with one new token for each row.
 
     Attributes:
-      position: `int32[B]`, the position of the new token: the number of tokens before it.
+      position: `int32[B]`, the position of the new token, which is the number of tokens before it.
       start: `int32[B]`, the position at which the document of the new token begins.
     """
 
@@ -63,7 +63,7 @@ def kept_positions(position_B: jax.Array, slots: int) -> jax.Array:
 
 
 def keep_prompts(x_BSKH: jax.Array, prompts: Prompts, window: int | None) -> jax.Array:
-    """Returns a layer's slots after the prompts, either for keys or for values.
+    """Returns the keys, or the values, that a layer has in its slots after the prompts.
 
     Args:
       x_BSKH: `[B, S, K, H]`, keys or values at all positions of the padded prompts.

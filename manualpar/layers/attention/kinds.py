@@ -1,7 +1,7 @@
 """Causal attention within documents: one function, and the choice of its implementation.
 
 - `"splash"`: jax's kernel for TPUs, see `splash_attention`.
-- `"cudnn"`: NVIDIA's kernel, in 16 bits, without caps, see `cudnn_attention`.
+- `"cudnn"`: NVIDIA's kernel, for dtypes of 16 bits, without `soft_cap`, see `cudnn_attention`.
 - `"blockwise"`: plain JAX, one pair of blocks after the other, see `chunked_attention`. It runs
   everywhere. On CPUs it is faster than `"xla"` at every length, and takes less memory.
 - `"xla"`: XLA writes out scores `[B, N, S, S]`, and a mask of this size if there are documents.
@@ -49,11 +49,12 @@ def attention(
       query: `[B, S, N, H]`, floating.
       key: `[B, S, K, H]`, where `K` divides `N`: groups of `N / K` query heads share a key head.
       value: `[B, S, K, H]`, of the dtype of `key`.
-      documents: `int32[B, S]`. A query sees the keys with the same number; the numbers may come in
-        any order. `None` if each sequence is one document.
+      documents: `int32[B, S]`, the document number of each position, in any order. A query sees
+        only keys with the query's number. `None` if each sequence is one document.
       kind: The implementation; `""` for the best on the devices that the program is traced for.
-      window: How many positions a query sees, up to and including its own; `None` for all.
-      soft_cap: `c`, which bounds scores by `c * tanh(score / c)`; `None` for none.
+      window: How many positions a query sees, including the query's position; `None` for all.
+      soft_cap: Bounds scores: a score becomes `soft_cap * tanh(score / soft_cap)`; `None` for no
+        bound.
 
     Returns:
       `[B, S, N, H]`.
@@ -132,11 +133,12 @@ def _best(
 ) -> AttentionKind:
     """Chooses the kernel for the devices of the program if it fits, else blockwise."""
     is_alone = not jax.sharding.get_abstract_mesh().empty or jax.device_count() == 1
-    # Without a mesh XLA may partition a program over several devices, but not the kernel in it.
+    # Without a mesh XLA may partition a program over several devices, but cannot partition kernels.
     if platform_traced_for() == "tpu" and is_alone and splash_misfit(query, key) is None:
         return "splash"
     _, S, N, H = query.shape
-    # The mask of documents, `[B, S, S]` in 16 bits, and its gradient, may be as large as queries.
+    # The mask of documents and its gradient are `[B, S, S]` in 16 bits. cuDNN is chosen only if
+    # they are no larger than the queries.
     is_mask_small = documents is None or S <= N * H
     if is_mask_small and _misfit("cudnn", query, key, documents, scoring) is None:
         return "cudnn"

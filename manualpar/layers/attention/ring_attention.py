@@ -14,7 +14,7 @@ work of all queries with all keys. `where` chooses the half-blocks, because devi
 each other in a permute may not be in different branches of a condition.
 
 Symbols: `C` devices along the axis, `B` examples, `S` positions of a device, `N` query heads, `K`
-key and value heads, `G` query heads that share one, `H` features of a head.
+key and value heads, `G` query heads that share a key head, `H` features of a head.
 """
 
 import functools
@@ -86,12 +86,12 @@ def ring_attention(
 
     Communication:
       Forward `C - 1` permutes of keys and values together, `2 B S K H` elements in their dtype.
-      Backward the same, and `C` permutes of the gradients of both in float32.
+      Backward the same permutes, and `C` permutes of the gradients of keys and values in float32.
 
     Gradient:
       Written by hand: it computes the scores again, from the arguments and the result. The result
-      has the name `ATTENDED` in checkpoints. With a policy that saves the name, the keys do not go
-      around the ring once more.
+      has the checkpoint name `ATTENDED`. With a policy that saves the name, the forward pass is not
+      run again in the backward pass.
     """
     arrays = (query, key, value, documents)
     return _ring(
@@ -100,7 +100,7 @@ def ring_attention(
 
 
 class _Rule(NamedTuple):
-    """The static arguments of the ring: its axis, the options of scores, and the kernel."""
+    """The static arguments of the ring; `ring_attention` describes them."""
 
     axis: str
     scoring: Scoring
@@ -123,7 +123,7 @@ class _Here:
         half = self.length // 2
         self.size = half if self.by_kernel else block_size(half)
         blocks = spans(half, self.size)
-        self.pairs = seen_pairs(blocks + half, blocks)  # All blocks of both half-blocks.
+        self.pairs = seen_pairs(blocks + half, blocks)  # All pairs of two half-blocks' blocks.
         self.causal_pairs = seen_pairs(blocks, blocks)
         self.device = jax.lax.axis_index(axis)
         self.queries = _halves(
@@ -137,20 +137,20 @@ class _Here:
         )
 
     def keys(self, pair: jax.Array, step: Any) -> tuple[tuple[Keys, Keys], jax.Array]:
-        """Returns a step's early and late keys, and whether they are from a lower device."""
+        """Returns a step's early and late keys, and whether their device has a lower number."""
         device = (self.device - step) % jax.lax.axis_size(self.axis)
         keys = cut_keys(pair[0], pair[1], *self._labels(device), size=self.size, parts=2)
         return _halves(keys), device < self.device
 
     def add(self, sums: Sums, queries: Queries, keys: Keys, pairs: Pairs) -> Sums:
-        """Adds the keys of some pairs to the sums."""
+        """Adds, for each pair of blocks, the pair's keys to the sums of the pair's queries."""
         if self.by_kernel:
             is_causal = pairs is self.causal_pairs
             return attend_part(sums, queries, keys, self.scoring, is_causal=is_causal)
         return attend(sums, queries, keys, pairs, self.scoring)
 
     def differentiate(self, queries: Queries, seen: Seen, keys: Keys, pairs: Pairs) -> Any:
-        """Computes the gradients of some pairs: of the queries, and of keys and values together."""
+        """Computes the gradient of the queries, and the stacked gradients of keys and values."""
         if self.by_kernel:
             is_causal = pairs is self.causal_pairs
             of_query, *of_pair = attend_part_backward(
@@ -238,7 +238,7 @@ def _ring_backward(rule: _Rule, residuals: Any, g: jax.Array) -> tuple[Any, Any,
 
     def step(grads: Any, pair: jax.Array, index: Any) -> Any:
         of_query, of_pair = grads
-        of_pair = _shift(of_pair, axis)  # Gradients follow their keys, back to their device.
+        of_pair = _shift(of_pair, axis)  # Gradients follow the keys, back to the keys' device.
         keys, is_before = here.keys(pair, index)
         of_late, of_early_pair = here.differentiate(late, seen[1], keys[0], here.pairs)
         queries, chosen_seen = _pick(is_before, early, late), _pick(is_before, *seen)

@@ -29,7 +29,7 @@ from manualpar.core.tracing.attention_blocks import blocks_scope
 from manualpar.layers.attention.blockwise_attention import ATTENDED
 from manualpar.layers.attention.unchecked import run_unchecked
 
-LANES = 128  # Lengths are padded to a multiple of it.
+LANES = 128  # Lengths are padded to a multiple of this number.
 BLOCK = 512
 BLOCKS = (BLOCK, 384, 256)
 # The fused backward kernel writes the gradient of the queries once for each block of keys.
@@ -39,7 +39,8 @@ LONGEST_FUSED = 4096
 def splash_misfit(query: jax.Array, key: jax.Array) -> str | None:
     """Says why the kernel cannot run on some arrays on a TPU; `None` if it can.
 
-    It fits all lengths and head sizes: it has been compiled for heads of 8 to 256 features.
+    The kernel accepts all lengths and head sizes. It has been compiled for heads of 8 to 256
+    features.
     """
     dtypes = sorted({str(query.dtype), str(key.dtype)})
     if dtypes not in (["bfloat16"], ["float32"]):
@@ -64,13 +65,14 @@ def splash_attention(
 
     Args:
       query: `[B, S, N, H]`, in bfloat16 or float32.
-      key: `[B, S, K, H]`, of the same dtype. `K` divides `N`: groups of query heads share a head.
-      value: `[B, S, K, H]`, of the same dtype.
-      documents: `int32[B, S]`, in any order. A query sees the keys of the same number; `None` if
-        each sequence is one document.
-      window: How many positions a query sees, up to and including its own; `None` for all.
-      soft_cap: The bound of scores `x`, which become `soft_cap * tanh(x / soft_cap)`; `None` for
-        none.
+      key: `[B, S, K, H]`, of the dtype of `query`. `K` divides `N`, because groups of query heads
+        share a key head.
+      value: `[B, S, K, H]`, of the dtype of `query`.
+      documents: `int32[B, S]`, the document number of each position, in any order. A query sees
+        only keys with the query's number. `None` if each sequence is one document.
+      window: How many positions a query sees, including the query's position; `None` for all.
+      soft_cap: Bounds scores: a score becomes `soft_cap * tanh(score / soft_cap)`; `None` for no
+        bound.
       interpret: Whether to run the kernel step by step in plain JAX, on any device.
 
     Returns:
@@ -80,13 +82,14 @@ def splash_attention(
       ValueError: The kernel cannot run on such arrays.
 
     Communication:
-      None. If the mesh has automatic axes, XLA may have to reshard the arguments: the batch is
-      split over the axes that divide it, in the order of the mesh, and heads over the axes that the
-      logical rules of `heads` and `kv_heads` both name.
+      None. If the mesh has automatic axes, XLA may have to reshard the arguments for the nested
+      `shard_map`. It splits the batch over the axes that divide the batch, in the order of the
+      mesh. It splits heads over the axes that the logical rules name for both `heads` and
+      `kv_heads`.
 
     Gradient:
-      The kernel's, which computes the scores again. The result and the logarithms of the sums
-      of weights have the name `ATTENDED` in checkpoints. With a policy that saves the name, the
+      The kernel's backward pass computes the scores again. The result and the logarithms of the
+      sums of weights have the checkpoint name `ATTENDED`. With a policy that saves the name, the
       forward kernel does not run again.
     """
     if misfit := splash_misfit(query, key):
@@ -183,7 +186,10 @@ def _attend(
 
 
 def _padded_length(length: int) -> tuple[int, int]:
-    """Returns the padded length and the length of a block: small blocks cost more than padding."""
+    """Returns the padded length and the length of a block.
+
+    Blocks shorter than 256 are not used for long sequences, because they cost more than padding.
+    """
     for block in BLOCKS:
         if length % block == 0:
             return length, block
@@ -193,7 +199,10 @@ def _padded_length(length: int) -> tuple[int, int]:
 
 
 def block_sizes(length: int, block: int) -> Any:
-    """Returns the kernels' `BlockSizes`, and whether the backward pass is one kernel or two."""
+    """Returns the kernels' `BlockSizes`.
+
+    They choose one fused backward kernel for at most `LONGEST_FUSED` positions, otherwise two.
+    """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
 
     is_fused = length <= LONGEST_FUSED

@@ -1,15 +1,15 @@
-"""Attention to some of the keys by JAX's kernel for TPUs; the keys come around a ring.
+"""Attention to the keys of one step of a ring, computed by JAX's kernel for TPUs.
 
 Forward, the kernel returns the result for only these keys, and the logarithm of each query's sum of
 weights. Both can be added to the sums of other keys, see `blockwise_attention.Sums`.
 
-Backward, the kernel has to weigh these keys as in the softmax over all keys. Its gradient reads the
-result and the logarithm that its forward pass keeps under a checkpoint name. So this module traces
-the gradient, and replaces the values with that name by the values for all keys. The forward kernel
-is then dead code and is left out.
+Backward, the kernel has to weigh these keys by the softmax over all keys. The kernel's gradient
+reads the result and the logarithm of the forward kernel, which have a checkpoint name. So this
+module traces the gradient, and replaces the values with that name by the values for all keys. The
+forward kernel is then dead code and is left out.
 
-Symbols: `B` examples, `K` key and value heads, `G` query heads that share one, `S` queries, `T`
-keys, `H` features of a head.
+Symbols: `B` examples, `K` key and value heads, `G` query heads that share a key head, `S` queries,
+`T` keys, `H` features of a head.
 """
 
 import functools
@@ -36,10 +36,10 @@ from manualpar.layers.boundaries import platform_traced_for
 
 
 def fits_parts(query: jax.Array, key: jax.Array, length: int, scoring: Scoring) -> bool:
-    """Returns whether the kernel can attend to parts of `length` keys, when traced for TPUs.
+    """Returns whether the code is traced for TPUs and the kernel can attend to `length` keys.
 
-    It cannot with a window: each device would need a different mask, and the kernel's mask is a
-    constant.
+    The kernel cannot be used with a window, because each device would need a different mask, and
+    the kernel's mask is a constant.
     """
     is_tpu = platform_traced_for() == "tpu" and splash_misfit(query, key) is None
     return is_tpu and scoring.window is None and length % LANES == 0
@@ -48,17 +48,17 @@ def fits_parts(query: jax.Array, key: jax.Array, length: int, scoring: Scoring) 
 def attend_part(
     sums: Sums, queries: Queries, keys: Keys, scoring: Scoring, *, is_causal: bool
 ) -> Sums:
-    """Adds keys to the sums; queries and keys are one block each, of equal length.
+    """Adds one block of keys to the sums of one block of queries; the blocks have equal length.
 
-    With `is_causal` a query sees the keys up to its place in the block, otherwise all keys; in both
-    cases only keys of its document.
+    With `is_causal` a query sees the keys up to the query's place in the block, otherwise all keys
+    of the block. In both cases it sees only keys of the query's document.
     """
     run = functools.partial(_forward, is_causal=is_causal, scoring=scoring)
     out, log_weights = run_unchecked(run, *_arrays(queries, keys))
     out, log_weights = out.reshape(sums.values.shape), log_weights.reshape(sums.weights.shape)
     largest = jnp.maximum(sums.largest, log_weights)
-    # If a query sees none of the keys, its logarithm is far below all others, so the keys add
-    # exactly 0.
+    # If a query sees none of the keys, its `log_weights` is far below `sums.largest`. So the keys
+    # add exactly 0.
     new, fading = jnp.exp(log_weights - largest), jnp.exp(sums.largest - largest)
     values = sums.values * fading[..., None] + out.astype(jnp.float32) * new[..., None]
     return Sums(values, sums.weights * fading + new, largest)
@@ -67,7 +67,11 @@ def attend_part(
 def attend_part_backward(
     queries: Queries, seen: Seen, keys: Keys, scoring: Scoring, *, is_causal: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Computes the contributions of these keys to the gradients, in float32."""
+    """Computes what one block of keys adds to the gradients, in float32.
+
+    Returns:
+      The gradients of queries, keys and values.
+    """
     run = functools.partial(_backward, is_causal=is_causal, scoring=scoring)
     arrays = _arrays(queries, keys)
     shape = arrays[0].shape
@@ -117,7 +121,7 @@ def _backward(
 def _kernel(
     arrays: Sequence[jax.Array], is_causal: bool, scoring: Scoring, **options: Any
 ) -> Callable[..., Any]:
-    """Builds the kernel for examples with these documents."""
+    """Builds the kernel for the shapes and the documents of `arrays`, see `_arrays`."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
@@ -148,7 +152,7 @@ def _kernel(
 def _run_with(
     closed: ClosedJaxpr, args: Sequence[Any], replacements: Sequence[jax.Array]
 ) -> list[Any]:
-    """Runs the needed part of a traced program, with other values for the named ones."""
+    """Runs the needed equations of a traced program, and replaces the named values."""
     jaxpr = closed.jaxpr
     needed, eqns = {x for x in jaxpr.outvars if isinstance(x, Var)}, []
     for eqn in reversed(jaxpr.eqns):

@@ -11,8 +11,8 @@ The types are right, because on each device the function computes with only this
   over the axes over which an argument varies, and they get this type. A function that names a mesh
   axis is refused.
 - JAX never differentiates the nested `shard_map`. JAX's rule would sum or divide gradients, because
-  without types it cannot tell which values vary. The forward and the backward pass are nested in a
-  `shard_map` each, and a `custom_vjp` around them connects the two.
+  without types it cannot tell which values vary. The forward and the backward pass have one nested
+  `shard_map` each, and a `custom_vjp` around both connects them.
 """
 
 import functools
@@ -44,7 +44,8 @@ def run_unchecked(function: Callable[..., Any], *args: Any) -> Any:
       None.
 
     Gradient:
-      As `function`. A policy of `jax.checkpoint` sees the names that it gives its values.
+      The gradient of `function`. A policy of `jax.checkpoint` sees the checkpoint names inside
+      `function`.
     """
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return function(*args)
@@ -93,5 +94,8 @@ def _nest(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _without_type(x: jax.Array) -> jax.Array:
-    """Drops the varying axes of an argument, because results of operations have none here."""
+    """Drops the varying axes from the type of an argument.
+
+    Without the check of types, the results of operations have no varying axes.
+    """
     return jax.lax.squeeze(jax.lax.expand_dims(x, (0,)), (0,))
