@@ -5,14 +5,13 @@ products each device has one term of a sum. Megatron-LM (Shoeybi et al.,
 https://arxiv.org/abs/1909.08053) calls the two ends f and g. `enter` is f: nothing forward and an
 all-reduce backward. `leave` is g: an all-reduce forward and nothing backward.
 
-With `sequence_dim` the activations between these parts are split along their sequence
+With `sequence_dim` the activations between the split parts are split along the sequence
 (Korthikanti et al., https://arxiv.org/abs/2205.05198). An all-gather and a reduce-scatter replace
 each all-reduce and send the same bytes. Each device stores only its positions of the activations
 between layers.
 
-Under `check_vma=True` the types say which values differ along the axis. So most mistakes are
-errors: a program with a forgotten sum does not compile. `enter` and `leave` refuse the mistakes
-that would compile.
+Under `check_vma=True` the types say which values differ along the axis. So JAX refuses most
+mistakes, such as a forgotten sum. `enter` and `leave` refuse the mistakes that would compile.
 
 Symbols: `N` devices along the axis.
 """
@@ -38,7 +37,7 @@ def enter(
 
     Args:
       x: The input, the same on all devices along `axis`; with `sequence_dim` this device's part of
-        it, `[..., S/axis, ...]`.
+        the input, `[..., S/axis, ...]`.
       axis: The mesh axis, or tuple of axes, that the products are split over. Axes that no
         `shard_map` binds are left out. If no axis is bound, nothing is split.
       sequence_dim: The dimension along which `x` is split between layers; `None` if it is not.
@@ -53,8 +52,8 @@ def enter(
 
     Communication:
       Forward none, backward one all-reduce of the gradient: a device sends `2 (N - 1) / N` of the
-      gradient's bytes. With `sequence_dim` an all-gather forward and a reduce-scatter backward:
-      each sends `(N - 1) / N` of the bytes of the full input.
+      gradient's bytes. With `sequence_dim` an all-gather forward and a reduce-scatter backward: in
+      each a device sends `(N - 1) / N` of the bytes of the full input.
     """
     axes = bound_axes("enter", axis)
     if not axes:
@@ -92,7 +91,7 @@ def leave(
 ) -> jax.Array:
     """Sums the devices' row-parallel products.
 
-    Add a bias to the sum. If it is added to the products, the sum contains it once for each device.
+    Add a bias to the sum. If the bias is added to `x`, the sum contains it once for each device.
 
     Args:
       x: This device's term of the sum, in the shape of the result.
@@ -102,8 +101,8 @@ def leave(
       scope: The named scope of the all-reduce, which names its purpose.
 
     Returns:
-      The sum, the same on all devices along `axis`; with `sequence_dim` this device's part of it,
-      `[..., S/axis, ...]`.
+      The sum, the same on all devices along `axis`; with `sequence_dim` this device's part of the
+      sum, `[..., S/axis, ...]`.
 
     Raises:
       ValueError: `x` does not vary over `axis`: all devices have the same value, and the sum would
@@ -111,8 +110,8 @@ def leave(
 
     Communication:
       Forward one all-reduce: a device sends `2 (N - 1) / N` of the bytes of `x`. Backward none.
-      With `sequence_dim` a reduce-scatter forward and an all-gather backward: each sends
-      `(N - 1) / N` of these bytes.
+      With `sequence_dim` a reduce-scatter forward and an all-gather backward: in each a device
+      sends `(N - 1) / N` of the bytes of `x`.
     """
     axes = bound_axes("leave", axis)
     if not axes:

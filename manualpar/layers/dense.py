@@ -53,17 +53,18 @@ class SplitDense(nn.Module):
       shape: The shape of the whole kernel: the contracted dims, then the output dims.
       names: For each dim of the kernel the mesh axis, or tuple of axes, that it is split over, or
         `None`. With only `None`s nothing is split, on any mesh.
-      contracted: The number of dims to sum over: the last of the input, the first of the kernel.
+      contracted: The number of dims to sum over: the last dims of the input and the first dims of
+        the kernel.
       use_bias: Whether a bias is added, after the sum over devices.
       kernel_init: The initializer of the kernel, called with all of `shape`. If it scales by
-        fan-in, give it the contracted dims. `None` for the distribution that `nn.DenseGeneral`
-        draws from.
+        fan-in, give the initializer the contracted dims. `None` for the distribution that
+        `nn.DenseGeneral` draws from.
       bias_init: The initializer of the bias.
       dtype: The dtype of the computation; `None` for the promoted dtype of input and parameters.
       sequence_dim: The dim along which the result of a row-parallel product is split, see `leave`;
         `None` if every device gets the whole result.
       overlap: `"ring"`: a row-parallel product computes while it sends, see `matmul_scatter`; this
-        needs a `sequence_dim`. `"none"`: it sends after it has computed.
+        needs a `sequence_dim`. `"none"`: the product sends after it has computed.
       shared: Whether an output dim may have fewer entries than there are devices. Then the devices
         of a group all compute the same entry; see `split`.
     """

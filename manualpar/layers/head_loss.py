@@ -50,7 +50,7 @@ class _Static(NamedTuple):
     """The static arguments of the chunks.
 
     Attributes:
-      chunk: The columns of a chunk.
+      chunk: The number of columns of a chunk.
       soft_cap: See `head_logits`.
       sums_all: Whether to sum all logits.
     """
@@ -92,12 +92,12 @@ def head_logits(
       x: `[..., D]`.
       head: `[D, V/axis]`; it is cast to the dtype of `x` before the product.
       axis: The mesh axis, or tuple of axes, that the columns are split over; `None` for none.
-      vocab_size: The number of tokens; later columns become -inf. `None` for all columns.
+      vocab_size: The number of tokens; the logits of later columns become -inf. `None` for all.
       soft_cap: Bounds logits: they become `soft_cap * tanh(logit / soft_cap)`
         (Gemma 2, https://arxiv.org/abs/2408.00118, section 2); `None` for no bound.
 
     Returns:
-      `[..., V/axis]` in float32 (float64 if `x` is), never rounded to the dtype of `x`.
+      `[..., V/axis]` in float32 (float64 if `x` is float64), never rounded to the dtype of `x`.
 
     Communication:
       None.
@@ -143,8 +143,8 @@ def head_cross_entropy(
       soft_cap: See `head_logits`.
 
     Returns:
-      The losses in nats, `[...]` in float32 (float64 if `x` is), and `bool[...]`, whether the label
-      has the largest logit. Both are the same on all devices along `axis`.
+      The losses in nats, `[...]` in float32 (float64 if `x` is float64), and `bool[...]`, whether
+      the label has the largest logit. Both are the same on all devices along `axis`.
 
     Raises:
       ValueError: The shapes do not fit, a number is out of range, or the types contradict `axis`.
@@ -157,7 +157,7 @@ def head_cross_entropy(
     Gradient:
       Written by hand: it computes the logits once more. Each chunk's products are in the dtype of
       `x`. The gradient of `x` is added up over chunks in float32. The gradient of the head is
-      written chunk by chunk in the dtype of `head`. If `x` has 16 bits and no more tokens than
+      written chunk by chunk in the dtype of `head`. If `x` is bfloat16 and has no more tokens than
       features, the gradients of all logits are kept in bfloat16. The gradients of `x` and of the
       head are then one product each.
     """
@@ -194,14 +194,17 @@ def head_cross_entropy(
 
 
 def default_chunk(tokens: int) -> int:
-    """Returns the columns of a chunk of about `CHUNK_ELEMENTS` logits, a multiple of 128."""
+    """Returns the number of columns of a chunk of about `CHUNK_ELEMENTS` logits.
+
+    It is a multiple of 128.
+    """
     return max(FEWEST_COLUMNS, CHUNK_ELEMENTS // max(tokens, 1) // 128 * 128)
 
 
 def _logits(
     x: jax.Array, weights: jax.Array, first: Any, visible: Any, soft_cap: float | None
 ) -> jax.Array:
-    """Computes the logits of some columns, from column `first` of the device on."""
+    """Computes the logits of the columns `weights`; `first` is the index of the first of them."""
     return _capped(_product(x, weights), first, visible, soft_cap)
 
 
@@ -223,7 +226,7 @@ def _capped(logits: jax.Array, first: Any, visible: Any, soft_cap: float | None)
 def _visible_columns(
     head: jax.Array, vocab_size: int | None, axes: tuple[str, ...]
 ) -> jax.Array | None:
-    """Counts this device's columns that are tokens; `None` if no column is padding."""
+    """Counts this device's columns that stand for tokens; `None` if no column is padding."""
     columns = head.shape[1]
     parts = jax.lax.axis_size(axes) if axes else 1
     if vocab_size is None or vocab_size >= columns * parts:
@@ -242,7 +245,7 @@ def _is_of_global_arrays() -> bool:
 def _summed(
     x: jax.Array, head: jax.Array, index: jax.Array, visible: jax.Array | None, static: _Static
 ) -> _Sums:
-    """Computes a device's sums; `index` is the label's column, perhaps on another device."""
+    """Computes a device's sums; `index` is the label's column, which another device may have."""
     dtype = jnp.promote_types(x.dtype, jnp.float32)
     zero = jnp.zeros_like(index, dtype)
 
@@ -296,7 +299,7 @@ def _summed_backward(static: _Static, residuals: Any, grads: Any) -> tuple[Any, 
         return pull(of_logits)[0].astype(dtype)
 
     def of_weights(of_columns: jax.Array) -> jax.Array:
-        # The product itself rounds: XLA overlaps the scatter of a product, but not of a cast.
+        # The product itself rounds, because XLA overlaps the scatter of a product, not of a cast.
         wider = jnp.promote_types(dtype, head.dtype)
         of_columns = of_columns.reshape(tokens, -1)
         return jnp.matmul(rows.T, of_columns, preferred_element_type=wider).astype(head.dtype)
@@ -339,7 +342,7 @@ def _is_label(logits: jax.Array, index: jax.Array, first: Any) -> jax.Array:
 def _over_chunks(
     step: Callable[[Carry, Any, jax.Array], Carry], carry: Carry, head: jax.Array, chunk: int
 ) -> Carry:
-    """Runs `step(carry, first, weights)` on each full chunk of columns, and on the rest."""
+    """Runs `step(carry, first, weights)` on each full chunk, and on the remaining columns."""
     full_chunks = head.shape[1] // chunk
 
     def run(carry: Carry, first: jax.Array) -> tuple[Carry, None]:

@@ -2,7 +2,7 @@
 
 Sequence parallelism needs an all-gather before the column-parallel products, and a reduce-scatter
 after the row-parallel product. Here a product begins with the device's chunk of the sequence while
-the chunks of its neighbours arrive. Partial sums are sent from device to device while the terms of
+the neighbours' chunks arrive. Partial sums are sent from device to device while the terms of
 the next chunk are computed (Wang et al., "Overlap communication with dependent computation via
 decomposition", ASPLOS 2023, https://dl.acm.org/doi/10.1145/3567955.3567959). The bytes are the same
 as with the all-gather and the reduce-scatter.
@@ -63,8 +63,8 @@ def enter_ring(x: jax.Array, axis: AxisName | None, sequence_dim: int) -> jax.Ar
 
     Communication:
       Forward `N - 1` permutes of a chunk, two at a time. With even `N > 2` two permutes of half a
-      chunk replace the last one, if the length of a chunk is even. The bytes are the same as for an
-      all-gather. Backward the same for the gradients, which are added up on the way.
+      chunk replace the last permute, if the length of a chunk is even. The bytes are the same as
+      for an all-gather. Backward the same permutes of gradients, which are added up on the way.
     """
     axes = bound_axes("enter_ring", axis)
     if not axes:
@@ -82,10 +82,11 @@ def gather_matmul(
     Args:
       x: The result of `enter_ring`: `Chunks`, or an array if no axis is bound.
       kernel: `[D, F/axis]`, or with more dims of either kind, such as `[D, N/axis, H]`.
-      contracted: How many dims are summed over: the last of `x`, the first of the kernel.
+      contracted: How many dims to sum over: the last dims of `x` and the first dims of the kernel.
 
     Returns:
-      `Chunks` of `[..., S, ..., F/axis]` in the dtype of `x` and the kernel; an array if `x` is.
+      `Chunks` of `[..., S, ..., F/axis]` in the dtype of `x` and the kernel; an array if `x` is an
+      array.
 
     Raises:
       ValueError: The kernel does not fit `x`, or the sequence is one of the contracted dims.
@@ -111,29 +112,30 @@ def matmul_scatter(
     sequence_dim: int,
     contracted: int = 1,
 ) -> jax.Array:
-    """Multiplies with this device's part of a row-parallel kernel and scatters the devices' sum.
+    """Multiplies by a row-parallel kernel, and scatters the sum of the devices' products.
 
     It replaces a product and `leave` with a `sequence_dim`.
 
     Args:
-      x: This device's features of the whole sequence, `[..., S, ..., F/axis]`, or `Chunks` of it.
-      kernel: `[F/axis, D]`, or with more dims of either kind, such as `[N/axis, H, D]`.
+      x: This device's features of the whole sequence, `[..., S, ..., F/axis]`, or its `Chunks`.
+      kernel: This device's part of the kernel, `[F/axis, D]`, or with more dims of either kind,
+        such as `[N/axis, H, D]`.
       axis: The mesh axis, or tuple of axes, that the kernel is split over, see `enter_ring`.
       sequence_dim: The dimension of the sequence, along which the result is split.
-      contracted: How many dims are summed over: the last of `x`, the first of the kernel.
+      contracted: How many dims to sum over: the last dims of `x` and the first dims of the kernel.
 
     Returns:
       This device's chunk of the sum, `[..., S/axis, ..., D]`; the product if no axis is bound. The
       sum is rounded on each device to the dtype of `x` and the kernel.
 
     Raises:
-      ValueError: The kernel does not fit `x`; the sequence does not divide, or is one of the
-        contracted dims; `x` is `Chunks` of another dim or axis; or neither `x` nor the kernel
-        varies over `axis`, and the sum would be `N` times too large.
+      ValueError: The kernel does not fit `x`; `N` does not divide the length of the sequence; the
+        sequence is one of the contracted dims; `x` is `Chunks` of another dim or axis; or neither
+        `x` nor the kernel varies over `axis`, and the sum would be `N` times too large.
 
     Communication:
-      Forward the permutes of `enter_ring`, but with chunks of the result. Backward the same for the
-      result's gradient.
+      Forward the permutes of `enter_ring`, but with chunks of the result. Backward the same
+      permutes of the result's gradient.
 
     Gradient:
       Written by hand for each device's products, as in `gather_matmul`.

@@ -2,12 +2,12 @@
 
 Each device has one chunk. Both directions of the ring are used: the chunks of the devices `1, 2,
 ...` ahead arrive from one side, and the chunks of the devices `1, 2, ...` behind from the other.
-With even `N` the last chunk is equally far both ways, and half of it comes from each side. Sums
-take the same paths in reverse, so each of the two rings is the gradient of the other.
+With even `N` the last chunk is equally far on both sides, and half of it comes from each side. Sums
+take the same paths in reverse. So `gather_chunks` and `scatter_chunks` are each other's gradient.
 
 Symbols: `N` devices along the axis. The *offset* of a chunk is the distance to the device that it
-comes from: 1 for the next device ahead, 0 for the device's chunk. Chunks are in the order in which
-they arrive: 0, 1, -1, 2, -2, ...
+comes from: 1 for the next device ahead, 0 for the device's own chunk. Chunks are in the order in
+which they arrive: 0, 1, -1, 2, -2, ...
 """
 
 import functools
@@ -47,11 +47,11 @@ class Chunks:
 
 
 def gather_chunks(x: jax.Array, axes: tuple[str, ...], dim: int) -> Chunks:
-    """Sends every device's chunk `x` to all others.
+    """Sends every device's chunk `x` to all other devices.
 
     Communication:
       `N - 1` permutes of a chunk. With even `N > 2` two permutes of half a chunk replace the last
-      one, if the length of a chunk is even. Backward the permutes of `scatter_chunks`.
+      permute, if the length of a chunk is even. Backward the permutes of `scatter_chunks`.
     """
     size = jax.lax.axis_size(axes)
     parts, ahead, behind = [x], x, x
@@ -72,8 +72,8 @@ def scatter_chunks(x: Chunks) -> jax.Array:
       The permutes of `gather_chunks` in reverse order. Backward the permutes of `gather_chunks`.
     """
     mine, *others = x.parts
-    ahead: jax.Array | int = 0  # Partial sums, sent ahead; `behind`: sent back.
-    behind: jax.Array | int = 0
+    ahead: jax.Array | int = 0  # Partial sums, to send to the next device ahead.
+    behind: jax.Array | int = 0  # Partial sums, to send to the next device behind.
     if len(x.parts) % 2 == 0:
         first, *second = _split_last(others.pop(), x.axes, x.dim)
         rest = mine.shape[x.dim] - first.shape[x.dim]
@@ -89,7 +89,7 @@ def scatter_chunks(x: Chunks) -> jax.Array:
 def shift(
     x: jax.Array, axes: tuple[str, ...], by: int, *, scope: str = SEQUENCE_SCOPE
 ) -> jax.Array:
-    """Sends `x` to the device that is `by` ahead, in the named scope `scope`.
+    """Sends `x` to the device that is `by` devices ahead, in the named scope `scope`.
 
     Communication:
       One permute: each device sends all of `x`.
@@ -154,7 +154,7 @@ join_chunks.defvjp(
 def _places(axes: tuple[str, ...]) -> list[jax.Array]:
     """Returns each chunk's place in the sequence, in the order in which the chunks arrive."""
     device, size = jax.lax.axis_index(axes), jax.lax.axis_size(axes)
-    # Offsets are equal modulo `size`.
+    # Offsets that differ by `size` mean the same device.
     offsets = [0, *(i // 2 if i % 2 == 0 else size - i // 2 for i in range(2, size + 1))]
     return [(device + offset) % size for offset in offsets]
 
@@ -166,13 +166,13 @@ def multiply_rows(
 
     Before the product, all dims of `x` that are not contracted are merged into one. So the gradient
     of the kernel is a sum over one dim. For a sum over several dims, XLA:CPU first writes
-    transposed copies of both factors, which doubles the time of an MLP. Values are the same to the
-    bit.
+    transposed copies of both factors, which doubles the time of an MLP. The merging changes no bit
+    of the results.
 
     Args:
       x: `[..., D]`.
       kernel: `[D, F]`, or with more dims of either kind.
-      contracted: How many dims are summed over: the last of `x`, the first of the kernel.
+      contracted: How many dims to sum over: the last dims of `x` and the first dims of the kernel.
       dtype: The dtype of the product; by default the dtype of the factors.
 
     Returns:
@@ -192,11 +192,12 @@ def _rows(x: jax.Array, num_dims: int) -> jax.Array:
 def multiply(
     parts: tuple[jax.Array, ...], kernel: jax.Array, contracted: int
 ) -> tuple[jax.Array, ...]:
-    """Multiplies every chunk with a kernel; chunks and kernel have one dtype and one type.
+    """Multiplies every chunk with a kernel of the same dtype that varies over the same axes.
 
     Gradient:
-      Written by hand. The kernel's gradient is one product over the whole sequence, as without
-      chunks. Autodiff would add up one product for each chunk, and round each sum to the dtype.
+      Written by hand. The kernel's gradient is one product over the whole sequence, as if the
+      sequence were not in chunks. Autodiff would add up one product for each chunk, and round each
+      sum to the dtype.
     """
     return tuple(multiply_rows(part, kernel, contracted) for part in parts)
 

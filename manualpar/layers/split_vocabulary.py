@@ -37,8 +37,8 @@ def losses_of_sums(
 
     Args:
       sums: Arrays `[...]`: the sum of `exp(logits - top)`; the label's logit, 0 if another device
-        has it; and with `label_smoothing` the sum of the logits that are not -inf, and the number
-        of these logits.
+        has the label's column; and with `label_smoothing` the sum of the logits that are not -inf,
+        and the number of these logits.
       top: `[...]`, the same on all devices along `axes`.
       axes: The mesh axes that the columns are split over; `()` for none.
       label_smoothing: See `split_cross_entropy`.
@@ -71,7 +71,7 @@ def first_of_largest(
     Args:
       top: `[...]`, a device's largest logit.
       index: `int[...]`, the column of this logit on the device.
-      size: The columns of a device.
+      size: The number of columns of a device.
       axes: The mesh axes that the columns are split over.
 
     Returns:
@@ -81,7 +81,7 @@ def first_of_largest(
       One all-gather of two float32 numbers for each result.
     """
     top = jax.lax.stop_gradient(top)
-    # As a float an index is exact up to 2**24.
+    # Float32 is exact for every index up to 2**24.
     dtype = jnp.promote_types(top.dtype, jnp.float32)
     index += jax.lax.axis_index(axes) * size
     pair = jnp.stack([top.astype(dtype), index.astype(dtype)])
@@ -121,7 +121,11 @@ def index_here(
 
 
 def is_split(function: str, x: jax.Array, axes: tuple[str, ...]) -> bool:
-    """Returns whether `x` varies over the axes by its type; refuses `x` if over only some."""
+    """Returns whether, by its type, `x` varies over `axes`.
+
+    Raises:
+      ValueError: `x` varies over only some of `axes`.
+    """
     varying = varying_axes(x) & set(axes)
     if varying and varying != set(axes):
         raise ValueError(
@@ -133,7 +137,7 @@ def is_split(function: str, x: jax.Array, axes: tuple[str, ...]) -> bool:
 
 
 def check_labels(function: str, x: jax.Array, labels: jax.Array, *, what: str = "logits") -> None:
-    """Refuses labels that are not one integer for each row of `x` (`what` in the message).
+    """Refuses labels that are not one integer for each row of `x`; the message names `x` by `what`.
 
     Raises:
       ValueError: The shapes differ.

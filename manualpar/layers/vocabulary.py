@@ -1,9 +1,9 @@
 """A vocabulary that is split over a model axis: the embedding, and the loss of the logits.
 
 Each device has the embedding rows of some tokens, and computes the logits of the same tokens.
-Neither rows nor logits are gathered. A lookup adds up the rows: one device has the right row and
-the other devices have zeros. The cross entropy sends a few numbers for each label: the largest
-logit, the sum of exponentials and the label's logit (Megatron-LM, Shoeybi et al.,
+Neither rows nor logits are gathered. A lookup adds up the devices' rows, because one device has the
+right row and the other devices have zeros. The cross entropy sends a few numbers for each label:
+the largest logit, the sum of exponentials and the label's logit (Megatron-LM, Shoeybi et al.,
 https://arxiv.org/abs/1909.08053, section 3).
 
 If no axis is bound, or if the types say that the table or the logits are not split, these are the
@@ -11,7 +11,7 @@ ordinary functions of one device. An index outside of the vocabulary gives the s
 cases.
 
 The number of devices must divide the vocabulary. A model may have more columns than tokens. If the
-other columns have logits of -inf, all of these functions ignore them.
+additional columns have logits of -inf, all of these functions ignore these columns.
 
 Symbols: `N` devices along the axis, `V` tokens of the vocabulary, `D` features.
 """
@@ -109,16 +109,16 @@ def split_cross_entropy(
 
     Returns:
       The losses in nats, `[...]`, in the dtype of the logits, the same on all devices along `axis`.
-      If the logits are split or an option is given, they are computed in float32 or wider.
+      If the logits are split or an option is given, the losses are computed in float32 or wider.
 
     Raises:
-      ValueError: The shapes do not fit; the types do not show the axis; or they contradict `axis`.
+      ValueError: The shapes do not fit; or the types do not show the axis, or contradict `axis`.
       TypeError: The logits are no floats, or the labels no integers.
 
     Communication:
-      Forward two all-reduces over `axis`. For each label, the first has one float32 number, and the
-      second two (four with `label_smoothing`): a device sends `2 (N - 1) / N` of their bytes.
-      Backward none.
+      Forward two all-reduces over `axis`. For each label, the first sums one float32 number, and
+      the second sums two numbers (four with `label_smoothing`). A device sends `2 (N - 1) / N` of
+      the bytes of these numbers. Backward none.
     """
     check_labels("split_cross_entropy", logits, labels)
     if axis is None:
@@ -195,7 +195,7 @@ def vocabulary_axes(logits: jax.Array, labels: jax.Array) -> tuple[str, ...]:
 
 def _look_up(table: jax.Array, indices: jax.Array) -> jax.Array:
     """Looks up rows of a table; gives NaN for an index that the table does not have."""
-    # In explicit mode a gather needs the sharding of its result: the sharding of the indices.
+    # In explicit mode a gather needs the sharding of its result, which is that of the indices.
     names = jax.typeof(indices).sharding.spec
     spec = PartitionSpec(*names, None) if any(names) else None
     rows = jnp.asarray(table).at[indices]

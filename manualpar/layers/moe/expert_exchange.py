@@ -1,4 +1,4 @@
-"""The exchange of tokens with their experts, and of the outputs back.
+"""Sends tokens to the devices of their experts, and sends the outputs back.
 
 With a capacity, each expert has `C` slots for the tokens of each sequence. All buffers have fixed
 sizes, so that an all-to-all can exchange them.
@@ -7,13 +7,13 @@ Without a capacity, no choice is dropped. The rows are sorted by expert, and a g
 (`jax.lax.ragged_dot`; Gale et al., https://arxiv.org/abs/2211.15841) multiplies each group with the
 weights of its expert. If the backend has a ragged all-to-all, each device sends each row to the
 device of its expert. XLA has no ragged all-to-all on CPUs. So on CPUs every device gathers all
-tokens and computes the choices of its experts, and a reduce-scatter returns the results.
+tokens and computes those that chose its experts, and a reduce-scatter returns the results.
 
 Symbols: `B` sequences, `S` positions, `D` features, `F` features inside an expert, `E` experts, `K`
 choices of a token, `C` slots of an expert for a sequence, `N` devices along the expert axis. Inside
-`shard_map`, `B`, `S` and `F` are this device's. `H` experts have slots on this device: all `E`
-experts if tokens are sent, otherwise the `E / N` experts of the device. `M` are the slots of a
-sequence, `H C`; `T` tokens are `B S`; `R` are rows in the order of their experts.
+`shard_map`, `B`, `S` and `F` are sizes on this device. `H` experts have slots on this device: all
+`E` experts if tokens are sent, otherwise the `E / N` experts of the device. `M = H C` is the number
+of slots of a sequence. `T = B S` is the number of tokens. `R` rows are in the order of the experts.
 """
 
 import functools
@@ -75,7 +75,7 @@ def compute_with_capacity(
     capacity: int,
     context: Context,
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes the choices that find room in their experts.
+    """Computes the experts' outputs for all choices that find room in their experts.
 
     Args:
       x_BSD: `[B/data, S, D]`, the tokens.
@@ -117,17 +117,19 @@ def compute_with_capacity(
 def compute_dropless(
     x_BSD: jax.Array, chosen_BSK: jax.Array, gates_BSK: jax.Array, experts: Experts
 ) -> jax.Array:
-    """Computes all choices; the arguments and the first result are as in `compute_with_capacity`.
+    """Computes the experts' outputs for all choices.
+
+    For the arguments and the result (the first one) see `compute_with_capacity`.
 
     Communication:
       If tokens are sent and the backend has a ragged all-to-all: one before the experts and one
       after them, and the same backward. With equal load, a device sends `(N - 1) / N` of
-      `K B/data S D` elements in each. `E` counts are gathered too. The receive buffer has room for
-      the worst case, all choices of all devices.
+      `K B/data S D` elements in each. Each device gathers the `E` counts of all devices too. The
+      receive buffer has room for the worst case, in which one device gets all possible choices.
 
       If the backend has no ragged all-to-all: an all-gather of the tokens, their choices and gates,
-      and a reduce-scatter of the results, and the reverse backward. A device sends `N - 1` times
-      its `B/data S D` elements in each.
+      and a reduce-scatter of the results. Backward each of them becomes the other. A device sends
+      `N - 1` times its `B/data S D` elements in each.
     """
     B, S, D = x_BSD.shape
     K = chosen_BSK.shape[-1]
@@ -163,7 +165,7 @@ def _compute_groups(x_TD: jax.Array, expert_TK: jax.Array, experts: Experts) -> 
     """
     (T, D), K, (_, H) = x_TD.shape, expert_TK.shape[-1], experts.on_device()
     expert_R = jnp.where((expert_TK >= 0) & (expert_TK < H), expert_TK, H).reshape(T * K)
-    # Choices of experts elsewhere come last. A token cannot choose an expert twice.
+    # Choices of other devices' experts come last. A token cannot choose an expert twice.
     order_R = jnp.argsort(expert_R, stable=True)[: T * min(K, H)]
     group_sizes = jnp.bincount(expert_R, length=H + 1)[:H].astype(jnp.int32)
     is_here_R1 = expert_R[order_R][:, None] < H

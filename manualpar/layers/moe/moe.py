@@ -1,16 +1,16 @@
 """A mixture of experts: a few of many MLPs compute each token.
 
-On a mesh the experts are divided over an axis: each of `N` devices holds `E / N` experts. There are
-two ways to bring tokens and experts together. The types decide between them:
+On a mesh the experts are divided over an axis: each of `N` devices has `E / N` experts. There are
+two ways to bring tokens and experts together. The types of the tokens decide between them:
 
 - The axis is one of the axes that split the batch, so the tokens differ along it. An all-to-all
-  sends them to the experts, and another sends the results back (GShard, Lepikhin et al.,
+  sends the tokens to the experts, and another one sends the results back (GShard, Lepikhin et al.,
   https://arxiv.org/abs/2006.16668).
-- Every device along the axis has the same tokens. Each computes the outputs of its experts,
-  and `leave` sums them.
+- Every device along the axis has the same tokens. Each device computes the outputs of its experts,
+  and `leave` sums the outputs.
 
-The MLPs themselves may be split over a model axis, as in `boundaries`. The finished tokens are then
-summed once over that axis. This is right because weighing and sending results are linear.
+The MLPs themselves may be split over a model axis, see `boundaries`. The weighted outputs are then
+summed once over that axis. This is right because weighing and sending outputs are linear.
 
 Symbols: `B` sequences, `S` positions of a device, `D` features between layers, `F` features inside
 an expert, `E` experts, `K` choices of a token, `C` the capacity, `N` devices along the expert axis.
@@ -58,37 +58,39 @@ from manualpar.layers.moe.routing import (
 class MoE(nn.Module):
     """A mixture of experts, each a SwiGLU (Shazeer, https://arxiv.org/abs/2002.05202).
 
-    Its parameters are `router` `[D, E]`, `gate` and `up` `[E, D, F]` and `down` `[E, F, D]`, and
-    with shared experts `shared_gate` and `shared_up` `[D, F']` and `shared_down` `[F', D]`, where
-    `F'` is `num_shared` times `F` or `shared_size`, and `shared_router` `[D, 1]` if it
-    `shared_is_gated`. If no `shard_map` binds the axes, it is an ordinary layer of one device. The
-    parameters and their initial values are the same on every mesh. Parameters and routing are
-    float32, and the experts compute in the dtype of their input.
+    Its parameters are `router` `[D, E]`, `gate` and `up` `[E, D, F]` and `down` `[E, F, D]`. With
+    shared experts there are also `shared_gate` and `shared_up` `[D, F']` and `shared_down`
+    `[F', D]`, where `F'` is `shared_size` or `num_shared` times `F`. With `shared_is_gated` there
+    is also `shared_router` `[D, 1]`. If no `shard_map` binds the axes, the layer is an ordinary
+    layer of one device. The parameters and their initial values are the same on every mesh.
+    Parameters and routing are float32, and the experts compute in the dtype of their input.
 
     Capacity, order and balance loss are separate for each sequence, so that the result does
     not depend on how sequences are divided among devices and minibatches.
 
     The layer sows into `losses`, for each sequence, `load_balance` and `router_z`, and into
     `intermediates` the counts `choices` `[B, E]` and `dropped` `[B]`. `auxiliary_loss` makes a loss
-    and metrics of them. In `nn.scan`, name both in `variable_axes`, because flax silently drops
-    values sown into other collections.
+    and metrics of these values. In `nn.scan`, name both collections in `variable_axes`, because
+    flax silently drops values sown into other collections.
 
     With `router_bias` or `bias_rate` the layer has a variable `bias` `float32[E]` in the collection
-    `router`. A program carries it from step to step, and no optimizer sees it. With a rate the bias
-    changes whenever the layer is applied with `router` mutable. A program's training does this once
-    for each minibatch. (Evaluation does not change the state.) The bias follows the load of all
-    devices' tokens. So it does not depend on the mesh, but `num_minibatches=2` changes it twice in
-    a step. `nn.scan` needs `"router": 0` in `variable_axes` too.
+    `router`. A program carries the bias from step to step, and no optimizer sees it. With a rate
+    the bias changes whenever the layer is applied with `router` mutable. A program's training does
+    this once for each minibatch. (Evaluation does not change the state.) The bias follows the load
+    of all devices' tokens. So the bias does not depend on the mesh, but with `num_minibatches=2` it
+    changes twice in a step. `nn.scan` needs `"router": 0` in `variable_axes` too.
 
     Attributes:
-      num_experts: Experts, `E`, a multiple of the devices along `axis`.
-      mlp_size: Features inside an expert, `F`, a multiple of the devices along `model_axis`.
+      num_experts: The number of experts, `E`, a multiple of the devices along `axis`.
+      mlp_size: The number of features inside an expert, `F`, a multiple of the devices along
+        `model_axis`.
       top_k: How many experts compute a token, `K`.
       capacity_factor: The number of a sequence's tokens for which an expert has room, as a multiple
         of an equal share, see `capacity_of`. A choice that finds no room adds nothing. With `None`
         no choice is dropped.
-      num_shared: Shared experts, which compute every token, with a gate of 1 (DeepSeekMoE, Dai et
-        al., https://arxiv.org/abs/2401.06066). They are not divided over `axis`.
+      num_shared: The number of shared experts. They compute every token, with a gate of 1
+        (DeepSeekMoE, Dai et al., https://arxiv.org/abs/2401.06066), and are not divided over
+        `axis`.
       shared_size: The features of all shared experts together, `F'`, in place of `num_shared`.
       shared_is_gated: Whether the shared experts' output has a gate: `sigmoid(x @ shared_router)`.
       router_bias: Whether a bias is added to the scores for the choice of experts. It begins with
@@ -99,7 +101,7 @@ class MoE(nn.Module):
         next five.
       normalize_gates: Whether the gates of a token are divided by their sum.
       gate_scale: The factor by which the gates are then multiplied.
-      groups: Into how many groups of neighbours the experts are divided; 1 for none.
+      groups: The number of groups into which neighbouring experts are divided; 1 for no groups.
       groups_per_token: The number of groups in which a token may choose experts.
       group_score: The score that decides which groups a token chooses.
       axis: The mesh axis, or tuple of axes, that the experts are divided over; `None` for none.
@@ -108,9 +110,9 @@ class MoE(nn.Module):
       context_axis: The mesh axis that sequences are split over, see `Context`; `None` for none.
         Without it, capacity, order and balance would refer to one device's part of a sequence.
         With a capacity, one device's positions may take all slots of an expert. So each device has
-        slots for all its positions. Compared with no axis, it has more slots, at most by a factor
-        of the number of devices along the axis. Without a capacity, only chosen tokens are
-        computed, on any mesh.
+        as many slots as its positions can take. All devices together have more slots than without
+        the axis, at most by a factor of the number of devices along the axis. Without a capacity,
+        only chosen tokens are computed, on any mesh.
       down_scale: The standard deviation of the initial `down` in multiples of `F**-0.5`.
     """
 
@@ -146,18 +148,19 @@ class MoE(nn.Module):
             padding too.
 
         Returns:
-          The outputs of the tokens' experts, weighted by their gates; the shape and dtype of `x`.
+          The sums of the experts' outputs times their gates, in the shape and dtype of `x_BSD`.
 
         Raises:
           ValueError: A field is out of range, or does not fit the input or the mesh.
 
         Communication:
-          If tokens are sent: two all-to-alls forward and two backward. Each sends `(N - 1) / N` of
-          `B C E D` elements in the dtype of `x`, see `all_to_all_bytes`. If they are not sent: an
-          all-reduce of `x` forward, and one of `x` and the gates backward. Over a model axis the
-          same all-reduces; with `sequence` those of `enter` and `leave` for `x`, and an all-gather
-          of the logits. With `bias_rate` an all-reduce of `E` counts. Over a context axis sums for
-          each sequence, see `places`, `load_balance_loss` and `router_z_loss`.
+          If tokens are sent: two all-to-alls forward and two backward. In each a device sends
+          `(N - 1) / N` of `B C E D` elements in the dtype of `x`, see `all_to_all_bytes`. If tokens
+          are not sent: an all-reduce of the outputs forward, and all-reduces of the gradients of
+          `x` and the gates backward. Over a model axis the same all-reduces; with `sequence` the
+          collectives of `enter` and `leave` replace those of `x`, and the logits are gathered. With
+          `bias_rate` an all-reduce of `E` counts. Over a context axis sums for each sequence, see
+          `places`, `load_balance_loss` and `router_z_loss`.
         """
         _check(self, x_BSD, mask_BS)
         x_BSD = jnp.asarray(x_BSD)  # Traced indices do not index a NumPy array.
@@ -260,7 +263,7 @@ class MoE(nn.Module):
 def capacity_of(moe: MoE, sequence_length: int) -> int:
     """Computes how many tokens of a sequence an expert may take, `C`.
 
-    It is `capacity_factor` times an equal share, `S K / E`, rounded up, and at most the tokens of
+    It is `capacity_factor` times an equal share, `S K / E`, rounded up, and at most the length of
     the sequence.
     """
     if moe.capacity_factor is None:
@@ -274,13 +277,13 @@ def all_to_all_bytes(
 ) -> int:
     """Computes the bytes that a device sends in one all-to-all of a layer with a capacity.
 
-    A training step has four for each layer: two forward and two backward. With `nn.remat` it has
-    six, because the forward pass is computed again.
+    A training step has four all-to-alls for each layer: two forward and two backward. With
+    `nn.remat` it has six, because the forward pass is computed again.
 
     Args:
       moe: The layer.
       shape: `[B/data, S, D]`, a device's tokens of one minibatch.
-      devices: The devices along the layer's axis, `N`, among which the tokens are exchanged.
+      devices: The number of devices along the layer's axis, `N`, that exchange the tokens.
       itemsize: The bytes of an element.
     """
     B, S, D = shape
@@ -295,7 +298,7 @@ def _normal(scale: float) -> Callable[..., jax.Array]:
 
 
 def _tokens_differ(x: jax.Array, axes: tuple[str, ...]) -> bool:
-    """Returns whether tokens differ along the axes by their type: along all axes or along none.
+    """Returns whether, by their type, tokens differ along all axes; `False` if along none.
 
     Raises:
       ValueError: The tokens differ along only some of the axes.

@@ -4,20 +4,20 @@ A router gives every token a score for each expert. The token goes to the `top_k
 highest scores. The scores of these experts, then called gates, are the weights in the sum of the
 experts' outputs. The experts may form groups. A token then chooses a few groups, and only experts
 in these groups, so that it is sent to few devices (DeepSeek-V2, https://arxiv.org/abs/2405.04434,
-section 2.2.2). The capacity of an expert limits the tokens that it takes from each sequence
-(Lepikhin et al., https://arxiv.org/abs/2006.16668). If an expert is full, further choices of it are
-dropped.
+section 2.2.2). The capacity of an expert limits the tokens that the expert takes from each sequence
+(Lepikhin et al., https://arxiv.org/abs/2006.16668). If an expert is full, further choices of this
+expert are dropped.
 
 Three things balance the load:
 
-- a loss of the load (Fedus et al., https://arxiv.org/abs/2101.03961),
-- a bias that is added to the scores for the choice of experts, but not to the gates; it follows
-  the load without any gradient (Wang et al., https://arxiv.org/abs/2408.15664),
+- a loss that rises if the load is unequal (Fedus et al., https://arxiv.org/abs/2101.03961),
+- a bias that is added to the scores for the choice of experts, but not to the gates; the bias
+  follows the load without any gradient (Wang et al., https://arxiv.org/abs/2408.15664),
 - and a loss that keeps the logits small (Zoph et al., https://arxiv.org/abs/2202.08906).
 
-Invariants: each sequence has its capacity, order and losses, independent of other sequences. So
-they do not depend on how sequences are divided among devices and minibatches, or on how the
-positions of a sequence are divided (`Context`). Routing is computed in float32.
+Invariants: capacity, order of choices and losses are separate for each sequence. So they do not
+depend on how sequences are divided among devices and minibatches, or on how the positions of a
+sequence are divided (`Context`). Routing is computed in float32.
 
 Symbols: `B` sequences, `S` positions, `E` experts, `K` choices of a token, `C` the capacity.
 """
@@ -74,19 +74,20 @@ def route(
     Args:
       logits_BSE: `float32[B, S, E]`, the logits of the router.
       top_k: The number of experts of a token, `K`.
-      gates: How logits become scores: `"softmax"` over the experts, or `"sigmoid"` of each.
+      gates: How logits become scores: `"softmax"` over the experts, or `"sigmoid"` of each logit.
       normalize: Whether the gates of a token are divided by their sum; only with `top_k > 1`.
       scale: The factor by which the gates are then multiplied.
       bias_E: `float32[E]`, added to the scores only for the choice of experts; `None` for no bias.
-      groups: Into how many groups of neighbours the experts are divided; 1 for none.
-      groups_per_token: The number of groups that a token may use; the highest scores win.
+      groups: The number of groups into which neighbouring experts are divided; 1 for no groups.
+      groups_per_token: The number of groups that a token may use; groups with the highest scores
+        win.
       group_score: The score of a group: the sum of its two best experts' scores (`"best_two"`), or
-        its best expert's (`"best"`), in both cases with the bias.
+        its best expert's score (`"best"`). In both cases the bias is added to the experts' scores.
       mask_BS: `bool[B, S]`, which tokens are routed; `None` for all of them.
 
     Returns:
       The choices. With `top_k > 1` and `normalize` the gates of a token sum to `scale`. A single
-      gate is the score, because a gate that is always 1 would teach the router nothing.
+      gate is not normalized, because a gate that is always 1 would teach the router nothing.
 
     Communication:
       None.
@@ -120,7 +121,8 @@ def places(
     full expert drops second choices first. Choices of one rank come in order of position.
 
     Communication:
-      With a context axis, an all-gather of `[2, B, K, E]` counts and an all-reduce of half of them.
+      With a context axis, an all-gather of `[2, B, K, E]` counts and an all-reduce of `[B, K, E]`
+      counts.
     """
     is_chosen_BSKE = jax.nn.one_hot(chosen_BSK, num_experts, dtype=jnp.int32)
     count_BKE = context.total(is_chosen_BSKE.sum(1))
@@ -140,12 +142,12 @@ def load_balance_loss(
     """Computes the balance loss of each sequence, `float32[B]`.
 
     It is `E sum_e f_e p_e`, where `f_e` is the share of the choices that fall on expert `e`, and
-    `p_e` is the mean of this expert's scores, normalised over the experts. The loss is 1 if both
-    are equal for all experts (Fedus et al., https://arxiv.org/abs/2101.03961). Only the scores have
-    a gradient.
+    `p_e` is the mean of this expert's scores, normalised over the experts. The loss is 1 if all
+    experts have the same `f_e` and the same `p_e` (Fedus et al., https://arxiv.org/abs/2101.03961).
+    Only the scores have a gradient.
 
     Communication:
-      With a context axis, all-reduces of `[B, E]` choices, as many scores, and numbers of tokens.
+      With a context axis, all-reduces of `[B, E]` choices, `[B, E]` scores and `[B]` token counts.
     """
     score_BSE = routing.scores / routing.scores.sum(-1, keepdims=True)
     num_experts = score_BSE.shape[-1]
@@ -163,7 +165,7 @@ def router_z_loss(
     https://arxiv.org/abs/2202.08906).
 
     Communication:
-      With a context axis, all-reduces of `[B]` sums and numbers of tokens.
+      With a context axis, all-reduces of `[B]` sums and `[B]` token counts.
     """
     z_BS = jnp.square(jax.nn.logsumexp(logits_BSE, axis=-1))
     return _mean_over_tokens(z_BS[..., None], mask_BS, context)[..., 0]
@@ -178,7 +180,7 @@ def moved_bias(bias_E: jax.Array, count_BE: jax.Array, rate: float) -> jax.Array
     Args:
       bias_E: `float32[E]`, the same on all devices.
       count_BE: `int32[B, E]`, this device's choices, see `choices_per_expert`.
-      rate: The change in a minibatch, such as 0.001.
+      rate: The change of the bias in a minibatch, such as 0.001.
 
     Returns:
       `float32[E]`, the same on all devices.
@@ -212,7 +214,7 @@ def auxiliary_loss(
 
     Args:
       sown: The collections `losses` and, for metrics of the load, `intermediates`. Other values in
-        them are ignored.
+        these collections are ignored.
       weight_B: `[B]`, the weight of each sequence in the main loss. If the main loss is a mean over
         valid tokens, the weight is the number of valid tokens of each sequence. With other weights
         the sum would depend on how tokens are divided among devices and minibatches. Sequences of
@@ -221,17 +223,18 @@ def auxiliary_loss(
       router_z: The factor of `router_z_loss`.
 
     Returns:
-      The weighted sum of both losses, summed over the layers and averaged over this device's
-      sequences, and metrics, `(sum, count)` each, averaged over the layers: `load_balance` and
-      `router_z` without their factors, `dropped`, the share of choices that no expert had room for,
-      and `expert_0`, `expert_1`, ..., the share of the choices that fall on each expert.
+      The loss and the metrics. The loss is the sum of both losses times their factors, summed over
+      the layers and averaged over this device's sequences. Each metric is `(sum, count)`, averaged
+      over the layers: `load_balance` and `router_z` without their factors; `dropped`, the share of
+      choices that no expert had room for; and `expert_0`, `expert_1`, ..., the share of the choices
+      that fall on each expert.
 
     Raises:
       ValueError: `sown` has no values of a `MoE` layer.
 
     Communication:
-      None; an all-reduce of `[B]` weights, and backward one of `[L, B]` gradients of each loss, if
-      the positions of a sequence are split.
+      None, unless the positions of a sequence are split. Then forward an all-reduce of `[B]`
+      weights, and backward an all-reduce of `[L, B]` gradients for each of the two losses.
     """
     balance_LB, z_LB = _sown(sown, LOAD_BALANCE, ndim=1), _sown(sown, ROUTER_Z, ndim=1)
     if balance_LB is None or z_LB is None:
@@ -243,7 +246,7 @@ def auxiliary_loss(
         )
     choices_LBE, dropped_LB = _sown(sown, CHOICES, ndim=2), _sown(sown, DROPPED, ndim=1)
     weight_B = jnp.ones_like(balance_LB[0]) if weight_B is None else weight_B.astype(jnp.float32)
-    # Losses cover whole sequences. Counts that vary over more axes cover parts of sequences.
+    # Losses are of whole sequences. Counts that vary over more axes are of parts of sequences.
     axes = tuple(sorted(varying_axes((weight_B, choices_LBE)) - varying_axes(balance_LB)))
     whole_weight_B = weight_B
     if axes:
@@ -268,9 +271,9 @@ def auxiliary_loss(
 
 
 def _sown(sown: Any, name: str, ndim: int) -> jax.Array | None:
-    """Stacks the values that all layers sowed under a name, `[L, ...]`; `None` for none."""
+    """Stacks the values that all layers sowed under a name, `[L, ...]`; `None` if no layer did."""
     found = [
-        x.reshape(-1, *x.shape[x.ndim - ndim :])  # A scan stacks the layers in front.
+        x.reshape(-1, *x.shape[x.ndim - ndim :])  # A scan adds a dim of layers in front.
         for path, x in jax.tree_util.tree_leaves_with_path(sown)
         if jax.tree_util.DictKey(name) in path
     ]
@@ -278,7 +281,10 @@ def _sown(sown: Any, name: str, ndim: int) -> jax.Array | None:
 
 
 def _within_groups(score_BSE: jax.Array, groups: int, count: int, best: int) -> jax.Array:
-    """Masks all but `count` groups with -inf: those with the largest sum of `best` scores."""
+    """Keeps the `count` groups whose `best` best scores have the largest sums; masks the others.
+
+    Masked scores are -inf.
+    """
     B, S, E = score_BSE.shape
     score_BSGE = score_BSE.reshape(B, S, groups, E // groups)
     of_group_BSG = jax.lax.top_k(score_BSGE, best)[0].sum(-1)

@@ -3,9 +3,9 @@
 A *plan* says which modules compute with shards of their parameters. Its keys are globs on module
 paths and its values are styles: `Column` modules compute some of the outputs on each device, `Row`
 modules take some of the inputs and sum their products, and `Vocab` modules are embeddings with some
-rows on each device. A module whose code uses the number of heads is
-`PerDevice`. As in Megatron-LM (Shoeybi et al., https://arxiv.org/abs/1909.08053), a row follows
-a column, and the operations between them, such as the heads of attention, run in parallel.
+rows on each device. A module whose code uses the number of heads is `PerDevice`. As in Megatron-LM
+(Shoeybi et al., https://arxiv.org/abs/1909.08053), a `Row` follows a `Column`, and the devices
+share the operations between the two, such as the heads of attention.
 
 ```python
 model = tensor_parallel(
@@ -71,11 +71,11 @@ def tensor_parallel(
 
     Args:
       model: The model. It is not changed.
-      plan: For each glob on module paths (`"*/attention/query"`, in which `*` stands for any
-        characters, slashes too) the style of the modules.
+      plan: The style of the modules for each glob on module paths, such as `"*/attention/query"`.
+        `*` stands for any characters, slashes too.
       axis: The mesh axis that the parameters are split over.
       sequence: Whether activations between the layers, `[B, S, D]`, are split over `axis` along
-        their sequence, dim -2 (Korthikanti et al., https://arxiv.org/abs/2205.05198).
+        the sequence, dim -2 (Korthikanti et al., https://arxiv.org/abs/2205.05198).
       overlap: `"ring"` (only with `sequence`): products of `nn.Dense` and `nn.DenseGeneral` over
         their last dims send while they compute, see `manualpar.layers.ring`.
       verify: Whether building a program refuses operations of the model that are wrong on shards,
@@ -133,7 +133,7 @@ class TensorParallel:
       module: The given model.
       plan: The pairs of a glob on module paths and a style.
       axis: The mesh axis.
-      sequence: Whether activations between layers are split along their sequence.
+      sequence: Whether activations between layers are split along the sequence.
       overlap: Whether products send while they compute, see `tensor_parallel`.
       verify: Whether a program checks the operations of the model on shards.
     """
@@ -169,7 +169,7 @@ class TensorParallel:
         """Looks up the style of the module at a path; `None` if the plan does not name it.
 
         Raises:
-          ValueError: Two keys give it different styles.
+          ValueError: Two keys of the plan give the module different styles.
         """
         found = {key: style for key, style in self.plan if fnmatch.fnmatchcase(path, key)}
         if len(set(found.values())) > 1:
@@ -198,7 +198,7 @@ class TensorParallelInterface(LinenModel):
 
     @property
     def apply_fn(self) -> Callable[..., Any]:
-        """The planned model's `apply`, as `LinenModel.apply_fn`."""
+        """The planned model's `apply`, see `LinenModel.apply_fn`."""
         apply: Callable[..., Any] = self.apply if self.axis_aliases.axes else self.planned.apply
         return apply
 
@@ -217,7 +217,10 @@ class TensorParallelInterface(LinenModel):
             trace(dataclasses.replace(self, is_checked=True))
 
     def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
-        """Calls `LinenModel.apply`, on shards if the axis is bound; with `is_checked` checks it."""
+        """Calls `LinenModel.apply`, on shards if the axis is bound.
+
+        With `is_checked` it also checks the call on shards.
+        """
         planned = self.planned
         if self.is_checked and is_axis_bound(planned.axis):
             calls = dataclasses.replace(planned, overlap="none").calls()

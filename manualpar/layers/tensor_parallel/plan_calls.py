@@ -1,8 +1,8 @@
 """Intercepts the calls of a planned model's modules on shards.
 
-While a module of the plan runs, the interceptor replaces everything that differs from one device:
-the shapes that the module expects of its parameters, the features that `nn.DenseGeneral` reshapes
-to, the module's input, and its result.
+While a module of the plan runs, the interceptor replaces everything that is different on one device
+and on shards: the shapes that the module expects of its parameters, the features to which
+`nn.DenseGeneral` reshapes, the module's input, and its result.
 """
 
 import contextlib
@@ -190,7 +190,7 @@ class PlannedCalls:
 
     @contextlib.contextmanager
     def _on_shards(self, module: nn.Module, style: Style) -> Iterator[None]:
-        """Makes a module accept its shards as parameters, for a while."""
+        """Makes a module accept shards as its parameters, as a context manager."""
         size = jax.lax.axis_size(self.axis)
         original = module.param
 
@@ -288,7 +288,10 @@ def overridden(module: nn.Module, **methods: Any) -> Iterator[None]:
 def replace_features(
     module: nn.Module, style: Style, size: Callable[[int], int]
 ) -> contextlib.AbstractContextManager[None]:
-    """Gives an `nn.DenseGeneral`, which reshapes its bias, other features for a while."""
+    """Replaces the features of an `nn.DenseGeneral` that reshapes its bias, as a context manager.
+
+    Other modules stay unchanged.
+    """
     if not (isinstance(style, Column) and isinstance(module, nn.DenseGeneral)):
         return contextlib.nullcontext()
     features = module.features

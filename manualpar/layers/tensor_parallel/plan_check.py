@@ -1,12 +1,12 @@
 """Finds operations that a planned model computes wrongly on shards, before anything runs.
 
 Types say that a value differs between devices, but not along which dimension it is split. So a norm
-over split features, or a reshape that merges them into a dim behind another one, compiles and is
-wrong. To find it, a call of the model is traced twice in the same place, on shards and on whole
-arrays, and the two programs are compared equation by equation. Outside of the plan's products they
-have the same operations. Each must return the shard of its result on whole arrays, see
-`shard_operations`. If the plan names a module of the user, its code is checked too: a Row must be
-linear after its product.
+over split features, or a reshape that merges them behind another dim, compiles and is wrong. To
+find such an operation, a call of the model is traced twice in the same place, on shards and on
+whole arrays, and the two programs are compared equation by equation. Outside of the plan's products
+both programs have the same operations. On shards each operation must return the shard of its result
+on whole arrays, see `shard_operations`. If the plan names a module of the user, the module's code
+is checked too, because a Row must be linear after its product.
 
 Invariant: values of the same shape in both programs are equal, and values of different shapes are
 shards, because every operation before them was right.
@@ -59,7 +59,7 @@ _TRUSTED_SCOPES = frozenset({_PLANNED_SCOPE, CONTEXT_SCOPE, SEQUENCE_SCOPE, TENS
 _PRODUCTS = (nn.Dense, nn.DenseGeneral, nn.Conv, nn.Embed, SplitDense)
 _ROW_SCOPE = "planned_row"
 _SCOPES = frozenset({_ROW_SCOPE})
-# Linear operations: applied to the parts of a sum, they return the parts of their result.
+# Linear operations. If they are applied to the terms of a sum, the results sum to the right value.
 _LINEAR = frozenset(
     """
     add broadcast_in_dim convert_element_type jit name neg reduce_sum reshape squeeze sub transpose
@@ -110,8 +110,8 @@ def check_on_shards(
       **kwargs: The keyword arguments of the call.
 
     Raises:
-      ValueError: An operation on a split dimension is wrong or unknown. The message names its
-        module.
+      ValueError: An operation on a split dimension is wrong or unknown. The message names the
+        module of the operation.
     """
     leaves, structure = jax.tree.flatten((args, kwargs))
     is_array = [isinstance(x, jax.Array | np.ndarray) for x in leaves]
@@ -202,7 +202,7 @@ class _WholeCalls:
             if dim is not None:
                 shape[dim] = unshared_size(shape[dim])
             like = nn.unbox(module.get_variable("params", name))
-            if isinstance(style, Row) and name == "bias":  # It is zero on shards too.
+            if isinstance(style, Row) and name == "bias":  # On shards this bias is zero too.
                 zeros = jnp.zeros(shape, like.dtype)
                 return cast_to_varying(zeros, varying_axes(like) - {self._axis})
             # The value is made from the shard, so that nn.scan hoists the same values out of a loop
@@ -216,7 +216,7 @@ class _WholeCalls:
 
 
 def _without_sequence(module: nn.Module) -> dict[str, Any]:
-    """Turns off the fields of a layer of this package, such as `MoE`, that split sequences."""
+    """Returns the fields that stop a layer of this package, such as `MoE`, splitting sequences."""
     if type(module).__module__.split(".")[0] != __name__.split(".")[0]:
         return {}
     return {name: value for name, value in _WHOLE_SEQUENCES.items() if hasattr(module, name)}
@@ -227,7 +227,7 @@ def _compare(
 ) -> None:
     """Refuses a program on shards that differs from the program on whole arrays.
 
-    With `is_sum` its inputs are parts of a sum.
+    With `is_sum` the inputs of the program on shards are terms of a sum.
     """
     summed = {path} if is_sum else set[str]()  # The modules whose products are parts of a sum.
     constants: dict[Any, Any] = {}
@@ -268,7 +268,7 @@ def _is_linear(eqn: Any) -> bool:
 
 
 def _checked_equations(jaxpr: Jaxpr) -> Iterator[Any]:
-    """Yields the equations that are neither a planned module's nor this package's."""
+    """Yields the equations that come neither from a planned module nor from this package."""
     for eqn in jaxpr.eqns:
         is_trusted = stands_in(eqn, _TRUSTED_SCOPES)
         # `enter` and `leave` use an axis_index to find out whether types are checked.

@@ -26,7 +26,7 @@ class DerivedPlan(dict[str, Style]):
     """A plan, styles by module path.
 
     Attributes:
-      whole: The reason for each parameter that the rules split but the plan does not.
+      whole: The path of each parameter that the rules split but the plan does not, with the reason.
     """
 
     whole: dict[str, str]
@@ -112,7 +112,7 @@ def plan_from_rules(
 
 
 def _style(module: nn.Module, name: str, dim: int) -> Style | str:
-    """Returns the style of a module whose parameter is split along `dim`, or why it has none."""
+    """Returns the style of a module whose parameter is split along `dim`, or why there is none."""
     kind = type(module).__name__
     if isinstance(module, nn.Embed):
         return Vocab() if dim == -2 else "the features of an nn.Embed are never split"
@@ -121,7 +121,7 @@ def _style(module: nn.Module, name: str, dim: int) -> Style | str:
         return f"{kind} does not say which dims of it are summed over"
     if name not in ("kernel", "bias"):
         return f"it is neither the kernel nor the bias of its {kind}"
-    # Heads may be shared. They are dims that features follow.
+    # Devices may share heads. A dim of heads is not the last dim, because features follow it.
     return Column(dim, shared=dim < -1) if -dim <= outputs else Row(dim)
 
 

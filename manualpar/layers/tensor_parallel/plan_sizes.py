@@ -1,9 +1,9 @@
-"""Gives planned calls the per-device share of numbers of their module, such as the head count.
+"""Replaces numbers of a module, such as the head count, by per-device shares in planned calls.
 
 A module that reshapes the output of a `Column` to heads needs the number of heads. The number is in
 a field, in an attribute that `setup` sets, or in the module's config. While one of the module's
 methods runs on shards, the number is a `LocalSize`. `setup` and the modules that are made in a call
-get the undivided number, because the plan divides their parameters itself.
+get the undivided number, because the plan itself divides the parameters of these modules.
 """
 
 import contextlib
@@ -22,8 +22,9 @@ from manualpar.layers.tensor_parallel.plan_styles import PerDevice
 class LocalSize(int):
     """This device's share of a number.
 
-    An undivided number is divided by `whole`: `hidden_size // num_heads` is the size of a head. A
-    multiple of a share, such as `num_heads * head_size`, is a share too.
+    If an undivided number is divided by a share, the divisor is `whole`. So
+    `hidden_size // num_heads` is the size of a head. A multiple of a share, such as
+    `num_heads * head_size`, is a share too.
 
     Attributes:
       whole: The number on all devices together.
@@ -111,16 +112,16 @@ def forget_shares(module: nn.Module) -> None:
 
 
 def numbers_to_name(module: nn.Module, error: str, suffixes: tuple[str, ...] = ("",)) -> list[str]:
-    """Finds the numbers of a module or its config that a failed reshape has in its shape.
+    """Finds the numbers of a module or its config that are in the new shape of a failed reshape.
 
     Args:
       module: The module that reshapes.
       error: The message of JAX, "cannot reshape array of shape (4, 8, 2) into shape (4, 8, 8)".
-      suffixes: Ends of names.
+      suffixes: The endings of names to consider; `("",)` for all names.
 
     Returns:
-      The names: the fields and attributes of the module if there are any, otherwise entries of its
-      config.
+      The names of the numbers: fields and attributes of the module if there are any, otherwise
+      entries of its config.
     """
     shapes = [part.split(", ") for part in re.findall(r"shape \(([-\d, ]+)\)", error)]
     if len(shapes) < 2:
@@ -154,7 +155,7 @@ def _look_up(owner: Any, name: str) -> Any:
 
 
 def _replace_at(owner: Any, name: str, value: Any) -> Any:
-    """Copies an object, with another value of the attribute or entry at a dotted name."""
+    """Copies an object, and replaces the attribute or entry at a dotted name in the copy."""
     part, _, rest = name.partition(".")
     if rest:
         value = _replace_at(_look_up(owner, part), rest, value)

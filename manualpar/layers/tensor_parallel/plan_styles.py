@@ -15,8 +15,8 @@ class Column:
       shared: Whether devices may share entries of a dim that is too small for one entry each, such
         as the key heads of grouped-query attention; see
         `manualpar.core.parameters.split_parameter.split`.
-      bias_dim: The split dimension of the bias, if it is not `dim`: -1 for a kernel
-        `[F, D]` that its module transposes, with `dim=-2`.
+      bias_dim: The split dimension of the bias, if it differs from `dim`. A kernel `[F, D]` that
+        the module transposes has `dim=-2` and `bias_dim=-1`.
     """
 
     dim: int = -1
@@ -78,9 +78,10 @@ class PerDevice:
     while one of its methods runs.
 
     Attributes:
-      names: The numbers: fields, attributes that `setup` sets, or entries of one of these, such as
-        `"config.num_attention_heads"`. The devices must divide them. Name the number of heads, and
-        the size of the merged heads if the module uses it (`"embed_dim"`).
+      names: The names of the numbers: fields, attributes that `setup` sets, or entries of one of
+        these, such as `"config.num_attention_heads"`. The device count must divide each number.
+        Name the number of heads, and the size of the merged heads if the module uses that size
+        (`"embed_dim"`).
     """
 
     names: tuple[str, ...]
@@ -90,7 +91,7 @@ class PerDevice:
         """Checks the names.
 
         Args:
-          *names: The numbers, see the class.
+          *names: The names of the numbers, see the class.
 
         Raises:
           ValueError: There are no names, or one is not a nonempty string.
