@@ -1,4 +1,4 @@
-"""The allowed values of config fields, and the fields of options that several strategies have."""
+"""The allowed values of config fields, and the config fields that several strategies share."""
 
 import dataclasses
 import math
@@ -16,7 +16,7 @@ class Field:
       kind: The type of the values; an integer is allowed for a float.
       minimum: The smallest number allowed.
       below: The upper limit of a number; the limit itself is not allowed.
-      choices: All values allowed.
+      choices: All allowed values; `()` if any value of the type is allowed.
       holds_names: Whether a tuple contains names. If not, it contains pairs of a name and one of:
         a mesh axis, a tuple of axes, `None`.
       default: The value for a config without the field, which keeps the behaviour from before the

@@ -30,11 +30,11 @@ def fsdp(
     Communication:
       A device sends `3 m b P (N - 1) / N` bytes a step: for each of `m` minibatches, an all-gather
       in the forward pass, an all-gather in the backward pass, and a reduce-scatter of the gradient.
-      `P` is the number of parameters, each used once, `b` the bytes of a parameter, and `N` the
-      number of devices. A device sends `2 m b P (N - 1) / N` if gathered parameters are kept, `2 b
-      P (N - 1) / N` with `communicate_every="step"`, and `(m + 1) b P (N - 1) / N` with
-      `"gather-step"`. If `regather_axes` are given, the second all-gather runs over these axes
-      only.
+      `P` is the number of parameters, `b` the bytes of a parameter, and `N` the number of devices;
+      each parameter is used once. A device sends `2 m b P (N - 1) / N` if gathered parameters are
+      kept, `2 b P (N - 1) / N` with `communicate_every="step"`, and `(m + 1) b P (N - 1) / N` with
+      `"gather-step"`. If `regather_axes` are given, the second all-gather runs only over these
+      axes.
     """
     strategy = functools.partial(fully_sharded, "fsdp", ())
     return build_sharded("fsdp", strategy, model, tx, loss_fn, options, PARAMETER_SHARDING)

@@ -3,7 +3,8 @@
 A strategy is one file and one registration. The file has a `StrategyKind`: the builder, the config
 fields that only this strategy has, and its colour. After `register(kind)` configs can name the
 strategy, `experiments.compare` and `experiments.plan` try it, and pictures show it in its colour.
-(The builder makes a `Strategy`, which has the closed form. The ledger is compared with it.)
+(The builder makes a `Strategy`, which counts the collectives in closed form. The ledger of a step
+is compared with these counts.)
 
 Importing a module may change only three tables of the package: the strategies, the modes
 (`manualpar.core.modes.manual`) and the model libraries (`manualpar.core.model.interface`).
@@ -35,11 +36,11 @@ class StrategyKind:
       replicates: Whether the strategy replicates over the mesh axis `replica` and shards over the
         batch's other axes. The config's mesh must then have this axis.
       fewest_minibatches: The fewest minibatches with which a plan tries the strategy. With fewer
-        minibatches it equals another strategy.
+        minibatches the strategy equals another strategy.
       on_torus: Whether a plan also tries the option `axis_by_axis` on a TPU's torus.
       has_curve: Whether a plan shows how the step time changes with the number of devices.
-      is_exact: Whether the strategy's steps equal the steps of one device. If not, it is planned
-        and compared only on request.
+      is_exact: Whether the strategy's steps equal the steps of one device. If not, the strategy is
+        planned and compared only on request.
     """
 
     name: str

@@ -21,11 +21,11 @@ class StateShardingOptions(ProgramOptions, total=False):
     """The keyword arguments of builders that shard the optimizer's state.
 
     Attributes:
-      min_weight_size: The number of elements from which a parameter, or its optimizer state, is
-        sharded; by default 2**18. A smaller parameter is replicated. A parameter is sharded along a
-        dimension that the number of devices divides. Dimensions whose shards are full tiles of TPU
-        memory are preferred, and among these the largest. Dimensions that `nn.scan` or `nn.vmap`
-        runs over are not sharded.
+      min_weight_size: The smallest number of elements with which a parameter, or its optimizer
+        state, is sharded; by default 2**18. A smaller parameter is replicated. A parameter is
+        sharded along a dimension that the number of devices divides. Dimensions whose shards are
+        full tiles of TPU memory are preferred, and the largest of these dimensions is chosen.
+        Dimensions that `nn.scan` or `nn.vmap` runs over are not sharded.
       replicate: The names of parameters or modules to replicate. Their optimizer state is
         replicated too. Annotations of the model do not change this. Use it for a parameter that the
         model cannot read from a shard, as in `nn.WeightNorm`.
@@ -52,16 +52,16 @@ class ParameterShardingOptions(StateShardingOptions, total=False):
         accumulated gradients. `"step"` and `"gather-step"` keep the parameters and ignore
         `reshard_after_forward`.
       keep_gathered: The names of parameters or modules (`("head",)` for `head/kernel`) that are
-        gathered once in each minibatch and kept until the backward pass. They ignore
+        gathered once in each minibatch and kept until the backward pass. These parameters ignore
         `reshard_after_forward`. Use the option for the last layer, because the backward pass begins
         with this layer, and for parameters that are used several times. With a pipeline, do not use
-        it for parameters of the pipeline's layers.
-      regather_axes: The axes to gather over again for the backward pass: the first axes of
-        `axis_name`, by default all. The other axes have slower links. The part of a parameter that
-        is gathered over these slower axes is kept from the forward pass. This secondary shard is `1
-        / D` of the parameters on `D` devices along `regather_axes` (hpZ of ZeRO++,
-        https://arxiv.org/abs/2306.10209). The option implies `axis_by_axis`. It needs mode
-        `"manual"` and no pipeline.
+        the option for parameters of the pipeline's layers.
+      regather_axes: The axes over which parameters are gathered again for the backward pass: the
+        first axes of `axis_name`; by default all its axes. The other axes have slower links. The
+        part of a parameter that is gathered over these slower axes is kept from the forward pass.
+        This secondary shard is `1 / D` of the parameters on `D` devices along `regather_axes` (hpZ
+        of ZeRO++, https://arxiv.org/abs/2306.10209). The option implies `axis_by_axis`. It needs
+        mode `"manual"` and no pipeline.
     """
 
     reshard_after_forward: bool
@@ -134,7 +134,7 @@ def _check(builder: str, name: str, value: Any) -> None:
 def _check_regather(
     builder: str, values: Mapping[str, Any], program_options: Mapping[str, Any]
 ) -> None:
-    """Refuses `regather_axes` if nothing is gathered again or they are not the first axes."""
+    """Refuses `regather_axes` if nothing is gathered again, or if other axes come first."""
     axes, names = values["regather_axes"], axis_tuple(program_options.get("axis_name", "data"))
     needed = {
         "mode": "manual",

@@ -37,8 +37,8 @@ def zero(
     Communication:
       A reduce-scatter of the gradients (at stage 2 in each of `m` minibatches), and one all-gather
       of the new parameters. A device sends `2 b P (N - 1) / N` bytes a step at stage 1, and
-      `(m + 1) b P (N - 1) / N` at stage 2, for `P` parameters of `b` bytes on `N` devices. If the
-      state of a parameter is not sharded, its gradient costs one all-reduce.
+      `(m + 1) b P (N - 1) / N` at stage 2, for `P` parameters of `b` bytes on `N` devices. If a
+      parameter's state is not sharded, the parameter's gradient costs one all-reduce.
     """
     check_choice("zero", "stage", stage, (1, 2))
 

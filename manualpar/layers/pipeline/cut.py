@@ -1,4 +1,4 @@
-"""Cuts a traced loss at its scan over layers into the parts before it, in it, and after it.
+"""Cuts a traced loss at its scan over layers, into the parts before, in and after the scan.
 
 Model and loss are written for one device. In the traced loss one `scan` runs over parameters that
 are stacked in dim 0. The loss is cut into pieces at this scan. Each piece has only the equations
@@ -27,12 +27,12 @@ from manualpar.layers.pipeline.layer_scan import find_layer_scan, written_out
 from manualpar.layers.pipeline.per_layer_ops import for_fewer_layers
 from manualpar.layers.pipeline.replay import run_retyped
 
-# The inputs of a traced loss by index; its constants have the indices after the last input.
+# The inputs of a traced loss by index; the loss's constants have the indices after the last input.
 Inputs = Mapping[int, Any]
 
 
 def find_stacked(jaxpr: ClosedJaxpr, paths: Sequence[str]) -> frozenset[str]:
-    """Finds the parameters with layers in dim 0: the scan over layers runs over them.
+    """Finds the parameters with layers in dim 0, over which the scan over layers runs.
 
     Args:
       jaxpr: A traced loss. Its first inputs are the full parameters.
@@ -46,7 +46,7 @@ def find_stacked(jaxpr: ClosedJaxpr, paths: Sequence[str]) -> frozenset[str]:
 
 
 def check_divides(length: int, num_stages: int, chunks: int) -> None:
-    """Refuses layers that do not divide into the chunks of all stages.
+    """Refuses a number of layers that cannot be divided equally among the chunks of all stages.
 
     Raises:
       ValueError: `length` is not a multiple of `num_stages * chunks`.
@@ -66,7 +66,7 @@ class LossPiece:
     """The part of a program that some values need.
 
     Attributes:
-      reads: The indices of the program's inputs that it reads.
+      reads: The indices of the program's inputs that the piece reads.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class LossPiece:
         self.reads = tuple(i for i in range(number) if are_read[i])
 
     def __call__(self, inputs: Inputs, outputs: Sequence[Any] = ()) -> list[Any]:
-        """Computes the results from the program's inputs and, after the cut, its outputs."""
+        """Computes the results from the program's inputs and the `outputs` of the cut equation."""
         results = run_retyped(self.jaxpr, [*(inputs[i] for i in self.reads), *outputs])
         pairs: Any = zip(self.jaxpr.outvars, results, strict=True)
         return [x if isinstance(v, Var) else jnp.asarray(x, v.aval.dtype) for v, x in pairs]
@@ -169,7 +169,7 @@ class Cut:
           inputs: The inputs that layers read; stacked parameters have only these layers,
             `[k, ...]`.
           carry: The input of the first of these layers.
-          first: The index of that layer.
+          first: The index of the first of these layers.
 
         Returns:
           The output of the last of these layers, and their stacked outputs, `[k, ...]`.

@@ -4,9 +4,10 @@ Each stage stores a contiguous run of layers, because a `PartitionSpec` cannot e
 With `v` chunks on each of `S` stages, chunk `k` of `v S` runs on stage `k % S`, as chunk `k // S`
 of that stage. So each chunk is sent to its stage once a step, and its gradient is sent back.
 
-In each of `v` rounds every stage sends one chunk and receives one. Stage `a` stores the chunks
-`a v, ..., a v + v - 1`. With `g` the greatest common divisor of `S` and `v`, it sends in round `i`
-the stored chunk at `(i // g) g + (i + a g // S) % g`. No stage receives two chunks in a round.
+In each of `v` rounds every stage sends one chunk and receives one chunk. Stage `a` stores the
+chunks `a v, ..., a v + v - 1`. Let `g` be the greatest common divisor of `S` and `v`. In round `i`
+stage `a` sends its stored chunk at index `(i // g) g + (i + a g // S) % g`. So no stage receives
+two chunks in a round.
 """
 
 import math
@@ -32,14 +33,14 @@ def exchange(x: Any, axis: str, chunks: int, *, back: bool = False) -> Any:
     """Sends stored layers to the stages that run them, or gradients back.
 
     Args:
-      x: `[L/S, ...]`, the contiguous layers that this stage stores; with `back` the layers that it
-        runs, chunk after chunk.
+      x: `[L/S, ...]`, the contiguous layers that this stage stores; with `back` the layers that
+        this stage runs, chunk after chunk.
       axis: The mesh axis of stages.
       chunks: The number of chunks on a stage, a divisor of `L/S`.
       back: Whether to undo the exchange.
 
     Returns:
-      `[L/S, ...]`, this stage's layers in the other order.
+      `[L/S, ...]`, the layers that this stage runs; with `back` the layers that it stores.
 
     Communication:
       One permute for each chunk over `axis`; a device sends at most the bytes of `x`.

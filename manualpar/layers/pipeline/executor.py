@@ -1,16 +1,16 @@
-"""Runs a pipeline: several microbatches at once, each in the layers of another stage.
+"""Runs a pipeline: several microbatches at once, each in the layers of a different stage.
 
-A pipeline is another way to accumulate gradients. It returns the same as `core.gradients.scanned`.
-Each device along the axis is a stage. It has the parameters of some layers, and all parameters
+A pipeline accumulates gradients, and returns the same values as `core.modes.gradients.scanned`.
+Each device along the axis is a stage. A stage has the parameters of some layers, and all parameters
 that do not belong to layers. A table gives the work of each stage in each tick, see `schedules`: at
 most one forward pass F of a microbatch through a chunk of layers, then at most one backward pass B,
 and then activations are sent to the next stage and gradients to the stage before. A `lax.scan` runs
 the ticks.
 
 The stage of the first chunk runs the prefix of the loss before that chunk. The stage of the last
-chunk runs the suffix after it, and directly after it the suffix's backward pass. All stages
-differentiate the same function of the parameters. So each stage has a term of the gradient of a
-parameter outside the layers, and the sum over stages is the gradient.
+chunk runs the suffix of the loss after that chunk, and then at once the suffix's backward pass. All
+stages differentiate the same function of the parameters. So each stage has a term of the gradient
+of a parameter outside the layers, and the sum over stages is the gradient.
 
 Invariants: all devices send activations and gradients in every tick, outside of any condition.
 Collectives inside a condition run among the devices of one stage. No permute is in a condition that
@@ -51,7 +51,7 @@ class PipelineRun:
       axis: The mesh axis of stages.
       schedule: The name of the schedule.
       num_stages: The number of stages, `S`.
-      chunks: Chunks of layers on a stage, `v`; if there are several, they are interleaved.
+      chunks: The number of chunks of layers on a stage, `v`. Several chunks are interleaved.
       num_microbatches: The number of microbatches of a step, `M`.
       stacked: For each parameter, whether layers are stacked in dim 0.
       keep: What a chunk saves for its backward pass: its input, or the residuals of autodiff.
@@ -76,7 +76,7 @@ class PipelineRun:
     def staged(
         self, loss: WeightedLoss, params: Any, collections: Any, minibatches: Any
     ) -> StagedLoss:
-        """Traces the loss and cuts it into stages. Arguments are as in `__call__`."""
+        """Traces the loss and cuts it into stages; see `__call__` for the arguments."""
         return self._differentiated(loss, params, collections, minibatches).loss
 
     def __call__(
@@ -91,24 +91,24 @@ class PipelineRun:
 
         Args:
           loss: The loss of a microbatch, times its number of examples.
-          params: A stage's trained parameters, and its frozen parameters; boxes allowed. They vary
-            over the axes of the batch. Stacked parameters are `[L/S, ...]`, as `exchange_layers`
-            returns them.
+          params: The pair of a stage's trained and frozen parameters; boxes are allowed. All
+            parameters vary over the axes of the batch. Stacked parameters are `[L/S, ...]`, in the
+            order in which `exchange_layers` returns the layers.
           collections: The collections, which the loss must not change.
           minibatches: The microbatches and their keys, `[M, ...]`.
           reduce: Applied to the sum of the gradients.
 
         Returns:
-          The sums of the gradients (complete for this stage's stacked parameters, this stage's
-          part for other parameters); the sums of the metrics, the same on all stages; and the
+          The sums of the gradients (complete for this stage's stacked parameters, only this stage's
+          term for other parameters); the sums of the metrics, the same on all stages; and the
           collections.
 
         Raises:
           ValueError: The loss cannot be cut into stages, or it changes collections.
 
         Communication:
-          In each tick a permute of the activations of a microbatch to the next stage, and a permute
-          of their gradients to the stage before. One all-reduce of the metrics over `axis`.
+          In each tick a permute of a microbatch's activations to the next stage, and a permute of
+          activations' gradients to the stage before. One all-reduce of the metrics over `axis`.
         """
         work = self._differentiated(loss, params, collections, minibatches)
         _check_unchanged(work.loss, collections)
@@ -123,7 +123,7 @@ class PipelineRun:
         Args:
           measure: `measure(params, collections, batch, rng)`, the metrics of some examples.
           params: A stage's parameters, in one tree.
-          collections: The collections, which are read.
+          collections: The collections, which are only read.
           batch: A device's examples, `[B, ...]`. They are split into `n` microbatches, where
             `n` is the largest divisor of `B` that is at most `M`.
           rng: A key.
@@ -182,14 +182,14 @@ class PipelineRun:
         """Exchanges the layers that a stage stores for the layers that it runs.
 
         Args:
-          tree: Parameters as they are stored, boxes allowed; or summed gradients.
+          tree: Parameters as they are stored (boxes are allowed), or summed gradients.
           back: Whether to send gradients back to the stages that store the parameters.
 
         Returns:
           The tree; unchanged with `chunks=1`, because then a stage runs the layers that it stores.
 
         Communication:
-          As `exchange`, for each stacked parameter.
+          The communication of `exchange`, for each stacked parameter.
         """
         if self.chunks == 1:
             return tree

@@ -14,8 +14,8 @@ class LayerScan(NamedTuple):
     """The scan over layers.
 
     Attributes:
-      eqn: Its equation.
-      stacked: The indices of the parameters that it runs over.
+      eqn: The equation of the scan.
+      stacked: The indices of the parameters that the scan runs over.
       weights: For each scanned value, whether it comes from parameters.
     """
 
@@ -28,7 +28,7 @@ def written_out(closed: ClosedJaxpr) -> tuple[Jaxpr, list[Any]]:
     """Inlines all calls of a program and removes the equations that its results do not need.
 
     Returns:
-      The program, and its constants, which are its last inputs.
+      The program, and the values of its constants, which are the program's last inputs.
     """
     eqns, outvars, constants = _inline(closed, list(closed.jaxpr.invars), "")
     invars = [*closed.jaxpr.invars, *constants]
@@ -47,7 +47,7 @@ def _inline(
 ) -> tuple[list[Any], list[Any], dict[Var, Any]]:
     """Inlines a program on operands: returns its equations, its results, and its constants.
 
-    Variables are new, because a function that is called twice is traced once.
+    All variables are new, because two calls of a function share one traced program.
     """
     constants = {
         Var(v.aval): value for v, value in zip(closed.jaxpr.constvars, closed.consts, strict=True)

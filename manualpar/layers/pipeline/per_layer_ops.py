@@ -8,7 +8,7 @@ and applies these operations only to its layers. This is right if an operation d
 from collections.abc import Sequence
 from typing import Any
 
-# These treat every element in the same way, or move it within its layer, for any shapes.
+# For any shapes, these operations treat every element in the same way.
 _ELEMENTWISE = frozenset(
     {
         "abs",

@@ -1,8 +1,8 @@
-"""Runs traced programs on values that differ between stages, although their types say they do not.
+"""Runs traced programs on values that differ between stages, but were traced as equal.
 
-For example, in the user's loss a layer's index is the same on all devices. In a pipeline it differs
-between stages, because each stage has different layers. The types in the traced program would be
-wrong, so its equations are traced again with the types of the values.
+For example, in the user's loss a layer's index is the same on all devices. In a pipeline the index
+differs between stages, because each stage has different layers. The types in the traced program
+would be wrong, so the program's equations are traced again with the types of the values.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ from manualpar.core.tracing.jaxprs import (
 
 
 def run_retyped(jaxpr: Jaxpr, args: Sequence[Any], consts: Sequence[Any] = ()) -> list[Any]:
-    """Runs a program on arguments that may vary over more axes than its inputs.
+    """Runs a program on arguments that may vary over more axes than the program's traced inputs.
 
     Raises:
       ValueError: An argument that varies over more axes goes into a loop of unknown length, or into
@@ -49,7 +49,7 @@ def run_retyped(jaxpr: Jaxpr, args: Sequence[Any], consts: Sequence[Any] = ()) -
 
 
 def _are_wider(variables: Sequence[Any], values: Sequence[Any]) -> bool:
-    """Returns whether some values vary over axes over which their variables do not."""
+    """Returns whether a value varies over an axis over which its traced variable does not vary."""
     return any(
         not isinstance(v, Literal) and varying_axes(x) - v.aval.mat.varying
         for v, x in zip(variables, values, strict=True)
@@ -57,7 +57,7 @@ def _are_wider(variables: Sequence[Any], values: Sequence[Any]) -> bool:
 
 
 def _run_wider(jaxpr: Jaxpr, eqn: Any, operands: list[Any]) -> list[Any]:
-    """Runs an equation on operands that vary over more axes than its traced operands."""
+    """Runs an equation on operands that vary over more axes than the traced operands."""
     name, params = eqn.primitive.name, eqn.params
     if name == "pvary":
         return [cast_to_varying(x, params["axes"]) for x in operands]
@@ -115,7 +115,7 @@ def _run_scan(params: dict[str, Any], operands: list[Any]) -> list[Any]:
         return list(map(cast_to_varying, out[:number], axes)), out[number:]
 
     slices = [jax.eval_shape(lambda x: x[0], x) for x in xs]
-    for _ in carry:  # A carry must keep its type, and each round can only add axes to it.
+    for _ in carry:  # A carry must keep its type. Each round can only add axes to the type.
         types, _ = jax.eval_shape(iteration, carry, slices)
         carry = [cast_to_varying(x, varying_axes(t)) for x, t in zip(carry, types, strict=True)]
     options = {key: params[key] for key in ("length", "reverse", "unroll")}

@@ -2,9 +2,9 @@
 
 With `"inputs"` a stage keeps the input of the chunk, and the backward pass computes the chunk
 again. With `"residuals"` it keeps the residuals of autodiff (a remat policy in the layers chooses
-them), except values that do not depend on the chunk's input: parameters, their casts, masks and
-random bits. The backward pass computes these again from the parameters and the microbatch, so
-that they take no slot.
+them), except values that do not depend on the chunk's input: parameters, casts of parameters, masks
+and random bits. These values take no slot, because the backward pass computes them again from the
+parameters and the microbatch.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ class KeptInputs:
     """Keeps the input of a chunk.
 
     Attributes:
-      types: The types of the kept values, without the input.
+      types: The types of the kept values other than the input.
       keeps_input: Whether the backward pass reads the input.
     """
 
@@ -141,5 +141,5 @@ def _depends(jaxpr: Jaxpr, result: int, on: Sequence[bool]) -> bool:
 
 
 def _reduced(jaxpr: Jaxpr, outvars: list[Any]) -> tuple[Jaxpr, list[bool]]:
-    """Keeps the equations that some variables need; returns also which inputs they read."""
+    """Keeps the equations that `outvars` need; also returns which inputs these equations read."""
     return dce_jaxpr(jaxpr.replace(outvars=outvars), [True] * len(outvars))

@@ -1,4 +1,4 @@
-"""Checks a table by simulating it, independently of how it was made.
+"""Checks a table by simulating its passes, without using the code that made the table.
 
 Here slots hold the names of values. Every F and B has to find the values that it reads, and no
 value may replace a value that is still needed.
@@ -28,9 +28,9 @@ def check_table(table: Table) -> None:
 
     Raises:
       ValueError: An F or B is missing, comes twice or comes before a pass that it depends on. A
-        value is put where no pass reads it, or replaces a value that is still needed. The number
-        of slots is not the number in use. Rows have an entry where there is no pass, or they
-        disagree with the events.
+        value is put where no pass reads it, or replaces a value that is still needed. The table has
+        more or fewer slots than are used. Rows have an entry where there is no pass, or disagree
+        with the events.
     """
     names = {*FORWARD_ROWS, *BACKWARD_ROWS, *HOP_ROWS}
     if set(table.rows) != names:

@@ -1,12 +1,12 @@
 """A schedule of a pipeline: a table of the passes that each stage computes in each tick.
 
 S stages take M microbatches through v S chunks of layers. Chunk k runs on stage k % S, where it is
-chunk k // S of v. A *tick* is the same for all devices: at most one F (a microbatch forward through
-a chunk), then at most one B (backward), then a *hop*: activations are sent to the next stage,
-and gradients to the stage before. The F of the last chunk also computes the loss and its gradient,
-so that its B may follow in the same tick.
+chunk k // S of v. In a *tick* every device runs at most one F (a microbatch forward through a
+chunk), then at most one B (backward), then a *hop*: activations are sent to the next stage, and
+gradients to the stage before. The F of the last chunk also computes the loss and its gradient, so
+that the B of the last chunk may follow in the same tick.
 
-A device keeps the inputs of its chunks, and the gradients of their outputs, in *slots*.
+A device keeps the inputs of its chunks, and the gradients of the chunks' outputs, in *slots*.
 """
 
 import dataclasses
@@ -53,10 +53,10 @@ class Costs(NamedTuple):
 
     Attributes:
       forward: A chunk forward.
-      backward: A chunk backward, with its forward pass if it is computed again.
+      backward: A chunk backward, and its forward pass if the backward pass computes it again.
       before: The part of the model before its layers, forward, in the F of the first chunk.
       before_backward: The same part backward, in the B of the first chunk.
-      after: The part of the model after its layers, forward and backward, in the F of the last.
+      after: The part of the model after its layers, forward and backward, in the last chunk's F.
     """
 
     forward: float = 1.0
@@ -84,8 +84,9 @@ class Table:
         `backward_slot` of the chunk's input, `gradient_slot` of its output's gradient,
         `backward_is_first`. `arriving_slot` and `arriving_gradient_slot`, where the hop of the tick
         puts the arriving values.
-      activation_slots: Slots that a device needs for inputs of chunks.
-      gradient_slots: Slots that a device needs for gradients; 0 without backward passes.
+      activation_slots: The number of slots that a device needs for inputs of chunks.
+      gradient_slots: The number of slots that a device needs for gradients; 0 without backward
+        passes.
     """
 
     name: str
@@ -99,7 +100,7 @@ class Table:
 
     @property
     def num_ticks(self) -> int:
-        """T."""
+        """The number of ticks, T."""
         return len(self.rows["forward_microbatch"])
 
     @property
@@ -114,7 +115,7 @@ class Table:
 
     @property
     def kept(self) -> np.ndarray:
-        """The number of inputs between their F and their last use, on each stage: `[T, S]`."""
+        """The number of inputs that a stage keeps in each tick, from F to last use: `[T, S]`."""
         started = np.cumsum(self.rows["forward_microbatch"] >= 0, axis=0)
         ends = "backward_microbatch" if self.has_backward else "forward_microbatch"
         ended = np.cumsum(self.rows[ends] >= 0, axis=0)

@@ -8,12 +8,12 @@ from manualpar.layers.pipeline.schedule_table import Table
 def describe_schedule(table: Table, *, width: int = 100) -> str:
     """Draws a table below a summary of its bubble and its slots.
 
-    A number is a microbatch. If a stage has several chunks, a letter after it is the chunk: `a` is
-    the chunk nearest to the input of the model.
+    A number is a microbatch. If a stage has several chunks, a letter after the number is the chunk.
+    `a` is the chunk nearest to the input of the model.
 
     Args:
       table: The table.
-      width: The maximum of characters in a line. Ticks that do not fit follow below.
+      width: The maximum number of characters in a line. Ticks that do not fit follow below.
     """
     rows = {}
     for stage in range(table.num_stages):

@@ -2,13 +2,13 @@
 
 - `gpipe` (https://arxiv.org/abs/1811.06965): a stage does all its F before its first B.
 - `1f1b` (https://arxiv.org/abs/2104.04473): a stage does each B as soon as it can. With v > 1
-  chunks a stage, microbatches go through them in groups of at least S, so that no stage waits for
-  the first microbatch of a group to come around.
+  chunks on a stage, microbatches go through the chunks in groups of at least S, so that no stage
+  waits for the first microbatch of a group to come around.
 
-Both idle for (S - 1) / (v M + S - 1) of the time if M >= S. If S divides M, `1f1b` keeps (v + 1) S
-- 1 inputs for any number of microbatches. `gpipe` keeps v M inputs.
+With both schedules a stage idles for (S - 1) / (v M + S - 1) of the time if M >= S. If S divides M,
+`1f1b` keeps (v + 1) S - 1 inputs for any number of microbatches. `gpipe` keeps v M inputs.
 
-A tick has an F *and* a B, although 1F1B is usually drawn with one of them in a tick. In one program
+A tick has an F *and* a B, although 1F1B is usually drawn with an F or a B in a tick. In one program
 for all devices a tick lasts as long as its slowest device. If a tick had one F or one B, some stage
 would run a B in almost every tick, and all ticks would last as long as a B. That would lose a
 quarter of the time if a B takes as long as two F.
@@ -113,7 +113,7 @@ def _simulate(schedule: str, stages: int, orders: Mapping[PassKind, list[_Place]
                 if not queue or (kind == "B" and schedule == "gpipe" and queues["F"]):
                     continue
                 microbatch, chunk = queue[0][0], queue[0][1] * stages + stage
-                # A neighbour's pass must be in an earlier tick; this stage's F may be in this one.
+                # A neighbour's pass must be in an earlier tick; this stage's F may be in this tick.
                 if kind == "F":
                     ready = chunk == 0 or done.get(("F", microbatch, chunk - 1), tick) < tick
                 elif chunk == last:
@@ -133,7 +133,7 @@ def _allocate(
 ) -> tuple[dict[tuple[PassKind, int, int], int], int, int]:
     """Allocates a slot to each value that an F or B reads, and counts the slots of both kinds.
 
-    An F reads the input of its chunk. A B reads that input too, and the gradient of its output.
+    An F reads the input of its chunk. A B reads the input of its chunk and the output's gradient.
     """
     tick = {(event.kind, event.microbatch, event.chunk): event.tick for event in events}
     last = stages * chunks - 1

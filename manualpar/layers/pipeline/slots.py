@@ -1,7 +1,7 @@
-"""Buffers of slots, and branches that do not copy them.
+"""Buffers of slots, and branches that do not copy these buffers.
 
-XLA copies a buffer if a branch of a `cond` reads a slot of it. So slots are read outside of
-branches, by every stage in every tick. A branch may write a slot: the other branch returns the
+XLA copies a buffer if a branch of a `cond` reads a slot of the buffer. So slots are read outside of
+branches, by every stage in every tick. A branch may write a slot if the other branch returns the
 buffers unchanged.
 """
 
@@ -16,7 +16,7 @@ from manualpar.core.parameters.collectives import cast_to_varying, varying_axes
 
 
 def zeros(types: Any) -> Any:
-    """Makes zeros of these types, varying over the same axes."""
+    """Makes zeros of these types; the zeros vary over the same axes as the types."""
     return jax.tree.map(
         lambda t: cast_to_varying(jnp.zeros(t.shape, t.dtype), varying_axes(t)), types
     )
@@ -30,7 +30,7 @@ def slots(types: Any, number: int) -> Any:
 
 
 def read(buffers: Any, slot: Any) -> Any:
-    """Reads the arrays in a slot of buffers; slot -1 gives arbitrary arrays, which are unused."""
+    """Reads the arrays in a slot of buffers; for slot -1 the caller must not use the result."""
     slot = jnp.maximum(slot, 0)
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, slot, keepdims=False), buffers)
 
@@ -59,8 +59,8 @@ def branch(
 ) -> Any:
     """Runs `run` if a condition holds, else `otherwise` (or makes zeros); results have `types`.
 
-    A permute may not be in a branch that only some devices take. If `run` contains a permute,
-    `anywhere` is whether the condition holds on any device, and then all devices run it.
+    A permute may not be in a branch that only some devices take. If `run` contains a permute, give
+    `anywhere`: whether the condition holds on any device. If it does, all devices call `run`.
     `scope` is the named scope around the `cond`.
     """
 

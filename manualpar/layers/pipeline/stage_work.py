@@ -1,7 +1,7 @@
 """The computation of a stage in each tick of a pipeline, see `executor`.
 
-In every tick every stage reads its slots and sends activations and gradients. It does everything
-else only in the ticks that the table names.
+In every tick every stage reads its slots and sends activations and gradients. A stage does
+everything else only in the ticks that the table names.
 """
 
 import functools
@@ -29,7 +29,7 @@ class _State(NamedTuple):
       inputs: The inputs of chunks, in slots.
       kept: The other saved values of chunks, in slots.
       gradients: The gradients of the outputs of chunks, in slots.
-      sums: The sums of the gradients of all parameters; an `optax.MaskedNode` for frozen ones.
+      sums: The sum of the gradients of each parameter; `optax.MaskedNode` for a frozen parameter.
       results: The sums of the results of the loss.
     """
 
@@ -75,7 +75,7 @@ class StageWork:
           params: A stage's parameters; stacked layers are in the order in which they run.
           others: The collections, and the microbatches with their keys, `[M, ...]`.
           table: The schedule.
-          axis: The mesh axis of stages. All inputs vary over it.
+          axis: The mesh axis of stages. All inputs vary over this axis.
           stacked: For each parameter, whether layers are stacked in dim 0.
           trained: For each parameter, whether it is differentiated; `()` with no backward passes.
           keep: What a chunk saves for its backward pass, see `PipelineRun`.
@@ -167,8 +167,8 @@ class StageWork:
         together = cut.layers_permute
         # The branch writes the kept values. If code after the branch wrote them, XLA would copy the
         # buffers in every tick. There is one exception: if all stages run the branch, the write
-        # comes after it, because a `where` over each full buffer would be needed to discard the
-        # results of idle stages.
+        # comes after the branch, because a `where` over each full buffer would be needed to discard
+        # the results of idle stages.
         before = zeros(self._kept.types) if together else state.kept
 
         def run() -> Any:
@@ -202,7 +202,7 @@ class StageWork:
         return self._finish(state, row, y, others), y
 
     def _finish(self, state: _State, row: _Row, y: Activations, others: Sequence[Any]) -> _State:
-        """Runs the suffix after the last chunk, and its backward pass."""
+        """Runs the suffix after the last chunk, and the suffix's backward pass."""
         before = self._sums(state, self.loss.suffix_params)
 
         def run() -> Any:
@@ -230,7 +230,7 @@ class StageWork:
         return state._replace(gradients=gradients, sums=_put(state.sums, sums), results=results)
 
     def _backward(self, state: _State, row: _Row) -> tuple[_State, list[Any]]:
-        """Runs the backward pass of a chunk, and of the prefix if it is the first chunk."""
+        """Runs the backward pass of a chunk, and after the first chunk that of the prefix."""
         mine = row.mine
         loss, cut, types = self.loss, self.loss.cut, self.loss.types.inexact
         others = self._others(mine["backward_microbatch"])
@@ -304,7 +304,7 @@ class StageWork:
         return [*self._collections, *read(self._parts, microbatch)]
 
     def _index(self, chunk: Any) -> Any:
-        """Counts a chunk of this stage over the chunks of all stages."""
+        """Returns the index among all stages' chunks of one of this stage's chunks."""
         return jnp.maximum(chunk, 0) * self._table.num_stages + self._stage
 
     def _pick(self, numbers: Sequence[int]) -> dict[int, Any]:
@@ -320,7 +320,7 @@ class StageWork:
         return {i: state.sums[i] for i in numbers if i in self._trained}
 
     def _chunk_params(self, chunk: Any) -> dict[int, Any]:
-        """Gathers the parameters that a chunk reads; stacked ones are cut to its layers."""
+        """Collects the parameters that a chunk reads; stacked ones have only the chunk's layers."""
         size = self.loss.chunk_layers
         first = jnp.maximum(chunk, 0) * size
         return self._pick(self.loss.chunk_params) | {
@@ -342,7 +342,7 @@ class StageWork:
 
 
 def _summed(t: Any, axes: Any = ()) -> Any:
-    """Returns the type in which values of a type are summed; it also varies over `axes`."""
+    """Returns the type of a sum of values of a type; the sum also varies over `axes`."""
 
     def cast(x: Any) -> Any:
         x = cast_to_varying(x, frozenset(axes))

@@ -1,9 +1,9 @@
 """A loss whose layers run in chunks: the functions that a stage calls and differentiates.
 
-Activations are sent from chunk to chunk: the carry of the scan, and a buffer `[L, ...]` for each
-stacked output of the scan, in which every chunk fills in the entries of its layers. So the suffix
-sees the outputs of all layers, and the gradients of the buffers are sent back with the gradients of
-the carry.
+The activations that are sent from chunk to chunk are the carry of the scan, and a buffer `[L, ...]`
+for each stacked output of the scan. Every chunk fills in the buffer's entries of its layers. So the
+suffix sees the outputs of all layers, and the gradients of the buffers are sent back with the
+gradients of the carry.
 
 Symbols: `S` stages, `L` layers of the model, `k` layers of a chunk.
 """
@@ -18,12 +18,12 @@ from manualpar.core.parameters.collectives import cast_to_varying, varying_axes
 from manualpar.layers.pipeline.cut import Cut, check_divides
 from manualpar.layers.pipeline.slots import zeros
 
-# Parameters, or their gradients, by index; stacked ones have the layers of a chunk, `[k, ...]`.
+# Parameters, or gradients, by index; stacked parameters have the layers of a chunk, `[k, ...]`.
 Params = Mapping[int, Any]
 
 
 class Activations(NamedTuple):
-    """The arrays sent between stages: inexact arrays, which have a gradient, and the others."""
+    """The arrays sent between stages: inexact arrays with a gradient, exact arrays without one."""
 
     inexact: list[Any]
     exact: list[Any]
@@ -35,10 +35,10 @@ class StagedLoss:
     Attributes:
       cut: The traced loss in pieces.
       types: The types of the activations.
-      chunk_layers: The layers of a chunk, `k`.
+      chunk_layers: The number of layers of a chunk, `k`.
       prefix_params: The indices of the parameters that the prefix reads.
-      chunk_params: The indices of the parameters that every chunk reads, without the parameters of
-        its layers.
+      chunk_params: The indices of the parameters that every chunk reads, without the stacked
+        parameters.
       suffix_params: The indices of the parameters that the suffix reads.
       returns: The tree of the types of the results of the loss.
       first_other: The index of the first input that is not a parameter.
@@ -59,7 +59,7 @@ class StagedLoss:
 
         Args:
           loss: `loss(params, others)`, a tree of arrays.
-          params: A stage's parameters by path; stacked ones are `[L/S, ...]`.
+          params: A stage's parameters by path; stacked parameters are `[L/S, ...]`.
           others: The other inputs, such as a microbatch and a key.
           stacked: For each parameter, whether layers are stacked in dim 0.
           num_stages: The number of stages, `S`.
@@ -112,7 +112,7 @@ class StagedLoss:
     def chunk(
         self, params: Params, inexact: list[Any], fixed: tuple[list[Any], Sequence[Any], Any]
     ) -> Activations:
-        """Runs a chunk; `fixed`: exact activations, the other inputs, the index of the chunk."""
+        """Runs a chunk; `fixed` has the exact activations, other inputs, and the chunk's index."""
         exact, others, index = fixed
         number, first = len(self.cut.carry), index * self.chunk_layers
         values = self._merge(inexact, exact)
@@ -127,7 +127,7 @@ class StagedLoss:
     def suffix(
         self, params: Params, inexact: list[Any], fixed: tuple[list[Any], Sequence[Any]]
     ) -> Any:
-        """Computes the results of the loss; `fixed`: exact activations and the other inputs."""
+        """Computes the results of the loss; `fixed` has the exact activations and other inputs."""
         exact, others = fixed
         results = self.cut.suffix(self._inputs(params, others), self._merge(inexact, exact))
         return jax.tree.unflatten(jax.tree.structure(self.returns), results)

@@ -28,22 +28,22 @@ MOST_PASSES = 2**18
 class Pipeline:
     """Spreads a model's layers over devices, through which microbatches pass one after another.
 
-    The model and the loss are written for one device: the traced loss is cut at its scan over
-    layers. The microbatches are the minibatches of the builder; any number is allowed. With `M`
+    The model and the loss are written for one device, because the traced loss is cut at its scan
+    over layers. The microbatches are the builder's minibatches; any number is allowed. With `M`
     microbatches and `S` stages a device waits for `(S - 1) / (chunks M + S - 1)` of the time.
 
     Attributes:
       axis: The mesh axis; each device along it is a stage.
-      schedule: `"1f1b"` (the default) begins the backward pass of a microbatch as soon as it can,
+      schedule: `"1f1b"` (the default) begins each microbatch's backward pass as soon as possible,
         so that the kept values do not grow with the number of microbatches. `"gpipe"` runs all
         forward passes first. (Narayanan et al., https://arxiv.org/abs/2104.04473, section 2.2;
         Huang et al., https://arxiv.org/abs/1811.06965.)
-      chunks: The number of runs of layers on a stage. With more chunks a device waits less, sends
-        more, and keeps more.
-      keep: What a stage keeps of a microbatch until its backward pass: `"residuals"` (as
-        autodiff), or `"inputs"`, from which the backward pass computes the stage again, at
-        the cost of a third more operations. 1F1B keeps up to `2 S - 1` microbatches on a stage, so
-        residuals take much memory, and moving them takes time; `docs/pipelines.md` has
+      chunks: The number of chunks of consecutive layers on a stage. With more chunks a device waits
+        less, sends more, and keeps more.
+      keep: The values that a stage keeps of a microbatch until its backward pass: `"residuals"`,
+        like autodiff, or `"inputs"`. From the inputs the backward pass computes the stage again,
+        which costs a third more operations. 1F1B keeps up to `2 S - 1` microbatches on a stage, so
+        residuals take much memory, and moving residuals takes time; `docs/pipelines.md` has
         measurements.
     """
 
@@ -65,8 +65,8 @@ class Pipeline:
         """Refuses strategies and options that a pipeline cannot be combined with.
 
         Raises:
-          ValueError: `mode` is not `"manual"`, `use_scan` is set, or the strategy reduces gradients
-            in each minibatch but does not gather parameters in each.
+          ValueError: `mode` is not `"manual"`, `use_scan` is set, or in each minibatch the strategy
+            reduces gradients but does not gather parameters.
         """
         name = strategy.name
         if (mode := options.get("mode", "manual")) != "manual":
@@ -91,8 +91,8 @@ class Pipeline:
         """Finds the parameters with layers in dim 0, see `cut.find_stacked`.
 
         Raises:
-          ValueError: The loss cannot be cut, or its layers do not divide into the chunks of `size`
-            stages.
+          ValueError: The loss cannot be cut, or the number of layers is no multiple of the number
+            of chunks on all `size` stages.
         """
         found = find_stacked(loss, paths)
         for path, x in zip(paths, loss.in_avals, strict=False):

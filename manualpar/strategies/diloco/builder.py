@@ -3,9 +3,9 @@
 Each replica is a group of devices. It trains with an inner strategy such as `fsdp` and sends no
 parameters or gradients to other replicas. After `every` steps the replicas exchange their
 differences from the parameters with which they began. An *outer* optimizer takes the mean
-difference as a gradient, and all replicas continue from its new parameters (Douillard et al.,
-https://arxiv.org/abs/2311.08105). Use DiLoCo for slow links between groups of devices. Its losses
-differ from the losses of data parallelism, because DiLoCo is a different optimizer.
+difference as a gradient, and all replicas continue from the updated parameters (Douillard et al.,
+https://arxiv.org/abs/2311.08105). Use DiLoCo for slow links between groups of devices. DiLoCo's
+losses differ from the losses of data parallelism, because DiLoCo is a different optimizer.
 """
 
 from collections.abc import Callable
@@ -76,14 +76,14 @@ def diloco(
       outer_fragments: The number of fragments, of about equal bytes, into which the parameters are
         divided. Fragments are exchanged at different steps, so fewer bytes are sent at a time. With
         several fragments the replicas never agree on all parameters at once.
-      outer_overlap: Whether an exchange runs at the same time as an inner step. It exchanges the
-        parameters from before the step. The change that a replica makes in this step is exchanged
-        the next time.
+      outer_overlap: Whether an exchange runs at the same time as an inner step. The exchange sends
+        parameters from before the step. The next exchange sends the change that a replica makes in
+        this step.
       replica_axis: The mesh axis, or tuple of axes, of the replicas. The batch is split over
         `replica_axis` and `axis_name`.
-      **options: `mesh`, `batch` and others, see `ProgramOptions`, and the options of `inner`. The
-        mode must be `"manual"`. With `nonfinite="skip"` each replica decides which of its steps to
-        skip.
+      **options: The options of every builder, such as `mesh` and `batch` (see `ProgramOptions`),
+        and the options of `inner`. The mode must be `"manual"`. With `nonfinite="skip"` each
+        replica decides which of its steps to skip.
 
     Returns:
       The program. Inside a function that you trace, `train_step` has the inner and the outer step
@@ -98,9 +98,10 @@ def diloco(
       In a step: the communication of `inner` within each replica, and one all-reduce of the sums of
       metrics over the replicas. In an outer step: one all-reduce over `R` replicas of each device's
       differences, which are sharded like the optimizer's state. A device sends
-      `2 b (P / S) (R - 1) / R` bytes for `P` parameters of `b` bytes, sharded over `S` devices. A
-      fragment sends only its part of these bytes. If parameters are replicated and their state is
-      sharded, each replica gathers the new parameters with one all-gather.
+      `2 b (P / S) (R - 1) / R` bytes for `P` parameters of `b` bytes, sharded over `S` devices. For
+      one fragment a device sends only the fragment's part of these bytes. If parameters are
+      replicated and the optimizer's state is sharded, each replica gathers the new parameters with
+      one all-gather.
     """
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise ValueError(f"diloco: every={every!r}, expected a number of steps, 1 or more.")

@@ -1,4 +1,4 @@
-"""Builds `diloco` from a config; its fields are names and numbers."""
+"""Builds a `diloco` program from a config, whose fields are names and numbers."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -39,7 +39,7 @@ def diloco_of_config(
     """Builds a `diloco` program from the fields of a config.
 
     Args:
-      model: The model, as in `diloco`.
+      model: The model, see `diloco`.
       tx: The optimizer of each replica.
       loss_fn: The loss.
       inner: The name of each replica's strategy. Options that this strategy lacks are ignored.

@@ -5,9 +5,9 @@ difference may be quantized, never the parameters: quantized parameters would be
 change of a few steps. The types show that the results do not vary over the replicas' axes, so all
 replicas have the same bits.
 
-A replica's difference is weighted by the number of examples that the replica has seen, as a step
-weights minibatches and devices. After one inner step of plain gradient descent the mean is
-therefore proportional to the gradient of the global mean loss, also with masked examples.
+A replica's difference is weighted by the number of examples that the replica has seen. A step
+weights minibatches and devices in the same way. After one inner step of plain gradient descent the
+mean is therefore proportional to the gradient of the global mean loss, also with masked examples.
 """
 
 from collections.abc import Iterable, Mapping
@@ -31,7 +31,7 @@ def mean_difference(
 
     Args:
       common: A tree of shards of the common parameters, with which all replicas began.
-      replica: The same tree of this replica's present parameters.
+      replica: The tree of the corresponding shards of this replica's present parameters.
       examples: `float32[]`, the number of examples that this replica has seen since it began with
         `common`.
       axes: The mesh axes of the replicas.
@@ -39,7 +39,7 @@ def mean_difference(
 
     Returns:
       The tree of means, weighted by the numbers of examples; unweighted means if no replica has
-      seen an example. They do not vary over `axes`.
+      seen an example. The means do not vary over `axes`.
 
     Communication:
       One all-reduce over `axes` for each leaf: `2 b P (R - 1) / R` bytes for a shard of `P` numbers
@@ -72,9 +72,9 @@ def mean_collections(
 ) -> Any:
     """Reduces the replicas' collections over the replicas with `sync_collections`.
 
-    A variable without a rule is equal on all devices of a replica after a step. Replicas' values
-    differ at most by random numbers: floating-point values are averaged, and integers get the
-    maximum of the replicas.
+    A variable without a rule is equal on all devices of a replica after a step. The replicas may
+    have different values of the variable. Its mean over the replicas is taken if it has a
+    floating-point dtype, and its maximum if it has an integer dtype.
 
     Communication:
       One all-reduce over `axes` for each leaf.
@@ -84,7 +84,7 @@ def mean_collections(
 
 
 def to_replica(tree: Any, axes: tuple[str, ...]) -> Any:
-    """Makes per-replica arrays: they vary over `axes` and have a leading dimension of 1."""
+    """Makes per-replica arrays, which vary over `axes` and have a leading dimension of 1."""
     return jax.tree.map(lambda x: cast_to_varying(x, axes)[None], tree)
 
 

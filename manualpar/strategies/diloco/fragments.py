@@ -1,10 +1,10 @@
-"""Fragments: parts of a model, exchanged at different steps so that less is sent at a time.
+"""Fragments: parts of a model that are exchanged at different steps, to send less at a time.
 
 A fragment is a set of trained parameters. All fragments have about the same number of bytes, and
 each has its own state of the outer optimizer. With `F` fragments and `H` steps between two
 exchanges of a fragment, fragment `f` is exchanged after step `(f + 1) H // F` and then every `H`
-steps. So a device sends `1 / F` of the bytes at a time, and the same bytes in total (Douillard et
-al., Streaming DiLoCo, https://arxiv.org/abs/2501.18512).
+steps. So a device sends `1 / F` of the bytes at a time. Fragments do not change the bytes that it
+sends in total (Douillard et al., Streaming DiLoCo, https://arxiv.org/abs/2501.18512).
 """
 
 import functools
@@ -36,7 +36,7 @@ class Fragments:
         sizes = [math.prod(x.shape) * x.dtype.itemsize for x in leaves]
         totals, chosen = [0] * number, [0] * len(leaves)
         for i in sorted(range(len(leaves)), key=lambda i: -sizes[i]):
-            chosen[i] = min(range(number), key=totals.__getitem__)  # The smallest fragment.
+            chosen[i] = min(range(number), key=totals.__getitem__)  # The smallest fragment so far.
             totals[chosen[i]] += sizes[i]
         self.number, self.index = number, jax.tree.unflatten(structure, chosen)
 

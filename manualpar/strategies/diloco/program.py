@@ -1,6 +1,6 @@
 """Builds DiLoCo's program, with its inner and outer steps.
 
-Its state is in `manualpar.strategies.diloco.state`, and its steps are in `steps`.
+The module `state` makes DiLoCo's state, and the module `steps` has the step functions.
 """
 
 import dataclasses
@@ -42,13 +42,14 @@ class DiLoCo(OuterSteps):
         return self.train_step.at(number)
 
     def start_replicas(self, program: Program, state: TrainState) -> TrainState:
-        """Makes the replicas of a state start from its parameters."""
+        """Makes the replicas of a state start from the state's common parameters."""
         return _on_state(program, self.state.start_replicas, state)
 
     def for_replicas_of(self, program: Program, per_device: Mapping[str, Any]) -> Program:
-        """Returns a program that loads states with as many replicas as these per-device arrays.
+        """Returns a program that loads states with as many replicas as `per_device` has.
 
-        Each device loads its part of every replica. The program takes no steps.
+        Each device loads its part of every replica. The program is only for loading, and takes no
+        steps.
         """
         shape = getattr(per_device.get("examples"), "shape", ())
         if not shape or shape[0] == axes_size(program.mesh, self.replica_axes):
@@ -67,7 +68,7 @@ class DiLoCo(OuterSteps):
         return dataclasses.replace(program, abstract_state=abstract, whole_state=unpadded)
 
     def regroup(self, program: Program, state: TrainState) -> TrainState:
-        """Converts a state of another number of replicas, see `DiLoCoState.regroup`."""
+        """Converts a state with another number of replicas, see `DiLoCoState.regroup`."""
         if state.local["examples"].shape == program.abstract_state.local["examples"].shape:
             return state
         return _on_state(program, self.state.regroup, state)
@@ -83,7 +84,7 @@ def _on_state(
 
     on_auto = on_auto_axes(run, mesh=program.mesh, out_specs=program.layout)
     shardings = jax.tree.map(lambda x: x.sharding, program.abstract_state)
-    with no_mesh():  # `local` is not donated: its number of replicas may change.
+    with no_mesh():  # `local` is not donated, because its number of replicas may change.
         jitted = jax.jit(on_auto, out_shardings=shardings, donate_argnums=0)
         return cast(TrainState, jitted(state.replace(local={}), state.local))
 

@@ -2,10 +2,11 @@
 
 `state.params` are the *common* parameters, in the model's shapes: the parameters that the replicas
 last agreed on. Evaluation and exports use these parameters, and the next outer step starts from
-them. `state.local` has the per-replica arrays. Each has a leading dimension of size `R`, the number
-of replicas, which is sharded over the replicas' axes: the trained parameters, the state of the
-inner optimizer, the other collections, and the number of examples seen since each fragment was last
-exchanged. `state.opt_state` is the outer optimizer's state, sharded like the inner optimizer's.
+them. `state.local` has the per-replica arrays: the trained parameters, the state of the inner
+optimizer, the other collections, and the number of examples seen since each fragment was last
+exchanged. Each of these arrays has a leading dimension of size `R`, the number of replicas. This
+dimension is sharded over the replicas' axes. `state.opt_state` is the outer optimizer's state,
+which is sharded like the inner optimizer's state.
 """
 
 from typing import Any
@@ -31,7 +32,7 @@ from manualpar.strategies.diloco.fragments import Fragments
 
 
 class DiLoCoState:
-    """Makes the state of all replicas; each replica has a state of the program `inner`.
+    """Makes the state of all replicas. Each replica has a state of one replica's program, `inner`.
 
     Attributes:
       placements: The tree of parameters with a `Route` at each leaf.
@@ -108,10 +109,10 @@ class DiLoCoState:
         """Converts a state with another number of replicas; all new replicas are equal.
 
         Directly after an outer step the new replicas start with the common parameters. Otherwise
-        they start with the mean of the old replicas, weighted by examples as in the next exchange.
-        Floating-point numbers of the inner optimizer's state and of other collections are averaged,
-        and integers get the maximum. Directly after an outer step the replicas' collections are
-        equal, so they do not change.
+        they start with the mean of the old replicas. The mean is weighted by numbers of examples,
+        like the mean of the next exchange. Floating-point numbers of the inner optimizer's state
+        and of other collections are averaged; integers become the maximum of the old replicas.
+        Directly after an outer step the replicas' collections are equal, so they do not change.
         """
         replicas = state.local
         examples = replicas["examples"]

@@ -1,9 +1,9 @@
 """DiLoCo's inner step (each replica separately) and outer step (all replicas together).
 
 An inner step runs the step of one replica's program inside a `jax.shard_map` over only the
-replicas' axes. The `shard_map` of that program is nested inside and runs over the other axes. Only
-the sums of the metrics are sent between replicas. An outer step runs over all axes and sends the
-outer gradient, see `manualpar.strategies.diloco.exchange`.
+replicas' axes. The `shard_map` of that program is nested inside and runs over the other axes. In an
+inner step replicas send each other only the sums of the metrics. An outer step runs over all axes
+and sends the outer gradient, see `manualpar.strategies.diloco.exchange`.
 
 Invariants: after an outer step all replicas have the common parameters, bit for bit. The random
 keys differ between replicas. Frozen parameters have no per-replica copy.
@@ -127,7 +127,7 @@ class ReplicaSteps:
         return to_replica(replica, self.axes), sync_metrics(metrics, self.axes)
 
     def outer_step(self, fragment: int, state: TrainState) -> TrainState:
-        """Takes an outer step for a fragment, after which its values are equal on all replicas."""
+        """Takes an outer step for a fragment, which makes it equal on all replicas."""
         return self._apply(fragment, state, *self._exchange(fragment, state), None)
 
     def overlapped_outer_step(
@@ -135,14 +135,17 @@ class ReplicaSteps:
     ) -> tuple[TrainState, Metrics]:
         """Takes an inner step, and meanwhile exchanges a fragment's values from before this step.
 
-        The change that a replica makes in this inner step is part of the next exchange.
+        The next exchange sends the change that a replica makes in this inner step.
         """
         exchanged = self._exchange(fragment, state)
         after, metrics = self.train(state, batch)
         return self._apply(fragment, after, *exchanged, state.local), metrics
 
     def _exchange(self, fragment: int, state: TrainState) -> tuple[Any, Any]:
-        """Returns a fragment's outer gradient, and the mean collections with the last fragment."""
+        """Returns a fragment's outer gradient and, for the last fragment, the mean collections.
+
+        For other fragments the second value is `None`.
+        """
         select = functools.partial(self.state.fragments.select, fragment)
         placements = select(trained(self._placements))
         specs = state_specs(placements)
@@ -184,8 +187,8 @@ class ReplicaSteps:
     ) -> TrainState:
         """Applies the outer optimizer to a fragment, and updates the replicas.
 
-        `before` are the per-replica arrays from the time of the exchange if the replicas have taken
-        a step since then; else `None`.
+        `before` has the per-replica arrays from the time of the exchange if the replicas have taken
+        a step since then; otherwise it is `None`.
         """
         fragments, layout = self.state.fragments, self.state
         params, frozen = partition(self._placements, state.params)
@@ -246,7 +249,7 @@ class ReplicaSteps:
         )
 
     def _shard_like_state(self, placements: Any, params: Any, num_leading: int) -> Any:
-        """Shards parameters like the optimizer's state; they have `num_leading` extra dims."""
+        """Shards parameters, which have `num_leading` extra dims, like the optimizer's state."""
 
         def shard(place: Placement, x: jax.Array) -> jax.Array:
             if place.state_names is None:
