@@ -41,7 +41,7 @@ def enter(
       axis: The mesh axis, or tuple of axes, that the products are split over. Axes that no
         `shard_map` binds are left out. If no axis is bound, nothing is split.
       sequence_dim: The dimension along which `x` is split between layers; `None` if it is not.
-      scope: The named scope of the all-reduce, which names its purpose.
+      scope: The named scope of the all-reduce, which tells the purpose of the all-reduce.
 
     Returns:
       The full input, typed as varying over `axis`.
@@ -98,7 +98,7 @@ def leave(
       axis: The mesh axis, or tuple of axes, that the product is split over, see `enter`.
       sequence_dim: The dimension along which the result is split between layers; `None` if it is
         not.
-      scope: The named scope of the all-reduce, which names its purpose.
+      scope: The named scope of the all-reduce, which tells the purpose of the all-reduce.
 
     Returns:
       The sum, the same on all devices along `axis`; with `sequence_dim` this device's part of the

@@ -151,8 +151,8 @@ def head_cross_entropy(
       TypeError: The labels are no integers, or `x` is no floats.
 
     Communication:
-      Forward as for `split_cross_entropy` and `split_argmax`. Backward none, except that `enter`
-      sums the gradient of `x` over `axis`.
+      Forward the collectives of `split_cross_entropy` and `split_argmax`. Backward none, except
+      that `enter` sums the gradient of `x` over `axis`.
 
     Gradient:
       Written by hand: it computes the logits once more. Each chunk's products are in the dtype of

@@ -138,7 +138,7 @@ def matmul_scatter(
       permutes of the result's gradient.
 
     Gradient:
-      Written by hand for each device's products, as in `gather_matmul`.
+      Written by hand for each device's products, see `gather_matmul`.
     """
     axes = bound_axes("matmul_scatter", axis)
     if not axes:

@@ -1,4 +1,4 @@
-"""Sends the chunks of a sequence around a ring, or sums them on the way.
+"""Sends the chunks of a sequence around a ring, or sums chunks on the way around the ring.
 
 Each device has one chunk. Both directions of the ring are used: the chunks of the devices `1, 2,
 ...` ahead arrive from one side, and the chunks of the devices `1, 2, ...` behind from the other.

@@ -59,7 +59,7 @@ def split_lookup(
         the table varies over only some of the axes; or `leave` raises.
 
     Communication:
-      As for `leave`: forward one all-reduce of the rows (a device sends `2 (N - 1) / N` of the
+      See `leave`: forward one all-reduce of the rows (a device sends `2 (N - 1) / N` of the
       bytes), backward none. With `sequence_dim` a reduce-scatter forward and an all-gather
       backward, and an all-reduce of the gradient if the table is not split.
     """
@@ -195,7 +195,7 @@ def vocabulary_axes(logits: jax.Array, labels: jax.Array) -> tuple[str, ...]:
 
 def _look_up(table: jax.Array, indices: jax.Array) -> jax.Array:
     """Looks up rows of a table; gives NaN for an index that the table does not have."""
-    # In explicit mode a gather needs the sharding of its result, which is that of the indices.
+    # In explicit mode a gather needs its result's sharding. It is the sharding of the indices.
     names = jax.typeof(indices).sharding.spec
     spec = PartitionSpec(*names, None) if any(names) else None
     rows = jnp.asarray(table).at[indices]

@@ -83,12 +83,12 @@ class Sums(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """The values that a backward pass needs for each query, computed over all keys it has seen.
+    """The values for each query that a backward pass needs, over all keys that the query has seen.
 
     Attributes:
       log_weights: `float32[n, B, K, G, S]`, `log(sum(exp(score)))`.
       gradient: `[n, B, K, G, S, H]`, the gradient of the result.
-      product: `float32[n, B, K, G, S]`, the inner product of the result and its gradient.
+      product: `float32[n, B, K, G, S]`, the inner product of `out` and `gradient`.
       out: `[n, B, K, G, S, H]`, the result.
     """
 
@@ -188,7 +188,7 @@ def spans(length: int, size: int, start: int = 0) -> np.ndarray:
 
 
 def seen_pairs(queries: np.ndarray, keys: np.ndarray, window: int | None = None) -> np.ndarray:
-    """Returns the pairs of blocks in which a query sees a key by its position, `[P, 2]`."""
+    """Returns the pairs of blocks whose positions let a query see a key, `[P, 2]`."""
     (first_query, last_query), (first_key, last_key) = queries.T[..., None], keys.T[:, None]
     is_seen = last_query >= first_key
     if window is not None:

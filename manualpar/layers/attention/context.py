@@ -195,8 +195,8 @@ class Context:
           documents: `int32[B, S/axis]`, the document number of each position. A query sees only
             keys with the query's number. `None` if each sequence is one document.
           kind: The implementation, see `manualpar.layers.attention.kinds`. `"ring"` and `"gather"`
-            compute in blocks; on TPUs JAX's kernel computes the blocks of a ring if it supports
-            them.
+            compute in blocks; on TPUs JAX's kernel computes the blocks of a ring if the kernel
+            supports these blocks.
           window: How many positions a query sees, including the query's position; `None` for all.
           soft_cap: Bounds scores, see `manualpar.layers.attention.kinds`; `None` for none.
 

@@ -33,7 +33,7 @@ class Prompts:
     """A call with whole prompts, after which the cache has the keys and values of the prompts.
 
     Attributes:
-      length: `int32[B]`, the number of tokens of each prompt; padding follows them.
+      length: `int32[B]`, the number of tokens of each prompt; padding follows the tokens.
       size: The largest number of positions of a row, for prompt and answer together.
     """
 

@@ -7,7 +7,7 @@
 - `"xla"`: XLA writes out scores `[B, N, S, S]`, and a mask of this size if there are documents.
 
 `""` chooses the best kind for the devices for which a program is traced: splash on TPUs; cuDNN on
-NVIDIA GPUs, if its mask of documents is no larger than the queries; otherwise blockwise. The
+NVIDIA GPUs, if the mask of documents is no larger than the queries; otherwise blockwise. The
 enclosing mesh gives these devices. (`jax.lax.platform_dependent` would trace all kinds, and counts
 of operations, plans and checks would see branches that do not run.)
 
@@ -137,8 +137,8 @@ def _best(
     if platform_traced_for() == "tpu" and is_alone and splash_misfit(query, key) is None:
         return "splash"
     _, S, N, H = query.shape
-    # The mask of documents and its gradient are `[B, S, S]` in 16 bits. cuDNN is chosen only if
-    # they are no larger than the queries.
+    # The mask of documents and its gradient are `[B, S, S]` in 16 bits. cuDNN is chosen only if the
+    # mask is no larger than the queries.
     is_mask_small = documents is None or S <= N * H
     if is_mask_small and _misfit("cudnn", query, key, documents, scoring) is None:
         return "cudnn"

@@ -188,7 +188,7 @@ def _attend(
 def _padded_length(length: int) -> tuple[int, int]:
     """Returns the padded length and the length of a block.
 
-    Blocks shorter than 256 are not used for long sequences, because they cost more than padding.
+    Long sequences are padded and not cut into blocks shorter than 256, which would cost more.
     """
     for block in BLOCKS:
         if length % block == 0:

@@ -8,8 +8,8 @@ and types the results by hand. It is the only place in this package with `check_
 The types are right, because on each device the function computes with only this device's values:
 
 - It contains no collective and does not ask for the device's index. So its results can vary only
-  over the axes over which an argument varies, and they get this type. A function that names a mesh
-  axis is refused.
+  over the axes over which an argument varies, and the results get this type. A function that names
+  a mesh axis is refused.
 - JAX never differentiates the nested `shard_map`. JAX's rule would sum or divide gradients, because
   without types it cannot tell which values vary. The forward and the backward pass have one nested
   `shard_map` each, and a `custom_vjp` around both connects them.

@@ -38,7 +38,8 @@ class Experts(NamedTuple):
       weights: `gate` and `up` `[E/N, D, F]`, and `down` `[E/N, F, D]`.
       num_experts: The number of all experts, `E`.
       axes: The bound mesh axes that the experts are divided over.
-      tokens_differ: Whether tokens differ along these axes, so that they are sent to their experts.
+      tokens_differ: Whether tokens differ along these axes. If they do, they are sent to their
+        experts.
     """
 
     weights: tuple[jax.Array, jax.Array, jax.Array]
@@ -123,13 +124,14 @@ def compute_dropless(
 
     Communication:
       If tokens are sent and the backend has a ragged all-to-all: one before the experts and one
-      after them, and the same backward. With equal load, a device sends `(N - 1) / N` of
+      after them, and two more backward. With equal load, a device sends `(N - 1) / N` of
       `K B/data S D` elements in each. Each device gathers the `E` counts of all devices too. The
       receive buffer has room for the worst case, in which one device gets all possible choices.
 
       If the backend has no ragged all-to-all: an all-gather of the tokens, their choices and gates,
-      and a reduce-scatter of the results. Backward each of them becomes the other. A device sends
-      `N - 1` times its `B/data S D` elements in each.
+      and a reduce-scatter of the results. Backward the all-gather becomes a reduce-scatter, and the
+      reduce-scatter becomes an all-gather. In each of them a device sends `N - 1` times its
+      `B/data S D` elements.
     """
     B, S, D = x_BSD.shape
     K = chosen_BSK.shape[-1]

@@ -83,7 +83,7 @@ def route(
         win.
       group_score: The score of a group: the sum of its two best experts' scores (`"best_two"`), or
         its best expert's score (`"best"`). In both cases the bias is added to the experts' scores.
-      mask_BS: `bool[B, S]`, which tokens are routed; `None` for all of them.
+      mask_BS: `bool[B, S]`, which tokens are routed; `None` for all tokens.
 
     Returns:
       The choices. With `top_k > 1` and `normalize` the gates of a token sum to `scale`. A single

@@ -156,7 +156,7 @@ class Cut:
 
     @property
     def layers_permute(self) -> bool:
-        """Whether the layers, or the values computed for them, contain a permute."""
+        """Whether the layers, or the computations of their inputs, contain a permute."""
         body = self._layers.eqn.params["jaxpr"].jaxpr
         return self.sides.permutes or self._weights.permutes or permutes(body)
 

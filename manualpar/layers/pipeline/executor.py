@@ -90,7 +90,7 @@ class PipelineRun:
         """Adds up the gradients of all microbatches.
 
         Args:
-          loss: The loss of a microbatch, times its number of examples.
+          loss: Computes the loss of a microbatch times the microbatch's number of examples.
           params: The pair of a stage's trained and frozen parameters; boxes are allowed. All
             parameters vary over the axes of the batch. Stacked parameters are `[L/S, ...]`, in the
             order in which `exchange_layers` returns the layers.

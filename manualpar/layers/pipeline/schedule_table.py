@@ -81,7 +81,7 @@ class Table:
         `forward_slot` (the slot of the chunk's input); `is_first` and `is_last` (whether the F is
         of the first or last chunk of all stages); `last_gradient_slot` (the slot into which the F
         of the last chunk puts its gradient). `backward_microbatch`, `backward_chunk`,
-        `backward_slot` of the chunk's input, `gradient_slot` of its output's gradient,
+        `backward_slot` of the chunk's input, `gradient_slot` of the chunk output's gradient,
         `backward_is_first`. `arriving_slot` and `arriving_gradient_slot`, where the hop of the tick
         puts the arriving values.
       activation_slots: The number of slots that a device needs for inputs of chunks.

@@ -230,7 +230,7 @@ class StageWork:
         return state._replace(gradients=gradients, sums=_put(state.sums, sums), results=results)
 
     def _backward(self, state: _State, row: _Row) -> tuple[_State, list[Any]]:
-        """Runs the backward pass of a chunk, and after the first chunk that of the prefix."""
+        """Runs a chunk's backward pass, and after the first chunk the prefix's backward pass."""
         mine = row.mine
         loss, cut, types = self.loss, self.loss.cut, self.loss.types.inexact
         others = self._others(mine["backward_microbatch"])

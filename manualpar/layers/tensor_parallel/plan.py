@@ -77,14 +77,14 @@ def tensor_parallel(
       sequence: Whether activations between the layers, `[B, S, D]`, are split over `axis` along
         the sequence, dim -2 (Korthikanti et al., https://arxiv.org/abs/2205.05198).
       overlap: `"ring"` (only with `sequence`): products of `nn.Dense` and `nn.DenseGeneral` over
-        their last dims send while they compute, see `manualpar.layers.ring`.
+        the input's last dims send while they compute, see `manualpar.layers.ring`.
       verify: Whether building a program refuses operations of the model that are wrong on shards,
         such as a norm over split features; see `plan_check`. The loss is not checked this way,
         because types show its errors.
 
     Returns:
       The model for any builder of a program. Outside of a `shard_map` that binds `axis` its `init`
-      and `apply` do the same as the given model's.
+      and `apply` do the same as the `init` and `apply` of the given model.
 
     Raises:
       TypeError: An argument is of the wrong kind.
@@ -212,7 +212,7 @@ class TensorParallelInterface(LinenModel):
         return _split_param(self.planned, f"{path}/kernel", kernel)
 
     def check(self, trace: Callable[[Any], None]) -> None:
-        """Compares the calls of the loss on shards with its calls on whole arrays."""
+        """Compares the loss's calls of the model on shards with these calls on whole arrays."""
         if self.planned.verify:
             trace(dataclasses.replace(self, is_checked=True))
 

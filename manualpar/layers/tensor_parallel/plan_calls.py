@@ -288,9 +288,9 @@ def overridden(module: nn.Module, **methods: Any) -> Iterator[None]:
 def replace_features(
     module: nn.Module, style: Style, size: Callable[[int], int]
 ) -> contextlib.AbstractContextManager[None]:
-    """Replaces the features of an `nn.DenseGeneral` that reshapes its bias, as a context manager.
+    """Replaces the features of an `nn.DenseGeneral`, as a context manager.
 
-    Other modules stay unchanged.
+    An `nn.DenseGeneral` reshapes its bias to these features. Other modules stay unchanged.
     """
     if not (isinstance(style, Column) and isinstance(module, nn.DenseGeneral)):
         return contextlib.nullcontext()

@@ -9,7 +9,7 @@ on whole arrays, see `shard_operations`. If the plan names a module of the user,
 is checked too, because a Row must be linear after its product.
 
 Invariant: values of the same shape in both programs are equal, and values of different shapes are
-shards, because every operation before them was right.
+shards, because all earlier operations were right.
 """
 
 import itertools

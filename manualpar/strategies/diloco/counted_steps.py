@@ -2,7 +2,8 @@
 
 A state counts its steps, so a restored or adopted state continues at its step. The host would wait
 for the device if it read this counter in each step. So the host counts too, and knows the step
-number of the state that the latest call returned. It reads the counter only from other states.
+number of the state that the latest call returned. The host reads the counter only from other
+states.
 """
 
 import functools

@@ -72,9 +72,9 @@ def mean_collections(
 ) -> Any:
     """Reduces the replicas' collections over the replicas with `sync_collections`.
 
-    A variable without a rule is equal on all devices of a replica after a step. The replicas may
-    have different values of the variable. Its mean over the replicas is taken if it has a
-    floating-point dtype, and its maximum if it has an integer dtype.
+    A variable without a rule is equal on all devices of a replica after a step. Between replicas it
+    differs at most because of random numbers. So the replicas' mean is taken if the variable is
+    floating-point, and the replicas' maximum if the variable is an integer.
 
     Communication:
       One all-reduce over `axes` for each leaf.

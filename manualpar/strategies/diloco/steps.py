@@ -127,7 +127,7 @@ class ReplicaSteps:
         return to_replica(replica, self.axes), sync_metrics(metrics, self.axes)
 
     def outer_step(self, fragment: int, state: TrainState) -> TrainState:
-        """Takes an outer step for a fragment, which makes it equal on all replicas."""
+        """Takes an outer step for a fragment, which makes the fragment equal on all replicas."""
         return self._apply(fragment, state, *self._exchange(fragment, state), None)
 
     def overlapped_outer_step(
