@@ -83,7 +83,7 @@ class SplitDense(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array | Chunks) -> Any:
-        """Sums over the last dims of `x`.
+        """Multiplies the last dims of `x` by the kernel, and adds the bias, if any.
 
         Args:
           x: For a column-parallel product the result of `enter` or `enter_ring`, `[..., D]`; for a

@@ -192,7 +192,7 @@ def _rows(x: jax.Array, num_dims: int) -> jax.Array:
 def multiply(
     parts: tuple[jax.Array, ...], kernel: jax.Array, contracted: int
 ) -> tuple[jax.Array, ...]:
-    """Multiplies every chunk with a kernel of the same dtype that varies over the same axes.
+    """Multiplies every chunk with a kernel; chunks and kernel have equal dtypes and varying axes.
 
     Gradient:
       Written by hand. The kernel's gradient is one product over the whole sequence, as if the

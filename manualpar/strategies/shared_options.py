@@ -45,12 +45,12 @@ class ParameterShardingOptions(StateShardingOptions, total=False):
     Attributes:
       reshard_after_forward: Whether gathered parameters are dropped after the forward pass and
         gathered again for the backward pass (the default), or kept until the backward pass.
-      communicate_every: `"minibatch"` (the default) gathers and scatters in each minibatch: a
-        device holds only the layers that it computes. `"step"` gathers once and scatters once: a
-        device holds all parameters and all gradients during the step. `"gather-step"` gathers once
-        and scatters in each minibatch: a device holds all parameters and its shard of the
-        accumulated gradients. `"step"` and `"gather-step"` keep the parameters and ignore
-        `reshard_after_forward`.
+      communicate_every: `"minibatch"` (the default) gathers and scatters in each minibatch, so a
+        device has only the gathered layers that it computes. `"step"` gathers once and scatters
+        once, so a device has all parameters and all gradients during the step. `"gather-step"`
+        gathers once and scatters in each minibatch, so a device has all parameters and its shard of
+        the accumulated gradients. `"step"` and `"gather-step"` keep the gathered parameters and
+        ignore `reshard_after_forward`.
       keep_gathered: The names of parameters or modules (`("head",)` for `head/kernel`) that are
         gathered once in each minibatch and kept until the backward pass. These parameters ignore
         `reshard_after_forward`. Use the option for the last layer, because the backward pass begins

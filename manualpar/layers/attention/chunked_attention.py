@@ -130,7 +130,7 @@ def attend_from_half_blocks(
 
 
 def _pairs_of_devices(devices: int, half: int, size: int, window: int | None) -> np.ndarray:
-    """Returns the pairs of each device, `[C, P, 2]`; a half-block has `half` positions."""
+    """Returns each device's pairs of blocks, `[C, P, 2]`; a half-block has `half` positions."""
     keys, lists = spans(2 * devices * half, size), []
     for device in range(devices):
         halves = [spans(half, size, block * half) for block in (device, 2 * devices - 1 - device)]

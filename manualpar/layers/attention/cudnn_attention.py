@@ -28,7 +28,7 @@ FIRST, LARGE = 8, 9
 
 
 def cudnn_misfit(query: jax.Array, key: jax.Array, documents: jax.Array | None) -> str | None:
-    """Says why the kernel cannot run on some arrays here; `None` if it can.
+    """Says why the kernel cannot run on these arrays on this process's GPU; `None` if it can run.
 
     This process's GPU decides, because JAX traces the kernel only where cuDNN is installed.
     """

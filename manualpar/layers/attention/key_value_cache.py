@@ -111,7 +111,7 @@ def attend_to_kept(
     past: Past,
     scoring: Scoring,
 ) -> jax.Array:
-    """Attends from one new token of each row to the cache and to itself.
+    """Attends from one new token of each row to the cache and to the token itself.
 
     Args:
       query: `[B, 1, N, H]`, rotated.

@@ -150,7 +150,7 @@ class _Here:
         return attend(sums, queries, keys, pairs, self.scoring)
 
     def differentiate(self, queries: Queries, seen: Seen, keys: Keys, pairs: Pairs) -> Any:
-        """Computes the gradient of the queries, and the stacked gradients of keys and values."""
+        """Computes what `pairs` add to the gradients of queries, and of stacked keys and values."""
         if self.by_kernel:
             is_causal = pairs is self.causal_pairs
             of_query, *of_pair = attend_part_backward(

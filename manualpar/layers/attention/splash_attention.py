@@ -37,7 +37,7 @@ LONGEST_FUSED = 4096
 
 
 def splash_misfit(query: jax.Array, key: jax.Array) -> str | None:
-    """Says why the kernel cannot run on some arrays on a TPU; `None` if it can.
+    """Says why the kernel cannot run on these arrays on a TPU; `None` if it can run.
 
     The kernel accepts all lengths and head sizes. It has been compiled for heads of 8 to 256
     features.
@@ -144,7 +144,7 @@ def _attend(
     soft_cap: float | None,
     interpret: bool,
 ) -> jax.Array:
-    """Attends on one device."""
+    """Runs the kernel on one device."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 

@@ -139,7 +139,7 @@ class MoE(nn.Module):
 
     @nn.compact
     def __call__(self, x_BSD: jax.Array, mask_BS: jax.Array | None = None) -> jax.Array:
-        """Computes the tokens of some sequences.
+        """Computes the experts' outputs for the tokens of some sequences.
 
         Args:
           x_BSD: `[B/data, S, D]`; with `sequence` and a model axis `[B/data, S/model, D]`.

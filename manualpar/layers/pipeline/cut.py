@@ -63,7 +63,7 @@ def check_divides(length: int, num_stages: int, chunks: int) -> None:
 
 
 class LossPiece:
-    """The part of a program that some values need.
+    """The part of a program that computes some values.
 
     Attributes:
       reads: The indices of the program's inputs that the piece reads.

@@ -30,7 +30,7 @@ def sent_in_round(num_stages: int, chunks: int, index: int) -> list[int]:
 
 
 def exchange(x: Any, axis: str, chunks: int, *, back: bool = False) -> Any:
-    """Sends stored layers to the stages that run them, or gradients back.
+    """Sends stored layers to the stages that run them, or sends gradients back.
 
     Args:
       x: `[L/S, ...]`, the contiguous layers that this stage stores; with `back` the layers that

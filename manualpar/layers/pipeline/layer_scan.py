@@ -136,7 +136,7 @@ class _Walk:
             self.reads += [(i, "the caller, as a result of the loss") for i in self.origin(v)]
 
     def origin(self, variable: Any) -> frozenset[int]:
-        """Returns the parameters from which a value is computed layer by layer; may be empty."""
+        """Returns the indices of the parameters from which a value is computed layer by layer."""
         found = None if isinstance(variable, Literal) else self._origins.get(variable)
         return found or frozenset()
 

@@ -109,7 +109,7 @@ class Table:
         return self.gradient_slots > 0
 
     def is_run(self, row: str, *, together: bool = False) -> np.ndarray:
-        """Returns `bool[T, S]`: a row has an entry; with `together`, any stage has an entry."""
+        """Returns where a row has an entry, `bool[T, S]`; with `together`, for any stage."""
         is_run = self.rows[row] > NOTHING.get(row, -1)
         return is_run | (together & is_run.any(axis=1, keepdims=True))
 

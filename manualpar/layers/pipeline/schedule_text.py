@@ -6,7 +6,7 @@ from manualpar.layers.pipeline.schedule_table import Table
 
 
 def describe_schedule(table: Table, *, width: int = 100) -> str:
-    """Draws a table below a summary of its bubble and its slots.
+    """Draws a table, below a summary of the table's bubble and slots.
 
     A number is a microbatch. If a stage has several chunks, a letter after the number is the chunk.
     `a` is the chunk nearest to the input of the model.

@@ -304,7 +304,7 @@ class StageWork:
         return [*self._collections, *read(self._parts, microbatch)]
 
     def _index(self, chunk: Any) -> Any:
-        """Returns the index among all stages' chunks of one of this stage's chunks."""
+        """Returns the index of a chunk of this stage among the chunks of all stages."""
         return jnp.maximum(chunk, 0) * self._table.num_stages + self._stage
 
     def _pick(self, numbers: Sequence[int]) -> dict[int, Any]:

@@ -103,7 +103,7 @@ class Pipeline:
     def on_mesh(
         self, mesh: Mesh, strategy: Strategy, placements: Any, num_minibatches: int
     ) -> PipelineRun:
-        """Makes the run of the schedule on a mesh, see `manualpar.core.modes.strategy.Stages`.
+        """Makes the `PipelineRun` for a mesh, see `manualpar.core.modes.strategy.Stages`.
 
         Raises:
           ValueError: `keep_gathered` names a parameter of the layers, or the schedule has more than

@@ -146,7 +146,7 @@ class PlannedCalls:
     def _overlaps(self, module: nn.Module, x: Any) -> bool:
         """Returns whether to send a module's product while it is computed.
 
-        This works for flax's own products over the last dims.
+        This is possible only for flax's own products over the last dims.
         """
         if self._overlap == "none" or not isinstance(module, nn.Dense | nn.DenseGeneral):
             return False

@@ -216,7 +216,7 @@ class _WholeCalls:
 
 
 def _without_sequence(module: nn.Module) -> dict[str, Any]:
-    """Returns the fields that stop a layer of this package, such as `MoE`, splitting sequences."""
+    """Returns field values by which a layer of this package, such as `MoE`, splits no sequence."""
     if type(module).__module__.split(".")[0] != __name__.split(".")[0]:
         return {}
     return {name: value for name, value in _WHOLE_SEQUENCES.items() if hasattr(module, name)}

@@ -23,7 +23,7 @@ from manualpar.layers.tensor_parallel.plan_styles import Column, Row, Style, Voc
 
 
 class DerivedPlan(dict[str, Style]):
-    """A plan, styles by module path.
+    """A plan that has the style of each module under the module's path.
 
     Attributes:
       whole: The path of each parameter that the rules split but the plan does not, with the reason.

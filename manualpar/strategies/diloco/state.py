@@ -78,7 +78,7 @@ class DiLoCoState:
         return self.outer_tx.init(partition(self.placements, params)[0])
 
     def create(self, rng: jax.Array) -> TrainState:
-        """Makes the initial state, padded."""
+        """Makes the padded initial state."""
         inner_state = self.inner.create(rng)
         unpadded = self._unpadded(inner_state.params)
         paddings = [place.padding for place in jax.tree.leaves(self.opt_placements)]
