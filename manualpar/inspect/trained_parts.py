@@ -1,4 +1,4 @@
-"""How much of a program is trained, and what training costs: arrays, bytes stored, bytes sent."""
+"""Counts a program's trained parameters and the costs of training: arrays, bytes stored and sent."""
 
 import math
 from collections.abc import Iterable
