@@ -25,7 +25,7 @@ Finding = TypeVar("Finding")
 
 
 class Around(NamedTuple):
-    """The surroundings of an equation: mesh axes of each `shard_map`, and its runs in a step.
+    """The surroundings of an equation: the mesh axes of each `shard_map`, and its runs in a step.
 
     The compiler spreads the equation's values over `spread` devices. Outside of `shard_map` these
     are all devices. Inside, where shapes are per device, they are the devices along the axes that

@@ -141,9 +141,10 @@ def outer_step_bytes(
     """Predicts the bytes that a device sends for parameters in outer steps.
 
     A trained parameter has `P` elements, and its optimizer state is sharded over `S` devices. For
-    the mean of the differences between `R` replicas and this parameter a device sends `2 b (P / S)
-    (R - 1) / R` bytes; or, quantized, `2 c(P / S / R) (R - 1)`, if this is less. If the parameter
-    itself is replicated within a replica, its new value is gathered there: `b P (S - 1) / S`.
+    the mean difference between `R` replicas and this parameter a device sends
+    `2 b (P / S) (R - 1) / R` bytes; or, quantized, `2 c(P / S / R) (R - 1)`, if this is less. If
+    the parameter itself is replicated within a replica, its new value is gathered there:
+    `b P (S - 1) / S`.
 
     Args:
       program: The program that `diloco` returns.

@@ -97,7 +97,8 @@ def step_memory(program: Program, *, platform: str = "tpu") -> Memory:
       platform: The platform of the compiler: `"tpu"` or `"cpu"`, see
         `manualpar.inspect.peak_memory`.
 
-    Returns: The bytes by class. `parameters`, `optimizer` and `batch` are exact;
+    Returns:
+      The bytes by class. `parameters`, `optimizer` and `batch` are exact;
       `benchmarks/planned_memory.py` measures the error of the other classes against XLA's
       allocations.
 

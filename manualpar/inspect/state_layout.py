@@ -41,9 +41,10 @@ def layout_table(program: Program) -> Table:
     Args:
       program: The program; it need be neither compiled nor initialised.
 
-    Returns: A `rich.table.Table` with a row for each parameter: shape, dtype, partition spec, bytes
-      on a device. After the spec the row gives the spec of the gradient and the optimizer's state,
-      if this spec differs; the axes that split the parameter for a model that computes with its
+    Returns:
+      A `rich.table.Table` with a row for each parameter: shape, dtype, partition spec, bytes on a
+      device. After the spec the row gives the spec of the gradient and the optimizer's state, if
+      this spec differs; the axes that split the parameter for a model that computes with its
       shards; and the axes whose devices share its entries. Then comes the reason why the strategy
       has sharded the parameter over the data axes along this dimension ("whole tiles", "largest",
       "only one that divides", "annotated"), or why it has not. A frozen parameter is marked

@@ -1,4 +1,4 @@
-"""Counts a program's trained parameters and the costs of training: arrays, bytes stored and sent."""
+"""Counts a program's trained and frozen arrays, their stored bytes, and the bytes sent for them."""
 
 import math
 from collections.abc import Iterable

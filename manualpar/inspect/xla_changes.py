@@ -270,7 +270,7 @@ def hlo_dtype(dtype: Any) -> str:
 
 
 def _family(purpose: str) -> str:
-    """Returns the purpose as far as XLA keeps it; it keeps the name of any of equal gathers."""
+    """Returns the purpose as far as XLA keeps it; of equal gathers, it keeps any one name."""
     return GATHER_SCOPE if purpose == REGATHER else purpose
 
 
