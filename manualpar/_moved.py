@@ -1,7 +1,8 @@
-"""Old names of modules and of their members, which work for one more release, with a warning.
+"""Keeps old names of modules and of their members usable for one more release, with a warning.
 
-`import manualpar.pretrained` imports the module `manualpar.models.pretrained` itself, and the same
-holds for the modules below it. Remove an entry of `MOVED` in the release after the module's move.
+`import manualpar.pretrained` gives the module object of `manualpar.models.pretrained`. Old names of
+the modules below it give the new modules. Remove an entry of `MOVED` in the release after the
+module's move.
 """
 
 import functools
@@ -14,7 +15,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# Without `manualpar.`
+# Old name of a module -> new name, both without `manualpar.`
 MOVED = {
     "checkpoints": "training.checkpoints",
     "cluster": "system.cluster",
@@ -47,7 +48,7 @@ MOVED = {
     "usage": "errors",
     "watching": "training.monitoring",
 }
-# A module's present name -> the names of members that it had, and the members' full names.
+# Present name of a module -> old names of its members -> present full names of these members.
 RENAMED = {
     "core.modes.strategy": {
         "Mode": "core.modes.strategy.ModeName",
@@ -59,7 +60,7 @@ RENAMED = {
     },
 }
 PACKAGE = "manualpar."
-# Folders that are gone, with modules in `MOVED`.
+# Removed folders whose modules are in `MOVED`.
 GONE = frozenset({"modes", "sharding"})
 
 
@@ -73,7 +74,7 @@ def new_name(name: str) -> str:
 
 
 def import_moved(name: str) -> types.ModuleType:
-    """Imports a module that has moved, by its old name without `manualpar.`.
+    """Imports a module that has moved; `name` is its old name without `manualpar.`.
 
     Raises:
       AttributeError: No module had that name.
@@ -112,16 +113,16 @@ class MovedFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return importlib.machinery.ModuleSpec(fullname, self, is_package=is_gone)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType | None:
-        """Returns the module of the new name, with a warning; an empty one for a folder."""
+        """Warns, and returns the module of the new name; `None` (an empty module) for a folder."""
         if not (name := new_name(spec.name)):
             return None
         _warn(spec.name, name)
         module = importlib.import_module(name)
-        spec.loader_state = module.__spec__  # The import system is about to replace it.
+        spec.loader_state = module.__spec__  # The import system will replace `__spec__`.
         return module
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """Restores the module's own spec."""
+        """Restores the spec that the module has under its new name."""
         spec = module.__spec__
         if spec is not None and spec.loader_state is not None:
             module.__spec__ = spec.loader_state
@@ -130,7 +131,8 @@ class MovedFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 def find_old_names() -> None:
     """Makes old names importable."""
     if not any(isinstance(finder, MovedFinder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, MovedFinder())  # First, or a folder's own files are imported twice.
+        # The first finder, because other finders would import the files of a moved folder again.
+        sys.meta_path.insert(0, MovedFinder())
     for name, renamed in RENAMED.items():
         module = importlib.import_module(PACKAGE + name)
         vars(module)["__getattr__"] = functools.partial(_renamed, module, renamed)

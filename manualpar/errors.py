@@ -2,9 +2,9 @@
 
 A user's mistake on a command line is answered by one sentence and exit code 2, without a traceback.
 
-`import manualpar` needs none of the optional packages. Extras install them: `pip install
-'manualpar[train]'`. A module that needs some calls `require` before it imports them, so that the
-error for a missing package is a sentence that says how to install it.
+`import manualpar` needs none of the optional packages. Extras install these packages: `pip install
+'manualpar[train]'`. A module that needs optional packages calls `require` before it imports them.
+Then the error for a missing package is a sentence that says how to install the package.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from typing import NoReturn
 USAGE_EXIT_CODE = 2
 FILES_EXIT_CODE = 6  # A file cannot be read or written, see `training.exit_codes`.
 INTERRUPTED_EXIT_CODE = 130  # Ctrl-C.
-# A word in the note that JAX adds to errors about their shortened traceback.
+# JAX adds a note about the shortened traceback to errors. The note contains this word.
 JAX_NOTE = "JAX_TRACEBACK_FILTERING"
 OUR_FOLDERS = (Path(__file__).parent, Path(__file__).parents[1] / "experiments")
 LIBRARIES = tuple(
@@ -31,7 +31,7 @@ class UsageError(Exception):
 
 
 def describe_mistake(error: Exception) -> str:
-    """Writes an error in one sentence, with the line of the user's code that raised it, if any."""
+    """Describes an error in one sentence, with the line of the user's code that caused it."""
     where = ""
     for frame in traceback.extract_tb(error.__traceback__):
         if _is_inside(frame.filename, *OUR_FOLDERS):
@@ -48,7 +48,7 @@ def _is_inside(path: str, *folders: Path) -> bool:
 
 
 class OneSentenceParser(argparse.ArgumentParser):
-    """A parser that says what is wrong in one line, and ends with exit code 2."""
+    """A parser that prints a usage error in one line, and ends the process with exit code 2."""
 
     def error(self, message: str) -> NoReturn:
         """Ends the process."""
@@ -56,7 +56,7 @@ class OneSentenceParser(argparse.ArgumentParser):
 
 
 def print_error(error: object) -> None:
-    """Prints an error to standard error, without a traceback, unprintable characters escaped."""
+    """Prints an error to standard error without a traceback; escapes unprintable characters."""
     print("\n".join(map(printable, f"error: {error}".split("\n"))), file=sys.stderr)
 
 
@@ -65,7 +65,7 @@ def printable(text: object) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(text))
 
 
-# The extra that installs a module, and the name of the module's distribution.
+# Module -> the extra that installs it, and the name of its distribution.
 MODULES = {
     "grain": ("train", "grain"),
     "ml_collections": ("train", "ml-collections"),
@@ -90,7 +90,7 @@ TRAIN = tuple(module for module, (extra, _) in MODULES.items() if extra == "trai
 class MissingExtraError(ImportError, ValueError):
     """A package is not installed; the message names the extra that installs it.
 
-    It is a `ValueError` too because commands show a `ValueError` as one sentence.
+    The class inherits from `ValueError` because commands show a `ValueError` as one sentence.
     """
 
 
@@ -98,11 +98,11 @@ def require(user: str, *modules: str) -> None:
     """Checks that optional modules are installed, without importing them.
 
     Args:
-      user: The subject of the sentence, which needs the modules.
+      user: The name of what needs the modules; the message begins with it.
       *modules: Names from `MODULES`, all of one extra.
 
     Raises:
-      MissingExtraError: One is not installed.
+      MissingExtraError: One of the modules is not installed.
     """
     missing = [module for module in modules if importlib.util.find_spec(module) is None]
     if missing:

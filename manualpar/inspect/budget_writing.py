@@ -2,8 +2,8 @@
 
 The numbers of a traced step are the same on every machine and with every supported version of jax
 and flax, so they are written exactly. The numbers of a compiled step vary, so their limits are
-higher: from jax 0.10.0 to 0.10.2 the temporaries of `configs/fsdp_lm.py` grew from 28.6 to 32.7
-MiB.
+higher. For example, the temporaries of `configs/fsdp_lm.py` grew from 28.6 MiB with jax 0.10.0 to
+32.7 MiB with jax 0.10.2.
 """
 
 import math
@@ -34,13 +34,14 @@ _HEADER = re.compile(r"((?:^[ \t]*(?:#.*)?\n)*^[ \t]*\[.*\n?)", re.MULTILINE)
 
 
 def budget_text(name: str, ledger: Json, earlier: Budget | None = None) -> str:
-    """Writes the numbers of a ledger as the tables of a program in TOML.
+    """Writes the numbers of a ledger as the TOML tables of a program.
 
-    They limit all known totals, the bytes and collectives of every purpose, and the bytes of all
-    axes and modules. Modules whose names differ only in a number, such as the layers of a model,
-    share a line if they send the same. The bytes and collectives of the compiled step are limited
-    if the compiler inserts the collectives, or if the `earlier` budget limits them. If nothing was
-    compiled, the earlier budget's limits on the compiled step are kept.
+    The tables limit all known totals, the bytes and collectives of every purpose, and the bytes of
+    all axes and modules. Modules whose names differ only in a number, such as the layers of a
+    model, share a line if they send the same number of bytes. The bytes and collectives of the
+    compiled step are limited if the compiler inserts the collectives, or if the `earlier` budget
+    limits these numbers. If nothing was compiled, the earlier budget's limits on the compiled step
+    are kept.
     """
     measured = amounts(ledger)
     lines = [f"[{quoted(name)}]", f"devices = {math.prod(ledger['mesh'].values())}"]
@@ -76,7 +77,7 @@ def budget_text(name: str, ledger: Json, earlier: Budget | None = None) -> str:
 
 
 def replace_budget(text: str, name: str, budget: str) -> str:
-    """Puts the text of `budget_text` into a file, in place of the program's earlier budget.
+    """Puts the result of `budget_text` into a file's text, in place of the program's old budget.
 
     The other budgets and all comments above budgets stay.
 

@@ -1,16 +1,16 @@
 """Budgets: upper limits for the bytes and operations of a step, in a file under version control.
 
-A budget holds some numbers of an older ledger. A newer ledger is tested against it: a number above
-its limit is an error. The file is TOML with a table for each program. Every number is an upper
-limit for one device in one step:
+A budget holds some numbers of an older ledger. A newer ledger is checked against the budget. A
+number above its limit is an error. The file is TOML with a table for each program. Every number is
+an upper limit for one device in one step:
 
     [fsdp]
-    devices = 8                  # the limits are for this number; others are refused
+    devices = 8                  # steps on more or fewer devices are refused
     bytes = 3_022_180            # sent by the traced step; "2.9 MiB" is allowed, too
     collectives = 53             # run by the traced step
     flops = 40_000_000
     peak_memory = "1 MiB"        # of all classes together, see `manualpar.inspect.memory`
-    temporaries = 900_000        # of the compiled step, as are the next two
+    temporaries = 900_000        # of the compiled step, like the next two limits
     compiled_bytes = 3_100_000
     compiled_collectives = 60
 
@@ -42,7 +42,7 @@ from manualpar.errors import UsageError
 from manualpar.inspect.ledger_difference import Json, Sent, name_module, sent_by, totals
 from manualpar.inspect.scope_parsing import OTHER
 
-# Limits on the whole step -> their names among the totals of a ledger.
+# Name of a limit on the whole step -> name of this number in the totals of a ledger.
 TOTALS = {
     "bytes": "bytes sent",
     "collectives": "collectives",
@@ -53,7 +53,7 @@ TOTALS = {
     "compiled_collectives": "compiled: collectives",
 }
 COMPILED = ("temporaries", "compiled_bytes", "compiled_collectives")
-# Groups of other limits -> the quantities that they may limit.
+# Group of other limits -> the quantities that it may limit.
 QUANTITIES = {
     "purposes": ("bytes", "collectives"),
     "axes": ("bytes", "collectives"),
@@ -98,14 +98,14 @@ class BudgetKey(NamedTuple):
 
 
 class Budget(NamedTuple):
-    """Upper limits for a program's numbers, and the device count they hold for, if any."""
+    """Upper limits for a program's numbers on `devices` devices (`None`: on any number)."""
 
     name: str
     devices: int | None
     limits: Mapping[BudgetKey, int]
 
     def most(self, quantity: str) -> int | None:
-        """Returns the limit on the whole step; `None` if there is none."""
+        """Returns a quantity's limit for the whole step; `None` if there is no such limit."""
         return self.limits.get(BudgetKey("", "", quantity))
 
 
@@ -155,7 +155,7 @@ def parse_budgets(text: str, source: object) -> dict[str, Budget]:
 
 
 def budget_for(budgets: Mapping[str, Budget], name: str, source: object) -> Budget:
-    """Returns the budget of a program; refuses a file without it."""
+    """Returns the budget of a program; refuses a file without this budget."""
     if name not in budgets:
         nearest = f"; the nearest one is [{_nearest(name, budgets)}]" if budgets else ""
         raise BudgetError(
@@ -188,7 +188,7 @@ def check_budget(budget: Budget, ledger: Json, source: object) -> Verdict:
         if not found:
             unchecked.append(str(key))
         elif not over:
-            # The largest of the matched modules shows how far the limit could come down.
+            # The largest number of the matched modules is the lowest limit that holds.
             name, amount = max(found, key=lambda item: item[1])
             of = f" of {name_module(name)}" if key.group == "modules" else ""
             if most > SLACK * amount:
@@ -234,7 +234,7 @@ def quoted(name: str) -> str:
 
 
 def whole(amount: float) -> int:
-    """Rounds up, so that a limit written from a fraction of a byte still holds."""
+    """Rounds up to an integer, because a limit must not be below a fraction of bytes."""
     return math.ceil(amount - 1e-6)
 
 
@@ -298,13 +298,13 @@ def _no_such_name(key: BudgetKey, measured: Iterable[BudgetKey]) -> str:
 
 
 def _offenders(budget: Budget, limit: BudgetKey, ledger: Json) -> str:
-    """Names the modules to look at: modules above their own limits, or else the largest."""
+    """Names the modules to look at: above their limits or without limits, else the largest."""
     if limit.quantity in ("peak_memory", "temporaries"):
         classes = ledger["memory"] or {}
         return _most_of_it({name: size for name, size in classes.items() if name != "peak"})
     is_compiled = limit.quantity in COMPILED
     collectives = (ledger["compiled"] if is_compiled else ledger)["collectives"]
-    if is_compiled:  # XLA keeps no axes, and most modules.
+    if is_compiled:  # XLA keeps no axes, but most modules.
         collectives = [{**x, "axes": ""} for x in collectives if "module" in x]
     if limit.group:
         collectives = [x for x in collectives if x[FIELDS[limit.group]] == limit.name]
@@ -327,7 +327,7 @@ def _offenders(budget: Budget, limit: BudgetKey, ledger: Json) -> str:
 
 
 def _of_modules(numbers: Mapping[BudgetKey, int], quantity: str) -> dict[str, int]:
-    """Returns the numbers of modules by their names, and drops all others."""
+    """Returns one quantity of each module, by the module's name."""
     return {key.name: n for key, n in numbers.items() if key[::2] == ("modules", quantity)}
 
 

@@ -1,14 +1,13 @@
-"""Lists the collectives of a traced step, how often each runs, and the bytes that it sends.
+"""Lists the collectives of a traced step, how often each runs, and the bytes that each sends.
 
 The jaxpr of a program contains exactly the collectives that were written. XLA may still merge them,
 move them out of loops, or drop collectives with an unused result. Outside `shard_map`, and along
-axes that are left to XLA, it inserts other collectives. `manualpar.inspect.compiled` reads the
-collectives of the compiled program.
+axes that are left to the compiler, XLA inserts other collectives. `manualpar.inspect.compiled`
+reads the collectives of the compiled program.
 
 Bytes are the bytes that one device sends to its neighbour with ring algorithms on `N` devices
-(Thakur et al., https://doi.org/10.1177/1094342005051521). A tuple of axes is one ring over the
-product of the axes. They are exact fractions, because `(N - 1) / N` of an operand need not be an
-integer.
+(Thakur et al., https://doi.org/10.1177/1094342005051521). The devices of a tuple of axes form
+one ring. Bytes are exact fractions, because `(N - 1) / N` of an operand need not be an integer.
 
 No collective is left out silently. A primitive that names a mesh axis is a collective with a
 formula, or is known to send nothing, or is refused. Copies between devices inside a Pallas kernel
@@ -65,9 +64,9 @@ class Collective:
       axis_size: The number of devices that the axes span together.
       shape: The operand's shape on one device.
       times: How many times a step runs the collective.
-      scope: The `jax.named_scope`s and transformations around it, outermost first.
+      scope: The `jax.named_scope`s and transformations around the collective, outermost first.
       root: The name of the top module, `""` if it is not known.
-      data_axes: The mesh axes that split the batch, none if they are not known.
+      data_axes: The mesh axes that split the batch; empty if they are not known.
     """
 
     kind: Kind
@@ -121,10 +120,11 @@ class Collective:
 def ring_bytes(kind: Kind, operand_bytes: int, group_size: int) -> Fraction:
     """Returns the bytes that each device of a ring of `N = group_size` sends for one collective.
 
-    In an all-gather a device sends `N - 1` operands (each the operand of one device), in a
-    reduce-scatter `(N - 1) / N` of its operand, and in an all-reduce `2 (N - 1) / N`. In an
-    all-to-all it sends `(N - 1) / N`, the part for the other devices. In a permutation it sends one
-    operand, whatever the distance. In a ring of one device it sends nothing.
+    In an all-gather a device sends `N - 1` operands (each the operand of one device). In a
+    reduce-scatter it sends `(N - 1) / N` of its operand, and in an all-reduce twice as much. In an
+    all-to-all it sends `(N - 1) / N` of its operand: the part for the other devices. In a
+    permutation it sends its operand once, whatever the distance. In a ring of one device it sends
+    nothing.
     """
     return _operands_sent(kind, group_size) * operand_bytes
 
@@ -160,10 +160,10 @@ def trace_collectives(
     Returns:
       A `Collective` for each operand of each collective, in the order of the program. A collective
       in a `scan` is listed once, with the scan's length as `times`. For a `cond`, the collectives
-      of the branch that sends the most bytes are listed (if equal, of the first).
+      of the branch that sends the most bytes are listed (if equal, of the first branch).
 
     Raises:
-      TypeError: `program` is neither of the two.
+      TypeError: `program` is neither the result of `trace` nor of `make_jaxpr`.
       ValueError: A `while` contains a collective, and `while_trips` does not give its number of
         rounds; or the bytes of a collective are not known here; or no `shard_map` binds the axis of
         a collective; or the stage does not exist.
@@ -190,7 +190,7 @@ def bytes_by_axes(collectives: Iterable[Collective]) -> dict[tuple[str, ...], Fr
 
 
 def total_bytes(collectives: Iterable[Any]) -> Fraction:
-    """Sums the bytes that a device sends in a step."""
+    """Sums the bytes that a device sends in a step for all collectives."""
     return sum((collective.bytes_sent for collective in collectives), Fraction(0))
 
 
@@ -277,10 +277,10 @@ class CollectiveReader(EquationReader[Collective]):
 def read_stage(
     caller: str, jaxpr: Jaxpr, around: Around = OUTSIDE, *, stage: int | None, **options: Any
 ) -> tuple[CollectiveReader, tuple[Collective, ...]]:
-    """Reads the collectives of a stage with a reader with `options`, and returns both.
+    """Reads a stage; returns the reader, which gets `options`, and the collectives.
 
     A program without a pipeline has one stage. With `stage=None` the stage that sends the most is
-    read (if equal, the first).
+    read (if equal, the first stage).
     """
 
     def read(stage: int) -> tuple[CollectiveReader, tuple[Collective, ...]]:

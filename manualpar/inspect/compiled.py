@@ -2,14 +2,15 @@
 
 In a plain `jax.jit` over sharded arrays XLA inserts the collectives. No jaxpr contains them: they
 appear when the program is compiled. XLA also changes collectives that the program writes: it merges
-several into one with several operands, moves others out of loops, and drops collectives with an
-unused result. This module reads the program that runs; `manualpar.inspect.communication` reads the
-program that was written. Both count bytes in the same way.
+several collectives into one with several operands, moves collectives out of loops, and drops
+collectives with an unused result. This module reads the program that runs;
+`manualpar.inspect.communication` reads the program that was written. Both count bytes in the same
+way.
 
 The text is specific to the backend. XLA:CPU turns collectives of bfloat16 into float32, so on the
-CPU read the dtype that is sent from the traced program. On a GPU a collective is a pair, a start
-and a done, which counts as one. This module does not see kernels that send by themselves, and
-callbacks on the host.
+CPU take the dtype of a collective from the traced program. On a GPU a collective is a pair of
+instructions, a start and a done. The pair counts as one collective. This module does not see the
+bytes that kernels send themselves, or callbacks on the host.
 """
 
 import dataclasses
@@ -41,10 +42,10 @@ KIND_OF_OPCODE: Mapping[str, Kind] = {
     "collective-permute": "permute",
 }
 
-# Opcodes whose bytes the text does not say, or for which there is no formula here.
+# Opcodes whose bytes the text does not contain, or for which this module has no formula.
 UNKNOWN_OPCODES = frozenset({"collective-broadcast", "ragged-all-to-all", "recv", "send"})
 
-# Prefix of the fusions that are XLA:TPU's reduce-scatter: an all-reduce and a slice.
+# XLA:TPU's reduce-scatter is a fusion of an all-reduce and a slice. Its name has this prefix.
 SCATTER_FUSION = "all-reduce-scatter"
 # The custom calls around a collective that XLA:TPU has fused with compute.
 FUSED_START, FUSED_DONE = "AsyncCollectiveStart", "AsyncCollectiveDone"
@@ -104,7 +105,7 @@ class Compiled:
 
     Attributes:
       aliased: The bytes of the results that reuse the memory of donated arguments.
-      temporaries: The bytes of everything else at the fullest moment.
+      temporaries: The bytes of arrays other than arguments and results, at the fullest moment.
       peak: The sum of arguments, results that are not aliased, and temporaries.
       flops: XLA's count of floating point operations. It includes elementwise operations, and
         counts the body of a loop once. `None` if the backend does not count.
@@ -187,25 +188,25 @@ def compiled_collectives(
 
 
 def ticks_of(instruction: Instruction) -> TickRuns | None:
-    """Returns the ticks of a pipeline in which a conditional runs, if its scope names them."""
+    """Returns the ticks of a pipeline in which a conditional runs, if its scope names the ticks."""
     if instruction.opcode != "conditional":
         return None
     return ticks_run(instruction.op_name.rpartition("/")[0])
 
 
 class Reading:
-    """Follows a computation that runs `times` times, and collects the collectives of its calls too.
+    """Collects the collectives of a computation that runs `times` times, and of all that it calls.
 
     A collective is one instruction, or a pair such as `all-gather-start` and `all-gather-done`, or
     XLA:TPU has *fused* it with compute. A fused collective is a fusion that ends in the custom call
     `AsyncCollectiveStart`, then products that each carry a part of the collective and hold a copy
-    of its instruction, then a fusion with `AsyncCollectiveDone`. All of these name one channel. A
-    subclass in the planner follows the same instructions with a clock
+    of its instruction, then a fusion with `AsyncCollectiveDone`. All of these instructions name one
+    channel. A subclass in the planner follows the same instructions with a clock
     (`manualpar.planner.tpu_timeline`).
 
     In the ticks of a pipeline a conditional counts once for each tick in which `stage` runs it. If
     `stage` is `None`, it counts once for each tick in which any stage runs it, because a clock
-    follows all stages together. `runs` is this number of ticks for the computation itself.
+    follows all stages together. `runs` is the number of ticks in which the computation itself runs.
     """
 
     reader = "compiled_collectives"  # The caller's name, for error messages.
@@ -233,27 +234,27 @@ class Reading:
         return total_bytes(self.collectives)
 
     def turn(self, name: str, turns: int | Fraction, runs: int | None = None) -> Self:
-        """Reads one turn of a loop that has `turns`, or a branch that runs in `runs` ticks."""
+        """Reads one of the `turns` turns of a loop, or a branch that runs in `runs` ticks."""
         times, runs = int(self.times * turns), self.runs if runs is None else runs
         return type(self)(self.module, name, times, stage=self.stage, runs=runs)
 
     def called(self, name: str) -> Self:
-        """Reads a computation that is called now."""
+        """Reads a computation that is called once."""
         return self.turn(name, 1)
 
     def add(self, inner: Self, turns: int | Fraction | None = None) -> None:
-        """Adds a called computation, or all `turns` of a loop, of which `inner` is one."""
+        """Adds a called computation, or `turns` turns of a loop; `inner` is one of the turns."""
         self.collectives += inner.collectives
 
     def begin(
         self, key: str, by: Instruction, inner: Instruction, found: CompiledCollective
     ) -> None:
-        """Begins a collective, the instruction `inner`, which another instruction may start."""
+        """Begins the collective `found`, which is the instruction `inner`; `by` starts it."""
         self.collectives.append(found)
         self.begun[key] = found
 
     def wait(self, key: str) -> None:
-        """Waits for a collective; in a loop the previous turn may have begun it."""
+        """Waits for a collective, which the previous turn of a loop may have begun."""
         self.begun.pop(key, None)
 
     def compute(self, instruction: Instruction) -> None:
@@ -311,7 +312,7 @@ class Reading:
             self.add(max(branches, key=lambda branch: branch.cost), share)
 
     def _inside(self, instruction: Instruction) -> list[tuple[Instructions, Instruction]]:
-        """Returns the collectives in the computations that an instruction calls, with these."""
+        """Returns the collectives in called computations, each with the computation around it."""
         found = []
         for computation in (self.module.computations[name] for name in instruction.called):
             for inner in computation.values():
@@ -321,7 +322,7 @@ class Reading:
     def _follow_fused(
         self, fusion: Instruction, inside: list[tuple[Instructions, Instruction]]
     ) -> None:
-        """Follows a fusion that holds the start, a part or the end of a collective, or all."""
+        """Follows a fusion that holds the start, a part, the end, or all of a collective."""
         called = [self.module.computations[name] for name in fusion.called]
         targets = {inner.target for computation in called for inner in computation.values()}
         channels = [f"channel {x.attribute('channel_id').partition(',')[0]}" for _, x in inside]
@@ -339,11 +340,11 @@ class Reading:
         elif is_pair or (FUSED_START not in targets and not is_carried):
             for channel, found in zip(channels, inside, strict=True):
                 self._begin(fusion.name if is_pair else channel, fusion, *found)
-                if not is_pair:  # The fusion is only the collective.
+                if not is_pair:  # The fusion is the complete collective.
                     self.wait(channel)
 
     def _sends(self, instruction: Instruction) -> bool:
-        """Returns whether an instruction is a collective; refuses those of unknown size."""
+        """Returns whether an instruction is a collective; refuses collectives of unknown size."""
         opcode = instruction.opcode.removesuffix("-start")
         is_to_host = "is_host_transfer=true" in instruction.attributes
         if opcode in UNKNOWN_OPCODES and not (is_to_host and self.passes_over_hosts):

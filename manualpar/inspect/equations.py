@@ -1,14 +1,14 @@
-"""The equations of a traced program: how often a step runs each, and what surrounds it.
+"""Reads the equations of a traced program: their surroundings, and how often a step runs each.
 
 An `EquationReader` looks at one equation after another and collects findings, such as collectives
-or products. It runs the body of a `scan` as often as the scan is long, takes the most expensive
+or products. It counts the body of a `scan` once for each iteration, takes the most expensive
 branch of a `cond`, and looks into `jit`, `shard_map`, `jax.checkpoint` and custom derivatives. The
 number of rounds of a `while` is not known before it runs. So a `while` with findings is refused, or
 counted with a number of rounds that the caller gives. The reader notes each of these choices.
 
 In a pipeline a device runs a `cond` only in some of the ticks. The named scope around the `cond`
-gives their number for each stage (`manualpar.core.tracing.tick_scopes`), and the reader reads one
-stage.
+gives the number of these ticks for each stage (`manualpar.core.tracing.tick_scopes`), and the
+reader reads one stage.
 """
 
 import math
@@ -25,7 +25,7 @@ Finding = TypeVar("Finding")
 
 
 class Around(NamedTuple):
-    """The surroundings of an equation: mesh axes of each `shard_map`, and how often a step runs it.
+    """The surroundings of an equation: the mesh axes of each `shard_map`, and its runs in a step.
 
     The compiler spreads the equation's values over `spread` devices. Outside of `shard_map` these
     are all devices. Inside, where shapes are per device, they are the devices along the axes that
@@ -54,7 +54,7 @@ class EquationReader(Generic[Finding]):
     Error messages name the function `caller`, and `notes` lists the reader's choices and
     assumptions. If several functions of one primitive contain findings, the reader does not know
     how often each of them runs; it refuses the program or adds the findings up with a note. In a
-    pipeline it reads `stage`, and sets `num_stages` to the number of stages.
+    pipeline the reader reads `stage`, and sets `num_stages` to the number of stages.
     """
 
     verb: str  # For notes: "sends", "computes".
@@ -129,7 +129,7 @@ class EquationReader(Generic[Finding]):
         return sum(parts, ())
 
     def _read_ticks(self, cond: Any, ticks: TickRuns, around: Around) -> tuple[Finding, ...]:
-        """Reads a `cond` that the stage runs in some ticks of a pipeline only."""
+        """Reads a `cond` that the stage runs only in some ticks of a pipeline."""
         self.num_stages = len(ticks.runs)
         # `times` may already count the ticks of an enclosing `cond`.
         ticks_counted = ticks.ticks if around.runs is None else around.runs

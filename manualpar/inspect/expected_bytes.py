@@ -2,8 +2,8 @@
 
 A strategy says how many times a step gathers a parameter, scatters its gradient and gathers its new
 value, see `manualpar.core.modes.strategy.CommCounts`. This module converts the counts to bytes. A
-parameter has `P` elements (padding included) of `b` bytes and is sharded over `S` devices. A device
-sends for each
+parameter has `P` elements (padding included) of `b` bytes and is sharded over `S` devices. For
+each of these collectives a device sends
 
     all-gather or reduce-scatter                                    b P (S - 1) / S
     all-reduce over the `R` groups that each have all shards        2 b (P / S) (R - 1) / R
@@ -11,31 +11,31 @@ sends for each
 The all-reduce happens once a step (`S = 1` under data parallelism). `b` belongs to the dtype that
 is sent: `gather_dtype` for a gather, `reduce_dtype` (else `gather_dtype`) for a reduction, the
 parameter's dtype for the gather of a new value. With `gather_code` or `reduce_code`, quantized
-numbers are sent. If `c(n)` is the `quantized_bytes` of `n` numbers, a device sends for each
+numbers are sent. If `c(n)` is the `quantized_bytes` of `n` numbers, a device then sends for each
 
     all-gather, or all-to-all in place of a reduce-scatter          c(P / S) (S - 1)
     all-to-all and all-gather in place of an all-reduce             2 c(P / S / R) (R - 1)
 
-This is done for each layer of a loop separately, and only if it sends fewer bytes than without
-quantization.
+Each layer of a loop is quantized separately, and only if this makes the bytes fewer.
 
-A frozen parameter costs only its gathers. They have the dtype in which it is stored if this is as
-narrow as `gather_dtype`. If nothing before a frozen parameter is trained, the backward pass does
-not need the parameter either.
+A frozen parameter costs only its gathers. They send the dtype in which the parameter is stored, if
+this dtype is as narrow as `gather_dtype`. If nothing before a frozen parameter is trained, the
+backward pass does not need the parameter either.
 
 Over two axes of sizes `A, B` with `axis_by_axis`, a gather is one gather over `B` of `P / A`
 elements and one gather over `A` of all elements: `b P (1 / A) (B - 1) / B + b P (A - 1) / A`. The
-total is the same, but more of it is sent over the major axis.
+sum is the same as for one gather over both axes, but more bytes are sent over the major axis.
 
 The closed form assumes that each parameter is used once in a minibatch and needed in the backward
-pass. It is an upper bound if parameters are dropped after the forward pass, because biases and the
-kernel of the first layer are not gathered again. A parameter that is used several times is gathered
-for each use (once, if it is kept). A replicated parameter costs the same for any number of uses.
+pass. The result is an upper bound if parameters are dropped after the forward pass, because biases
+and the kernel of the first layer are not gathered again. A parameter that is used several times is
+gathered for each use (once, if it is kept). A replicated parameter costs the same for any number of
+uses.
 
 A parameter that is split (see `manualpar.core.parameters.split_parameter`) is not gathered over the
 axes that split it, and `P` counts a device's part of it. If `N` devices share `K` entries, `1 / K`
 of the parameter is gathered, and its gradient is summed in each minibatch: `2 b P (N - 1) / N` over
-these axes.
+the axes that split it.
 
 In a pipeline `P` of a stacked parameter counts one stage's part.
 `manualpar.inspect.pipeline_formulas` gives the number of uses by each stage. Gradients of
@@ -45,8 +45,9 @@ N`.
 With `diloco` a step sends the bytes of one replica on its part of the mesh. `outer_step_bytes`
 counts the bytes of the outer step.
 
-This does not count: collectives of split layers, metrics, example counts and collections; other
-sends of stages; what the compiler inserts for an optimizer that is not elementwise.
+The closed form does not count: collectives of split layers, metrics, example counts and
+collections; other values that stages send; collectives that the compiler inserts for an optimizer
+that is not elementwise.
 """
 
 from collections.abc import Iterable
@@ -91,7 +92,7 @@ def step_bytes(program: Program, *, stage: int | None = None) -> dict[tuple[str,
 
     Args:
       program: The program. In modes `auto` and `explicit` the prediction holds for the program that
-        the compiler is asked for; it may compile another.
+        the compiler is asked for; the compiler may make another program.
       stage: The stage of a pipeline; `None` for the stage that sends the most.
 
     Returns:
@@ -121,7 +122,7 @@ def step_bytes(program: Program, *, stage: int | None = None) -> dict[tuple[str,
 
 
 def _of_stage(program: Program, uses: Iterable[Uses]) -> dict[tuple[str, ...], Fraction]:
-    """Sums the bytes of a device over parameters, each with its counts in `uses`."""
+    """Sums the bytes that a device sends for all parameters; `uses` has the counts of each."""
     return bytes_by_axes(
         x
         for (info, place), used in zip(program.parameters, uses, strict=True)
@@ -137,20 +138,21 @@ def total_step_bytes(program: Program, *, stage: int | None = None) -> Fraction:
 def outer_step_bytes(
     program: Program, *, fragment: int | None = None
 ) -> dict[tuple[str, ...], Fraction]:
-    """Predicts the bytes that a device sends in outer steps for parameters.
+    """Predicts the bytes that a device sends for parameters in outer steps.
 
     A trained parameter has `P` elements, and its optimizer state is sharded over `S` devices. For
-    the difference of `R` replicas from it a device sends `2 b (P / S) (R - 1) / R` bytes;
-    quantized, `2 c(P / S / R) (R - 1)`, if this is less. If the parameter itself is replicated
-    within a replica, its new value is gathered there: `b P (S - 1) / S`.
+    the mean difference between `R` replicas and this parameter a device sends
+    `2 b (P / S) (R - 1) / R` bytes; or, quantized, `2 c(P / S / R) (R - 1)`, if this is less. If
+    the parameter itself is replicated within a replica, its new value is gathered there:
+    `b P (S - 1) / S`.
 
     Args:
       program: The program that `diloco` returns.
-      fragment: The fragment that is exchanged; `None` for all of them, each once.
+      fragment: The fragment that is exchanged; `None` for all fragments, each once.
 
     Returns:
-      The bytes over each axis, or tuple of axes, as `bytes_by_axes` of the traced `outer_step`,
-      without the 4 bytes of the number of examples and without collections.
+      The bytes over each axis, or tuple of axes. `bytes_by_axes` of the traced `outer_step` gives
+      the same bytes, plus 4 bytes for the number of examples, plus the bytes of collections.
 
     Raises:
       ValueError: The program has no outer steps.

@@ -71,7 +71,7 @@ class Body:
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """An operation that reads its inputs, constants left out, and makes its outputs.
+    """An operation, which reads its inputs (without constants) and makes its outputs.
 
     Its name is the name of its primitive; `store` writes a part of an existing array.
     `written_over` pairs an input with an output that may take its place. It is empty for
@@ -104,7 +104,7 @@ class FlatProgram:
     def flatten(
         self, jaxpr: AnyJaxpr, inputs: Sequence[int | None], *, scope: str = "", label: str = ""
     ) -> Body:
-        """Flattens a program, whose constants get `label`; inputs are `None` for constants."""
+        """Flattens a program; its constants get `label`; inputs that are constants are `None`."""
         operations: list[Operation] = []
         return Body(operations, self._inline(jaxpr, inputs, operations, scope=scope, label=label))
 
@@ -156,7 +156,7 @@ class FlatProgram:
         made = [self.add_value(v.aval, parts=self._parts(eqn, values)) for v in eqn.outvars]
         bodies: tuple[Body, ...] = ()
         starts = values
-        if name == "while":  # Its condition holds almost nothing.
+        if name == "while":  # Its condition holds almost no memory.
             skipped = eqn.params["cond_nconsts"]
             first = skipped + eqn.params["body_nconsts"]
             inner, starts = eqn.params["body_jaxpr"], values[first:]
@@ -215,7 +215,7 @@ class FlatProgram:
         return [*made]
 
     def _like(self, variables: Sequence[Any], values: Sequence[int | None]) -> list[int]:
-        """Adds a value for each variable, split as the value at the same position."""
+        """Adds a value for each variable, split like the element of `values` at its position."""
         return [
             self.add_value(
                 variable.aval,
@@ -225,7 +225,7 @@ class FlatProgram:
         ]
 
     def _parts(self, eqn: Any, values: list[int | None]) -> int:
-        """Returns the number of parts that the results of an equation are in."""
+        """Returns the number of parts into which the results of an equation are split."""
         if self._is_local:
             return 1
         shape = eqn.outvars[0].aval.shape
@@ -252,7 +252,7 @@ class FlatProgram:
 def _with_stores(
     body: list[Operation], outputs: Sequence[int | None], made: Sequence[int], scope: str
 ) -> list[Operation]:
-    """Adds to the body of a loop a store of each stacked value, as soon as it is made."""
+    """Adds a store of each stacked value to the body of a loop, just after its operation."""
     stores: dict[int, list[Operation]] = {}
     for value, stacked in zip(outputs, made, strict=True):
         if value is not None:
@@ -281,7 +281,7 @@ def _written_in_place(
 
 
 def _is_view(eqn: Any) -> bool:
-    """Returns whether a result has the operand's elements and dtype."""
+    """Returns whether a result has the dtype and the number of elements of the operand."""
     before, after = eqn.invars[0].aval, eqn.outvars[0].aval
     return bool(before.size == after.size and before.dtype == after.dtype)
 

@@ -2,18 +2,18 @@
 
 A multiplication and an addition count as two operations. Operations on numbers that are known to be
 zero (the padding of a convolution, the holes of a dilation) do not count. `dot_general`,
-`conv_general_dilated` and `ragged_dot_general` are counted exactly, and attention by cuDNN by its
-shapes. A pallas kernel counts as its own estimate, or else as the products of its body in each step
-of its grid; a kernel of attention counts only the blocks that it computes
+`conv_general_dilated` and `ragged_dot_general` are counted exactly. Attention by cuDNN is counted
+by its shapes. A pallas kernel counts as its own estimate, or else as the products of its body in
+each step of its grid; a kernel of attention counts only the blocks that it computes
 (`manualpar.core.tracing.attention_blocks`). Elementwise operations, reductions, and linear algebra
 such as `cholesky` are not counted, so the figures do not describe a program that spends its time on
 them. `uncounted` names the linear algebra.
 
 The planner also needs memory traffic. It counts the operands and results of products and the
 operands of reductions, because chains of fused elementwise operations read and write these arrays.
-With `fused_attention` the largest array of a product with a batch dimension, the scores of
-attention, stays on the chip, and the half that a causal mask hides is not computed, as in a flash
-attention kernel (https://arxiv.org/abs/2205.14135). Attention by blocks does not compute the hidden
+`fused_attention` models a flash attention kernel (https://arxiv.org/abs/2205.14135). The largest
+array of a product with two batch dimensions, which is the scores, stays on the chip. The half of
+the scores that a causal mask hides is not computed. Attention by blocks does not compute the hidden
 half either. Both compute the scores again in the backward pass; these operations are not counted.
 """
 
@@ -40,7 +40,7 @@ cholesky custom_linear_solve dot_product_attention_bwd_wrapper dot_product_atten
 eigh fft ffi_call geqrf householder_product lu pallas_call qr svd triangular_solve tridiagonal_solve
 """
 UNCOUNTED_PRIMITIVES = frozenset(_UNCOUNTED.split())
-# Products of attention by cuDNN: the backward pass computes the scores again.
+# The number of products in cuDNN's attention. The backward pass also computes the scores again.
 CUDNN_PRODUCTS = {
     "dot_product_attention_fwd_wrapper": 2,
     "dot_product_attention_bwd_wrapper": 5,
@@ -51,7 +51,7 @@ REDUCTIONS = frozenset(
 
 
 class CountedProduct(NamedTuple):
-    """A product of a traced program, or a reduction, which counts no operations.
+    """A product of a traced program; or a reduction, whose operations are not counted.
 
     Its operations in a step are spread evenly over `spread` devices, and `flops` are per device.
     `traffic` is the number of bytes that a device reads and writes for it. `dtype` is the dtype of
@@ -181,7 +181,7 @@ def uncounted(eqns: Iterable[Any]) -> Iterator[str]:
 def by_phase_and_module(
     products: Iterable[CountedProduct], root: str = ""
 ) -> tuple[Computation, ...]:
-    """Adds products up by phase, as in `PHASES`, and by module, in the order of the program."""
+    """Adds up products by phase (in the order of `PHASES`) and module (in the program's order)."""
     totals = summed(
         ((phase_of(product.scope), module_of(product.scope, root)), product.flops)
         for product in products
@@ -202,10 +202,10 @@ def _dot(eqn: Any, not_free: set[int]) -> int:
 
 
 def _kernel(eqn: Any, scope: str) -> int | None:
-    """Returns a kernel's own estimate, or the products of its body in all steps of its grid.
+    """Returns a kernel's own estimate, or the operations of its body in all steps of its grid.
 
-    An attention kernel takes a step for each block of each head, and chooses the order. Its first
-    floating operand is the queries, `[..., S, H]`.
+    An attention kernel takes a step for each block of each head, in an order that it chooses. Its
+    first floating operand is the queries, `[..., S, H]`.
     """
     if estimate := eqn.params["cost_estimate"]:
         return int(estimate.flops)
@@ -224,7 +224,7 @@ def _kernel(eqn: Any, scope: str) -> int | None:
 
 
 def _product_of_scores(eqn: Any) -> int:
-    """Counts queries times keys, half of them with a causal mask; a window limits the keys."""
+    """Counts the product of queries and keys; a causal mask halves it, a window limits the keys."""
     query, key = (x.aval.shape for x in eqn.invars[:2])
     length, heads = (1, 2) if eqn.params["layout"] == 0 else (2, 1)
     pairs = query[length] * key[length]

@@ -51,7 +51,7 @@ class Instruction(NamedTuple):
 
     @property
     def called(self) -> list[str]:
-        """The computations that it calls, without a loop's condition and body."""
+        """The computations that the instruction calls, without a loop's condition and body."""
         one = r"\b(?:to_apply|calls|true_computation|false_computation)=%?([\w.\-]+)"
         several = r"\b(?:branch_computations|called_computations)=\{([^}]*)\}"
         listed = ",".join(re.findall(several, self.attributes))
@@ -74,11 +74,11 @@ class Instruction(NamedTuple):
         return int(found) if found and int(found) < NO_CYCLES else None
 
     def attribute(self, name: str) -> str:
-        """Returns the rest of the line after `name=`, "" if it is not there."""
+        """Returns the rest of the line after `name=`, "" without such an attribute."""
         return self.found(rf"\b{name}=(.*)")
 
     def found(self, pattern: str) -> str:
-        """Returns the group of a pattern in the attributes, "" if it is not there."""
+        """Returns the group of a pattern in the attributes, "" if nothing matches."""
         match = re.search(pattern, self.attributes)
         return match[1] if match else ""
 
@@ -124,7 +124,7 @@ def parse_module(text: str) -> HloModule:
 
 
 def arrays(shape: str) -> list[tuple[str, tuple[int, ...]]]:
-    """Returns dtypes and shapes of the arrays in a shape, `f32[8,16]{1,0}` or a tuple of such."""
+    """Returns dtype and shape of each array in an HLO shape: `f32[8,16]{1,0}`, or a tuple."""
     found = re.findall(r"\b([a-z]\w*)\[([\d,<=]*)\]", shape)
     return [(dtype, tuple(map(int, re.findall(r"\d+", dims)))) for dtype, dims in found]
 
@@ -141,8 +141,8 @@ def array_bytes(dtype: str, shape: tuple[int, ...]) -> int:
 def trip_count(module: HloModule, around: Instructions, loop: Instruction) -> int | None:
     """Returns how often the body of a `while` in the computation `around` runs.
 
-    It is `None` if XLA has written no number, and the loop does not count from a constant to a
-    constant by a constant.
+    The result is `None` if XLA has written no number, and the loop does not count from a constant
+    to a constant in steps of a constant.
     """
     if known := loop.found(r'"known_trip_count":\{"n":"(\d+)"'):
         return int(known)
@@ -177,7 +177,7 @@ def _origin(computation: Instructions, name: str) -> Instruction | None:
 def _element(
     computation: Instructions, instruction: Instruction | None, index: int
 ) -> Instruction | None:
-    """Returns the element at an index of `instruction`, if that is a tuple."""
+    """Returns the origin of a tuple's element; `None` if `instruction` makes no tuple."""
     is_tuple = instruction is not None and instruction.opcode == "tuple"
     return _origin(computation, instruction.operands[index]) if instruction and is_tuple else None
 
@@ -289,7 +289,7 @@ def _connected(pairs: list[tuple[int, int]]) -> Groups:
 
 
 def axes_of(groups: Groups, mesh: Mapping[str, int]) -> tuple[str, ...]:
-    """Returns the fewest mesh axes whose devices contain the groups; none for single devices."""
+    """Returns the fewest mesh axes whose devices contain the groups; `()` for single devices."""
     largest = max(groups, key=len, default=())
     if len(largest) < 2:
         return ()
@@ -308,7 +308,7 @@ def axes_of(groups: Groups, mesh: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def scope_of(module: HloModule, computation: Instructions, instruction: Instruction) -> str:
-    """Returns the scope of an instruction, or of a computation that it calls, or of its operands.
+    """Returns the scope of an instruction, else of a computation that it calls, else of operands.
 
     Instructions that the compiler adds, such as padding, have no scope, so they get the scope of
     their operands.

@@ -1,6 +1,6 @@
 """The collectives of layers split over a model, an expert or a context axis, in closed form.
 
-These are the collectives of one minibatch, forward and backward. Over `N` devices they are for
+The table lists the collectives of one minibatch, forward and backward, over `N` devices:
 
     a block, attention and MLP               4 all-reduces
       with sequence parallelism              4 all-gathers and 4 reduce-scatters
@@ -12,23 +12,24 @@ These are the collectives of one minibatch, forward and backward. Over `N` devic
       by heads                               8 all-to-alls: of queries, keys, values and results
       with all keys                          2 all-gathers and 2 reduce-scatters
 
-of the `A = b B S D` bytes of a device's tokens, where `b` is the bytes of an element: an all-reduce
-sends `2 A (N - 1) / N`, an all-gather or a reduce-scatter half of it. There are also a few bytes
+Where the table gives no bytes, the operand is a device's tokens: `A = b B S D` bytes, where `b` is
+the bytes of an element. An all-reduce sends `2 A (N - 1) / N`, an all-gather or a reduce-scatter
+half of that. There are also a few bytes
 for each label of the cross entropy (Megatron-LM, https://arxiv.org/abs/1909.08053; Korthikanti et
 al., https://arxiv.org/abs/2205.05198; GShard, https://arxiv.org/abs/2006.16668).
 
 A context of `N` devices has `S / N` positions of each sequence on a device. Keys and values are two
 arrays of `[B, S / N, K, H]` in the dtype of activations, and the gradients of both are sent in
 float32 (Liu et al., https://arxiv.org/abs/2310.01889). A forward pass that is run again sends
-again, except the forward pass of a ring, because its result is kept.
+again. The forward pass of a ring is not run again, because its result is kept.
 
 With sequence parallelism devices apply the scale of a norm to different positions, so the gradient
-of the scale is summed over them: 1 all-reduce of `D` numbers for each norm. The gradient of a norm
-of queries or keys is summed too, because devices have different heads: 1 all-reduce of `H` numbers.
-The collectives of parameters are in `manualpar.inspect.expected_bytes`.
+of the scale is summed over the devices: 1 all-reduce of `D` numbers for each norm. The gradient of
+a norm of queries or keys is summed too, because devices have different heads: 1 all-reduce of `H`
+numbers. The collectives of parameters are in `manualpar.inspect.expected_bytes`.
 
 Symbols: `B` examples of a device, `S` positions, `D` features, `K` heads of keys with `H` features,
-  `E` experts, a capacity of `C`.
+  `E` experts, each with a capacity of `C` tokens.
 """
 
 import dataclasses
@@ -61,7 +62,7 @@ class LayerActivations:
       shape: `[B, S, D]`, all positions.
       axis: The model axis.
       devices: The number of devices along the axis, `N`.
-      sequence: Whether each device has a part of the positions between layers.
+      sequence: Whether the positions between layers are split over the devices.
     """
 
     shape: tuple[int, int, int]
@@ -102,9 +103,9 @@ def block_collectives(
     """Yields the collectives of a block: attention and MLP, each after a norm.
 
     `passes` is the number of complete forward passes. `recomputed` says whether the backward pass
-    runs the forward pass again. Its last sum is run again only with `post_norms`, because only a
-    norm after it needs the sum. `head_norms` are the sizes of norms that heads of all devices
-    share.
+    runs the forward pass again. The last sum of this pass is run again only with `post_norms`,
+    because only a norm after the sum needs it. `head_norms` are the sizes of norms that heads of
+    all devices share.
     """
     yield from _enter(x, 2, forward=2 * (passes + recomputed))
     yield from _leave(x, 2, forward=2 * passes + recomputed * (1 + post_norms))
@@ -148,9 +149,9 @@ def expert_collectives(
     passes: int = 1,
     recomputed: bool = False,
 ) -> Iterator[Collective]:
-    """Yields the all-to-alls of a layer of experts over an axis; its devices have different tokens.
+    """Yields the all-to-alls of a layer whose experts are split over `x.axis`.
 
-    `x.axis` is the axis of the experts.
+    The devices along this axis have different tokens.
     """
     examples, _, hidden_size = x.shape
     rows = (examples, capacity, num_experts, hidden_size)
@@ -170,9 +171,9 @@ def router_collectives(
 ) -> Iterator[Collective]:
     """Yields the collectives of experts split over a model axis, beyond those of a block's MLP.
 
-    Gradients of the gates are summed. So is the gradient of the shared experts' gate. With sequence
-    parallelism the logits of all positions are gathered, and the router's gradient is summed.
-    `dtype` is the dtype of the weights and of the sums of their gradients.
+    The gradients of the gates and of the shared experts' gate are summed. With sequence parallelism
+    the logits of all positions are gathered, and the router's gradient is summed. `dtype` is the
+    dtype of the weights and of the sums of their gradients.
     """
     examples, positions, hidden_size = x.shape
     gates = (examples, positions, top_k)
@@ -191,8 +192,8 @@ def routing_collectives(
 ) -> Iterator[Collective]:
     """Yields the sums over a context axis, `x.axis`, with which experts are chosen and balanced.
 
-    Choices are counted before and among the device's positions; the forward pass also sums choices
-    and scores for the loss, of which the backward pass needs the choices.
+    Choices are counted before and among the device's positions. The forward pass also sums choices
+    and scores for the loss. The backward pass needs only the sums of the choices.
     """
     examples, forward = x.shape[0], passes + recomputed
     choices = (examples, top_k, num_experts)
@@ -249,13 +250,14 @@ def document_collectives(
     counted: bool = True,
     recomputed: bool = False,
 ) -> Iterator[Collective]:
-    """Yields the gathers of document numbers over a context axis: for counting, and in each layer.
+    """Yields the gathers of document numbers over a context axis: for their count, and in layers.
 
     `counted` says whether the step counts the documents, because the batch has no numbers.
 
-    The body of the loop has `in_loop` layers, and `after` layers are outside of it. Layers in a
-    loop gather the same numbers each time, so JAX takes these gathers out of the loop and leaves
-    `copies` of them. With `recomputed` it leaves one, and one for each layer that is run again.
+    The body of the loop has `in_loop` layers, and `after` layers are outside of it. All turns
+    of the loop gather the same numbers, so JAX takes these gathers out of the loop and leaves
+    `copies` of them. With `recomputed` it leaves one gather, and one for each layer that is run
+    again.
     """
     if counted:
         yield x.collective(CONTEXT_SCOPE, "all_gather", 1, (2, x.part[0]), INT32)

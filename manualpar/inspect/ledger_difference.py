@@ -2,7 +2,7 @@
 
 Everything here reads `Ledger.to_json`, because one of the two ledgers often comes from a file.
 `totals` are numbers of the whole step; `sent_by` adds up collectives by purpose, module, or any
-other of their fields. A budget (`manualpar.inspect.budgets`) limits the same numbers.
+other of the collectives' fields. A budget (`manualpar.inspect.budgets`) limits the same numbers.
 """
 
 from collections import defaultdict
@@ -48,7 +48,7 @@ class Changed(NamedTuple):
 
     @property
     def bytes_more(self) -> float:
-        """The bytes that a device sends for them in the new ledger, less those in the old."""
+        """The bytes that a device sends for them in the new ledger, minus the bytes in the old."""
         return (self.after.bytes if self.after else 0) - (self.before.bytes if self.before else 0)
 
 
@@ -57,8 +57,8 @@ class Difference(NamedTuple):
 
     Attributes:
       collectives: The collectives that differ, the largest difference in bytes first.
-      totals: Every number before and after, by name, whether it differs or not; `None` where the
-        ledger lacks it.
+      totals: Every number's name, with its values before and after (also if they are equal); `None`
+        where the ledger lacks it.
     """
 
     collectives: tuple[Changed, ...]
@@ -87,10 +87,10 @@ def compare_ledgers(before: Json, after: Json) -> Difference:
 
 
 def sent_by(collectives: Iterable[Json], *names: str) -> dict[tuple[str, ...], Sent]:
-    """Adds up collectives, traced or compiled, that have the same values in the fields `names`.
+    """Adds up the collectives, traced or compiled, whose fields `names` have equal values.
 
     Returns:
-      The sums by these values, in the order in which the values first appear.
+      The sums by the values of these fields, in the order in which the values first appear.
     """
     alike: defaultdict[tuple[str, ...], list[Json]] = defaultdict(list)
     for collective in collectives:

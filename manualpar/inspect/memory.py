@@ -7,10 +7,10 @@ the mesh may be an abstract mesh of thousands of devices.
 The classes, all at the fullest moment:
 
     parameters   as they are stored between steps: shards
-    optimizer    its state, as it is stored
+    optimizer    the optimizer's state, as it is stored
     batch        the examples of a device
     gathered     parameters while they are used: gathered, cast, or a layer's slice of a stack
-    gradients    of parameters, from where they are first complete or partial to the update
+    gradients    of parameters, from the first partial sums to the update
     activations  everything else that is computed, whether or not it is kept for the backward pass
     other        the step, the key, the model's other collections, and metrics
 
@@ -49,14 +49,12 @@ from manualpar.inspect.flat_program import FlatProgram, FlatValue, Operation
 from manualpar.inspect.peak_memory import FUSIONS, find_peak
 from manualpar.inspect.state_layout import state_bytes
 
-# Primitives whose result is a parameter if their operand is a parameter. All-gathers are handled
-# too.
+# Primitives whose result is a parameter if their operand is a parameter, except all-gathers.
 _SAME_WEIGHT_WORDS = """
 broadcast_in_dim convert_element_type dynamic_slice pad reduce_precision sharding_constraint slice
 """
 _SAME_WEIGHT = frozenset(_SAME_WEIGHT_WORDS.split())
-# Primitives whose operands are gradients if their result is a gradient. Reductions over devices are
-# handled too.
+# Primitives whose operands are gradients if their result is a gradient, except collectives.
 _SAME_GRADIENT_WORDS = """
 add add_any concatenate cond convert_element_type div dynamic_slice mul neg pad reduce_precision
 scan scatter-add select_n sharding_constraint slice stack store sub while
@@ -66,7 +64,7 @@ _SAME_GRADIENT = frozenset(_SAME_GRADIENT_WORDS.split())
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """The bytes on a device at the fullest moment of a step, by the classes of the module."""
+    """The bytes on a device at the fullest moment of a step, by the module's classes."""
 
     parameters: int
     gradients: int
@@ -87,7 +85,7 @@ class Memory:
         return self.gradients + self.gathered + self.activations
 
     def to_json(self) -> dict[str, int]:
-        """Returns the bytes by name, and `peak`."""
+        """Returns the bytes of each class by name, and `peak`."""
         return {**dataclasses.asdict(self), "peak": self.peak}
 
 
@@ -101,7 +99,8 @@ def step_memory(program: Program, *, platform: str = "tpu") -> Memory:
 
     Returns:
       The bytes by class. `parameters`, `optimizer` and `batch` are exact;
-      `benchmarks/planned_memory.py` measures the error of the others against XLA's allocations.
+      `benchmarks/planned_memory.py` measures the error of the other classes against XLA's
+      allocations.
 
     Raises:
       ValueError: XLA is free to choose what it holds: the mode is `auto-unconstrained`, or it is
@@ -113,7 +112,7 @@ def step_memory(program: Program, *, platform: str = "tpu") -> Memory:
             f"{', '.join(map(repr, FUSIONS))}, because the fusion of other platforms has not been "
             "measured. Use the more similar one."
         )
-    if program.outer is not None:  # One replica, and the common parameters.
+    if program.outer is not None:  # One replica's memory, and the common state.
         state = program.abstract_state
         common, _ = state_bytes((state.params, state.opt_state, state.collections))
         inner = step_memory(program.outer.inner, platform=platform)
@@ -173,7 +172,7 @@ def _trace(program: Program) -> ClosedJaxpr:
 
 
 def _parts(x: Any) -> int:
-    """Returns the number of parts that an array is in."""
+    """Returns the number of parts into which an array is split."""
     if x.sharding is None or not x.size:
         return 1
     return int(x.size) // math.prod(x.sharding.shard_shape(x.shape))
@@ -199,7 +198,7 @@ def _label_weights(operations: Sequence[Operation], values: Sequence[FlatValue])
 
 
 def _label_gradients(operations: Sequence[Operation], values: Sequence[FlatValue]) -> None:
-    """Labels the values that the optimizer reads, and the gradients that were summed to them."""
+    """Labels the gradients that the optimizer reads, and all gradients summed into them."""
     made = {value for op in operations for value in op.outputs}
     read: set[int] = set()
     for op in operations:

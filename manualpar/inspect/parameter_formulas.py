@@ -1,8 +1,8 @@
 """The collectives of a parameter and of its gradient in a step, in closed form.
 
 A strategy says how many times a step gathers a parameter, scatters its gradient and gathers its new
-value (`manualpar.core.modes.strategy.CommCounts`). The placement says over which axes. Both are
-known without a trace. `manualpar.inspect.expected_bytes` explains the bytes, and sums them for a
+value (`manualpar.core.modes.strategy.CommCounts`). The placement gives the axes. Neither
+needs a trace. `manualpar.inspect.expected_bytes` explains the bytes, and sums them for a
 program; `manualpar.planner.closed_form` uses the same collectives for layouts without a program.
 """
 
@@ -56,7 +56,7 @@ class Sending(Protocol):
 
 
 class Uses(NamedTuple):
-    """How often a step sends a parameter, and the number of uses that it differentiates."""
+    """How often a step sends a parameter, and the number of uses that the step differentiates."""
 
     sends: CommCounts
     backward: int
@@ -67,7 +67,7 @@ class _DimGather(NamedTuple):
 
     Attributes:
       elements: The number of elements in a device's operand.
-      rows: The number of shards of these elements before the dimension's first round.
+      rows: The number of shards that earlier rounds of the dimension have joined to the operand.
       calls: The number of calls that gather the elements: one for each layer of a loop.
     """
 
@@ -80,13 +80,13 @@ class _DimGather(NamedTuple):
 
     @property
     def sends(self) -> bool:
-        """Whether anything is gathered; over one device of data axes nothing is."""
+        """Whether the round sends anything; a gather over data axes of one device does not."""
         return self.axis_size > 1 or not self.is_data
 
     def gather(
         self, times: int, scope: str, comm: CommPolicy, dtype: Any, sent: Any, parts: int = 1
     ) -> Collective:
-        """Returns `times` gathers of a parameter of `dtype`, of which values of `sent` are sent."""
+        """Returns `times` gathers of a parameter of `dtype`, whose values are sent as `sent`."""
         n = self.elements // self.rows // self.calls
         code = comm.gather.quantizer_for(n, dtype) if self.is_data else None
         size, sent = (code.row_bytes(n), UINT8) if code else (n, sent)
@@ -136,7 +136,7 @@ class ParameterForm:
 
     @functools.cached_property
     def _of_state(self) -> list[_DimGather]:
-        """The gathers of the new parameter, over which a gradient is scattered before."""
+        """The gathers of the new parameter; before, its gradient is scattered over their axes."""
         info, place = self.info, self.place
         shard = elements_on_device(self.program, info, place.sharded_names, place.padding)
         names = place.sharded_names
@@ -165,7 +165,7 @@ class ParameterForm:
     ) -> Iterator[Collective]:
         """Yields the gathers of the parameter before the model uses it.
 
-        Each use may be of one of `parts` of its layers.
+        One use reads `1 / parts` of the parameter's layers.
         """
         strategy, info = self.program.strategy, self.info
         sent = self._gathered if self.once_a_step else jnp.dtype(info.dtype)
@@ -175,7 +175,7 @@ class ParameterForm:
                 continue
             times = sends.gathers if gather.is_data else sends.uses
             if gather.is_data and not {*gather.axes} <= {*(strategy.regather_axes or gather.axes)}:
-                # It stays gathered.
+                # The parameter stays gathered over these axes.
                 times = strategy.sends(self.program.num_minibatches, True).gathers
             yield gather.gather(times, scope, self.comm, info.dtype, sent, parts)
 
@@ -194,7 +194,7 @@ class ParameterForm:
                     yield gather.scatter(times, scope, self.comm, self.reduced)
 
     def new_gathers(self, times: int, scope: str = NEW_PARAMS_SCOPE) -> Iterator[Collective]:
-        """Yields the gathers of the new parameter, if only its state is sharded."""
+        """Yields the gathers of the new parameter, if only the optimizer's state is sharded."""
         dtype = jnp.dtype(self.info.dtype)
         if self.place.trainable and self.place.state_names is not None:
             for gather in self._of_state:
@@ -219,9 +219,10 @@ class ParameterForm:
     def exchanged(
         self, chunks: int, axis: str, scope: str = PIPELINE_SCOPE
     ) -> Iterator[Collective]:
-        """Yields the exchange of a stacked parameter's chunks between stages, and its gradient's.
+        """Yields the exchanges of chunks between stages: of a stacked parameter and its gradient.
 
-        Stages send each other chunks of layers, because each stores a contiguous run of layers.
+        Stages send each other chunks of layers, because each stage stores a contiguous run of
+        layers.
         """
         info, place, mesh = self.info, self.place, self.program.mesh
         reduced = dtype_of_sums(info.dtype)
@@ -241,7 +242,7 @@ class ParameterForm:
             yield Collective("permute", (axis,), size, piece, dtype, chunks, PIPELINE_SCOPE)
 
     def collectives(self, uses: Uses) -> Iterator[Collective]:
-        """Yields all collectives of a step."""
+        """Yields all collectives of the parameter in a step."""
         sends = uses.sends
         if not self.place.trainable:
             sends = CommCounts(sends.uses, sends.gathers)

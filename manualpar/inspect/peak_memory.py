@@ -16,8 +16,8 @@ memory, because XLA *fuses*. The model of XLA's fusion is:
 Compilers differ: XLA:TPU fuses into matrix products, and repeats operations that are not cheap
 (`FUSIONS`). GPUs have not been measured; most of their products are library calls, as on the CPU.
 
-A fusion may write over an operand of the same size that no later operation reads. A scatter and an
-all-reduce may do the same, and so may a loop with its carry. A loop's carry stays in its place; a
+A fusion may write over an operand of the same size that no later operation reads. So may a
+scatter, an all-reduce, and a loop with its carry. A loop's carry stays in its place; a
 new carry that is made before the last read of the old carry takes additional memory. Only the
 fullest branch of a conditional counts. Values that are never read are left out.
 
@@ -79,7 +79,7 @@ def find_peak(
     fusion: Fusion,
     elsewhere: Collection[int] = (),
 ) -> Counter[str]:
-    """Finds the bytes at the fullest moment of operations by label, without their arguments.
+    """Finds the bytes at the fullest moment of operations, by label; arguments do not count.
 
     Args:
       operations: The operations, in their order.
@@ -170,7 +170,7 @@ def _makers(operations: Sequence[Operation]) -> dict[int, int]:
 
 
 def _takes_place(maker: Operation, later: int) -> bool:
-    """Returns whether a result is written over a value last read `later` operations after it."""
+    """Returns whether `maker` writes over a value that is last read `later` operations later."""
     return later < 0 or (later == 0 and (bool(maker.written_over) or _is_fusible(maker)))
 
 
@@ -260,7 +260,7 @@ def _is_fusible(op: Operation) -> bool:
 
 
 def _needed(operations: Sequence[Operation], kept: Collection[int]) -> list[Operation]:
-    """Returns the operations that lead to the values that are kept."""
+    """Returns the operations that the kept values need."""
     needed, found = set(kept), []
     for op in reversed(operations):
         if needed & set(op.outputs):

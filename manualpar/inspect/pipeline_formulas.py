@@ -3,10 +3,10 @@
 `S` stages run `M` microbatches through `v S` chunks of layers in `T` ticks. A device sends
 
     activations         T permutes of a layer's output
-    their gradients     T permutes of the differentiated part of it
+    their gradients     T permutes of the differentiated part of the output
     metrics             1 all-reduce of each scalar
     parameters          with v > 1: v permutes of 1 / v of the stage's layers, in shards
-    their gradients     with v > 1: v permutes of 1 / v of them, in shards
+    their gradients     with v > 1: v permutes of 1 / v of the gradients, in shards
 
 over the axis of stages. The program writes the permutes of a tick once for all stages, so they also
 count on a device that sends zeros in this tick or has no neighbour.
@@ -14,8 +14,9 @@ count on a device that sends zeros in this tick or has no neighbour.
 A parameter is used in the prefix (on the first stage), in chunks of layers (on each stage), or in
 the suffix (on the last stage). The forward pass of a chunk is not differentiated when it runs. The
 chunk's backward pass gathers parameters again, because slots keep only values that depend on
-activations. It gathers them a second time if it runs the whole chunk again and drops gathered
-parameters in between. The prefix has a backward pass if a parameter in it is trained.
+activations. The backward pass gathers them a second time if it runs the complete chunk again and
+drops gathered parameters in between. The prefix has a backward pass if a parameter in it is
+trained.
 """
 
 import dataclasses
@@ -58,7 +59,7 @@ class PipelineForm:
 
     Attributes:
       run: The pipeline.
-      loss: The loss in pieces.
+      loss: The loss, cut into pieces for the stages.
     """
 
     def __init__(self, program: Program) -> None:
@@ -104,7 +105,7 @@ class PipelineForm:
             places = [self.program.parameters[i][1] for i in self.loss.prefix_params]
             is_trained = any(place.trainable for place in places)
             add(microbatches, 1, dropped=True, differentiated=is_trained)
-        if index in self.loss.cut.stacked:  # A chunk uses 1 / v of its layers.
+        if index in self.loss.cut.stacked:  # A chunk uses 1 / v of the layers.
             add(microbatches, 1, dropped=self.run.keep == "inputs")
         elif index in self.loss.chunk_params:
             add(microbatches * self.run.chunks, 1, dropped=self.run.keep == "inputs")
@@ -139,7 +140,7 @@ class PipelineForm:
 
 
 def pipeline_collectives(program: Program) -> tuple[Collective, ...]:
-    """Predicts a pipeline step's collectives, without those of parameters and of layers.
+    """Predicts a pipeline step's collectives, except collectives of parameters and layers.
 
     Returns:
       The collectives over the axis of stages, except sums of gradients. They are the same on every

@@ -54,7 +54,7 @@ def assert_same_as_one_device(
       rtol: The largest error of the loss, of each metric's mean and of each gradient, relative to
         the value on one device. For a gradient, the norm of the difference is compared with the
         norm of the gradient. By default 1e-4, or 0.05 if parameters are stored, gathered or reduced
-        in bfloat16. A model that computes in bfloat16 needs a larger value too.
+        in bfloat16. A model that computes in bfloat16 also needs a larger value.
       atol: An additional error: absolute for a metric; for a gradient, a fraction of the norm of
         all gradients together. Some gradients are zero except for rounding, such as the gradient of
         a bias before a softmax.
@@ -108,7 +108,7 @@ def assert_same_as_one_device(
         )
 
 
-# Whether a value differs (else a gradient), the ratio to the allowed error, and a sentence.
+# Whether it is a mean (else a gradient), the ratio of its error to the allowed error, a sentence.
 _Difference = tuple[bool, float, str]
 
 
@@ -141,7 +141,7 @@ def _on_one_device(
 
         params, frozen = partition(step.placements, params)
         grads, sums = jax.grad(loss_fn, has_aux=True)(params)
-        # Add a leading dim for the one device, because some types say that values may differ.
+        # Add a leading dim for the one device, because the types of some values say that they vary.
         return jax.tree.map(lambda x: x[None], (grads, _means(sums)))
 
     def spec(info: ParameterInfo) -> PartitionSpec:
@@ -162,7 +162,7 @@ def _on_one_device(
 
 
 def _differences(found: Any, expected: Any, rtol: float, atol: float) -> Iterator[_Difference]:
-    """Yields the gradients and the means of metrics that differ by more than they may."""
+    """Yields the gradients and the means of metrics that differ by more than is allowed."""
     (grads, means), (expected_grads, expected_means) = found, expected
     for name, value in expected_means.items():
         off, allowed = abs(means[name] - value), rtol * abs(value) + atol

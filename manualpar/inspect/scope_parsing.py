@@ -46,7 +46,7 @@ LAYER_SCOPES = (
     CONTEXT_SCOPE,
     PIPELINE_SCOPE,
 )
-OTHER = "other"  # The purpose of a collective whose scope and axes do not tell it.
+OTHER = "other"  # The purpose of a collective if its scope and axes do not show it.
 
 _RECOMPUTED = "rematted_computation"
 # Operations on gradients that autodiff does not write; they belong to the backward pass.
@@ -69,10 +69,10 @@ def module_of(scope: str, root: str = "") -> str:
     """Returns the path of the module or parameter of an operation: `"layers/attention/query"`.
 
     Args:
-      scope: The operation's scope, as in a jaxpr or, without the primitive at its end, in a
-        compiled program.
-      root: The name of the top module. Paths do not contain it, like the paths of parameters; only
-        the paths of the top module's own operations do.
+      scope: The operation's scope, from a jaxpr or from a compiled program (there without the
+        primitive at the end).
+      root: The name of the top module. The paths of parameters do not contain this name. Paths
+        contain it only for operations that the top module runs itself.
 
     Returns:
       The path, `""` for operations in no module.
@@ -93,8 +93,8 @@ def module_of(scope: str, root: str = "") -> str:
 def phase_of(scope: str) -> Phase:
     """Returns the part of a step that an operation runs in.
 
-    Transposed operations and operations on gradients are the backward pass; recomputations for it
-    by `jax.checkpoint` are a phase of their own. The update is everything in the optimizer's scope;
+    Transposed operations and operations on gradients are the backward pass. Recomputations by
+    `jax.checkpoint` are a separate phase. The update is everything in the optimizer's scope;
     programs without that scope have no update.
     """
     parts = set(re.split(r"[/()]", scope))
@@ -124,7 +124,7 @@ def purpose_in(scope: str, axes: tuple[str, ...], data_axes: tuple[str, ...] = (
 
 
 def compiled_scopes(op_name: str) -> tuple[str, ...]:
-    """Splits the `op_name` of a compiled instruction into scopes, without their last primitives.
+    """Splits the `op_name` of a compiled instruction into scopes, which end before the primitive.
 
     There are several scopes if XLA has merged operations: `prefix/(a/psum:b/psum)` was made from
     operations in `prefix/a` and in `prefix/b`.

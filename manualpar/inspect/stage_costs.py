@@ -16,7 +16,7 @@ def stage_costs(traced: jax.stages.Traced, table: Table) -> Costs:
       table: The schedule of the pipeline.
 
     Returns:
-      The costs. With one stage, all operations count as those of chunks.
+      The costs. With one stage, all operations count as operations of chunks.
     """
     costs: dict[str, float] = dict.fromkeys(Costs._fields, 0.0)
     parts = TickParts(table)

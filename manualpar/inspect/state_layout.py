@@ -1,4 +1,4 @@
-"""Shows where a program's state is stored: its bytes, a table, and drawings of its parameters."""
+"""Shows where a program's state is stored: its bytes, a table, and drawings of the parameters."""
 
 import difflib
 import math
@@ -14,7 +14,7 @@ from manualpar.core.mesh.axes import AxisName, axes_size, axis_tuple
 from manualpar.core.program.program import Program
 from manualpar.core.trees import path_name
 
-ALL = "all"  # The path of all parameters.
+ALL = "all"  # Stands for all parameters, in place of a path.
 MAX_WIDTH = 80  # Columns of the output, as jax assumes.
 HEIGHT = 10  # Lines that jax gives a drawing.
 COLUMNS_PER_LINE = 2.5  # Columns that are as wide as a line is high.
@@ -43,13 +43,13 @@ def layout_table(program: Program) -> Table:
 
     Returns:
       A `rich.table.Table` with a row for each parameter: shape, dtype, partition spec, bytes on a
-      device. After the spec the row gives the spec of the gradient and the optimizer's state, if it
-      differs; the axes that split the parameter for a model that computes with its shards; and the
-      axes whose devices share its entries. Then comes the reason why the strategy has sharded the
-      parameter over the data axes along this dimension ("whole tiles", "largest", "only one that
-      divides", "annotated"), or why it has not. A frozen parameter is marked "frozen". The last
-      rows are the totals of parameters, optimizer state and other collections, also as a share of
-      the bytes that a single device would hold.
+      device. After the spec the row gives the spec of the gradient and the optimizer's state, if
+      this spec differs; the axes that split the parameter for a model that computes with its
+      shards; and the axes whose devices share its entries. Then comes the reason why the strategy
+      has sharded the parameter over the data axes along this dimension ("whole tiles", "largest",
+      "only one that divides", "annotated"), or why it has not. A frozen parameter is marked
+      "frozen". The last rows are the totals of parameters, optimizer state and other collections,
+      also as a share of the bytes that a single device would hold.
     """
     mesh = " x ".join(f"{axis}={size}" for axis, size in program.mesh.shape.items())
     mode = "" if program.mode == "manual" else f", mode {program.mode},"
@@ -87,7 +87,7 @@ def layout_table(program: Program) -> Table:
 
 
 def draw_sharding(params: Any, path: str = ALL) -> None:
-    """Prints which devices store which part of a parameter, or of all, on standard output.
+    """Prints, to standard output, which devices store which part of one or of all parameters.
 
     `jax.debug.visualize_sharding` draws arrays of one or two dims. For an array with more dims, the
     sharded dims are drawn; if there are fewer than two, the last of the other dims are added.

@@ -62,8 +62,8 @@ class Ledger:
       memory: The memory of the step at its peak; `None` for a function, or if XLA chooses what it
         holds.
       compiled: The compiled step; `None` if it was not compiled.
-      changes: The changes that XLA made: the bytes of `collectives` and of all changes add up to
-        the bytes of `compiled`.
+      changes: The changes that XLA made. The bytes of `collectives` plus the differences in the
+        bytes of all changes are the bytes of `compiled`.
       notes: The assumptions and choices behind the numbers.
       stage: The pipeline stage of the device; `None` if there are no stages.
     """
@@ -97,7 +97,7 @@ class Ledger:
         return summed((one.module, one.bytes_sent) for one in self.collectives)
 
     def counts(self) -> dict[str, int]:
-        """Returns the number of collectives of each kind that run."""
+        """Returns how many collectives of each kind run."""
         return count_by_kind(self.collectives)
 
     @property
@@ -157,8 +157,8 @@ def ledger(
     Args:
       program: A `Program`, whose `train_step` is read; or any function, with or without `jax.jit`,
         `jax.shard_map` and this package; or the result of `jax.jit(f).trace(*args)`.
-      *abstract_args: The function's arguments: arrays or trees of `jax.ShapeDtypeStruct`s, because
-        no value is read, with shardings if they matter. A program takes no arguments.
+      *abstract_args: The function's arguments: trees of arrays or of `jax.ShapeDtypeStruct`s, with
+        shardings if these matter. No value is read. A program takes no arguments.
       while_trips: The number of rounds to count for a `while` whose number of rounds is not known.
       stage: The stage of a pipeline to read; `None` for the stage that sends the most.
       compile: Whether to compile the step with XLA too, and to compare the two programs; this needs
@@ -238,7 +238,7 @@ def ledger(
 
 
 def trace_outer_steps(program: Program) -> tuple[Collective, ...]:
-    """Traces the collectives of a program's outer steps, if it has some; each fragment once."""
+    """Traces the collectives of a program's outer steps (`()` without them); each fragment once."""
     steps = () if program.outer is None else program.outer.steps
     traced = (step.trace(program.abstract_state) for step in steps)
     return tuple(itertools.chain.from_iterable(map(trace_collectives, traced)))

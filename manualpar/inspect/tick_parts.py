@@ -4,7 +4,7 @@ The named scopes of `manualpar.core.tracing.tick_scopes` say in how many ticks e
 part. This number distinguishes a chunk of layers, which all stages run, from the operations before
 and after the layers. A part and its backward pass run equally often, but in different phases of the
 step. If a part has permutes, all stages run it together, in the ticks in which at least one stage
-has to.
+has to run it.
 """
 
 import itertools
@@ -40,7 +40,7 @@ class TickParts:
             self._scopes[part, together] = scope
 
     def scope(self, part: str, *, together: bool) -> str:
-        """Returns the scope of a part that each stage runs when it has to, or all `together`."""
+        """Returns the scope of a part; `together`: whether all stages run it in the same ticks."""
         return self._scopes[part, together]
 
     def of(self, scope: str) -> str:

@@ -1,4 +1,4 @@
-"""How much of a program is trained, and what training costs: arrays, bytes stored, bytes sent."""
+"""Counts a program's trained and frozen arrays, their stored bytes, and the bytes sent for them."""
 
 import math
 from collections.abc import Iterable

@@ -42,7 +42,7 @@ class Change:
       purpose: The collectives' purpose, see `Collective.purpose`.
       modules: The collectives' modules, as far as they have one.
       bytes_before: The bytes that a device would have sent for them in a step.
-      bytes_after: The bytes that it sends.
+      bytes_after: The bytes that the device sends for the changed collectives.
       words: The change as a sentence.
     """
 
@@ -70,9 +70,9 @@ def find_changes(
 ) -> tuple[Change, ...]:
     """Finds every difference between the collectives that were written and those that run.
 
-    The changes are in the order of the program, grouped by kind and purpose. A
-    collective on a ring of one device sends nothing and is left out. `root` is the name of the
-    whole model, see `manualpar.inspect.scope_parsing.module_of`.
+    The changes are in the order of the program, grouped by kind and purpose. A collective on a
+    ring of one device sends nothing and is left out. `root` is the name of the top module, see
+    `manualpar.inspect.scope_parsing.module_of`.
     """
     written = [_Written(one, left=one.times) for one in traced if one.bytes_sent]
     running = [part for whole in compiled for part in _parts(whole, root) if part.bytes_each]
@@ -101,7 +101,7 @@ def find_changes(
 
 @dataclasses.dataclass
 class _Written:
-    """A collective of the jaxpr, and how many of its runs are `left` to find and are `found`."""
+    """A collective of the jaxpr; `left` of its runs have no partner yet, `found` runs have one."""
 
     collective: Collective
     left: int
@@ -141,12 +141,12 @@ class _Running:
 def _note(
     kind: ChangeKind, purpose: str, module: str, before: Fraction, after: Fraction, detail: str
 ) -> Change:
-    """Returns a change of one collective, to be summed with others like it."""
+    """Returns a change of one collective, which `_summed` adds to equal changes."""
     return Change(kind, purpose, (module,) if module else (), before, after, detail)
 
 
 def _parts(compiled: CompiledCollective, root: str) -> Iterator[_Running]:
-    """Splits a compiled collective into one part for each operand that was written."""
+    """Splits a compiled collective into one part for each operand that the program wrote."""
     sizes = [
         (math.prod(shape), dtype, array_bytes(dtype, shape))
         for shape, dtype in zip(compiled.shapes, compiled.dtypes, strict=True)
@@ -159,7 +159,7 @@ def _parts(compiled: CompiledCollective, root: str) -> Iterator[_Running]:
 
 
 def _difference(written: _Written, running: _Running) -> int:
-    """Returns how much the two differ, from 0; `UNLIKE` if they do not belong together."""
+    """Returns how much the two differ: from 0, for equal ones, to `UNLIKE`, for no pair."""
     traced, compiled, names = written.collective, running.collective, running.names
     same_group = traced.axis_size == compiled.group_size
     is_alike = same_group and traced.kind == compiled.kind and written.elements == running.elements
@@ -181,7 +181,7 @@ def _difference(written: _Written, running: _Running) -> int:
 
 
 def _pair(written: _Written, running: _Running) -> Iterator[Change]:
-    """Matches the runs that both have left, and notes how they differ."""
+    """Pairs the runs that both have left, and notes how the two collectives differ."""
     runs = min(written.left, running.left)
     written.left -= runs
     written.found += runs
@@ -197,7 +197,7 @@ def _pair(written: _Written, running: _Running) -> Iterator[Change]:
 
 
 def _left_over(written: Sequence[_Written]) -> Iterator[Change]:
-    """Notes what happened to the runs that were not found."""
+    """Notes what happened to the runs that have no partner."""
     found = {operand.result for operand in written if operand.found}
     for operand in written:
         if not operand.left:
@@ -225,7 +225,7 @@ def _left_over(written: Sequence[_Written]) -> Iterator[Change]:
 
 
 def _joined_operands(running: Sequence[_Running]) -> Iterator[Change]:
-    """Yields a change for collectives that became operands of one; the bytes stay the same."""
+    """Yields a change for collectives that became operands of one collective; no bytes change."""
     by_whole: defaultdict[int, list[_Running]] = defaultdict(list)
     for operand in running:
         by_whole[id(operand.collective)].append(operand)
@@ -270,7 +270,7 @@ def hlo_dtype(dtype: Any) -> str:
 
 
 def _family(purpose: str) -> str:
-    """Returns the purpose as far as XLA keeps it; of equal gathers XLA keeps any one's name."""
+    """Returns the purpose as far as XLA keeps it; of equal gathers, it keeps any one name."""
     return GATHER_SCOPE if purpose == REGATHER else purpose
 
 

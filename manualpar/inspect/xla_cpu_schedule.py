@@ -5,12 +5,12 @@ The rules were read off the schedules and live ranges of compiled steps (jax 0.1
 
 - Operations run breadth first, each as soon as its operands are there, so that many threads have
   work. An operation that needs only arguments runs at the beginning, and its result is held until
-  it is read: all gathers outside of loops, scores that a backward pass computes again, and the
-  arrays into which loops stack their results.
-- A gather that has run before is not repeated, and neither is a cast. A loop does not reuse gathers
-  from outside of it.
-- Reductions over devices that do not wait for each other become one, which does not write over its
-  operands.
+  it is read. Such results are all gathers outside of loops, scores that a backward pass computes
+  again, and the arrays into which loops stack their results.
+- A gather or a cast that has run before is not repeated. But a loop does not reuse gathers from
+  outside of the loop.
+- If reductions over devices do not wait for each other, they become one reduction, which does not
+  write over its operands.
 - A product with a 16-bit result is computed in float32, from operands that are cast. A complete
   16-bit stack is cast before a loop takes slices of it.
 """
@@ -143,7 +143,7 @@ def _widened(operations: Sequence[Operation], values: list[FlatValue]) -> list[O
 
 
 def _with_wide_slices(loop: Operation, cast: Callable[[int], int]) -> Operation:
-    """Makes a loop slice stacks that were cast before it."""
+    """Makes a loop take its slices from stacks that were cast before the loop."""
     [body] = loop.bodies
     stacks = {x.inputs[0] for x in body.operations if x.name == "dynamic_slice"} & {*loop.inputs}
     wide = {stack: cast(stack) for stack in loop.inputs if stack in stacks}

@@ -37,12 +37,12 @@ def gather(value: JSON) -> list[JSON]:
 
 
 def from_first(value: JSON) -> JSON:
-    """Returns process 0's value in every process; communicates as `gather`."""
+    """Returns process 0's value in every process; communicates like `gather`."""
     return gather(value)[0]
 
 
 def first_failure(failure: str) -> str:
-    """Returns the first failure of any process, `''` if there is none; communicates as `gather`."""
+    """Returns the first failure of any process, `''` without any; communicates like `gather`."""
     return next(filter(None, gather(failure)), "")
 
 
@@ -51,7 +51,7 @@ def failing_together() -> Iterator[None]:
     """Raises an error of one process in all processes, so that no process waits for another.
 
     Communication:
-      As `gather`, at the end.
+      The communication of `gather`, at the end of the context.
     """
     try:
         yield

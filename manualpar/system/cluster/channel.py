@@ -1,6 +1,6 @@
 """A process's connection to the hub: it sends heartbeats and news, and receives the hub's messages.
 
-A daemon thread runs the event loop of the connection. It ends with the connection: when all
+A daemon thread runs the event loop of the connection. The thread ends with the connection: when all
 processes are done, when their facts differ, or when a process is lost.
 """
 
@@ -223,7 +223,7 @@ async def _introduce(
     host: str, port: int, terms: Terms
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, dict[str, Any]]:
     """Answers the hub's challenge, and waits to be admitted."""
-    # It blocks the event loop, which has nothing else to do yet.
+    # This call blocks the event loop, which has nothing else to do yet.
     connection = socket.create_connection((host, port), CONNECT_SECONDS)
     reader, writer = await asyncio.open_connection(sock=connection)
     hello = Hello(terms.process, terms.num_processes, socket.gethostname(), os.getpid())

@@ -1,13 +1,13 @@
-"""The processes that train together, as one of them sees them.
+"""The processes that train together, from the view of one process.
 
 The processes make the same steps, so they end together. If a process dies, is stopped, fails or
 hangs, all processes end within `timeout_seconds`, each with a sentence that names the lost process.
 A request to any process to stop ends all of them after the same step. A single process makes the
 same calls; calls that concern other processes do nothing.
 
-When another process is lost, a thread ends this one at once by `os._exit`, because the main thread
-may wait in a collective that never finishes. So everything that must be on disk is written when it
-is reported, and a checkpoint becomes visible in one step.
+When another process is lost, a thread ends this process at once by `os._exit`, because the main
+thread may wait in a collective that never finishes. So everything that must be on disk is written
+when it is reported, and a checkpoint becomes visible in one step.
 """
 
 import contextlib
@@ -27,15 +27,16 @@ from manualpar.system.cluster.hub import LEAVING_SECONDS, Hub
 from manualpar.system.cluster.messages import Terms
 from manualpar.system.cluster.stopping import StopGate, on_sigterm
 
-# The exit codes of a process of a cluster, so that schedulers can distinguish the causes. An error
-# of this process's own; its traceback is on the screen.
+# The exit codes of a process of a cluster, so that schedulers can distinguish the causes. The first
+# code is for an error of this process. The error's traceback is on the screen.
 FAILED_EXIT_CODE = 1
 # Another process is lost. Nothing is wrong with this process: start the run again.
 LOST_PROCESS_EXIT_CODE = 4
 # A second SIGTERM before the end of the run: 128 + 15, as in a shell.
 TERMINATED_EXIT_CODE = 143
 
-# After another process's error, a process has this time to report its own error, often the same.
+# After another process's error, a process has this time to report its own error (often the same
+# error).
 OWN_ERROR_SECONDS = 0.5
 FLUSH_SECONDS = 0.5
 # How long an error of the runtime waits for the message that another process is lost.
@@ -78,9 +79,9 @@ class Cluster(contextlib.AbstractContextManager["Cluster", None]):
     def should_stop(self, step: int) -> bool:
         """Returns whether to stop between two steps; true after the same step in all processes.
 
-        Every process calls it equally often and in the same place of its loop. Usually a call costs
-        a microsecond; once, after a request to stop, it takes as long as a few messages. A result
-        of true stays true. `step` is the number of updates made, for `steps`.
+        Every process calls this method equally often and in the same place of its loop. Usually a
+        call costs a microsecond; once, after a request to stop, a call takes as long as a few
+        messages. A result of true stays true. `step` is the number of updates made, for `steps`.
         """
         self._pace.at_step(step)
         return self._gate.should_stop()
@@ -98,7 +99,7 @@ class Cluster(contextlib.AbstractContextManager["Cluster", None]):
 
         Call it in the main thread. The second SIGTERM ends the process with `TERMINATED_EXIT_CODE`.
         After `nothing_to_lose`, SIGTERM changes nothing. If there are several processes, a process
-        can only end then, so it ignores SIGTERM after the context too.
+        only ends after `nothing_to_lose`, so it also ignores SIGTERM after the context.
         """
 
         def first() -> None:
@@ -132,14 +133,14 @@ class Cluster(contextlib.AbstractContextManager["Cluster", None]):
 
         Args:
           phase: The name of the phase, such as `"in a step"`.
-          limit: The seconds that the phase may take the first times. With 0 it may take ten minutes
-            longer than any phase so far, or any time if all processes are in it.
+          limit: The seconds that the phase may take the first times. With 0 the phase may take ten
+            minutes longer than any phase so far, or any time if all processes are in this phase.
           varies: Whether `limit` always counts, however long phases have taken so far.
         """
         self._pace.enter(phase, limit=limit, varies=varies)
 
     def agree(self, facts: Facts) -> None:
-        """Compares the facts of all processes, and waits until all have called it.
+        """Compares the facts of all processes, and waits until all have called `agree`.
 
         The comparison needs no device and no collective.
 
@@ -166,10 +167,10 @@ class Cluster(contextlib.AbstractContextManager["Cluster", None]):
         """Returns a sentence that names the lost process, if its loss caused the error.
 
         When a process is lost, the collectives of other processes fail, often before they know
-        which process it is. So after an error of the runtime this method waits `NEWS_SECONDS` for a
-        message of the hub. If a process was lost, it usually does not return, because the channel's
-        thread ends the process with the sentence and `LOST_PROCESS_EXIT_CODE`. It returns `None`
-        for an error of this process.
+        which process is lost. So after an error of the runtime this method waits `NEWS_SECONDS` for
+        a message of the hub. If a process was lost, the method usually does not return, because the
+        channel's thread ends the process with the sentence and `LOST_PROCESS_EXIT_CODE`. The method
+        returns `None` for an error of this process.
         """
         if not self._channel or not any(isinstance(one, FROM_OTHERS) for one in causes(error)):
             return None
@@ -178,11 +179,11 @@ class Cluster(contextlib.AbstractContextManager["Cluster", None]):
         return None if loss is None or loss.process == self.process_id else str(loss)
 
     def failed(self, error: BaseException) -> None:
-        """Tells the others that this process ends with an error; afterwards call `os._exit`.
+        """Tells the other processes that this process ends with an error; then call `os._exit`.
 
         An ordinary end would wait in JAX's exit barrier for processes that wait for this process.
-        The method returns when the others know, in process 0 when they have ended: after a second
-        or two.
+        The method returns when the other processes know of the error, and in process 0 when they
+        have ended. This takes a second or two.
         """
         self._has_failed = True
         if self._channel:
@@ -193,8 +194,8 @@ class Cluster(contextlib.AbstractContextManager["Cluster", None]):
     def close(self) -> None:
         """Ends without an error: waits for all processes, then all leave JAX's cluster together.
 
-        If a process is lost while this waits, all still end. Afterwards nothing may be computed on
-        several processes.
+        If a process is lost while this method waits, all processes still end. Afterwards nothing
+        may be computed on several processes.
         """
         if self._channel is None:
             return
@@ -225,7 +226,7 @@ class Cluster(contextlib.AbstractContextManager["Cluster", None]):
         )
 
     def _end_because_of(self, loss: LostProcess) -> None:
-        """Ends this process because another is lost; runs in the channel's thread."""
+        """Ends this process because another process is lost; runs in the channel's thread."""
         if loss.is_failure and not self._has_failed:
             time.sleep(OWN_ERROR_SECONDS)
         if self._has_failed:

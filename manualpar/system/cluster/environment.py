@@ -1,4 +1,4 @@
-"""Which processes train together: by flags, by our variables, or by the variables of a cluster.
+"""Finds out which processes train together: by flags, our variables, or a cluster's variables.
 
 The environment of a cluster only shows whether there are several processes; JAX finds the processes
 (`jax.distributed.initialize`). JAX supports Slurm, Open MPI 4, Kubernetes jobs and TPU pods.
@@ -131,7 +131,7 @@ def _evidence(environment: Mapping[str, str]) -> str:
     found = {
         "SLURM_NTASKS": in_slurm and _number(environment, "SLURM_NTASKS") > 1,
         "OMPI_COMM_WORLD_SIZE": in_open_mpi and _number(environment, "OMPI_COMM_WORLD_SIZE") > 1,
-        # An indexed job; one of a single pod says so with --num_processes=1.
+        # An indexed job; a job with a single pod says so with --num_processes=1.
         "JOB_COMPLETION_INDEX": {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"}
         <= environment.keys(),
         tpu: "," in environment.get(tpu, ""),
@@ -141,7 +141,7 @@ def _evidence(environment: Mapping[str, str]) -> str:
 
 
 def _is_alone_on_host(environment: Mapping[str, str]) -> bool:
-    """Returns whether Slurm or Open MPI started one process per host, for all its devices."""
+    """Returns whether Slurm or Open MPI started one process for all devices of a host."""
     tasks = _number(environment, "SLURM_NTASKS")
     nodes = _number(environment, "SLURM_STEP_NUM_NODES")
     return (tasks == nodes > 0) or _number(environment, "OMPI_COMM_WORLD_LOCAL_SIZE") == 1

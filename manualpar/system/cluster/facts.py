@@ -1,7 +1,7 @@
-"""How the processes of a run differ, in sentences.
+"""Describes in sentences how the processes of a run differ.
 
 A fact has to be the same in every process: a field of the config, a version, the fingerprint of the
-data. The name of a fact is one that users know; its value is text.
+data. Users know the name of a fact; the value of a fact is text.
 """
 
 import os
@@ -15,7 +15,7 @@ Facts = Mapping[str, str]
 
 
 class DisagreementError(ValueError):
-    """The processes of a run differ in their facts; each of them raises this error."""
+    """The processes of a run differ in their facts; every process raises this error."""
 
     def __init__(self, differences: list[str]) -> None:
         super().__init__(

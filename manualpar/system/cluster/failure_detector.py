@@ -124,7 +124,7 @@ class Pace:
             self._step = (step, self._get_time())
 
     def watch(self, awake: float) -> None:
-        """Adds seconds in which the watching thread was awake to the time in this phase."""
+        """Adds the seconds that the watching thread was `awake` to the time in this phase."""
         count, (before, seconds) = self._progress.count, self._stuck
         self._stuck = (count, seconds + awake if count == before else 0.0)
 

@@ -2,7 +2,7 @@
 
 Every process, including process 0, has one connection to the hub and sends heartbeats on it. A
 process is lost when its connection closes, when it has been silent for the timeout, or when it
-hangs (`failure_detector`). The hub then tells the others at once, and ends.
+hangs (`failure_detector`). The hub then tells the other processes at once, and ends.
 
 The processes connect to the hub before JAX connects them. So the hub reports missing processes and
 differing facts before any process waits in a collective. The hub listens on the coordinator's port,
@@ -11,7 +11,7 @@ enough, and no stranger can reach the hub while the run trains.
 
 Invariant: process 0 learns of the end last, when the others have ended or have had
   `LEAVING_SECONDS`. JAX's coordination service runs in process 0, and XLA aborts the other
-  processes if it ends first.
+  processes if this service ends first.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ from manualpar.system.cluster.messages import (
 
 # The time that the other processes have to end before process 0 ends.
 LEAVING_SECONDS = 2.0
-# The time that a stranger has to introduce itself, and how many may be connected at once.
+# The time that a stranger has to introduce itself, and how many strangers may be connected at once.
 STRANGER_SECONDS = 10.0
 MAX_STRANGERS = 64
 
@@ -69,7 +69,7 @@ class Hub:
     """Serves the processes from a thread."""
 
     def __init__(self, listener: socket.socket, terms: Terms) -> None:
-        """Starts the thread on a listening socket; process 0 connects to it too."""
+        """Starts the thread on a listening socket; process 0 also connects to the hub."""
         self._terms = terms
         self._members = {process: _Member() for process in range(terms.num_processes)}
         # All connections, the oldest first, with the tasks that end when they have closed.
@@ -142,7 +142,7 @@ class Hub:
             send(writer, {"kind": "challenge", "challenge": challenge})
             async with asyncio.timeout(STRANGER_SECONDS):
                 message = await receive(reader, max_bytes=MAX_HELLO_BYTES)
-            if not writer.is_closing():  # It was not turned away.
+            if not writer.is_closing():  # The connection was not turned away.
                 answer = self._admit(writer, message, challenge)
                 send(writer, answer)
                 process = message["process"] if answer["kind"] == "admitted" else None
@@ -162,7 +162,7 @@ class Hub:
                 self._lose(process, CLOSED)
 
     def _admit(self, writer: asyncio.StreamWriter, message: Message, challenge: str) -> Message:
-        """Accepts a connection as a process's, or refuses it; returns the answer."""
+        """Accepts a connection as a process's connection, or refuses it; returns the answer."""
         hello = read_hello(message, token=self._terms.token, challenge=challenge)
         if hello is None:
             if "proof" in message and not self._has_warned:

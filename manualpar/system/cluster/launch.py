@@ -5,16 +5,16 @@
 Each process reads its number from its environment (`manualpar.system.cluster.initialize`). The
 output of the processes is printed line by line with the prefixes `[0] `, `[1] ` and so on. SIGINT
 and SIGTERM go to all processes, and a second signal kills them. When a process ends with an error,
-the others have `--grace` seconds to end by themselves, with a sentence that names the failed
-process. Then they get SIGTERM, and two seconds later SIGKILL. After a SIGTERM to the launcher they
-also have `--grace` seconds to save and end before SIGKILL.
+the other processes have `--grace` seconds to end by themselves, with a sentence that names the
+failed process. Then they get SIGTERM, and two seconds later SIGKILL. After a SIGTERM to the
+launcher they also have `--grace` seconds to save and end before SIGKILL.
 
 The processes connect on the loopback interface only, and share a secret token. But the CPU
 collectives (gloo) of every process listen at the address of this host's name, and jax 0.10.2 has no
 setting for this address; see docs/clusters.md.
 
 The exit code is 0, or the code of the first process that failed: 128 plus the signal if a signal
-ended it. A mistake on the command line ends with 2, a command that cannot be started with 127.
+ended it. It is 2 for a mistake on the command line, and 127 if the command cannot be started.
 """
 
 import contextlib

@@ -87,9 +87,9 @@ def check_said(message: Message) -> None:
 async def beats(end: asyncio.Future[Any], timeout_seconds: float) -> AsyncIterator[float]:
     """Yields the seconds since the last beat, until `end` is done.
 
-    The interval is at most an eighth of the timeout, so several beats must be missing before it.
-    Seconds in which this process itself was stopped do not count, because they say nothing about
-    the other end.
+    The interval is at most an eighth of the timeout, so several beats must be missing before the
+    timeout is over. Seconds in which this process itself was stopped do not count, because they say
+    nothing about the other end.
     """
     interval, last = min(timeout_seconds / 8, 1.0), time.monotonic()
     while not (await asyncio.wait([end], timeout=interval))[0]:

@@ -3,8 +3,8 @@
 If the coordinator's address is given, the processes first connect to the hub
 (`manualpar.system.cluster.hub`) and then JAX connects them (`jax.distributed.initialize`). If JAX
 finds the coordinator itself, JAX connects the processes first, and process 0 sends the hub's
-address to the others by a collective. JAX's failure detection stays on too, because it finds a
-process whose threads do not run.
+address to the others by a collective. JAX's failure detection stays on, because it finds a process
+whose threads do not run.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from manualpar.system.cluster.hub import Hub
 from manualpar.system.cluster.messages import TOKEN_VARIABLE, Terms
 
 BIND_VARIABLE = "JAX_COORDINATOR_BIND_ADDRESS"
-# JAX's timeouts are longer than ours by this.
+# JAX's timeouts are longer than ours by these seconds.
 JAX_EXTRA_SECONDS = 20
 # JAX retries a refused connection only after a second, so process 0 goes first.
 HEAD_START_SECONDS = 0.2
@@ -59,9 +59,10 @@ def initialize(
 
     Args:
       coordinator_address: `host:port` for JAX's coordination service, on the host of process 0;
-        pass `num_processes` and `process_id` too. With `"auto"` and without the other two, JAX
+        also pass `num_processes` and `process_id`. With `"auto"` and without these two, JAX
         finds all three.
-      num_processes: The number of processes. `1` without the other two means only this process.
+      num_processes: The number of processes. `1` without the other two arguments means only this
+        process.
       process_id: The number of this process, from 0.
       timeout_seconds: How long a process may be silent before the others end.
       start_timeout_seconds: How long to wait for all processes to start.
@@ -73,8 +74,8 @@ def initialize(
       The cluster, with connected processes.
 
     Raises:
-      ValueError: Only some of the arguments are given, or they do not fit; or the processes differ
-        in their facts, their number, their token, or their devices.
+      ValueError: Only some of the arguments are given, or they do not fit together; or processes
+        differ in their facts, their number, their token, or their devices.
       ConnectionError: The other processes, or process 0, cannot be reached.
       RuntimeError: jax already has its devices.
 
@@ -122,7 +123,7 @@ def initialize(
         try:
             start_jax(own, bind_address)
         except Exception as error:
-            # Usually this call ends the process, because another one is lost.
+            # Usually this call ends the process, because another process is lost.
             cluster.explain_failure(error)
             cluster.failed(error)
             raise
@@ -211,7 +212,8 @@ def _not_met(own: Assignment, seconds: float, error: Exception) -> ConnectionErr
 def _meet_before_jax(cluster: Cluster, terms: Terms, address: str, listen_at: str) -> str | None:
     """Connects the processes at the coordinator's address.
 
-    In process 0, returns the address for JAX's service: the hub's address, which is free by then.
+    In process 0, returns the address for JAX's service: the hub's address, which the hub has freed
+    by then.
     """
     host, port = split_address(address)
     if not cluster.is_main:

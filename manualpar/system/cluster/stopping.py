@@ -5,9 +5,9 @@ in one process belongs to the n-th call in every other process. To stop, the hub
 for the number of its calls. All processes stop in the call after the largest number, because no
 process has made this call yet.
 
-A thread of the process answers, and from then on the process's calls wait until the hub has sent
+A thread of each process answers, and from then on the process's calls wait until the hub has sent
 the number of the last call. So no process waits for another's *step*. A process in the middle of a
-collective needs the others, and they wait in their calls only as long as the messages take.
+collective needs the other processes, which wait in their calls only as long as the messages take.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ class StopGate:
         self._stop_at: int | None = None
 
     def hold(self) -> int:
-        """Makes calls wait; returns how many have been let through."""
+        """Makes calls wait; returns how many calls have been let through."""
         with self._changed:
             self._is_held = self._stop_at is None
             return self._calls
@@ -63,8 +63,8 @@ def on_sigterm(
 
     Python would run a signal handler in the main thread, which may be in a compilation or a
     collective, and would run it once for two signals in a row. So Python's C handler writes each
-    signal's number to a socket (`signal.set_wakeup_fd`), and the thread reads it there. Call it in
-    the main thread.
+    signal's number to a socket (`signal.set_wakeup_fd`), and the thread reads it there. Call this
+    function in the main thread.
     """
     reader, writer = socket.socketpair()
     writer.setblocking(False)

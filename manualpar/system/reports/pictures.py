@@ -67,7 +67,7 @@ def new_figure(user: str, size: tuple[float, float], *, title: str) -> Iterator[
     """Makes a matplotlib figure with a title; our style holds until the context ends.
 
     Args:
-      user: The subject of the sentence for a missing matplotlib, such as the name of a file.
+      user: What needs matplotlib, such as the name of a file; the error's message begins with it.
       size: Width and height in inches.
       title: The title.
 

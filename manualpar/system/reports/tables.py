@@ -1,4 +1,4 @@
-"""Numbers in words, and tables of them, as all commands print them.
+"""Formats numbers, and prints tables of numbers, in one style for all commands.
 
 A number has three digits and a unit; an unknown number is a dash. In a table the columns of words
 come first, aligned to the left. The columns of numbers follow, aligned to the right.
@@ -59,7 +59,7 @@ def _three_digits(value: float | None, units: Sequence[str], step: int) -> str:
 def print_line(console: rich.console.Console, text: str) -> None:
     """Prints a line without markup, colours or wrapping, because wrapping would break a path.
 
-    Unprintable characters are escaped, because names out of files may hold them.
+    Unprintable characters are escaped, because names from files may contain such characters.
     """
     shown = "\n".join(printable(line.expandtabs()) for line in text.split("\n"))
     console.print(shown, markup=False, highlight=False, soft_wrap=True)
@@ -89,7 +89,7 @@ def print_table(
       rows: The cells.
       title: A line above the table.
       words: Number of the first columns that hold words; all other columns hold numbers.
-      last: A separate row below the others, such as their sum.
+      last: A separate row below the other rows, such as their sum.
       most: Number of rows to show; the command's files contain all rows.
     """
     if title:

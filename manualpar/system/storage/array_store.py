@@ -1,7 +1,8 @@
 """Specifies a bucket for tensorstore, as a key-value store.
 
 Credentials are never in the specification. tensorstore takes them from the environment, as s3fs and
-gcsfs do: from variables, or else from the files, the machine or the container that these name.
+gcsfs do: from variables, or else from the files, the machine or the container that these variables
+name.
 """
 
 import os
@@ -22,7 +23,7 @@ CONTEXT = {
 
 
 def key_value_store(folder: BucketPath) -> dict[str, Any]:
-    """Returns tensorstore's spec of a key-value store of everything below a folder."""
+    """Returns tensorstore's spec of a key-value store with all objects below a folder."""
     place = {"bucket": folder.bucket, "path": f"{folder.key}/" if folder.key else ""}
     if folder.scheme == "gs":
         if _first("STORAGE_EMULATOR_HOST") and not _first("TENSORSTORE_GCS_HTTP_URL"):
@@ -36,7 +37,8 @@ def key_value_store(folder: BucketPath) -> dict[str, Any]:
         spec["endpoint"] = endpoint
         spec["aws_region"] = _first("AWS_REGION", "AWS_DEFAULT_REGION") or "us-east-1"
     if os.environ.get("AWS_ACCESS_KEY_ID"):
-        # Otherwise it looks for files first, and warns on standard error if there are none.
+        # Otherwise tensorstore looks for files first, and warns on standard error if there are
+        # none.
         spec["aws_credentials"] = {"type": "environment"}
     return spec
 

@@ -1,8 +1,8 @@
 """Paths in buckets, `s3://bucket/key` and `gs://bucket/key`, with the methods of `pathlib.Path`.
 
 A bucket holds objects by key. There are no folders, no renaming and no appending: an object appears
-complete, in one request, or not at all. A folder here means all keys with a common prefix, so it
-exists as soon as it has an object. Lists show all earlier writes.
+complete, in one request, or not at all. A folder here means all keys with a common prefix, so a
+folder exists as soon as it has an object. Lists show all earlier writes.
 
 Requests go through fsspec, with s3fs or gcsfs. Credentials and the address of the server come only
 from the environment, as these two read it.
@@ -39,8 +39,8 @@ BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
 BLOCK_BYTES = 1 << 20
 # A large file is sent in parts of this size, ten at once.
 UPLOADED_BYTES = 1 << 24
-# A list does not end if it has more pages (of up to a thousand objects each), or more pages in a
-# row with nothing new.
+# A list counts as endless if it has more than `MOST_PAGES` pages (of up to a thousand objects
+# each), or more than `MOST_EMPTY_PAGES` pages in a row with nothing new.
 MOST_PAGES, MOST_EMPTY_PAGES = 10_000, 100
 
 
@@ -92,9 +92,9 @@ class BucketPath:
 
         Args:
           start: The first byte.
-          stop: The byte after the last; the end of the object if it is `None` or beyond.
-          version: The object's version, from `version`. By default the current one; if `stop` is
-            given, this takes no extra request.
+          stop: The byte after the last byte; `None`, or a byte beyond the end, stands for the end.
+          version: The object's version, from `version`. By default the current version, which
+            takes an extra request unless `stop` is given.
 
         Raises:
           ContentError: The object has another version, or the server has twice sent other bytes
@@ -114,7 +114,7 @@ class BucketPath:
         self._ask(lambda files: files.pipe_file(self._address, data))
 
     def upload(self, path: Path) -> None:
-        """Puts a local file of any size, like `write_bytes` puts bytes."""
+        """Puts the content of a local file of any size; see `write_bytes`."""
         self._ask(lambda files: files.put_file(str(path), self._address, chunksize=UPLOADED_BYTES))
 
     def create(self, data: bytes) -> bool:
@@ -146,21 +146,21 @@ class BucketPath:
         return True
 
     def is_dir(self) -> bool:
-        """Returns whether there are objects below."""
+        """Returns whether there are objects below this path."""
         return bool(self.names())
 
     def exists(self) -> bool:
-        """Returns whether it is a file or a folder."""
+        """Returns whether the path is a file or a folder."""
         return self.is_file() or self.is_dir()
 
     def names(self) -> list[str]:
-        """Returns the names of files and folders in a folder; none if it does not exist."""
+        """Returns the names of files and folders in a folder; `[]` if there is no such folder."""
         sizes, folders = self._list(self._prefix, delimiter="/")
         found = (key.removeprefix(self._prefix).rstrip("/") for key in (*sizes, *folders))
-        return sorted(filter(None, found))  # An object of the folder's own name lists itself.
+        return sorted(filter(None, found))  # An object with the folder's name lists itself.
 
     def files(self) -> dict[str, int]:
-        """Returns the sizes of all objects below a folder, by their paths relative to it."""
+        """Returns the size of each object below a folder, by its path relative to the folder."""
         sizes, _ = self._list(self._prefix)
         return {
             key.removeprefix(self._prefix): size
@@ -193,7 +193,7 @@ class BucketPath:
         }
 
     def copy_to(self, other: "BucketPath") -> None:
-        """Copies the object in the buckets' service; replaces an object of that name."""
+        """Copies the object within the buckets' service; replaces an object at `other`."""
         self._ask(lambda files: files.cp_file(self._address, other._address))
 
     def delete(self) -> None:
@@ -217,7 +217,7 @@ class BucketPath:
 
     @property
     def _prefix(self) -> str:
-        """The prefix of the keys of everything below."""
+        """The prefix of all keys below this path."""
         return f"{self.key}/" if self.key else ""
 
     def _ask(self, action: Callable[[Any], T]) -> T:
@@ -252,7 +252,7 @@ class BucketPath:
         return part.data
 
     def _list(self, prefix: str, *, delimiter: str = "") -> tuple[dict[str, int], list[str]]:
-        """Returns the sizes of the objects with a prefix by key; with a delimiter the folders too.
+        """Returns the sizes of objects with a prefix, by key; with a delimiter, also the folders.
 
         Raises:
           BucketError: The list cannot be read, or does not end.
@@ -316,7 +316,7 @@ def as_path(text: GivenPath) -> AnyPath:
 
 
 class BucketFile(io.RawIOBase):
-    """An object as a file that is read, by ranges and from any position.
+    """An object as a file for reading from any position; each read requests a range.
 
     All reads use the version that was current when the object was opened.
     """

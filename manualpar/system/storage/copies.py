@@ -26,7 +26,7 @@ NAME_BYTES = 255  # The longest name that file systems take.
 
 
 def user_path(text: GivenPath) -> AnyPath:
-    """Parses a user's path as `as_path`, and expands `~` to the user's folder."""
+    """Parses a user's path like `as_path`, and expands `~` to the user's folder."""
     path = as_path(text)
     return path if isinstance(path, BucketPath) else path.expanduser()
 
@@ -84,15 +84,15 @@ def copied_folder(
 ) -> Path:
     """Copies a folder once for each state of its files; returns the complete copy.
 
-    Every file is read in the version at the beginning, and at the end no file may have another
-    version, so that no copy holds files of two states. If the folder changes meanwhile, it is
+    Every file is read in the version that it has at the beginning, and no file may have another
+    version at the end. So no copy holds files of two states. If the folder changes meanwhile, it is
     copied once more. The path of the copy contains the folder's address, because messages about
     files show the path.
 
     Args:
       path: The folder.
       cache: The folder of copies. Only one process copies into it at a time.
-      keep: Whether to copy a file, by its path from the folder.
+      keep: Returns whether to copy a file; called with the file's path relative to the folder.
 
     Raises:
       ContentError: The folder changes again while it is copied, or the server sends other content

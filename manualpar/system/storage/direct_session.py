@@ -26,7 +26,7 @@ class RedirectError(OSError):
 
 @functools.cache
 def direct_session() -> type:
-    """Returns the class of such sessions; `AioConfig(http_session_cls=...)` takes it."""
+    """Returns the class of sessions without redirects, for `AioConfig(http_session_cls=...)`."""
     from aiobotocore.httpsession import AIOHTTPSession
 
     class DirectSession(AIOHTTPSession):  # type: ignore[misc, unused-ignore]  # Optional.

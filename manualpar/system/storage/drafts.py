@@ -39,8 +39,8 @@ def writing(function: str, folder: AnyPath) -> Iterator[None]:
 
     Raises:
       ValueError: Another process is writing the folder.
-      FolderError: It cannot be written.
-      BucketError: It is in a bucket, and cannot be written.
+      FolderError: The folder cannot be written.
+      BucketError: The folder is in a bucket, and cannot be written.
     """
     try:
         yield
@@ -60,14 +60,14 @@ def writing(function: str, folder: AnyPath) -> Iterator[None]:
 
 @contextlib.contextmanager
 def draft_of(target: Path, *, number: str = "") -> Iterator[Path]:
-    """Makes a draft of `target`, and deletes it at the end if it was not published.
+    """Makes a draft of `target`; deletes the draft at the end if it was not published.
 
     Args:
       target: The folder to make, as an absolute path.
       number: The draft's number, see `new_number`; by default a new one.
 
     Raises:
-      HeldError: Another process owns a draft of it.
+      HeldError: Another process owns a draft of `target`.
       OSError: The draft cannot be made.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -98,7 +98,7 @@ def publish(draft: Path, target: Path) -> None:
 
     Raises:
       FolderError: The target exists by now.
-      OSError: It cannot be renamed.
+      OSError: The draft cannot be renamed.
     """
     sync(draft)
     try:

@@ -1,8 +1,8 @@
 """Files that are complete whenever the process ends; their errors are one sentence.
 
 A killed process loses its buffers, and a full disk may take only a part of a write. So lines are
-appended without a buffer, and a file is replaced by renaming a new one over it. An open file takes
-lines even after it has been deleted. So before each line, its name is checked.
+appended without a buffer, and a file is replaced by renaming a new file over it. An open file takes
+lines even after its name has been deleted. So the name is checked before each line.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ def explained(path: AnyPath) -> Iterator[None]:
 
 
 def replace_file(path: Path, text: str | bytes) -> None:
-    """Replaces a file; whenever the process ends, it has the old content or the new content.
+    """Replaces a file; whenever the process ends, the file has its old or its new content.
 
     A link of that name is replaced, not followed. Raises a `WriteError` if the disk refuses.
     """

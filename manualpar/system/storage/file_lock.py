@@ -1,9 +1,10 @@
 """A lock on a file by `flock`, which the kernel releases when the process ends.
 
 The lock always ends with the process, so a remaining file does not keep processes out. Over NFS
-(version 4, or 3 with its lock daemon) it holds for all hosts; if a host crashes, the server keeps
-it for about 90 seconds. Programs that the process starts do not inherit it, and forked copies of
-the process close it, because they would keep it after the process was killed.
+(version 4, or 3 with its lock daemon) the lock holds for all hosts; if a host crashes, the server
+keeps the lock for about 90 seconds. Programs that the process starts do not inherit the lock.
+Forked copies of the process close the file, because they would keep the lock after the process was
+killed.
 """
 
 import contextlib
@@ -23,7 +24,7 @@ from manualpar.system.storage.lease import HeldError
 from manualpar.system.storage.untrusted import NotAFileError, kind_of, parse_object
 
 LONGEST_OWNER = 4096
-# The time that a killed process may take to disappear, and a copy of it to close the file.
+# The time that a killed process may take to disappear, and its copies to close the file.
 DYING_SECONDS = 3.0
 # Errors of file systems without such locks.
 UNSUPPORTED = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})
@@ -34,7 +35,7 @@ class FileLock(NamedTuple):
 
     Attributes:
       is_locked: Whether the file system has such locks.
-      check: If the file was deleted, locks a new one; raises a `HeldError` if another process was
+      check: If the file was deleted, locks a new file; raises a `HeldError` if another process was
         faster.
     """
 
@@ -50,9 +51,9 @@ def hold_file(
 
     Args:
       path: The lock file, which is created if need be.
-      folder: The folder that it protects, for messages.
+      folder: The folder that the lock protects, for messages.
       report: Called with a sentence if the file system has no locks.
-      remains: Whether the file stays afterwards, empty, or is deleted.
+      remains: Whether the file stays after the context, empty; otherwise it is deleted.
 
     Raises:
       HeldError: Another process has the lock; the message says which.
@@ -96,7 +97,7 @@ def _take(path: Path, folder: Path, descriptors: list[int], report: Callable[[st
         except BaseException:
             os.close(descriptor)
             raise
-        # Its last owner may have deleted it before it was locked here.
+        # The last owner may have deleted the file before it was locked here.
         if not is_locked or _is_same(descriptor, path):
             break
         os.close(descriptor)

@@ -1,11 +1,11 @@
 """A lock on a folder in a bucket. The server only needs to create an object at most once.
 
 Locks are numbered objects, `.lock-1`, `.lock-2`, and the highest number counts. A process that
-wants the folder creates the next number. If two processes try at once, the server creates it for
-one of them (`If-None-Match` of S3, `ifGenerationMatch` of Google). The owner of a lock writes it
-again every `BEAT_SECONDS`, and at the end marks it as free. If a lock was not written for
-`LEASE_SECONDS`, by the clock of the waiting process, its owner has ended, and the next number may
-be created. So no process deletes an object that another may rely on, and clocks need not agree.
+wants the folder creates the next number. If two processes try at once, the server creates the
+object for one of them (`If-None-Match` of S3, `ifGenerationMatch` of Google). The owner of a lock
+writes it again every `BEAT_SECONDS`, and at the end marks it as free. If a lock was not written for
+`LEASE_SECONDS`, by the clock of the waiting process, its owner counts as ended, and the next number
+may be created. So no process deletes an object that another may rely on, and clocks need not agree.
 
 An owner that was only cut off for this time finds the higher number when it comes back: `check`
 raises before the owner writes anything else.
@@ -41,14 +41,14 @@ class HeldError(Exception):
 def hold(
     folder: BucketPath, *, report: Callable[[str], None], remains: bool = True
 ) -> Iterator[Callable[[], None]]:
-    """Keeps others out of a folder while the context lasts; yields `check`.
+    """Keeps other processes out of a folder while the context lasts; yields `check`.
 
     `check` raises a `BucketError` if the lock has been lost.
 
     Args:
       folder: The folder.
       report: Called with a sentence if a lock is taken over, or if the server cannot lock.
-      remains: Whether the lock stays, marked as free. If it does not, two processes may get a lock
+      remains: Whether the lock stays, marked as free. If it is deleted, two processes may get locks
         at once while a third process gives up its lock; `check` then raises in the process with the
         lower number. So repeat, in the context, the test that the folder is free.
 
@@ -78,7 +78,7 @@ def hold(
         beat = 0
         while not ended.wait(BEAT_SECONDS):
             began, beat = time.monotonic(), beat + 1
-            with contextlib.suppress(BucketError):  # If it goes on for long, `check` raises.
+            with contextlib.suppress(BucketError):  # If errors go on for long, `check` raises.
                 lock.write_bytes(_text(owner, beat=beat))
                 renewed[0] = began
 

@@ -1,6 +1,6 @@
 """A folder of results in a bucket: written on a disk, and regularly copied to the bucket.
 
-Results are appended to files, but nothing can be appended to an object. So the same code as for
+Results are appended to files, but nothing can be appended to an object. So the code for
 local results writes into a local folder, and `publish` puts every file that has changed as one
 object. `publish` is called before each checkpoint, every `PUT_SECONDS` in between, and at the end.
 A killed process loses the lines after the last call, and a run that goes on from its last
@@ -36,7 +36,7 @@ class Mirror:
     ) -> None:
         """Takes an empty local folder; files with a prefix in `left_out` are not fetched."""
         self._folder, self._local, self._left_out, self._check = folder, local, left_out, check
-        # Size and time of change of the files in the bucket.
+        # File in the bucket -> size and time of change of the local file that was put.
         self._put: dict[str, tuple[int, int]] = {}
         self._lock = threading.Lock()
 
@@ -76,9 +76,9 @@ def mirrored(
     check: Callable[[], None],
     is_main: bool = True,
 ) -> Iterator[tuple[Path, Callable[[], None]]]:
-    """Yields a local folder to write results of `folder` into, and `publish`.
+    """Yields a local folder for the results that belong in `folder`, and `publish`.
 
-    If `folder` is local, it yields `folder` and `check`.
+    If `folder` is local, the function yields `folder` and `check`.
 
     Args:
       folder: The destination of the results.

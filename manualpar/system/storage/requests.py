@@ -1,9 +1,9 @@
-"""Requests to a bucket: repeated while an error is temporary, and else an error of one sentence.
+"""Repeats requests to a bucket while their errors are temporary; explains other errors.
 
 If a server is busy, a connection is cut off or a request takes too long, the request is repeated
-`WAITS` seconds later, with a message on standard error. If it still fails, it is a `BucketError`.
-Its text has only the code of the server's answer, because answers repeat parts of requests, and
-requests are signed.
+`WAITS` seconds later, with a message on standard error. If the request still fails, it raises a
+`BucketError`, whose message is one sentence. The message has only the code of the server's answer,
+because answers repeat parts of requests, and requests are signed.
 """
 
 import re
@@ -16,7 +16,7 @@ from absl import logging
 T = TypeVar("T")
 
 WAITS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
-# Statuses below 500 that may pass: too slow a request, two at once, and too many requests.
+# Statuses below 500 that may pass: a too slow request, two requests at once, and too many requests.
 PASSING = frozenset({408, 409, 425, 429})
 # Errors of the network, as pairs of a package and a class. The packages need not be installed.
 NETWORK = frozenset(
@@ -67,11 +67,11 @@ class BucketError(OSError, ValueError):
 
 
 class ContentError(BucketError):
-    """The bytes read are not the object's content, now or when reading began."""
+    """The object changed after reading began, or the server sent other bytes than requested."""
 
 
 def twice(action: Callable[[], T]) -> T:
-    """Calls `action`, and once more if it raises a `ContentError`."""
+    """Calls `action`, and calls it once more if it raises a `ContentError`."""
     try:
         return action()
     except ContentError as error:
@@ -80,7 +80,7 @@ def twice(action: Callable[[], T]) -> T:
 
 
 def request(path: Any, action: Callable[[], T]) -> T:
-    """Calls `action`, again while its error may pass.
+    """Calls `action`, and repeats it while its error may pass.
 
     Args:
       path: The `BucketPath` of the request.
@@ -89,7 +89,7 @@ def request(path: Any, action: Callable[[], T]) -> T:
     Raises:
       FileNotFoundError: There is no such object.
       FileExistsError: The object exists, and the request was to create it.
-      BucketError: Anything else.
+      BucketError: The request fails for any other reason.
     """
     for wait in (*WAITS, None):
         try:
@@ -166,7 +166,7 @@ def _named(codes: set[str]) -> str:
 
 
 def _code(error: BaseException) -> str:
-    """Returns the server's name of an error, or else its status; '' without an answer."""
+    """Returns the server's name of an error, or else the HTTP status; '' without an answer."""
     response = getattr(error, "response", None)
     found = response.get("Error", {}).get("Code") if isinstance(response, dict) else None
     if in_text := TENSORSTORE_CODE.match(str(error)):

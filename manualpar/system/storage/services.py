@@ -1,7 +1,7 @@
 """Requests to S3 and to Google's service for which fsspec's functions do not suffice.
 
-There are two: reading an object, which needs one version and the server's data about it; and
-listing, which goes page by page here, so that an endless list is noticed.
+There are two requests. Reading an object needs one version, and the server's data about this
+version. Listing goes page by page here, so that an endless list is noticed.
 """
 
 import dataclasses
@@ -53,7 +53,7 @@ class ObjectPart:
 
 @dataclasses.dataclass(frozen=True)
 class Page:
-    """A part of a list: sizes by key, folders with a slash at the end, and where it goes on."""
+    """A part of a list: sizes by key, folders with a slash at the end, next page's token."""
 
     sizes: dict[str, int]
     folders: list[str]
@@ -62,7 +62,7 @@ class Page:
 
 
 def file_system(scheme: str) -> Any:
-    """Returns the file system of fsspec, which keeps one object for each set of options."""
+    """Returns fsspec's file system; fsspec keeps one object for each set of options."""
     require(f"{scheme}://", MODULES[scheme])
     import fsspec
 
@@ -103,10 +103,10 @@ def read_part(
       bucket: The bucket.
       key: The key of the object.
       limits: The first byte and the byte after the last; `None` for the whole object.
-      version: Their version. The server refuses to send bytes of another version.
+      version: The version of the bytes. The server refuses to send bytes of another version.
 
     Raises:
-      ContentError: The server has refused.
+      ContentError: The server has refused, because the object has another version.
     """
     wanted = {} if limits is None else {"Range": f"bytes={limits[0]}-{limits[1] - 1}"}
     length = limits[1] - limits[0] if limits else version.size if version else None
@@ -148,9 +148,9 @@ def list_page(scheme: str, bucket: str, prefix: str, *, delimiter: str, token: s
     Args:
       scheme: A key of `MODULES`.
       bucket: The bucket.
-      prefix: How their keys begin.
+      prefix: The beginning of the objects' keys.
       delimiter: "/" to list only the folder itself, "" for everything below.
-      token: Where the page before ended; "" for the first.
+      token: The `next_token` of the page before; "" for the first page.
     """
     files = file_system(scheme)
     if scheme == "gs":

@@ -1,8 +1,8 @@
 """Files and lines that anybody may have written, read without trusting them.
 
-A name may not lead to a regular file. A FIFO makes a reader wait for ever, a device has no end, a
-link leads out of the folder, and deeply nested JSON exhausts the stack. Here each of these is an
-error whose message names it.
+A name may lead to something other than a regular file. A FIFO makes a reader wait for ever, a
+device has no end, a link leads out of the folder, and deeply nested JSON exhausts the stack. Here
+each of these cases is an error whose message names the case.
 
 Every message completes a sentence that begins with the name of the file: `is a FIFO, ...`.
 """
@@ -40,16 +40,16 @@ def kind_of(mode: int) -> str:
 
 
 def open_file(path: Path, *, follow_links: bool = False) -> io.BufferedReader:
-    """Opens a regular file for reading, and nothing else; never waits for another process.
+    """Opens a file for reading if it is a regular file; never waits for another process.
 
     With `follow_links` the last part of the path may be a link.
 
     Raises:
-      NotAFileError: It is a link, a folder, a FIFO, a socket or a device.
+      NotAFileError: The path leads to a link, a folder, a FIFO, a socket or a device.
       OSError: It cannot be opened.
     """
     _refuse_other_kinds(os.stat(path, follow_symlinks=follow_links).st_mode)
-    # In case it is replaced before it is opened: a FIFO is not waited for, a link not followed.
+    # If another file takes the name now, a FIFO is not waited for, and a link is not followed.
     flags = os.O_RDONLY | os.O_NONBLOCK | (0 if follow_links else os.O_NOFOLLOW)
     descriptor = os.open(path, flags)
     try:
@@ -81,7 +81,7 @@ def open_tensors(path: Path, *, most: int = MAX_HEADER_BYTES) -> tuple[io.Buffer
       most: The largest header in bytes.
 
     Raises:
-      ValueError: The header is longer.
+      ValueError: The header is longer than `most`.
       OSError: It cannot be opened, or is not a file.
     """
     file = open_file(path, follow_links=True)
@@ -114,7 +114,8 @@ def parse_object(text: bytes | str, *, allow_nan: bool = False) -> dict[str, Any
     in the object is nested deeper than `MAX_DEPTH`, so recursive functions may look through it.
 
     Raises:
-      ValueError: It is longer than `MAX_BYTES`, not UTF-8, not JSON, nested deeper, or no object.
+      ValueError: The text is longer than `MAX_BYTES`, not UTF-8, not JSON, nested deeper than
+        `MAX_DEPTH`, or no object.
     """
     if len(text) > MAX_BYTES:
         raise ValueError(f"has more than {MAX_BYTES:,} bytes")
@@ -129,7 +130,7 @@ def parse_object(text: bytes | str, *, allow_nan: bool = False) -> dict[str, Any
         raise ValueError(f"is not JSON ({error})") from None
     if not isinstance(value, dict):
         raise ValueError(f"is not a JSON object ({type(value).__name__})")
-    if text.count("{") + text.count("[") > MAX_DEPTH:  # Otherwise it can't be nested as deep.
+    if text.count("{") + text.count("[") > MAX_DEPTH:  # With fewer brackets it is not too deep.
         _refuse_depth(value)
     return value
 
