@@ -48,7 +48,7 @@ class ByteTokenizer:
     files: tuple[pathlib.Path, ...] = ()  # The files that `load_tokenizer` reads.
 
     def encode_documents(self, documents: Sequence[bytes]) -> list[np.ndarray]:
-        """Encodes each document as its bytes, `int32[N]` without BOS. It need not be UTF-8."""
+        """Encodes each document as its bytes, `int32[N]` without BOS, even if not UTF-8."""
         return [np.frombuffer(data, np.uint8).astype(np.int32) for data in documents]
 
     def encode(self, text: str) -> np.ndarray:
