@@ -1,18 +1,18 @@
-"""Yields batches on the devices, which Grain's threads read ahead.
+"""Yields batches on the devices. Grain's threads read the batches ahead.
 
 Training reads an endless stream of examples, see `manualpar.data.order`. The example at position
 `p` depends only on the seed and on `p`, and a batch is the next `B` examples. So a batch does not
-depend on the number of processes and devices, nor on how far ahead they read. The state of the data
-is one number: the position after the last batch that was used. All batches are full and no example
-is dropped. A batch may have examples from the end of an epoch and from the start of the next.
+depend on the number of processes, devices, and batches read ahead. The state of the data is one
+number: the position after the last batch that was used. All batches are full and no example is
+dropped. A batch may have examples from the end of an epoch and from the start of the next epoch.
 
 Evaluation reads each example once, in order, and pads the last batch.
 
 A process reads only the rows of its own devices. It reads a row once, even if several devices have
 the row.
 
-Threads read ahead, not Grain's worker processes. These need parsed flags, and seconds to start,
-which pays only for slow decoding.
+Batches are read by threads, not by Grain's worker processes. Worker processes need parsed flags and
+take seconds to start. This time is worth it only if decoding is slow.
 
 Symbol: `B` examples in a batch.
 """
@@ -43,7 +43,7 @@ def train_batches(
     """Yields batches for training without end, from any position of the stream.
 
     Args:
-      split: The examples; there may be fewer than in a batch.
+      split: The examples; a split may have fewer examples than a batch.
       seed: The seed of the order of examples, not negative.
       batch_size: `B`.
       sharding: The sharding of the batches, such as `program.batch_sharding`. Each process reads
@@ -80,7 +80,7 @@ def evaluation_batches(
     max_batches: int = 0,
     prefetch: int = 2,
 ) -> Generator[Batch, None, None]:
-    """Yields batches that together have each example once, in order.
+    """Yields batches that together contain each example once, in order.
 
     Args:
       split: The examples.
@@ -105,7 +105,7 @@ def evaluation_batches(
 
 def abstract_batch(split: Split, batch_size: int) -> Batch:
     """Returns the shapes and dtypes of a batch of `split`, as `jax.ShapeDtypeStruct`s."""
-    # Reads no example if it can: a sequence may be so long that the program is refused later.
+    # Reads no example if possible, because sequences that a later check refuses may be very long.
     example = getattr(split, "abstract_example", None) or split[0]
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((batch_size, *x.shape), x.dtype), example)
 
@@ -143,7 +143,7 @@ def _read_ahead(
     sharding: jax.sharding.Sharding,
     prefetch: int,
 ) -> Generator[Batch, None, None]:
-    """Yields batches of consecutive positions, which threads read ahead.
+    """Yields batches of consecutive positions; threads read the batches ahead.
 
     Each batch is put on the devices while the batch before it is used.
     """

@@ -1,6 +1,6 @@
 """The source `chat`: JSON lines with questions and answers. A model learns only the answers.
 
-A line is a chat, `{"messages": [{"role": ..., "content": ...}, ...]}`, or two texts,
+A line is a chat, `{"messages": [{"role": ..., "content": ...}, ...]}`, or a pair of texts,
 `{"prompt": ..., "completion": ...}`. A template turns a chat into one text. The completion directly
 follows the prompt.
 
@@ -8,7 +8,7 @@ A model learns the tokens of the assistant's messages or of the completion, and 
 an answer. All other tokens are only inputs. White space that the template writes after the end
 token is not learned.
 
-A chat is refused if a message spells out a special token, so a message cannot contain one.
+A chat is refused if a message spells out a special token, so no message contains special tokens.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -67,7 +67,7 @@ class ChatEncoder:
         """Encodes a line as an example, `uint32[N]`.
 
         Raises:
-          ValueError: The line is no example. The message completes a sentence about the line.
+          ValueError: The line is not an example. The message completes a sentence about the line.
         """
         (made,) = self._examples([fields])
         if isinstance(made, ValueError):
@@ -131,7 +131,7 @@ class Chats:
         import tokenizers
 
         self._template: ChatTemplate = load_template(template, tokenizer.files)
-        # Unlike `FileTokenizer`, this one encodes the special tokens that a template spells out.
+        # Unlike a `FileTokenizer`, this one encodes special tokens that a template spells out.
         self._tokenizer = tokenizers.Tokenizer.from_file(str(tokenizer.files[0]))
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -142,8 +142,8 @@ class Chats:
         """Encodes a chat as a prompt, which ends where the assistant begins to write.
 
         Raises:
-          ValueError: `messages` is no list of messages. The error completes a sentence about a
-            line.
+          ValueError: `messages` is not a list of messages. The error's message completes a sentence
+            about a line.
         """
         self._check(messages)
         text = self._template.prompt(messages)
@@ -154,7 +154,7 @@ class Chats:
         """Encodes messages as an example, `uint32[N]`.
 
         Raises:
-          ValueError: As in `prompt`, or the messages have no answer to learn.
+          ValueError: `messages` is not a list of messages, or has no answer to learn.
         """
         (made,) = self.examples([messages])
         if isinstance(made, ValueError):

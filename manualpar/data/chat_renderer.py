@@ -3,11 +3,12 @@
 A template is a program that somebody else wrote. Jinja's sandbox keeps it from files and other
 objects, but not from running for ever or filling the memory. One operation is enough for that, such
 as `'a' * 10**10`, and a list of such operations would never be complete. So templates are compiled
-and rendered in this process. The system ends it after `CPU_SECONDS` of computing, and gives it no
-more than `MEMORY_BYTES`. It imports nothing but Jinja.
+and rendered in this process. The system ends the process after `CPU_SECONDS` of computing, and
+gives it no more than `MEMORY_BYTES`. The process imports no library except Jinja.
 
-It reads requests from standard input, and writes answers to standard output. The first request is a
-template. Each later request is a list of chats. It answers each chat, until it refuses one.
+The process reads requests from standard input, and writes answers to standard output. The first
+request is a template. Each later request is a list of chats. The process answers the chats of a
+list in order, and stops at the first chat that it refuses.
 `manualpar.data.chat_template` runs this program.
 """
 
@@ -29,7 +30,7 @@ MEMORY_BYTES = 3 << 28
 # A rendered text may have MAX_CHARACTERS + MAX_GROWTH times the bytes of its chat.
 MAX_CHARACTERS, MAX_GROWTH = 1 << 22, 8
 SAID_CHARACTERS = 300  # Limit of a message that a template writes.
-# Mark the beginning and end of text to learn. No text has these noncharacters of Unicode.
+# These mark the beginning and end of text to learn. No text has these noncharacters of Unicode.
 BEGIN, END = "\ufdd0", "\ufdd1"
 Messages = list[dict[str, Any]]
 Span = tuple[int, int]
@@ -38,8 +39,8 @@ LENGTH_BYTES = 8
 BUFFER_BYTES = 1 << 18
 
 
-class Refused(Exception):  # noqa: N818  # It is no error of this program.
-    """A template or a chat is refused; the message completes a sentence about it."""
+class Refused(Exception):  # noqa: N818  # A refusal is not an error of this program.
+    """A template or a chat is refused; the message completes a sentence whose subject it is."""
 
 
 class Renderer:
@@ -79,7 +80,7 @@ class Renderer:
         return text, spans
 
     def prompt(self, messages: Messages) -> Rendered:
-        """Renders a chat, with the prompt for the assistant at its end."""
+        """Renders a chat followed by the prompt for the assistant."""
         return _without_marks(self._render(messages, datetime.datetime.now(), prompt=True))
 
     def _render(self, messages: Messages, now: datetime.datetime, *, prompt: bool = False) -> str:
@@ -95,7 +96,7 @@ class Renderer:
                 strftime_now=strftime_now,
                 **self._tokens,
             )
-        except Exception as error:  # Whatever the template's program raises.
+        except Exception as error:  # The template's program may raise any exception.
             raise Refused(f"is refused by the chat's template ({_said(error)})") from None
         if len(text) > MAX_CHARACTERS:
             most = MAX_CHARACTERS + MAX_GROWTH * len(marshal.dumps(messages))
@@ -164,10 +165,10 @@ def _environment() -> Any:
 
 
 def send_message(file: IO[bytes], message: Any) -> None:
-    """Writes a value into the file's buffer; it may hold lists, dicts, texts and numbers.
+    """Writes a value of lists, dicts, texts and numbers into the file's buffer.
 
     Raises:
-      ValueError: The value holds something else.
+      ValueError: The value contains something else.
     """
     data = marshal.dumps(message)
     file.write(len(data).to_bytes(LENGTH_BYTES, "big"))
@@ -208,7 +209,7 @@ def main() -> None:
     """Answers requests until the input ends."""
     seconds, memory = float(sys.argv[1]), int(sys.argv[2])
     sys.path += sys.argv[3:]  # The folders of Jinja.
-    import jinja2.sandbox  # noqa: F401  # Before the limits are set.
+    import jinja2.sandbox  # noqa: F401  # Imported before the limits are set.
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent process ends this one.
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
@@ -228,7 +229,7 @@ def main() -> None:
                 is_fine, rendered = answer_within(functools.partial(render, messages), seconds)
                 send_message(answers, (is_fine, rendered))
                 if not is_fine:
-                    break  # Later chats might take as long.
+                    break  # Later chats might take as much time as this chat.
             answers.flush()
 
 

@@ -1,17 +1,17 @@
-"""Renders chats with a template, and finds the parts of the text that the assistant writes.
+"""Renders chats with a template, and finds the spans of the text that the assistant writes.
 
 A template is a Jinja program that comes with a model. It runs in a separate process, in Jinja's
 immutable sandbox. It can read the messages, the special tokens and the date, and nothing else. A
 chat may take `chat_renderer.CPU_SECONDS` and `chat_renderer.MEMORY_BYTES`. Templates are written
-for `transformers` and work as there. A line with only a block tag writes no line. Loops have
-`break` and `continue`. `raise_exception` refuses messages, and `strftime_now` writes the date.
+for `transformers` and work as in `transformers`. A line with only a block tag writes no line. Loops
+have `break` and `continue`. `raise_exception` refuses messages. `strftime_now` writes the date.
 `tools` and `documents` are None. The assistant writes the text between `{% generation %}` and
 `{% endgeneration %}`.
 
 If a template has no such marks, each turn of the assistant is found with two renderings. The first
 ends with the turn. The second ends before the turn, with the prompt for the assistant. The
-assistant writes the text by which the first is longer. If later messages change the text of earlier
-ones, this does not work, and the chat is refused.
+assistant writes the text that only the first has, at its end. If later messages change the text of
+earlier messages, this does not work, and the chat is refused.
 """
 
 import contextlib
@@ -59,7 +59,8 @@ class ChatTemplate:
           name: The template's file, for error messages about chats.
 
         Raises:
-          ValueError: `source` is no template. The message completes a sentence about the template.
+          ValueError: `source` is not a template. The message completes a sentence about the
+            template.
         """
         require("config.data.source='chat'", "jinja2")
         self._source, self._tokens, self._name = source, dict(tokens), name
@@ -79,11 +80,11 @@ class ChatTemplate:
         return _unwrapped(self.render_all([messages])[0])
 
     def render_all(self, chats: Sequence[Messages]) -> list[Rendered | ValueError]:
-        """Renders chats; if one is refused, its error is the result for it and all later chats."""
+        """Renders chats; the error of a refused chat is the result for this and all later chats."""
         return self._answers("render", chats)
 
     def prompt(self, messages: Messages) -> str:
-        """Renders a chat, with the prompt for the assistant at its end; raises as `render` does."""
+        """Renders a chat followed by the assistant's prompt; raises the errors of `render`."""
         return _unwrapped(self._answers("prompt", [messages])[0])[0]
 
     def _answers(self, kind: str, chats: Sequence[Messages]) -> list[Rendered | ValueError]:
@@ -105,7 +106,7 @@ class ChatTemplate:
                 except _EndedError as error:
                     if count == 1:
                         why = f"is refused by the chat's template ({error})"
-                    # The process has lost answers to earlier chats. Asks for them again.
+                    # Answers to earlier chats are lost. The loop requests them again, one by one.
                     count = 1
                 if why:
                     where = f"; the template is in {self._name}" if self._name else ""
@@ -137,7 +138,7 @@ class ChatTemplate:
     def _send(self, message: Any) -> None:
         with self._connected() as process:
             assert process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):  # `_receive` finds out why it has ended.
+            with contextlib.suppress(BrokenPipeError):  # `_receive` finds out why it ended.
                 send_message(process.stdin, message)
                 process.stdin.flush()
 
@@ -198,7 +199,7 @@ def load_template(path: str, tokenizer: Sequence[pathlib.Path]) -> ChatTemplate:
       tokenizer: The tokenizer's files.
 
     Raises:
-      ValueError: There is no template, or its text is no template.
+      ValueError: There is no template, or the text found is not a Jinja template.
     """
     source, tokens, place = "", {}, path
     for file in tokenizer:
@@ -227,7 +228,7 @@ def load_template(path: str, tokenizer: Sequence[pathlib.Path]) -> ChatTemplate:
 
 
 def _template_of(fields: Mapping[str, Any]) -> str:
-    """Returns the template in a `tokenizer_config.json`; if there are several, the default one."""
+    """Returns the template in a `tokenizer_config.json`; of several templates, the default."""
     found = fields.get("chat_template")
     if isinstance(found, list):
         named = {each.get("name"): each for each in found if isinstance(each, dict)}

@@ -1,15 +1,15 @@
 """Defines datasets: three splits, in which each example has a number.
 
-A `Split` gives random access to examples. Example `i` is always the same, in whatever order the
-examples are read. So a run is repeatable if it reads the same numbers.
+A `Split` gives random access to examples. Example `i` does not depend on the order in which the
+examples are read. So a second run with the same example numbers repeats the first run.
 
 A split of text is a stream of tokens, `BOS doc BOS doc ... BOS doc BOS`. A token BOS begins a
-document and ends the document before it; the last BOS only ends a document. So every token of a
+document and ends the previous document; the last BOS only ends a document. So every token of a
 document, and every end of a document, is a label once. Sequence `i` takes the tokens from `i * S`
 to `i * S + S`, both included: all but the last are inputs and all but the first are labels. No
 token is dropped, and none is a label twice. A model can number the documents of a sequence as
-`cumsum(inputs == BOS)`, and needs no other mask to keep them apart. A document that continues in
-the next sequence has no BOS there.
+`cumsum(inputs == BOS)`, and needs no other mask to separate the documents. If a document goes on in
+the next sequence, it has no BOS there.
 
 Symbol: `S` tokens in a sequence.
 """
@@ -29,7 +29,7 @@ SPLITS = ("train", "eval", "test")
 
 
 class DamagedDataError(ValueError):
-    """A data file has changed or holds something impossible; the message is one sentence."""
+    """A data file has changed or has impossible content; the message is one sentence."""
 
 
 class Split(Protocol):
@@ -107,7 +107,7 @@ class ArrayStream:
 
 @dataclasses.dataclass(frozen=True)
 class TokenSplit:
-    """Cuts a stream into sequences. BOS fills up the last one, and the mask is 0 there only."""
+    """Cuts a stream into sequences. BOS fills up the last sequence; only there the mask is 0."""
 
     stream: TokenStream  # At least two tokens.
     sequence_length: int  # `S`.
@@ -123,7 +123,7 @@ class TokenSplit:
 
     @property
     def tokens_per_byte(self) -> float | None:
-        """The number of labels per byte of text, or `None`; ends of documents are labels too."""
+        """The number of labels per byte of text, or `None`; also ends of documents are labels."""
         return self.num_labels / self.num_bytes if self.num_bytes else None
 
     @property
@@ -157,7 +157,7 @@ class Dataset:
     """Three splits with no example in common: for training, evaluation and the test.
 
     The fingerprint depends on the examples and their numbers. Two processes see the same batches
-    only if their fingerprints are equal. So do a run and the checkpoint that it goes on from.
+    only if their fingerprints are equal. The same holds for a run and the checkpoint it continues.
     """
 
     train: Split
@@ -168,17 +168,17 @@ class Dataset:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClassificationDataset(Dataset):
-    """Inputs with a class each; the labels are less than `num_classes`."""
+    """Inputs that each have a class; the labels are less than `num_classes`."""
 
     num_classes: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LanguageDataset(Dataset):
-    """Text as tokens, made by `tokenizer`; a model needs its `vocab_size` and `bos_token`.
+    """Text as tokens of `tokenizer`; a model needs the tokenizer's `vocab_size` and `bos_token`.
 
-    A split has `loss / ln 2 * split.tokens_per_byte` bits per byte, with the loss in nats, if its
-    `tokens_per_byte` is known.
+    If `split.tokens_per_byte` is known, a loss in nats is `loss / ln 2 * split.tokens_per_byte`
+    bits per byte.
     """
 
     train: LanguageSplit

@@ -3,13 +3,13 @@
 A document is a text in UTF-8, or a list of ready-made tokens. It is one field of a JSON object, one
 value in a column of a table, or one record.
 
-Files are divided into parts of about `PART_BYTES`, which processes read independently of each
+Files are divided into parts of about `PART_BYTES`. Processes read parts independently of each
 other. Only the files decide the parts. Only the documents that are being read are in memory: at
 most a line, a batch of rows, or a group of records.
 
-Everything in a file is checked. A line that is no JSON, a missing field, a value of another type
-and bytes that are no UTF-8 each raise a `DamagedDataError`. It names the file, and the line, row or
-record, counted from one.
+Everything in a file is checked. A line that is not JSON, a missing field, a value of another type,
+and bytes that are not UTF-8 each raise a `DamagedDataError`. The error names the file, and the
+line, row or record, counted from one.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ class DocumentFile:
       path: The path of the file.
       name: The path relative to the directory of all files, with slashes.
       size: The number of bytes.
-      modified: The time of the last change in nanoseconds; in a bucket a hash of the version.
+      modified: The time of the last change in nanoseconds; for a bucket a hash of the version.
     """
 
     path: str
@@ -65,7 +65,7 @@ class DocumentRange:
       file: The file.
       field: The field or the column; for ArrayRecord see `read_documents`.
       start: The first byte, row group or record.
-      stop: The end of the range; it is not included. A line belongs to the part that it begins in.
+      stop: The end of the range, exclusive. A line belongs to the part in which it begins.
       size: The estimated number of bytes.
     """
 
@@ -172,7 +172,7 @@ def lines_of(part: DocumentRange) -> Iterator[tuple[int, bytes]]:
     """Yields the lines that begin in a part, each with its position; skips blank lines."""
     with open_document_file(part.file.path) as file:
         if part.start:
-            # If the byte before is no end of a line, this line belongs to the previous part.
+            # If the byte before `start` ends no line, this line belongs to the previous part.
             file.seek(part.start - 1)
             while not (piece := file.readline(MAX_BYTES)).endswith(b"\n") and piece:
                 pass
@@ -206,7 +206,7 @@ def as_document(value: Any, where: str) -> Document:
     """Converts a value to a document.
 
     Raises:
-      ValueError: The value is not a text or a list of tokens. The message shows `where` it was.
+      ValueError: The value is not a text or a list of tokens. The message shows `where`.
     """
     if isinstance(value, str):
         try:
@@ -325,7 +325,7 @@ def _read_records(part: DocumentRange) -> Iterator[Document]:
             stop = min(start + ROWS_AT_ONCE, part.stop)
             try:
                 records = reader.read(start, stop)
-            except Exception as error:  # The library does not export its own.
+            except Exception as error:  # The library exports none of its exception classes.
                 raise DamagedDataError(
                     f"{part.file.path} is damaged after record {start} ({_first_line(error)})."
                 ) from error

@@ -8,8 +8,8 @@ any characters:
 
     config.data.mixture = ("0.7 jsonl ~/web", "0.2 parquet:content ~/code", "0.1 tokens ~/t")
 
-A source may be followed by a colon and a field, which replaces `config.data.field`. A weight may be
-a fraction such as `1/3`.
+A colon and a field may follow a source. This field replaces `config.data.field`. A weight may be a
+fraction such as `1/3`.
 """
 
 import dataclasses
@@ -46,8 +46,8 @@ class MixedSplit:
 
     Attributes:
       parts: The splits.
-      shares: The share of each split: its slots of `SLOTS` for training; otherwise its number of
-        labels, or 0 if it is packed.
+      shares: The share of each split. For training it is the split's number of slots, out of
+        `SLOTS`. Otherwise it is the split's number of labels, or 0 for a packed split.
     """
 
     parts: tuple[LanguageSplit, ...]
@@ -55,7 +55,7 @@ class MixedSplit:
 
     @property
     def tokens_per_byte(self) -> float | None:
-        """The number of labels per byte of text, for parts of these shares; `None` if unknown."""
+        """The labels per byte of text, if parts are mixed by their shares; `None` if unknown."""
         rates = [part.tokens_per_byte for part in self.parts]
         bytes_of = [share / rate for share, rate in zip(self.shares, rates, strict=True) if rate]
         return sum(self.shares) / sum(bytes_of) if all(rates) else None
@@ -100,8 +100,8 @@ def mix(entries: Sequence[Entry], load: Callable[[Entry], LanguageDataset]) -> L
       load: Loads the source of an entry.
 
     Raises:
-      ValueError: A source cannot be loaded, has another tokenizer than the first source, or has too
-        small a weight.
+      ValueError: A source cannot be loaded, has a different tokenizer from the first source, or has
+        too small a weight.
     """
     shares = shares_of([entry.weight for entry in entries])
     for entry, share in zip(entries, shares, strict=True):
@@ -140,7 +140,7 @@ def mix(entries: Sequence[Entry], load: Callable[[Entry], LanguageDataset]) -> L
 
 
 def shares_of(weights: Sequence[Fraction]) -> list[int]:
-    """Divides `SLOTS` slots by weight; rounds so that the shares add up to `SLOTS`."""
+    """Divides `SLOTS` slots in proportion to weights; rounds so that shares add up to `SLOTS`."""
     total = sum(weights)
     exact = [weight * SLOTS / total for weight in weights]
     shares = [int(share) for share in exact]

@@ -1,16 +1,16 @@
 """The order in which training reads examples. It is endless, and known at any position.
 
-For one split, the order is a permutation of the examples for each epoch, one after the other.
+For one split, the order is a sequence of permutations of the examples, one for each epoch.
 
 For a mixture, a repeated table of `SLOTS` slots gives the source of each position. A source has
 slots in proportion to its weight. The `k`-th of its `n` slots is at a random place in the `k`-th of
 `n` equal parts of the table. So after any number of positions, the number of examples from a source
-differs from its share by about one. The position also determines how many examples of a source come
-before it. So each source has its own epochs: a small source may begin its tenth epoch while a large
-one is in its first.
+differs from its share by about one. The position also determines how many earlier positions have
+examples of a source. So each source has its own epochs: a small source may begin its tenth epoch
+while a large source is in its first.
 
-The example at a position depends only on the seed and the position, and the cost is the same for
-all positions. So the state of the data is one number, also for a mixture.
+The example at a position depends only on the seed and the position. All positions take the same
+time to look up. So the state of the data is one number, even for a mixture.
 """
 
 import functools
@@ -21,7 +21,7 @@ import numpy as np
 from manualpar.data.dataset import Split
 from manualpar.data.mixture import SLOTS, MixedSplit
 
-# A function from ascending positions `int64[N]` to the numbers of their examples `int64[N]`.
+# A function that maps ascending positions `int64[N]` to the numbers of their examples, `int64[N]`.
 Order = Callable[[np.ndarray], np.ndarray]
 
 
@@ -29,8 +29,8 @@ def endless_order(num_examples: int, *seed: int) -> Order:
     """Makes the endless order of one split, with a new permutation for each epoch.
 
     Grain's own shuffle looks up one position at a time, which takes longer than reading small
-    examples. The permutation of an epoch takes 8 bytes per example. The latest two are kept,
-    because a batch may have examples of two epochs.
+    examples. The permutation of an epoch takes 8 bytes per example. The latest two permutations are
+    kept, because a batch may have examples of two epochs.
     """
 
     @functools.lru_cache(maxsize=2)
@@ -77,13 +77,13 @@ def order_of(split: Split, seed: int) -> Order:
     return _latest_order((len(split),), None, seed)
 
 
-@functools.lru_cache(maxsize=1)  # `train_batch` asks again for each batch of one epoch.
+@functools.lru_cache(maxsize=1)  # `train_batch` needs the same order for each batch.
 def _latest_order(sizes: tuple[int, ...], shares: tuple[int, ...] | None, seed: int) -> Order:
     return endless_order(*sizes, seed) if shares is None else mixed_order(sizes, shares, seed)
 
 
 def _slots(shares: Sequence[int], seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns each slot's source, and its number among the slots of that source, `int64[SLOTS]`."""
+    """Returns each slot's source, and the slot's number among the source's, `int64[SLOTS]`."""
     rng = np.random.default_rng((seed, len(shares)))
     times = np.concatenate([(np.arange(n) + rng.random(n)) / n for n in shares])
     sources = np.repeat(np.arange(len(shares)), shares)

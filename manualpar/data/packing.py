@@ -2,15 +2,15 @@
 
 An example is an array of `uint32`. The highest bit of an element says whether the token is learned;
 the other bits are the token. An example of `n + 1` tokens takes `n` positions: all tokens but the
-last are inputs, and all but the first are labels. A sequence of `S` positions holds complete
-examples, one after the other. In addition to its tokens it has the number of each position's
-example, 1, 2, ..., and 0 for padding. Attention stays within an example. Positions count from the
-beginning of the sequence, which makes no difference to rotary attention.
+last are inputs, and all but the first are labels. A sequence of `S` positions contains complete
+examples, one after the other. In addition to its tokens, a sequence has for each position the
+number of the position's example: 1, 2, ..., and 0 for padding. Attention stays within an example.
+Positions count from the beginning of the sequence; rotary attention depends only on differences.
 
-Examples are assigned to sequences once, when they are loaded. They are shuffled, and `WINDOW` of
-them are packed at a time. The longest goes first, into the fullest sequence that has room for it.
-After that an epoch is a permutation of the sequences, as for any split. So packing needs no state,
-and a run can go on from any position.
+Examples are assigned to sequences once, when they are loaded. They are shuffled, and `WINDOW`
+examples are packed at a time. Longer examples are placed first. An example is placed into the
+fullest sequence that has room for it. Later an epoch is a permutation of the sequences, as for any
+other split. So packing needs no state, and a run can go on from any position.
 
 Symbols: `S` positions, `P` sequences.
 """
@@ -25,7 +25,7 @@ import numpy as np
 from manualpar.core.state.train_state import Batch
 from manualpar.data.dataset import DamagedDataError
 
-# The highest bit of a token says that it is learned.
+# The highest bit of a token is set if the token is learned.
 LEARNED = np.uint32(2**31)
 WINDOW = 1024
 # The order of packing belongs to the data: it stays the same when the seed of a run changes.
@@ -39,10 +39,12 @@ class PackedSplit:
     """A split of packed examples; `pack` makes it.
 
     Attributes:
-      tokens: The tokens of all examples, one after the other, `uint32[N]`, with `LEARNED`.
-      starts: The index in `tokens` where each example begins, and the end of `tokens`.
+      tokens: `uint32[N]`, the tokens of all examples, one after the other; `LEARNED` is their
+        highest bit.
+      starts: The index in `tokens` at which each example begins, and the length of `tokens`.
       order: The numbers of the examples in each sequence, one sequence after the other.
-      firsts: The index in `order` where each sequence begins, and the end of `order`, `[P + 1]`.
+      firsts: `[P + 1]`, the index in `order` at which each sequence begins, and the length of
+        `order`.
       sequence_length: `S`.
       vocab_size: All tokens are less than this.
       padding: The token at positions without an example.
@@ -79,7 +81,7 @@ class PackedSplit:
         return len(self.firsts) - 1
 
     def __getitem__(self, index: int) -> Batch:
-        """Returns sequence `index`: `tokens`, `documents` and labels, `int32[S]`, and the mask.
+        """Returns sequence `index`: `tokens`, `documents` and labels, each `int32[S]`, and a mask.
 
         Raises:
           DamagedDataError: A token is not in the vocabulary.
@@ -168,9 +170,9 @@ def pack(
 
 
 def _fill(numbers: np.ndarray, positions: np.ndarray, room: int) -> list[list[int]]:
-    """Packs by best fit, longest first, and returns the examples of each sequence."""
+    """Packs the longest examples first, by best fit; returns the examples of each sequence."""
     sequences: list[list[int]] = []
-    # The sequences with room, as pairs (room, sequence), the fullest first.
+    # Pairs (room, sequence) of the sequences that have room; the fullest sequence comes first.
     left: list[tuple[int, int]] = []
     for index in np.argsort(-positions, kind="stable"):
         size = int(positions[index])

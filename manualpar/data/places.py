@@ -20,8 +20,8 @@ def find_in_bucket(
     """Yields the path, name and size of each file that a path in a bucket stands for.
 
     A name is relative to the last folder before the first `*`, `?` or `[`. If the path is a folder,
-    only files with one of the suffixes count; all do if `suffixes` is empty. Hidden files do not
-    count, unless a part of the pattern begins with a dot.
+    only files with one of the suffixes count; if `suffixes` is empty, all files count. Hidden files
+    do not count, unless a component of the pattern begins with a dot.
     """
     magic = [number for number, part in enumerate(path.parts) if glob.has_magic(part)]
     if magic:
@@ -45,7 +45,7 @@ def _is_hidden(name: str) -> bool:
 
 
 def state_of(path: AnyPath) -> tuple[int, int]:
-    """Returns the size of a file that exists, and a number that changes when the file does."""
+    """Returns the size of an existing file, and a number that changes when the file changes."""
     if isinstance(path, BucketPath):
         version = path.version()
         digest = hashlib.blake2b(version.tag.encode(), digest_size=8).digest()
@@ -55,10 +55,10 @@ def state_of(path: AnyPath) -> tuple[int, int]:
 
 
 class BucketArray:
-    """An array in an object of a bucket; reads only the slices that are asked for."""
+    """An array in an object of a bucket; reads only requested slices."""
 
     def __init__(self, path: BucketPath, dtype: str) -> None:
-        """Asks for the object's version, and reads nothing yet; all slices are of this version."""
+        """Requests the object's version, from which all slices are read later."""
         self._path, self._dtype, self._version = path, np.dtype(dtype), path.version()
         self._length = self._version.size // self._dtype.itemsize
 
@@ -72,10 +72,10 @@ class BucketArray:
 
 
 def read_range(path: BucketPath, start: int, stop: int, version: Version | None = None) -> bytes:
-    """Reads the bytes `start` to `stop` of an object; `None` accepts any version.
+    """Reads the bytes `start` to `stop` of an object; `version=None` accepts any version.
 
     Raises:
-      DamagedDataError: The object cannot be read any more, is shorter than it was, or has another
+      DamagedDataError: The object cannot be read any more, has become shorter, or has another
         version.
     """
     try:

@@ -50,24 +50,24 @@ def load_dataset(
       source: One of `SOURCES`. `digits` and `synthetic` give a `ClassificationDataset`, the other
         sources a `LanguageDataset`.
       seed: The seed of `synthetic`. The data of other sources does not depend on it.
-      path: The files of the data; for `tokens` a directory. See `find_files` for `text`, and
-        `find_document_files` for `jsonl`, `parquet`, `arrayrecord` and `chat`.
+      path: The files of the data; for `tokens` a directory. See `find_files` about `text`, and
+        `find_document_files` about `jsonl`, `parquet`, `arrayrecord` and `chat`.
       sequence_length: The number of tokens in a sequence, at least 1.
       tokenizer: A `tokenizer.json`, a directory with one, or "" for bytes.
       field: For `jsonl` and `parquet` the field or column with the text. For `arrayrecord` "text",
         or the type of its tokens.
-      held_out: The share of the documents for each of eval and test, for `jsonl`, `parquet`,
-        `arrayrecord` and `chat`.
-      cache: The folder for tokens of the same sources, see `manualpar.data.token_cache`. For
-        `tokens` in a bucket, the folder to copy the files to.
+      held_out: For `jsonl`, `parquet`, `arrayrecord` and `chat`, the share of the documents for
+        each of eval and test.
+      cache: For these four sources the folder of the token cache, see `manualpar.data.token_cache`.
+        For `tokens` in a bucket, the folder to copy the files to.
       mixture: The entries of `mixture`; see `manualpar.data.mixture`.
       template: For `chat` the file with the template; "" for the tokenizer's template.
       long_examples: How to treat examples of `chat` that are longer than a sequence; see
         `manualpar.data.packing.pack`.
 
     Raises:
-      ValueError: An argument is not allowed, or a file that it names is missing or damaged. The
-        message names the argument as `config.data.<argument>`.
+      ValueError: An argument is not allowed, or a file that an argument names is missing or
+        damaged. The message names the argument as `config.data.<argument>`.
     """
     if source == "digits":
         return load_digits()
@@ -121,7 +121,7 @@ def load_digits() -> ClassificationDataset:
     Each split has the ten digits in the same proportions as the full data.
     """
     require("config.data.source='digits'", "sklearn")
-    # scikit-learn takes a second to import.
+    # Imported here, because the import of scikit-learn takes a second.
     import sklearn.datasets
     from sklearn.model_selection import train_test_split
 
@@ -141,8 +141,8 @@ def load_digits() -> ClassificationDataset:
 def make_synthetic(seed: int) -> ClassificationDataset:
     """Draws inputs of MNIST's size as normal noise: 4,096 for training, 512 for each other split.
 
-    A model can learn the labels. A label is the number of the largest of ten random projections of
-    the input. The projections are the same for all splits. `seed` determines all of it.
+    A model can learn the labels. A label is the index of the largest of ten random projections of
+    the input. The projections are the same for all splits. `seed` determines inputs and labels.
     """
     rng = np.random.default_rng(seed)
     projections = rng.standard_normal((784, 10), dtype=np.float32)

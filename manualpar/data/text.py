@@ -1,9 +1,9 @@
 """The source `text`: each file is a document. One or two files are cut into several documents.
 
-Only a hash of a file's name decides the file's split, and its place there. So both are the same in
-every run, on every file system and in every locale. They stay the same when files are added or
-removed. The order by hash also mixes the files well: the first sequences of a split are a fair
-sample of it.
+Only a hash of a file's name decides the file's split, and its place in the split. So split and
+place are the same in every run, on every file system and in every locale. They stay the same when
+files are added or removed. The order by hash mixes the files well: the first sequences of a split
+are a fair sample of the split.
 
 If tokens are bytes, loading needs only names and sizes of files. A sequence then reads only the
 bytes that it needs. With a tokenizer file, loading reads and encodes all files. For more than some
@@ -34,11 +34,11 @@ from manualpar.data.places import find_in_bucket, read_range
 from manualpar.data.tokenizer import ByteTokenizer, Tokenizer
 from manualpar.system.storage import AnyPath, BucketPath, open_for_reading, user_path
 
-# The share of the files that is held out for each of eval and test.
+# The share of the files for eval, and the share of the files for test.
 HELD_OUT = 0.02
 # Directories of installed packages inside the standard library's directory.
 INSTALLED = frozenset({"site-packages", "dist-packages"})
-# If there are one or two files, each is cut into this many pieces of lines, to hold some out.
+# If there are one or two files, each file is cut into this many pieces. Eval and test get some.
 PIECES = 50
 # The number of documents to encode at once, so that the tokenizer can use several cores.
 DOCUMENTS_AT_ONCE = 64
@@ -143,7 +143,7 @@ def find_files(path: str) -> list[TextFile]:
 
 
 def files_of_path(path: str, suffixes: tuple[str, ...] = ()) -> list[TextFile]:
-    """Finds the files of a path as `find_files` does; may find none, and cuts none into pieces.
+    """Finds the files of a path like `find_files`, but cuts no file and may return an empty list.
 
     Args:
       path: A file, a directory or a glob, on a disk or in a bucket; or "" for Python's standard
@@ -168,7 +168,7 @@ def files_of_path(path: str, suffixes: tuple[str, ...] = ()) -> list[TextFile]:
             paths = [file for file in found if file.name.endswith(suffixes or "")]
         else:
             root = _fixed_part(root)
-            # The name of a file may look like a glob.
+            # The name of an existing file may look like a glob.
             named = [expanded] if os.path.isfile(expanded) else glob.iglob(expanded, recursive=True)
             paths = [pathlib.Path(file) for file in named if os.path.isfile(file)]
     for file in paths:
@@ -197,7 +197,7 @@ def _files_under(root: pathlib.Path, left_out: frozenset[str]) -> Iterator[pathl
 
 
 def _fixed_part(pattern: pathlib.Path) -> pathlib.Path:
-    """Returns the last directory of a pattern, or of a file's path, before the first wildcard."""
+    """Returns the last directory before a pattern's first wildcard, or the file's directory."""
     for parent in reversed(pattern.parents):
         if glob.has_magic(parent.name):
             return parent.parent
@@ -205,7 +205,7 @@ def _fixed_part(pattern: pathlib.Path) -> pathlib.Path:
 
 
 def _cut(file: TextFile) -> Iterator[TextFile]:
-    """Cuts a file into pieces of complete lines with about equal sizes."""
+    """Cuts a file into pieces of about equal size; each piece has complete lines."""
     ends = {file.size}
     with open_for_reading(file.path) as opened:
         for piece in range(1, PIECES):
@@ -223,7 +223,8 @@ def split_files(files: Sequence[TextFile], path: str = "") -> dict[str, list[Tex
     """Divides files, in the order of `find_files`, into train, eval and test.
 
     Only the hash of a file's name decides its split. Hashes below `HELD_OUT` are for eval, and
-    those below `2 * HELD_OUT` are for test. If eval or test would get no file, it gets the next.
+    hashes from there to `2 * HELD_OUT` are for test. If a split would be empty, it gets the next
+    file.
 
     Raises:
       ValueError: There are fewer than three files. The message shows `path`, which comes from the
@@ -247,7 +248,7 @@ def split_files(files: Sequence[TextFile], path: str = "") -> dict[str, list[Tex
 
 
 def encode_files(files: Sequence[TextFile], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
-    """Yields a split's stream in pieces `int32[N]`: each file as BOS and tokens, then a BOS."""
+    """Yields a split's stream in pieces `int32[N]`: BOS and tokens of each file, then one BOS."""
     bos = np.array([tokenizer.bos_token], np.int32)
     for start in range(0, len(files), DOCUMENTS_AT_ONCE):
         part = files[start : start + DOCUMENTS_AT_ONCE]
@@ -257,7 +258,7 @@ def encode_files(files: Sequence[TextFile], tokenizer: Tokenizer) -> Iterator[np
 
 
 class ByteStream:
-    """A stream of the bytes of files, which reads the files when tokens are asked for."""
+    """A stream of the bytes of files; it reads a file only when the file's tokens are requested."""
 
     def __init__(self, files: Sequence[TextFile]) -> None:
         self._files = files

@@ -1,10 +1,10 @@
 """Tokenizes files of documents once, and keeps the tokens in a cache for later runs.
 
 The first run with some files makes a directory of token files. The directory's name is a hash of
-the files' paths, sizes and times of change, of the field and of the tokenizer. So a changed file
-gets another directory. Later runs map the directory: it takes no memory to load, and any sequence
-is read in microseconds. One process of a machine makes the directory, and the others wait. It may
-be deleted when no run uses it.
+the files' paths, sizes and times of change, of the field and of the tokenizer. So a change of a
+file leads to another directory. Later runs map the token files into memory. So loading takes no
+memory, and any sequence is read in microseconds. One process of a machine makes the directory, and
+the machine's other processes wait. A directory may be deleted when no run uses it.
 
 The dataset's fingerprint is a hash of the tokens. It does not depend on the paths.
 """
@@ -20,7 +20,7 @@ from manualpar.data.token_job import Job, run_job
 from manualpar.data.tokens import DESCRIPTION, TokenFilesError, load_tokens
 from manualpar.system.storage import BucketError, local_path, user_cache
 
-# One process tokenizes this many bytes in minutes. For more text there is a command.
+# One process tokenizes this many bytes in minutes. `manualpar.data.tokenize` is for more text.
 MOST_BYTES = 2**31
 
 
@@ -32,7 +32,7 @@ def load_cached(
     cache: str,
     long_examples: LongExamples = "error",
 ) -> LanguageDataset:
-    """Opens the tokens of a job from the cache; makes them first if the cache does not have them.
+    """Opens a job's tokens from the cache; if the tokens are not in the cache, makes them first.
 
     Args:
       job: The job that makes the tokens.
@@ -64,7 +64,7 @@ def load_cached(
             options["long_examples"] = long_examples
             try:
                 return load_tokens(str(directory), **options)
-            # Other runs may have mapped the damaged files. The deleted files stay mapped there.
+            # Other runs may have mapped the damaged files. Deleted files stay mapped in these runs.
             except TokenFilesError:
                 shutil.rmtree(directory)
                 run_job(job, directory)

@@ -1,10 +1,9 @@
 """Makes a directory of token files from files of documents, with any number of processes.
 
 The work is divided into parts. Only the files decide the parts and their order. A process writes
-the tokens of a part into the folder `parts`. After them it writes a small file, which marks the
-part as finished. When all parts are finished, they are joined. So the result has the same bytes
-with any number of processes. After a call that was killed, the next call makes the parts that are
-not finished.
+the tokens of a part into the folder `parts`, and then a small file that marks the part as finished.
+When all parts are finished, they are joined. So the result has the same bytes with any number of
+processes. If a call is killed, the next call makes only the parts that are not finished.
 """
 
 import contextlib
@@ -59,7 +58,7 @@ class Job:
     Attributes:
       parts: The parts of the input.
       tokenizer: See `load_tokenizer`.
-      held_out: The share of the documents that is held out for each of eval and test.
+      held_out: The share of the documents for each of eval and test.
       key: A hash of everything that the result depends on.
       is_chat: Whether the source is `chat`, see `manualpar.data.chat`.
       template: The file with the template of a chat; "" for the tokenizer's template.
@@ -74,7 +73,7 @@ class Job:
 
     @property
     def size(self) -> int:
-        """The bytes of all parts, as estimated before they are read."""
+        """The estimated bytes of all parts."""
         return sum(part.size for part in self.parts)
 
     def make_encoder(self) -> Encoder:
@@ -105,7 +104,8 @@ def make_job(
       template: See `Job`.
 
     Raises:
-      ValueError: An argument is not allowed, or a file that it names is missing or damaged.
+      ValueError: An argument is not allowed, or a file that an argument names is missing or
+        damaged.
     """
     parts: list[DocumentRange | TextPart] = []
     if source == "text":
@@ -140,17 +140,17 @@ def run_job(
     processes: int = 1,
     report: Callable[[TokenProgress], None] = lambda progress: None,
 ) -> TokenFiles:
-    """Makes a directory of token files, or finishes it after an interrupted call with an equal job.
+    """Makes a directory of token files, or finishes a directory of an equal job's interrupted call.
 
     Args:
       job: The job to run.
-      directory: The directory to make; its parents need not exist. If it is in a bucket, the files
-        are made in the user's cache folder and then uploaded, the description last.
+      directory: The directory to make; its parents need not exist. If the directory is in a bucket,
+        the files are made in the user's cache folder and then uploaded, the description last.
       processes: The number of processes that make tokens; 1 for only this process.
       report: Called now and then with the progress.
 
     Raises:
-      ValueError: The directory holds something else, or a split would have no document.
+      ValueError: The directory has other content, or a split would have no document.
       DamagedDataError: A file of documents is damaged, or something outside ended a process.
       OSError: The directory cannot be written to.
     """
@@ -174,7 +174,7 @@ def run_job(
 def _run_job_for_bucket(
     job: Job, directory: BucketPath, *, processes: int, report: Callable[[TokenProgress], None]
 ) -> TokenFiles:
-    """Makes the files in a local folder that an equal call finds again, and then uploads them."""
+    """Makes the files in a local folder, which an equal call finds again, and uploads the files."""
     if (directory / DESCRIPTION).is_file():
         raise _in_the_way(directory)
     name = hashlib.blake2b(f"{directory} {job.key}".encode(), digest_size=8).hexdigest()
@@ -233,7 +233,7 @@ def _begin_directory(job: Job, directory: pathlib.Path, parts: pathlib.Path) -> 
 
 @contextlib.contextmanager
 def _lock(parts: pathlib.Path) -> Iterator[None]:
-    """Lets one process at a time write parts; another process waits until the lock is free."""
+    """Locks the folder of parts in a context; waits until no other process has the lock."""
     with open(parts / LOCK, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -276,7 +276,7 @@ def _join(job: Job, directory: pathlib.Path, parts: pathlib.Path) -> TokenFiles:
         splits=splits,
         examples=int(encoder.makes_examples),
     )
-    # The description is written last, in one step, so it never describes files that are missing.
+    # The description is written last, in one step, so that it never describes missing files.
     write_whole(directory / DESCRIPTION, dataclasses.asdict(written))
     return written
 
@@ -284,7 +284,7 @@ def _join(job: Job, directory: pathlib.Path, parts: pathlib.Path) -> TokenFiles:
 def _concatenate(
     joined: pathlib.Path, sources: Sequence[pathlib.Path], end: bytes, digest: Any
 ) -> None:
-    """Writes the content of files one after the other, then `end`, and updates the digest."""
+    """Writes the contents of `sources`, and then `end`, to `joined`; updates the digest."""
     with open(joined, "wb") as out:
         for source in sources:
             with open(source, "rb") as file:

@@ -1,11 +1,12 @@
 """Encodes a part of the documents, and writes its tokens for a directory of token files.
 
 A part has a file of tokens for each split, `BOS doc BOS doc ... BOS doc`. When these files are on
-the disk, it also gets a small file with their counts. Without that file the part is not finished.
+the disk, a small file with the counts of their content is written. A part without this file is not
+finished.
 
-If a file has many documents, a hash of a document's content decides its split. So equal documents
-are in the same split, in whatever files they are. For the source `text` a hash of the file's name
-decides, see `manualpar.data.text`.
+If a file has many documents, a hash of a document's content decides the document's split. So equal
+documents are in the same split, even if they are in different files. For the source `text` a hash
+of the file's name decides, see `manualpar.data.text`.
 """
 
 import contextlib
@@ -48,7 +49,7 @@ class TextPart:
 class TokenProgress(NamedTuple):
     """The amount of work done so far."""
 
-    bytes: int  # Bytes of the input; they add up to the sizes of the parts.
+    bytes: int  # Bytes of the input; in the end the sum of the parts' sizes.
     documents: int
     tokens: int
 
@@ -59,7 +60,7 @@ def finished_file(parts: pathlib.Path, number: int) -> pathlib.Path:
 
 
 def tokens_file(parts: pathlib.Path, number: int, split: str) -> pathlib.Path:
-    """Returns the path of a part's tokens for a split; a file of lengths may be next to it."""
+    """Returns the path of a part's tokens for a split; the folder may have a file of lengths."""
     return parts / f"{number:06d}-{split}.bin"
 
 
@@ -70,7 +71,7 @@ def write_part(
     encoder: "Encoder",
     count: Callable[[TokenProgress], None],
 ) -> None:
-    """Writes a part's tokens, a file for each split, and then marks the part as finished.
+    """Writes a part's tokens into a file for each split, and then marks the part as finished.
 
     Args:
       part: The part.
@@ -113,7 +114,7 @@ def write_part(
     write_whole(finished_file(parts, number), counts)
 
 
-# A document's split, its tokens as they are written, and the bytes of its text (`None` if unknown).
+# A document's split, the tokens to write, and the number of bytes of its text (`None` if unknown).
 Encoded = tuple[str, np.ndarray, int | None]
 
 
@@ -124,7 +125,7 @@ class Encoder(Protocol):
     makes_examples: bool  # Whether documents are examples, see `manualpar.data.packing`.
 
     def encode(self, part: DocumentRange | TextPart) -> Iterator[list[Encoded]]:
-        """Encodes the documents of a part in order, and yields several at a time."""
+        """Encodes the documents of a part in order, and yields lists of several documents."""
 
 
 class DocumentEncoder:
@@ -191,7 +192,7 @@ def batches(documents: Iterable[tuple[Label, Content]]) -> Iterator[list[tuple[L
 
 
 def write_whole(path: pathlib.Path, content: Any) -> None:
-    """Writes a JSON file; other processes never see a part of it. It returns once it is on disk."""
+    """Writes a complete JSON file in one step, and waits until the file is on the disk."""
     unfinished = path.with_name(f"{path.name}.unfinished")
     with open(unfinished, "w") as file:
         file.write(json.dumps(content, indent=2) + "\n")

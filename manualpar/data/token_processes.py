@@ -1,8 +1,8 @@
 """Makes the parts of a directory of token files, in this process or in several.
 
-A process takes the next part when it has finished one. No process waits for the tokens of another,
-so a slow process delays none. All processes end when the process that started them ends, for
-whatever reason. The next call makes their unfinished parts again.
+A process takes the next part when it has finished a part. No process waits for the tokens of
+another process, so a slow process delays no other. All processes end when the process that started
+them ends, whatever the reason is. The next call makes the unfinished parts again.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ class Work:
     """The parts that are not made yet.
 
     Attributes:
-      parts: Each of these parts by its number.
+      parts: These parts, each by its number.
       folder: The folder to write the parts to.
       make_encoder: Makes the encoder. This function is sent to the processes.
       done: The work that earlier calls have done.
@@ -44,7 +44,7 @@ def make_parts(work: Work, processes: int, report: Callable[[TokenProgress], Non
 
     Args:
       work: The parts.
-      processes: The number of processes. 1 makes the parts in this process.
+      processes: The number of processes. With 1 this process makes the parts.
       report: Called now and then with all the work done so far.
 
     Raises:
@@ -100,7 +100,7 @@ def _make_parts_here(work: Work, report: Callable[[TokenProgress], None]) -> Non
 
 
 def _work(work: Work, shared: Any, errors: multiprocessing.connection.Connection) -> None:
-    """Makes parts until none is left, or until one fails."""
+    """Makes parts until no part is left, or until a part fails."""
     # A terminal sends Ctrl-C to this process too. Only the parent process handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()

@@ -5,9 +5,9 @@
 
 TEXT is a file, a directory or a glob, like `config.data.path`. The source is `text` (each file is a
 document), `jsonl`, `parquet`, `arrayrecord` or `chat`. The splits are the same as in training with
-that source. The command makes DIRECTORY. TEXT and DIRECTORY may be in a bucket. Without a
-tokenizer, tokens are bytes. The files have the same bytes with any number of processes. After an
-interruption the same command goes on where it stopped. Then train with
+this source. The command makes DIRECTORY. TEXT and DIRECTORY may be in a bucket. Without a
+tokenizer, tokens are bytes. The token files have the same bytes with any number of processes. After
+an interruption, run the same command again to go on. To train with the token files, set
 `--config.data.source=tokens --config.data.path=DIRECTORY`.
 """
 
@@ -47,8 +47,8 @@ def write_token_files(
 
     Args:
       text: The files; for the source `text` "" is Python's standard library.
-      output: The directory to make. If an earlier call with the same arguments was interrupted, it
-        goes on from there.
+      output: The directory to make. If an earlier call with the same arguments was interrupted,
+        this call goes on with its directory.
       source: The kind of the files: `text`, `jsonl`, `parquet`, `arrayrecord` or `chat`.
       tokenizer: A `tokenizer.json`, a directory with one, or "" for bytes.
       field: The field with the text; see `manualpar.data.document_files.DocumentRange`.
@@ -116,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _shown(size: int) -> Iterator[Callable[[TokenProgress], None]]:
-    """Shows the bytes, documents and tokens per second in a progress bar, if on a terminal."""
+    """Shows a progress bar with bytes, documents and tokens per second, if on a terminal."""
     require("python -m manualpar.data.tokenize", "rich")
     import rich.console
     import rich.progress

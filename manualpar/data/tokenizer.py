@@ -1,4 +1,4 @@
-"""Tokenizers: tokens are bytes, or those of a Hugging Face tokenizer file.
+"""Tokenizers: tokens are bytes, or the tokens of a Hugging Face tokenizer file.
 
 Every tokenizer has a token BOS. It begins each document, and no text contains it.
 """
@@ -40,7 +40,7 @@ BOS_NAMES = (
 class ByteTokenizer:
     """Encodes a text as its UTF-8 bytes. BOS is 256, so the vocabulary has 257 tokens."""
 
-    fingerprint = "bytes"  # Equal for tokenizers that encode every text alike.
+    fingerprint = "bytes"  # Equal for two tokenizers if they encode every text to the same tokens.
     vocab_size = 257  # All tokens are less than this.
     bos_token = 256
     end_token = 256  # The token that ends an answer. It is BOS, which also ends documents.
@@ -48,11 +48,11 @@ class ByteTokenizer:
     files: tuple[pathlib.Path, ...] = ()  # The files that `load_tokenizer` reads.
 
     def encode_documents(self, documents: Sequence[bytes]) -> list[np.ndarray]:
-        """Encodes each document as its bytes, `int32[N]` without BOS, even if it is not UTF-8."""
+        """Encodes each document as its bytes, `int32[N]` without BOS, even if not UTF-8."""
         return [np.frombuffer(data, np.uint8).astype(np.int32) for data in documents]
 
     def encode(self, text: str) -> np.ndarray:
-        """Encodes a text as its bytes, including bytes of a command line that are not UTF-8."""
+        """Encodes a text as its bytes. A text from a command line may have bytes not in UTF-8."""
         return self.encode_documents([text.encode(errors="surrogateescape")])[0]
 
     def decode(self, tokens: Iterable[int]) -> str:
@@ -77,7 +77,7 @@ class FileTokenizer:
         begins_with_bos: bool = True,
         files: tuple[pathlib.Path, ...] = (),
     ) -> None:
-        """Changes the settings of a tokenizer, whose vocabulary must have `bos_token`.
+        """Changes the settings of a tokenizer; its vocabulary must have `bos_token`.
 
         `end_token` is BOS by default, because BOS ends documents.
         """
@@ -123,12 +123,12 @@ def load_tokenizer(path: str) -> Tokenizer:
     """Loads a tokenizer.
 
     Args:
-      path: A `tokenizer.json`; or a directory with one, such as a model's; or "" for the tokenizer
-        of bytes. The directory's `tokenizer_config.json` names the token that begins documents and
-        the token that ends answers.
+      path: A `tokenizer.json`; or a directory that has a `tokenizer.json`, such as a model's; or ""
+        for the tokenizer of bytes. The directory's `tokenizer_config.json` names the token that
+        begins documents and the token that ends answers.
 
     Raises:
-      ValueError: The file is missing, is no tokenizer, or has no token for BOS.
+      ValueError: The file is missing, is not a tokenizer, or has no token for BOS.
     """
     if not path:
         return ByteTokenizer()
@@ -187,7 +187,7 @@ def load_tokenizer(path: str) -> Tokenizer:
     digest = hashlib.blake2b(file.read_bytes(), digest_size=8)
     if named:
         digest.update(f"{bos_token} {end_token}".encode())
-    # A tokenizer with a configuration adds BOS to a text itself if prompts begin with BOS.
+    # If prompts begin with BOS, a tokenizer with a configuration adds BOS to a text itself.
     try:
         begins = not files or guarded(lambda: tokenizer.encode("a")).ids[:1] == [bos_token]
     except ValueError as error:
@@ -205,7 +205,7 @@ def load_tokenizer(path: str) -> Tokenizer:
 def special_tokens(
     fields: dict[str, Any], names: tuple[str, ...] = ("bos_token", "eos_token")
 ) -> dict[str, str]:
-    """Returns the text of each special token that a `tokenizer_config.json` names, by its field.
+    """Returns the text of each special token in a `tokenizer_config.json`, by the token's field.
 
     Args:
       fields: The content of the file.

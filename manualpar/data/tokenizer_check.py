@@ -1,7 +1,7 @@
 """Refuses a tokenizer file that would take too long, or too much memory, for a short text.
 
-A tokenizer file is a program too. Its normalizers and decoders replace texts. Forty replacements
-that each double a text make it 10**12 times as long. A regular expression such as `(a+)+$` takes
+A tokenizer file is a program. Its normalizers and decoders replace texts. Forty replacements that
+each double a text make the text 10**12 times as long. A regular expression such as `(a+)+$` takes
 exponential time. The library of regular expressions gives up after a second. The tokenizers library
 then panics: it writes a stack to standard error, and its exception is no subclass of `Exception`.
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 PANIC = "pyo3_runtime"
-# A text may become this many times as long. One step may write this many characters.
+# MAX_GROWTH: a text may become this many times longer. MAX_CHARACTERS: a step may write this many.
 MAX_GROWTH, MAX_CHARACTERS = 8, 1 << 24
-# This many characters of a regular expression are repeated, this many times.
+# The check repeats MAX_TRIED characters of a regular expression, each REPEATED times.
 MAX_TRIED, REPEATED = 32, 64
 
 
@@ -51,7 +51,7 @@ def check_tokenizer(tokenizer: "tokenizers.Tokenizer") -> None:
     """Refuses a tokenizer that would take all memory, or would not end, for an ordinary text.
 
     Raises:
-      ValueError: The tokenizer is such. The message completes a sentence about the tokenizer.
+      ValueError: The tokenizer is refused. The message completes a sentence about the tokenizer.
     """
     steps = {
         name: json.loads(part.__getstate__())
@@ -139,7 +139,7 @@ def _replacement(pattern: dict[str, str], content: str) -> Any:
 
 @contextlib.contextmanager
 def _held_stderr() -> Iterator[None]:
-    """Holds back standard error in this context; drops it on an error, and shows it otherwise."""
+    """Collects standard error in a context, and shows it at the end unless there is an error."""
     with tempfile.TemporaryFile() as held:
         saved = os.dup(2)
         try:

@@ -1,11 +1,11 @@
-"""Opens a directory of token files, the source `tokens`, and maps the files into memory.
+"""Opens a directory of token files (the source `tokens`), and maps the files into memory.
 
 `python -m manualpar.data.tokenize` makes a directory with
 
     train.bin  eval.bin  test.bin   each a `TokenStream` as little-endian uint16 or uint32
     tokenizer.json                  the tokenizer, unless tokens are bytes
     tokenizer_config.json           if the tokenizer's directory had one
-    train.lengths ...               for a chat: the tokens of each example, little-endian uint32
+    train.lengths ...               for chats: the lengths of examples, as little-endian uint32
     tokens.json                     a `TokenFiles`; written last, it marks the directory complete
 
 A process reads only the pages that have its own sequences.
@@ -74,10 +74,10 @@ def load_tokens(
     cache: str = "",
     long_examples: LongExamples = "error",
 ) -> LanguageDataset:
-    """Opens a directory of token files, and packs them if they are examples.
+    """Opens a directory of token files; if the documents are examples, packs them.
 
-    It checks only the lengths of the files and their first tokens. If the directory is in a bucket,
-    a sequence is read when it is asked for, unless a `cache` is given.
+    Only the files' lengths and first tokens are checked. If the directory is in a bucket and no
+    `cache` is given, a sequence is read from the bucket when the sequence is requested.
 
     Args:
       path: The directory.
@@ -164,7 +164,7 @@ def _refuse(path: str, what: str) -> TokenFilesError:
 
 
 def read_description(directory: AnyPath, path: str) -> TokenFiles:
-    """Reads and checks the `tokens.json` of a directory; errors show `path` as its name."""
+    """Reads and checks a directory's `tokens.json`; errors show `path` as the directory's name."""
     file = directory / DESCRIPTION
     if not file.is_file():
         complete = f"complete with its {DESCRIPTION}"
@@ -210,7 +210,7 @@ def _object(value: Any, name: str) -> dict[str, Any]:
 def _check_fields(
     values: dict[str, Any], kind: type[TokenFile | TokenFiles], prefix: str = ""
 ) -> None:
-    """Refuses an object whose fields, or the types of their values, are not those of `kind`."""
+    """Refuses an object if its fields, or the types of the values, differ from `kind`'s fields."""
     types: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(kind)}
     for field in sorted(types.keys() ^ values.keys()):
         what = "lacks" if field in types else "has the unknown field"

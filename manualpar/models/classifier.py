@@ -18,8 +18,8 @@ class Classifier(nn.Module):
       hidden_size: Features of every hidden layer.
       num_classes: Features of the output.
       dropout_rate: Share of hidden activations dropped in training.
-      num_layers: Hidden layers, including `input_dense`; at least 1.
-      dtype: The dtype of the computation, or its name; parameters are float32.
+      num_layers: The number of hidden layers, including `input_dense`; at least 1.
+      dtype: The dtype of the computation, or the dtype's name; parameters are float32.
       annotate: Whether the dims of kernels have names, for logical axis rules: `("embed", "mlp")`
         in hidden layers, `("mlp", None)` in the output.
     """
@@ -37,7 +37,7 @@ class Classifier(nn.Module):
 
         Args:
           x: `[B, D]`, the vectors.
-          train: Whether to drop activations, which needs a `dropout` key.
+          train: Whether to drop activations; dropping needs a `dropout` key.
 
         Returns:
           `float32[B, num_classes]`, unnormalised log-probabilities.

@@ -1,10 +1,10 @@
 """Losses for programs: `loss_fn(params, apply_fn, batch, rng) -> (loss, metrics)`.
 
-The batch is one device's share of a minibatch. A loss is the mean over its examples or tokens.
-Metrics are sums and counts, and the program weighs devices and minibatches by the counts. An
-example of weight 0 has no influence. If all weights of a share are 0, its loss is 0.
+The batch is one device's share of a minibatch. A loss is the mean over the share's examples or
+tokens. Metrics are sums and counts. The program weighs devices and minibatches by the counts. An
+example of weight 0 has no influence. If all weights of a share are 0, the share's loss is 0.
 
-If the model's head is split, logits are split over devices along their last dim. They are not
+If the model's head is split, logits are split over devices along their last dim. Logits are not
 gathered, see `manualpar.layers.vocabulary`. If a language model's `__call__` has an argument
 `labels`, as in `Transformer`, the model computes the losses itself and need not make logits.
 """
@@ -31,7 +31,7 @@ def classification_loss(
     Args:
       params: The parameters of the model.
       apply_fn: The model's `apply`, which returns logits `[B, num_classes]`, or this device's
-        columns of them.
+        columns of the logits.
       batch: Inputs; labels `int[B]`; optionally a mask `[B]` with the weight of each label, 0 for
         padding.
       rng: A key for dropout.
@@ -54,13 +54,14 @@ def language_model_loss(
 ) -> tuple[jax.Array, Metrics]:
     """Computes the cross entropy of the logits at each position and the next token.
 
-    It is like `classification_loss`, but inputs, labels and mask are `[B, S]`, and logits
+    It is like `classification_loss`, but inputs, labels and mask are `[B, S]`, and logits are
     `[B, S, V]`. The label of a position is the next token.
 
-    If the model's `__call__` has an argument `labels`, it is called with `labels=batch.labels` too.
-    In place of logits it then returns a pair: the losses in nats, `float32[B, S]`, and
-    `bool[B, S]`, whether the largest logit is the label's. The signature of the module whose
-    `apply` is the `apply_fn` decides. Any other `apply_fn` returns logits.
+    If the model's `__call__` has an argument `labels`, the model is called with
+    `labels=batch.labels`. In place of logits the model then returns a pair: the losses in nats,
+    `float32[B, S]`, and whether the largest logit is the label's, `bool[B, S]`. This is decided by
+    the signature of the module whose `apply` is the `apply_fn`. Any other `apply_fn` returns
+    logits.
     """
     return _mean_cross_entropy(
         "language_model_loss", params, apply_fn, batch, rng, with_labels=takes_labels(apply_fn)
@@ -80,8 +81,8 @@ def mixture_of_experts_loss(
 ) -> tuple[jax.Array, Metrics]:
     """Adds the losses that balance the load of experts to `language_model_loss`.
 
-    The metrics are the metrics of `language_model_loss` and of `auxiliary_loss`. The metric `loss`
-    does not contain the added losses.
+    It returns the metrics of `language_model_loss` and of `auxiliary_loss`. The metric `loss` does
+    not contain the added losses.
     """
     sown: dict[str, Any] = {}
 
@@ -121,7 +122,7 @@ def _mean_cross_entropy(
     _check_one_each(name, batch, losses.shape, f"model's losses {losses.shape}")
     correct = correct.astype(losses.dtype)
     weights = jnp.ones_like(losses) if batch.mask is None else batch.mask.astype(losses.dtype)
-    # Weights are summed per sequence first, because the experts' loss weighs sequences by them.
+    # Weights are summed per sequence first, because the experts' loss uses the sums as weights.
     count = weights.sum(-1).sum()
     # A masked label may be any number, so its loss may be NaN, and NaN times 0 is NaN.
     total = jnp.where(weights == 0, 0, losses * weights).sum()

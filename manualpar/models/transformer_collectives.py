@@ -98,7 +98,7 @@ def transformer_sends(
 class MinibatchCollectives:
     """The collectives of a minibatch: before the layers, in one layer, and after the layers.
 
-    `documents` are those of the numbers of documents, for all layers.
+    The collectives called `documents` send document numbers, for all layers.
     A dense layer is a layer without experts in a model with experts.
 
     Args:

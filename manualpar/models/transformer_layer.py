@@ -155,8 +155,8 @@ class Attention(nn.Module):
             scoring = Scoring(config.window, config.soft_cap)
             mixed_BSNH = attend_to_kept(query_BSNH, key_BSKH, value_BSKH, kept, rows, scoring)
         else:
-            # Parameters do not depend on the kind of attention. So initialization uses a kind that
-            # runs on every device.
+            # Parameters do not depend on the implementation of attention. So initialization uses an
+            # implementation that runs on every device.
             mixed_BSNH = config.context.attention(
                 query_BSNH,
                 key_BSKH,

@@ -1,1 +1,1 @@
-"""Fine-tuning of a given model: adapters of low rank, and a base stored in int8."""
+"""Fine-tunes a given model with adapters of low rank, and stores frozen parameters in int8."""

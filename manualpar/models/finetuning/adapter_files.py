@@ -4,7 +4,7 @@
 dtypes exactly. `adapters.json` contains the targets with their ranks, and alpha.
 
 Invariants: a folder gets its name when it is complete, see `manualpar.system.storage.drafts`. The
-file holds unsharded adapters, so that any mesh and any strategy can load them.
+file contains unsharded adapters, so that programs on any mesh and of any strategy can load them.
 """
 
 import json
@@ -71,7 +71,7 @@ def save_adapters(program: Program, state: TrainState, directory: GivenPath) -> 
         if jax.process_index() == 0:
             description = {"alpha": model.alpha, "targets": dict(model.targets)}
             texts = {
-                ARRAYS_FILE: save(values),  # Not `save_file`, which ignores the umask.
+                ARRAYS_FILE: save(values),  # `save_file` would ignore the umask.
                 DESCRIPTION_FILE: json.dumps(description, indent=2).encode() + b"\n",
             }
             with writing("save_adapters", target), draft_of(target) as draft:
@@ -83,7 +83,7 @@ def save_adapters(program: Program, state: TrainState, directory: GivenPath) -> 
 
 
 def load_adapters(program: Program, state: TrainState, directory: GivenPath) -> TrainState:
-    """Loads adapters that `save_adapters` has written, on any mesh, into a state.
+    """Loads adapters that `save_adapters` has written into a state on any mesh.
 
     Args:
       program: A program of a model with the same targets, ranks and alpha.
@@ -91,7 +91,8 @@ def load_adapters(program: Program, state: TrainState, directory: GivenPath) -> 
       directory: The folder that `save_adapters` has written.
 
     Returns:
-      The state with the adapters, bit for bit, cast to the dtype in which the program stores them.
+      The state with the saved adapters, cast to the dtype in which the program stores adapters.
+      Adapters that were saved from this dtype have the same bits.
 
     Raises:
       ValueError: The folder is missing or damaged; or alpha, a name or a shape differs from the
@@ -110,10 +111,10 @@ def load_adapters(program: Program, state: TrainState, directory: GivenPath) -> 
     adapters = {_path(leaf): leaf for leaf in leaves if is_adapter(leaf.name)}
     try:
         description = read_object(source / DESCRIPTION_FILE)
-        open_tensors(source / ARRAYS_FILE)[0].close()  # Refuses a FIFO, for example.
+        open_tensors(source / ARRAYS_FILE)[0].close()  # Refuses a file that is a FIFO, for example.
         with safe_open(source / ARRAYS_FILE, framework="np", backend="pread") as file:
             differences = _differences(adapters, file)
-            # The arrays are read only after the check that they are no larger than the program's.
+            # Arrays are read only after the check that their shapes are those of the program.
             found = {} if differences else {path: file.get_tensor(path) for path in adapters}
     except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(
@@ -142,7 +143,7 @@ def _path(leaf: Leaf) -> str:
 
 
 def _differences(leaves: Mapping[str, Leaf], file: Any) -> list[str]:
-    """Finds parameters that are missing or left over in a file, or differ in shape or dtype."""
+    """Returns the differences between a file and `leaves` in names, shapes and dtypes."""
     names = set(file.keys())
     lines = [f"{name} is left over" for name in sorted(names - leaves.keys())]
     for path, leaf in leaves.items():

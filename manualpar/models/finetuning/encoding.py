@@ -2,10 +2,11 @@
 
 A kernel arrives as float32, in shards. Each device encodes its shard, so that no device and no host
 stores more of the kernel than its shards. If shards of the codes would end within blocks, the
-kernel arrives in another layout, whose shards contain complete blocks. Then devices exchange codes.
+kernel arrives in another layout, whose shards contain complete blocks. After encoding, devices
+exchange the codes.
 
-Invariants: padding is zeros, and the codes of zeros are zeros. So padding need not be removed
-before an array is encoded.
+Invariants: padding consists of zeros, and the codes of zeros are zeros. So padding need not be
+removed before an array is encoded.
 """
 
 import functools
@@ -27,8 +28,8 @@ class Encoding(NamedTuple):
     """The stored form of a parameter.
 
     Attributes:
-      plain: The parameter before encoding: in float32, and sharded so that devices have complete
-        blocks.
+      plain: The parameter before encoding, in float32. It is sharded so that each device has
+        complete blocks.
       codes: The parameter's codes.
       scales: The parameter's scales.
     """
@@ -53,8 +54,8 @@ class Encoding(NamedTuple):
         """Quantizes the parameter, which is donated, and returns codes and scales by name.
 
         Communication:
-          None for most parameters. Codes are sent if their shards end within blocks, and scales if
-          scales and codes are sharded differently.
+          None for most parameters. Codes are sent if their shards end within blocks. Scales are
+          sent if scales and codes are sharded differently.
         """
         with no_mesh():
             made = _encoder(*self._types, _block(self.codes, self.scales))(x)
@@ -102,7 +103,7 @@ def _round_up(size: int, parts: int) -> int:
 
 @functools.lru_cache
 def _encoder(plain: Any, codes: Any, scales: Any, block: int) -> Callable[[jax.Array], Any]:
-    """Returns the compiled encoder, which all parameters of these shapes and layouts share."""
+    """Returns the compiled encoder for all parameters with these shapes and layouts."""
 
     def run(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         made = quantize(x, block)
@@ -113,7 +114,7 @@ def _encoder(plain: Any, codes: Any, scales: Any, block: int) -> Callable[[jax.A
 
 @functools.lru_cache
 def _decoder(plain: Any, codes: Any, scales: Any, block: int) -> Callable[..., jax.Array]:
-    # `run` sees automatic axes, even if the mesh has axes of other types.
+    # The axes in `run` are automatic, even if the program's mesh has axes of other types.
     mesh = with_axis_types(plain.sharding.mesh, AxisType.Auto)
     sharding = NamedSharding(mesh, plain.sharding.spec)
 

@@ -6,14 +6,14 @@ program = manualpar.fsdp(model, tx, loss_fn, mesh=mesh, batch=batch)
 state = program.init_from(pretrained, rng, missing="init")
 ```
 
-Each chosen layer gets two more parameters, `lora_a` and `lora_b`, see `low_rank`. They are trained
-and all other parameters are frozen, unless the builder's `trainable=` says otherwise. An
+Each chosen layer gets two more parameters, `lora_a` and `lora_b`, see `low_rank`. By default these
+are trained and all other parameters are frozen; the builder's `trainable=` can change this. An
 interceptor of Linen's calls makes the adapters when the model is initialised, and adds their
-product when it is applied. So a model needs no change, and loops over layers stack the adapters in
-the same way as kernels.
+product when the model is applied. So a model needs no change, and loops over layers stack adapters
+in the same way as kernels.
 
 Invariants: all other parameters have the same paths and the same initial bits as without adapters.
-At first `lora_b` is zero, so that the model computes the same as without adapters.
+At first `lora_b` is zero, so that the model's results are the same as without adapters.
 """
 
 import dataclasses
@@ -53,25 +53,25 @@ def lora(
 
     Args:
       model: A Linen model, or the result of `tensor_parallel` or `quantized`. It is not changed.
-      targets: For each glob on module paths (`"*/attention/query"`, in which `*` stands for any
-        characters, slashes too) the rank of the adapters there. A glob on the path of the module's
-        kernel works too. The modules must be `SplitDense`, `nn.Dense`, `nn.DenseGeneral` or
-        `nn.Einsum`.
+      targets: For each glob on module paths, such as `"*/attention/query"`, the rank of the
+        modules' adapters. `*` stands for any characters, including slashes. A glob may also match
+        the path of a module's kernel. The modules must be `SplitDense`, `nn.Dense`,
+        `nn.DenseGeneral` or `nn.Einsum`.
       alpha: An adapter's product is multiplied by `alpha / rank`.
 
     Returns:
-      The model for any builder of a program. Its parameters are the parameters of the given model,
-      and for each adapted layer `lora_a` of shape `[..., r]` and `lora_b` of shape `[r, ...]`. The
-      dims of loops come first in both.
+      The model, for any builder of a program. Its parameters are the parameters of the given model,
+      and for each adapted layer `lora_a` of shape `[..., r]` and `lora_b` of shape `[r, ...]`. In
+      both shapes the dims of loops come first.
 
     Raises:
       TypeError: An argument is of the wrong kind.
       ValueError: A glob matches no layer, or a layer that cannot be adapted. The message names the
-        module's path and the reason. It is raised in this call or when a program is built.
+        module's path and the reason. The error is raised in this call or when a program is built.
 
     Communication:
-      Base parameters are gathered as without adapters. They have no gradients, so that only the
-      adapters' gradients are reduced.
+      Base parameters are gathered as without adapters. Base parameters have no gradients, so that
+      only the adapters' gradients are reduced.
     """
     if isinstance(model, nnx.Module):
         raise TypeError(
@@ -187,7 +187,7 @@ class LoRAInterface(WrappingInterface):
         return ADAPTERS
 
     def check(self, trace: Callable[[ModelInterface], None]) -> None:
-        """Checks the given model only: adapters support shards and need no check."""
+        """Checks only the given model, because adapters work with shards and need no check."""
         self.base.check(lambda base: trace(self.called(base)))
 
     def init(self, rngs: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -221,7 +221,7 @@ class _Making:
 
     def __init__(self, low_rank: LowRankModel, base: LinenModel) -> None:
         self._low_rank, self._base = low_rank, base
-        # The parameters of adapted modules by path, in the shapes that the modules see.
+        # The shapes of the adapted modules' parameters, as the modules see them, by path.
         self._made: dict[str, dict[str, tuple[int, ...]]] = {}
         self._refused: dict[str, str] = {}
 
@@ -245,9 +245,9 @@ class _Making:
         box = self._base.annotated(path, module.get_variable("params", "kernel"))
         kernel = box.value if is_box(box) else box
         shape = kernel.shape
-        # As in other libraries, initial weights are uniform between -/+ 1/sqrt(inputs).
+        # Initial weights are uniform between -/+ 1/sqrt(inputs), as in other LoRA libraries.
         init = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform", range(inputs), (-1,))
-        # `make_rng` counts its calls, so that it would change the keys of other parameters.
+        # A call of `make_rng` would change the keys of other parameters, because it counts calls.
         assert module.scope is not None
         key = LazyRng.create(module.scope.rngs["params"], DOWN).as_jax_rng()
         values = {
@@ -263,9 +263,9 @@ class _Making:
             module.put_variable("params", name, value)
 
     def check(self, params: Any) -> None:
-        """Refuses targets that match no layer, or a layer that cannot be adapted."""
+        """Refuses a target that matches no layer, or matches a layer that cannot be adapted."""
         leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_box)
-        shapes = {  # Codes stand for their kernel, which has the same shape.
+        shapes = {  # The shape of the codes is the shape of their kernel.
             path_name(path).removesuffix(CODES): (x.value if is_box(x) else x).shape
             for path, x in leaves
         }
@@ -296,8 +296,8 @@ class _Making:
 def _computes(context: Any) -> bool:
     """Returns whether this call of a module computes and has the module's variables.
 
-    In `nn.remat` and `nn.scan` a module does not compute: it calls the same module without the
-    transform, which computes.
+    A module in `nn.remat` or `nn.scan` does not compute. It calls the same module without the
+    transform, and this second call computes.
     """
     module, method = context.module, context.method_name
     is_lifted = type(module).__module__ == "flax.linen.transforms" and method in vars(type(module))

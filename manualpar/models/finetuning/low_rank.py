@@ -2,13 +2,13 @@
 
 A layer with a kernel `W` computes `x W`. With an adapter it computes `x W + (alpha / r) (x a) b`,
 where `a` maps the input to `r` features and `b` maps these features to the output (Hu et al., LoRA,
-https://arxiv.org/abs/2106.09685). Activations are added, not weights. So the gradient of `W`, which
-costs as much as the layer's forward pass, is not computed, and no array of the size of `W` is made.
+https://arxiv.org/abs/2106.09685). Activations are added, not weights. So no array of the size of
+`W` is made. The gradient of `W`, which costs as much as the layer's forward pass, is not computed.
 
 The layer's fields (`SplitDense.contracted`, `nn.DenseGeneral.axis`) choose the input dims of the
 kernel. `a` has the input dims and then `r`; `b` has `r` and then the output dims. So mesh axes
-split `b` in a column-parallel layer and `a` in a row-parallel layer, along the same dim as the
-kernel.
+split `b` in a column-parallel layer, and `a` in a row-parallel layer. The split dim is the kernel's
+split dim.
 
 Invariants: an adapter computes in the dtype of its layer. A layer that cannot be adapted is
 refused, and the message says why.
@@ -30,7 +30,7 @@ ADAPTED_LAYERS = "SplitDense, nn.Dense, nn.DenseGeneral or nn.Einsum"
 
 
 def input_dims(module: nn.Module) -> int:
-    """Counts the input dims of a kernel, which come first.
+    """Counts the input dims of a layer's kernel. These are the kernel's first dims.
 
     Raises:
       ValueError: The layer cannot be adapted. The caller names the layer before the message.
@@ -99,7 +99,7 @@ def add_low_rank(
 
 
 def _split_product(module: Any, x: Any, a: jax.Array, y: Any) -> Any:
-    """Computes the product with `a`; sums it over devices if the layer sums its product."""
+    """Multiplies by `a`; sums the result over devices if the layer sums its own product."""
     axes = tuple(axis for name in module.names[: module.contracted] for axis in axis_tuple(name))
     if not axes:
         return gather_matmul(x, a, module.contracted)
@@ -111,13 +111,13 @@ def _split_product(module: Any, x: Any, a: jax.Array, y: Any) -> Any:
 
 
 def _contract(x: jax.Array, a: jax.Array, dims: Any) -> jax.Array:
-    """Sums over some dims of `x` and the first dims of `a`; other dims of `x` come first."""
+    """Contracts `dims` of `x` with the first dims of `a`; the other dims of `x` come first."""
     own = tuple(dim % x.ndim for dim in dims)
     return jax.lax.dot_general(x, a, ((own, tuple(range(len(own)))), ((), ())))
 
 
 def _kind_of(module: nn.Module) -> type[nn.Module] | None:
-    """Returns the known layer whose `__call__` the module has; `None` for other modules."""
+    """Returns the supported class whose `__call__` the module has; `None` for other modules."""
     kinds = (SplitDense, nn.Dense, nn.DenseGeneral, nn.Einsum)
     return next((kind for kind in kinds if type(module).__call__ is kind.__call__), None)
 

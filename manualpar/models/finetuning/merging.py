@@ -1,7 +1,7 @@
 """Adds adapters to the kernels of their layers, on the devices.
 
 Invariants: sums are computed in float32 and rounded once, to the dtype of the kernel. Each device
-holds only its shards of kernels and of results.
+stores only its shards of kernels and of results.
 """
 
 import functools
@@ -58,7 +58,7 @@ def merge_lora(program: Program, state: TrainState) -> dict[str, Any]:
 def given_variables(program: Program, state: TrainState) -> list[tuple[Leaf, jax.Array]]:
     """Returns the original model's variables: merged, dequantized, and without adapters.
 
-    Each device holds its shards of all variables. Communication is as in `merge_lora`.
+    Each device stores its shards of all variables. The communication is that of `merge_lora`.
     """
     adapter, leaves = program.model.adapter, variable_leaves(program)
     # A state may have arrays on the host, for example from flax's `from_bytes`.

@@ -7,15 +7,15 @@ state = manualpar.load_hf(manualpar.fsdp(model, ...), "models/llama", missing="i
 ```
 
 Two parameters replace each chosen parameter `kernel`: `kernel_codes`, int8 in the kernel's shape,
-and `kernel_scales`, one number for each block of the last dim, see `block_quantization`. They are
+and `kernel_scales`, one number for each block of the last dim, see `block_quantization`. Both are
 sharded, split over mesh axes, gathered, saved and restored like other parameters, without decoding.
-If a module asks for the kernel, it gets a box, which gathers codes and scales and decodes them.
+A module that requests the kernel gets a box, which gathers codes and scales and decodes them.
 Gradients go through the decoded kernel to activations.
 
 Invariants: a device decodes only the values that it computes with. Before the gather, several
-devices may store parts of a block. A backward pass decodes again, so that no decoded kernel is
-kept. Codes and scales do not depend on the mesh. All other parameters have the same paths and the
-same initial bits as without quantization.
+devices may store parts of the same block. A backward pass decodes again, so that no decoded kernel
+is kept. Codes and scales do not depend on the mesh. All other parameters have the same paths and
+the same initial bits as without quantization.
 """
 
 import dataclasses
@@ -53,9 +53,9 @@ def quantized(
 
     Args:
       model: A Linen model, or the result of `tensor_parallel`. It is not changed.
-      targets: For each glob on paths of parameters (`*` stands for any characters, slashes too) the
-        length of the blocks, each of which has one scale. The default is every `kernel`, in blocks
-        of 64. It leaves out embeddings, because a step needs few of their rows. It leaves out the
+      targets: For each glob on paths of parameters, the length of the blocks, each of which has one
+        scale. `*` stands for any characters, including slashes. The default is every `kernel`, in
+        blocks of 64. It leaves out embeddings, because a step needs few of their rows, and the
         `head` of a `Transformer`, because errors of the head are errors of logits. If the last dim
         is split over `N` devices, its number of blocks must be a multiple or a divisor of `N`.
 
@@ -66,11 +66,11 @@ def quantized(
     Raises:
       TypeError: An argument is of the wrong kind.
       ValueError: A glob matches no parameter, or a parameter that cannot be stored in int8. The
-        message names the path and the reason. It is raised in this call or when a program is built.
+        message names the path and the reason. This call or the builder of a program raises it.
 
     Communication:
-      Codes and scales are gathered without decoding: a little more than a quarter of the bytes of
-      float32.
+      Codes and scales are gathered without decoding. They have a little more than a quarter of the
+      bytes of the float32 kernels.
     """
     if isinstance(model, nnx.Module):
         raise TypeError(
@@ -166,7 +166,7 @@ class QuantizedInterface(WrappingInterface):
 
     @property
     def decodes_weights(self) -> bool:
-        """Whether the model dequantizes weights, which is always true."""
+        """Whether the model dequantizes weights; always true."""
         return True
 
     def encodings(self, leaves: Sequence[Leaf]) -> dict[str, Encoding]:
@@ -184,7 +184,7 @@ class QuantizedInterface(WrappingInterface):
         return dataclasses.replace(self, base=self.base.intercepted(interceptor))
 
     def annotated(self, path: str, kernel: Any) -> Any:
-        """Puts a module's kernel into the box that the given model has for it, if any."""
+        """Puts a module's kernel into the given model's box for this kernel, if there is a box."""
         return self.base.annotated(path, kernel)
 
     def init(self, rngs: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -224,12 +224,12 @@ class EncodedParameter(ArrayBox, eq=False):
 
     Attributes:
       value: The pair of codes and scales, boxed if they have boxes.
-      names: One name for each dim; the names have no meaning.
+      names: One name for each dim; only the number of names has a meaning.
     """
 
     @classmethod
     def of(cls, codes: Any, scales: Any) -> "EncodedParameter":
-        """Makes the parameter from its codes and scales, boxed or not."""
+        """Makes the parameter from its codes and scales, with or without boxes."""
         value = codes.value if is_box(codes) else codes
         return cls((codes, scales), names=(None,) * value.ndim)
 

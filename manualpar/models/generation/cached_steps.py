@@ -57,7 +57,7 @@ class Rows(NamedTuple):
       token: `int32[B]`, the latest token.
       position: `int32[B]`, the position of `token`.
       start: `int32[B]`, the first position of the document that contains the token before `token`.
-      keys: `key[B]`, a key for drawing, for each row.
+      keys: `key[B]`, each row's key for drawing.
     """
 
     cache: Any
@@ -216,7 +216,7 @@ class CachedSteps:
         )
 
     def _apply(self, params: Any, collections: Any, tokens: Any, rows: Any) -> Any:
-        """Computes the logits at each row's last token, and the new keys and values to keep."""
+        """Computes the logits at each row's last token, and the keys and values to keep."""
         variables = {"params": self._boxes(params), **collections}
         with self.program.step.mode.context():
             logits, new = self._adapter.apply(
@@ -254,7 +254,7 @@ class CachedSteps:
         return PartitionSpec(*(None,) * (x.ndim - 4), self._data_axes, None, heads, None)
 
     def _cache_specs(self, tokens: jax.Array, size: int) -> Any:
-        """Returns the cache's tree, as on one device, with the spec of each leaf."""
+        """Returns the spec of each leaf of the cache, in the tree of a one-device cache."""
 
         def keep(params: Any) -> Any:
             state = self.program.whole_state
@@ -267,7 +267,7 @@ class CachedSteps:
         return jax.tree.map(self._cache_spec, cache)
 
     def put_rows(self, x: Any) -> jax.Array:
-        """Puts rows `[B, ...]` on the devices that compute them; all processes pass the same."""
+        """Puts rows `[B, ...]` on the devices that compute them; all processes pass equal rows."""
         sharding = NamedSharding(self.program.mesh, self._rows)
         return jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
 

@@ -1,9 +1,9 @@
 """Draws the next token from logits.
 
 The temperature divides the logits. Then `top_k` keeps the likeliest tokens, and `top_p` keeps the
-fewest tokens that together have this probability (Holtzman et al.,
-https://arxiv.org/abs/1904.09751). Gumbel noise is added to the logits, and the largest one wins.
-This is a draw from the softmax of the logits.
+fewest tokens whose total probability is at least `top_p` (Holtzman et al.,
+https://arxiv.org/abs/1904.09751). Gumbel noise is added to the logits, and the token with the
+largest sum is drawn. This is a draw from the softmax of the logits.
 
 Invariants: a row's draw depends on its logits, its key and the position, but not on other rows or
 on the mesh. Other settings need no new compilation.

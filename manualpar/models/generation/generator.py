@@ -1,4 +1,4 @@
-"""Generates text and tokens with a trained model: complete answers, or pieces as they are drawn.
+"""Generates text and tokens with a trained model, as complete answers or token by token.
 
 The prompts of a call run in batches of rows that are about equally long. A batch is padded to a
 length from a short list (`padded`), so that calls with other prompts need no new compilation. While
@@ -52,7 +52,8 @@ class Answer:
       log_probabilities: Each token's log-probability in nats, at a temperature of 1, among all
         tokens.
       text: The text of the tokens, up to a stop string; empty without a tokenizer.
-      ending: `"stop"` if a stop token or string ended it, `"length"` if `max_tokens` did.
+      ending: `"stop"` if a stop token or a stop string ended the answer; `"length"` if the answer
+        has `max_tokens`.
     """
 
     tokens: list[int] = dataclasses.field(default_factory=list)
@@ -242,7 +243,7 @@ class Generator:
         yield latest.token.tolist(), latest.log_probability.tolist()
 
     def pad(self, rows: Sequence[Sequence[int]], length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Pads rows to an array `int32[B, length]`, and returns their lengths too.
+        """Pads rows to an array `int32[B, length]`; returns the array and the rows' lengths.
 
         The number of rows is a power of two times the number of devices that divide the rows, so
         that steps are compiled for few numbers of rows.

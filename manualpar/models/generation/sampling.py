@@ -1,8 +1,8 @@
 """Samples text from any causal language model, without a cache.
 
 The model sees a window of fixed length: the latest tokens, followed by zeros, which a causal model
-ignores. When the window is full, it moves on by one token. So one program is compiled and draws all
-tokens in a loop.
+ignores. When the window is full, each new token removes the oldest token. So one program is
+compiled, and draws all tokens in a loop.
 
 Symbols: `B` prompts, `P` tokens of a prompt, `S` positions of the window, `V` the vocabulary, `T`
 tokens drawn.
@@ -39,7 +39,7 @@ def sample_tokens(
       prompt: `int[P]`, or `int[B, P]` for several prompts of one length; the same in every process.
         The model sees only the end of a prompt that is longer than the window.
       num_tokens: How many tokens to draw, `T`.
-      sequence_length: The positions of the window, `S`: as many as in training.
+      sequence_length: The number of positions of the window, `S`; use the number of training.
       temperature: The divisor of the logits; 0 takes the likeliest token.
       rng: A key; the same key draws the same tokens.
       collections: The other collections that the model reads, such as `state.collections`.

@@ -1,7 +1,7 @@
 """Computes the log-likelihood of given tokens, in nats.
 
 Sequences are sorted by length and run in batches, padded to lengths from a short list, see
-`manualpar.models.generation.generator.padded`. A sequence's score does not depend on the others.
+`manualpar.models.generation.generator.padded`. The score depends on no other sequence.
 
 A document that is too long for the model is cut into windows. Each token is scored once. The last
 window begins as early as possible, so that its tokens have the most context.
@@ -132,7 +132,7 @@ def score_documents(
 
 
 def cut_windows(tokens: list[int], max_length: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Yields pairs (context, completion) that score each token once, except the first token."""
+    """Yields pairs (context, completion); each token but the first is in one completion."""
     for start in range(1, len(tokens), max_length):
         end = min(start + max_length, len(tokens))
         yield tokens[max(0, end - 1 - max_length) : start], tokens[start:end]

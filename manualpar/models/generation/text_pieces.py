@@ -1,9 +1,9 @@
 """Decodes tokens to text, piece by piece, without incomplete characters.
 
-A character may take several tokens, and the text of a token may depend on the token before it, for
-example a space. So a piece is the text that new tokens add to the text of earlier tokens, after its
-characters are complete. Text that may be the beginning of a stop string is not returned until later
-tokens decide.
+A character may take several tokens. The text of a token may depend on the previous token; for
+example, it may begin with a space. So a piece is the text that new tokens add to the text of
+earlier tokens, once all characters are complete. Text that may be the beginning of a stop string is
+not returned until later tokens decide whether it is.
 """
 
 from collections.abc import Sequence

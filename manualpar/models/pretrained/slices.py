@@ -69,7 +69,7 @@ class ShardReader:
         devices_of: Mapping[Bounds, Sequence[jax.Device]],
         sources: Sources,
     ) -> list[jax.Array]:
-        """Reads a box of a variable, and puts its parts on the devices that store them."""
+        """Reads a box of a variable, and puts each part of the box on the devices that store it."""
         whole = np.zeros([stop - start for start, stop in box], leaf.dtype)
         for piece in sources.pieces[leaf.name]:
             stacked = len(piece.entry)
@@ -151,7 +151,7 @@ def _volume(bounds: Bounds) -> int:
 
 
 def entry_within(entry: Sequence[int], box: Bounds) -> tuple[Any, ...] | None:
-    """Returns an entry's index along a box's leading dims; `None` if it is outside."""
+    """Returns an entry's index along a box's leading dims; `None` if the entry is outside."""
     leading = box[: len(entry)]
     if not all(start <= at < stop for at, (start, stop) in zip(entry, leading, strict=True)):
         return None

@@ -6,9 +6,9 @@ files are written into a draft, which gets the folder's name at the end, see
 
 In a bucket nothing can be renamed. Each file is written to a local disk, uploaded, and deleted
 locally. `config.json` comes last, and a folder without it is no model. The object `.unfinished`
-exists while the files are uploaded. It marks the files of a killed export, which the next export
-deletes. It contains the number of its export. If an export loses its connection for long, another
-export may take over. The first export then finds another number, or no object.
+exists while the files are uploaded. So it marks the files of a killed export, which the next export
+deletes. `.unfinished` contains the export's number. If an export loses its connection for long,
+another export may take over. The first export then finds another number, or no object.
 """
 
 import contextlib
