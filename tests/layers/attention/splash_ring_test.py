@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
 from jax.sharding import PartitionSpec as P
 
 from manualpar import Batch, fsdp, make_mesh
@@ -22,8 +23,8 @@ from tests.models.transformer_on_one_device import assert_same_as_plain_flax
 def _interpreted(monkeypatch):
     """As if the mesh were of TPUs, with small blocks."""
     monkeypatch.setattr(splash_parts, "platform_traced_for", lambda: "tpu")
-    make = functools.partial(splash_parts.kernels.make_splash_mha, interpret=True)
-    monkeypatch.setattr(splash_parts.kernels, "make_splash_mha", make)
+    make = functools.partial(kernels.make_splash_mha, interpret=True)
+    monkeypatch.setattr(kernels, "make_splash_mha", make)
     monkeypatch.setattr(splash_parts, "BLOCKS", (128,))
 
 
@@ -71,12 +72,12 @@ def test_the_backward_pass_runs_no_forward_kernel(devices8):
 
 
 def test_a_kernel_whose_gradient_could_not_be_that_of_all_keys_is_refused(devices8, monkeypatch):
-    make = splash_parts.kernels.make_splash_mha
+    make = kernels.make_splash_mha
 
     def without_names(*args, residual_checkpoint_name=None, **options):
         return make(*args, **options)
 
-    monkeypatch.setattr(splash_parts.kernels, "make_splash_mha", without_names)
+    monkeypatch.setattr(kernels, "make_splash_mha", without_names)
     mesh = make_mesh({"data": 2, "context": 2}, devices=devices8[:4])
     with pytest.raises(ValueError, match=r"names 0 values that its gradient uses, expected"):
         ring(mesh).trace(numbers(1024), *arrays(S=1024, N=2, K=1, H=8))
