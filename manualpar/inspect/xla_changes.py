@@ -181,7 +181,7 @@ def _difference(written: _Written, running: _Running) -> int:
 
 
 def _pair(written: _Written, running: _Running) -> Iterator[Change]:
-    """Pairs the runs that both have left, and notes how the two collectives differ."""
+    """Matches the runs that both have left, and notes how the two collectives differ."""
     runs = min(written.left, running.left)
     written.left -= runs
     written.found += runs
