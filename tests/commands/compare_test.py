@@ -155,7 +155,7 @@ def check_markdown(text):
     assert {line.count("|") for line in (header, alignment, *rows)} == {header.count("|")}
     assert rows[0].startswith("| fsdp manual | ")
     assert "formula KiB/step" in header
-    assert "the median over 2 rounds" in notes
+    assert "as a median over 2 rounds" in notes
 
 
 def check_png(data):

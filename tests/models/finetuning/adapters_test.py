@@ -83,9 +83,9 @@ def test_merged_kernels_compute_what_adapters_add_and_files_hold_adapters_alone(
         own = after[path][tuple(map(slice, x.shape))] if is_adapter(path) else after[path]
         np.testing.assert_array_equal(own, expected, err_msg=path)
 
-    with pytest.raises(ValueError, match="is there already, expected a new folder"):
+    with pytest.raises(ValueError, match="exists already, expected a new folder"):
         save_adapters(program, state, folder)
-    with pytest.raises(ValueError, match="which has no adapters, expected one that lora"):
+    with pytest.raises(ValueError, match="which has no adapters, expected the result of lora"):
         merge_lora(plain, plain.init_from(merged))
     (tmp_path / "none").mkdir()
     with pytest.raises(ValueError, match="none cannot be read"):
@@ -99,7 +99,7 @@ def test_merged_kernels_compute_what_adapters_add_and_files_hold_adapters_alone(
     description = json.loads((folder / "adapters.json").read_text())
     assert description == {"alpha": 4.0, "targets": SOMEBODYS}
     (folder / "adapters.json").write_text(json.dumps({**description, "alpha": 8}))
-    with pytest.raises(ValueError, match="are for alpha=8, expected 4"):
+    with pytest.raises(ValueError, match="are for alpha=8, expected the model's 4"):
         load_adapters(other, begun, folder)
     data = (folder / "adapters.safetensors").read_bytes()
     (folder / "adapters.safetensors").write_bytes(data[:100])

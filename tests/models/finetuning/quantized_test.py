@@ -208,7 +208,7 @@ class Stacked(nn.Module):
 def test_what_a_program_cannot_do_with_codes_is_refused():
     with pytest.raises(ValueError, match="kernel_codes' is int8, expected a floating"):
         build(quantized(Somebodys()), D8)
-    with pytest.raises(ValueError, match="stacks a parameter in int8 along its last dim"):
+    with pytest.raises(ValueError, match="a loop stacks an int8 parameter along its last dim"):
         build(quantized(Stacked()), D8, trainable=("embed/*",))
     split = Transformer(**{**OURS, "mlp_size": 24}, split_axis="model")
     with pytest.raises(ValueError, match=r"up/kernel_scales.*does not divide over the 4 devices"):
