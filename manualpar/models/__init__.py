@@ -1,7 +1,22 @@
 """Linen models written for one device: the strategies shard them from outside."""
 
+from manualpar.layers.attention.context import Context
+from manualpar.layers.moe.routing import Experts
 from manualpar.models.classifier import Classifier
+from manualpar.models.layer_config import Attention, Norm, Split
+from manualpar.models.rotary import Rotary, RotaryScaling
 from manualpar.models.transformer import Transformer
 from manualpar.models.transformer_fields import flops_per_token
 
-__all__ = ["Classifier", "Transformer", "flops_per_token"]
+__all__ = [
+    "Attention",
+    "Classifier",
+    "Context",
+    "Experts",
+    "Norm",
+    "Rotary",
+    "RotaryScaling",
+    "Split",
+    "Transformer",
+    "flops_per_token",
+]

@@ -22,8 +22,9 @@ from flax.typing import In
 
 from manualpar.layers.attention.blockwise_attention import ATTENDED
 from manualpar.layers.attention.key_value_cache import CACHE, NEW_KEYS, Past, Prompts
-from manualpar.layers.moe.routing import BIAS, COUNTS, LOSSES
-from manualpar.models.transformer_layer import Layer, LayerConfig
+from manualpar.layers.moe.routing import BIAS, COUNTS, LOSSES, Experts
+from manualpar.models.layer_config import LayerConfig
+from manualpar.models.transformer_layer import Layer
 
 if TYPE_CHECKING:
     from manualpar.models.transformer import Transformer
@@ -76,8 +77,8 @@ def layer_place(model: "Transformer", layer: int) -> LayerPlace:
     """
     if layer not in scanned_layers(model):
         return LayerPlace((f"layer_{layer}",), None)
-    group, index = divmod(layer - model.dense_layers, max(model.global_every, 1))
-    inner = (f"layer_{index}",) if model.global_every else ()
+    group, index = divmod(layer - model.experts.dense_layers, max(model.attention.global_every, 1))
+    inner = (f"layer_{index}",) if model.attention.global_every else ()
     return LayerPlace(("layers", *inner), group)
 
 
@@ -85,9 +86,9 @@ def scanned_layers(model: "Transformer") -> range:
     """Returns the numbers of the layers that a loop runs over."""
     if not model.scan_layers:
         return range(0)
-    size = max(model.global_every, 1)
-    number = (model.num_layers - model.dense_layers) // size * size
-    return range(model.dense_layers, model.dense_layers + number)
+    size, dense = max(model.attention.global_every, 1), model.experts.dense_layers
+    number = (model.num_layers - dense) // size * size
+    return range(dense, dense + number)
 
 
 class LayerGroup(nn.Module):
@@ -95,12 +96,10 @@ class LayerGroup(nn.Module):
 
     Attributes:
       config: The config of a local layer.
-      global_every: The number of layers in the group.
       remat: See `REMAT_POLICIES`.
     """
 
     config: LayerConfig
-    global_every: int
     remat: str
 
     @nn.compact
@@ -113,8 +112,8 @@ class LayerGroup(nn.Module):
     ) -> tuple[jax.Array, None]:
         """Runs the layers of a group; see `Layer`."""
         layer = _layer_class(self.remat, in_loop=True)
-        for index in range(self.global_every):
-            config, angles_SH = _of_kind(self.config, angles, index, self.global_every)
+        for index in range(self.config.attention.global_every):
+            config, angles_SH = _of_kind(self.config, angles, index)
             x_BSD, _ = layer(config, name=f"layer_{index}")(x_BSD, angles_SH, document_BS, rows)
         return x_BSD, None
 
@@ -148,10 +147,10 @@ def run_layers(
 
     def run(x_BSD: jax.Array, layers: range) -> jax.Array:
         for index in layers:
-            own_config, angles_SH = _of_kind(config, angles, index, model.global_every)
-            if index < model.dense_layers:
-                size = model.dense_mlp_size or model.mlp_size
-                own_config = dataclasses.replace(own_config, num_experts=0, mlp_size=size)
+            own_config, angles_SH = _of_kind(config, angles, index)
+            if index < config.experts.dense_layers:
+                size = config.experts.dense_mlp_size or config.mlp_size
+                own_config = dataclasses.replace(own_config, experts=Experts(), mlp_size=size)
             layer = written_out(own_config, name=f"layer_{index}")
             x_BSD, _ = layer(x_BSD, angles_SH, document_BS, rows)
         return x_BSD
@@ -170,17 +169,17 @@ def _run_loop(
     document_BS: jax.Array | None,
     rows: Prompts | Past | None,
 ) -> jax.Array:
-    every = model.global_every
+    every = config.attention.global_every
     layer: Any = _layer_class(model.remat, in_loop=True)
     arguments: tuple[Any, ...] = (config,)
     if every:
-        layer, arguments = LayerGroup, (config, every, model.remat)
+        layer, arguments = LayerGroup, (config, model.remat)
     variable_axes: dict[Any, Any] = {"params": 0}
     if rows is not None:
         variable_axes |= {CACHE: 0, NEW_KEYS: 0}
-    if model.num_experts:
+    if config.experts.num_experts:
         variable_axes |= {LOSSES: 0, COUNTS: 0}
-    if model.router_bias:
+    if config.experts.router_bias:
         # Layers only read the bias. If the loop returned it too, they would seem to change it.
         variable_axes[BIAS] = 0 if model.is_initializing() else In(0)
     layers = nn.scan(
@@ -203,12 +202,12 @@ def _layer_class(remat: str, *, in_loop: bool) -> Any:
     return nn.remat(Layer, policy=REMAT_POLICIES[remat], prevent_cse=not in_loop)
 
 
-def _of_kind(
-    config: LayerConfig, angles: Angles, layer: int, global_every: int
-) -> tuple[LayerConfig, jax.Array]:
+def _of_kind(config: LayerConfig, angles: Angles, layer: int) -> tuple[LayerConfig, jax.Array]:
     """Returns the config and the angles of a layer."""
-    if not global_every:
+    how = config.attention
+    if not how.global_every:
         return config, angles.of_global
-    if is_global(layer, global_every):
-        return dataclasses.replace(config, window=None), angles.of_global
+    if is_global(layer, how.global_every):
+        seeing_all = dataclasses.replace(how, window=0, global_every=0)
+        return dataclasses.replace(config, attention=seeing_all), angles.of_global
     return config, angles.of_local

@@ -15,7 +15,9 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 
-RotaryKind = Literal["linear", "llama3"]
+from manualpar.layers.field_groups import config_field, refuse, refuse_unknown
+
+RotaryKind = Literal["", "linear", "llama3"]
 ROTARY_KINDS: tuple[RotaryKind, ...] = get_args(RotaryKind)
 
 
@@ -24,7 +26,7 @@ class RotaryScaling:
     """Slows down the rotation of pairs of features.
 
     Attributes:
-      kind: `"linear"` slows all pairs down by `factor` (Chen et al.,
+      kind: `""` changes nothing. `"linear"` slows all pairs down by `factor` (Chen et al.,
         https://arxiv.org/abs/2306.15595). `"llama3"` counts the turns of a pair in
         `original_length` positions. It slows a pair with less than `low_factor` turns down by
         `factor`, a pair with more than `high_factor` turns not at all, and pairs between these
@@ -35,14 +37,27 @@ class RotaryScaling:
       original_length: The length of the sequences in the first training, only for `"llama3"`.
     """
 
-    kind: RotaryKind
-    factor: float
-    low_factor: float = 1.0
-    high_factor: float = 4.0
-    original_length: int = 8192
+    kind: RotaryKind = config_field("", "rope_scaling", choices=ROTARY_KINDS)
+    factor: float = config_field(1.0, "rope_factor", 1)
+    low_factor: float = config_field(1.0, "rope_low_factor", 0)
+    high_factor: float = config_field(4.0, "rope_high_factor", 0)
+    original_length: int = config_field(8192, "rope_original_length", 1)
+
+    def __post_init__(self) -> None:
+        refuse_unknown(self, "kind", ROTARY_KINDS)
+        if not self.factor >= 1:
+            refuse(self, "factor", "at least 1, because rotations become slower by this factor")
+        if not self.kind and self.factor != 1:
+            refuse(self, "factor", "1 without kind")
+        if not 0 < self.low_factor < self.high_factor:
+            refuse(self, "low_factor", f"between 0 and high_factor={self.high_factor}")
+        if self.original_length < 1:
+            refuse(self, "original_length", "at least 1, such as 8192")
 
     def __call__(self, frequencies: jax.Array) -> jax.Array:
         """Scales frequencies, which are in radians per position."""
+        if not self.kind:
+            return frequencies
         slowest = frequencies / self.factor
         if self.kind == "linear":
             return slowest
@@ -52,12 +67,37 @@ class RotaryScaling:
         return kept * frequencies + (1 - kept) * slowest
 
 
+NO_SCALING = RotaryScaling()
+
+
+@dataclasses.dataclass(frozen=True)
+class Rotary:
+    """The rotary positions of a model.
+
+    Attributes:
+      base: The base of the rotary frequencies, see `rotary_angles`.
+      local_base: The base in the layers with a window, if layers are of two kinds; 0 for `base`.
+      scaling: Slows rotations down. With layers of two kinds it applies only to the layers that see
+        all positions.
+    """
+
+    base: float = config_field(10_000.0, "rope_base", 1, required=True)
+    local_base: float = config_field(0.0, "local_rope_base", 0)
+    scaling: RotaryScaling = NO_SCALING
+
+    def __post_init__(self) -> None:
+        if not self.base > 1:
+            refuse(self, "base", "more than 1, such as 10000")
+        if self.local_base and not self.local_base > 1:
+            refuse(self, "local_base", "more than 1, or 0 for base")
+
+
 def rotary_angles(
     positions: jax.Array,
     head_size: int,
     *,
     base: float,
-    scaling: RotaryScaling | None = None,
+    scaling: RotaryScaling = NO_SCALING,
 ) -> jax.Array:
     """Computes the angles, in radians, by which rotary positions turn pairs of features.
 
@@ -65,8 +105,7 @@ def rotary_angles(
     `scaling`. The positions are `int32[S]`, or `[B, S]` for angles `[B, S, H/2]`.
     """
     frequencies = base ** (-jnp.arange(0, head_size, 2, dtype=jnp.float32) / head_size)
-    if scaling is not None:
-        frequencies = scaling(frequencies)
+    frequencies = scaling(frequencies)
     return jnp.multiply.outer(positions.astype(jnp.float32), frequencies)
 
 

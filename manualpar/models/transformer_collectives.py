@@ -48,8 +48,8 @@ def transformer_sends(
       stage: The pipeline stage whose collectives are counted, if there is a pipeline.
 
     Returns:
-      The collectives between stages, and the collectives over `model.split_axis`,
-      `model.expert_axis` and `model.context_axis` if the mesh has these axes. Collectives for
+      The collectives between stages, and the collectives over `model.split.axis`,
+      `model.experts.axis` and `model.context.axis` if the mesh has these axes. Collectives for
       parameters and gradients are not included, because `step_bytes` returns them; both results
       together are all collectives over `split_axis`. With `overlap="ring"` the result lists the
       layers' all-gathers and reduce-scatters, although permutes send their bytes.
@@ -65,13 +65,14 @@ def transformer_sends(
     layers, after = of_minibatch.layer, of_minibatch.after
     minibatches = program.num_minibatches
     if not form:
-        dense = _times(model.dense_layers, of_minibatch.dense_layer)
-        layers = _times(model.num_layers - model.dense_layers, layers)
+        num_dense = model.experts.dense_layers
+        dense = _times(num_dense, of_minibatch.dense_layer)
+        layers = _times(model.num_layers - num_dense, layers)
         sends = _times(minibatches, [*before, *dense, *layers, *after])
         return *sends, *_arranging(program)
-    if model.dense_layers:
+    if num_dense := model.experts.dense_layers:
         raise ValueError(
-            f"transformer_sends: dense_layers={model.dense_layers}, expected 0 in a pipeline: "
+            f"transformer_sends: experts.dense_layers={num_dense}, expected 0 in a pipeline: "
             "there is no closed form for layers before the stages. Use trace_collectives."
         )
     run, table = form.run, form.run.table
@@ -134,61 +135,59 @@ class MinibatchCollectives:
         self.layer: list[Collective] = []
         self.dense_layer: list[Collective] = []
         self.after: list[Collective] = []
+        split, experts = model.split, model.experts
 
-        def activations(axis: str) -> LayerActivations | None:
+        def activations(axis: str | None) -> LayerActivations | None:
             examples, positions = tokens
-            if axis not in sizes:
+            if axis is None or axis not in sizes:
                 return None
-            if axis == model.context_axis:
+            if axis == model.context.axis:
                 positions *= sizes[axis]
             return LayerActivations(
                 shape=(examples, positions, model.hidden_size),
                 dtype=jnp.dtype(model.dtype),
                 axis=axis,
                 devices=sizes[axis],
-                sequence=model.sequence_parallel and axis == model.split_axis,
+                sequence=split.sequence_parallel and axis == split.axis,
             )
 
-        self.context = activations(model.context_axis)
+        self.context = activations(model.context.axis)
         recomputed = model.remat != "none" if recomputed is None else recomputed
         runs: Any = {"passes": passes, "recomputed": recomputed}
-        if x := activations(model.split_axis):
+        if x := activations(split.axis):
             self.before += lookup_collectives(x, parameter_dtype, passes=lookups)
-            head_norms = (size_of_head(model),) * 2 * model.query_key_norm
-            norms: Any = {"post_norms": model.post_norms, "head_norms": head_norms}
+            head_norms = (size_of_head(model),) * 2 * model.attention.query_key_norm
+            norms: Any = {"post_norms": model.norm.post, "head_norms": head_norms}
             self.layer += block_collectives(x, **norms, **runs)
             self.dense_layer += self.layer
-            if model.num_experts:
-                counts: Any = {"num_experts": model.num_experts, "top_k": model.experts_per_token}
-                counts |= {"has_shared_gate": model.shared_gate, "dtype": parameter_dtype}
+            if experts.num_experts:
+                counts: Any = {"num_experts": experts.num_experts, "top_k": experts.top_k}
+                counts |= {"has_shared_gate": experts.shared_is_gated, "dtype": parameter_dtype}
                 self.layer += router_collectives(x, **counts, **runs)
             smoothed = model.label_smoothing > 0
             self.after += [*head_collectives(x), *cross_entropy_collectives(x, smoothed=smoothed)]
-        if model.num_experts and (x := activations(model.expert_axis)):
+        if experts.num_experts and (x := activations(experts.axis)):
             capacity = slots_of_expert(model, sizes, x.shape[1])
             self.layer += expert_collectives(
-                x, num_experts=model.num_experts, capacity=capacity, **runs
+                x, num_experts=experts.num_experts, capacity=capacity, **runs
             )
         if x := self.context:
-            split = sizes.get(model.split_axis, 1)
+            parts = sizes.get(split.axis or "", 1)
             # If there are fewer heads than devices, devices share heads.
             numbers = model.num_heads, model.num_kv_heads or model.num_heads
-            queries, keys = (max(number // split, 1) for number in numbers)
+            queries, keys = (max(number // parts, 1) for number in numbers)
             heads = queries, keys, size_of_head(model)
-            how = model.context_attention
+            how = model.context.how
             of_attention = list(attention_collectives(x, how, heads=heads, **runs))
             self.layer += of_attention
             self.dense_layer += of_attention
-            if model.num_experts:
-                of_experts: Any = {
-                    "num_experts": model.num_experts,
-                    "top_k": model.experts_per_token,
-                }
+            if experts.num_experts:
+                of_experts: Any = {"num_experts": experts.num_experts, "top_k": experts.top_k}
                 self.layer += routing_collectives(x, **of_experts, **runs)
                 self.after += loss_of_experts_collectives(x, model.num_layers)
             if documents:
                 looped = len(scanned_layers(model))
-                in_loop = max(model.global_every, 1) if looped else 0
+                in_loop = max(model.attention.global_every, 1) if looped else 0
                 is_looped = passes > 0 or not recomputed
                 self.documents += document_collectives(
                     x,
@@ -206,10 +205,8 @@ def slots_of_expert(model: Transformer, sizes: Mapping[str, int], positions: int
 
     Over a context axis any of a device's positions may take the slots of the sequence.
     """
-    moe = MoE(
-        model.num_experts, model.mlp_size, model.experts_per_token, model.capacity_factor or None
-    )
-    return min(capacity_of(moe, positions * sizes.get(model.context_axis, 1)), positions)
+    moe = MoE(**model.experts.of_layer, mlp_size=model.mlp_size)
+    return min(capacity_of(moe, positions * sizes.get(model.context.axis or "", 1)), positions)
 
 
 def _in_minibatch(program: Program, model: Transformer, *, passes: int) -> MinibatchCollectives:

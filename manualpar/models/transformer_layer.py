@@ -14,9 +14,7 @@ Symbols: `B` examples, `S` positions, `D` hidden features, `N` query heads, `K` 
 the axis that layers are split over.
 """
 
-import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -24,7 +22,6 @@ import jax.numpy as jnp
 
 from manualpar.layers import MoE, SplitDense, enter
 from manualpar.layers.attention.blockwise_attention import Scoring
-from manualpar.layers.attention.context import Context
 from manualpar.layers.attention.key_value_cache import (
     CACHE,
     NEW_KEYS,
@@ -33,56 +30,15 @@ from manualpar.layers.attention.key_value_cache import (
     attend_to_kept,
     keep_prompts,
 )
-from manualpar.layers.attention.kinds import AttentionKind
 from manualpar.layers.ring import enter_ring, whole_sequence
-from manualpar.layers.ring_chunks import Chunks, LayerOverlap
+from manualpar.layers.ring_chunks import Chunks
+from manualpar.models.layer_config import ACTIVATIONS, LayerConfig
 from manualpar.models.rotary import rotate
 
 # The logical names of the dims that are split over the axis.
 SPLIT_DIMS = frozenset({"vocab", "heads", "kv_heads", "mlp"})
 
-# The activation functions for the gates of the MLP.
-Activation = Literal["silu", "gelu"]
-ACTIVATIONS: Mapping[Activation, Callable[[jax.Array], jax.Array]] = {
-    "silu": nn.silu,
-    "gelu": nn.gelu,  # GELU approximated by tanh.
-}
-
 DimNames = tuple[str | None, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class LayerConfig:
-    """The fields of `Transformer` that a layer needs, with 0 replaced by the default it means."""
-
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    mlp_size: int
-    dropout_rate: float  # 0 outside of training.
-    added_scale: float  # For initial weights whose products are added to the residual stream.
-    dtype: jnp.dtype
-    attention: AttentionKind
-    annotate: bool
-    context: Context  # How sequences are split over devices.
-    window: int | None = None  # Positions that a query sees; None for all.
-    soft_cap: float | None = None  # Cap of attention scores.
-    query_scale: float = 1.0  # Multiplies queries, in addition to attention's `H ** -0.5`.
-    norm_epsilon: float = 1e-6
-    norm_offset: bool = False
-    post_norms: bool = False
-    query_key_norm: bool = False
-    qkv_bias: bool = False
-    activation: Activation = "silu"
-    num_experts: int = 0  # 0 for an MLP in place of experts.
-    experts_per_token: int = 0
-    capacity_factor: float | None = None
-    expert_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # Fields of `MoE`.
-    expert_axis: str | None = None
-    axis: str | None = None  # The mesh axis that the layer is split over.
-    sequence_dim: int | None = None  # Dim that the residual stream is split along: 1 or None.
-    overlap: LayerOverlap = "none"
 
 
 class Layer(nn.Module):
@@ -107,20 +63,20 @@ class Layer(nn.Module):
         config = self.config
         drop = nn.Dropout(config.dropout_rate, deterministic=not config.dropout_rate)
         y_BSD = enter_normalized(x_BSD, "attention_norm", config)
-        y_BSD = Attention(config, name="attention")(y_BSD, angles_SH, document_BS, rows)
-        if config.post_norms:
+        y_BSD = SelfAttention(config, name="attention")(y_BSD, angles_SH, document_BS, rows)
+        if config.norm.post:
             y_BSD = normalize(y_BSD, "attention_post_norm", config)
         x_BSD = x_BSD + drop(y_BSD)
-        if config.num_experts:
+        if config.experts.num_experts:
             y_BSD = _experts(config)(normalize(x_BSD, "mlp_norm", config))
         else:
             y_BSD = GatedMLP(config, name="mlp")(enter_normalized(x_BSD, "mlp_norm", config))
-        if config.post_norms:
+        if config.norm.post:
             y_BSD = normalize(y_BSD, "mlp_post_norm", config)
         return x_BSD + drop(y_BSD), None
 
 
-class Attention(nn.Module):
+class SelfAttention(nn.Module):
     """Causal attention with rotary positions; groups of query heads share a key and value head."""
 
     config: LayerConfig
@@ -135,24 +91,28 @@ class Attention(nn.Module):
     ) -> jax.Array:
         """Attends: maps the result of `enter_normalized` to the values that `Layer` adds."""
         config, hidden_size = self.config, self.config.hidden_size
+        how, window = config.attention, config.attention.window or None
+        soft_cap = how.soft_cap or None
         query = (hidden_size, config.num_heads, config.head_size), ("embed", "heads", None)
         key = (hidden_size, config.num_kv_heads, config.head_size), ("embed", "kv_heads", None)
         out = (config.num_heads, config.head_size, hidden_size), ("heads", None, "embed")
 
         def project(shape: tuple[int, ...], dim_names: DimNames, name: str) -> jax.Array:
-            product = _product(config, shape, dim_names, use_bias=config.qkv_bias, name=name)
+            product = _product(config, shape, dim_names, use_bias=how.qkv_bias, name=name)
             return whole_sequence(product(x_BSD))
 
         query_BSNH, key_BSKH = project(*query, "query"), project(*key, "key")
-        if config.query_key_norm:
+        if how.query_key_norm:
             query_BSNH = _norm("query_norm", None, config)(query_BSNH)
             key_BSKH = _norm("key_norm", None, config)(key_BSKH)
-        query_BSNH = rotate(query_BSNH, angles_SH, scale=config.query_scale)
+        # Attention multiplies by `H ** -0.5`.
+        scale = how.scale * config.head_size**0.5 or 1.0
+        query_BSNH = rotate(query_BSNH, angles_SH, scale=scale)
         key_BSKH = rotate(key_BSKH, angles_SH)
         value_BSKH = project(*key, "value")
         if isinstance(rows, Past):
             kept: Any = self.get_variable(CACHE, "key"), self.get_variable(CACHE, "value")
-            scoring = Scoring(config.window, config.soft_cap)
+            scoring = Scoring(window, soft_cap)
             mixed_BSNH = attend_to_kept(query_BSNH, key_BSKH, value_BSKH, kept, rows, scoring)
         else:
             # Parameters do not depend on the implementation of attention. So initialization uses an
@@ -162,14 +122,14 @@ class Attention(nn.Module):
                 key_BSKH,
                 value_BSKH,
                 document_BS,
-                kind="" if self.is_initializing() else config.attention,
-                window=config.window,
-                soft_cap=config.soft_cap,
+                kind="" if self.is_initializing() else how.kind,
+                window=window,
+                soft_cap=soft_cap,
             )
         if rows is not None:
             for name, x in (("key", key_BSKH), ("value", value_BSKH)):
                 if isinstance(rows, Prompts):
-                    x = keep_prompts(x, rows, config.window)
+                    x = keep_prompts(x, rows, window)
                 self.put_variable(NEW_KEYS, name, x)
         leave = _product(config, *out, contracted=2, scale=config.added_scale, name="out")
         return leave(mixed_BSNH)
@@ -223,9 +183,10 @@ def enter_normalized(x_BSD: jax.Array, name: str, config: LayerConfig) -> jax.Ar
       The communication of `normalize`, and of `enter` or `enter_ring`.
     """
     y_BSD = normalize(x_BSD, name, config)
-    if config.overlap == "ring" and config.sequence_dim is not None:
-        return enter_ring(y_BSD, config.axis, config.sequence_dim)
-    return enter(y_BSD, config.axis, config.sequence_dim)
+    split = config.split
+    if split.overlap == "ring" and split.sequence_dim is not None:
+        return enter_ring(y_BSD, split.axis, split.sequence_dim)
+    return enter(y_BSD, split.axis, split.sequence_dim)
 
 
 def normalize(x_BSD: jax.Array, name: str, config: LayerConfig) -> jax.Array:
@@ -251,25 +212,21 @@ def split_dims(dim_names: DimNames, axis: str | None) -> DimNames:
 
 def _norm(name: str, dim_name: str | None, config: LayerConfig) -> nn.Module:
     """Makes an RMSNorm called `name` over the last dim, whose logical name is `dim_name`."""
-    initial = nn.initializers.zeros if config.norm_offset else nn.initializers.ones
+    initial = nn.initializers.zeros if config.norm.offset else nn.initializers.ones
     init = marked(initial, (dim_name,), annotate=config.annotate)
-    kind: Any = OffsetNorm if config.norm_offset else nn.RMSNorm
-    norm: nn.Module = kind(config.norm_epsilon, dtype=config.dtype, scale_init=init, name=name)
+    kind: Any = OffsetNorm if config.norm.offset else nn.RMSNorm
+    norm: nn.Module = kind(config.norm.epsilon, dtype=config.dtype, scale_init=init, name=name)
     return norm
 
 
 def _experts(config: LayerConfig) -> MoE:
     return MoE(
-        config.num_experts,
-        config.mlp_size,
-        config.experts_per_token,
-        config.capacity_factor,
-        axis=config.expert_axis,
-        model_axis=config.axis,
-        sequence=config.sequence_dim is not None,
+        **config.experts.of_layer,
+        mlp_size=config.mlp_size,
+        model_axis=config.split.axis,
+        sequence=config.split.sequence_parallel,
         down_scale=config.added_scale,
         context_axis=config.context.axis,
-        **config.expert_options,
         name="experts",
     )
 
@@ -285,7 +242,7 @@ def _product(
     name: str,
 ) -> SplitDense:
     """Makes a product with weights, whose initial variance is `scale**2 / inputs`."""
-    dims, names = range(len(shape)), split_dims(dim_names, config.axis)
+    dims, names = range(len(shape)), split_dims(dim_names, config.split.axis)
     is_row = any(names[:contracted])
     init = nn.initializers.variance_scaling(
         scale**2, "fan_in", "normal", dims[:contracted], dims[contracted:]
@@ -298,8 +255,8 @@ def _product(
         kernel_init=marked(init, dim_names, annotate=config.annotate),
         bias_init=marked(nn.initializers.zeros, dim_names[contracted:], annotate=config.annotate),
         dtype=config.dtype,
-        sequence_dim=config.sequence_dim if is_row else None,
-        overlap=config.overlap if is_row else "none",
+        sequence_dim=config.split.sequence_dim if is_row else None,
+        overlap=config.split.overlap if is_row else "none",
         shared="kv_heads" in dim_names,
         name=name,
     )

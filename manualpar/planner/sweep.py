@@ -34,7 +34,7 @@ from manualpar.planner.topology import Topology, levels_of, place_axes, topology
 from manualpar.strategies import StrategyKind, strategy_kinds
 from manualpar.training.experiment import build_experiment
 from manualpar.training.monitoring.throughput import Throughput
-from manualpar.training.task import EXPERT_AXIS, SPLIT_AXIS, Task, splits_layers
+from manualpar.training.task import EXPERT_AXIS, SPLIT_AXIS, Task, split_of, splits_layers
 
 REMATS = ("none", "dots", "full")
 MINIBATCHES = (1, 2, 4, 8)
@@ -160,9 +160,7 @@ class Builder(NamedTuple):
             config.parallel.sequence &= splits_layers(config)
             if not config.parallel.sequence:
                 config.parallel.layer_overlap = "none"
-            fields["split_axis"] = SPLIT_AXIS if splits_layers(config) else ""
-            fields["sequence_parallel"] = config.parallel.sequence
-            fields["overlap"] = config.parallel.layer_overlap
+            fields["split"] = split_of(config)
         task = dataclasses.replace(self.task, model=self.task.model.clone(**fields))
         schedule = optax.constant_schedule(config.optimizer.learning_rate)
         program = build_experiment(config, task, schedule, devices=num_devices)

@@ -13,7 +13,7 @@ import re
 import traceback
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import ml_collections
 
@@ -25,24 +25,17 @@ from manualpar.data.packing import LONG_EXAMPLES
 from manualpar.data.sources import TEXT_SOURCES
 from manualpar.errors import UsageError
 from manualpar.layers.attention.context import CONTEXT_ATTENTIONS
-from manualpar.layers.attention.kinds import ATTENTION_KINDS
-from manualpar.layers.moe.routing import Gates, GroupScore
+from manualpar.layers.field_groups import LARGEST_FLOAT, MOST_WRITTEN_OUT, config_fields
 from manualpar.layers.pipeline.stages import KEEPS, SCHEDULES
 from manualpar.layers.ring_chunks import LAYER_OVERLAPS
-from manualpar.models.rotary import ROTARY_KINDS
-from manualpar.models.transformer_layer import ACTIVATIONS
+from manualpar.models.transformer import DTYPES, Transformer
 from manualpar.strategies import BUILT_IN, Field, strategy_kinds
 from manualpar.training.checkpoints.compatibility import REMOVED, renamed_value
 
-DTYPES = ("bfloat16", "float16", "float32")
 # "" means no cast. float16 is missing: gradients are summed before they are divided, and the sum
 # would overflow.
 WIRE_DTYPES = ("", "bfloat16", "float32")
 ON_NONFINITE = ("ignore", "stop", "skip", "rollback")
-# The most repetitions that are traced and compiled one by one. A layer or a minibatch takes 0.1 s.
-# An expert takes 12 ms, because it has a metric that counts how often it is chosen.
-MOST_WRITTEN_OUT = 1000
-LARGEST = 1e38  # A float32 can hold it.
 LONGEST_SECONDS = 1e6  # Every clock and timer accepts it.
 
 
@@ -55,13 +48,13 @@ FIELDS: Mapping[str, Field] = {
     "model.name": Field(str, choices=("classifier", "transformer")),
     "model.lora": Field(tuple, holds_names=True, default=()),
     "model.int8": Field(tuple, holds_names=True, default=()),
-    "model.lora_alpha": Field(float, 0, below=LARGEST, default=16.0),
-    "optimizer.learning_rate": Field(float, 0, below=LARGEST),
+    "model.lora_alpha": Field(float, 0, below=LARGEST_FLOAT, default=16.0),
+    "optimizer.learning_rate": Field(float, 0, below=LARGEST_FLOAT),
     "optimizer.warmup_steps": Field(int, 0, below=2**31),
-    "optimizer.weight_decay": Field(float, 0, below=LARGEST),
+    "optimizer.weight_decay": Field(float, 0, below=LARGEST_FLOAT),
     "optimizer.b1": Field(float, 0, below=1),
     "optimizer.b2": Field(float, 0, below=1),
-    "optimizer.clip_norm": Field(float, 0, below=LARGEST),
+    "optimizer.clip_norm": Field(float, 0, below=LARGEST_FLOAT),
     "optimizer.num_minibatches": Field(int, 1),
     "optimizer.trainable": Field(tuple, holds_names=True, default=()),
     "optimizer.ema_decay": Field(float, 0, below=1, default=0.0),
@@ -120,54 +113,9 @@ MODEL_FIELDS: Mapping[str, Mapping[str, Field]] = {
         "model.vocab_size": Field(int, 0, below=2**31, default=0),  # 0: the tokenizer's.
         "data.template": Field(str, default=""),
         "data.long_examples": Field(str, choices=LONG_EXAMPLES, default="error"),
-        "model.hidden_size": Field(int, 1, below=2**31),
-        "model.mlp_size": Field(int, 1, below=2**31),
-        "model.num_layers": Field(int, 1, below=2**31),
-        "model.num_heads": Field(int, 1, below=2**31),
-        "model.num_kv_heads": Field(int, 1, below=2**31),
-        "model.rope_base": Field(float, 1, below=LARGEST),
-        "model.tied_head": Field(bool),
-        "model.logit_soft_cap": Field(float, 0, below=LARGEST),
-        "model.dropout_rate": Field(float, 0, below=1),
-        "model.dtype": Field(str, choices=DTYPES),
-        "model.remat": Field(str, choices=("none", "dots", "full")),
-        "model.scan_layers": Field(bool),
-        "model.attention": Field(str, choices=ATTENTION_KINDS),
-        "model.attention_window": Field(int, 0, below=2**31),
-        "model.attention_soft_cap": Field(float, 0, below=LARGEST),
-        "model.attention_scale": Field(float, 0, below=LARGEST, default=0.0),
-        "model.global_every": Field(int, 0, below=MOST_WRITTEN_OUT, default=0),
-        "model.local_rope_base": Field(float, 0, below=LARGEST, default=0.0),
-        "model.rope_scaling": Field(str, choices=("", *ROTARY_KINDS), default=""),
-        "model.rope_factor": Field(float, 1, below=LARGEST, default=1.0),
-        "model.rope_low_factor": Field(float, 0, below=LARGEST, default=1.0),
-        "model.rope_high_factor": Field(float, 0, below=LARGEST, default=4.0),
-        "model.rope_original_length": Field(int, 1, below=2**31, default=8192),
-        "model.head_size": Field(int, 0, below=2**31, default=0),
-        "model.activation": Field(str, choices=tuple(ACTIVATIONS), default="silu"),
-        "model.norm_epsilon": Field(float, 0, below=1, default=1e-6),
-        "model.norm_offset": Field(bool, default=False),
-        "model.post_norms": Field(bool, default=False),
-        "model.query_key_norm": Field(bool, default=False),
-        "model.qkv_bias": Field(bool, default=False),
-        "model.scale_embedding": Field(bool, default=False),
-        "model.vocab_multiple": Field(int, 1, below=2**31),
-        "model.num_experts": Field(int, 0, below=MOST_WRITTEN_OUT + 1),
-        "model.experts_per_token": Field(int, 1, below=2**20),
-        "model.capacity_factor": Field(float, 0, below=LARGEST),
-        "model.expert_gates": Field(str, choices=get_args(Gates), default="softmax"),
-        "model.normalize_gates": Field(bool, default=True),
-        "model.gate_scale": Field(float, 0, below=LARGEST, default=1.0),
-        "model.router_bias": Field(bool, default=False),
-        "model.expert_groups": Field(int, 1, below=2**20, default=1),
-        "model.expert_groups_per_token": Field(int, 1, below=2**20, default=1),
-        "model.expert_group_score": Field(str, choices=get_args(GroupScore), default="best_two"),
-        "model.shared_experts_size": Field(int, 0, below=2**31, default=0),
-        "model.shared_gate": Field(bool, default=False),
-        "model.dense_layers": Field(int, 0, below=MOST_WRITTEN_OUT, default=0),
-        "model.dense_mlp_size": Field(int, 0, below=2**31, default=0),
+        **{f"model.{name}": field for name, field in config_fields(Transformer)},
         "training.label_smoothing": Field(float, 0, below=1),
-        "training.z_loss": Field(float, 0, below=LARGEST),
+        "training.z_loss": Field(float, 0, below=LARGEST_FLOAT),
         "parallel.sequence": Field(bool),
         "parallel.layer_overlap": Field(str, choices=LAYER_OVERLAPS),
         "parallel.context_attention": Field(str, choices=CONTEXT_ATTENTIONS),
@@ -177,7 +125,7 @@ MODEL_FIELDS: Mapping[str, Mapping[str, Field]] = {
         # Each token takes one forward pass of the model.
         "sample.num_tokens": Field(int, 0, below=10**6),
         "sample.prompt": Field(str),
-        "sample.temperature": Field(float, 0, below=LARGEST),
+        "sample.temperature": Field(float, 0, below=LARGEST_FLOAT),
     },
 }
 # Fields whose value is a dict. Any other dict is a group of fields.

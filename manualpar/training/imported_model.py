@@ -14,8 +14,8 @@ from manualpar.core.program.load_state import Missing
 from manualpar.core.program.program import Program
 from manualpar.core.state.train_state import TrainState
 from manualpar.errors import UsageError
-from manualpar.models import Transformer
 from manualpar.models.pretrained import load, read_architecture
+from manualpar.models.pretrained.architecture import DEFAULTS
 from manualpar.models.pretrained.directory import model_directory
 from manualpar.models.pretrained.model_config import SAID
 from manualpar.system.reports.tables import describe_bytes
@@ -41,8 +41,8 @@ def fill_from_hf(
     if not directory or not isinstance(directory, str):
         return config
     path = model_directory(directory, weights=False)
-    fields = {name: getattr(Transformer, name) for name in SAID}
-    fields |= read_architecture(path).fields
+    fields = {name: value for name, value in DEFAULTS.items() if name in SAID}
+    fields |= read_architecture(path).flat_fields
     for name in given:
         group, _, field = name.partition(".")
         if group == "model" and field in fields and model.get(field) != fields[field]:

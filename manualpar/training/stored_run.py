@@ -5,6 +5,7 @@ the mesh of the training. By default all devices are along `data` and the parame
 sharded. Runs with pipeline or context parallelism are loaded in the same way.
 """
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +18,7 @@ from manualpar.core.state.train_state import Batch, TrainState
 from manualpar.data import LanguageDataset, load_tokenizer
 from manualpar.data.tokenizer import Tokenizer
 from manualpar.errors import UsageError
-from manualpar.models import Transformer
+from manualpar.models import Split, Transformer
 from manualpar.models.cross_entropy import language_model_loss, mixture_of_experts_loss
 from manualpar.models.pretrained import load_hf, read_architecture
 from manualpar.models.pretrained.directory import model_directory
@@ -101,19 +102,18 @@ def load_directory(directory: AnyPath, *, mesh: dict[str, int] | None = None) ->
     local = model_directory(directory)
     architecture = read_architecture(local)
     made = make_mesh(mesh or {"data": -1})
-    fields: dict[str, Any] = {**architecture.fields, "capacity_factor": 0.0}
-    if "model" in made.shape:
-        fields["split_axis"] = "model"
+    model = Transformer(**architecture.fields)
+    experts = dataclasses.replace(model.experts, capacity_factor=0.0)
     if "expert" in made.shape:
-        fields["expert_axis"] = "expert"
-    model = Transformer(**fields)
+        experts = dataclasses.replace(experts, axis="expert")
+    model = model.clone(experts=experts, split=Split("model" if "model" in made.shape else None))
     axes = tuple(axis for axis in ("data", "expert") if axis in made.shape)
     axis_name: AxisName = axes if len(axes) > 1 else axes[0]
     tokens = jax.ShapeDtypeStruct((made.size, 16), "int32")
     program = FSDP.builder(
         model,
         optax.identity(),
-        mixture_of_experts_loss if model.num_experts else language_model_loss,
+        mixture_of_experts_loss if experts.num_experts else language_model_loss,
         mesh=made,
         batch=Batch(tokens, tokens),
         axis_name=axis_name,

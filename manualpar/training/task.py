@@ -13,12 +13,14 @@ import numpy as np
 from manualpar.core.model.loss_function import LossFn
 from manualpar.core.state.train_state import TrainState
 from manualpar.data import ClassificationDataset, Dataset, LanguageDataset, load_dataset
-from manualpar.models import Classifier, Transformer
+from manualpar.layers import Context
+from manualpar.models import Classifier, Split, Transformer
 from manualpar.models.cross_entropy import (
     classification_loss,
     language_model_loss,
     mixture_of_experts_loss,
 )
+from manualpar.models.flat_fields import nest_fields
 from manualpar.models.generation.sampling import sample_tokens
 from manualpar.models.transformer_fields import flops_per_token
 from manualpar.training.config import complete_config
@@ -101,26 +103,26 @@ def _language_modelling(config: ml_collections.ConfigDict) -> Task:
         long_examples=data.long_examples,
     )
     assert isinstance(dataset, LanguageDataset)
-    tokenizer, is_split = dataset.tokenizer, splits_layers(config)
+    tokenizer = dataset.tokenizer
     if 0 < config.model.vocab_size < tokenizer.vocab_size:
         raise ValueError(
             f"config.data.tokenizer has {tokenizer.vocab_size} tokens and config.model.vocab_size "
             f"is {config.model.vocab_size}, expected a tokenizer with at most as many tokens, such "
             "as the model's."
         )
+    experts = {"expert_axis": EXPERT_AXIS if config.model.num_experts else ""}
     model = Transformer(
-        **_fields(config.model) | {"vocab_size": config.model.vocab_size or tokenizer.vocab_size},
+        **nest_fields(_fields(config.model) | experts)
+        | {"vocab_size": config.model.vocab_size or tokenizer.vocab_size},
         bos_token=tokenizer.bos_token,
         label_smoothing=config.training.label_smoothing,
         z_loss=config.training.z_loss,
         annotate=bool(config.parallel.rules),
-        split_axis=SPLIT_AXIS if is_split else "",
-        sequence_parallel=config.parallel.sequence
-        and is_split,  # `prepare` refuses `parallel.sequence` if the mesh does not split layers.
-        overlap=config.parallel.layer_overlap if is_split and config.parallel.sequence else "none",
-        expert_axis=EXPERT_AXIS if config.model.num_experts else "",
-        context_axis=CONTEXT_AXIS if CONTEXT_AXIS in config.parallel.mesh else "",
-        context_attention=config.parallel.context_attention,
+        split=split_of(config),
+        context=Context(
+            CONTEXT_AXIS if CONTEXT_AXIS in config.parallel.mesh else None,
+            config.parallel.context_attention,
+        ),
     )
 
     def derive(split: str, means: dict[str, float]) -> dict[str, float]:
@@ -128,10 +130,10 @@ def _language_modelling(config: ml_collections.ConfigDict) -> Task:
         if tokens_per_byte := getattr(dataset, split).tokens_per_byte:
             # Bits per byte can be compared between models with different tokenizers.
             more["bits_per_byte"] = means["loss"] / math.log(2) * tokens_per_byte
-        if model.num_experts:
+        if number := model.experts.num_experts:
             # The load of the busiest expert, in multiples of an equal share.
-            shares = [means[f"expert_{index}"] for index in range(model.num_experts)]
-            more["busiest_expert"] = max(shares) * model.num_experts
+            shares = [means[f"expert_{index}"] for index in range(number)]
+            more["busiest_expert"] = max(shares) * number
         return means | more
 
     # The prompt is encoded here, so that a bad one is refused before the training.
@@ -153,7 +155,7 @@ def _language_modelling(config: ml_collections.ConfigDict) -> Task:
     return Task(
         dataset=dataset,
         model=model,
-        loss_fn=mixture_of_experts_loss if model.num_experts else language_model_loss,
+        loss_fn=mixture_of_experts_loss if model.experts.num_experts else language_model_loss,
         headline="bits_per_byte" if dataset.test.tokens_per_byte else "loss",
         flops_per_example=flops_per_token(model, length) * length,
         tokens_per_example=length,
@@ -168,6 +170,15 @@ def splits_layers(config: ml_collections.ConfigDict) -> bool:
     With `parallel.rules` the axis only shards parameters, and layers gather them before use.
     """
     return SPLIT_AXIS in config.parallel.mesh and not config.parallel.rules
+
+
+def split_of(config: ml_collections.ConfigDict) -> Split:
+    """Returns how the config splits the layers of a transformer."""
+    if not splits_layers(config):
+        # `prepare` refuses `parallel.sequence` if the mesh does not split layers.
+        return Split()
+    sequence = config.parallel.sequence
+    return Split(SPLIT_AXIS, sequence, config.parallel.layer_overlap if sequence else "none")
 
 
 def _fields(config: ml_collections.ConfigDict) -> dict[str, Any]:

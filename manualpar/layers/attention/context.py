@@ -32,6 +32,7 @@ from manualpar.layers.attention.kinds import AttentionKind, attention, check_att
 from manualpar.layers.attention.ring_attention import ring_attention, zigzag_positions
 from manualpar.layers.attention.splash_ring import fits_parts
 from manualpar.layers.boundaries import bound_axes, has_lost_types
+from manualpar.layers.field_groups import flat_field, refuse_unknown
 
 # How queries reach the keys of other devices.
 ContextAttention = Literal["ring", "ulysses", "gather"]
@@ -59,13 +60,11 @@ class Context:
         `"gather"`: each device gets all keys and values.
     """
 
-    axis: str | None
-    how: ContextAttention = "ring"
+    axis: str | None = flat_field(None, "context_axis")
+    how: ContextAttention = flat_field("ring", "context_attention")
 
     def __post_init__(self) -> None:
-        if self.how not in CONTEXT_ATTENTIONS:
-            known = ", ".join(map(repr, CONTEXT_ATTENTIONS))
-            raise ValueError(f"Context: how is {self.how!r}, expected one of {known}.")
+        refuse_unknown(self, "how", CONTEXT_ATTENTIONS)
 
     @property
     def size(self) -> int:

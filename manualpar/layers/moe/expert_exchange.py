@@ -31,7 +31,7 @@ from manualpar.layers.boundaries import platform_traced_for
 from manualpar.layers.moe.routing import places
 
 
-class Experts(NamedTuple):
+class LocalExperts(NamedTuple):
     """The weights of this device's experts, and how experts and tokens are sharded.
 
     Attributes:
@@ -72,7 +72,7 @@ def compute_with_capacity(
     x_BSD: jax.Array,
     chosen_BSK: jax.Array,
     gates_BSK: jax.Array,
-    experts: Experts,
+    experts: LocalExperts,
     capacity: int,
     context: Context,
 ) -> tuple[jax.Array, jax.Array]:
@@ -116,7 +116,7 @@ def compute_with_capacity(
 
 
 def compute_dropless(
-    x_BSD: jax.Array, chosen_BSK: jax.Array, gates_BSK: jax.Array, experts: Experts
+    x_BSD: jax.Array, chosen_BSK: jax.Array, gates_BSK: jax.Array, experts: LocalExperts
 ) -> jax.Array:
     """Computes the experts' outputs for all choices.
 
@@ -159,7 +159,7 @@ def has_ragged_all_to_all() -> bool:
     return (platform_traced_for() or jax.default_backend()) != "cpu"
 
 
-def _compute_groups(x_TD: jax.Array, expert_TK: jax.Array, experts: Experts) -> jax.Array:
+def _compute_groups(x_TD: jax.Array, expert_TK: jax.Array, experts: LocalExperts) -> jax.Array:
     """Computes the outputs `[T, K, D]` of this device's experts.
 
     `expert_TK` numbers these experts from 0. Other numbers stand for experts of other devices, and
@@ -178,7 +178,7 @@ def _compute_groups(x_TD: jax.Array, expert_TK: jax.Array, experts: Experts) -> 
     return _put(jnp.where(is_here_R1, y_RD, 0), order_R, T * K).reshape(T, K, D)
 
 
-def _exchange_ragged(x_TD: jax.Array, chosen_TK: jax.Array, experts: Experts) -> jax.Array:
+def _exchange_ragged(x_TD: jax.Array, chosen_TK: jax.Array, experts: LocalExperts) -> jax.Array:
     """Computes the outputs `[T, K, D]` of all choices, each on the device of its expert."""
     (T, D), K, (_, H) = x_TD.shape, chosen_TK.shape[-1], experts.on_device()
     axes, N = experts.axes, jax.lax.axis_size(experts.axes)
@@ -242,7 +242,7 @@ def _take(x_BND: jax.Array, index_BM: jax.Array) -> jax.Array:
     return jax.vmap(lambda x, index: x.at[index].get(mode="fill", fill_value=0))(x_BND, index_BM)
 
 
-def _send(x: jax.Array, experts: Experts, split_dim: int, concat_dim: int) -> jax.Array:
+def _send(x: jax.Array, experts: LocalExperts, split_dim: int, concat_dim: int) -> jax.Array:
     if not experts.tokens_differ:
         return x
     with jax.named_scope(EXPERT_SCOPE):

@@ -31,7 +31,7 @@ from manualpar.core.tracing.scopes import EXPERT_SCOPE, SEQUENCE_SCOPE
 from manualpar.layers.attention.context import Context
 from manualpar.layers.boundaries import bound_axes, enter, leave
 from manualpar.layers.moe.expert_exchange import (
-    Experts,
+    LocalExperts,
     compute_dropless,
     compute_with_capacity,
     swiglu,
@@ -226,11 +226,13 @@ class MoE(nn.Module):
             bias.value = moved_bias(bias.value, choices_BE, self.bias_rate)
         return routing, choices_BE
 
-    def _experts(self, hidden_size: int, axes: tuple[str, ...], tokens_differ: bool) -> Experts:
+    def _experts(
+        self, hidden_size: int, axes: tuple[str, ...], tokens_differ: bool
+    ) -> LocalExperts:
         D, E, F = hidden_size, self.num_experts, self.mlp_size
         axis, model_axis = self.axis or None, self.model_axis or None
         into, out = (axis, None, model_axis), (axis, model_axis, None)
-        return Experts(
+        return LocalExperts(
             weights=(
                 self.param("gate", split(_normal(1.0), into), (E, D, F)),
                 self.param("up", split(_normal(1.0), into), (E, D, F)),

@@ -34,18 +34,8 @@ from manualpar.core.parameters.sharded_parameter import is_box
 from manualpar.core.program.program import Program
 from manualpar.core.tracing.scopes import EXAMPLES_SCOPE, TENSOR_SCOPE
 from manualpar.layers.attention.key_value_cache import CACHE, NEW_KEYS, Past, Prompts, append
-from manualpar.models import Transformer
+from manualpar.models import Split, Transformer
 from manualpar.models.generation.drawing import Drawing, draw_tokens
-
-# The values that generation needs in fields that concern only training or a context axis.
-PLAIN: dict[str, Any] = {
-    "sequence_parallel": False,
-    "overlap": "none",
-    "context_axis": "",
-    "remat": "none",
-    "dropout_rate": 0.0,
-    "capacity_factor": 0.0,
-}
 
 
 class Rows(NamedTuple):
@@ -116,14 +106,14 @@ class CachedSteps:
         """
         adapter = program.model.adapter
         _check(program, adapter.module)
-        self.program, self.model = program, adapter.module.clone(**PLAIN)
+        self.program, self.model = program, _for_generation(adapter.module)
         self._adapter = dataclasses.replace(adapter, module=self.model, phase="eval")
         axes = program.roles.data_axes
         self._rows, self._data_axes = PartitionSpec(axes), axes
         self.row_devices = 1
         for axis in axes:
             self.row_devices *= program.mesh.shape[axis]
-        split = self.model.split_axis
+        split = self.model.split.axis
         self._split_axes = (split,) if split in program.mesh.shape else ()
         self.prefill = self._jit(self._prefill, static_argnames="size")
         self.decode = self._jit(self._decode, donate_argnames="rows")
@@ -270,6 +260,17 @@ class CachedSteps:
         """Puts rows `[B, ...]` on the devices that compute them; all processes pass equal rows."""
         sharding = NamedSharding(self.program.mesh, self._rows)
         return jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
+
+
+def _for_generation(model: Transformer) -> Transformer:
+    """Changes the fields that concern only training or a context axis."""
+    return model.clone(
+        split=Split(model.split.axis),
+        context=dataclasses.replace(model.context, axis=None),
+        experts=dataclasses.replace(model.experts, capacity_factor=0.0),
+        remat="none",
+        dropout_rate=0.0,
+    )
 
 
 def _check(program: Program, module: Any) -> None:

@@ -8,13 +8,13 @@ Files of transformers 5 have `rope_parameters` and `layer_types`. Older files ha
 `rope_scaling` and other keys. Both kinds of files are read.
 """
 
-import dataclasses
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from manualpar.errors import printable
 from manualpar.models import Transformer
+from manualpar.models.flat_fields import flatten_fields, nest_fields
 from manualpar.models.pretrained.directory import CONFIG_FILE, model_directory
 from manualpar.models.pretrained.families import FAMILIES, UNUSED_KEYS, Family
 from manualpar.system.storage import GivenPath, user_path
@@ -39,11 +39,16 @@ class Architecture(NamedTuple):
 
     Attributes:
       family: The value of `model_type`.
-      fields: The fields of the `Transformer`, by name.
+      flat_fields: The fields of the `Transformer` by their flat names, as in configs.
     """
 
     family: str
-    fields: dict[str, Any]
+    flat_fields: dict[str, Any]
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The arguments of the `Transformer`."""
+        return nest_fields(self.flat_fields)
 
 
 def read_architecture(directory: GivenPath) -> Architecture:
@@ -138,7 +143,7 @@ def parse_architecture(config: Mapping[str, Any], *, where: str = CONFIG_FILE) -
 
 def _value(keys: "_Keys", key: str, field: str, family: Family) -> Any:
     """Reads the value of the key that stands for a field."""
-    default = _FIELD_DEFAULTS[field]
+    default = DEFAULTS[field]
     value = keys.take(key, *([family.defaults[key]] if key in family.defaults else []))
     if value is None and family.defaults.get(key, 0) is None:
         return 0.0 if isinstance(default, float) else 0
@@ -321,6 +326,4 @@ class _Keys:
         return kind(value)
 
 
-_FIELD_DEFAULTS: dict[str, Any] = {
-    field.name: field.default for field in dataclasses.fields(Transformer)
-}
+DEFAULTS = flatten_fields(Transformer())

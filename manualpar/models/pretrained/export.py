@@ -148,7 +148,7 @@ def _plan(
     dtypes: Mapping[str, str] = {}
     if source is not None:
         architecture = read_architecture(source)
-        check_same_model(model, source, architecture.fields)
+        check_same_model(model, source, architecture)
         config = read_config(source)
         if has_tensors(source):
             dtypes = TensorFiles(source).dtypes

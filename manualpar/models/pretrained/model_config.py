@@ -9,17 +9,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from manualpar.models import Transformer
+from manualpar.models.flat_fields import flatten_fields
 from manualpar.models.pretrained.architecture import (
     ACTIVATIONS,
     FULL,
     ROPE_FACTORS,
     SLIDING,
+    Architecture,
     parse_architecture,
 )
 from manualpar.models.pretrained.families import FAMILIES
 from manualpar.models.transformer_fields import size_of_head
 
-# The fields of a `Transformer` that a config describes; the others choose how it is computed.
+# The flat names of the fields of a `Transformer` that a config describes; the others choose how it is computed.
 SAID = frozenset(
     {
         *(
@@ -36,20 +38,20 @@ SAID = frozenset(
 
 
 def architecture_of(model: Transformer) -> dict[str, Any]:
-    """Returns a model's fields for `config.json`, with 0 replaced by the default it means."""
-    fields = {name: getattr(model, name) for name in SAID if hasattr(model, name)}
+    """Returns a model's fields for `config.json` under their flat names, with 0 replaced by the default it means."""
+    attention, rotary = model.attention, model.rotary
+    fields = {name: value for name, value in flatten_fields(model).items() if name in SAID}
     return fields | {
         "num_kv_heads": model.num_kv_heads or model.num_heads,
         "head_size": size_of_head(model),
-        "attention_scale": model.attention_scale or size_of_head(model) ** -0.5,
-        "local_rope_base": (model.global_every and (model.local_rope_base or model.rope_base))
-        or 0.0,
+        "attention_scale": attention.scale or size_of_head(model) ** -0.5,
+        "local_rope_base": (attention.global_every and (rotary.local_base or rotary.base)) or 0.0,
     }
 
 
-def complete_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns all fields of an `Architecture`, including its defaults."""
-    return architecture_of(Transformer(**fields))
+def complete_fields(architecture: Architecture) -> dict[str, Any]:
+    """Returns all fields that `config.json` describes under their flat names, with defaults."""
+    return architecture_of(Transformer(**architecture.fields))
 
 
 def write_config(fields: Mapping[str, Any], *, family: str = "") -> dict[str, Any]:
@@ -66,7 +68,7 @@ def write_config(fields: Mapping[str, Any], *, family: str = "") -> dict[str, An
     for name in [family] if family else FAMILIES:
         config = _write(name, fields)
         try:
-            found = complete_fields(parse_architecture(config).fields)
+            found = complete_fields(parse_architecture(config))
         except ValueError as error:
             why.append(f"{name}: {error}")
             continue

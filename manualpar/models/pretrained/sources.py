@@ -16,7 +16,7 @@ from manualpar.core.program.load_state import Missing, plain_leaves, variable_le
 from manualpar.core.program.program import Program
 from manualpar.core.state.state_arrays import Leaf, list_some, show_array
 from manualpar.models import Transformer
-from manualpar.models.pretrained.architecture import read_architecture
+from manualpar.models.pretrained.architecture import Architecture, read_architecture
 from manualpar.models.pretrained.model_config import architecture_of, complete_fields
 from manualpar.models.pretrained.tensor_bytes import DTYPES
 from manualpar.models.pretrained.tensor_files import TensorFiles
@@ -70,7 +70,7 @@ def find_sources(
     if names is None:
         architecture = read_architecture(directory)
         model = transformer_of(program)
-        check_same_model(model, directory, architecture.fields)
+        check_same_model(model, directory, architecture)
         vocab_size = model.vocab_size
         pieces = pieces_of_transformer(architecture.family, shapes, skip_unknown=missing == "init")
     else:
@@ -105,9 +105,9 @@ def transformer_of(program: Program) -> Transformer:
     return model
 
 
-def check_same_model(model: Transformer, directory: Path, fields: Mapping[str, Any]) -> None:
+def check_same_model(model: Transformer, directory: Path, architecture: Architecture) -> None:
     """Refuses a model that differs from what a `config.json` says."""
-    own, there = architecture_of(model), complete_fields(fields)
+    own, there = architecture_of(model), complete_fields(architecture)
     lines = [
         f"{name} is {own[name]!r}, there {there[name]!r}"
         for name in sorted(own)

@@ -19,6 +19,7 @@ from typing import ClassVar, Literal
 
 from manualpar.core.parameters.block_quantization import Quantization
 from manualpar.models import Transformer
+from manualpar.models.flat_fields import flatten_fields
 from manualpar.models.transformer_collectives import slots_of_expert
 from manualpar.models.transformer_fields import layers_by_window, size_of_head, size_of_vocabulary
 
@@ -185,10 +186,11 @@ class DeviceSizes:
 def check_closed_form(model: Transformer) -> None:
     """Raises a `ValueError` for a model whose layers these closed forms do not describe."""
     expected: dict[str, float] = {"shared_experts_size": 0, "dense_layers": 0}
-    if model.num_experts and not model.capacity_factor:
+    if model.experts.num_experts and not model.experts.capacity_factor:
         expected |= {"capacity_factor": 1.25}
+    fields = flatten_fields(model)
     for field, value in expected.items():
-        if (got := getattr(model, field)) != value:
+        if (got := fields[field]) != value:
             raise ValueError(
                 f"plan: config.model.{field} is {got}, expected {value} in an estimate in closed "
                 "form, which covers one kind of layer and experts that are chosen and have a "
@@ -212,9 +214,10 @@ def find_obstacle(
     vocabulary, parts = size_of_vocabulary(model), layout.stage * layout.chunks
     heads, zigzag = model.num_heads, 2 * layout.context if layout.context > 1 else 1
     kv_heads = model.num_kv_heads or heads
-    experts = model.num_experts or 1
-    groups = parts * max(model.global_every, 1) if parts > 1 else 1
-    of_groups = " x global_every" * bool(model.global_every)
+    experts = model.experts.num_experts or 1
+    every = model.attention.global_every
+    groups = parts * max(every, 1) if parts > 1 else 1
+    of_groups = " x global_every" * bool(every)
     needed = (
         (examples, rows, "examples", "replica x data x expert x minibatches"),
         (heads, layout.model, "heads", "model"),
@@ -238,19 +241,21 @@ def sizes_on_device(
 ) -> DeviceSizes:
     """Computes the sizes on a device; if stages differ, on the stage with the most layers."""
     rows = layout.replica * layout.data * layout.expert * layout.num_minibatches
-    experts_per_device = model.num_experts // layout.expert
+    num_experts = model.experts.num_experts
     positions_per_device = positions // layout.context
     expert_rows = 0
-    if model.num_experts:
-        slots = slots_of_expert(model, {model.context_axis: layout.context}, positions_per_device)
+    if num_experts:
+        slots = slots_of_expert(
+            model, {model.context.axis or "": layout.context}, positions_per_device
+        )
         # A device receives as many rows from other devices as it sends to them.
-        expert_rows = examples // rows * model.num_experts * slots
+        expert_rows = examples // rows * num_experts * slots
     kv_heads = model.num_kv_heads or model.num_heads
     chunk = -(-model.num_layers // (layout.stage * layout.chunks))
     queries, keys = model.num_heads // layout.model, max(kv_heads // layout.model, 1)
-    size, norms = size_of_head(model), 4 if model.post_norms else 2
-    vectors = (model.hidden_size,) * norms + (size, size) * model.query_key_norm
-    vectors += (queries * size, keys * size, keys * size) * model.qkv_bias
+    size, norms = size_of_head(model), 4 if model.norm.post else 2
+    vectors = (model.hidden_size,) * norms + (size, size) * model.attention.query_key_norm
+    vectors += (queries * size, keys * size, keys * size) * model.attention.qkv_bias
     # With a window `w`, the first `w` queries see fewer positions.
     kinds = [(min(w or positions, positions), layers) for w, layers in layers_by_window(model)]
     seen = sum(layers * w * (2 - w / positions) for w, layers in kinds)
@@ -266,8 +271,8 @@ def sizes_on_device(
         V=size_of_vocabulary(model) // layout.model,
         L=chunk * layout.chunks,
         R=expert_rows,
-        router=model.num_experts,
-        experts_per_device=experts_per_device,
+        router=num_experts,
+        experts_per_device=num_experts // layout.expert,
         tied=model.tied_head,
         seen=seen / model.num_layers,
         norms=norms,

@@ -122,7 +122,7 @@ class LayoutCollectives:
     @property
     def _together(self) -> bool:
         """Whether all stages run a chunk if any stage has to, because a ring goes around in it."""
-        return bool(self.model.context_axis)
+        return bool(self.model.context.axis)
 
     @property
     def chunk_runs(self) -> int:
@@ -243,7 +243,7 @@ class LayoutCollectives:
     @property
     def _num_metrics(self) -> int:
         """The numbers of a minibatch's metrics."""
-        experts = self.model.num_experts
+        experts = self.model.experts.num_experts
         return 2 * (METRICS + bool(experts) * (METRICS_OF_EXPERTS + experts))
 
     def _of_stages(self) -> Iterator[Collective]:
@@ -259,7 +259,7 @@ class LayoutCollectives:
 
         stream = (x.B, x.S // layout.model, x.D)
         yield sent("permute", stream, BFLOAT16, 2 * table.num_ticks)
-        if experts := self.model.num_experts:  # What layers sow: losses and counts.
+        if experts := self.model.experts.num_experts:  # What layers sow: losses and counts.
             of_layers = (self.model.num_layers, x.B)
             yield sent("permute", of_layers, FLOAT32, 3 * 2 * table.num_ticks)
             yield sent("permute", (*of_layers, experts), FLOAT32, 2 * table.num_ticks)

@@ -23,7 +23,8 @@ from manualpar.core.parameters.sharded_parameter import is_box
 from manualpar.core.program.placement_check import place_parameter
 from manualpar.core.trees import path_name
 from manualpar.inspect.parameter_formulas import ParameterForm
-from manualpar.models import Transformer
+from manualpar.layers import Context
+from manualpar.models import Split, Transformer
 from manualpar.planner.closed_form.layout import Layout
 from manualpar.strategies import BUILT_IN
 from manualpar.strategies.fsdp import fully_sharded
@@ -43,14 +44,12 @@ STRATEGIES: Mapping[bool, str] = {
 def model_on(model: Transformer, layout: Layout) -> Transformer:
     """Returns the model as the program of a layout has it."""
     axes = layout.mesh
-    split = SPLIT_AXIS if SPLIT_AXIS in axes else ""
+    expert, context = (axis if axis in axes else None for axis in (EXPERT_AXIS, CONTEXT_AXIS))
     return model.clone(
-        split_axis=split,
-        sequence_parallel=bool(split),
-        expert_axis=EXPERT_AXIS if EXPERT_AXIS in axes else "",
-        context_axis=CONTEXT_AXIS if CONTEXT_AXIS in axes else "",
+        split=Split(SPLIT_AXIS, sequence_parallel=True) if SPLIT_AXIS in axes else Split(),
+        experts=dataclasses.replace(model.experts, axis=expert),
+        context=dataclasses.replace(model.context, axis=context),
         scan_layers=True,
-        overlap="none",
     )
 
 
@@ -58,14 +57,13 @@ def model_on(model: Transformer, layout: Layout) -> Transformer:
 def abstract_parameters(model: Transformer) -> Any:
     """Returns the model's abstract parameters, in boxes that name all axes that a mesh may have."""
     tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
+    experts = model.experts
     model = model.clone(
-        split_axis=SPLIT_AXIS,
-        expert_axis=EXPERT_AXIS if model.num_experts else "",
-        context_axis="",
-        sequence_parallel=False,
+        split=Split(SPLIT_AXIS),
+        experts=dataclasses.replace(experts, axis=EXPERT_AXIS if experts.num_experts else None),
+        context=Context(),
         scan_layers=True,
         annotate=False,
-        overlap="none",
     )
     return jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
 

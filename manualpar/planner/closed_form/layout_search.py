@@ -96,7 +96,7 @@ def factorisations(
         "replica": _divisors(topology.num_devices // inside),
         "stage": [n for n in _divisors(model.num_layers) if n <= MOST_STAGES],
         "context": _divisors(MOST_CONTEXT),
-        "expert": _divisors(model.num_experts or 1),
+        "expert": _divisors(model.experts.num_experts or 1),
         "model": [n for n in _divisors(inside) if n <= MOST_SPLIT],
     }
     axis_sizes = [choices[axis] if axis in axes else [1] for axis in choices]
@@ -114,7 +114,7 @@ def _runs(model: Transformer, layout: Layout, *, examples: int, positions: int) 
     """Yields the ways to run on a mesh: minibatches, chunks, `keep` and `communicate`."""
     most = examples // (layout.replica * layout.data * layout.expert)
     minibatches = [n for n in _divisors(most) if n <= MOST_MINIBATCHES]
-    groups = model.num_layers // layout.stage // max(model.global_every, 1)
+    groups = model.num_layers // layout.stage // max(model.attention.global_every, 1)
     chunks = [n for n in _divisors(groups) if n <= MOST_CHUNKS]
     for m, v, communicate, keep in itertools.product(
         minibatches,

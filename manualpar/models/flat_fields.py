@@ -1,0 +1,110 @@
+"""The flat names of the fields of a `Transformer`, such as `attention_window`.
+
+Configs and the tables of model families name every field by one flat name. A `Transformer` has
+groups, such as `attention=Attention(window=4096)`. The functions of this module convert the names.
+The model itself understands flat names for one more release, with a warning; remove
+`understand_flat_names` then.
+"""
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+from manualpar.layers.attention.context import Context
+from manualpar.layers.field_groups import find_fields, replace_fields
+from manualpar.layers.moe.routing import Experts
+from manualpar.models.layer_config import Attention, Norm, Split
+from manualpar.models.rotary import Rotary
+
+ModelClass = TypeVar("ModelClass", bound=type)
+
+# The groups of a `Transformer`, with their defaults.
+GROUPS: Mapping[str, Any] = {
+    "attention": Attention(),
+    "rotary": Rotary(),
+    "norm": Norm(),
+    "experts": Experts(),
+    "split": Split(),
+    "context": Context(),
+}
+FLAT = {
+    name: field
+    for group, default in GROUPS.items()
+    for name, field in find_fields(type(default), (group,))
+}
+
+
+def nest_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of a `Transformer` with groups in place of flat names.
+
+    Args:
+      fields: Arguments, some of them under flat names. If there is a group too, flat names replace
+        fields of it.
+
+    Raises:
+      ValueError: Values are out of range, or do not fit each other.
+    """
+    nested = {name: value for name, value in fields.items() if not _is_flat(name, value)}
+    changes: dict[str, dict[tuple[str, ...], Any]] = {}
+    for name in fields.keys() - nested.keys():
+        (group, *path), value = FLAT[name].path, fields[name]
+        is_none = FLAT[name].default is None and value == ""
+        changes.setdefault(group, {})[tuple(path)] = None if is_none else value
+    for group, changed in changes.items():
+        nested[group] = replace_fields(nested.get(group, GROUPS[group]), changed)
+    return nested
+
+
+def flatten_fields(model: Any) -> dict[str, Any]:
+    """Returns the values of all fields of a `Transformer` by their flat names."""
+    names = {field.name for field in dataclasses.fields(model)} - {*GROUPS, "parent", "name"}
+    values = {name: _value(model, (name,)) for name in names}
+    return values | {name: _value(model, field.path) for name, field in FLAT.items()}
+
+
+def understand_flat_names(cls: ModelClass) -> ModelClass:
+    """Lets a class of modules with all `GROUPS` take and give its fields under flat names.
+
+    Both warn. `attention` is the group, so its flat name is only taken.
+    """
+    init: Any = cls.__init__  # type: ignore[misc]
+
+    @functools.wraps(init)
+    def understanding_init(self: Any, *args: Any, **kwargs: Any) -> None:
+        if old := [name for name, value in kwargs.items() if _is_flat(name, value)]:
+            kwargs = nest_fields(kwargs)
+            _warn(cls.__name__, old)
+        init(self, *args, **kwargs)
+
+    def reader(name: str) -> Any:
+        def read(self: Any) -> Any:
+            _warn(cls.__name__, [name])
+            return _value(self, FLAT[name].path)
+
+        return property(read)
+
+    for name in FLAT.keys() - GROUPS.keys():
+        setattr(cls, name, reader(name))
+    cls.__init__ = understanding_init  # type: ignore[misc]
+    return cls
+
+
+def _is_flat(name: str, value: Any) -> bool:
+    return name in FLAT and not (name in GROUPS and isinstance(value, type(GROUPS[name])))
+
+
+def _value(model: Any, path: tuple[str, ...]) -> Any:
+    value = functools.reduce(getattr, path, model)
+    return "" if value is None else value
+
+
+def _warn(model: str, names: Iterable[str]) -> None:
+    now = "; ".join(f"{name} is {'.'.join(FLAT[name].path)} now" for name in names)
+    warnings.warn(
+        f"{model}: {now}, as in Transformer(attention=Attention(window=4096)); flat names go with "
+        "the next release.",
+        DeprecationWarning,
+        stacklevel=3,
+    )

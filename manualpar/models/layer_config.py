@@ -1,0 +1,164 @@
+"""What a layer of a `Transformer` is: groups of fields that model, layers and configs share.
+
+`Experts` is in `manualpar.layers.moe.routing`, `Context` in `manualpar.layers.attention.context`.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from manualpar.layers.attention.context import Context
+from manualpar.layers.attention.kinds import ATTENTION_KINDS, AttentionKind
+from manualpar.layers.field_groups import (
+    MOST_WRITTEN_OUT,
+    config_field,
+    flat_field,
+    refuse,
+    refuse_unknown,
+)
+from manualpar.layers.moe.routing import Experts
+from manualpar.layers.ring_chunks import LAYER_OVERLAPS, LayerOverlap
+
+# The activation functions for the gates of the MLP.
+Activation = Literal["silu", "gelu"]
+ACTIVATIONS: Mapping[Activation, Callable[[jax.Array], jax.Array]] = {
+    "silu": nn.silu,
+    "gelu": nn.gelu,  # GELU approximated by tanh.
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """How the layers attend.
+
+    Attributes:
+      kind: The implementation of attention, see `manualpar.layers.attention.kinds`: `"splash"`,
+        `"cudnn"`, `"blockwise"`, `"xla"`, or `""` for the best on the devices of the mesh.
+      window: How many positions a query sees, up to and including its own; 0 for all.
+      global_every: The length of a group of layers; 0 if all layers are alike. The last layer of a
+        group sees all positions, and the other layers see the window.
+      soft_cap: The bound `c` of scores: `c * tanh(score / c)`; 0 for none.
+      scale: The factor of the products of queries and keys; 0 for `H ** -0.5`.
+      query_key_norm: Whether the features of each query and of each key are normalized before they
+        are rotated.
+      qkv_bias: Whether queries, keys and values have biases.
+    """
+
+    kind: AttentionKind = config_field("", "attention", choices=ATTENTION_KINDS, required=True)
+    window: int = config_field(0, "attention_window", 0, required=True)
+    global_every: int = config_field(0, "global_every", 0, below=MOST_WRITTEN_OUT)
+    soft_cap: float = config_field(0.0, "attention_soft_cap", 0, required=True)
+    scale: float = config_field(0.0, "attention_scale", 0)
+    query_key_norm: bool = config_field(False)
+    qkv_bias: bool = config_field(False)
+
+    def __post_init__(self) -> None:
+        if self.window < 0:
+            refuse(self, "window", "at least 1, such as 4096, or 0 for all positions")
+        if self.global_every < 0 or self.global_every == 1:
+            refuse(
+                self, "global_every", "at least 2, such as 6, or 0 for layers that are all alike"
+            )
+        if self.global_every and not self.window:
+            refuse(self, "global_every", "0 without window, which the other layers need")
+        if not self.scale >= 0:
+            refuse(self, "scale", "more than 0, such as 0.0625, or 0 for head_size ** -0.5")
+        if not self.soft_cap >= 0:
+            refuse(self, "soft_cap", "more than 0, such as 50, or 0 for none")
+        refuse_unknown(self, "kind", ATTENTION_KINDS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Norm:
+    """The norms of the residual stream, of queries and of keys: RMSNorm.
+
+    Attributes:
+      epsilon: The number that every norm adds to the mean of squares.
+      offset: Whether norms multiply by `1 + scale`, where `scale` begins with 0.
+      post: Whether the outputs of attention and MLP are normalized too, before they are added.
+    """
+
+    epsilon: float = config_field(1e-6, "norm_epsilon", 0, below=1)
+    offset: bool = config_field(False, "norm_offset")
+    post: bool = config_field(False, "post_norms")
+
+    def __post_init__(self) -> None:
+        if not self.epsilon > 0:
+            refuse(self, "epsilon", "more than 0, such as 1e-6")
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """How each layer is split over devices.
+
+    Attributes:
+      axis: The mesh axis over which each layer is split; `None` for none. The mesh may lack it.
+      sequence_parallel: Whether the residual stream is split over `axis` too, along its positions.
+        The number of devices must divide the number of positions.
+      overlap: `"ring"`: attention and MLP send in a ring while they compute; it needs
+        `sequence_parallel`. `"none"`: one collective before or after each product. Experts and head
+        always use one collective.
+    """
+
+    axis: str | None = flat_field(None, "split_axis")
+    sequence_parallel: bool = flat_field(False, "sequence_parallel")
+    overlap: LayerOverlap = flat_field("none", "overlap")
+
+    def __post_init__(self) -> None:
+        if self.sequence_parallel and not self.axis:
+            refuse(self, "sequence_parallel", "False, or an axis such as 'model' to split over")
+        if self.overlap != "none" and not self.sequence_parallel:
+            refuse(
+                self,
+                "overlap",
+                "'none' without sequence_parallel, because only its collectives can overlap",
+            )
+        refuse_unknown(self, "overlap", LAYER_OVERLAPS)
+
+    @property
+    def sequence_dim(self) -> int | None:
+        """The dim that the residual stream is split along; `None` if it is not split."""
+        return 1 if self.sequence_parallel else None
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerConfig:
+    """What a layer is: sizes of the model, what the call decides, and the groups of the model.
+
+    Attributes:
+      hidden_size: Features between layers.
+      num_heads: Query heads.
+      num_kv_heads: Key and value heads, at least 1.
+      head_size: Features of a head, at least 2.
+      mlp_size: Features inside the MLP, or inside an expert.
+      activation: See `ACTIVATIONS`.
+      annotate: Whether the dims of parameters have names.
+      dropout_rate: 0 outside of training.
+      added_scale: For initial weights whose products are added to the residual stream.
+      dtype: The dtype of the computation.
+      attention: See `Attention`.
+      norm: See `Norm`.
+      experts: See `Experts`.
+      split: See `Split`.
+      context: How sequences are split over devices.
+    """
+
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    mlp_size: int
+    activation: Activation
+    annotate: bool
+    dropout_rate: float
+    added_scale: float
+    dtype: jnp.dtype
+    attention: Attention
+    norm: Norm
+    experts: Experts
+    split: Split
+    context: Context
