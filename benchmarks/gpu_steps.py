@@ -27,8 +27,9 @@ from benchmarks.workloads import ADAMW, Workload
 from manualpar import Batch, data_parallel, fsdp, make_mesh
 from manualpar.core.program.program import Program
 from manualpar.layers.attention import ATTENTION_KINDS
-from manualpar.models import Transformer
+from manualpar.models import Attention, Transformer
 from manualpar.models.cross_entropy import language_model_loss
+from manualpar.models.flat_fields import with_fields
 from manualpar.models.transformer_fields import flops_per_token
 from manualpar.training.monitoring.throughput import peak_flops
 
@@ -90,8 +91,8 @@ def make_model_workload(options: argparse.Namespace, batch_size: int) -> Workloa
         num_kv_heads=options.kv_heads or options.heads,
         dtype=options.dtype,
         remat=options.remat,
-        attention=options.attention,
         scan_layers=not options.unrolled,
+        attention=Attention(options.attention),
     )
     return Workload(
         name="lm",
@@ -114,7 +115,7 @@ def build(workload: Workload, name: str, *, devices: int = 1) -> Program:
     contender, model = CONTENDERS[name], workload.model
     assert isinstance(model, Transformer)
     if contender.attention is not None:
-        model = model.clone(attention=contender.attention)
+        model = with_fields(model, attention=contender.attention)
     options = dict(contender.options)
     if contender.builder is fsdp and model.dtype == "bfloat16":
         options |= NARROW
@@ -171,13 +172,18 @@ def first_parameters(workload: Workload) -> dict[str, np.ndarray]:
     return named
 
 
+def shape_of(model: Any) -> dict[str, Any]:
+    """Returns the fields of a `Transformer` that `TorchTransformer` needs."""
+    return {name: getattr(model, name) for name in SHAPE} | {"rope_base": model.rotary.base}
+
+
 def start_torch(options: argparse.Namespace, workload: Workload, files: Path) -> ProcessGroup:
     """Starts a process for each device, which trains the same model in PyTorch."""
     batch = {"batch.inputs": workload.batch.inputs, "batch.labels": workload.batch.labels}
     np.savez(files, **first_parameters(workload), **batch)  # type: ignore[arg-type]
     settings = {
         "files": str(files),
-        "shape": {name: getattr(workload.model, name) for name in (*SHAPE, "rope_base")},
+        "shape": shape_of(workload.model),
         "dtype": options.dtype,
         "optimizer": ADAMW,
         "backend": options.torch_backend,

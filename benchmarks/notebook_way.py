@@ -26,7 +26,6 @@ from manualpar import (
     sync_gradients,
     sync_metrics,
 )
-from manualpar.layers import Context
 from manualpar.models.classifier import Classifier
 from manualpar.models.rotary import rotary_angles
 from manualpar.models.transformer import Transformer
@@ -100,12 +99,9 @@ class NotebookTransformer(nn.Module):
             dropout_rate=0.0,
             added_scale=(2 * like.num_layers) ** -0.5,
             dtype=jnp.dtype(jnp.float32),
-            attention="",
-            annotate=False,
-            context=Context(None),
         )
         x = wrap(Embed)(like.vocab_size, like.hidden_size, name="embed")(tokens)
-        angles = rotary_angles(jnp.arange(tokens.shape[1]), config.head_size, base=like.rope_base)
+        angles = rotary_angles(jnp.arange(tokens.shape[1]), config.head_size, base=like.rotary.base)
         layer = wrap(Layer)
         if like.scan_layers:
             layers = nn.scan(

@@ -28,6 +28,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from manualpar.models import Transformer
+from manualpar.models.flat_fields import nest_fields
 from manualpar.models.transformer_fields import flops_per_token
 from manualpar.planner.closed_form.layout import Layout
 from manualpar.planner.topology import Topology, parse_topology
@@ -135,7 +136,7 @@ class PublishedFigure:
     def transformer(self) -> Transformer:
         """The model on one device."""
         shape: dict[str, Any] = {**SHAPES[self.model]}
-        return Transformer(**shape, dtype="bfloat16", scan_layers=True)
+        return Transformer(**nest_fields(shape), dtype="bfloat16", scan_layers=True)
 
     @functools.cached_property
     def devices(self) -> Topology:

@@ -20,6 +20,7 @@ from manualpar.core.model.loss_function import LossFn
 from manualpar.core.state.train_state import Batch
 from manualpar.models import Classifier, Transformer
 from manualpar.models.cross_entropy import classification_loss, language_model_loss
+from manualpar.models.flat_fields import with_fields
 from manualpar.training.optimizer import adamw
 
 NAMES = ("classifier", "lm", "lm-scanned", "mlp", "lm-wide")
@@ -145,7 +146,7 @@ def _language_model(name: str, *, is_tiny: bool, batch_size: int) -> Workload:
         name=name,
         words=f"transformer, {layers} layers of {hidden}, {how}, batch {size} x {length} tokens",
         model=model,
-        split_model=model.clone(split_axis="model") if name == "lm-wide" else None,
+        split_model=with_fields(model, split_axis="model") if name == "lm-wide" else None,
         loss_fn=language_model_loss,
         tx=adamw(
             optax.constant_schedule(ADAMW["lr"]),

@@ -1,7 +1,7 @@
 """Linen models written for one device: the strategies shard them from outside."""
 
 from manualpar.layers.attention.context import Context
-from manualpar.layers.moe.routing import Experts
+from manualpar.layers.moe.experts import Experts
 from manualpar.models.classifier import Classifier
 from manualpar.models.layer_config import Attention, Norm, Split
 from manualpar.models.rotary import Rotary, RotaryScaling

@@ -12,12 +12,15 @@ import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
+import flax.linen as nn
+
 from manualpar.layers.attention.context import Context
 from manualpar.layers.field_groups import find_fields, replace_fields
-from manualpar.layers.moe.routing import Experts
+from manualpar.layers.moe.experts import Experts
 from manualpar.models.layer_config import Attention, Norm, Split
 from manualpar.models.rotary import Rotary
 
+Model = TypeVar("Model", bound=nn.Module)
 ModelClass = TypeVar("ModelClass", bound=type)
 
 # The groups of a `Transformer`, with their defaults.
@@ -55,6 +58,20 @@ def nest_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     for group, changed in changes.items():
         nested[group] = replace_fields(nested.get(group, GROUPS[group]), changed)
     return nested
+
+
+def with_fields(model: Model, **fields: Any) -> Model:
+    """Returns a copy of a `Transformer` with other values of some fields, by their flat names.
+
+    ```python
+    with_fields(model, num_layers=2, attention_window=4096)
+    ```
+
+    Raises:
+      ValueError: See `nest_fields`.
+    """
+    groups = {name: getattr(model, name) for name in GROUPS}
+    return model.clone(**nest_fields(groups | fields))
 
 
 def flatten_fields(model: Any) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """What a layer of a `Transformer` is: groups of fields that model, layers and configs share.
 
-`Experts` is in `manualpar.layers.moe.routing`, `Context` in `manualpar.layers.attention.context`.
+`Experts` is in `manualpar.layers.moe.experts`, `Context` in `manualpar.layers.attention.context`.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from manualpar.layers.field_groups import (
     refuse,
     refuse_unknown,
 )
-from manualpar.layers.moe.routing import Experts
+from manualpar.layers.moe.experts import Experts
 from manualpar.layers.ring_chunks import LAYER_OVERLAPS, LayerOverlap
 
 # The activation functions for the gates of the MLP.
@@ -135,11 +135,11 @@ class LayerConfig:
       num_kv_heads: Key and value heads, at least 1.
       head_size: Features of a head, at least 2.
       mlp_size: Features inside the MLP, or inside an expert.
-      activation: See `ACTIVATIONS`.
-      annotate: Whether the dims of parameters have names.
       dropout_rate: 0 outside of training.
       added_scale: For initial weights whose products are added to the residual stream.
       dtype: The dtype of the computation.
+      activation: See `ACTIVATIONS`.
+      annotate: Whether the dims of parameters have names.
       attention: See `Attention`.
       norm: See `Norm`.
       experts: See `Experts`.
@@ -152,13 +152,13 @@ class LayerConfig:
     num_kv_heads: int
     head_size: int
     mlp_size: int
-    activation: Activation
-    annotate: bool
     dropout_rate: float
     added_scale: float
     dtype: jnp.dtype
-    attention: Attention
-    norm: Norm
-    experts: Experts
-    split: Split
-    context: Context
+    activation: Activation = "silu"
+    annotate: bool = False
+    attention: Attention = Attention()
+    norm: Norm = Norm()
+    experts: Experts = Experts()
+    split: Split = Split()
+    context: Context = Context()

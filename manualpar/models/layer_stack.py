@@ -22,7 +22,8 @@ from flax.typing import In
 
 from manualpar.layers.attention.blockwise_attention import ATTENDED
 from manualpar.layers.attention.key_value_cache import CACHE, NEW_KEYS, Past, Prompts
-from manualpar.layers.moe.routing import BIAS, COUNTS, LOSSES, Experts
+from manualpar.layers.moe.experts import Experts
+from manualpar.layers.moe.routing import BIAS, COUNTS, LOSSES
 from manualpar.models.layer_config import LayerConfig
 from manualpar.models.transformer_layer import Layer
 

@@ -34,7 +34,7 @@ from manualpar.layers.attention.context import Context
 from manualpar.layers.attention.key_value_cache import Past, Prompts
 from manualpar.layers.field_groups import config_field
 from manualpar.layers.head_loss import head_cross_entropy, head_logits
-from manualpar.layers.moe.routing import Experts
+from manualpar.layers.moe.experts import Experts
 from manualpar.models.flat_fields import understand_flat_names
 from manualpar.models.layer_config import (
     ACTIVATIONS,
@@ -68,8 +68,8 @@ class Transformer(nn.Module):
     `[N, H, D]`, `mlp_norm/scale` `[D]`, `mlp/gate/kernel` and `mlp/up/kernel` `[D, F]`,
     `mlp/down/kernel` `[F, D]`. A layer with experts has the parameters of a `MoE`, `experts`, in
     place of `mlp`. The layers are `layer_0`, `layer_1`, .... If they are scanned they are `layers`,
-    each leaf has a leading dimension `L`, and the first `experts.dense_layers` layers are separate. Some
-    fields of the model add
+    each leaf has a leading dimension `L`, and the first `experts.dense_layers` layers are
+    separate. Some fields of the model add
     `attention/query/bias` `[N, H]`, `attention/key/bias` and `attention/value/bias` `[K, H]`;
     `attention/query_norm/scale` and `attention/key_norm/scale` `[H]`; `attention_post_norm/scale`
     and `mlp_post_norm/scale` `[D]`. Scanned layers of two kinds form groups, see
@@ -79,8 +79,8 @@ class Transformer(nn.Module):
     added to the residual stream, the variance is divided by 2 L, so that the stream does not grow
     with depth (Radford et al., "Language models are unsupervised multitask learners", 2.3).
 
-    What belongs together is a group, a frozen dataclass that the layers get as it is. Change one
-    field of a model with `model.clone(split=dataclasses.replace(model.split, overlap="ring"))`.
+    Fields that belong together are a group, a frozen dataclass that the layers get as it is.
+    `manualpar.models.flat_fields.with_fields` changes single fields of a model.
 
     Attributes:
       vocab_size: Tokens of the vocabulary.

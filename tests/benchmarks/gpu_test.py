@@ -240,9 +240,7 @@ def test_pytorchs_transformer_is_ours():
     workload = gpu_steps.make_model_workload(_options(), 2)
     model, first = workload.model, gpu_steps.first_parameters(workload)
     params = {name: np.array(x) for name, x in first.items()}  # PyTorch wants to write to them.
-    theirs = TorchTransformer(
-        {name: getattr(model, name) for name in (*gpu_steps.SHAPE, "rope_base")}
-    )
+    theirs = TorchTransformer(gpu_steps.shape_of(model))
     load(theirs, params)
     inputs = np.asarray(workload.batch.inputs)
     variables = model.init(jax.random.split(jax.random.key(0))[0], inputs[:1])

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from manualpar import Batch, Pipeline, Program, data_parallel, fsdp, hsdp, make_mesh, zero
-from manualpar.models import Transformer
+from manualpar.models import Context, Transformer
 from manualpar.models.cross_entropy import language_model_loss
 from tests.tiny import Classifier, keep_gradients, loss_fn, make_batch
 
@@ -68,7 +68,11 @@ MODELS: Mapping[str, tuple[nn.Module, Callable[..., Any], Batch]] = {
     "normed": (Normed(), normed_loss, dataclasses.replace(ROWS, mask=None)),
     "named": (Named(), loss_fn, ROWS),
     "transformer": (Transformer(**LAYERS), language_model_loss, TEXT),
-    "split sequences": (Transformer(**LAYERS, context_axis="context"), language_model_loss, TEXT),
+    "split sequences": (
+        Transformer(**LAYERS, context=Context("context")),
+        language_model_loss,
+        TEXT,
+    ),
 }
 # Options that only mode `manual` has: in the others XLA decides.
 MANUAL_ONLY = frozenset(

@@ -20,7 +20,7 @@ from manualpar.core.trees import path_name
 from manualpar.inspect import bytes_by_axes, ledger, of_parameters, state_bytes, step_bytes
 from manualpar.inspect.memory import step_memory
 from manualpar.inspect.trained_parts import trained_parts
-from manualpar.models import Transformer
+from manualpar.models import Context, Experts, Split, Transformer
 from manualpar.models.cross_entropy import language_model_loss, mixture_of_experts_loss
 from manualpar.training.replicas import ReplicaSentinel
 from tests.inspect import counted_pipeline as pipelined
@@ -190,19 +190,17 @@ ATTENTION, HERE_AND_THERE, HEAD = (
 )
 def test_some_of_a_transformer_on_every_axis(devices8, sizes, options, globs):
     del devices8
-    axis = {name: name if name in sizes else "" for name in ("model", "expert", "context")}
+    axis = {name: name if name in sizes else None for name in ("model", "expert", "context")}
     model = Transformer(
         vocab_size=32,
         num_layers=2,
         hidden_size=16,
         num_heads=4,
         mlp_size=32,
-        num_experts=4 if "expert" in sizes else 0,
-        capacity_factor=0.0,  # Every token gets its experts.
-        split_axis=axis["model"],
-        expert_axis=axis["expert"],
-        context_axis=axis["context"],
         remat="full",
+        experts=Experts(4 if "expert" in sizes else 0, capacity_factor=0.0, axis=axis["expert"]),
+        split=Split(axis["model"]),
+        context=Context(axis["context"]),
     )
     tokens = np.random.default_rng(0).integers(0, 32, (16, 9), dtype=np.int32)
     batch = Batch(tokens[:, :-1], tokens[:, 1:])
@@ -214,7 +212,7 @@ def test_some_of_a_transformer_on_every_axis(devices8, sizes, options, globs):
         mesh=make_mesh(sizes),
         batch=batch,
         axis_name=tuple(name for name in ("replica", "data", "expert") if name in sizes),
-        context_axis=axis["context"] or None,
+        context_axis=axis["context"],
         pipeline=Pipeline() if "stage" in sizes else None,
         min_weight_size=16,
         trainable=globs,

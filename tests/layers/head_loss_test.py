@@ -15,7 +15,7 @@ from manualpar import Batch, abstract_mesh, fsdp, make_mesh
 from manualpar.core.tracing.jaxprs import all_equations
 from manualpar.layers import enter, head_cross_entropy
 from manualpar.layers.head_loss import CHUNK_ELEMENTS, FEWEST_COLUMNS, default_chunk
-from manualpar.models import Transformer
+from manualpar.models import Context, Transformer
 from manualpar.models.cross_entropy import language_model_loss
 from tests.one_device import slow_unless
 
@@ -233,7 +233,7 @@ def test_how_many_chunks_there_are_is_not_taken_for_positions():
         hidden_size=8,
         num_heads=2,
         mlp_size=8,
-        context_axis="context",
+        context=Context("context"),
     )
     tokens = jax.ShapeDtypeStruct((2, 2**13), jnp.int32)
     program = fsdp(

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from manualpar.models import Transformer, flops_per_token
+from manualpar.models import Attention, Rotary, RotaryScaling, Transformer, flops_per_token
+from manualpar.models.flat_fields import with_fields
 from manualpar.models.layer_stack import layer_place
 from manualpar.models.rotary import RotaryScaling, rotary_angles
 from manualpar.models.transformer_fields import layers_by_window, window_of
@@ -23,11 +24,8 @@ MODEL = Transformer(
     hidden_size=8,
     num_heads=2,
     mlp_size=8,
-    attention_window=2,
-    global_every=3,
-    local_rope_base=100.0,
-    rope_scaling="linear",
-    rope_factor=4.0,
+    attention=Attention(window=2, global_every=3),
+    rotary=Rotary(local_base=100.0, scaling=RotaryScaling("linear", factor=4.0)),
 )
 TOKENS = np.random.default_rng(0).integers(0, 16, (2, 9)).astype(np.int32)
 
@@ -108,7 +106,7 @@ def test_scanned_layers_cost_nothing_each_before_anything_is_computed():
 
 @pytest.mark.parametrize("fields", [{}, {"global_every": 0}, {"num_layers": 9}, {"num_layers": 2}])
 def test_layers_of_each_kind_are_counted_as_one_by_one(fields):
-    model = MODEL.clone(**fields)
+    model = with_fields(MODEL, **fields)
     counted = dict.fromkeys((2, 0), 0)
     for layer in range(model.num_layers):
         counted[window_of(model, layer)] += 1

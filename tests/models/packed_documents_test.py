@@ -9,6 +9,7 @@ import pytest
 
 from manualpar import Batch, Pipeline, fsdp, make_mesh
 from manualpar.models import Transformer
+from manualpar.models.flat_fields import with_fields
 from tests.models.transformer_on_one_device import assert_same_as_plain_flax, loss_of
 
 SMALL = Transformer(
@@ -64,7 +65,7 @@ MESHES = {
 @pytest.mark.parametrize("name", MESHES)
 def test_packed_sequences_train_as_on_one_device(devices8, name):
     mesh, fields, options = MESHES[name]
-    model = SMALL.clone(**fields)
+    model = with_fields(SMALL, **fields)
     program = fsdp(
         model,
         optax.sgd(1.0),

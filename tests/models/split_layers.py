@@ -6,7 +6,7 @@ import numpy as np
 import optax
 
 from manualpar import Batch, data_parallel, fsdp, hsdp, make_mesh, zero
-from manualpar.models import Transformer
+from manualpar.models import Split, Transformer
 from tests.models.transformer_on_one_device import loss_of
 
 BOS = 28
@@ -19,7 +19,7 @@ SMALL = Transformer(
     num_kv_heads=2,
     mlp_size=32,
     bos_token=BOS,
-    split_axis="model",
+    split=Split("model"),
 )
 BUILDERS = {
     "fsdp": functools.partial(fsdp, min_weight_size=16),

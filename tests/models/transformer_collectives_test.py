@@ -23,18 +23,14 @@ from manualpar.inspect import (
 from manualpar.inspect.communication import summed
 from manualpar.inspect.scope_parsing import LAYER_SCOPES
 from manualpar.layers import head_loss
-from manualpar.models import Transformer
+from manualpar.models import Split, Transformer
 from manualpar.models.cross_entropy import language_model_loss, mixture_of_experts_loss
+from manualpar.models.flat_fields import with_fields
 from manualpar.models.transformer_collectives import transformer_sends
 from tests.models.transformer_families import GEMMA, QWEN
 
 SMALL = Transformer(
-    vocab_size=32,
-    num_layers=3,
-    hidden_size=16,
-    num_heads=8,
-    mlp_size=32,
-    split_axis="model",
+    vocab_size=32, num_layers=3, hidden_size=16, num_heads=8, mlp_size=32, split=Split("model")
 )
 EXAMPLES, POSITIONS = 16, 8
 BUILDERS = {
@@ -57,14 +53,14 @@ def build(
     **fields: Any,
 ) -> Program:
     tokens = jax.ShapeDtypeStruct((EXAMPLES, POSITIONS), jnp.int32)
-    model = SMALL.clone(**fields)
+    model = with_fields(SMALL, **fields)
     options: Any = {"axis_name": ("data", "expert")} if "expert" in mesh else {}
     options |= {"context_axis": "context"} if "context" in mesh else {}
     options |= {"pipeline": Pipeline(keep=keep)} if "stage" in mesh else {}
     return BUILDERS[name](
         model,
         optax.sgd(1.0),
-        mixture_of_experts_loss if model.num_experts else language_model_loss,
+        mixture_of_experts_loss if model.experts.num_experts else language_model_loss,
         **options,
         mesh=make_mesh(mesh),
         batch=Batch(inputs=tokens, labels=tokens),
@@ -87,7 +83,7 @@ def check(program: Program, *, compile: bool = False, stage: int | None = None) 
     assert {x.purpose for x in layers} <= {*LAYER_SCOPES, CAST_SCOPE}
 
     def amounts(collectives: Any) -> Any:
-        if model.overlap == "ring":  # Permutations carry the same bytes.
+        if model.split.overlap == "ring":  # Permutations carry the same bytes.
             return summed(((x.purpose, x.axes), x.bytes_sent) for x in collectives)
         keys = ((x.purpose, x.kind, x.axes, math.prod(x.shape), x.dtype) for x in collectives)
         return summed(zip(keys, (x.times for x in collectives), strict=True))

@@ -5,12 +5,13 @@ import numpy as np
 import pytest
 
 from manualpar import Batch, assert_same_as_one_device
+from manualpar.models.flat_fields import with_fields
 from tests.models import split_layers
 from tests.models.split_layers import BOS, EXPERTS
 from tests.models.transformer_families import GEMMA, QWEN
 from tests.models.transformer_on_one_device import assert_same_as_plain_flax
 
-SMALL = split_layers.SMALL.clone(split_axis="", context_axis="context")
+SMALL = with_fields(split_layers.SMALL, split_axis="", context_axis="context")
 
 
 def _batch():
@@ -66,7 +67,7 @@ def _cases():
 @pytest.mark.parametrize(("build", "mesh", "fields", "options"), list(_cases()))
 def test_a_split_sequence_is_the_same_as_one_device(build, mesh, fields, options, devices8):
     del devices8
-    model = SMALL.clone(**fields)
+    model = with_fields(SMALL, **fields)
     program = _build(build, model, MESHES[mesh], **options)
     assert_same_as_plain_flax(program, model, _batch)
 

@@ -12,7 +12,8 @@ import optax
 import pytest
 
 from manualpar import Batch, Pipeline, Program, fsdp, make_mesh, zero
-from manualpar.models import Transformer, flops_per_token
+from manualpar.models import Experts, Transformer, flops_per_token
+from manualpar.models.flat_fields import with_fields
 from manualpar.models.generation import Generator
 from manualpar.models.generation.sampling import sample_tokens
 from manualpar.models.layer_stack import layer_place
@@ -25,11 +26,11 @@ SMALL = Transformer(
     num_heads=4,
     num_kv_heads=2,
     mlp_size=8,
-    num_experts=8,
-    capacity_factor=0.0,
+    experts=Experts(8, capacity_factor=0.0),
 )
-QWEN = SMALL.clone(normalize_gates=False, shared_experts_size=12, shared_gate=True)
-DEEPSEEK_V2 = SMALL.clone(
+QWEN = with_fields(SMALL, normalize_gates=False, shared_experts_size=12, shared_gate=True)
+DEEPSEEK_V2 = with_fields(
+    SMALL,
     experts_per_token=3,
     normalize_gates=False,
     gate_scale=3.0,
@@ -38,7 +39,8 @@ DEEPSEEK_V2 = SMALL.clone(
     expert_group_score="best",
     shared_experts_size=16,
 )
-DEEPSEEK_V3 = SMALL.clone(
+DEEPSEEK_V3 = with_fields(
+    SMALL,
     num_layers=3,
     expert_gates="sigmoid",
     gate_scale=2.5,
@@ -100,14 +102,14 @@ CASES: list[Any] = [
 def test_every_mesh_computes_what_one_device_does(case, devices8):
     del devices8
     model, fields, mesh, options = case
-    model = model.clone(**fields)
+    model = with_fields(model, **fields)
     assert_same_as_plain_flax(build(model, mesh, **options), model, make_batch)
 
 
 @pytest.mark.slow
 def test_text_is_the_same_with_a_cache_and_without(devices8):
     del devices8
-    program = build(DEEPSEEK_V3.clone(**SPLIT), {"data": 2, "expert": 2, "model": 2})
+    program = build(with_fields(DEEPSEEK_V3, **SPLIT), {"data": 2, "expert": 2, "model": 2})
     state, prompt = program.init(jax.random.key(0)), [3, 1, 4]
     bias = jax.tree.map(lambda x: x.at[..., :3].set(0.3), state.collections)
     state = state.replace(collections=bias)
@@ -140,7 +142,9 @@ def test_dense_layers_stand_before_the_loop():
     assert params["layers"]["experts"]["up"].shape == (2, 8, 16, 8)
     assert params["layers"]["experts"]["shared_up"].shape == (2, 16, 8)
     assert shapes["router"]["layers"]["experts"]["bias"].shape == (2, 8)
-    grouped = DEEPSEEK_V3.clone(num_layers=9, dense_layers=2, attention_window=2, global_every=2)
+    grouped = with_fields(
+        DEEPSEEK_V3, num_layers=9, dense_layers=2, attention_window=2, global_every=2
+    )
     assert layer_place(grouped, 1) == (("layer_1",), None)
     assert layer_place(grouped, 5) == (("layers", "layer_1"), 1)
     assert layer_place(grouped, 8) == (("layer_8",), None)

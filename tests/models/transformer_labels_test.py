@@ -14,8 +14,9 @@ import pytest
 from manualpar import Batch, Pipeline, abstract_mesh, data_parallel, fsdp, hsdp, make_mesh, zero
 from manualpar.core.tracing.jaxprs import all_equations
 from manualpar.layers import head_loss
-from manualpar.models import Transformer
+from manualpar.models import Context, Split, Transformer
 from manualpar.models.cross_entropy import language_model_loss, takes_labels
+from manualpar.models.flat_fields import with_fields
 from tests.models.transformer_on_one_device import assert_same_as_plain_flax, loss_of
 
 MODEL = Transformer(
@@ -26,8 +27,8 @@ MODEL = Transformer(
     num_heads=4,
     mlp_size=16,
     logit_soft_cap=2.0,
-    split_axis="model",
-    context_axis="context",
+    split=Split("model"),
+    context=Context("context"),
 )
 BUILDERS = {"fsdp": fsdp, "hsdp": hsdp, "zero2": functools.partial(zero, stage=2)}
 SPLIT = {"sequence_parallel": True, "tied_head": True}
@@ -71,7 +72,7 @@ def narrow_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_labels_train_as_the_logits_of_one_device(
     build: str, mesh: dict[str, int], fields: dict[str, Any], options: dict[str, Any]
 ) -> None:
-    model = MODEL.clone(**fields)
+    model = with_fields(MODEL, **fields)
     axes = [axis for axis in ("data", "expert") if axis in mesh]
     options = {"min_weight_size": 16, "axis_name": axes if len(axes) > 1 else "data"} | options
     options |= {"context_axis": "context"} if "context" in mesh else {}

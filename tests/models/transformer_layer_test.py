@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from manualpar.models.flat_fields import with_fields
 from manualpar.models.transformer_fields import size_of_vocabulary
 from tests.models.split_layers import EXPERTS, SMALL, _batch, build_program
 from tests.models.transformer_families import GEMMA, QWEN
@@ -81,14 +82,14 @@ def _cases():
 )
 def test_a_split_transformer_is_the_same_as_one_device(build, mesh, fields, options, devices8):
     del devices8
-    model = SMALL.clone(**fields)
+    model = with_fields(SMALL, **fields)
     program = build_program(build, model, MESHES[mesh], **options)
     assert_same_as_plain_flax(program, model, _batch)
 
 
 @pytest.mark.slow
 def test_what_pads_the_vocabulary_has_no_part_in_the_model():
-    padded = SMALL.clone(**EVERYTHING)
+    padded = with_fields(SMALL, **EVERYTHING)
     _, params, *_ = on_one_device(padded, _batch)
     model = padded.clone(vocab_multiple=1)
     assert (size_of_vocabulary(padded), size_of_vocabulary(model)) == (32, 29)

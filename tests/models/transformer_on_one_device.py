@@ -15,11 +15,12 @@ from manualpar import Batch, Program
 from manualpar.core.model.loss_function import LossFn
 from manualpar.models import Transformer
 from manualpar.models.cross_entropy import language_model_loss, mixture_of_experts_loss
+from manualpar.models.flat_fields import with_fields
 
 
 def loss_of(model: Transformer) -> LossFn:
     """The loss that suits a model."""
-    return mixture_of_experts_loss if model.num_experts else language_model_loss
+    return mixture_of_experts_loss if model.experts.num_experts else language_model_loss
 
 
 @functools.cache
@@ -29,7 +30,7 @@ def on_one_device(model: Transformer, make_batch: Callable[[], Batch]) -> Any:
     And the collection of its routers' biases, which are random.
     """
     none = {"split_axis": "", "expert_axis": "", "sequence_parallel": False, "overlap": "none"}
-    model = model.clone(context_axis="", **none)
+    model = with_fields(model, context_axis="", **none)
     key, batch = jax.random.split(jax.random.key(0))[0], make_batch()
     initial = nn.unbox(jax.jit(lambda key: model.init({"params": key}, batch.inputs))(key))
     rng = np.random.default_rng(1)

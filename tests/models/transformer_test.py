@@ -16,6 +16,7 @@ from manualpar import Batch, data_parallel, fsdp, hsdp, make_mesh, zero
 from manualpar.layers import SplitDense
 from manualpar.models import Transformer, flops_per_token
 from manualpar.models.cross_entropy import language_model_loss
+from manualpar.models.flat_fields import with_fields
 from manualpar.models.layer_stack import REMAT_POLICIES
 from manualpar.models.rotary import rotary_angles, rotate
 from tests.one_device import train_on_one_device, train_program
@@ -286,24 +287,24 @@ def test_the_loss_is_a_float64_cross_entropy_of_the_logits_with_masks(dtype):
 def test_every_kind_of_attention_is_the_same_function():
     model = SMALL.clone(bos_token=BOS)
     params, tokens = _params(model), _tokens((2, 10))
-    grads = [_grads(model.clone(attention=kind), params, tokens) for kind in ("", "xla")]
+    grads = [_grads(with_fields(model, attention=kind), params, tokens) for kind in ("", "xla")]
     chex.assert_trees_all_close(*grads, rtol=1e-4, atol=1e-6)
 
 
 def test_a_window_hides_what_is_farther_away_and_a_cap_bounds_scores():
-    model = SMALL.clone(num_layers=1, attention_window=3)
+    model = with_fields(SMALL, num_layers=1, attention_window=3)
     params, tokens = _params(model), _tokens((1, 8))
     other = tokens.at[0, 0].add(1) % model.vocab_size
     before, after = (_logits(model, params, x)[0] for x in (tokens, other))
     differs = (jnp.abs(before - after) > 1e-6).any(-1)
     assert differs.tolist() == [True] * 3 + [False] * 5
-    assert flops_per_token(model, 100) == flops_per_token(model.clone(attention_window=0), 3)
-    capped = _logits(model.clone(attention_soft_cap=0.1), params, tokens)[0]
+    assert flops_per_token(model, 100) == flops_per_token(with_fields(model, attention_window=0), 3)
+    capped = _logits(with_fields(model, attention_soft_cap=0.1), params, tokens)[0]
     assert jnp.abs(before - capped).max() > 1e-3
 
 
 def test_attention_that_cannot_run_is_refused_but_its_parameters_can_be_made():
-    model = SMALL.clone(attention="cudnn")
+    model = with_fields(SMALL, attention="cudnn")
     with pytest.raises(ValueError, match=r"config.model.attention.* 'cudnn', and the devices"):
         jax.eval_shape(model.apply, {"params": _params(model)}, _tokens((2, 8)))
 
@@ -344,7 +345,7 @@ def _multiplied(jaxpr):
 
 @pytest.mark.parametrize("fields", [{}, {"tied_head": True}, {"num_kv_heads": 0, "head_size": 6}])
 def test_operations_of_a_token_are_those_of_the_program_and_of_its_weights(fields):
-    model = UNROLLED.clone(**fields, attention="xla")  # Which computes nothing again.
+    model = with_fields(UNROLLED, **fields, attention="xla")  # Which computes nothing again.
     params, tokens = _params(model), _tokens((3, 8))
     program = jax.make_jaxpr(jax.grad(lambda params: _loss(model, params, tokens)))(params)
     assert flops_per_token(model, 8) == _multiplied(program.jaxpr) / tokens.size

@@ -14,6 +14,7 @@ from manualpar.inspect import outer_step_bytes, state_bytes, trace_collectives
 from manualpar.inspect.step_ledger import ledger
 from manualpar.models import Classifier, Transformer
 from manualpar.models.cross_entropy import classification_loss, language_model_loss
+from manualpar.models.flat_fields import nest_fields
 from manualpar.models.transformer_fields import flops_per_token
 from manualpar.planner.roofline import estimate
 from manualpar.planner.step_work import read_work, with_gather_dtype, with_minibatches
@@ -26,7 +27,7 @@ SEQUENCE, EXAMPLES = 16, 2
 
 def _transformer(**fields):
     sizes = {"vocab_size": 32, "num_layers": 2, "hidden_size": 32, "num_heads": 4, "mlp_size": 64}
-    return Transformer(**sizes, attention="xla", **fields)
+    return Transformer(**nest_fields({**sizes, **fields, "attention": "xla"}))
 
 
 def _language_model(*, remat="none", devices=8, **fields):

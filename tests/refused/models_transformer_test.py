@@ -10,6 +10,7 @@ import pytest
 from manualpar import Batch, fsdp, make_mesh
 from manualpar.models import Transformer, flops_per_token
 from manualpar.models.cross_entropy import language_model_loss
+from manualpar.models.flat_fields import with_fields
 from manualpar.planner.closed_form.layout_estimate import LayoutEstimator
 from manualpar.planner.topology import parse_topology
 from tests.models import split_layers
@@ -20,10 +21,12 @@ KEY = jax.eval_shape(lambda: jax.random.key(0))
 SMALL = Transformer(
     vocab_size=16, num_layers=2, hidden_size=16, num_heads=4, num_kv_heads=2, mlp_size=24
 )
-TWO_KINDS = SMALL.clone(num_layers=8, attention_window=2, global_every=3, local_rope_base=100.0)
-TWO_KINDS = TWO_KINDS.clone(rope_scaling="linear", rope_factor=4.0)
-EXPERTS = SMALL.clone(mlp_size=8, num_experts=8, capacity_factor=0.0)
-QWEN = EXPERTS.clone(normalize_gates=False, shared_experts_size=12, shared_gate=True)
+TWO_KINDS = with_fields(
+    SMALL, num_layers=8, attention_window=2, global_every=3, local_rope_base=100.0
+)
+TWO_KINDS = with_fields(TWO_KINDS, rope_scaling="linear", rope_factor=4.0)
+EXPERTS = with_fields(SMALL, mlp_size=8, num_experts=8, capacity_factor=0.0)
+QWEN = with_fields(EXPERTS, normalize_gates=False, shared_experts_size=12, shared_gate=True)
 TOKENS = np.zeros((2, 4), np.int32)
 # Fields of a model that are wrong on every mesh, and in a count of its FLOPs.
 FIELDS = (
@@ -58,16 +61,18 @@ def count(model):
 def fields(use, model, *given):
     """Yields rows of a model's fields, whose messages begin with `Transformer:`."""
     named = cases(*given, begins="Transformer: ")
-    return rows("fields", lambda changes: use(model.clone(**changes)), *named)
+    return rows("fields", lambda changes: use(with_fields(model, **changes)), *named)
 
 
 def build(changes, mesh=(2, 4)):
     axes = dict(zip(("data", "model"), mesh, strict=True))
-    split_layers.build_program("fsdp", split_layers.SMALL.clone(**changes), axes)
+    split_layers.build_program("fsdp", with_fields(split_layers.SMALL, **changes), axes)
 
 
 def build_context(changes, context_axis="context"):
-    model = split_layers.SMALL.clone(**{"split_axis": "", "context_axis": "context", **changes})
+    model = with_fields(
+        split_layers.SMALL, **{"split_axis": "", "context_axis": "context", **changes}
+    )
     axes = {"data": 2, "context": 4} if context_axis == "" else {"data": 1, "context": 8}
     options = {"batch": Batch(*np.ones((2, 8, 16), np.int32)), "min_weight_size": 16}
     options |= {"context_axis": context_axis} if context_axis else {}
@@ -181,8 +186,11 @@ REFUSED = [
         "layouts",
         plan_layouts,
         (QWEN, "plan: config.model.shared_experts_size is .*, expected"),
-        (EXPERTS.clone(dense_layers=1), "plan: config.model.dense_layers is .*, expected"),
-        (EXPERTS.clone(capacity_factor=0.0), "plan: config.model.capacity_factor is .*, expected"),
+        (with_fields(EXPERTS, dense_layers=1), "plan: config.model.dense_layers is .*, expected"),
+        (
+            with_fields(EXPERTS, capacity_factor=0.0),
+            "plan: config.model.capacity_factor is .*, expected",
+        ),
     ),
 ]
 

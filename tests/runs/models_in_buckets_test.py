@@ -108,7 +108,7 @@ def test_a_model_is_imported_trained_asked_and_exported_there(
     # A model that has changed is copied anew.
     config = json.loads((exported / "config.json").read_bytes())
     (exported / "config.json").write_bytes(json.dumps(config | {"rope_theta": 7.0}).encode())
-    assert read_architecture(exported).fields["rope_base"] == 7.0
+    assert read_architecture(exported).flat_fields["rope_base"] == 7.0
 
 
 @server

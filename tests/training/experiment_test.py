@@ -10,6 +10,7 @@ import manualpar
 from configs import dp, fsdp, hsdp, tp_lm, zero
 from manualpar.core.mesh.compiler_options import ChosenOptions
 from manualpar.models.cross_entropy import mixture_of_experts_loss
+from manualpar.models.flat_fields import flatten_fields
 from manualpar.strategies import strategy_kinds
 from manualpar.training import experiment
 from manualpar.training.config import check_config, complete_config
@@ -175,17 +176,17 @@ def test_an_axis_of_the_mesh_splits_the_layers_unless_rules_name_it(text):
     for config, expected in (
         (_language(text, mesh), ("model", True, False)),
         (_language(text, mesh, sequence=False), ("model", False, False)),
-        (_language(text, mesh, sequence=False, rules=rules), ("", False, True)),
-        (_language(text, {"data": 8}, sequence=False), ("", False, False)),
+        (_language(text, mesh, sequence=False, rules=rules), (None, False, True)),
+        (_language(text, {"data": 8}, sequence=False), (None, False, False)),
     ):
         model = make_task(config).model
-        assert (model.split_axis, model.sequence_parallel, model.annotate) == expected
+        assert (model.split.axis, model.split.sequence_parallel, model.annotate) == expected
 
 
 def test_experts_bring_their_axis_and_their_loss(text):
     mesh = {"data": 2, "expert": 2, "model": 2}
     task = make_task(_language(text, mesh, num_experts=4))
-    assert (task.model.num_experts, task.model.expert_axis) == (4, "expert")
+    assert (task.model.experts.num_experts, task.model.experts.axis) == (4, "expert")
     assert task.loss_fn is mixture_of_experts_loss
     shares = {f"expert_{index}": share for index, share in enumerate((0.5, 0.1, 0.2, 0.2))}
     assert task.derive("eval", {"loss": 1.0, **shares})["busiest_expert"] == 2.0
@@ -199,7 +200,7 @@ def test_what_a_loss_adds_is_told_by_the_config(text):
         config.model.attention_window, config.model.attention_soft_cap = 4, 50.0
     model = make_task(config).model
     assert (model.logit_soft_cap, model.z_loss, model.label_smoothing) == (30.0, 1e-4, 0.1)
-    assert (model.attention_window, model.attention_soft_cap) == (4, 50.0)
+    assert (model.attention.window, model.attention.soft_cap) == (4, 50.0)
 
 
 def test_a_config_says_what_a_family_does_differently(text, devices8):
@@ -210,7 +211,8 @@ def test_a_config_says_what_a_family_does_differently(text, devices8):
         config.optimizer.num_minibatches = 4
     check_config(config)
     model = make_task(config).model
-    assert {field: getattr(model, field) for field in fields} == {**fields, "num_layers": 6}
+    flat = flatten_fields(model)
+    assert {field: flat[field] for field in fields} == {**fields, "num_layers": 6}
     message = (
         "config.model.num_layers is 6, expected a multiple of 4 groups of "
         "config.model.global_every=2, or up to 1 more: 4 devices along 'stage'"

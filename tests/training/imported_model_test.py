@@ -48,7 +48,7 @@ def test_the_model_is_that_of_the_directory_and_so_are_its_parameters(directory)
     experiment = prepare(config_of(directory))
     model = experiment.task.model
     assert isinstance(model, Transformer)
-    assert (model.vocab_size, model.num_layers, model.rope_base) == (30, 3, 5000.0)
+    assert (model.vocab_size, model.num_layers, model.rotary.base) == (30, 3, 5000.0)
     assert experiment.config.data.tokenizer == str(directory)
     assert experiment.config.model.hidden_size == 16
     said = []

@@ -21,7 +21,7 @@ from manualpar.models.pretrained.architecture import (
 from manualpar.models.pretrained.families import FAMILIES
 from manualpar.models.transformer_fields import size_of_head
 
-# The flat names of the fields of a `Transformer` that a config describes; the others choose how it is computed.
+# The flat names of the fields that a config describes; the others choose how a model is computed.
 SAID = frozenset(
     {
         *(
@@ -38,7 +38,10 @@ SAID = frozenset(
 
 
 def architecture_of(model: Transformer) -> dict[str, Any]:
-    """Returns a model's fields for `config.json` under their flat names, with 0 replaced by the default it means."""
+    """Returns a model's fields for `config.json`, by their flat names.
+
+    A 0 that stands for a default is replaced by that default.
+    """
     attention, rotary = model.attention, model.rotary
     fields = {name: value for name, value in flatten_fields(model).items() if name in SAID}
     return fields | {

@@ -18,6 +18,7 @@ from manualpar.core.model.trace_model import trace_model
 from manualpar.core.modes.manual import Manual
 from manualpar.layers import Context
 from manualpar.models.cross_entropy import language_model_loss
+from manualpar.models.flat_fields import nest_fields
 from manualpar.models.transformer import Transformer
 
 AXES = {"data": 2, "context": 4}
@@ -331,7 +332,9 @@ def test_a_loss_of_sums_is_not_refused() -> None:
 
 def transformer(**fields: Any) -> Transformer:
     sizes = {"vocab_size": 32, "num_layers": 2, "hidden_size": 32, "num_heads": 4, "mlp_size": 64}
-    return Transformer(**{**sizes, "context_axis": "context", "bos_token": 1, **fields})
+    return Transformer(
+        **nest_fields({**sizes, "context_axis": "context", "bos_token": 1, **fields})
+    )
 
 
 SPLIT = {"split_axis": "model", "vocab_multiple": 2, "sequence_parallel": True}

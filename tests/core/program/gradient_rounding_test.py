@@ -17,8 +17,9 @@ from manualpar import Batch, Pipeline, data_parallel, fsdp, hsdp, make_mesh, zer
 from manualpar.core.parameters.quantized_collectives import BlockQuantizer
 from manualpar.core.program.gradient_rounding import StochasticQuantizer
 from manualpar.inspect import bytes_by_axes, of_parameters, step_bytes, trace_collectives
-from manualpar.models import Transformer
+from manualpar.models import Context, Transformer
 from manualpar.models.cross_entropy import language_model_loss
+from manualpar.models.flat_fields import nest_fields
 from manualpar.training.checkpoints import Checkpoints
 from manualpar.training.replicas import ReplicaSentinel
 from tests.core.model.nnx.stacks import Stack
@@ -236,7 +237,7 @@ def test_a_second_rounding_knows_nothing_of_the_first(devices8, function):
 )
 def test_random_rounding_goes_through_scans_and_stages(devices8, sizes, mesh, options):
     build_one = functools.partial(
-        language_program, devices8, mesh, Transformer(**SIZES, **sizes), **options
+        language_program, devices8, mesh, Transformer(**SIZES, **nest_fields(sizes)), **options
     )
     exact, _ = gradient(*build_one(), 1)
     assert bias(*gradient(*build_one(**AT_RANDOM), KEYS), exact) < 1.2
@@ -336,7 +337,7 @@ def test_a_state_is_adopted_with_residuals_or_without(devices8):
 def test_what_contexts_leave_out_comes_later_too(devices8):
     mesh, model = (
         {"data": 4, "context": 2},
-        Transformer(**SIZES, num_kv_heads=1, context_axis="context"),
+        Transformer(**SIZES, num_kv_heads=1, context=Context("context")),
     )
     mean = functools.partial(
         mean_update, devices8, mesh, model, context_axis="context", communicate_every="step"

@@ -20,6 +20,7 @@ from manualpar.layers.attention import kinds as attention
 from manualpar.layers.attention import splash_attention as splash
 from manualpar.layers.attention.blockwise_attention import ATTENDED
 from manualpar.models import Transformer
+from manualpar.models.flat_fields import with_fields
 from tests.layers.attention.reference import arrays, numbers, reference
 from tests.models.transformer_on_one_device import assert_same_as_plain_flax, loss_of
 from tests.one_device import slow_unless
@@ -233,7 +234,7 @@ def make_small_batch():
 @pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "mode", "fields"), PROGRAMS)
 def test_a_transformer_takes_it_and_is_that_of_one_device(mesh, mode, fields, on_tpus, devices8):
-    model = SMALL.clone(**fields)
+    model = with_fields(SMALL, **fields)
     size = math.prod(mesh.values())
     axes = tuple(axis for axis in ("data", "expert") if axis in mesh)
     options = {"pipeline": Pipeline(keep="inputs")} if "stage" in mesh else {"mode": mode}

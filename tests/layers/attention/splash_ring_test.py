@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from manualpar import Batch, fsdp, make_mesh
 from manualpar.layers import Context
 from manualpar.layers.attention import splash_ring as splash_parts
-from manualpar.models import Transformer
+from manualpar.models import Context, Transformer
 from manualpar.models.cross_entropy import language_model_loss
 from manualpar.planner.kernels import kernels_in
 from tests.layers.attention.reference import arrays, numbers, reference, zigzag
@@ -107,7 +107,7 @@ def test_a_transformer_is_that_of_one_device(devices8):
         mlp_size=32,
         bos_token=28,
         remat="full",
-        context_axis="context",
+        context=Context("context"),
     )
     program = fsdp(
         model,

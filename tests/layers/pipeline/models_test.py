@@ -26,6 +26,7 @@ from manualpar.models.cross_entropy import (
     language_model_loss,
     mixture_of_experts_loss,
 )
+from manualpar.models.flat_fields import nest_fields
 from manualpar.models.transformer import Transformer
 from tests.models.transformer_families import GEMMA, QWEN
 from tests.one_device import train_program
@@ -110,7 +111,7 @@ def make_sequences() -> Batch:
 
 def transformer(**fields: Any) -> Transformer:
     sizes = {"vocab_size": V, "num_layers": L, "hidden_size": D, "num_heads": 2, "mlp_size": 2 * D}
-    return Transformer(**{**sizes, **fields})
+    return Transformer(**nest_fields({**sizes, **fields}))
 
 
 def train(model: Any, loss: Any, batch: Batch, mesh: dict[str, int], **options: Any) -> Any:

@@ -17,6 +17,7 @@ from manualpar.layers import MoE, SplitDense, enter
 from manualpar.layers.tensor_parallel.plan import TensorParallelInterface
 from manualpar.models import Transformer
 from manualpar.models.cross_entropy import language_model_loss
+from manualpar.models.flat_fields import nest_fields
 
 PLAN = {"embed": Vocab(), "up": Column(), "down": Row()}
 
@@ -179,7 +180,7 @@ def test_attention_over_a_context_axis_is_not_refused() -> None:
     batch = Batch(*(jax.ShapeDtypeStruct((8, 8), "int32") for _ in range(2)))
     fields: Any = {"vocab_size": 16, "num_layers": 1, "hidden_size": 16, "mlp_size": 32}
     context: Any = {"context_axis": "context", "context_attention": "gather"}
-    model = Transformer(**fields, num_heads=8, **context)
+    model = Transformer(**nest_fields({**fields, **context}), num_heads=8)
     columns = dict.fromkeys(["*/query", "*/key", "*/value"], Column(-2))
     planned = tensor_parallel(model, {**columns, "*/out": Row(-3)})
     mesh = abstract_mesh({"data": 2, "context": 2, "model": 2}, num_devices=8)

@@ -11,7 +11,7 @@ import optax
 
 from manualpar import Batch, Column, Pipeline, Row, data_parallel, fsdp, hsdp, make_mesh, zero
 from manualpar.core.trees import path_name
-from manualpar.models import Transformer
+from manualpar.models import Attention, Context, Split, Transformer
 
 D8, D24 = {"data": 8}, {"data": 2, "model": 4}
 OURS: dict[str, Any] = {"vocab_size": 16, "hidden_size": 16, "num_heads": 4, "mlp_size": 32}
@@ -129,17 +129,19 @@ STRATEGIES = {
 }
 TRANSFORMERS = {
     "fsdp": (Transformer(**OURS), on(fsdp, D8)),
-    "split": (Transformer(**OURS, split_axis="model", num_kv_heads=2), on(fsdp, D24)),
+    "split": (Transformer(**OURS, num_kv_heads=2, split=Split("model")), on(fsdp, D24)),
     "sequence": (
-        Transformer(**OURS, split_axis="model", sequence_parallel=True, remat="full"),
+        Transformer(**OURS, remat="full", split=Split("model", sequence_parallel=True)),
         on(fsdp, D24, num_minibatches=2),
     ),
     "ring": (
-        Transformer(**OURS, split_axis="model", sequence_parallel=True, overlap="ring"),
+        Transformer(**OURS, split=Split("model", sequence_parallel=True, overlap="ring")),
         on(fsdp, D24),
     ),
     "unscanned": (
-        Transformer(**OURS, split_axis="model", scan_layers=False, qkv_bias=True),
+        Transformer(
+            **OURS, scan_layers=False, split=Split("model"), attention=Attention(qkv_bias=True)
+        ),
         on(zero, D24, stage=1),
     ),
     "annotated": (
@@ -155,9 +157,9 @@ TRANSFORMERS = {
             ],
         ),
     ),
-    "explicit": (Transformer(**OURS, split_axis="model"), on(fsdp, D24, mode="explicit")),
+    "explicit": (Transformer(**OURS, split=Split("model")), on(fsdp, D24, mode="explicit")),
     "context": (
-        Transformer(**OURS, context_axis="context"),
+        Transformer(**OURS, context=Context("context")),
         on(fsdp, {"data": 4, "context": 2}, context_axis="context"),
     ),
     "stages": (

@@ -20,8 +20,9 @@ from manualpar import (
     tensor_parallel,
 )
 from manualpar.core.parameters.block_quantization import dequantize, quantize
-from manualpar.models import Transformer
+from manualpar.models import Experts, Split, Transformer
 from manualpar.models.cross_entropy import language_model_loss
+from manualpar.models.flat_fields import nest_fields
 from manualpar.training.checkpoints import Checkpoints
 from tests.models.finetuning.adapted_models import (
     ALL_OF_OURS,
@@ -210,7 +211,7 @@ def test_what_a_program_cannot_do_with_codes_is_refused():
         build(quantized(Somebodys()), D8)
     with pytest.raises(ValueError, match="a loop stacks an int8 parameter along its last dim"):
         build(quantized(Stacked()), D8, trainable=("embed/*",))
-    split = Transformer(**{**OURS, "mlp_size": 24}, split_axis="model")
+    split = Transformer(**{**OURS, "mlp_size": 24}, split=Split("model"))
     with pytest.raises(ValueError, match=r"up/kernel_scales.*does not divide over the 4 devices"):
         build(quantized(split, {"*/up/kernel": 4}), D24, trainable=("embedding",))
 
@@ -231,13 +232,13 @@ MESHES: list[dict[str, int]] = [
 def test_a_step_is_that_of_one_device_on_every_mesh(mesh):
     pipeline = Pipeline("stage") if "stage" in mesh else None
     build = on(fsdp, mesh, num_minibatches=4, pipeline=pipeline)
-    model = Transformer(**{**OURS, **WIDE})
+    model = Transformer(**nest_fields({**OURS, **WIDE}))
     check_adapted(model, build, ALL_OF_OURS, loss_fn=language_model_loss)
 
 
 @pytest.mark.slow
 def test_kernels_of_experts_are_encoded_where_they_are_named():
-    model = Transformer(**OURS, num_experts=4, expert_axis="expert", capacity_factor=0.0)
+    model = Transformer(**OURS, experts=Experts(4, axis="expert", capacity_factor=0.0))
     names = {"*kernel": 4} | {f"*/experts/{name}": 8 for name in ("gate", "up", "down")}
     check_adapted(
         model,
@@ -250,7 +251,9 @@ def test_kernels_of_experts_are_encoded_where_they_are_named():
 
 @pytest.mark.slow
 def test_checkpoints_hold_codes_and_go_from_mesh_to_mesh(tmp_path, devices8):
-    model = lora(quantized(Transformer(**{**OURS, **WIDE}), BLOCKS), ALL_OF_OURS, alpha=4)
+    model = lora(
+        quantized(Transformer(**nest_fields({**OURS, **WIDE})), BLOCKS), ALL_OF_OURS, alpha=4
+    )
     first, second = (
         build(model, mesh, language_model_loss) for mesh in ({"data": 8}, {"data": 2, "model": 4})
     )

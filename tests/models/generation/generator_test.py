@@ -11,10 +11,11 @@ import pytest
 
 from manualpar import Batch, Pipeline, data_parallel, fsdp, hsdp, make_mesh, zero
 from manualpar.data.tokenizer import ByteTokenizer
-from manualpar.models import Classifier, Transformer
+from manualpar.models import Classifier, Experts, Transformer
 from manualpar.models.cross_entropy import (
     classification_loss,
 )
+from manualpar.models.flat_fields import with_fields
 from manualpar.models.generation import Generator
 from tests.models.generation.programs import FAMILIES, SIZES, make_program, make_state
 
@@ -52,8 +53,8 @@ def _without_cache(model, params, prompt, max_tokens):
 
 
 def _assert_same_as_without_cache(name, builder, axes, fields, max_tokens):
-    plain = Transformer(**{**SIZES, **FAMILIES[name]}, capacity_factor=0.0)
-    program = make_program(plain.clone(**fields), axes, builder)
+    plain = Transformer(**{**SIZES, **FAMILIES[name]}, experts=Experts(capacity_factor=0.0))
+    program = make_program(with_fields(plain, **fields), axes, builder)
     state = make_state(program)
     generator = Generator(program, stop_tokens=())
     answers = generator.generate(state, PROMPTS, max_tokens=max_tokens)
@@ -69,7 +70,7 @@ def test_answers_are_those_without_a_cache(devices8, caplog):
     del devices8
     name, axes = "grouped, documents, tied", {"data": 2, "model": 2}
     plain = Transformer(**{**SIZES, **FAMILIES[name]})
-    program = make_program(plain.clone(split_axis="model"), axes)
+    program = make_program(with_fields(plain, split_axis="model"), axes)
     state, generator = make_state(program), Generator(program, stop_tokens=())
     with jax.log_compiles(), caplog.at_level(logging.WARNING):
         (answer,) = generator.generate(state, PROMPTS[:1], max_tokens=4)
@@ -104,7 +105,7 @@ def test_the_same_key_draws_the_same_tokens_on_every_mesh(devices8):
     del devices8
     model, found = Transformer(**SIZES), []
     for axes, fields in (({"data": 1}, {}), ({"data": 4}, {}), ({"data": 2, "model": 2}, SPLIT)):
-        program = make_program(model.clone(**fields), axes)
+        program = make_program(with_fields(model, **fields), axes)
         options = {"temperature": 1.0, "top_p": 0.9, "seed": 3, "max_tokens": 6}
         answers = Generator(program, batch_size=2).generate(make_state(program), PROMPTS, **options)
         found.append([answer.tokens for answer in answers])
@@ -187,7 +188,7 @@ def test_programs_that_cannot_generate_are_refused(devices8):
         Generator(make_program(model, {"data": 1, "stage": 2}, pipeline=Pipeline("stage")))
     with pytest.raises(ValueError, match="mode is 'auto', expected 'manual'"):
         Generator(make_program(model, {"data": 2}, mode="auto"))
-    split = model.clone(context_axis="context")
+    split = with_fields(model, context_axis="context")
     with pytest.raises(ValueError, match="mesh has the context axis 'context', expected none"):
         Generator(make_program(split, {"data": 1, "context": 2}, context_axis="context"))
     batch = Batch(inputs=np.zeros((2, 4), np.float32), labels=np.zeros(2, np.int32))

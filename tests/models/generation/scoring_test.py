@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from manualpar.models import Transformer
+from manualpar.models.flat_fields import nest_fields, with_fields
 from manualpar.models.generation import Generator
 from manualpar.models.generation.scoring import cut_windows, score_completions, score_documents
 from tests.models.generation.programs import FAMILIES, SIZES, make_program, make_state
@@ -29,15 +30,18 @@ def test_windows_score_each_token_once_and_the_last_has_the_most_context():
 @pytest.mark.parametrize("name", ["grouped, documents, tied", "experts"])
 def test_scores_are_those_of_one_sequence_on_one_device(name, devices8):
     del devices8
-    plain = Transformer(**{**SIZES, **FAMILIES[name]})
-    program = make_program(plain.clone(split_axis="model"), {"data": 2, "model": 2})
+    plain = Transformer(**nest_fields({**SIZES, **FAMILIES[name]}))
+    program = make_program(with_fields(plain, split_axis="model"), {"data": 2, "model": 2})
     state, generator = make_state(program), Generator(program, batch_size=4)
     rng = np.random.default_rng(0)
     tokens = [rng.integers(0, 64, size).tolist() for size in (3, 20, 7, 2, 40, 9, 5)]
     cuts = [1, 15, 2, 1, 39, 4, 3]
     pairs = [(row[:cut], row[cut:]) for row, cut in zip(tokens, cuts, strict=True)]
     scores = score_completions(generator, state, pairs)
-    params, apply = jax.device_get(state.params), jax.jit(plain.clone(capacity_factor=0.0).apply)
+    params, apply = (
+        jax.device_get(state.params),
+        jax.jit(with_fields(plain, capacity_factor=0.0).apply),
+    )
     for row, cut, score in zip(tokens, cuts, scores, strict=True):
         padded = np.zeros((1, 40), np.int32)
         padded[0, : len(row)] = row

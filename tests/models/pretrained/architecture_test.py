@@ -20,7 +20,7 @@ def refused(config, key):
 
 @pytest.mark.parametrize("base", [LLAMA, DOTS], ids=["llama", "dots1"])
 def test_a_size_that_no_model_has_is_refused_by_its_key(base):
-    assert complete_fields(parse_architecture(base).fields)["num_layers"] == 2
+    assert complete_fields(parse_architecture(base))["num_layers"] == 2
     for key in (key for key, value in base.items() if type(value) is int):
         for value in (*INTEGERS, float("inf")):
             if type(value) is not int or value or key not in MAY_BE_0:

@@ -10,6 +10,7 @@ import pytest
 from safetensors import safe_open
 
 from manualpar import lora, make_mesh
+from manualpar.models import Split
 from manualpar.models.pretrained import export, export_hf, load_hf, tensor_writer
 from tests.models.pretrained.llama import (
     CONFIG,
@@ -46,7 +47,7 @@ def current_umask():
 
 def test_what_was_loaded_is_written_again_bit_for_bit(source, tmp_path, monkeypatch):
     directory, tensors = source
-    model = llama(directory, split_axis="model", vocab_multiple=8)
+    model = llama(directory, split=Split("model"), vocab_multiple=8)
     program = program_of(model, make_mesh({"data": 4, "model": 2}), pad=True)
     state = load_hf(program, directory)
     target = export_hf(program, state, tmp_path / "out", like=directory, max_shard_bytes=4000)
@@ -90,7 +91,7 @@ def test_what_was_loaded_is_written_again_bit_for_bit(source, tmp_path, monkeypa
 @pytest.mark.slow
 def test_adapters_are_written_as_part_of_the_kernels_beside_them(source, tmp_path, monkeypatch):
     directory, tensors = source[0], dict(source[1])
-    model = lora(llama(directory, split_axis="model", vocab_multiple=8), {"*/up": 2}, alpha=6)
+    model = lora(llama(directory, split=Split("model"), vocab_multiple=8), {"*/up": 2}, alpha=6)
     program = program_of(model, make_mesh({"data": 4, "model": 2}), pad=True)
     state = load_hf(program, directory, missing="init")
     assert_same_files(read(export_hf(program, state, tmp_path / "new", like=directory)), tensors)

@@ -14,6 +14,7 @@ from flax.traverse_util import flatten_dict
 from safetensors.numpy import save_file
 
 from manualpar import Batch, abstract_mesh, fsdp, make_mesh
+from manualpar.models import Split
 from manualpar.models.pretrained import Rule, load, load_hf
 from tests.models.pretrained.llama import CONFIG, llama, program_of, tensors_of, write
 
@@ -39,7 +40,7 @@ def test_the_state_is_that_of_init_from_the_same_parameters(made):
     directory, params = made
     mesh = make_mesh({"data": 4, "model": 2})
     # 30 tokens in 32 rows; heads are split in two, and features of a head over what divides them.
-    model = llama(directory, split_axis="model", vocab_multiple=8)
+    model = llama(directory, split=Split("model"), vocab_multiple=8)
     program = program_of(model, mesh, pad=True)
     padded = dict(params)
     padded["embedding"] = np.pad(params["embedding"], ((0, 2), (0, 0)))

@@ -21,7 +21,8 @@ import numpy as np
 import optax
 
 from manualpar import Batch, Pipeline, Program, fsdp, make_mesh
-from manualpar.models import Transformer
+from manualpar.models import Context, Split, Transformer
+from manualpar.models.flat_fields import nest_fields
 from manualpar.models.pretrained import load_hf, read_architecture
 
 VOCABULARY, B, S = 60, 8, 16
@@ -101,15 +102,13 @@ def _saved(family: str, fields: str) -> Saved:
 def program_of(directory: Path, mesh: dict[str, int], **fields: Any) -> Program:
     """A program of the model in a directory, whose SGD step shows the gradient itself."""
     split = {axis: axis for axis in ("model", "context") if axis in mesh}
-    known = read_architecture(directory).fields
+    known = read_architecture(directory).flat_fields
+    experts = {"expert_axis": "expert"} if known.get("num_experts") else {}
     model = Transformer(
-        **known,
+        **nest_fields({**known, **experts, **fields}),
         vocab_multiple=8,
-        split_axis=split.get("model", ""),
-        sequence_parallel="model" in mesh and "stage" not in mesh,
-        context_axis=split.get("context", ""),
-        expert_axis="expert" if known.get("num_experts") else "",
-        **fields,
+        split=Split(split.get("model"), sequence_parallel="model" in mesh and "stage" not in mesh),
+        context=Context(split.get("context")),
     )
     options: dict[str, Any] = {"pipeline": Pipeline()} if "stage" in mesh else {}
     options |= {"axis_name": ("data", "expert")} if "expert" in mesh else {}

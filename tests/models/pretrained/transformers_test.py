@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from manualpar import make_mesh
-from manualpar.models import Transformer
+from manualpar.models import Split, Transformer
+from manualpar.models.flat_fields import nest_fields
 from manualpar.models.pretrained import export_hf, load_hf, read_architecture
 from manualpar.models.pretrained.families import FAMILIES
 from tests.models.pretrained.llama import assert_same_files, program_of, read
@@ -34,10 +35,12 @@ def test_logits_files_and_generated_tokens_are_theirs(name, tmp_path):
 
     directory = saved(*MODELS[name]).directory
     theirs = transformers.AutoModelForCausalLM.from_pretrained(directory).eval()
-    fields = read_architecture(directory).fields
+    fields = read_architecture(directory).flat_fields
     experts = {"expert_axis": "expert"} if fields.get("num_experts") else {}
     axes = {"data": 2, "expert": 2, "model": 2} if experts else {"data": 4, "model": 2}
-    model = Transformer(**fields, split_axis="model", vocab_multiple=2, **experts)
+    model = Transformer(
+        **nest_fields({**fields, **experts}), vocab_multiple=2, split=Split("model")
+    )
     mesh, batch_axes = make_mesh(axes), tuple(axis for axis in axes if axis != "model")
     program = program_of(model, mesh, axis_name=batch_axes, pad=True)
     state = load_hf(program, directory)

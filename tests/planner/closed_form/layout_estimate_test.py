@@ -12,6 +12,7 @@ from manualpar.core.tracing.scopes import PIPELINE_SCOPE
 from manualpar.inspect.communication import summed
 from manualpar.layers.pipeline.schedules import make_table
 from manualpar.models import Transformer
+from manualpar.models.flat_fields import nest_fields
 from manualpar.planner.closed_form.layout import Layout, find_obstacle, sizes_on_device
 from manualpar.planner.closed_form.layout_config import config_of_layout, layout_fields
 from manualpar.planner.closed_form.layout_estimate import LayoutEstimator, estimate_layout
@@ -278,7 +279,9 @@ def test_what_does_not_divide_is_named(layout, message):
 
 
 def test_parameters_and_windows_of_other_families_are_counted():
-    model = Transformer(**GEMMA | QWEN | {"num_layers": 6}, hidden_size=32, num_heads=4)
+    model = Transformer(
+        **nest_fields(GEMMA | QWEN) | {"num_layers": 6}, hidden_size=32, num_heads=4
+    )
     tokens = jax.ShapeDtypeStruct((1, 8), jnp.int32)
     params = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
     sizes = {"examples": 1, "positions": 64}

@@ -12,6 +12,7 @@ import pytest
 
 from manualpar.inspect.communication import summed
 from manualpar.models import Transformer
+from manualpar.models.flat_fields import with_fields
 from manualpar.planner.closed_form.layout import Layout
 from manualpar.planner.closed_form.layout_config import config_of_layout
 from manualpar.planner.closed_form.layout_estimate import LayoutEstimator
@@ -45,7 +46,7 @@ def works(
     if experts := min(fields.get("num_experts", 0) or config.model.num_experts, 8):
         config.model.num_experts = fields["num_experts"] = experts
     task = make_task(config)
-    task = dataclasses.replace(task, model=task.model.clone(**fields))
+    task = dataclasses.replace(task, model=with_fields(task.model, **fields))
     experiment = prepare(config, devices=layout.num_devices, task=task)
     throughput = throughput_of(config, experiment.task)
     traced = read_work(experiment.program, throughput, fused_attention=True)

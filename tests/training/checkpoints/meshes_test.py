@@ -15,7 +15,7 @@ import pytest
 from manualpar import Batch, Pipeline, Program, fsdp, make_mesh
 from manualpar.core.mesh.axes import axis_tuple
 from manualpar.core.state.state_arrays import leaves_of, read_unpadded
-from manualpar.models import Transformer
+from manualpar.models import Context, Experts, Split, Transformer
 from manualpar.models.cross_entropy import mixture_of_experts_loss
 from manualpar.training.checkpoints import Checkpoints
 
@@ -29,10 +29,9 @@ MODEL = Transformer(
     num_kv_heads=2,
     head_size=2,
     mlp_size=8,
-    num_experts=4,
-    split_axis="model",
-    expert_axis="expert",
-    context_axis="context",
+    experts=Experts(4, axis="expert"),
+    split=Split("model"),
+    context=Context("context"),
 )
 # Sizes of meshes and the order of their axes on the links. The first has the state to begin with.
 MESHES: list[tuple[dict[str, int], tuple[str, ...]]] = [

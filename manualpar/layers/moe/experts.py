@@ -1,0 +1,104 @@
+"""The experts of a model: their number, how tokens choose them, and where they are."""
+
+import dataclasses
+from typing import Any, get_args
+
+from manualpar.layers.field_groups import (
+    MOST_WRITTEN_OUT,
+    config_field,
+    flat_field,
+    refuse,
+    refuse_unknown,
+)
+from manualpar.layers.moe.routing import Gates, GroupScore
+
+
+@dataclasses.dataclass(frozen=True)
+class Experts:
+    """The experts of a model, each of the model's `mlp_size` features.
+
+    Train experts with `mixture_of_experts_loss`.
+
+    Attributes:
+      num_experts: The number of experts in each layer; 0 for an MLP.
+      top_k: How many experts compute a token.
+      capacity_factor: How many tokens of a sequence an expert takes, in multiples of an equal
+        share; 0 for all tokens. `MoE` explains this field and all that follow, except the last two.
+      axis: The mesh axis over which the experts are divided; `None` for none.
+      gates: How the router's logits become scores.
+      normalize_gates: Whether the gates of a token are divided by their sum.
+      gate_scale: The factor that multiplies the gates after their normalization.
+      router_bias: Whether each router has a bias for the choice of experts, in the collection
+        `router`. Training does not change it.
+      groups: The number of groups of experts; 1 for no groups. A token chooses groups first, and
+        then experts in these groups.
+      groups_per_token: The number of groups that a token chooses.
+      group_score: The score by which a token chooses groups, `"best_two"` or `"best"`.
+      shared_size: The total features of the shared experts, which compute every token; 0 for none.
+      shared_is_gated: Whether the output of the shared experts is multiplied by a gate.
+      dense_layers: How many layers at the beginning of the model have an MLP in place of experts.
+      dense_mlp_size: The features inside the MLPs of these layers; 0 for `mlp_size`.
+    """
+
+    num_experts: int = config_field(0, "", 0, below=MOST_WRITTEN_OUT + 1, required=True)
+    top_k: int = config_field(2, "experts_per_token", 1, below=2**20, required=True)
+    capacity_factor: float = config_field(1.25, "", 0, required=True)
+    axis: str | None = flat_field(None, "expert_axis")
+    gates: Gates = config_field("softmax", "expert_gates", choices=get_args(Gates))
+    normalize_gates: bool = config_field(True)
+    gate_scale: float = config_field(1.0, "", 0)
+    router_bias: bool = config_field(False)
+    groups: int = config_field(1, "expert_groups", 1, below=2**20)
+    groups_per_token: int = config_field(1, "expert_groups_per_token", 1, below=2**20)
+    group_score: GroupScore = config_field(
+        "best_two", "expert_group_score", choices=get_args(GroupScore)
+    )
+    shared_size: int = config_field(0, "shared_experts_size", 0)
+    shared_is_gated: bool = config_field(False, "shared_gate")
+    dense_layers: int = config_field(0, "", 0, below=MOST_WRITTEN_OUT)
+    dense_mlp_size: int = config_field(0, "", 0)
+
+    def __post_init__(self) -> None:
+        number, top_k = self.num_experts, self.top_k
+        refuse_unknown(self, "gates", get_args(Gates))
+        refuse_unknown(self, "group_score", get_args(GroupScore))
+        if number < 0:
+            refuse(self, "num_experts", "the number of experts, or 0 for an MLP")
+        if not self.capacity_factor >= 0:
+            refuse(self, "capacity_factor", "more than 0, such as 1.25, or 0 to drop nothing")
+        if not number:
+            for field in ("axis", "router_bias", "groups", "shared_size", "dense_layers"):
+                if getattr(self, field) != (default := getattr(Experts, field)):
+                    refuse(self, field, f"{default!r} without num_experts")
+            return
+        if not 1 <= top_k <= number:
+            refuse(self, "top_k", f"from 1 to num_experts={number}")
+        if not self.gate_scale > 0:
+            refuse(self, "gate_scale", "more than 0, such as 2.5, or 1 for the gates as they are")
+        if self.groups < 1 or number % self.groups:
+            refuse(self, "groups", f"a divisor of num_experts={number}, or 1 for none")
+        size = number // self.groups
+        fewest = -(-top_k // size)
+        if not fewest <= self.groups_per_token <= self.groups:
+            refuse(
+                self,
+                "groups_per_token",
+                f"from {fewest} to groups={self.groups}, because a token chooses {top_k} experts "
+                f"and {size} are in a group",
+            )
+        if self.groups > 1 and size < 2 and self.group_score == "best_two":
+            refuse(self, "group_score", "'best' with groups of one expert")
+        if self.shared_size < 0:
+            refuse(self, "shared_size", "at least 1, or 0 for no shared experts")
+        if self.shared_is_gated and not self.shared_size:
+            refuse(self, "shared_is_gated", "False without shared_size")
+        if self.dense_mlp_size < 0 or (self.dense_mlp_size and not self.dense_layers):
+            refuse(self, "dense_mlp_size", "0 without dense_layers, or the features of their MLPs")
+
+    @property
+    def of_layer(self) -> dict[str, Any]:
+        """The fields of `MoE` that have the same names, with `None` for no capacity."""
+        names = {field.name for field in dataclasses.fields(self)}
+        names -= {"dense_layers", "dense_mlp_size"}
+        fields = {name: getattr(self, name) for name in names}
+        return fields | {"capacity_factor": self.capacity_factor or None}
