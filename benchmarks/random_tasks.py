@@ -33,16 +33,22 @@ from benchmarks.random_nnx_models import XMlp, XText, run_plainly
 from manualpar import Column, Row, Vocab, gather_examples, lora, quantized, tensor_parallel
 from manualpar.layers import split_argmax, split_cross_entropy
 from manualpar.layers.vocabulary import vocabulary_axes
+from manualpar.models.flat_fields import nest_fields
 from manualpar.models.transformer import Transformer
 
 Tree = Any
+
+
+def _transformer(**fields: Any) -> Transformer:
+    return Transformer(**nest_fields(fields))
+
 
 KINDS: Mapping[str, Any] = {
     "mlp": Mlp,
     "conv": ConvNet,
     "text": TextModel,
     "rnn": Recurrent,
-    "transformer": Transformer,
+    "transformer": _transformer,
     "nnx_mlp": XMlp,
     "nnx_text": XText,
 }

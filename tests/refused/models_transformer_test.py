@@ -38,12 +38,12 @@ FIELDS = (
     ({"head_size": 5}, "head_size is 5, expected an even number"),
     ({"head_size": -2}, "head_size is -2, expected an even number"),
     ({"hidden_size": 12}, r"head_size is 0, expected an even .*num_heads is 3\)"),
-    ({"rope_base": 1}, "rope_base is 1, expected more than 1"),
+    ({"rope_base": 1}, "Rotary: base is 1, expected more than 1"),
     ({"dropout_rate": 1.0}, "dropout_rate is 1.0, expected from 0"),
     ({"remat": "all"}, "remat is 'all', expected one of 'none', 'dots', 'full'"),
-    ({"attention": "flash"}, "attention is 'flash', expected one of '', 'splash', 'cudnn', 'b"),
-    ({"attention_window": -1}, "attention_window is -1, expected at least 1"),
-    ({"attention_soft_cap": -0.5}, "attention_soft_cap is -0.5, expected more than 0"),
+    ({"attention": "flash"}, "Attention: kind is 'flash', expected one of '', 'splash', 'cu"),
+    ({"attention_window": -1}, "Attention: window is -1, expected at least 1"),
+    ({"attention_soft_cap": -0.5}, "Attention: soft_cap is -0.5, expected more than 0"),
     ({"bos_token": 16}, "bos_token is 16, expected less than vocab_size=16"),
     ({"bos_token": -2}, "bos_token is -2, expected less than vocab_size=16, or -1"),
     ({"dtype": "int32"}, "dtype is 'int32', expected a floating dtype"),
@@ -59,8 +59,10 @@ def count(model):
 
 
 def fields(use, model, *given):
-    """Yields rows of a model's fields, whose messages begin with `Transformer:`."""
-    named = cases(*given, begins="Transformer: ")
+    """Yields rows of fields, whose messages begin with `Transformer:` if they name no group."""
+    own = (row for row in given if not row[1][0].isupper())
+    of_groups = (row for row in given if row[1][0].isupper())
+    named = (*cases(*own, begins="Transformer: "), *cases(*of_groups, begins="^"))
     return rows("fields", lambda changes: use(with_fields(model, **changes)), *named)
 
 
@@ -89,43 +91,43 @@ REFUSED = [
     *fields(
         count,
         TWO_KINDS,
-        ({"global_every": 1}, "global_every is 1, expected at least 2, such as 6, or 0"),
-        ({"attention_window": 0}, "global_every is 3, expected 0 without attention_window"),
-        ({"global_every": 0}, r"local_rope_base is 100.0, expected more than 1 with global_every"),
-        ({"local_rope_base": 0.5}, "local_rope_base is 0.5, expected more than 1"),
-        ({"rope_scaling": ""}, "rope_factor is 4.0, expected 1 without rope_scaling"),
-        ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn', expected one of '', 'linear', 'llama3"),
-        ({"rope_factor": 0.5}, "rope_factor is 0.5, expected at least 1"),
-        ({"rope_low_factor": 4.0}, "rope_low_factor is 4.0, expected between 0 and rope_high_fac"),
-        ({"rope_original_length": 0}, "rope_original_length is 0, expected at least 1"),
-        ({"norm_epsilon": 0.0}, "norm_epsilon is 0.0, expected more than 0"),
-        ({"attention_scale": -1.0}, "attention_scale is -1.0, expected more than 0"),
+        ({"global_every": 1}, "Attention: global_every is 1, expected at least 2, such as 6"),
+        ({"attention_window": 0}, "Attention: global_every is 3, expected 0 without window"),
+        ({"global_every": 0}, r"rotary.local_base is 100.0, expected 0 without attention.glo"),
+        ({"local_rope_base": 0.5}, "Rotary: local_base is 0.5, expected more than 1"),
+        ({"rope_scaling": ""}, "RotaryScaling: factor is 4.0, expected 1 without kind"),
+        ({"rope_scaling": "yarn"}, "RotaryScaling: kind is 'yarn', expected one of '', 'linear"),
+        ({"rope_factor": 0.5}, "RotaryScaling: factor is 0.5, expected at least 1"),
+        ({"rope_low_factor": 4.0}, "RotaryScaling: low_factor is 4.0, expected between 0 and high"),
+        ({"rope_original_length": 0}, "RotaryScaling: original_length is 0, expected at least 1"),
+        ({"norm_epsilon": 0.0}, "Norm: epsilon is 0.0, expected more than 0"),
+        ({"attention_scale": -1.0}, "Attention: scale is -1.0, expected more than 0"),
         ({"activation": "relu"}, "activation is 'relu', expected one of 'silu', 'gelu'"),
         ({"activation": "gelu", "num_experts": 2}, "activation is 'gelu', expected 'silu' with"),
     ),
     *fields(
         init,
         QWEN,
-        ({"num_experts": 0}, "shared_experts_size is 12, expected 0 without num_experts"),
-        ({"gate_scale": 0.0}, "gate_scale is 0.0, expected more than 0"),
-        ({"expert_gates": "relu"}, "expert_gates is 'relu', expected one of 'softmax', 'sigmoid'"),
-        ({"expert_groups": 3}, "expert_groups is 3, expected a divisor of num_experts=8"),
+        ({"num_experts": 0}, "Experts: shared_size is 12, expected 0 without num_experts"),
+        ({"gate_scale": 0.0}, "Experts: gate_scale is 0.0, expected more than 0"),
+        ({"expert_gates": "relu"}, "Experts: gates is 'relu', expected one of 'softmax', 'sig"),
+        ({"expert_groups": 3}, "Experts: groups is 3, expected a divisor of num_experts=8"),
         (
             {"expert_groups": 8, "expert_group_score": "best"},
-            "expert_groups_per_token is 1, expected from 2 to expert_groups=8, because",
+            "Experts: groups_per_token is 1, expected from 2 to groups=8, because",
         ),
         (
             {"expert_groups": 8, "expert_groups_per_token": 2},
-            "expert_group_score is 'best_two', expected 'best' with groups of one",
+            "Experts: group_score is 'best_two', expected 'best' with groups of one",
         ),
-        ({"shared_experts_size": -1}, "shared_experts_size is -1, expected at least 1, or 0"),
-        ({"shared_experts_size": 0}, "shared_gate is True, expected False without"),
-        ({"dense_layers": 2}, "dense_layers is 2, expected less than num_layers=2"),
+        ({"shared_experts_size": -1}, "Experts: shared_size is -1, expected at least 1, or 0"),
+        ({"shared_experts_size": 0}, "Experts: shared_is_gated is True, expected False without"),
+        ({"dense_layers": 2}, "experts.dense_layers is 2, expected less than num_layers=2"),
         (
             {"dense_layers": 1, "attention_window": 2, "global_every": 2},
-            "dense_layers is 1, expected a multiple of global_every=2",
+            "experts.dense_layers is 1, expected a multiple of attention.global_every=2",
         ),
-        ({"dense_mlp_size": 8}, "dense_mlp_size is 8, expected 0 without dense_layers"),
+        ({"dense_mlp_size": 8}, "Experts: dense_mlp_size is 8, expected 0 without dense_layers"),
     ),
     *fields(
         init,
@@ -144,22 +146,25 @@ REFUSED = [
         ({"num_heads": 12, "head_size": 4, "num_kv_heads": 3}, r"key/kernel.*dim 2 of size 3"),
         ({"mlp_size": 30}, r"down/kernel.*dim 1 of size 30 does not divide over the 4 devices"),
         ({"vocab_multiple": 1}, r"embedding.*dim 0 of size 29 does not divide over the 4 devices"),
-        ({"annotate": True}, "annotate is True, expected False with split_axis='model'"),
+        ({"annotate": True}, "annotate is True, expected False with split.axis='model'"),
         ({"split_axis": "", "sequence_parallel": True}, "sequence_parallel is True, expected Fal"),
         ({"vocab_multiple": 0}, "vocab_multiple is 0, expected at least 1"),
         ({"overlap": "ring"}, "overlap is 'ring', expected 'none' without sequence_parallel"),
         ({"overlap": "rings", "sequence_parallel": True}, "overlap is 'rings', expected one of"),
         ({"num_experts": -1}, "num_experts is -1, expected the number of experts, or 0"),
-        ({"num_experts": 2, "experts_per_token": 3}, "experts_per_token is 3, expected from 1 to"),
+        ({"num_experts": 2, "experts_per_token": 3}, "Experts: top_k is 3, expected from 1 to"),
         ({"num_experts": 2, "capacity_factor": -1.0}, "capacity_factor is -1.0, expected more"),
-        ({"expert_axis": "data"}, "expert_axis is 'data', expected '' without num_experts"),
+        ({"expert_axis": "data"}, "Experts: axis is 'data', expected None without num_experts"),
     ),
     *rows(
         "split contexts",
         build_context,
-        ({"split_axis": "context"}, "context_axis is 'context', expected another axis than split_"),
-        ({"attention": "cudnn"}, "attention is 'cudnn', expected '' or 'blockwise' with context_a"),
-        ({"context_attention": "all"}, "context_attention is 'all', expected one of 'ring', 'uly"),
+        (
+            {"split_axis": "context"},
+            "context.axis is 'context', expected another axis than split.ax",
+        ),
+        ({"attention": "cudnn"}, "attention.kind is 'cudnn', expected '' or 'blockwise' with con"),
+        ({"context_attention": "all"}, "Context: how is 'all', expected one of 'ring', 'uly"),
         ({"context_attention": "ulysses", "num_heads": 4}, "4 query heads and 2 key heads do not"),
     ),
     *rows(

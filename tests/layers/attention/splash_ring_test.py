@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from manualpar import Batch, fsdp, make_mesh
 from manualpar.layers import Context
 from manualpar.layers.attention import splash_ring as splash_parts
-from manualpar.models import Context, Transformer
+from manualpar.models import Transformer
 from manualpar.models.cross_entropy import language_model_loss
 from manualpar.planner.kernels import kernels_in
 from tests.layers.attention.reference import arrays, numbers, reference, zigzag
