@@ -50,6 +50,19 @@ def flat_field(default: Any, flat: str) -> Any:
     return dataclasses.field(default=default, metadata={"flat": flat})
 
 
+class FieldGroup:
+    """A group of fields, which shows those that differ from the defaults.
+
+    A subclass is a frozen dataclass with `repr=False`.
+    """
+
+    def __repr__(self) -> str:
+        fields: Any = dataclasses.fields(self)  # type: ignore[arg-type]
+        values = {field: getattr(self, field.name) for field in fields}
+        shown = [f"{f.name}={value!r}" for f, value in values.items() if value != f.default]
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
 def refuse(group: Any, field: str, expected: str) -> NoReturn:
     """Raises a ValueError that names a field of a group, its value, and the expected values."""
     value = getattr(group, field)

@@ -8,8 +8,9 @@ The model itself understands flat names for one more release, with a warning; re
 
 import dataclasses
 import functools
+import inspect
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import flax.linen as nn
@@ -82,7 +83,7 @@ def flatten_fields(model: Any) -> dict[str, Any]:
 
 
 def understand_flat_names(cls: ModelClass) -> ModelClass:
-    """Lets a class of modules with all `GROUPS` take and give its fields under flat names.
+    """Lets a class of modules with all `GROUPS` take and give its fields by their flat names.
 
     Both warn. `attention` is the group, so its flat name is only taken.
     """
@@ -92,13 +93,17 @@ def understand_flat_names(cls: ModelClass) -> ModelClass:
     def understanding_init(self: Any, *args: Any, **kwargs: Any) -> None:
         if old := [name for name, value in kwargs.items() if _is_flat(name, value)]:
             kwargs = nest_fields(kwargs)
-            _warn(cls.__name__, old)
+            changed = {FLAT[name].path[0] for name in old}
+            now = ", ".join(f"{name}={kwargs[name]!r}" for name in GROUPS if name in changed)
+            is_clone = inspect.stack(0)[1].function == "clone"
+            _warn(f"{cls.__name__}: {', '.join(old)} is {now}", stacklevel=4 if is_clone else 3)
         init(self, *args, **kwargs)
 
     def reader(name: str) -> Any:
         def read(self: Any) -> Any:
-            _warn(cls.__name__, [name])
-            return _value(self, FLAT[name].path)
+            path = FLAT[name].path
+            _warn(f"{cls.__name__}.{name} is {cls.__name__}.{'.'.join(path)}")
+            return _value(self, path)
 
         return property(read)
 
@@ -117,11 +122,6 @@ def _value(model: Any, path: tuple[str, ...]) -> Any:
     return "" if value is None else value
 
 
-def _warn(model: str, names: Iterable[str]) -> None:
-    now = "; ".join(f"{name} is {'.'.join(FLAT[name].path)} now" for name in names)
-    warnings.warn(
-        f"{model}: {now}, as in Transformer(attention=Attention(window=4096)); flat names go with "
-        "the next release.",
-        DeprecationWarning,
-        stacklevel=3,
-    )
+def _warn(what: str, *, stacklevel: int = 3) -> None:
+    message = f"{what} now; old names go with the next release."
+    warnings.warn(message, DeprecationWarning, stacklevel=stacklevel)

@@ -15,6 +15,7 @@ from manualpar.layers.attention.context import Context
 from manualpar.layers.attention.kinds import ATTENTION_KINDS, AttentionKind
 from manualpar.layers.field_groups import (
     MOST_WRITTEN_OUT,
+    FieldGroup,
     config_field,
     flat_field,
     refuse,
@@ -31,8 +32,8 @@ ACTIVATIONS: Mapping[Activation, Callable[[jax.Array], jax.Array]] = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Attention:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Attention(FieldGroup):
     """How the layers attend.
 
     Attributes:
@@ -72,8 +73,8 @@ class Attention:
         refuse_unknown(self, "kind", ATTENTION_KINDS)
 
 
-@dataclasses.dataclass(frozen=True)
-class Norm:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Norm(FieldGroup):
     """The norms of the residual stream, of queries and of keys: RMSNorm.
 
     Attributes:
@@ -91,8 +92,8 @@ class Norm:
             refuse(self, "epsilon", "more than 0, such as 1e-6")
 
 
-@dataclasses.dataclass(frozen=True)
-class Split:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Split(FieldGroup):
     """How each layer is split over devices.
 
     Attributes:

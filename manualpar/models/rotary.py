@@ -15,14 +15,14 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from manualpar.layers.field_groups import config_field, refuse, refuse_unknown
+from manualpar.layers.field_groups import FieldGroup, config_field, refuse, refuse_unknown
 
 RotaryKind = Literal["", "linear", "llama3"]
 ROTARY_KINDS: tuple[RotaryKind, ...] = get_args(RotaryKind)
 
 
-@dataclasses.dataclass(frozen=True)
-class RotaryScaling:
+@dataclasses.dataclass(frozen=True, repr=False)
+class RotaryScaling(FieldGroup):
     """Slows down the rotation of pairs of features.
 
     Attributes:
@@ -70,8 +70,8 @@ class RotaryScaling:
 NO_SCALING = RotaryScaling()
 
 
-@dataclasses.dataclass(frozen=True)
-class Rotary:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Rotary(FieldGroup):
     """The rotary positions of a model.
 
     Attributes:

@@ -106,7 +106,7 @@ def test_a_later_token_moves_no_earlier_logit_and_every_earlier_one_does():
 
 @pytest.mark.parametrize("fields", [{}, {"num_experts": 2, "capacity_factor": 0.0}])
 def test_parameters_and_tokens_may_be_numpy_arrays(fields):
-    model, tokens = UNROLLED.clone(num_layers=1, **fields), np.asarray(PACKED)
+    model, tokens = with_fields(UNROLLED, num_layers=1, **fields), np.asarray(PACKED)
     params = jax.device_get(_params(model))
     # Within, no argument is traced, as outside of jax.jit.
     logits = jax.eval_shape(lambda: model.apply({"params": params}, tokens))

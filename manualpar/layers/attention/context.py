@@ -32,7 +32,7 @@ from manualpar.layers.attention.kinds import AttentionKind, attention, check_att
 from manualpar.layers.attention.ring_attention import ring_attention, zigzag_positions
 from manualpar.layers.attention.splash_ring import fits_parts
 from manualpar.layers.boundaries import bound_axes, has_lost_types
-from manualpar.layers.field_groups import flat_field, refuse_unknown
+from manualpar.layers.field_groups import FieldGroup, flat_field, refuse_unknown
 
 # How queries reach the keys of other devices.
 ContextAttention = Literal["ring", "ulysses", "gather"]
@@ -48,8 +48,8 @@ def _in_scope(method: Any) -> Any:
     return call
 
 
-@dataclasses.dataclass(frozen=True)
-class Context:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Context(FieldGroup):
     """How sequences are sharded along a mesh axis, and attention across it.
 
     Attributes:

@@ -5,6 +5,7 @@ from typing import Any, get_args
 
 from manualpar.layers.field_groups import (
     MOST_WRITTEN_OUT,
+    FieldGroup,
     config_field,
     flat_field,
     refuse,
@@ -13,8 +14,8 @@ from manualpar.layers.field_groups import (
 from manualpar.layers.moe.routing import Gates, GroupScore
 
 
-@dataclasses.dataclass(frozen=True)
-class Experts:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Experts(FieldGroup):
     """The experts of a model, each of the model's `mlp_size` features.
 
     Train experts with `mixture_of_experts_loss`.
