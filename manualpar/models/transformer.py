@@ -266,7 +266,7 @@ class Transformer(nn.Module):
         )
 
     def _table(self, name: str, dim_names: tuple[str, ...], rows: int, std: float) -> jax.Array:
-        """Makes the embedding or the head; each device along `split_axis` stores some tokens."""
+        """Makes the embedding or the head; each device along `split.axis` stores some tokens."""
         init = marked(nn.initializers.normal(std), dim_names, annotate=self.annotate)
         if self.split.axis:
             init = split(init, split_dims(dim_names, self.split.axis))

@@ -51,7 +51,7 @@ def transformer_sends(
       The collectives between stages, and the collectives over `model.split.axis`,
       `model.experts.axis` and `model.context.axis` if the mesh has these axes. Collectives for
       parameters and gradients are not included, because `step_bytes` returns them; both results
-      together are all collectives over `split_axis`. With `overlap="ring"` the result lists the
+      together are all collectives over `split.axis`. With `overlap="ring"` the result lists the
       layers' all-gathers and reduce-scatters, although permutes send their bytes.
 
     Raises:

@@ -114,7 +114,7 @@ class CachedSteps:
         for axis in axes:
             self.row_devices *= program.mesh.shape[axis]
         split = self.model.split.axis
-        self._split_axes = (split,) if split in program.mesh.shape else ()
+        self._split_axes = (split,) if split and split in program.mesh.shape else ()
         self.prefill = self._jit(self._prefill, static_argnames="size")
         self.decode = self._jit(self._decode, donate_argnames="rows")
         self.score = self._jit(self._score)
