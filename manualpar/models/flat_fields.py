@@ -96,13 +96,13 @@ def understand_flat_names(cls: ModelClass) -> ModelClass:
             changed = {FLAT[name].path[0] for name in old}
             now = ", ".join(f"{name}={kwargs[name]!r}" for name in GROUPS if name in changed)
             is_clone = inspect.stack(0)[1].function == "clone"
-            _warn(f"{cls.__name__}: {', '.join(old)} is {now}", stacklevel=4 if is_clone else 3)
+            _warn(f"{cls.__name__}: {', '.join(old)} became {now}", stacklevel=4 if is_clone else 3)
         init(self, *args, **kwargs)
 
     def reader(name: str) -> Any:
         def read(self: Any) -> Any:
             path = FLAT[name].path
-            _warn(f"{cls.__name__}.{name} is {cls.__name__}.{'.'.join(path)}")
+            _warn(f"{cls.__name__}.{name} became {cls.__name__}.{'.'.join(path)}")
             return _value(self, path)
 
         return property(read)
@@ -123,5 +123,5 @@ def _value(model: Any, path: tuple[str, ...]) -> Any:
 
 
 def _warn(what: str, *, stacklevel: int = 3) -> None:
-    message = f"{what} now; old names go with the next release."
+    message = f"{what}; old names go with the next release."
     warnings.warn(message, DeprecationWarning, stacklevel=stacklevel)

@@ -1,27 +1,25 @@
 """A transformer over several kinds of mesh axes."""
 
-import functools
-
 import numpy as np
 import optax
 
 from manualpar import Batch, Pipeline, abstract_mesh, fsdp, make_mesh
-from manualpar.models import Transformer
+from manualpar.models import Context, Split, Transformer
 from manualpar.models.cross_entropy import language_model_loss, mixture_of_experts_loss
+from manualpar.models.flat_fields import with_fields
 
 TOKENS = np.random.default_rng(0).integers(0, 32, (8, 17), dtype=np.int32)
 MASK = (np.arange(16)[None] < np.arange(1, 16, 2)[:, None]).astype(np.float32)
 BATCH = Batch(TOKENS[:, :-1], TOKENS[:, 1:], MASK)
-MODEL = functools.partial(
-    Transformer,
+MODEL = Transformer(
     vocab_size=32,
     num_layers=4,
     hidden_size=16,
     num_heads=4,
     mlp_size=16,
     scan_layers=True,
-    split_axis="model",
-    context_axis="context",
+    split=Split("model"),
+    context=Context("context"),
 )
 
 
@@ -36,7 +34,7 @@ def build(sizes, *, devices=None, builder=fsdp, fields=(), **options):
     if "stage" in sizes:
         options.setdefault("pipeline", Pipeline())
     return builder(
-        MODEL(**fields),
+        with_fields(MODEL, **fields),
         optax.sgd(1.0),
         mixture_of_experts_loss if "num_experts" in fields else language_model_loss,
         mesh=mesh,

@@ -97,21 +97,21 @@ def test_a_group_shows_what_differs_from_the_defaults():
 def test_a_model_understands_flat_names_and_warns():
     with pytest.warns(
         DeprecationWarning,
-        match=r"rope_scaling, .* is attention=Attention\(kind='xla', window=3\), ",
+        match=r"rope_scaling, .* became attention=Attention\(kind='xla', window=3\), ",
     ) as w:
         model = Transformer(**FIELDS)
     assert len(w) == 1
     assert w[0].filename == __file__
     assert model == Transformer(**NESTED)
     with pytest.warns(
-        DeprecationWarning, match=r"num_experts is experts=Experts\(num_experts=4, top_k=3"
+        DeprecationWarning, match=r"num_experts became experts=Experts\(num_experts=4, top_k=3"
     ) as w:
         clone = model.clone(num_experts=4)
     assert clone.experts == Experts(4, top_k=3, axis="expert")
     assert w[0].filename == __file__
     for name in FLAT.keys() - GROUPS.keys():
         with pytest.warns(
-            DeprecationWarning, match=rf"Transformer\.{name} is Transformer\.\w+\.\w+"
+            DeprecationWarning, match=rf"Transformer\.{name} became Transformer\.\w+\.\w+"
         ):
             assert getattr(model, name) == flatten_fields(model)[name]
 
