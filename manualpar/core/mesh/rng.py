@@ -37,7 +37,7 @@ def fold_rng_over_axis(rng: jax.Array, axis_name: AxisName) -> jax.Array:
 
 
 def typed_key(function: str, rng: Any) -> jax.Array:
-    """Converts a typed or raw key to a typed key; raises a `TypeError` if it is not one key."""
+    """Converts a typed or raw key to a typed key; raises a `TypeError` for anything else."""
     dtype = getattr(rng, "dtype", None)
     if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and rng.shape == ():
         return rng

@@ -1,4 +1,4 @@
-"""How values are sent: the formats of parameters and gradients, and the order of the axes."""
+"""How values are sent: in which formats, and over all axes at once or axis by axis."""
 
 import dataclasses
 import math
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 
 class Quantizer(Protocol):
-    """A pytree that sends numbers in fewer bits; see `quantized_collectives`."""
+    """A pytree whose methods send numbers in fewer bits; see `quantized_collectives`."""
 
     @property
     def name(self) -> str:
@@ -52,7 +52,7 @@ class Format:
 
 @dataclasses.dataclass(frozen=True)
 class CommPolicy:
-    """The formats in which values are sent, and the order of the axes.
+    """The formats in which values are sent, and whether collectives run axis by axis.
 
     Attributes:
       gather: The format of parameters that are gathered. The model computes in the dtype of this
@@ -79,7 +79,7 @@ class CommPolicy:
         return CommPolicy(axis_by_axis=self.axis_by_axis)
 
     def for_parameter(self, dtype: Any, *, trainable: bool = True) -> "CommPolicy":
-        """Returns the policy for a parameter of a dtype.
+        """Returns the policy for a parameter with dtype `dtype`.
 
         A parameter that is not floating-point is sent as it is stored. A frozen parameter is cast
         only to a narrower dtype.
@@ -97,7 +97,7 @@ class CommPolicy:
         return dataclasses.replace(self, reduce=Format(self.reduce.dtype, quantizer))
 
     def reduced_dtype(self, dtype: Any) -> Any:
-        """Returns the dtype in which the gradients of a parameter of a dtype are summed."""
+        """Returns the dtype in which the gradient of a parameter with dtype `dtype` is summed."""
         return jnp.dtype(self.reduce.dtype or self.gather.dtype or dtype)
 
     def reduce_quantizer(self, n: float, dtype: Any, axes: tuple[str, ...]) -> Quantizer | None:

@@ -48,7 +48,7 @@ def trained(placements: Placements) -> Any:
 
 
 def combine(parts: tuple[Any, Any]) -> Any:
-    """Undoes `partition`."""
+    """Combines the parts that `partition` returned into one tree."""
     return jax.tree.map(
         lambda x, y: y if is_masked(x) else x,
         *parts,
