@@ -77,7 +77,7 @@ def initialisation(
 
 
 def typed_specs(params: Params) -> Any:
-    """Returns the tree of parameters with the spec of the type that an initialiser gave each."""
+    """Returns, for each parameter, the spec in the type of its initialiser's result."""
     return jax.tree.map(
         lambda x: PartitionSpec(*x.names) if isinstance(x, TypedParameter) else PartitionSpec(),
         params,

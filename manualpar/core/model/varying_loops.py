@@ -128,7 +128,7 @@ def _call_branch(
         kwargs = dict(kwargs)
         operands = (kwargs.pop("operand"),)
     if index_axes := varying_axes(index):
-        # The transpose of a cast is a collective. In a branch only some devices would call it.
+        # The transpose of a cast is a collective. Inside a branch only some devices would run it.
         operands = cast_to_varying(operands, index_axes)
 
     def choose(branches: Sequence[Any]) -> Any:

@@ -113,7 +113,7 @@ class GlobalArrays(Mode):
         return shard.replace(value=self.constrain(g, place.state_spec))
 
     def sync(self, place: Route, shard: Any, g: Any) -> Any:
-        """Returns the gradient unchanged, because it is already the gradient of the global batch."""
+        """Returns the gradient unchanged, because it already covers the global batch."""
         del place, shard
         return g
 

@@ -157,7 +157,7 @@ def _evaluate(
 
 
 def _nested(is_repeated: _IsRepeated, eqn: Any) -> Callable[..., Any] | None:
-    """Returns the function that replaces a call, or a loop or checkpoint with weights, or `None`."""
+    """Returns a replacement for a call, or for a loop or checkpoint with weights; else `None`."""
     name = eqn.primitive.name
     if name in CALLS or (name in LOOPS | REMAT_PRIMITIVES and _makes_inside(eqn, is_repeated)):
         return functools.partial(_run_nested, name, eqn.params, is_repeated)

@@ -61,7 +61,7 @@ class LinenModel(ModelInterface):
 
     @property
     def apply_fn(self) -> Callable[..., Any]:
-        """The module's `apply`, which equal modules share, if nothing in the module is changed."""
+        """The module's `apply`, which equal modules share; `self.apply` if calls change fields."""
         changed = self.axis_aliases.axes or self.interceptors
         apply: Callable[..., Any] = self.apply if changed else self.module.apply
         return apply
@@ -82,7 +82,7 @@ class LinenModel(ModelInterface):
         return dataclasses.replace(self, interceptors=(*self.interceptors, interceptor))
 
     def annotated(self, path: str, kernel: Any) -> Any:
-        """Puts the kernel of the module at `path` into the box that `init` makes, if any."""
+        """Puts the kernel of the module at `path` into the box that `init` makes; here, no box."""
         del path
         return kernel
 
@@ -90,7 +90,7 @@ class LinenModel(ModelInterface):
         """Calls `module.apply` with fields replaced in every module.
 
         Raises:
-          ValueError: A module draws from the stream of dropout in evaluation.
+          ValueError: A module draws from the stream `dropout` in evaluation.
         """
         switches, rngs = SWITCHES[self.phase], kwargs.get("rngs")
         withheld = False

@@ -1,6 +1,7 @@
 """Calls NNX models as Linen models are called: with `init` and `apply`.
 
-An `nnx.Module` holds its variables. Here it is split into its static graph and its variables. The
+An `nnx.Module` contains its variables. Here it is split into its static graph and its variables.
+The
 variables are grouped into collections with Linen's names: `nnx.Param` and its subclasses are
 `params`, `nnx.BatchStat` is `batch_stats`, and so on. A path consists of the attributes' names.
 Applying the model merges the graph and the variables into a module for one call.
@@ -272,7 +273,7 @@ def _make_again(module: nnx.Module) -> Callable[[jax.Array], nnx.Module]:
             "expected an instance with arrays. Or pass the class, or a function of rngs: then the "
             "program makes the arrays sharded."
         )
-    # On the host, because the values may be on other devices than the program's.
+    # Copies values to the host, because they may be on devices that the program does not use.
     values = [x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else np.asarray(x) for x in leaves]
 
     def make(key: jax.Array) -> nnx.Module:
@@ -284,7 +285,7 @@ def _make_again(module: nnx.Module) -> Callable[[jax.Array], nnx.Module]:
 
 
 def _construct(make: Callable[..., Any], name: str, key: jax.Array) -> nnx.Module:
-    """Makes a module from a key; its annotations do not shard it, because the program does."""
+    """Makes a module from a key without sharding its arrays, because the program shards them."""
     with nnx.use_eager_sharding(False), assigning_tracers():
         module = make(rngs=nnx.Rngs(key))
     if not isinstance(module, nnx.Module):
@@ -317,7 +318,7 @@ def _check_takes_rngs_alone(name: str, parameters: Mapping[str, inspect.Paramete
 
 
 def _check_params(module: nnx.Module) -> None:
-    """Refuses parameters that are not arrays, and references."""
+    """Refuses parameters that are not arrays or that are references."""
     for path, leaf in _leaves(module):
         if not isinstance(leaf, nnx.Param):
             continue
