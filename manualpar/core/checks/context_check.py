@@ -112,7 +112,7 @@ def check_context(strategy: str, model: TracedModel, batch: Batch, roles: AxisRo
 def _trace_loss(
     model: TracedModel, batch: Batch, roles: AxisRoles, *, training: bool
 ) -> tuple[ClosedJaxpr, Any]:
-    """Returns the program of a device's loss, and the structure of (loss, metrics, collections)."""
+    """Returns the jaxpr of a device's loss, and the structure of (loss, metrics, collections)."""
     mode, traces = model.mode, list[tuple[ClosedJaxpr, Any]]()
     variables = dict(model.variables)
     params = variables.pop("params")

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Literal
 
-# The results of these have the same sum of all entries as their operand.
+# These operations keep the sum of all entries of their operand.
 _SUM_PRESERVING = frozenset({"reduce_sum", "reshape", "squeeze", "transpose"})
 
 
@@ -32,7 +32,7 @@ class ValueNumbers:
         self._fresh = itertools.count(1)
 
     def fresh(self) -> int:
-        """Returns a number that no value has."""
+        """Returns a number that no value has yet."""
         return next(self._fresh)
 
     def of(self, variable: Any) -> int:
@@ -65,7 +65,7 @@ class ValueNumbers:
         self._numbers[variable] = number
 
     def is_scalar(self, number: int) -> bool:
-        """Returns whether a value is a scalar, maybe broadcast."""
+        """Returns whether a value is a scalar or a broadcast scalar."""
         return number in self._scalars
 
     def constant(self, number: int) -> float | None:

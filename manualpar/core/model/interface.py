@@ -2,8 +2,8 @@
 
 Each library has a subclass of `ModelInterface`, which is registered when its module is imported.
 Linen's is in `manualpar.core.model.linen.linen_model`, NNX's in
-`manualpar.core.model.nnx.nnx_model`. Modules that call models import only this one.
 `manualpar.core.model.nnx.nnx_model`. Modules that call models import only this module.
+"""
 
 import abc
 import dataclasses
@@ -79,8 +79,8 @@ class ModelInterface(abc.ABC):
     def encodings(self, leaves: Sequence[Any]) -> dict[str, Any]:
         """Returns the encodings of arrays that a program stores quantized, by the array's name.
 
-        `leaves` are the program's leaves. An encoding has a leaf `plain`, which describes the
-        source's array, and `encode(array)`, which returns the program's arrays by name.
+        `leaves` are the program's leaves. An encoding has `plain`, the `Leaf` of the unquantized
+        array, and `encode(array)`, which returns the program's arrays by name.
         """
         del leaves
         return {}

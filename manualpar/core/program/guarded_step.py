@@ -123,7 +123,7 @@ def is_deleted(x: Any) -> bool:
 
 
 def check_state(function: str, abstract: TrainState, state: Any) -> None:
-    """Refuses a state whose shapes or shardings differ from the program's, before JAX gets it.
+    """Refuses a state whose shapes or shardings differ from the program's, before JAX reads it.
 
     The sharding is not checked for a tracer, or for an array that is not committed to a device,
     because JAX places such an array itself.
@@ -163,7 +163,7 @@ def _show_sharding(sharding: Any) -> str:
 
 
 def _has_sharding(x: Any, sharding: Any) -> bool:
-    """Returns whether an array has this sharding, or JAX is free to place it so."""
+    """Returns whether an array has this sharding, or whether JAX may still place it so."""
     if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer) or not x.committed:
         return True
     if x.sharding.device_set != sharding.device_set:

@@ -37,7 +37,7 @@ def check_strategy(strategy: Strategy, num_minibatches: int) -> None:
 def place_parameter(
     strategy: Strategy, info: ParameterInfo, axes: tuple[str, ...], mesh: Mesh
 ) -> Placement:
-    """Asks a strategy for the placement of a parameter, and checks it.
+    """Asks a strategy for the placement of a parameter, and checks the placement.
 
     Raises:
       ValueError: The placement does not fit the parameter or the mesh.

@@ -1,6 +1,7 @@
 """One step: gradients on each device inside `shard_map`, the optimizer's update outside of it.
 
-The forward pass, the backward pass and the reductions of gradients and metrics run inside. Read
+The forward pass, the backward pass and the reductions of gradients and metrics run inside
+`shard_map`. Read
 `Step._gradients_on_device` first. It has three parts: *box* the parameters, so that they gather
 themselves; *accumulate* the gradients of the loss over minibatches; *reduce* gradients over the
 devices. This package writes every collective in this method.
@@ -213,7 +214,7 @@ class Step:
         return self._map(lambda _, x: x.gather_data_axes() if is_box(x) else x, boxes)
 
     def _loss_that_regathers(self) -> CarryingLossFn:
-        """Returns the model's loss; if wanted, its backward pass gathers parameters again."""
+        """Returns the model's loss; if needed, its backward pass gathers parameters again."""
         if not self._makes_weights_again:
             return self.model.train_loss
         return regather_for_backward(
