@@ -1,4 +1,4 @@
-"""Compares the kinds of attention in a layer on TPUs, by estimates of XLA's TPU compiler.
+"""Compares kinds of attention for one layer on TPUs, with estimates by XLA's TPU compiler.
 
 python -m benchmarks.attention [--topologies v5e:2x2 v6e:2x2 v5p:2x2x1] [--kinds splash blockwise]
     [--lengths 2048 8192 32768] [--heads 16 --key_heads 16] [--output FILE.md] [--json FILE.json]
@@ -7,9 +7,10 @@ No TPU is needed, but libtpu is: `pip install "manualpar[tpu-compiler]"`. Nothin
 the attention of one layer, forward and backward: one sequence a chip, 128 features a head,
 bfloat16, with document numbers. A kind that does not fit into memory has a row too.
 
-Milliseconds are the compiler's cycles divided by the chip's clock. The compiler has no cycles for
-kernels. They are taken to reach a share of the chip's peak, which was fitted to published speeds,
-see `manualpar.planner.kernels`. So the figures of splash are less certain than the other figures.
+Milliseconds are the compiler's cycles divided by the chip's clock. The compiler gives no cycles for
+kernels. So kernels are assumed to reach a share of the chip's peak, which was fitted to published
+speeds, see `manualpar.planner.kernels`. Therefore the figures of splash are less certain than the
+other figures.
 """
 
 import argparse

@@ -73,11 +73,11 @@ class Saves:
 
     Attributes:
       blocked: Seconds that the loop waited for each save.
-      background: Seconds after that until each save was complete.
+      background: Seconds from the end of each wait until the save was complete.
     """
 
     def __init__(self, bench: Bench, *, asynchronous: bool) -> None:
-        """Makes no folder yet."""
+        """Sets up the checkpoints; makes no folder yet."""
         self._bench = bench
         self._folder = bench.folder / ("asynchronous" if asynchronous else "synchronous")
         keep = bench.config.checkpoint.keep
@@ -102,7 +102,7 @@ def measure_saving(bench: Bench, *, steps: int, rounds: int) -> SaveCosts:
 
     Args:
       bench: The program to train.
-      steps: Steps of a block, at least two; 0 for the steps that a background save takes.
+      steps: Steps of a block, at least two; with 0, as many steps as a background save takes.
       rounds: The number of blocks of each kind.
 
     Returns:
@@ -183,7 +183,7 @@ def measure_processes(
       devices: The number of simulated CPU devices; `None` for the config's default.
 
     Returns:
-      The seconds of the `fresh` and of the `resumed` processes, which run in turn.
+      The seconds of the `fresh` and of the `resumed` processes, which alternate.
     """
     folder.mkdir(parents=True)
     saved = folder / "saved"
@@ -211,7 +211,7 @@ def _run_process(
     """
     command = [
         *(sys.executable, "-m", "experiments.fsdp", f"--config={config.absolute()}"),
-        # The first step is the last, so that it is reported at once and not some steps later.
+        # The first step is also the last, so that it is reported at once and not some steps later.
         f"--config.training.num_steps={num_steps}",
         "--config.training.eval_every_steps=0",
         f"--workdir={workdir}",

@@ -337,7 +337,7 @@ def _lines(outside: Path) -> Iterator[Case]:
     }
 
     def prepend(name: str, line: bytes, workdir: Path) -> None:
-        """Replaces the first line; the file's size still matches the checkpoint."""
+        """Inserts a line at the beginning, and corrects the size of the file in the checkpoint."""
         path = workdir / name
         path.write_bytes(line + b"\n" + path.read_bytes())
         extra = json.loads((workdir / NEWEST / "extra/metadata").read_text())

@@ -2,7 +2,7 @@
 
 Every contender trains the same model from the same parameters on the same tokens with AdamW. Only
 one contender uses memory at a time, so that the model may be as large as one contender can train.
-The first is measured again at the end, which shows how far the machine has drifted.
+The first contender is measured again at the end, which shows how far the machine has drifted.
 """
 
 import argparse

@@ -67,7 +67,7 @@ class Times(NamedTuple):
     Attributes:
       seconds: The seconds until the last state is ready and all saved files are on disk.
       blocked: The seconds that the loop waited for its save.
-      saved_at: The time when it stopped waiting, by the wall clock.
+      saved_at: The time when the loop stopped waiting, by the wall clock.
     """
 
     seconds: float
@@ -80,13 +80,13 @@ class FinishError(Exception):
 
 
 class FinishLine:
-    """Takes the place of the hook that saves: saves one step, and ends a block.
+    """A hook in place of the hook that saves: it saves one step, and ends a block.
 
     Attributes:
       finished: The time when the last state was ready and all saved files were on disk.
       state: The last state.
       blocked: The seconds that the loop waited for the save.
-      saved_at: The time when it stopped waiting, by the wall clock.
+      saved_at: The time when the loop stopped waiting, by the wall clock.
     """
 
     def __init__(self, num_steps: int, trainer: Trainer, save_as: int | None) -> None:
@@ -160,7 +160,7 @@ class Bench:
         Returns:
           The seconds that the block took.
         """
-        # Simulated devices may run only a limited number of computations at once, see `dispatch`.
+        # Simulated devices run only a limited number of computations at once, see `guarded_step`.
         is_limited = getattr(self.program.train_step, "is_limited", False)
         in_flight: collections.deque[Any] = collections.deque()
         metrics: Any = None

@@ -118,7 +118,7 @@ def _answer(case: Case, folder: Path, paths: dict[str, Path]) -> None:
 
 
 def count_compilations(path: Path) -> None:
-    """From now on, appends a byte to a file whenever a program is compiled."""
+    """Makes this process append a byte to a file whenever it compiles a program, from now on."""
 
     def note(event: str, duration_secs: float, **more: str | int) -> None:
         del duration_secs, more

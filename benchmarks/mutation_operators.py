@@ -1,4 +1,4 @@
-"""Mutates collectives, each in several wrong ways.
+"""Mutates each collective in several wrong ways.
 
 A mutant is the source with the text of one communicating call replaced. The replacement keeps
 shapes and dtypes if possible, so that tests must look at values. `x` is the value that the call
@@ -6,8 +6,8 @@ sends:
 
 - `delete`: the same shape without communication. A reduction or a permutation becomes `x`. A gather
   becomes one copy of `x` for each device. A scatter becomes the device's part of `x`. An exchange
-  becomes its result if all devices had this `x`. Running sums are sums of this `x`. A function that
-  is an argument becomes a function that returns `x`.
+  becomes its result if all devices had this `x`. A running sum over devices becomes a running sum
+  on the device. A function that is an argument becomes a function that returns `x`.
 - `duplicate`: communicate twice. A second gather, scatter or mean may keep the right value, and
   only a test that counts collectives can notice it.
 - `times-2`, `over-size`: the result times 2, or divided by the number of devices.

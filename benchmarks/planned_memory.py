@@ -89,7 +89,7 @@ def measure(name: str, changes: dict[str, Any]) -> Row:
     planned = step_memory(program, platform="cpu")
     lowered = program.train_step.lower(program.abstract_state, program.abstract_batch)
     compiled = lowered.compile().memory_analysis()
-    assert compiled is not None  # The CPU's compiler always gives one.
+    assert compiled is not None  # XLA:CPU always returns an analysis.
     settings = (f"{path.split('.')[1]}={value}" for path, value in changes.items())
     return Row(
         case=" ".join((name, *settings)),

@@ -1,9 +1,9 @@
 """Groups of processes that run tasks, one group at a time.
 
 Two libraries cannot train in one process. So each library has a group of processes, which stay
-alive and wait while another group works. So their blocks of steps can take turns. A process is
-started with one argument, a JSON object. It gets a line of JSON for each task, and answers with a
-line of JSON.
+alive and wait while another group works. In this way their blocks of steps can take turns. A
+process is started with one argument, a JSON object. It gets a line of JSON for each task, and
+answers with a line of JSON.
 """
 
 import json

@@ -63,7 +63,7 @@ class Reference:
         train: bool = True,
         keys: jax.Array | None = None,
     ) -> Answer:
-        """Computes an answer; `units` are the numbers of examples, device after device.
+        """Computes an answer; `units` are the example numbers of each unit, device after device.
 
         `keys` are the dropout keys of the units.
         """

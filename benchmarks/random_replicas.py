@@ -17,7 +17,7 @@ from benchmarks.random_reference import flatten, unflatten
 
 
 def check_replicas(check: Any, program: Any) -> None:
-    """Runs a program with replicas and compares it."""
+    """Runs a program with replicas, and compares each replica with one device."""
     of_replicas = check.row["diloco"]
     number = program.mesh.shape["replica"]
     state = check.begin(program)

@@ -54,7 +54,7 @@ class Point:
       counts: The counts of the compiled step.
       traced: Bytes that a device sends in the traced program.
       formula: The closed form of the bytes for parameters and gradients.
-      overhead: The time of a step divided by that of one device with the same batch.
+      overhead: The time of a step divided by the step time of one device with the same batch.
     """
 
     scaling: str
@@ -165,7 +165,7 @@ def measure_depths(
             for layers in depths:
                 workload = make_workload("lm-scanned" if is_scanned else "lm", is_tiny=is_tiny)
                 assert isinstance(workload.model, Transformer)
-                # With a fixed scale, because initial values do not matter here.
+                # Initial values do not matter here, so their scale need not follow the depth.
                 model = workload.model.clone(num_layers=layers)
                 workload = dataclasses.replace(workload, model=model)
                 program = build(workload, "fsdp", number, mode="manual")

@@ -3,9 +3,8 @@
 `nn.BatchNorm(axis_name="batch")` computes its statistics over the devices along an axis called
 `batch`. The mesh's axes may have other names, so an alias maps `batch` to mesh axes. While the
 model runs inside `shard_map`, the field `axis_name` of its modules (in NNX the attribute) is set to
-these axes. In
-the other modes arrays are global, so the field is set to `None` and nothing is reduced. All modes
-give the same result if the alias stands for all axes that split the batch.
+these axes. In the other modes arrays are global, so the field is set to `None` and nothing is
+reduced. All modes give the same result if the alias stands for all axes that split the batch.
 
 Only such fields are replaced. If a model calls a collective, its axis argument stays as it is.
 """

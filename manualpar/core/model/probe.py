@@ -6,8 +6,7 @@ records the dims that `nn.scan` and `nn.vmap` run over, because these dims must 
 The box contains an array of random keys instead of the parameter. Code that reads the content
 without `unbox()` would compute with a shard. Such code fails here, because arithmetic on keys
 fails. The box also contains zeros, which detect a loss that differentiates a parameter. This would
-be wrong:
-a gather's handwritten gradient is the gradient of a mean over devices.
+be wrong: a gather's handwritten gradient is the gradient of a mean over devices.
 """
 
 import linecache

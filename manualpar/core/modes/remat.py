@@ -10,9 +10,8 @@ results of gathers (operations in the scope `GATHER_SCOPE`) and of quantization 
 (`DECODE_SCOPE`). It follows them through operations that only cast or move elements. All other
 residuals are saved as autodiff would save them. Code in the user's own `jax.checkpoint`
 (`nn.remat`) is recomputed by the user's policy, except that weights gathered over slow links are
-saved. The body of a scan
-and the branches of a `cond` are treated like the program around them. So a scan over layers also
-gathers one layer at a time in its backward pass.
+saved. The body of a scan and the branches of a `cond` are treated like the program around them. So
+a scan over layers also gathers one layer at a time in its backward pass.
 """
 
 import functools

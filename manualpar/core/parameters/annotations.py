@@ -6,8 +6,8 @@ A model annotates a parameter with a flax box around it. `nn.with_partitioning` 
 dimension, and *rules* give the mesh axes that shard it. A rule is a pair: a logical name, and a
 mesh axis, a tuple of axes or `None`. A name may have several rules. A rule fits if no other
 dimension of the same parameter uses the rule's axes. The first rule that fits is used. If no rule
-fits,
-the dimension is not sharded. `nn.logical_to_mesh_axes`, which this module calls, works in this way.
+fits, the dimension is not sharded. `nn.logical_to_mesh_axes`, which this module calls, works in
+this way.
 
 Invariants: no device is used; the resulting names are axes of the mesh, one entry for each
 dimension; an axis occurs at most once; the axes of a dimension divide its size; a dimension that

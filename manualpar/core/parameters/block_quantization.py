@@ -12,8 +12,7 @@ Invariants:
   changes nothing, and its product with a code is exact in float32.
 - The error of a finite number is at most half the scale of its block. With stochastic rounding the
   error is less than the scale. Rounding the product of code and scale adds to this error.
-  Magnitudes above
-  `LARGEST` are clipped to `LARGEST`, so that no scale overflows.
+  Magnitudes above `LARGEST` are clipped to `LARGEST`, so that no scale overflows.
 - If numbers are dequantized in float32 and quantized again with rounding to the nearest, codes and
   scales stay the same. In bfloat16 products are rounded, so a few codes change by one.
 - A block whose scale would be subnormal becomes zeros. A block with a number that is not finite
@@ -50,8 +49,8 @@ def quantize(
       block: The length of the blocks, as `quantized_block_size` returns it for `K`.
       code: The number of bits of a code.
       key: The key for stochastic rounding: the mean over keys is the unrounded number. Arrays with
-        different scales get different noise from one key. Without a key, numbers are rounded to
-        the nearest.
+        different scales get different noise from one key. Without a key, numbers are rounded to the
+        nearest.
 
     Returns:
       The codes, `[..., K]` of int8, and the scales, `[..., ceil(K / block)]` of the dtype of `x`.

@@ -10,8 +10,7 @@ Invariants: `names[i]` is the mesh axis (or tuple of axes) that dimension `i` is
 `None`. The value is the device's shard inside `shard_map` and the global array outside. A gradient
 `None`. The value is the device's shard inside `shard_map` and the global array outside. A gradient
 is in a box like its parameter's. A dimension that the axes do not divide may be padded with zeros.
-Then
-the padded array is sharded, and `unbox` removes the padding.
+Then the padded array is sharded, and `unbox` removes the padding.
 """
 
 from collections.abc import Callable

@@ -41,9 +41,8 @@ def gather_examples(x: Any, axis_name: AxisName | None = None) -> Any:
     Gradient:
       The gradient of JAX's all-gather: each device's examples get the sum of the gradients of all
       devices' losses. A program then averages gradients over the devices. So the gradient is exact
-      in two cases:
-      if every device computes the loss of all examples, or if each device computes the loss of its
-      own examples against all examples.
+      in two cases: if every device computes the loss of all examples, or if each device computes
+      the loss of its own examples against all examples.
     """
     for path, leaf in jax.tree_util.tree_leaves_with_path(x):
         if not jnp.ndim(leaf):

@@ -31,8 +31,8 @@ def shard_params(params: Params, axis_name: AxisName, min_weight_size: int = 2**
     Returns:
       The same tree. A sharded parameter is a `ShardedParameter` with the value
       `[..., D/axis_name, ...]`. It is sharded along a free dimension that the size of the axis
-      divides. `choose_shard_dim` chooses among these dimensions. Other parameters are
-      returned unchanged, and absl logs the reason at level info.
+      divides. `choose_shard_dim` chooses among these dimensions. Other parameters are returned
+      unchanged, and absl logs the reason at level info.
 
     Raises:
       ValueError: An axis is not bound by a `shard_map`.

@@ -1,8 +1,7 @@
 """Calls NNX models as Linen models are called: with `init` and `apply`.
 
 An `nnx.Module` contains its variables. Here it is split into its static graph and its variables.
-The
-variables are grouped into collections with Linen's names: `nnx.Param` and its subclasses are
+The variables are grouped into collections with Linen's names: `nnx.Param` and its subclasses are
 `params`, `nnx.BatchStat` is `batch_stats`, and so on. A path consists of the attributes' names.
 Applying the model merges the graph and the variables into a module for one call.
 

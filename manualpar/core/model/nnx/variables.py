@@ -43,9 +43,8 @@ def annotate(variable: nnx.Variable[Any], path: str) -> Any:
     """Returns the value of a parameter, in a box if the parameter is annotated.
 
     `nnx.with_partitioning` and `nnx.Param(..., out_sharding=...)` annotate parameters. The box has
-    the
-    variable's rules (`sharding_rules`), followed by the rules of `nnx.logical_axis_rules` around
-    the call. If the annotation also has `split=True`, the box is a `SplitParameter`.
+    the variable's rules (`sharding_rules`), followed by the rules of `nnx.logical_axis_rules`
+    around the call. If the annotation also has `split=True`, the box is a `SplitParameter`.
 
     Raises:
       TypeError: The annotation is not a sequence of names; the message contains `path`.
