@@ -131,7 +131,7 @@ class MovedFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 def find_old_names() -> None:
     """Makes old names importable."""
     if not any(isinstance(finder, MovedFinder) for finder in sys.meta_path):
-        # It must be first: other finders would import the files of a moved folder a second time.
+        # The finder must be first: others would import the files of a moved folder a second time.
         sys.meta_path.insert(0, MovedFinder())
     for name, renamed in RENAMED.items():
         module = importlib.import_module(PACKAGE + name)

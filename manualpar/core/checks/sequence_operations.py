@@ -177,7 +177,7 @@ class SequenceOperations:
         return results
 
     def _guard(self, eqn: Any, values: list[SplitValue], numbers: list[int]) -> SplitValue | None:
-        """Finds the result of an operation that keeps a count from being 0; `None` for others.
+        """Finds the result of an operation that keeps a count from being 0; else `None`.
 
         Such operations are comparisons like `count > 0`, `max(count, 1)`, `count + 1e-8`, `count +
         (count == 0)`, `where(count > 0, count, 1)`, `where(count > 0, total / count, 0)`, and casts

@@ -15,7 +15,7 @@ device is a *sum* with power 1. A value may also be divided by a *count*, a sum 
 devices, as in the mean of the valid positions. Multiplying by that count undoes the division. A
 *guarded* value is a count whose value 0 has been replaced, so that a value may be divided by it. A
 *test* is a comparison of a count with 0. An *unpaired* value exists in only one of the traces. Only
-code in the scope of context parallelism may use it.
+code in the scope of context parallelism may use such a value.
 
 Invariant: the result of an operation has a kind only if the operation is known to be right on every
 device.

@@ -46,7 +46,7 @@ _INLINE = frozenset(
     """.split()  # noqa: SIM905
 )
 
-# A value and its number.
+# A value and its value number.
 Numbered = tuple[SplitValue, int]
 
 
@@ -75,12 +75,13 @@ class SequenceWalk:
         """Finds the values of a program's results.
 
         Args:
-          part: The trace on a device's positions. An argument is *split* if its shape differs from
-            its shape in `whole`, and the *same* otherwise.
+          part: The trace on a device's positions. An argument is *split* if its shapes in `part`
+            and `whole` differ, and *same* otherwise.
           whole: The trace on all positions.
 
         Raises:
-          ValueError: An operation is wrong or unknown. The message names its module and its line.
+          ValueError: An operation is wrong or unknown. The message names the operation's module and
+            line.
         """
         return self._walk(part, whole, None, "")
 

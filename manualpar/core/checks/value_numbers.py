@@ -24,8 +24,8 @@ class ValueNumbers:
     def __init__(self) -> None:
         self._numbers: dict[Any, int] = {}
         self._expressions: dict[Any, int] = {}
-        # For a result of `_SUM_PRESERVING` operations, the number of the array to which they were
-        # applied.
+        # For a result of `_SUM_PRESERVING` operations, the number of the array to which these
+        # operations were applied.
         self._sum_of: dict[int, int] = {}
         self._scalars: set[int] = set()
         self._constants: dict[int, float] = {}

@@ -1,7 +1,7 @@
 """Orders the devices of a mesh: the axes over which devices wait most get the fastest links.
 
-The order of a mesh's axes goes from the slowest links to the fastest. The axes' names decide it,
-not the order in which they are written (`DEFAULT_ORDER`):
+The order of a mesh's axes goes from the slowest links to the fastest. The names of the axes decide
+this order, not the sequence in which the axes are written (`DEFAULT_ORDER`):
 
 - `replica` sends a shard of the gradients once a step;
 - `stage` sends the activations of one microbatch to one neighbour;
@@ -19,7 +19,7 @@ JAX's slices if there are several. One slice of TPUs is one host, because a fast
 machines. Hosts are divided over the slowest axes first, so the fastest axes stay within a host if
 their sizes allow it. In a slice of TPUs each axis is a ring of neighbours if possible, see
 `manualpar.core.mesh.torus`. Devices of one process need not be neighbours in the mesh: a process
-reads the rows of the batch that its devices hold.
+reads the rows of the batch that belong to its devices.
 
 The order changes only which device is at a position of the mesh. Axes and specs stay the same, so
 a program computes the same numbers.

@@ -7,8 +7,8 @@ scatters do not depend on the order of devices, because XLA finds rings for them
 
 If a grid has at least two dimensions and one has an even size, a ring of neighbours can pass
 through all positions without a link between opposite ends. The ring first passes through all rows,
-but leaves out the first position of each row. It returns through these first positions. In a grid
-of 2x4 it goes up one column and down the other.
+but leaves out the first position of each row. The ring then returns through these first positions.
+In a grid of 2x4 the ring goes up one column and down the other.
 
 A chip with two devices counts as two positions, one hop apart.
 """

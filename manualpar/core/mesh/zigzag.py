@@ -20,8 +20,8 @@ def to_zigzag(batch: Batch, axis: str) -> Any:
     """Sends positions between devices, to turn consecutive runs into zig-zag half blocks.
 
     Leaves are `[B, S/axis, ...]`. Before the exchange, a leaf contains the device's run of each
-    sequence. After the exchange, it contains half block `c` and then half block `2 C - 1 - c`.
-    Scalars do not change.
+    sequence. After the exchange, the leaf contains half block `c` and then half block
+    `2 C - 1 - c`. Scalars do not change.
 
     Communication:
       Two collective permutes of half of each leaf.

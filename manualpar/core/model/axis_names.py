@@ -6,7 +6,8 @@ model runs inside `shard_map`, the field `axis_name` of its modules (in NNX the 
 these axes. In the other modes arrays are global, so the field is set to `None` and nothing is
 reduced. All modes give the same result if the alias stands for all axes that split the batch.
 
-Only such fields are replaced. If a model calls a collective, its axis argument stays as it is.
+Only such fields are replaced. If a model calls a collective, the axis argument of the call does not
+change.
 """
 
 import dataclasses

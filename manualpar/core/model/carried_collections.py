@@ -1,7 +1,7 @@
 """The collections other than `params` that a training state keeps from step to step.
 
 A loss calls `apply_fn({"params": params}, inputs, train=True, rngs=...)`. This `apply_fn` adds the
-other collections to the variables and keeps their updates. In evaluation, it also overrides
+other collections to the variables and keeps their updates. In evaluation, `apply_fn` also overrides
 switches such as `train`.
 """
 
@@ -17,7 +17,7 @@ from manualpar.core.model.varying_loops import varying_loops
 from manualpar.core.state.state_arrays import leaf_types
 from manualpar.core.trees import Batch, Variables
 
-# Collections of sown values. The caller of the model reads them; a state does not keep them.
+# Collections of sown values. The model's caller reads these values; a state does not keep them.
 SOWN_COLLECTIONS = frozenset({"intermediates", "losses", "perturbations"})
 
 
@@ -29,9 +29,9 @@ def find_carried_collections(
 ) -> dict[str, Any]:
     """Selects, from a model's abstract variables, the collections that a training state keeps.
 
-    A state keeps all collections except `params`, `SOWN_COLLECTIONS`, and collections that get
-    other leaves when the model is applied. `trace` traces a function of variables, a key and a
-    batch.
+    A state keeps all collections except `params`, `SOWN_COLLECTIONS`, and collections whose set of
+    leaves changes when the model is applied. `trace(function, variables)` traces a function of
+    variables, a key and a batch.
     """
     others = {name: tree for name, tree in variables.items() if name != "params"}
     paths = {name: leaf_types(tree).keys() for name, tree in others.items()}

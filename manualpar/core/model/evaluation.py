@@ -25,7 +25,7 @@ SWITCHES: Mapping[RunPhase, Mapping[str, bool]] = {
     "eval_dropout": _STATISTICS,
 }
 # A module's class may set an attribute with this name to the values of its fields in evaluation.
-# They also apply with `eval_dropout`, in which `train` stays on and would turn on more than
+# These values also apply with `eval_dropout`, in which `train` stays on and would turn on more than
 # dropout.
 EVALUATION_FIELDS = "evaluation_fields"
 

@@ -1,8 +1,9 @@
 """Initialises and traces a model, on a mesh if the model needs one.
 
 Most models are made and initialised without a mesh. A model that constrains shardings, in its call
-(`with_sharding_constraint`) or in its initialisers (`out_sharding=`), may need a mesh. If its call
-fails without a mesh, it is called on the mode's mesh. The values do not depend on the mesh.
+(`with_sharding_constraint`) or in its initialisers (`out_sharding=`), may need a mesh. If the call
+of such a model fails without a mesh, the model is called on the mode's mesh. The values do not
+depend on the mesh.
 
 A sharded type of an initialiser's result counts as an annotation: the parameter is sharded over
 these axes, as with `nn.with_partitioning`.

@@ -27,7 +27,7 @@ from manualpar.core.trees import path_name
 
 # Libraries: all other packages are the user's code.
 LIBRARIES = frozenset({"flax", "jax", "jaxlib", "manualpar", "numpy", "optax"})
-# Applies a function to abstract parameters, and traces the loss with its result as a step does.
+# Applies a function to abstract parameters, and traces the loss with the result as a step does.
 TraceLoss = Callable[[Any, Callable[[Any], Any]], None]
 
 

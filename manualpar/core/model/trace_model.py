@@ -68,7 +68,8 @@ class TracedModel:
     def create_variables(self, key: jax.Array) -> dict[str, Any]:
         """Creates the initial variables by collection: `params`, and collections of the state.
 
-        They are unsharded and in no boxes. Parameters have the dtypes in which they are stored.
+        The variables are unsharded and not in boxes. Parameters have the dtypes in which they are
+        stored.
         """
         variables = strip_boxes(self._init(key))
         return {name: variables[name] for name in self.variables}

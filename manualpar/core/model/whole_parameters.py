@@ -4,9 +4,9 @@ A penalty on experts covers all experts, as on one device. So a loss gets boxes 
 axes, including the axes of experts. `apply_fn` turns these boxes back into boxes that do not gather
 split dims. If the loss has gathered an array, `apply_fn` takes this device's part of the array.
 
-The type of a gathered array does not vary. If each device adds it to its loss, it is cast to
-varying, and the transpose of the cast sums the gradients over the devices. The gradient of experts
-is a sum over devices in any case.
+The type of a gathered array does not vary. If each device adds the array to its loss, the array is
+cast to varying, and the transpose of the cast sums the gradients over the devices. The gradient of
+experts is a sum over devices in any case.
 """
 
 import dataclasses

@@ -140,7 +140,8 @@ def scanned(
 
     first = jax.tree.map(lambda x: x[0], minibatches)
     # The carry of a scan must keep its type, but after a minibatch collections may vary over more
-    # axes. So this casts them until their types are stable. Each repetition can only add axes.
+    # axes. So the loop casts collections until their types are stable. Each repetition can only add
+    # axes.
     for _ in range(len(jax.sharding.get_abstract_mesh().manual_axes) + 1):
         types, updated = jax.eval_shape(differentiate, collections, first)
         collections = jax.tree.map(

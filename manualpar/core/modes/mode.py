@@ -67,7 +67,7 @@ class Mode(abc.ABC):
 
     @property
     def model_mesh(self) -> AbstractMesh | None:
-        """The mesh whose axes a model may name when it is built and initialised, or `None`."""
+        """The mesh whose axes a model may name while the model is initialised, or `None`."""
         return None
 
     def under_mesh(self, function: Callable[..., Any], in_specs: Specs) -> Callable[..., Any]:

@@ -48,7 +48,8 @@ from manualpar.core.trees import Params
 
 LOOPS = frozenset({"cond", "scan"})  # Primitives whose bodies get backward passes of their own.
 GATHERS = frozenset({"all_gather", "all_gather_invariant", "reshard", "sharding_constraint"})
-# The result of these operations on a weight counts as a weight too: they are cheap to repeat.
+# The result of these operations on a weight counts as a weight too, because they are cheap to
+# repeat.
 CASTS = frozenset(
     {
         "broadcast_in_dim",

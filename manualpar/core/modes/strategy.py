@@ -2,7 +2,7 @@
 
 A strategy is data, which `manualpar.core.program.program` and `manualpar.core.program.step` read.
 So the only code of a strategy is the function that builds it. The strategies are in
-`manualpar.strategies`. Configs look them up in `manualpar.strategies.registry`.
+`manualpar.strategies`. Configs look up strategies in `manualpar.strategies.registry`.
 
 A strategy answers three questions.
 
@@ -12,7 +12,7 @@ A strategy answers three questions.
    If it is gathered where it is used, the backward pass scatters its gradient. If it is replicated
    during the step, its gradient is scattered once a step, or once a minibatch.
 3. *How many times is it communicated?* `sends` is a closed form for the number of times that a step
-   sends each parameter. Tests compare it with the collectives of the traced program.
+   sends each parameter. Tests compare this number with the collectives of the traced program.
 """
 
 import dataclasses

@@ -80,7 +80,7 @@ def sync_collections(
 
     Communication:
       One all-reduce for each leaf whose type varies or whose rule is `"sum"`. Other leaves need no
-      all-reduce, because the model has made them equal.
+      all-reduce, because they are already equal on all devices.
     """
     axes = axis_tuple(axis_names)
     check_axes_bound("sync_collections", axes)

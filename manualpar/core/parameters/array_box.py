@@ -1,7 +1,7 @@
 """A box that behaves like the array in it.
 
-Modules usually ask for a parameter with `self.param`, which unboxes it. Some modules read it from
-the variables instead, for example to tie the weights of two layers:
+Modules usually ask for a parameter with `self.param`, which unboxes it. Some modules read the
+parameter from the variables instead, for example to tie the weights of two layers:
 `self.wte.variables["params"]["embedding"].T`. Such a module gets the box and uses it as an array.
 An `ArrayBox` behaves like its unboxed value, so a parameter that gathers itself is gathered in this
 case too.

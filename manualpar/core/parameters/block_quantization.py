@@ -1,15 +1,15 @@
 """Quantizes numbers to 8 or 4 bits: an integer code of each number, and a scale of each block.
 
-A block is a run of adjacent numbers along the last dim of an array. Its scale is its largest
-magnitude divided by the largest code. The code of a number is `number / scale`, rounded to an
-integer (Dettmers et al., LLM.int8(), https://arxiv.org/abs/2208.07339). For storage, `quantize` and
-`dequantize` use separate arrays for codes and scales. For sending, `pack_codes` and `unpack_codes`
-put both into bytes: a row of `n` numbers takes `quantized_bytes(n, code)` bytes.
+A block is a run of adjacent numbers along the last dim of an array. The scale of a block is the
+block's largest magnitude divided by the largest code. The code of a number is `number / scale`,
+rounded to an integer (Dettmers et al., LLM.int8(), https://arxiv.org/abs/2208.07339). For storage,
+`quantize` and `dequantize` use separate arrays for codes and scales. For sending, `pack_codes` and
+`unpack_codes` put both into bytes: a row of `n` numbers takes `quantized_bytes(n, code)` bytes.
 
 Invariants:
 
-- A scale has the 8 significant bits of bfloat16, whatever its dtype. So casting it to bfloat16
-  changes nothing, and its product with a code is exact in float32.
+- A scale has the 8 significant bits of bfloat16, whatever its dtype. So a cast of the scale to
+  bfloat16 changes nothing, and the product of scale and code is exact in float32.
 - The error of a finite number is at most half the scale of its block. With stochastic rounding the
   error is less than the scale. Rounding the product of code and scale adds to this error.
   Magnitudes above `LARGEST` are clipped to `LARGEST`, so that no scale overflows.
@@ -114,7 +114,8 @@ def dequantize(codes: jax.Array, scales: jax.Array) -> jax.Array:
     """Dequantizes codes and scales of `quantize`, in the dtype of the scales.
 
     Args:
-      codes: `[..., K]` of int8; a device may also pass a shard: complete blocks, or a part of one.
+      codes: `[..., K]` of int8; a device may also pass a shard: complete blocks, or a part of one
+        block.
       scales: `[..., B]`, the scales of these blocks.
 
     Communication:

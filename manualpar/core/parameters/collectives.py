@@ -69,9 +69,9 @@ def gather_array_with_mean_grads(
 
     Gradient:
       `psum_scatter(g) / N`, written by hand; the transpose of an all-gather is `psum_scatter(g)`.
-      So the gradient of a sharded parameter is the mean of the devices' gradients, like `pmean`
-      of a replicated parameter's gradient. It is summed in `comm.reduce.dtype` and returned in
-      the dtype of `x`.
+      So the gradient of a sharded parameter is the mean of the devices' gradients, like `pmean` of
+      a replicated parameter's gradient. This gradient is summed in `comm.reduce.dtype` and returned
+      in the dtype of `x`.
     """
     axes = axis_tuple(axis_name)
     check_axes_bound("gather_array_with_mean_grads", axes)
@@ -116,7 +116,8 @@ _gather_with_mean_grads = jax.custom_vjp(_gather, nondiff_argnums=(2,))
 
 
 def _gather_forward(x: jax.Array, quantizer: Any, args: _GatherArgs) -> tuple[jax.Array, Any]:
-    # The rule calls `_gather`, which has no rule, so that `modes.remat` finds the all-gather in it.
+    # The forward rule calls `_gather`, which has no gradient rule, so that `modes.remat` finds the
+    # all-gather.
     return _gather(x, quantizer, args), quantizer
 
 

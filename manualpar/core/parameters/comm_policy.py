@@ -58,8 +58,9 @@ class CommPolicy:
       gather: The format of parameters that are gathered. The model computes in the dtype of this
         format. The quantizer is used only over the axes that split the batch.
       reduce: The format of gradients that are reduced. Quantized gradients are summed in float32.
-      axis_by_axis: What to do for a dimension that is sharded over a tuple of axes. If true, it is
-        gathered and scattered over one axis after the other; otherwise over all axes at once.
+      axis_by_axis: What to do for a dimension that is sharded over a tuple of axes. If true, the
+        dimension is gathered and scattered over one axis after the other; otherwise over all axes
+        at once.
       quantized_axes: The mesh axes over which gradients are quantized; `None` for all.
     """
 
@@ -109,7 +110,7 @@ class CommPolicy:
         return self.reduce.quantizer_for(n, dtype) if is_quantized else None
 
     def reductions(self, axes: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
-        """Divides `axes` into the axes of an exact all-reduce and those of a quantized one."""
+        """Divides `axes` into the axes of an exact and the axes of a quantized all-reduce."""
         quantized = tuple(axis for axis in axes if axis in (self.quantized_axes or ()))
         exact = tuple(axis for axis in axes if axis not in quantized)
         return tuple(group for group in (exact, quantized) if group)

@@ -1,7 +1,7 @@
 """Layouts: which device stores which part of the training state.
 
-A layout is a tree like the state, with a `PartitionSpec` at each leaf. It is a pure function of
-shapes, the model's annotations (`nn.with_partitioning`) and the strategy. No device is needed to
+A layout is a tree like the state, with a `PartitionSpec` at each leaf. A layout is a pure function
+of shapes, the model's annotations (`nn.with_partitioning`) and the strategy. No device is needed to
 compute it. A strategy's `PlaceFn` returns the `Placement` of a parameter from its `ParameterInfo`.
 """
 
@@ -75,7 +75,7 @@ class Route(Placement):
       sum_axes: The mesh axes along which each device computes a part of the gradient. The parts are
         summed.
       divisor: The number of devices along the data axes over which autodiff has already summed the
-        gradient. Dividing by it makes this sum a mean.
+        gradient. Dividing by this number makes the sum a mean.
       storage_axes: The mesh axes along which devices have the same examples and only divide the
         storage. The parameter is gathered over them where it is used.
       split_axes: The mesh axes over which the model computes with shards of the parameter.

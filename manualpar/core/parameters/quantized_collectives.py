@@ -8,7 +8,7 @@ https://arxiv.org/abs/2306.10209). For a mean, the shards of the sum are then qu
 gathered. Every device dequantizes the same bytes, so all have the same mean, bit for bit.
 
 On `N` devices, a device sends `(N - 1) quantized_bytes(n)` bytes to gather rows of `n` numbers, or
-to compute a sum whose shards have `n` numbers. For a mean it sends twice as many bytes.
+to compute a sum whose shards have `n` numbers. For a mean a device sends twice as many bytes.
 """
 
 import dataclasses
@@ -120,7 +120,7 @@ class BlockQuantizer:
     def mean(
         self, x: jax.Array, axes: tuple[str, ...], *, key: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns the mean over devices, the same bits on all of them.
+        """Returns the mean over devices, with the same bits on all devices.
 
         Args:
           x: Each device's array.

@@ -97,8 +97,8 @@ class ShardedParameter(ArrayBox, eq=False):
     def finish(self, value: jax.Array) -> jax.Array:
         """Removes the padding of a gathered value and casts it to the dtype that a module gets.
 
-        It sets no `checkpoint_name`, because with a name a scan would not detect that a value to
-        save is one of the scan's inputs.
+        The result gets no `checkpoint_name`, because with a name a scan would not detect that a
+        value to save is one of the scan's inputs.
         """
         return cast_floating(unpad_leaf(value, self.padding), self.comm.gather.dtype)
 

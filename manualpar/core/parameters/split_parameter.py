@@ -79,9 +79,9 @@ def split(init: Callable[..., Any], names: Names, *, shared: bool = False) -> Ca
       parameters by `nnx.with_partitioning(init, names, split=True)`, and `shared=True` if wanted.)
 
     Raises:
-      ValueError: The returned initializer raises it if `names` does not have one entry for each
-        dimension, an axis is named twice, or the devices do not divide a dimension.
-      TypeError: The returned initializer raises it if `init` annotates the parameter too.
+      ValueError: The returned initializer raises this error if `names` does not have one entry for
+        each dimension, an axis is named twice, or the devices do not divide a dimension.
+      TypeError: The returned initializer raises this error if `init` annotates the parameter too.
 
     Communication:
       None.

@@ -22,7 +22,7 @@ def shard_params(params: Params, axis_name: AxisName, min_weight_size: int = 2**
 
     Args:
       params: A tree of replicated parameters, the same on all devices along `axis_name`. Leaves may
-        be boxed already (`nn.Partitioned`). If a box already names one of the axes, it is returned
+        be boxed already (`nn.Partitioned`). A box that already names one of the axes is returned
         unchanged.
       axis_name: The mesh axis to shard over, or a tuple of axes. With a tuple, one dimension is
         sharded over the product of its axes.
@@ -151,7 +151,8 @@ def accumulate_gradients(
         minibatch unchanged.
       rng: A key, which is split into a key for each minibatch. Apply `fold_rng_over_axis` first if
         devices should get different keys.
-      num_minibatches: The number of equal parts into which the batch is split. It must divide `B`.
+      num_minibatches: The number of equal parts into which the batch is split. This number must
+        divide `B`.
       loss_fn: `loss_fn(params, apply_fn, minibatch, rng) -> (loss, metrics)`. `loss` is the mean
         over the minibatch's valid examples. `metrics["loss"]` is the pair (sum of the loss, number
         of valid examples). Other metrics are pairs (sum, count) of scalars too.

@@ -58,12 +58,12 @@ class StartsFromArrays:
         ```
 
         Args:
-          params_or_variables: A tree of global arrays with the model's names. It has either
-            parameters, or variables by collection (`{"params": ..., "batch_stats": ...}`). Leaves
-            are NumPy arrays, arrays on any devices, another program's parameters, or flax's boxes.
-            For an NNX model, an `nnx.State` or the module is accepted too, without its random
-            streams. Floats are cast to the dtype that the program stores, with a warning if the
-            cast loses precision. With several processes, each process passes the same tree.
+          params_or_variables: A tree of global arrays with the model's names. The tree contains
+            either parameters, or variables by collection (`{"params": ..., "batch_stats": ...}`).
+            Leaves are NumPy arrays, arrays on any devices, another program's parameters, or flax's
+            boxes. For an NNX model, an `nnx.State` or the module is accepted too, without its
+            random streams. Floats are cast to the dtype that the program stores, with a warning if
+            the cast loses precision. With several processes, each process passes the same tree.
           rng: The key for missing arrays and for the state's key, as in `init`. By default
             `jax.random.key(0)`.
           missing: `"error"` refuses missing arrays. `"init"` makes missing arrays like `init(rng)`,
@@ -146,8 +146,8 @@ class StartsFromArrays:
           state: A state of this program, or a state that `adopt` accepts.
 
         Returns:
-          The variables by collection, `{"params": ..., "batch_stats": ...}`, as NumPy arrays. They
-          share no memory with the state, so the state may be donated.
+          The variables by collection, `{"params": ..., "batch_stats": ...}`, as NumPy arrays. The
+          arrays share no memory with the state, so the state may be donated.
 
         Raises:
           ValueError: The state does not fit or has been donated.

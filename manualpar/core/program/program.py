@@ -94,8 +94,8 @@ class Program(StartsFromArrays):
         use the returned state. Metrics are `(sum, count)` pairs over the global batch, the same on
         all devices. With the option `nonfinite="skip"` some steps change only the state's step
         number and key, see `ProgramOptions`.
-      eval_step: `eval_step(state, batch) -> metrics`, jitted. It calls the same loss function with
-        training turned off.
+      eval_step: `eval_step(state, batch) -> metrics`, jitted. The step calls the same loss function
+        with training turned off.
       step: The functions before they are jitted, with the model, the loss and the placements.
       outer: The outer steps if replicas train separately, see `manualpar.diloco`; otherwise `None`.
         With outer steps, `step` is only for evaluation: it treats the common parameters as

@@ -1,7 +1,7 @@
 """The named scopes that give the purpose of a collective.
 
 The jaxpr, the metadata of the compiled program, and profiles show these names. If the path of the
-module or parameter is known, it comes before the name.
+module or parameter is known, the path comes before the name.
 """
 
 import re

@@ -7,12 +7,12 @@ fields are replaced:
 - Switches that tell the module to train: in evaluation, by their values there, see `evaluation`.
 - The method of `nn.Dropout` that draws its key, and the `attention_fn` of attention, so that split
   activations are dropped independently, see `split_dropout`.
-- Initializers, by initializers without annotations. When a model is applied, flax calls them once
-  more, for the shapes. An annotated initializer (`nn.with_partitioning`) then returns a box.
-  `nn.DenseGeneral`, which attention uses, calls it with the flattened shape of its kernel, unboxes
-  the result and reshapes it. On a mesh, the unboxing would constrain the sharding of the flattened
-  array by the names of the kernel's dims. The program has read all annotations before, so they can
-  be removed.
+- Initializers, by initializers without annotations. When a model is applied, flax calls the
+  initializers once more, to get the shapes. An annotated initializer (`nn.with_partitioning`) then
+  returns a box. `nn.DenseGeneral`, which attention uses, calls the initializer with the flattened
+  shape of its kernel, unboxes the result and reshapes it. On a mesh, the unboxing would constrain
+  the sharding of the flattened array by the names of the kernel's dims. The program has read all
+  annotations before, so they can be removed.
 """
 
 import contextlib

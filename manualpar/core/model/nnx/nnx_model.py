@@ -1,9 +1,9 @@
 """Calls NNX models as Linen models are called: with `init` and `apply`.
 
-An `nnx.Module` contains its variables. Here it is split into its static graph and its variables.
-The variables are grouped into collections with Linen's names: `nnx.Param` and its subclasses are
-`params`, `nnx.BatchStat` is `batch_stats`, and so on. A path consists of the attributes' names.
-Applying the model merges the graph and the variables into a module for one call.
+An `nnx.Module` contains its variables. Here a module is split into its static graph and its
+variables. The variables are grouped into collections with Linen's names: `nnx.Param` and its
+subclasses are `params`, `nnx.BatchStat` is `batch_stats`, and so on. A path consists of the
+attributes' names. Applying the model merges the graph and the variables into a module for one call.
 
 Keys and counts of random streams do not belong to a collection: see
 `manualpar.core.model.nnx.streams`.
@@ -67,8 +67,8 @@ class NNXModel(ModelInterface):
         Args:
           model: An `nnx.Module`, whose values are the initial values for every key. Or the class of
             a module, or a function that makes a module from `rngs`. Then the parameters for a key
-            are those of `model(rngs=nnx.Rngs(key))`, and nothing is materialised before it is
-            sharded.
+            are the parameters of `model(rngs=nnx.Rngs(key))`, and no array is materialised before
+            it is sharded.
 
         Raises:
           TypeError: A class needs more arguments than `rngs`, a function does not make a module, or
@@ -385,7 +385,7 @@ def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
 
 
 def _parameters_of_call(call: Any) -> Mapping[str, inspect.Parameter]:
-    """Returns the parameters of a module's call; for `nnx.Sequential`, of its first layer."""
+    """Returns the parameters of a module's call; for `nnx.Sequential`, those of its first layer."""
     module = getattr(call, "__self__", None)
     if not (isinstance(module, nnx.Sequential) and call == module.__call__ and module.layers):
         return _parameters(call)
