@@ -1,4 +1,4 @@
-"""Fits the planner's efficiencies to half of the published speeds, and tests them on the others.
+"""Fits the planner's efficiencies to half of the published speeds; tests them on the other half.
 
 python -m benchmarks.calibration [--json benchmarks/calibration.json]
 
@@ -11,8 +11,8 @@ log(estimate / published speed):
 A third share was tried: the exposed share of the collectives for which the next product waits. The
 rows do not determine this share: the halves gave 0.04 and 0.96 for GPUs and 0.40 and 1.00 for TPUs.
 The number of rows within 15% did not change, and the share of attention kernels on GPUs came out at
-0.22, half of the share that they are known to reach. So these collectives count as fully exposed,
-as they are in the programs of this package.
+0.22, half of the share that these kernels are known to reach. So these collectives count as fully
+exposed, as they are in the programs of this package.
 
 The halves were chosen before the first fit. Rows of one publisher and model on one chip are a
 *series*. A series is not divided, because its rows are nearly the same measurement. The series of a
@@ -20,7 +20,7 @@ chip are in alphabetical order of publisher and model; the first is fitted, the 
 third fitted, and so on. A chip with only one series is split row by row in the order of `FIGURES`.
 Rows in FP8, which this package lacks, are estimated in bfloat16 and belong to neither half. The fit
 is repeated with the halves exchanged. So each row has an estimate from shares that were not fitted
-to it, and the two fits show how much the shares depend on the choice of the halves.
+to this row, and the two fits show how much the shares depend on the choice of the halves.
 
 `manualpar/planner/hardware.py` contains the shares of the first fit. `docs/scale.md` shows the
 table, and explains its largest errors.
@@ -67,7 +67,7 @@ def fitted_shares() -> dict[str, float]:
 
 
 def estimate_figure(figure: PublishedFigure, shares: Shares) -> StepEstimate:
-    """Estimates a published row; attention without a share in `shares` has the one of products."""
+    """Estimates a published row with `shares`; attention without a share uses that of products."""
     (products, attention), topology = shares_of(figure), figure.devices
     chip = dataclasses.replace(
         topology.chip,

@@ -2,7 +2,7 @@
 
 Saving is measured in the training loop: a block with a checkpoint after its first step is compared
 with a block without a checkpoint. The first block ends when the checkpoint is complete on disk. So
-it includes writing in the background, which uses the same processors as simulated devices.
+this block includes writing in the background, which uses the same processors as simulated devices.
 """
 
 import functools

@@ -104,7 +104,7 @@ def damages() -> dict[str, Callable[[Path], object]]:
 
 
 def at(name: str, act: Callable[[Path], object]) -> Damage:
-    """Returns a damage that applies `act` to one file of a run."""
+    """Returns a function that applies `act` to one file of a run."""
     return lambda workdir: act(workdir / name)
 
 
@@ -159,7 +159,7 @@ def forge(workdir: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 
 def _manifests() -> Iterator[Case]:
-    """Yields manifests with the right checksum and contents that no save writes."""
+    """Yields manifests with a right checksum, but with contents that no save writes."""
     kind, digest = "manifest made on purpose", "0" * 64
 
     def changed(name: str, value: Any) -> Damage:

@@ -166,7 +166,7 @@ def attempt(case: Case, reference: Reference, workdir: Path, watched: Watched) -
       watched: The record of opened files in the outside folder.
 
     Returns:
-      Why the case was not survived; `''` if it was.
+      Why the case was not survived; `''` for a survived case.
     """
     shutil.copytree(reference.workdir, workdir)
     case.damage(workdir)
@@ -281,7 +281,7 @@ def try_all(reference: Reference, chosen: list[Case], folder: Path) -> dict[str,
 
 
 def main() -> None:
-    """Tries all cases, or the cases whose name or kind contains a word, and counts them."""
+    """Tries all cases, or the cases with a word in their name or kind; prints how many survived."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

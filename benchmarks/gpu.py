@@ -13,12 +13,12 @@ parameters with AdamW:
   axis of size 1 must cost nothing: FLOPs, accessed bytes and temporaries of the compiled step may
   be at most 2% above plain jit, and no collective may be left. Otherwise the command names the
   excess and ends with exit code 1. The types of mode `manual` need an all-reduce over one device,
-  which XLA's GPU compiler removes. XLA:CPU keeps it, and copies its operand. So on a CPU
-  all-reduces are allowed, and DP, which reduces every gradient, is not compared with plain jit.
+  which XLA's GPU compiler removes. XLA:CPU keeps this all-reduce, and copies its operand. So on a
+  CPU all-reduces are allowed, and DP, which reduces every gradient, is not compared with plain jit.
 - FSDP with each kind of attention, and with stored logits in place of the fused head and loss. If a
-  row cannot run or does not fit, it contains the reason.
+  step cannot run or does not fit, its row contains the reason.
 - PyTorch's FSDP2, compiled as in torchtitan, with its flash kernel, in a process for each device,
-  if PyTorch is installed. It recomputes nothing, so use `--remat none`.
+  if PyTorch is installed. PyTorch recomputes nothing, so use `--remat none`.
 
 If a row takes longer than `--row_seconds` or its process crashes, the row reports it, and the other
 rows run in a new process (`benchmarks.gpu_rows`). A row also reports losses that differ from the

@@ -110,7 +110,7 @@ def watch(
     """Runs the command that measures rows, and starts it again after a row that did not end.
 
     Args:
-      command: The command. It finds the path of the file in `LOG_VARIABLE`.
+      command: The command, which finds the path of the file in `LOG_VARIABLE`.
       path: The path of the file of rows.
       seconds: The time limit of a row.
       report: Called with a sentence about each row that did not end.

@@ -158,7 +158,7 @@ def _need(options: argparse.Namespace, batch_size: int) -> float:
 def first_parameters(workload: Workload) -> dict[str, np.ndarray]:
     """Returns the initial parameters of all contenders, by path, layer by layer."""
     model: Any = workload.model
-    key = jax.random.split(jax.random.key(0))[0]  # As a program's `init` splits it.
+    key = jax.random.split(jax.random.key(0))[0]  # As in a program's `init`.
     params = jax.jit(model.init)(key, workload.batch.inputs[:1])["params"]
     named: dict[str, np.ndarray] = {}
     for path, x in jax.tree_util.tree_leaves_with_path(params):
@@ -197,8 +197,8 @@ def measure(
 ) -> list[Row]:
     """Compiles and times all steps that are not in `log` yet, one contender at a time.
 
-    After each row `keep` is called with all rows so far. If a row's losses differ from those of the
-    first row, it does not train the same model, and its `problem` says so.
+    After each row `keep` is called with all rows so far. If a row's losses differ from the first
+    row's losses, the row does not train the same model, and this is its `problem`.
     """
     chosen = [name for name in CONTENDERS if name in options.contenders]
     names = [PLAIN, *chosen] if options.devices == 1 else chosen
@@ -237,7 +237,7 @@ def _compared(row: Row, log: RowLog) -> Row:
 
 
 def _reason(error: Exception) -> str:
-    """Returns the error in one line: the last line of another process's traceback."""
+    """Returns an error in one line: for another process's error, the last line of its traceback."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     is_process = "has ended:" in lines[0]
     return lines[-1 if is_process else 0].strip()[:200]

@@ -5,8 +5,8 @@
 There are two models: many small dense layers, unrolled, and a dense Transformer, unrolled and
 scanned. For each model and each entry of `WAYS`, a program is built and its step is compiled.
 `plain` is `jax.jit` for one device. Seconds are processor seconds, so that they also count on a
-busy machine. A ratio divides them by the seconds of plain jit in the same round; the table shows
-the median over rounds. An exponent of 1 means that twice the model takes twice as long. Every
+busy machine. A ratio divides these seconds by the seconds of plain jit in the same round; the table
+shows the median over rounds. An exponent of 1 means that twice the model takes twice as long. Every
 measurement has a process of its own, because jax caches traces.
 """
 

@@ -1,8 +1,8 @@
 """Times blocks of a config's training steps, in its training loop or in a bare loop.
 
 A block begins with empty device queues and its first batch read, and ends when its last state is
-ready. So it does not include what a loop does once in a run, and no work is left in a queue. Each
-block continues from the state of the last block, and the batches are the run's batches.
+ready. So a block does not include the work that a loop does once in a run, and no work is left in a
+queue. Each block continues from the state of the last block, and the batches are the run's batches.
 """
 
 import collections
@@ -35,14 +35,14 @@ from manualpar.training.recorder import Recorder
 from manualpar.training.trainer import Trainer
 from manualpar.training.workdir import START, Position
 
-SAVED_AFTER = 1  # The step of a block after which it saves.
+SAVED_AFTER = 1  # The number of the step after which a block saves.
 
 Source = Literal["one batch", "pipeline"]
 Show = Literal["lines", "bar"]
 
 
 class Batches(Iterator[Batch]):
-    """The batches of a block, whose first batch is read in advance; records when it is taken."""
+    """The batches of a block: reads the first in advance, and records when that one is taken."""
 
     def __init__(self, batches: Iterator[Batch]) -> None:
         """Reads the first batch."""
@@ -102,7 +102,7 @@ class FinishLine:
         self.blocked = self.saved_at = 0.0
 
     def __call__(self, state: TrainState, position: Position) -> None:
-        """Saves after `SAVED_AFTER`, and ends the block after its last step."""
+        """Saves after step `SAVED_AFTER`, and ends the block after its last step."""
         self._trainer.cluster.should_stop(position.step)
         if self._save_as is not None and position.step == SAVED_AFTER:
             started = time.perf_counter()

@@ -2,12 +2,12 @@
 
 python -m benchmarks.malformed_inputs [--only CLASS,CLASS] [--list] [--jobs 2]
 
-An answer survives if the command ends with exit code 2, or with 6 for a damaged file. It must write
-one line to standard error, which begins with `error: ` and names the mistake. There must be no
-traceback and no compilation, and the command must stay within the bounds below. The inputs come
-from `malformed_cases`, `malformed_files` and `malformed_models`. Each input runs in a fork of one
-interpreter that has imported everything, so that it is fast. The exit code is 1 if an answer does
-not survive.
+An answer survives if the command ends with exit code 2, or with 6 for a damaged file. The command
+must write one line to standard error, which begins with `error: ` and names the mistake. There must
+be no traceback and no compilation, and the command must stay within the bounds below. The inputs
+come from `malformed_cases`, `malformed_files` and `malformed_models`. Each input runs in a fork of
+one interpreter that has imported everything, which makes inputs fast. The exit code is 1 if an
+answer does not survive.
 """
 
 import argparse
@@ -58,7 +58,7 @@ class Answer:
 
 
 def shortcomings(case: Case, answer: Answer) -> list[str]:
-    """Returns the faults of an answer; an empty list if it survives."""
+    """Returns the faults of an answer; an empty list if the answer survives."""
     lines = answer.error.splitlines()
     checks = {
         f"exit code {answer.code}": answer.code in ALLOWED_CODES,

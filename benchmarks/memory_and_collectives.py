@@ -4,9 +4,9 @@ python -m benchmarks.memory_and_collectives [--devices 1 2 4 8] [--models unroll
 
 The numbers come from the layout (bytes of parameters and optimizer state on a device), from the
 compiled step (temporary bytes on a device) and from the traced step (bytes that a device sends, and
-the number of collectives; a collective in a scan counts once for each iteration). They are the same
-in every run. Outside of loops, XLA:CPU merges the gathers of the backward pass with the gathers of
-the forward pass. So the temporaries of the unrolled model do not show the second gather.
+the number of collectives; a collective in a scan counts once for each iteration). The numbers are
+the same in every run. Outside of loops, XLA:CPU merges the gathers of the backward pass with the
+gathers of the forward pass. So the temporaries of the unrolled model do not show the second gather.
 """
 
 import argparse

@@ -11,7 +11,8 @@ sends:
 - `duplicate`: communicate twice. A second gather, scatter or mean may keep the right value, and
   only a test that counts collectives can notice it.
 - `times-2`, `over-size`: the result times 2, or divided by the number of devices.
-- `drop-last-axis`, `reverse-axes`: drop the last axis of a tuple, or reverse it; not for one axis.
+- `drop-last-axis`, `reverse-axes`: drop the last axis of a tuple of axes, or reverse the tuple; one
+  axis stays.
 - `other-axes`: the other axes of the mesh, if there are any.
 - `next-dim`: gather or scatter along the next dim; after the last dim comes the first.
 """

@@ -2,7 +2,7 @@
 
 python -m benchmarks.planned_memory [--only fsdp_lm] [--output planned_memory.json]
 
-The plan is `manualpar.inspect.step_memory` with `platform="cpu"`. It is compared with the
+The plan is `manualpar.inspect.step_memory` with `platform="cpu"`. The plan is compared with the
 `memory_analysis` of the same step on eight simulated CPU devices. Both are the bytes of one device.
 The bytes between steps must be equal, except for values that are never read. Temporaries are
 planned from a model of fusion and of XLA:CPU's order, so their ratio is the error. Known

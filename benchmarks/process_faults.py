@@ -126,7 +126,7 @@ class Run:
         return [int(child) for child in found]
 
     def end(self, stopped: int | None) -> list[int | None]:
-        """Waits for all processes except a stopped one; returns `None` for one that runs on."""
+        """Waits for all processes but a stopped one; the code of one that does not end is `None`."""
         until = time.monotonic() + END_SECONDS
         while time.monotonic() < until:
             running = [p.poll() is None for n, p in enumerate(self.popens) if n != stopped]

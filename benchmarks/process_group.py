@@ -2,8 +2,8 @@
 
 Two libraries cannot train in one process. So each library has a group of processes, which stay
 alive and wait while another group works. In this way their blocks of steps can take turns. A
-process is started with one argument, a JSON object. It gets a line of JSON for each task, and
-answers with a line of JSON.
+process is started with one argument, a JSON object. The process gets a line of JSON for each task,
+and answers with a line of JSON.
 """
 
 import json
@@ -141,7 +141,7 @@ def serve(handlers: Mapping[str, Handler]) -> None:
     """Runs tasks until the input ends.
 
     Args:
-      handlers: The function of each task. It gets arguments by name, and returns a JSON value.
+      handlers: The function of each task, which gets arguments by name and returns a JSON value.
     """
     for line in sys.stdin:
         arguments = json.loads(line)

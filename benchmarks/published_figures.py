@@ -7,8 +7,8 @@ counts once. A row whose two figures contradict each other is left out (MaxText'
 v6e-256: an MFU of 38.55% does not give 123 tokens/s).
 
 If the source has tokens per device and second, these are used, because they need no convention. If
-it has only an MFU, `attention` gives the publisher's convention for counting the products of
-queries with keys and of scores with values: "whole", as in PaLM and this package, or "half", the
+the source has only an MFU, `attention` gives the publisher's convention for counting the products
+of queries with keys and of scores with values: "whole", as in PaLM and this package, or "half", the
 part that a causal mask leaves. The MFU is converted to tokens by that convention, so that no fitted
 constant depends on it.
 

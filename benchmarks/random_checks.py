@@ -46,7 +46,7 @@ class Shared:
     made: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def of(self, row: Mapping[str, Any], name: str, parts: Any, make: Callable[[], Any]) -> Any:
-        """Returns the cached value of a name and these parts of a description, or makes it."""
+        """Returns the cached value for `name` and `parts`; makes the value if it is not cached."""
         names = ("model", "data_seed", "fields", "loss", "loss_extras", "batch", "tx")
         key = json.dumps([row.get(name) for name in names])
         if key != self.key:
@@ -148,7 +148,7 @@ class Check:
         train: bool = True,
         keys: jax.Array | None = None,
     ) -> Answer:
-        """Computes one device's answer for units of examples, device after device."""
+        """Computes one device's answer for `units` of examples, see `random_reference`."""
         dtype = self.options.get("gather_dtype")
         parts = [self.row.get(n) for n in ("lora", "quantized", "trainable", "with_labels")]
         reference: Reference = self.share(
@@ -303,7 +303,7 @@ class Check:
         return state
 
     def _diverges(self, what: str, grads: Mapping[str, Any], expected: Answer) -> bool:
-        """Returns whether gradients are not finite, both here and on one device."""
+        """Returns whether gradients are not finite, both in the program and on one device."""
         found, wanted = (
             {path for path, g in each.items() if not np.isfinite(np.float32(g)).all()}
             for each in (grads, expected.grads)

@@ -96,7 +96,8 @@ class Allowance:
             step = 1.05 * expected.contributions[path] / LARGEST_CODE[self.code]
             step *= self.reductions * (2 if self.is_random else 1) * (4 if self.is_split else 1)
             allowed += step * math.sqrt(expected.grads[path].size)
-            # Contributions of devices may cancel in the sum, for example for biases of keys.
+            # Contributions of devices may cancel in the sum, for example for biases of keys, but
+            # errors of quantization remain.
             share = 0.1 if self.has_statistics else 0.02
             allowed += share * total if self.is_split else 0
         return allowed

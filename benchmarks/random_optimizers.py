@@ -1,8 +1,8 @@
 """The optimizers of `random_programs`, and their updates on one device.
 
-A program's optimizer is wrapped by `recording`, which keeps its gradients. The gradients are
-compared with those of one device. Then the update is compared with optax's update on one device
-from the same gradients. So differences of gradients do not affect the comparison of updates.
+A program's optimizer is wrapped by `recording`, which keeps the gradients. They are compared with
+the gradients of one device. Then the update is compared with optax's update on one device from the
+same gradients. So differences of gradients do not affect the comparison of updates.
 """
 
 from collections.abc import Callable, Mapping

@@ -12,7 +12,8 @@ with the same global batch: the median over rounds in which both run a block of 
 Overhead 1 means that sharding costs nothing here.
 
 Depth: if layers are scanned, the compiler sees one layer, so the number of operations must not grow
-with depth. With unrolled layers it grows. The exit code is 1 if a scanned model's operations grow.
+with depth. With unrolled layers this number grows. The exit code is 1 if a scanned model's
+operations grow.
 """
 
 import argparse

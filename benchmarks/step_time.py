@@ -100,7 +100,8 @@ def build(workload: Workload, name: str, num_devices: int) -> Program:
     devices = jax.devices()[:num_devices]
     if name in SPLIT:
         mesh = make_mesh({"data": -1, "model": SPLIT[name]}, devices)
-        # A split weight is small, so it is kept, and gathered only once.
+        # A device's part of a split weight is small, so the gathered part is kept for the backward
+        # pass.
         options |= {"mesh": mesh, "reshard_after_forward": False}
         return fsdp(workload.split_model, workload.tx, workload.loss_fn, **options)
     options |= {"mesh": make_mesh({"data": num_devices}, devices), **OPTIONS[name]}
