@@ -137,7 +137,7 @@ def measure_saving(bench: Bench, *, steps: int, rounds: int) -> SaveCosts:
 
 
 def _steps_for(bench: Bench, saves: Saves) -> int:
-    """Returns how many steps a block needs to take longer than a save."""
+    """Returns the number of steps with which a block takes longer than a save."""
     trial = 4
     # The first save of a process is slower than the others.
     for _ in range(2):
@@ -204,7 +204,7 @@ def measure_processes(
 def _run_process(
     config: Path, workdir: Path, *, num_steps: int, devices: int | None, until: Path | None = None
 ) -> float:
-    """Starts a training; ends it when its first step is reported, or when the folder exists.
+    """Starts a training; ends it after the report of its first step, once `until` exists.
 
     Returns:
       The seconds until the report.

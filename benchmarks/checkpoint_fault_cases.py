@@ -27,7 +27,7 @@ class Case(NamedTuple):
     Attributes:
       kind: The class of the change.
       name: The change in words.
-      damage: Changes a folder.
+      damage: Makes the change in a folder.
       expected: Whether the run goes on or is refused.
       step: The step of the checkpoint from which the run goes on.
       changes: Fields of the config that differ from the run's config.
@@ -391,7 +391,7 @@ def _locks(outside: Path) -> Iterator[Case]:
             "lock", f"{what}, nobody's", at(".lock", functools.partial(put, content)), GOES_ON
         )
     for what, act in others(outside).items():
-        changes = {"training.num_steps": 2000}  # So that the config is written.
+        changes = {"training.num_steps": 2000}  # Then the run writes the config.
         expected = REFUSED if what == "a folder" else GOES_ON
         damage = at(".config.json.draft", act)
         yield Case("draft", what, damage, expected, changes=changes)

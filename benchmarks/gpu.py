@@ -32,11 +32,12 @@ is the largest power of two for which FSDP's step fits. MFU is relative to the v
 
 On an accelerator the fast tests run too, at the end, with products in full float32. Tests that need
 eight devices are skipped. `--suite` chooses the files. The tests have not been run on a GPU yet, so
-a failure may only be a tolerance.
+a failure may only mean that a tolerance is too small.
 
 A run on a CPU does not show the speed, kernels or memory of an accelerator, or whether its compiler
-removes collectives of one device. 2026-11-22, jax 0.10.2, `--tiny` on a CPU: FSDP accesses 6.0 MiB
-and has 0.7 MiB of temporaries, the same as plain jit; DP has 1.084 and 1.039 times as much.
+removes collectives of one device. Measured on 2026-11-22 with jax 0.10.2 and `--tiny` on a CPU:
+FSDP accesses 6.0 MiB and has 0.7 MiB of temporaries, the same as plain jit; DP accesses 1.084 times
+as much and has 1.039 times as many temporaries.
 """
 
 import argparse

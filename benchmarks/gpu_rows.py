@@ -1,4 +1,4 @@
-"""Writes each row of `benchmarks.gpu` when it is measured, and limits its time.
+"""Writes each row of `benchmarks.gpu` once it is measured, and limits the time of a row.
 
 A step that hangs cannot be ended from within its process, and a step that crashes ends its process.
 So one process measures the rows and appends them to a file, and another process watches this file.
@@ -116,7 +116,7 @@ def watch(
       report: Called with a sentence about each row that did not end.
 
     Returns:
-      The exit code of the command that ended by itself; 1 in place of 0 if a row did not end.
+      The command's exit code; 1 in place of 0 if a row did not end.
     """
     are_all_ended = True
     while True:

@@ -41,7 +41,7 @@ SHAPE = ("vocab_size", "num_layers", "hidden_size", "num_heads", "num_kv_heads",
 
 
 def loss_of_logits(params: Any, apply_fn: Any, batch: Batch, rng: jax.Array) -> Any:
-    """Computes the same loss from stored logits, because the model gets no labels."""
+    """Computes the language model's loss from stored logits: the model gets no labels."""
     return language_model_loss(params, lambda *args, **more: apply_fn(*args, **more), batch, rng)
 
 
@@ -146,7 +146,7 @@ def largest_batch(options: argparse.Namespace) -> int:
 
 
 def _need(options: argparse.Namespace, batch_size: int) -> float:
-    """Returns the bytes of the first program's state and step on a device."""
+    """Returns the bytes that `manual fsdp` needs on a device for state and step."""
     workload = make_model_workload(options, batch_size)
     program = build(workload, "manual fsdp", devices=options.devices)
     lowered = program.train_step.lower(program.abstract_state, program.abstract_batch)
@@ -244,7 +244,7 @@ def _reason(error: Exception) -> str:
 
 
 def _measure(options: argparse.Namespace, workload: Workload, name: str) -> Row:
-    """Measures a step's row; the state is deleted when this returns or raises."""
+    """Measures the row of a step, whose state is freed at the end of this function."""
     step = _step(workload, name, options.devices)
     losses = tuple(map(float, step.losses(3)))
     return Row(name, _rounds(options, step.block), counts=step.counts, losses=losses)

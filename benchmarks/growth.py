@@ -1,4 +1,4 @@
-"""How the time to build a program and to compile its step grows with the model.
+"""Measures how the time to build a program and to compile its step grows with the model.
 
     python -m benchmarks.growth --params 100 300 1000 --layers 4 16 64
 
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def has_way(model: str, way: str) -> bool:
-    """Returns whether a model can be built in a way: the Transformer is a Linen model."""
+    """Returns whether a model has a way: the Transformer is a Linen model, so it lacks `nnx`."""
     return model == "params" or way != "nnx"
 
 

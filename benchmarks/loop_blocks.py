@@ -1,4 +1,4 @@
-"""Times blocks of a config's training steps, in its training loop or in a bare loop.
+"""Times blocks of training steps of a config, in the training loop or in a bare loop.
 
 A block begins with empty device queues and its first batch read, and ends when its last state is
 ready. So a block does not include the work that a loop does once in a run, and no work is left in a
@@ -42,7 +42,7 @@ Show = Literal["lines", "bar"]
 
 
 class Batches(Iterator[Batch]):
-    """The batches of a block: reads the first in advance, and records when that one is taken."""
+    """The batches of a block; the first is read in advance. Records when the first is taken."""
 
     def __init__(self, batches: Iterator[Batch]) -> None:
         """Reads the first batch."""
@@ -193,7 +193,8 @@ class Bench:
           num_steps: The number of steps.
           source: The source of the batches.
           show: Whether progress is shown as in a file or as in a terminal.
-          saver: The checkpoints to save to after `SAVED_AFTER`, and the step number to save under.
+          saver: The checkpoints in which to save after step `SAVED_AFTER`, and the step number of
+            the save.
 
         Returns:
           The times of the block.

@@ -72,7 +72,7 @@ def shortcomings(case: Case, answer: Answer) -> list[str]:
 
 
 def ask(case: Case, folder: Path) -> Answer:
-    """Runs a case in a fork of this process, which must not have asked jax for its devices."""
+    """Runs a case in a fork of this process, in which jax must not have initialised its devices."""
     paths = {name: folder / name for name in ("output", "error", "compiled")}
     pid = os.fork()
     if not pid:
@@ -142,7 +142,7 @@ def _main_of(module: str) -> Callable[[], int | None]:
 
 
 def _call(main: Callable[[], int | None]) -> int:
-    """Returns the exit code that a process would have."""
+    """Calls a command; returns the exit code that its process would have."""
     try:
         return main() or 0
     except SystemExit as error:

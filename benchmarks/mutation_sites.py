@@ -163,7 +163,7 @@ class Site:
         """The dim that is gathered or scattered; `""` if the call names none."""
         if self.signature.plan:
             return f"{self.arguments[self.signature.plan]}.dim"
-        # The default of JAX's dims is the first dim.
+        # JAX's collectives use the first dim by default.
         return self.arguments.get(self.signature.dim, "0") if self.signature.dim else ""
 
     @property

@@ -1,4 +1,4 @@
-"""Mutation test of this package's collectives: each is made wrong, and a test must fail.
+"""Mutation test of this package's collectives: each is broken in turn, and a test must fail.
 
 python -m benchmarks.mutations [--jobs 1] [--only NAME] [--list] [--timeout S] [--output FILE.md]
                                [--results FOLDER] [--shard I/N]
@@ -149,7 +149,7 @@ def save_outcome(path: Path, sources: str, name: str, outcome: Outcome) -> None:
 
 
 def load_outcomes(path: Path, sources: str) -> dict[str, Outcome]:
-    """Reads the outcomes for these sources by mutant; `""` is the original."""
+    """Reads the outcomes for these sources by mutant; the key `""` is the original."""
     outcomes = {}
     for line in path.read_text("utf-8").splitlines() if path.exists() else ():
         fields = json.loads(line)

@@ -4,10 +4,11 @@ python -m benchmarks.planned_memory [--only fsdp_lm] [--output planned_memory.js
 
 The plan is `manualpar.inspect.step_memory` with `platform="cpu"`. The plan is compared with the
 `memory_analysis` of the same step on eight simulated CPU devices. Both are the bytes of one device.
-The bytes between steps must be equal, except for values that are never read. Temporaries are
-planned from a model of fusion and of XLA:CPU's order, so their ratio is the error. Known
-differences: XLA copies some weights into another layout, stores values that a sum broadcasts, and
-overwrites an operand only if the result has the same shape.
+The bytes between steps must be equal, except for values that are never read. The plan of
+temporaries models fusion and XLA:CPU's order of operations. So the ratio of planned to compiled
+temporaries is the error of the plan. Known differences: XLA copies some weights into another
+layout, stores values that a sum broadcasts, and overwrites an operand only if the result has the
+same shape.
 """
 
 import argparse

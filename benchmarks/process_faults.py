@@ -9,7 +9,7 @@ if all processes end in time with the exit code that docs/running.md promises, a
 processes report the fault without a traceback. The exit code is 1 if a fault was not survived.
 
 A fault takes about 15 seconds on two idle cores. The time limits are generous, because the machine
-may be busy; the seconds are reported.
+may be busy. The report contains the seconds.
 """
 
 import argparse
@@ -126,7 +126,7 @@ class Run:
         return [int(child) for child in found]
 
     def end(self, stopped: int | None) -> list[int | None]:
-        """Waits for all processes but a stopped one; the code of one that does not end is `None`."""
+        """Waits for all processes but a stopped one; returns exit codes (`None` if running)."""
         until = time.monotonic() + END_SECONDS
         while time.monotonic() < until:
             running = [p.poll() is None for n, p in enumerate(self.popens) if n != stopped]

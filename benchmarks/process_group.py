@@ -24,14 +24,14 @@ Handler = Callable[..., Mapping[str, Any]]
 
 
 class ProcessGroup:
-    """Processes of one module. Use it as a context manager."""
+    """Processes that run one module; a context manager."""
 
     def __init__(self, module: str, settings: Mapping[str, Any], *, num_processes: int) -> None:
         """Starts the processes; the first `ask` shows whether they have started.
 
         Args:
           module: The module that each process runs, such as `"benchmarks.torch_compile_worker"`.
-          settings: The settings of each process. This adds `process` (its number),
+          settings: The settings of each process. The constructor adds `process` (its number),
             `num_processes`, `port` (a free port) and `cores` (the cores that it may use).
           num_processes: The number of processes.
         """

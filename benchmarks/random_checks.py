@@ -181,7 +181,8 @@ class Check:
         dtypes = [options.get(f"{n}_dtype") for n in ("gather", "param", "reduce", "frozen")]
         axes = [a for a in program.mesh.axis_names if program.mesh.shape[a] > 1]
         is_coupled = self.has_statistics or self.row["loss"] == "coupled"
-        # Each minibatch and each axis quantize twice: to scatter, and to gather the sum.
+        # In each minibatch a gradient is quantized twice for each axis: to scatter, and to gather
+        # the sum.
         reductions = 2 * program.num_minibatches * max(1, len(program.data_axes))
         return Allowance(
             is_low="bfloat16" in dtypes,

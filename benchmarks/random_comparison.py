@@ -31,11 +31,12 @@ class Allowance:
 
     Attributes:
       is_low: Whether something is stored, gathered or reduced in bfloat16.
-      has_coded_weights: Whether parameters are gathered as codes.
+      has_coded_weights: Whether parameters are quantized before they are gathered.
       code: The quantization of gradients; `None` if the comparison adds the residuals.
       reductions: How many times a device's gradient is quantized in a step.
       is_random: Whether quantization rounds stochastically.
-      is_split: Whether devices contribute sums that are not sums over examples.
+      is_split: Whether devices contribute sums over something else than examples, as with a model
+        axis.
       has_statistics: Whether a layer divides by the deviation of a few examples.
     """
 

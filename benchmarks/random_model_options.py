@@ -103,7 +103,7 @@ def _draw_transformer(r: random.Random, row: Row, dropout: float) -> None:
     maybe(0.4, num_kv_heads=r.choice((1, 2)))
     maybe(0.3, tied_head=True)
     row["with_labels"], row["packed"] = r.random() < 0.5, r.random() < 0.35
-    if r.random() < 0.25:  # As in public models, whose files can be written.
+    if r.random() < 0.25:  # A family of public models, so `export_hf` can write files.
         row["has_family"] = True
         maybe(0.3, qkv_bias=True)
         if maybe(0.5, split_axis="model"):

@@ -118,7 +118,7 @@ def _plain_params(row: Mapping[str, Any], params: Tree) -> Tree:
             rank = next(r for g, r in targets["targets"].items() if fnmatch.fnmatchcase(module, g))
             kernel = flat[f"{module}/kernel"]
             multiply = functools.partial(jnp.tensordot, axes=1)
-            if a.ndim + b.ndim - 2 > kernel.ndim:  # The layers of a scan come first in both.
+            if a.ndim + b.ndim - 2 > kernel.ndim:  # Dim 0 of both counts the layers.
                 multiply = jax.vmap(multiply)
             product = multiply(a, b)
             flat[f"{module}/kernel"] = kernel + product * (targets["alpha"] / rank)

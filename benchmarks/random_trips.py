@@ -41,7 +41,7 @@ def travel(check: Any, program: Any, state: Any, optimizer: Any, number: int) ->
     with tempfile.TemporaryDirectory() as folder:
         moved = _move(check, program, state, other, Path(folder))
     after, variables = check.whole(other, moved)
-    if kind == "adapters":  # The other program has another base.
+    if kind == "adapters":  # The other program has other base weights.
         params = {path: x for path, x in params.items() if "lora_" in path}
     if kind == "files" and options.get("frozen_dtype") == "bfloat16":
         # Dequantizing in bfloat16 and quantizing again changes a few codes by one.

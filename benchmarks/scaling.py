@@ -156,9 +156,9 @@ def time_steps(
 def measure_depths(
     depths: Sequence[int], devices: Sequence[int], *, is_tiny: bool, is_compiled: bool = True
 ) -> list[Depth]:
-    """Counts the program of a language model of each depth, scanned on each number of devices.
+    """Counts the operations of a language model's program for each depth and number of devices.
 
-    The unrolled model runs only on the largest number of devices, because it compiles slowly.
+    The unrolled model is counted only on the largest number of devices, because it compiles slowly.
     """
     found = []
     for is_scanned in (True, False):
