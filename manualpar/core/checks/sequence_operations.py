@@ -242,7 +242,10 @@ def _sum_over_positions(
 
 
 def _random(name: str, key: SplitValue, *, is_split: bool) -> SplitValue:
-    """Finds the value of random bits or new keys; refuses a key that is wrong for them."""
+    """Finds the value of random bits or new keys.
+
+    Refuses split values without a key that differs between devices, and other random bits with one.
+    """
     differs = key.kind in ("device", "split")
     if is_split and not differs:
         refuse("draws the same random numbers on each device", "random")

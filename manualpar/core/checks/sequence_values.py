@@ -41,8 +41,8 @@ class SplitValue:
       kind: A kind from the list above, such as `"split"`.
       power: The power of `C` by which the value is scaled.
       layout: Where the dim of a split value contains the device's positions, see `Layout`.
-      count: The value number (see `value_numbers`) of a count: the divisor of the value, or for a
-        guarded value or a test the count itself.
+      count: For a value divided by a count, a guarded value or a test: the value number of the
+        count, see `value_numbers`.
       is_integral: Whether all entries are integers.
       is_nonzero: For a test, whether it is true if the count is not 0.
     """

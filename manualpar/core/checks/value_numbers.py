@@ -51,7 +51,7 @@ class ValueNumbers:
         self._numbers[variable] = number
 
     def set_result(self, variable: Any, eqn: Any, index: int, numbers: Sequence[int]) -> None:
-        """Sets the number of the `index`-th result of an operation; `numbers` are the operands'."""
+        """Sets the number of an operation's `index`-th result; `numbers` belong to its operands."""
         name = eqn.primitive.name
         expression: Any = (name, str(eqn.params), index, *numbers)
         terms = self._sum_of.get(numbers[0], numbers[0]) if name in _SUM_PRESERVING else None

@@ -32,9 +32,9 @@ OVERLAPS: tuple[Overlap, ...] = ("auto", "none")
 
 _WINDOWS = "xla_tpu_decompose_einsum_reduce_scatter"
 _OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload"
-# Without the next two options XLA sends twice the bytes. On a mesh of two or three dimensions it
+# Without the next two options XLA sends twice the bytes. On a mesh of two or three dimensions XLA
 # turns a reduce-scatter into an all-reduce, and each chip keeps a part of the result. On large
-# meshes it turns an all-gather into an all-reduce of arrays padded with zeros.
+# meshes XLA turns an all-gather into an all-reduce of arrays padded with zeros.
 _SCATTER = f"{_OFFLOAD}_nd_reduce_scatter"
 _GATHER = "xla_tpu_prefer_async_allgather_to_allreduce"
 # With either of these options XLA does not turn a reduce-scatter into an all-reduce.

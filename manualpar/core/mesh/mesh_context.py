@@ -5,8 +5,8 @@ of its own. So no mesh is set while a program is built and while its functions a
 the caller has set a mesh. Each mode sets a mesh for the model if it needs one.
 
 Some ways to state a sharding belong to one mode: `with_sharding_constraint` is for automatic axes,
-`out_sharding=` for explicit axes. In another mode JAX refuses them, with various messages. This
-module replaces these messages by one sentence that names the mode to use.
+`out_sharding=` for explicit axes. In the other mode JAX refuses such a statement, with various
+messages. This module replaces these messages by one sentence that names the mode to use.
 """
 
 import contextlib

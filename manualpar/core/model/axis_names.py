@@ -35,7 +35,8 @@ class AxisAliases:
         """Returns `{"axis_name": value}` for a module; `{}` if no alias fits the module.
 
         Raises:
-          ValueError: Arrays are global, and the alias stands for only some of the devices.
+          ValueError: The module gets global arrays, but the alias stands for only some of the
+            devices.
         """
         names = getattr(module, "axis_name", None)
         all_names = names if isinstance(names, tuple | list) else (names,)

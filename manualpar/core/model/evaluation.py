@@ -17,7 +17,7 @@ from manualpar.core.model.interface import RunPhase
 
 DROPOUT_STREAM = "dropout"
 EVAL_SWITCHES = {"train": False, "training": False, "is_training": False, "deterministic": True}
-# The switch of `nn.BatchNorm`. Statistics come from the state even if dropout is on.
+# The switch of `nn.BatchNorm`. With `eval_dropout`, statistics come from the state too.
 _STATISTICS = {"use_running_average": True}
 SWITCHES: Mapping[RunPhase, Mapping[str, bool]] = {
     "train": {},

@@ -54,8 +54,8 @@ def initialisation(
     """Makes a model's initialisation a function of a key.
 
     Returns:
-      A function from a key to the variables by collection, and the abstract variables. `cast` has
-      been applied to the parameters, and annotated and typed parameters are in boxes.
+      A function from a key to the variables by collection, and the abstract variables. Both have
+      parameters to which `cast` was applied. Annotated and typed parameters are in boxes.
     """
 
     def init(rng: jax.Array, batch: Batch = batch) -> dict[str, Any]:

@@ -166,7 +166,7 @@ class _Probe(ArrayBox, eq=False):
         """Returns zeros of the expected shape, typed as a gathered parameter is.
 
         Raises:
-          ValueError: The content was changed without the box, or is differentiated.
+          ValueError: The box's arrays were changed from outside the box, or are differentiated.
         """
         if self.zeros is not None:
             _refuse_derivative(self.zeros)

@@ -7,8 +7,8 @@ shard. Therefore the device's index is folded into their key. The type of the ac
 whether they are split.
 
 Invariants: a key changes only if the activations vary over an axis over which the key does not
-  vary. Axes of one device do not count. A key that is the same on all devices does not change
-  either: programs make no such key, so the user wants the same key everywhere.
+vary. Axes of one device do not count. A key that is the same on all devices does not change either:
+programs make no such key, so the user wants the same key everywhere.
 """
 
 import dataclasses

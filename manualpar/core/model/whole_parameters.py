@@ -58,7 +58,7 @@ class PartOfDevice:
 
         Communication:
           Forward: none. Backward: one all-reduce for the gradient of each array that the loss has
-            gathered.
+          gathered.
         """
         given = jax.tree_util.tree_leaves_with_path(self.given, is_leaf=is_box)
         boxed = {path_name(path) for path, x in given if is_box(x)}

@@ -1,10 +1,10 @@
 """Gradients of the global mean loss, from each device's part of a batch.
 
-A step differentiates `sum of the loss over all examples / global number of examples`. This holds
-however the examples are split over devices and minibatches, and however many examples are masked.
-If part `k` has `n_k` valid examples and the mean loss `l_k`, the gradient is
-`sum_k n_k grad(l_k) / sum_k n_k`. So each part is weighted by its count *before* the parts are
-averaged. A mean of the parts' means would be another loss.
+A step differentiates `sum of the loss over all examples / global number of examples`, however the
+examples are split over devices and minibatches, and however many examples are masked. If part `k`
+has `n_k` valid examples and the mean loss `l_k`, the gradient is `sum_k n_k grad(l_k) / sum_k n_k`.
+So each part is weighted by its count *before* the parts are averaged. A mean of the parts' means
+would be another loss.
 
 Types decide whether autodiff sums gradients over devices. If a parameter is *invariant* over a mesh
 axis, autodiff inserts a `psum` over that axis, once for every use and minibatch. Therefore

@@ -163,7 +163,7 @@ def take_shared(x: jax.Array, shared_names: Names) -> jax.Array:
 
     Communication:
       Forward: none. Backward: one `psum` of the gradient of `x` over the axes, because autodiff
-        sums the devices' contributions.
+      sums the devices' contributions.
     """
     for dim, name in enumerate(shared_names):
         if axes := axis_tuple(name):

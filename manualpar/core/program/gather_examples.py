@@ -27,8 +27,8 @@ def gather_examples(x: Any, axis_name: AxisName | None = None) -> Any:
       The tree with leaves `[B, ...]`: the examples of all devices, in the order of the batch. With
       `num_minibatches` these are the examples of one minibatch: the `m`-th part of every device's
       examples. If no mesh axis is manual, `x` already has all examples and is returned unchanged.
-      (This is so on one device, and in the modes in which XLA writes the collectives.) In mode
-      `"explicit"`, `x` is replicated, so that it can be combined with sharded arrays.
+      (No axis is manual on one device, and in the modes in which XLA writes the collectives.) In
+      mode `"explicit"`, `x` is replicated, so that it can be combined with sharded arrays.
 
     Raises:
       ValueError: A leaf has no dims, an axis is not bound, or the type of `x` varies over no axis.

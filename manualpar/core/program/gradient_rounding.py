@@ -79,8 +79,8 @@ class Residual(NamedTuple):
 def residual_of(info: ParameterInfo, place: Route, comm: CommPolicy, mesh: Any) -> Residual | None:
     """Returns a parameter's `Residual`; `None` if its gradient is not quantized once a step.
 
-    The residual belongs to the quantized reduce-scatter, or without one to the quantized all-reduce
-    over the other axes.
+    The residual belongs to the quantized reduce-scatter. Without a reduce-scatter
+    it belongs to the quantized all-reduce over the other axes.
     """
     names, comm = place.sharded_names, comm.for_parameter(info.dtype)
     padded = tuple(map(sum, zip(info.shape, place.padding or (0,) * len(names), strict=True)))

@@ -82,7 +82,7 @@ def ema_params(state: TrainState) -> TrainState:
       fields are the same arrays as in `state`.
 
     Raises:
-      ValueError: The optimizer's state has no average, or several.
+      ValueError: The optimizer's state has no average, or more than one.
 
     Communication:
       None if parameters are sharded like their optimizer state. One all-gather of the average if

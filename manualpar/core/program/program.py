@@ -92,8 +92,8 @@ class Program(StartsFromArrays):
         differently.) No device ever holds more than its shards.
       train_step: `train_step(state, batch) -> (state, metrics)`, jitted. The state is donated, so
         use the returned state. Metrics are `(sum, count)` pairs over the global batch, the same on
-        all devices. With the option `nonfinite="skip"` some steps change only the state's step
-        number and key, see `ProgramOptions`.
+        all devices. With the option `nonfinite="skip"`, a step that is skipped changes only the
+        state's step number and key, see `ProgramOptions`.
       eval_step: `eval_step(state, batch) -> metrics`, jitted. The step calls the same loss function
         with training turned off.
       step: The functions before they are jitted, with the model, the loss and the placements.

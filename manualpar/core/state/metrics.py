@@ -46,7 +46,7 @@ def add_metrics(first: Metrics | None, second: Metrics) -> Metrics:
     """Adds two metrics; `first` may be `None`, for no metrics yet.
 
     Raises:
-      ValueError: The two do not have the same names.
+      ValueError: `first` and `second` do not have the same names.
     """
     if first is None:
         return second

@@ -107,7 +107,7 @@ def place_leaf(function: str, leaf: Leaf, x: Any) -> jax.Array:
     """Copies an array to a program's devices, padded, cast and sharded as `leaf` describes.
 
     Communication:
-      As `to_host`. A device receives only its shard.
+      That of `to_host`. A device receives only its shard.
     """
     value = read_unpadded(function, leaf, x)
 
@@ -136,7 +136,7 @@ def read_unpadded(function: str, leaf: Leaf, x: Any) -> np.ndarray:
       ValueError: The padding is not zeros.
 
     Communication:
-      As `to_host`.
+      That of `to_host`.
     """
     value = to_host(jax.random.key_data(x) if is_key(x) else x)
     if value.shape == leaf.shape:

@@ -4,7 +4,7 @@ A module's fields are written for one device. While a method of the module runs 
 fields are replaced:
 
 - `axis_name`: by the mesh axes for which the name is an alias, see `axis_names`.
-- Switches that tell the module to train: in evaluation, by their values there, see `evaluation`.
+- Switches that tell the module to train: in evaluation, by their values for it, see `evaluation`.
 - The method of `nn.Dropout` that draws its key, and the `attention_fn` of attention, so that split
   activations are dropped independently, see `split_dropout`.
 - Initializers, by initializers without annotations. When a model is applied, flax calls the
@@ -130,7 +130,7 @@ class LinenModel(ModelInterface):
             yield
 
     def _fields_on_mesh(self, module: nn.Module, args: tuple[Any, ...]) -> dict[str, Any]:
-        """Returns the fields of a module to replace in a call on the mesh, by name."""
+        """Returns, by name, the fields of a module whose values change in a call on the mesh."""
         fields: dict[str, Any] = self.axis_aliases.resolve(module)
         if self.phase != "train":
             fields |= getattr(module, EVALUATION_FIELDS, {})

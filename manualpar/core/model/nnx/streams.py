@@ -5,8 +5,8 @@ as in Linen, a loss passes keys, `rngs={"dropout": key}`. Each module's stream s
 with the stream's name, into which the module's path is folded.
 
 Invariants: no two streams share a key; the streams of a stack of layers have one key for each
-  layer; a stream without a key is an error only where its key is used. (`nnx.RNN` draws a key for
-  its initial carry, but a carry of zeros does not use the key.)
+layer; a stream without a key is an error only where its key is used. (`nnx.RNN` draws a key for its
+initial carry, but a carry of zeros does not use the key.)
 
 A stream counts by `count[...] += 1`. For such an assignment flax reads `sharding` of both values.
 Tracers lack this attribute, and to write its error JAX searches all equations so far. So the time
