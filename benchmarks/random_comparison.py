@@ -35,7 +35,7 @@ class Allowance:
       code: The quantization of gradients; `None` if the comparison adds the residuals.
       reductions: How many times a device's gradient is quantized in a step.
       is_random: Whether quantization rounds stochastically.
-      is_split: Whether devices contribute sums over something else than examples, as with a model
+      is_split: Whether devices contribute sums over anything but examples, as with a model
         axis.
       has_statistics: Whether a layer divides by the deviation of a few examples.
     """

@@ -38,7 +38,7 @@ import jaxlib.version
 from benchmarks.random_options import draw, features_of
 
 BAD = ("wrong", "crash", "hang")
-# As in `tests/compiling.py`. Later versions of XLA do not have the older emitters.
+# The same flags as in `tests/compiling.py`. Later versions of XLA do not have the older emitters.
 XLA_FLAGS = "--xla_cpu_parallel_codegen_split_count=1"
 if jaxlib.version.__version_info__ < (0, 11):
     XLA_FLAGS += " --xla_cpu_use_fusion_emitters=false"
