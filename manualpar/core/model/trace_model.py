@@ -133,22 +133,22 @@ def trace_model(
       gathers_in_loss: Whether parameters are gathered where the loss reads them.
     """
     interface = _interface_of(strategy, model, mode, options)
-    trainable = tuple(options.get("trainable") or interface.trainable)
+    trainable = tuple(options["trainable"] or interface.trainable)
     init, variables = initialisation(
         interface,
         batch,
         batch_specs,
         mode,
-        init_args=options.get("init_args"),
+        init_args=options["init_args"],
         cast=functools.partial(_cast, stored_dtypes, trainable),
     )
     if not jax.tree.leaves(variables["params"]):
         expected = "expected some to train; in NNX those that an nnx.Param holds"
         raise ValueError(f"{strategy}: model {interface!r} has no parameters, {expected}.")
     tracer = LossTracer(interface, loss_fn, variables, batch, batch_specs=batch_specs, mode=mode)
-    tracer.find_collections(options.get("init_args"))
+    tracer.find_collections(options["init_args"])
     tracer.check_model()
-    pipeline = options.get("pipeline")
+    pipeline = options["pipeline"]
     stacked = tracer.stacked(pipeline) if pipeline else frozenset[str]()
     # Stacked layers of a pipeline are in boxes, whether they are gathered or not.
     loop_dims = tracer.loop_dims(
@@ -163,7 +163,7 @@ def trace_model(
         lambda info: dataclasses.replace(info, trainable=is_trained(info.path, trainable)), infos
     )
     all_dims = {info.path: info.loop_dims for info in jax.tree.leaves(infos)}
-    sync = options.get("sync_collections", {})
+    sync = options["sync_collections"]
     return TracedModel(
         apply_fn=interface.apply_fn,
         parameters=infos,
@@ -173,7 +173,7 @@ def trace_model(
         sync_collections=check_sync_collections(strategy, sync, tracer.collections),
         variables={"params": tracer.params, **tracer.collections},
         adapter=dataclasses.replace(interface, loop_dims=all_dims),
-        _eval_phase="eval_dropout" if options.get("eval_dropout", False) else "eval",
+        _eval_phase="eval_dropout" if options["eval_dropout"] else "eval",
         _init=init,
         _loss_fn=loss_fn,
         mode=mode,
@@ -212,7 +212,7 @@ def _interface_of(
     """Makes the model's interface; a function that makes the model finds a mesh if it needs one."""
     aliases = check_axis_aliases(
         strategy,
-        options.get("axis_aliases", {}),
+        options["axis_aliases"],
         mesh=mode.mesh,
         data_axes=mode.data_axes,
         on_global_arrays=not mode.writes_collectives,

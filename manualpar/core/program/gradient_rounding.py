@@ -26,7 +26,6 @@ from jax.sharding import PartitionSpec
 
 from manualpar.core.mesh.axes import axes_size, axis_tuple
 from manualpar.core.mesh.rng import fold_rng_over_axis
-from manualpar.core.model.options import ROUNDING
 from manualpar.core.modes.mode import Mode
 from manualpar.core.modes.strategy import Strategy
 from manualpar.core.parameters.comm_policy import CommPolicy
@@ -46,8 +45,8 @@ def check_feedback(strategy: Strategy, options: Mapping[str, Any]) -> None:
     # If there are replica axes, only the reduction over these axes is quantized. This reduction
     # runs once a step, in one collective.
     quantizes_all = not strategy.replica_axes
-    axes = axis_tuple(options.get("axis_name", "data"))
-    axes += axis_tuple(options.get("context_axis"))  # This axis shards parameters too.
+    axes = axis_tuple(options["axis_name"])
+    axes += axis_tuple(options["context_axis"])  # This axis shards parameters too.
     for does_not_fit, got, expected in (
         (
             quantizes_all and strategy.reduce_every == "minibatch",
@@ -55,9 +54,9 @@ def check_feedback(strategy: Strategy, options: Mapping[str, Any]) -> None:
             "reductions once a step: data_parallel, zero with stage=1, hsdp, or "
             "communicate_every='step'",
         ),
-        (options.get("pipeline"), "a pipeline", "pipeline=None"),
+        (options["pipeline"], "a pipeline", "pipeline=None"),
         (
-            quantizes_all and options.get("axis_by_axis") and len(axes) > 1,
+            quantizes_all and options["axis_by_axis"] and len(axes) > 1,
             f"axis_by_axis=True over {axes}",
             "one reduction over all axes: axis_by_axis=False",
         ),
@@ -273,7 +272,7 @@ def gradient_rounding(
     Raises:
       ValueError: See `check_feedback`.
     """
-    error_feedback, is_stochastic = (options.get(name, False) for name in ROUNDING)
+    error_feedback, is_stochastic = options["error_feedback"], options["stochastic_rounding"]
     residuals: dict[str, Residual] = {}
     if error_feedback:
         check_feedback(strategy, options)

@@ -3,7 +3,7 @@
 from jax.sharding import Mesh
 
 from manualpar.core.mesh.axes import axes_size, axis_tuple
-from manualpar.core.model.options import check_choice
+from manualpar.core.model.option_table import check_choice
 from manualpar.core.modes.strategy import CommCounts, Strategy
 from manualpar.core.parameters.parameter_info import ParameterInfo, split_names
 from manualpar.core.parameters.placement import Placement
