@@ -46,9 +46,9 @@ class TracedModel:
       trainable: Globs over the paths of the trained parameters.
       stored_dtypes: The dtypes, if given, in which frozen and trained parameters are stored.
       keeps_types: Whether the model's initialisers type its parameters as sharded.
-      sync_collections: How collections that differ between devices are synchronised.
+      sync_collections: How collections that differ between devices are reduced.
       variables: The abstract variables that `create_variables` makes.
-      mode: Who writes the collectives.
+      mode: The mode, which decides who writes the collectives.
       adapter: The interface of the model.
     """
 
@@ -68,7 +68,8 @@ class TracedModel:
     def create_variables(self, key: jax.Array) -> dict[str, Any]:
         """Creates the initial variables by collection: `params`, and collections of the state.
 
-        They are unsharded and in no boxes. Parameters have the dtypes in which they are stored.
+        The variables are unsharded and not in boxes. Parameters have the dtypes in which they are
+        stored.
         """
         variables = strip_boxes(self._init(key))
         return {name: variables[name] for name in self.variables}
@@ -80,8 +81,8 @@ class TracedModel:
 
         Returns:
           The loss, the checked metrics, and the collections after the call. Only the loss has a
-          gradient: otherwise the backward pass would compute the derivatives of the others and
-          multiply them by zeros, and an infinite derivative would make the gradient NaN.
+          gradient: otherwise the backward pass would multiply the derivatives of metrics and
+          collections by zeros, and an infinite derivative would make the gradient NaN.
         """
         before = {id(x) for x in jax.tree.leaves(collections)}
         apply_fn = CarryingApply(self.adapter, collections, PartOfDevice(self.parameters, params))
@@ -124,7 +125,7 @@ def trace_model(
       loss_fn: The loss.
       batch: The abstract global batch.
       batch_specs: The tree of the batch with a `PartitionSpec` at each leaf.
-      mode: Who writes the collectives.
+      mode: The mode, which decides who writes the collectives.
       stored_dtypes: The dtypes that floating-point parameters are cast to.
       options: The `ProgramOptions`; only options of the model are read.
       is_gathered: Returns whether a parameter would be sharded, or cast where it is used, if no

@@ -78,12 +78,12 @@ class Program(StartsFromArrays):
       mesh: The program's mesh. With an abstract mesh it can be traced but not run.
       data_axes: The mesh axes that split the examples.
       num_minibatches: The number of minibatches into which a device splits its part of a batch.
-      comm: The formats in which values are sent, and the order of the axes.
+      comm: The formats in which values are sent, and whether collectives run axis by axis.
       layout: A `TrainState` with a `PartitionSpec` at each leaf.
       parameters: A `(ParameterInfo, Route)` for each parameter, in the order of the tree. The
         route's note gives the reason why a parameter is replicated.
       abstract_state: A `TrainState` of `jax.ShapeDtypeStruct`s with shardings.
-      whole_state: The abstract state without padding and shardings, as one device would hold it.
+      whole_state: The abstract state without padding and shardings, as on one device.
       abstract_batch: The batch that the program was built for, as `jax.ShapeDtypeStruct`s with
         shardings.
       batch_sharding: The sharding of a batch's leaves: the leading dimension is split over the
@@ -98,10 +98,10 @@ class Program(StartsFromArrays):
         differently.) No device ever holds more than its shards.
       train_step: `train_step(state, batch) -> (state, metrics)`, jitted. The state is donated, so
         use the returned state. Metrics are `(sum, count)` pairs over the global batch, the same on
-        all devices. With the option `nonfinite="skip"` some steps change only the state's step
-        number and key, see `ProgramOptions`.
-      eval_step: `eval_step(state, batch) -> metrics`, jitted. It calls the same loss function with
-        training turned off.
+        all devices. With the option `nonfinite="skip"`, a step that is skipped changes only the
+        state's step number and key, see `ProgramOptions`.
+      eval_step: `eval_step(state, batch) -> metrics`, jitted. The step calls the same loss function
+        with training turned off.
       step: The functions before they are jitted, with the model, the loss and the placements.
       outer: The outer steps if replicas train separately, see `manualpar.diloco`; otherwise `None`.
         With outer steps, `step` is only for evaluation: it treats the common parameters as
@@ -185,7 +185,7 @@ def build_program(
     loss_fn: LossFn,
     **options: Unpack[ProgramOptions],
 ) -> Program:
-    """Builds a program. Every strategy's builder, such as `manualpar.fsdp`, ends here.
+    """Builds a program. Every strategy's builder, such as `manualpar.fsdp`, calls it.
 
     Args:
       strategy: The strategy.
