@@ -62,8 +62,8 @@ class Checkpoints:
     best_metric: str = ""  # Also keeps the checkpoint that is best by this metric; '': none.
     best_mode: Literal["min", "max"] = "min"  # Whether the smallest or largest value is the best.
     asynchronous: bool = True  # Whether `save` returns before everything is on the disk.
-    # The limit in seconds for writing a save: without it, a disk that hangs would block all processes. In
-    # a bucket the limit is at least an hour.
+    # The limit in seconds for writing a save: without a limit, a disk that hangs would block all
+    # processes. In a bucket the limit is at least an hour.
     seconds: float = 600.0
 
     def __post_init__(self) -> None:
