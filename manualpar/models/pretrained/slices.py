@@ -70,7 +70,7 @@ class ShardReader:
         devices_of: Mapping[Bounds, Sequence[jax.Device]],
         sources: Sources,
     ) -> list[jax.Array]:
-        """Reads a box of a variable, and puts each shard in it on the devices that store the shard."""
+        """Reads a box of a variable, and puts each shard in the box on its devices."""
         whole = np.zeros([stop - start for start, stop in box], leaf.dtype)
         for piece in sources.pieces[leaf.name]:
             stacked = len(piece.entry)
