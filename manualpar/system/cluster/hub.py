@@ -223,7 +223,7 @@ class Hub:
             self._tell({"kind": "agreed"})
 
     def _watch(self, awake: float) -> None:
-        """Finds processes that are lost or have not connected, `awake` seconds after the last call."""
+        """Finds processes that are lost or not connected, `awake` seconds after the last call."""
         members, timeout_seconds = self._members, self._terms.timeout_seconds
         for process, member in members.items():
             member.silence += awake if member.writer else 0.0
