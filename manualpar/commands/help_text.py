@@ -11,9 +11,14 @@ from manualpar.strategies.shared_options import PARAMETER_SHARDING
 from manualpar.training.config import fields_of, flatten_config, load_config
 
 
-def _help_text(description: str, default_config: Path, flags: Mapping[str, Flag]) -> str:
-    """Returns the text of `--help`: the flags, and the fields of the default config."""
-    helps = {"config": CONFIG_HELP} | {name: flag.help for name, flag in flags.items()}
+def help_text(description: str, default_config: Path, flags: Mapping[str, str]) -> str:
+    """Returns the text of `--help`: the flags, and the fields of the default config.
+
+    Args:
+      description: The first lines.
+      default_config: The file of the default config.
+      flags: The help of each flag, by name.
+    """
     config = load_config(default_config)
     fields = fields_of(config)
     meanings = {x.field: x.meaning for x in PARAMETER_SHARDING.values()}
