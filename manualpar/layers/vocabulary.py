@@ -47,7 +47,7 @@ def split_lookup(
       tokens: `int[...]`, the same on all devices along `axis`.
       axis: The mesh axis, or tuple of axes, that the rows are split over.
       sequence_dim: The dimension along which the result is split between layers, see `leave`;
-        `None` if it is not.
+        `None` if it is not split.
 
     Returns:
       The rows, `[..., D]`, the same on all devices along `axis`; with `sequence_dim` this device's

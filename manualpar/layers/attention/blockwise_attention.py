@@ -115,8 +115,8 @@ class Scoring(NamedTuple):
 def block_size(length: int, longest: int = 0) -> int:
     """Returns the size of a block, for as few blocks of equal size as the limits allow.
 
-    `length` is the number of queries. `longest` is the number of keys, if there are more keys than
-    queries.
+    `length` is the length of the sequence to cut. `longest` is the length of the keys' sequence if
+    that is longer.
     """
     most = CPU_BLOCK if platform_traced_for() == "cpu" else BLOCK
     most = max(most, -(-max(length, longest) // MAX_BLOCKS))
