@@ -245,7 +245,7 @@ def _is_of_global_arrays() -> bool:
 def _summed(
     x: jax.Array, head: jax.Array, index: jax.Array, visible: jax.Array | None, static: _Static
 ) -> _Sums:
-    """Computes a device's sums; `index` is the label's column, which another device may have."""
+    """Computes a device's sums; `index` is the label's column, which may be on another device."""
     dtype = jnp.promote_types(x.dtype, jnp.float32)
     zero = jnp.zeros_like(index, dtype)
 

@@ -273,7 +273,7 @@ def auxiliary_loss(
 
 
 def _sown(sown: Any, name: str, ndim: int) -> jax.Array | None:
-    """Stacks what the layers have sown under a name, `[L, ...]`; returns `None` if nothing."""
+    """Stacks the values that layers have sown under a name, `[L, ...]`; `None` without values."""
     found = [
         x.reshape(-1, *x.shape[x.ndim - ndim :])  # A scan adds a dim of layers in front.
         for path, x in jax.tree_util.tree_leaves_with_path(sown)

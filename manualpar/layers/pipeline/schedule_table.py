@@ -52,8 +52,8 @@ class Costs(NamedTuple):
     """Times of the parts of a tick, in any unit.
 
     Attributes:
-      forward: A chunk forward.
-      backward: A chunk backward, and its forward pass if the backward pass computes it again.
+      forward: The forward pass of a chunk.
+      backward: The backward pass of a chunk, and its forward pass if this is computed again.
       before: The part of the model before its layers, forward, in the F of the first chunk.
       before_backward: The same part backward, in the B of the first chunk.
       after: The part of the model after its layers, forward and backward, in the last chunk's F.
@@ -68,7 +68,7 @@ class Costs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Table:
-    """A schedule of S stages, M microbatches, v chunks a stage and T ticks.
+    """A schedule of S stages, M microbatches, v chunks on each stage and T ticks.
 
     Attributes:
       name: The schedule.

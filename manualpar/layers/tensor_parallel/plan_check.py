@@ -202,7 +202,7 @@ class _WholeCalls:
             if dim is not None:
                 shape[dim] = unshared_size(shape[dim])
             like = nn.unbox(module.get_variable("params", name))
-            if isinstance(style, Row) and name == "bias":  # As on shards.
+            if isinstance(style, Row) and name == "bias":  # Zero, as on shards.
                 zeros = jnp.zeros(shape, like.dtype)
                 return cast_to_varying(zeros, varying_axes(like) - {self._axis})
             # The value is made from the shard, so that nn.scan hoists the same values out of a loop

@@ -116,7 +116,7 @@ class ReplicaSteps:
         inner_state, metrics = self._replica_step.train(inner_state, batch)
         inner_state = jax.tree.map(self._constrain, inner_state, self.inner.layout)
         count = metrics["loss"][1].astype(jnp.float32)
-        if self._replica_step.nonfinite == "skip":  # The count may be NaN.
+        if self._replica_step.nonfinite == "skip":  # If a step is skipped, its count may be NaN.
             count = jnp.where(metrics["nonfinite"][0] > 0, jnp.zeros_like(count), count)
         replica = {
             "params": partition(self._placements, inner_state.params)[0],
