@@ -17,7 +17,7 @@ MOST_POINTS, FEW_POINTS = 1200, 60
 
 
 def draw_charts(charts: Sequence[Chart], *, title: str) -> tuple[str, bytes]:
-    """Draws charts in a grid. If there are no charts, the picture says so.
+    """Draws charts in a grid; without charts, the picture has a text in their place.
 
     Returns:
       An `<svg>` element for a page, without the title, and a PNG with the title.
@@ -35,7 +35,8 @@ def draw_charts(charts: Sequence[Chart], *, title: str) -> tuple[str, bytes]:
         if not charts:
             figure.text(0.5, 0.5, "the run reported nothing", ha="center")
         figure.savefig(png, format="png")
-        # Keeps the layout for the second picture, because computing it takes most of the time.
+        # Keeps the layout for the second picture, because computing the layout takes most of the
+        # time.
         figure.set_layout_engine("none")
         figure.suptitle("")
         no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
@@ -70,13 +71,13 @@ def draw_chart(axes: Any, chart: Chart) -> None:
     axes.set_ylabel(chart.unit)
     if chart.from_zero:
         axes.set_ylim(bottom=0)
-    # The legend is next to the title, because no place inside the axes is free in every chart.
+    # The legend is next to the title, because inside the axes it could cover the lines.
     legend = {"loc": "lower right", "bbox_to_anchor": (1, 1), "borderaxespad": 0.2}
     axes.legend(ncols=5, columnspacing=1, **legend)
 
 
 def _lonely(points: Sequence[Point]) -> list[int]:
-    """Returns the indices of points between two gaps, because no line goes through them."""
+    """Returns the indices of points between two gaps; they need markers, because no line does."""
     values = [None, *(value for _, value in points), None]
     triples = zip(values, values[1:], values[2:], strict=False)
     return [i for i, (a, x, b) in enumerate(triples) if x is not None and a is b is None]
