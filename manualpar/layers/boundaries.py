@@ -41,7 +41,8 @@ def enter(
         the input, `[..., S/axis, ...]`.
       axis: The mesh axis, or tuple of axes, that the products are split over. Axes that no
         `shard_map` binds are left out. If no axis is bound, nothing is split.
-      sequence_dim: The dimension along which `x` is split between layers; `None` if it is not split.
+      sequence_dim: The dimension along which `x` is split between layers; `None` if `x` is not
+        split.
       scope: The named scope of the all-reduce, which tells the purpose of the all-reduce.
 
     Returns:
