@@ -31,11 +31,10 @@ def fsdp(
 
     Communication:
       For each of `m` minibatches: an all-gather in the forward pass, an all-gather in the backward
-      pass (only over `regather_axes`, if they are given), and a reduce-scatter of the gradient. On
-      `N` devices, for `P` parameters of `b` bytes that are each used once, a device sends
-      `3 m b P (N - 1) / N` bytes a step. It sends `2 m b P (N - 1) / N` if gathered parameters are
-      kept, `2 b P (N - 1) / N` with `communicate_every="step"`, and `(m + 1) b P (N - 1) / N` with
-      `"gather-step"`.
+      pass (only over `regather_axes`, if given), and a reduce-scatter of the gradient. For `P`
+      parameters of `b` bytes, each used once, a device of `N` sends `3 m b P (N - 1) / N` bytes a
+      step; `2 m b P (N - 1) / N` if gathered parameters are kept; `2 b P (N - 1) / N` with
+      `communicate_every="step"`; and `(m + 1) b P (N - 1) / N` with `"gather-step"`.
     """
     strategy = functools.partial(fully_sharded, "fsdp", ())
     return build_sharded("fsdp", strategy, model, tx, loss_fn, options, PARAMETER_SHARDING)
