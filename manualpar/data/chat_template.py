@@ -80,7 +80,7 @@ class ChatTemplate:
         return _unwrapped(self.render_all([messages])[0])
 
     def render_all(self, chats: Sequence[Messages]) -> list[Rendered | ValueError]:
-        """Renders chats; if a chat is refused, it and all later chats get the error as their result."""
+        """Renders chats; a chat that is refused, and all later chats, give the error."""
         return self._answers("render", chats)
 
     def prompt(self, messages: Messages) -> str:
