@@ -80,7 +80,7 @@ class ChatTemplate:
         return _unwrapped(self.render_all([messages])[0])
 
     def render_all(self, chats: Sequence[Messages]) -> list[Rendered | ValueError]:
-        """Renders chats; if a chat is refused, it and all later chats get the error as their result."""
+        """Renders chats; if a chat is refused, the error is its result, and of all later chats."""
         return self._answers("render", chats)
 
     def prompt(self, messages: Messages) -> str:

@@ -42,7 +42,7 @@ def from_first(value: JSON) -> JSON:
 
 
 def first_failure(failure: str) -> str:
-    """Returns the failure of the first process that has one, else `''`; communicates like `gather`."""
+    """Returns the failure of the first failed process, or `''`; communicates like `gather`."""
     return next(filter(None, gather(failure)), "")
 
 
