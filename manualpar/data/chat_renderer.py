@@ -231,7 +231,7 @@ def main() -> None:
                 is_fine, rendered = answer_within(functools.partial(render, messages), seconds)
                 send_message(answers, (is_fine, rendered))
                 if not is_fine:
-                    break  # Later chats may need as much time as this chat.
+                    break  # Does not try later chats, which may need as much time.
             answers.flush()
 
 

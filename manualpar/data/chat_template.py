@@ -5,8 +5,8 @@ immutable sandbox. It can read only the messages, the special tokens and the dat
 may take at most `chat_renderer.CPU_SECONDS` of computing and `chat_renderer.MEMORY_BYTES` of
 memory. Templates are written for the library `transformers`, and work here in the same way: a line
 with only a block tag writes no line; loops have `break` and `continue`; `raise_exception` refuses
-messages; `strftime_now` writes the date; `tools` and `documents` are None. The text between
-`{% generation %}` and `{% endgeneration %}` is what the assistant writes.
+messages; `strftime_now` writes the date; `tools` and `documents` are None. The assistant's text is
+the text between `{% generation %}` and `{% endgeneration %}`.
 
 If a template has no such marks, each turn of the assistant is found by two renderings. The first
 contains the messages up to the turn. The second contains the messages before the turn, and the

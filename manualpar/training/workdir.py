@@ -67,15 +67,15 @@ def choose_workdir(workdir: AnyPath | None, *, name: str) -> AnyPath:
 
 
 def check_folder(config: ml_collections.ConfigDict, workdir: AnyPath | None) -> list[str]:
-    """Checks that a folder is new, or holds a run that can be resumed with this config.
+    """Checks that a folder is new, or contains a run that can be resumed with this config.
 
     If `workdir` is `None`, the run will make a new folder in `RUNS`. Returns a sentence for each
     difference between this config and the config of the earlier run.
 
     Raises:
-      ValueError: The folder is a file, or cannot be written to; it holds a run of another model or
-        other data; it holds a run without a checkpoint, and this config saves no checkpoints; or a
-        file has the name that a checkpoint needs.
+      ValueError: The folder is a file, or cannot be written to; it contains a run of another model
+        or other data; it contains a run without checkpoints, and this config saves no checkpoints;
+        or a file has a name that a checkpoint needs.
       OSError: The checkpoints in the folder cannot be listed.
     """
     # Writing to a bucket is tested later, when the run locks the workdir.

@@ -103,7 +103,7 @@ def export_hf(
     Communication:
       With one process: none. With several processes and a disk: a few bytes that report errors.
       With several processes and a bucket: an all-gather for each tensor. Every device stores one
-      complete tensor at a time, and one device of each process stores those of one file. With
+      complete tensor at a time, and one device of each process stores all tensors of one file. With
       adapters: in addition, the communication of merging them.
     """
     check_state("export_hf", program.abstract_state, state)

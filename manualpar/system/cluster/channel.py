@@ -188,7 +188,7 @@ async def knock(
     """Connects to the hub as soon as it listens on one of `hosts`, and introduces this process.
 
     Returns the connection on which the hub has admitted this process, and the hub's answer with its
-    host and process id. After half the timeout, a message on standard error says that process 0 is
+    host and process id. After half the timeout, a message on standard error names process 0 as
     missing.
 
     Raises:

@@ -46,7 +46,7 @@ class Manifest:
 
 
 class DamagedError(Exception):
-    """A file of a checkpoint has changed since it was written; the message says how."""
+    """A file of a checkpoint has changed since it was written; the message describes the change."""
 
 
 def write_manifest(folder: Path, *, step: int, metrics: Mapping[str, float]) -> None:

@@ -226,7 +226,7 @@ def leaves_to_read(
 
     Each residual of encoded gradients belongs to one device of the run that saved the checkpoint.
     If this program has other devices, or if the checkpoint has no residuals, the residuals begin
-    with zeros, and `report` is called with a sentence that says so.
+    with zeros, and `report` is called with a sentence about this.
 
     Raises:
       CheckpointError: The checkpoint is of another model, see `find_differences`.

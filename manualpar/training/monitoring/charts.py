@@ -86,8 +86,8 @@ def _lonely(points: Sequence[Point]) -> list[int]:
 def decimate(points: Sequence[Point], limit: int) -> list[Point]:
     """Chooses at most `limit` points that draw the same line; `limit` is at least 4.
 
-    It keeps the first and the last point. Of each group of neighbours it keeps the lowest point,
-    the highest point, and a point that is not finite, if there is one.
+    The first and the last point are kept. In each group of neighbours, the lowest point, the
+    highest point, and one point that is not finite (if there is any) are kept.
     """
     if len(points) <= limit:
         return list(points)
