@@ -68,7 +68,7 @@ class ChatEncoder:
         """Encodes a line as an example, `uint32[N]`.
 
         Raises:
-          ValueError: The line is not an example. The message lacks its subject, the line.
+          ValueError: The line is not an example. The caller puts the line's number before the message.
         """
         (made,) = self._examples([fields])
         if isinstance(made, ValueError):
@@ -144,8 +144,8 @@ class Chats:
         """Encodes a chat as a prompt, which ends where the assistant begins to write.
 
         Raises:
-          ValueError: `messages` is not a list of messages. The error's message lacks its subject,
-            the line.
+          ValueError: `messages` is not a list of messages. The caller puts the line's number
+            before the error's message.
         """
         self._check(messages)
         text = self._template.prompt(messages)

@@ -42,7 +42,7 @@ BUFFER_BYTES = 1 << 18
 
 
 class Refused(Exception):  # noqa: N818  # A refusal is not an error of this program.
-    """A template or a chat is refused; the message lacks its subject, the template or the chat."""
+    """A template or a chat is refused; the caller puts its name before the message."""
 
 
 class Renderer:

@@ -60,7 +60,7 @@ class ChatTemplate:
           name: The template's file, for error messages about chats.
 
         Raises:
-          ValueError: `source` is not a template. The message lacks its subject, the template.
+          ValueError: `source` is not a template. The caller puts the template's name before the message.
         """
         require("config.data.source='chat'", "jinja2")
         self._source, self._tokens, self._name = source, dict(tokens), name

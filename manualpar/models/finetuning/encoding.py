@@ -30,8 +30,8 @@ class Encoding(NamedTuple):
     Attributes:
       plain: The parameter before quantization, in float32. It is sharded so that each device has
         complete blocks.
-      codes: The parameter's codes.
-      scales: The parameter's scales.
+      codes: The parameter's int8 codes, as the program stores them.
+      scales: The scales of the blocks, as the program stores them.
     """
 
     plain: Leaf

@@ -33,7 +33,7 @@ from manualpar.system.cluster.stopping import StopGate
 
 CONNECT_SECONDS = 5.0
 KNOCK_SECONDS = 0.1
-# A process is short of memory if it cannot allocate so many bytes during so many seconds.
+# A process is short of memory if allocations of `LEAST_MEMORY_BYTES` fail for this many seconds.
 LEAST_MEMORY_BYTES = 2**20
 SHORT_OF_MEMORY_SECONDS = 2.0
 

@@ -54,7 +54,7 @@ def read_extra(path: AnyPath) -> dict[str, JSON]:
 
 
 class OrbaxFiles:
-    """Writes checkpoints in the background and reads them, with Orbax; raises Orbax's errors."""
+    """Writes checkpoints in the background and reads them, with Orbax, whose errors it raises."""
 
     def __init__(self, seconds: float) -> None:
         """Stores the limit of a save in seconds; a save that takes longer to write fails."""
