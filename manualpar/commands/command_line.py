@@ -238,7 +238,7 @@ def _load_configs(paths: Sequence[str], overrides: list[str]) -> tuple[NamedConf
     configs: list[NamedConfig] = []
     for text in paths:
         path = Path(text)
-        # If two files have the same name, their results are named by folder and file.
+        # If two files have the same name, their results are named after the folder and the file.
         parts = path.with_suffix("").parts[-2 if stems[path.stem] > 1 else -1 :]
         try:
             configs.append(NamedConfig("-".join(parts), path, _load_with(path, overrides)))

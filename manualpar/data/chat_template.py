@@ -60,7 +60,8 @@ class ChatTemplate:
           name: The template's file, for error messages about chats.
 
         Raises:
-          ValueError: `source` is not a template. The caller puts the template's name before the message.
+          ValueError: `source` is not a template. The caller puts the template's name before the
+            message.
         """
         require("config.data.source='chat'", "jinja2")
         self._source, self._tokens, self._name = source, dict(tokens), name
@@ -80,7 +81,7 @@ class ChatTemplate:
         return _unwrapped(self.render_all([messages])[0])
 
     def render_all(self, chats: Sequence[Messages]) -> list[Rendered | ValueError]:
-        """Renders chats; if a chat is refused, the error is its result, and of all later chats."""
+        """Renders chats; if one is refused, the error is the result for it and all later chats."""
         return self._answers("render", chats)
 
     def prompt(self, messages: Messages) -> str:

@@ -150,7 +150,7 @@ def _array(file: AnyPath, dtype: str) -> Any:
 
 
 def lengths_file(tokens: pathlib.Path) -> pathlib.Path:
-    """Returns the path of the file with the lengths of the examples, for the file `tokens`."""
+    """Returns the path of the file with the lengths of the examples in a token file."""
     return tokens.with_suffix(LENGTHS_SUFFIX)
 
 

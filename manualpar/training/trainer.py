@@ -171,8 +171,8 @@ class Trainer:
                 if restored is None:
                     raise
                 state, (step, earlier) = restored
-                # If an earlier rollback skipped batches, `position` has read more examples than
-                # the checkpoint's position.
+                # Not counted from the checkpoint's position: after an earlier rollback, which
+                # skipped batches, `position` counts more examples at the same step.
                 failed = position.examples + (error.step - position.step) * batch_size
                 position = Position(step, failed)
                 self.report(

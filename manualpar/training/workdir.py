@@ -168,7 +168,7 @@ def _compare(
 
 
 def _longest_save(stall_seconds: float) -> float:
-    """Returns the limit of a save in seconds: longer than a stall; a week if stalls are ignored."""
+    """Returns the most seconds for a save, by `config.watch.stall_seconds` (0: a week)."""
     return max(2 * stall_seconds, 600.0) if stall_seconds else 7 * 24 * 3600.0
 
 
@@ -226,7 +226,7 @@ def restore(
 def _check_extra(restored: Restored) -> None:
     """Refuses a checkpoint whose `extra` JSON does not have the values that a run saves."""
     try:
-        extra = parse_object(json.dumps(restored.extra), allow_nan=True)  # Refuses deep nesting.
+        extra = parse_object(json.dumps(restored.extra), allow_nan=True)  # Refuses deep JSON.
         parse_state(extra["recorder"])
         numbers = [extra["position"], *(extra["files"][name] for name in PLACED_FILES)]
         if not all(type(number) is int and 0 <= number < 2**63 for number in numbers):

@@ -114,7 +114,7 @@ def _encoder(plain: Any, codes: Any, scales: Any, block: int) -> Callable[[jax.A
 
 @functools.lru_cache
 def _decoder(plain: Any, codes: Any, scales: Any, block: int) -> Callable[..., jax.Array]:
-    # All mesh axes are of type `Auto` inside `run`, even if they are not in the program's mesh.
+    # Inside `run` all mesh axes are of type `Auto`, even if they have other types in the program.
     mesh = with_axis_types(plain.sharding.mesh, AxisType.Auto)
     sharding = NamedSharding(mesh, plain.sharding.spec)
 

@@ -263,7 +263,7 @@ class Generator:
         return tokens, lengths
 
     def encode(self, prompt: Prompt, index: int = 0) -> list[int]:
-        """Returns the tokens of a prompt. A string gets BOS if `begins_with_bos` is set."""
+        """Returns the tokens of a prompt; puts BOS before a string as the tokenizer requires."""
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise TypeError(

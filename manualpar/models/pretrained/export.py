@@ -230,7 +230,7 @@ def _check_shared(folder: Path) -> None:
 
 
 def _write_in_turn(target: ExportTarget, files: Files, arrays: Mapping[str, jax.Array]) -> None:
-    """Gathers the tensors of each file, and writes the file in one process, in turns."""
+    """Gathers the tensors of each file for one process, which writes it; processes take turns."""
     for number, (name, tensors) in enumerate(files.items()):
         gathered = [_gathered(arrays[tensor.leaf], tensor) for tensor in tensors]
         with failing_together():

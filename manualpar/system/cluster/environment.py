@@ -125,7 +125,7 @@ def _check(arguments: Mapping[str, str | int | None], sees_all: bool) -> Assignm
 
 
 def _evidence(environment: Mapping[str, str]) -> str:
-    """Returns the name of a variable that shows a cluster that JAX can find, or ''."""
+    """Returns the name of a variable set by a cluster that JAX can find, or '' if there is none."""
     slurm = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_PROCID", "SLURM_LOCALID")
     in_slurm = all(name in environment for name in slurm)
     in_open_mpi = "OMPI_MCA_orte_hnp_uri" in environment

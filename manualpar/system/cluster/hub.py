@@ -144,7 +144,7 @@ class Hub:
             send(writer, {"kind": "challenge", "challenge": challenge})
             async with asyncio.timeout(STRANGER_SECONDS):
                 message = await receive(reader, max_bytes=MAX_HELLO_BYTES)
-            if not writer.is_closing():  # The hub has not closed the connection in the meantime.
+            if not writer.is_closing():  # Skipped if the hub has closed the connection.
                 answer = self._admit(writer, message, challenge)
                 send(writer, answer)
                 process = message["process"] if answer["kind"] == "admitted" else None

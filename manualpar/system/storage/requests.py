@@ -168,7 +168,7 @@ def _named(codes: set[str]) -> str:
 
 
 def _code(error: BaseException) -> str:
-    """Returns the server's code for an error, or else the HTTP status; '' if it did not answer."""
+    """Returns the server's code for an error, or the HTTP status; '' if there was no answer."""
     response = getattr(error, "response", None)
     found = response.get("Error", {}).get("Code") if isinstance(response, dict) else None
     if in_text := TENSORSTORE_CODE.match(str(error)):

@@ -77,7 +77,7 @@ def draw_chart(axes: Any, chart: Chart) -> None:
 
 
 def _lonely(points: Sequence[Point]) -> list[int]:
-    """Returns the indices of points between two gaps; they need markers, because no line does."""
+    """Returns the indices of points between two gaps, which need a marker to be visible."""
     values = [None, *(value for _, value in points), None]
     triples = zip(values, values[1:], values[2:], strict=False)
     return [i for i, (a, x, b) in enumerate(triples) if x is not None and a is b is None]

@@ -216,7 +216,7 @@ def _store_config(workdir: Path, config: Mapping[str, Any]) -> None:
             earlier = read_file(path, follow_links=True)
             # A file that is not JSON differs from every config.
             with contextlib.suppress(ValueError):
-                if parse_object(earlier) == parse_object(text):  # The order of fields may differ.
+                if parse_object(earlier) == parse_object(text):  # Fields may be in another order.
                     return
             number = 1
             while (workdir / f"config.{number}.json").exists():
