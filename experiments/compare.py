@@ -37,7 +37,6 @@ from manualpar.commands.command_line import (
     users_mistakes,
     write_json,
 )
-from manualpar.core.model.options import CODES, ROUNDING
 from manualpar.core.modes.strategy import MODES
 from manualpar.core.program.program import Program
 from manualpar.core.state.metrics import fetch_metrics
@@ -58,6 +57,7 @@ from manualpar.inspect.step_ledger import describe_codes
 from manualpar.models import Transformer
 from manualpar.models.transformer_collectives import transformer_sends
 from manualpar.strategies import Field, strategy_kinds
+from manualpar.strategies.fields import fields_of_manual_mode
 from manualpar.system.reports.tables import print_line
 from manualpar.training.config import FIELDS, nearest
 from manualpar.training.devices import describe_mesh, simulate_devices
@@ -254,8 +254,8 @@ def prepare_pairs(config: Any) -> list[tuple[str, Experiment]]:
     experiments = [(strategy, build(strategy, mode)) for strategy, mode in pairs]
     # On one device nothing is sent or sharded, so these options are turned off.
     parts = {"sequence": False, "layer_overlap": "none"} if "sequence" in rest["parallel"] else {}
-    parts |= {"mesh": {"data": 1}, "mesh_order": (), "reduce_dtype": ""}
-    parts |= dict.fromkeys(CODES, "") | dict.fromkeys(ROUNDING, False)
+    parts |= {"mesh": {"data": 1}, "mesh_order": ()}
+    parts |= {name.removeprefix("parallel."): x for name, x in fields_of_manual_mode().items()}
     single = build("dp", "auto", **parts)
     return [*experiments, (ONE_DEVICE, single)]
 

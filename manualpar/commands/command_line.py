@@ -13,6 +13,7 @@ import functools
 import json
 import re
 import sys
+import textwrap
 import time
 import types
 from collections import Counter
@@ -26,6 +27,7 @@ from absl import flags as absl_flags
 from absl import logging
 from ml_collections import config_flags
 
+from manualpar.core.model.options import PROGRAM_OPTIONS
 from manualpar.errors import (
     INTERRUPTED_EXIT_CODE,
     USAGE_EXIT_CODE,
@@ -33,10 +35,11 @@ from manualpar.errors import (
     describe_mistake,
     print_error,
 )
+from manualpar.strategies.shared_options import PARAMETER_SHARDING
 from manualpar.system.reports.tables import print_line
 from manualpar.system.storage import AnyPath, BucketPath, as_path
 from manualpar.training.checkpoints.compatibility import REMOVED
-from manualpar.training.config import flatten_config, load_config, nearest
+from manualpar.training.config import fields_of, flatten_config, load_config, nearest
 from manualpar.training.imported_model import fill_from_hf
 from manualpar.training.monitoring.progress import make_console
 from manualpar.training.monitoring.run_files import create_numbered_folder
@@ -323,15 +326,20 @@ def _explained(kind_of: Callable[[str], tuple[type, str] | None]) -> Iterator[No
 def _help_text(description: str, default_config: Path, flags: Mapping[str, Flag]) -> str:
     """Returns the text of `--help`: the flags, and the fields of the default config."""
     helps = {"config": CONFIG_HELP} | {name: flag.help for name, flag in flags.items()}
-    fields = flatten_config(load_config(default_config))
-    return "\n".join(
-        [
-            f"{description.strip()}\n\nFlags:",
-            *(f"  --{name:20s}  {text}" for name, text in helps.items()),
-            f"\nFields of {default_config.name}, each a flag --config.<field>=<value>:",
-            *(f"  {name:31s}  {value or repr(value)}" for name, value in fields.items()),
-        ]
-    )
+    config = load_config(default_config)
+    fields = fields_of(config)
+    meanings = {x.field: x.meaning for x in PARAMETER_SHARDING.values()}
+    meanings |= {x.field: x.meaning for x in PROGRAM_OPTIONS.values()}
+    lines = [f"{description.strip()}\n\nFlags:"]
+    lines += [f"  --{name:20s}  {text}" for name, text in helps.items()]
+    lines.append(f"\nFields of {default_config.name}, each a flag --config.<field>=<value>:")
+    for name, value in flatten_config(config).items():
+        expected = f"  ({fields[name].expectation()})" if name in fields else ""
+        shown = value.to_dict() if isinstance(value, ml_collections.ConfigDict) else value
+        lines.append(f"  {name:31s}  {shown or repr(shown)}{expected}")
+        if name in meanings:
+            lines.append(textwrap.indent(textwrap.fill(meanings[name], 90), " " * 6))
+    return "\n".join(lines)
 
 
 def answer(work: Callable[[rich.console.Console], Path]) -> int:

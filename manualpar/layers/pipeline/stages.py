@@ -9,7 +9,7 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh
 
 from manualpar.core.mesh.axes import axis_tuple
-from manualpar.core.model.options import check_choice
+from manualpar.core.model.option_table import check_choice
 from manualpar.core.modes.strategy import Strategy
 from manualpar.core.trees import path_name
 from manualpar.layers.pipeline.cut import check_divides, find_stacked
@@ -69,12 +69,12 @@ class Pipeline:
             reduces gradients but does not gather parameters.
         """
         name = strategy.name
-        if (mode := options.get("mode", "manual")) != "manual":
+        if (mode := options["mode"]) != "manual":
             raise ValueError(
                 f"{name}: pipeline= with mode={mode!r}, expected 'manual': a pipeline is made of "
                 "collectives that are written by hand."
             )
-        if options.get("use_scan", False):
+        if options["use_scan"]:
             raise ValueError(
                 f"{name}: pipeline= with use_scan=True, expected False: a pipeline runs its "
                 "microbatches in one scan of ticks already."
