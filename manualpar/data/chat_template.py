@@ -81,11 +81,7 @@ class ChatTemplate:
         return _unwrapped(self.render_all([messages])[0])
 
     def render_all(self, chats: Sequence[Messages]) -> list[Rendered | ValueError]:
-<<<<<<< HEAD
         """Renders chats; if one is refused, the error is the result for it and all later chats."""
-=======
-        """Renders chats; a chat that is refused, and all later chats, give the error."""
->>>>>>> main
         return self._answers("render", chats)
 
     def prompt(self, messages: Messages) -> str:

@@ -42,11 +42,7 @@ def from_first(value: JSON) -> JSON:
 
 
 def first_failure(failure: str) -> str:
-<<<<<<< HEAD
     """Returns the failure of the first failed process, or `''`; communicates like `gather`."""
-=======
-    """Returns the first process's failure that is not `''`; communicates like `gather`."""
->>>>>>> main
     return next(filter(None, gather(failure)), "")
 
 
