@@ -104,7 +104,7 @@ def get_config() -> ConfigDict:
     config.checkpoint.every_steps = 250  # 0: no checkpoints
     config.checkpoint.keep = 2  # the number of newest checkpoints to keep
     config.checkpoint.keep_every_steps = 0  # also keeps multiples of this step; 0: none
-    config.checkpoint.best_metric = ""  # also keeps the best by eval metric, such as "loss"
+    config.checkpoint.best_metric = ""  # also keeps the best by this metric: "loss", ...
     config.checkpoint.on_corruption = "stop"  # if damaged: "stop", or restore the "previous"
 
     config.watch = ConfigDict()

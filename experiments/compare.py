@@ -4,9 +4,9 @@ python -m experiments.compare [--config=configs/compare.py] [--config.<field>=<v
                               [--config.pairs="(('fsdp', 'manual'), ('fsdp', 'auto'))"]
                               [--workdir=<folder>] [--devices=<number>]
 
-A config for this command has `pairs`, the strategies and modes to compare, and
-`compare.repetitions`. It has no `parallel.strategy`, no `parallel.mode`, and none of the fields
-that only the training loop reads. Its other fields are the same as in any config.
+A config for this command has the fields `pairs`, the strategies and modes to compare, and
+`compare.repetitions`. The config must not have `parallel.strategy`, `parallel.mode`, or fields that
+only the training loop reads. All other fields are the same as in any config.
 
 The losses are compared with the losses on one device. Steps are timed in rounds: in each round,
 every program runs one step. The times of a round are compared as ratios, because other work on the

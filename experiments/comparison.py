@@ -79,7 +79,7 @@ def markdown(rows: Sequence[Row], notes: Sequence[str]) -> str:
 
 
 def footnotes(rows: Sequence[Row], *, repetitions: int) -> list[str]:
-    """Explains the columns of the table."""
+    """Returns footnotes that explain the columns of the table."""
     device = jax.devices()[0]
     cpu = " Simulated devices share the cores of one machine, so this shows no speed-up."
     return [

@@ -102,8 +102,7 @@ class Syntax(NamedTuple):
     Attributes:
       flags: The flags by name.
       takes_several: Whether `--config` may be given several times.
-      refused: Maps the name of a flag that only other commands have to the reason why this command
-        refuses it.
+      refused: Flags that only other commands have, each with the reason why it is refused here.
       refine: Checks the flags' values, and may change them; raises `UsageError` for a mistake.
     """
 
@@ -240,7 +239,7 @@ def _load_configs(paths: Sequence[str], overrides: list[str]) -> tuple[NamedConf
     configs: list[NamedConfig] = []
     for text in paths:
         path = Path(text)
-        # If two files have the same name, their results are named by folder and file.
+        # If two files have the same name, their results are named after the folder and the file.
         parts = path.with_suffix("").parts[-2 if stems[path.stem] > 1 else -1 :]
         try:
             configs.append(NamedConfig("-".join(parts), path, _load_with(path, overrides)))
@@ -305,10 +304,7 @@ def _check_fields(config: ml_collections.ConfigDict, overrides: Sequence[str]) -
 
 @contextlib.contextmanager
 def _explained(kind_of: Callable[[str], tuple[type, str] | None]) -> Iterator[None]:
-    """Turns absl's errors into a `UsageError`.
-
-    `kind_of` returns a flag's type and the text of an example, for the message.
-    """
+    """Turns absl's errors into `UsageError`s; `kind_of` returns a flag's type and an example."""
     try:
         yield
     except absl_flags.IllegalFlagValueError as error:

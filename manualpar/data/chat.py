@@ -68,7 +68,8 @@ class ChatEncoder:
         """Encodes a line as an example, `uint32[N]`.
 
         Raises:
-          ValueError: The line is not an example. The message lacks its subject, the line.
+          ValueError: The line is not an example. The caller puts the line's number before the
+            message.
         """
         (made,) = self._examples([fields])
         if isinstance(made, ValueError):
@@ -78,7 +79,7 @@ class ChatEncoder:
     def _examples(
         self, lines: Sequence[Mapping[str, Any] | ValueError]
     ) -> list[np.ndarray | ValueError]:
-        """Encodes lines as examples; returns the error of each line that is refused."""
+        """Encodes each line as an example; the result for a refused line is its error."""
         made: dict[int, np.ndarray | ValueError] = {}
         chats: dict[int, Any] = {}
         for number, line in enumerate(lines):
@@ -144,8 +145,8 @@ class Chats:
         """Encodes a chat as a prompt, which ends where the assistant begins to write.
 
         Raises:
-          ValueError: `messages` is not a list of messages. The error's message lacks its subject,
-            the line.
+          ValueError: `messages` is not a list of messages. The caller puts the line's number
+            before the error's message.
         """
         self._check(messages)
         text = self._template.prompt(messages)
@@ -164,7 +165,7 @@ class Chats:
         return made
 
     def examples(self, chats: Sequence[Any]) -> list[np.ndarray | ValueError]:
-        """Encodes each chat as `example` does; returns the error of each chat that is refused."""
+        """Encodes each chat as `example` does; the result for a refused chat is its error."""
         made: list[Any] = [_attempt(self._check, messages) for messages in chats]
         good = [number for number, error in enumerate(made) if error is None]
         rendered = self._template.render_all([chats[number] for number in good])

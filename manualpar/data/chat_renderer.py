@@ -42,7 +42,7 @@ BUFFER_BYTES = 1 << 18
 
 
 class Refused(Exception):  # noqa: N818  # A refusal is not an error of this program.
-    """A template or a chat is refused; the message lacks its subject, the template or the chat."""
+    """A template or a chat is refused; the caller puts its name before the message."""
 
 
 class Renderer:
@@ -231,7 +231,7 @@ def main() -> None:
                 is_fine, rendered = answer_within(functools.partial(render, messages), seconds)
                 send_message(answers, (is_fine, rendered))
                 if not is_fine:
-                    break  # Later chats may need as much time as this chat.
+                    break  # Does not try later chats, which may need as much time.
             answers.flush()
 
 

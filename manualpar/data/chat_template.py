@@ -5,8 +5,8 @@ immutable sandbox. It can read only the messages, the special tokens and the dat
 may take at most `chat_renderer.CPU_SECONDS` of computing and `chat_renderer.MEMORY_BYTES` of
 memory. Templates are written for the library `transformers`, and work here in the same way: a line
 with only a block tag writes no line; loops have `break` and `continue`; `raise_exception` refuses
-messages; `strftime_now` writes the date; `tools` and `documents` are None. The text between
-`{% generation %}` and `{% endgeneration %}` is what the assistant writes.
+messages; `strftime_now` writes the date; `tools` and `documents` are None. The assistant's text is
+the text between `{% generation %}` and `{% endgeneration %}`.
 
 If a template has no such marks, each turn of the assistant is found by two renderings. The first
 contains the messages up to the turn. The second contains the messages before the turn, and the
@@ -60,7 +60,8 @@ class ChatTemplate:
           name: The template's file, for error messages about chats.
 
         Raises:
-          ValueError: `source` is not a template. The message lacks its subject, the template.
+          ValueError: `source` is not a template. The caller puts the template's name before the
+            message.
         """
         require("config.data.source='chat'", "jinja2")
         self._source, self._tokens, self._name = source, dict(tokens), name
@@ -80,7 +81,7 @@ class ChatTemplate:
         return _unwrapped(self.render_all([messages])[0])
 
     def render_all(self, chats: Sequence[Messages]) -> list[Rendered | ValueError]:
-        """Renders chats; a chat that is refused, and all later chats, give the error."""
+        """Renders chats; if one is refused, the error is the result for it and all later chats."""
         return self._answers("render", chats)
 
     def prompt(self, messages: Messages) -> str:

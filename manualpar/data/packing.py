@@ -191,10 +191,10 @@ def _fill(numbers: np.ndarray, positions: np.ndarray, room: int) -> list[list[in
 
 
 def tokens_of(examples: np.ndarray) -> np.ndarray:
-    """Returns the tokens in elements of examples, `int32[N]`."""
+    """Returns the tokens of examples without the bit `LEARNED`, `int32[N]`."""
     return (examples & ~LEARNED).astype(np.int32)
 
 
 def learned_of(examples: np.ndarray) -> np.ndarray:
-    """Returns 1.0 for each element of examples that is learned, 0.0 for others, `float32[N]`."""
+    """Returns 1.0 for each learned token of examples and 0.0 for others, `float32[N]`."""
     return (examples >> np.uint32(31)).astype(np.float32)

@@ -24,8 +24,8 @@ from manualpar.errors import require
 
 TEXT_SOURCES = ("text", "tokens", *SUFFIXES, "chat")
 SOURCES = ("digits", "synthetic", *TEXT_SOURCES, "mixture")
-# The seed of the splits of `digits`. It is fixed, so that the splits do not depend on the seed of a
-# run.
+# The seed for dividing `digits` into splits. It is fixed, so that the splits do not depend on the
+# seed of a run.
 DIGITS_SPLIT_SEED = 0
 DIGITS_TEST_EXAMPLES = 360
 DIGITS_EVAL_EXAMPLES = 144

@@ -249,9 +249,9 @@ def split_files(files: Sequence[TextFile], path: str = "") -> dict[str, list[Tex
 
 
 def encode_files(files: Sequence[TextFile], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
-    """Yields the stream of a split in pieces `int32[N]`.
+    """Yields the stream of a split in pieces, `int32[N]`.
 
-    The stream has BOS and the tokens of each file, and a last BOS.
+    The stream consists of BOS and the tokens of each file, and a last BOS.
     """
     bos = np.array([tokenizer.bos_token], np.int32)
     for start in range(0, len(files), DOCUMENTS_AT_ONCE):

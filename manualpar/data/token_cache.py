@@ -65,7 +65,7 @@ def load_cached(
             options["long_examples"] = long_examples
             try:
                 return load_tokens(str(directory), **options)
-            # Deletes damaged files. If another run has mapped them, they stay mapped in that run.
+            # Deletes damaged files. A run that has mapped them can still read them.
             except TokenFilesError:
                 shutil.rmtree(directory)
                 run_job(job, directory)

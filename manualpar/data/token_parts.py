@@ -178,7 +178,7 @@ def split_of_content(content: bytes, held_out: float) -> str:
 
 
 def batches(documents: Iterable[tuple[Label, Content]]) -> Iterator[list[tuple[Label, Content]]]:
-    """Yields pairs (label, document) in lists, each for one call of a tokenizer."""
+    """Collects pairs (label, document) in lists, each for one call of a tokenizer."""
     collected: list[tuple[Label, Content]] = []
     size = 0
     for label, document in documents:

@@ -52,7 +52,7 @@ def check_tokenizer(tokenizer: "tokenizers.Tokenizer") -> None:
     """Refuses a tokenizer that would use all memory or never finish for an ordinary text.
 
     Raises:
-      ValueError: The tokenizer is refused. The message lacks its subject, the tokenizer.
+      ValueError: The tokenizer is refused. The caller puts the tokenizer's file before the message.
     """
     steps = {
         name: json.loads(part.__getstate__())

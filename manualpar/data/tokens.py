@@ -150,7 +150,7 @@ def _array(file: AnyPath, dtype: str) -> Any:
 
 
 def lengths_file(tokens: pathlib.Path) -> pathlib.Path:
-    """Returns the path of the file with the lengths of the examples, for the file `tokens`."""
+    """Returns the path of the file with the lengths of the examples in a token file."""
     return tokens.with_suffix(LENGTHS_SUFFIX)
 
 
@@ -179,7 +179,7 @@ def read_description(directory: AnyPath, path: str) -> TokenFiles:
 
 
 def _parse_description(fields: Any) -> TokenFiles:
-    """Parses `TokenFiles` from JSON; an error's message lacks its subject, the file."""
+    """Parses `TokenFiles` from JSON; the caller puts the file's name before an error's message."""
     if fields.get("version") != VERSION:
         raise ValueError(f"has the version {fields.get('version')!r}, expected {VERSION}")
     fields = {"examples": 0} | fields

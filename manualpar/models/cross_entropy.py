@@ -129,7 +129,7 @@ def _mean_cross_entropy(
     # A masked label may be any number, so its loss may be NaN, and NaN times 0 is NaN.
     total = jnp.where(weights == 0, 0, losses * weights).sum()
     metrics = {"loss": (total, count), "accuracy": ((correct * weights).sum(), count)}
-    # A device's share may consist only of padding.
+    # If a device's share consists only of padding, the loss is 0 and not NaN.
     return total / jnp.where(count > 0, count, 1), metrics
 
 

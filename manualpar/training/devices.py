@@ -23,8 +23,8 @@ def simulate_devices(count: int | None, *, force: bool = False) -> None:
 
     Raises:
       ValueError: `count` is more than `MOST`.
-      RuntimeError: JAX already has other devices. The message says what to restart and what to run
-        first.
+      RuntimeError: JAX already has other devices. The message explains how to start again with the
+        right devices.
     """
     if count is not None and count > MOST and not force:
         raise ValueError(

@@ -69,7 +69,8 @@ def end_all(cluster: Cluster, error: Exception) -> None:
     """
     if cluster.num_processes == 1:
         return
-    if sentence := cluster.explain_failure(error):  # If a process was lost, usually ends this one.
+    # If another process was lost, `explain_failure` usually ends this process.
+    if sentence := cluster.explain_failure(error):
         print_error(sentence)
         os._exit(LOST_PROCESS_EXIT_CODE)
     code = exit_code(error)

@@ -17,7 +17,7 @@ from manualpar.core.state.metrics import Metrics, add_metrics, fetch_metrics, me
 from manualpar.training.monitoring.progress import TrainingProgress
 from manualpar.training.monitoring.run_files import RunWriter
 
-# XLA:CPU, which simulates devices, takes at most 32 computations in flight. If a loop runs further
+# XLA:CPU, which simulates devices, allows at most 32 computations in flight. If a loop runs further
 # ahead, its collectives wait for each other until XLA aborts the process.
 LAG = 2
 
@@ -61,8 +61,8 @@ class Recorder:
     evaluations and in `leave_out` does not count either.
     """
 
-    writer: RunWriter  # Receives every report, before `screen` does.
-    screen: TrainingProgress  # Is also updated after every training step.
+    writer: RunWriter  # Every report is written here before it is shown on `screen`.
+    screen: TrainingProgress  # Shows reports; also updated after every training step.
     _: dataclasses.KW_ONLY
     learning_rate: Callable[[int], Any]  # Returns the rate for the number of earlier updates.
     rates: Callable[[int, float], Mapping[str, float]]  # Computes rates from (steps, seconds).
@@ -72,8 +72,8 @@ class Recorder:
     # the recorder counts the step and leaves it out of the means. If not, it raises
     # `NonFiniteError`.
     skips_nonfinite: bool = False
-    # An entry has the split, the step, its metrics, whether they complete a report, and the
-    # learning rate.
+    # The metrics on the device, oldest first: (split, step, metrics, whether these metrics complete
+    # a report, learning rate).
     _queue: collections.deque[tuple[str, int, Metrics, bool, Any]] = dataclasses.field(
         default_factory=collections.deque
     )

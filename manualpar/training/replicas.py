@@ -75,8 +75,8 @@ class ReplicaSentinel:
         axes = tuple(mesh.axis_names)
 
         def fingerprints_on_device(leaves: tuple[jax.Array, ...]) -> jax.Array:
-            # `shard_map` assumes that copies are equal, and that their fingerprints are equal too.
-            # `out_specs` makes it return each device's fingerprint all the same.
+            # `shard_map` infers that the fingerprints of copies are equal. Because `out_specs` has
+            # all mesh axes, it still returns the fingerprint of each device.
             return jnp.stack([_fingerprint(x) for x in leaves])[None]
 
         self._on_devices = jax.jit(

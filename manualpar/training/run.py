@@ -72,11 +72,11 @@ def run(
 ) -> Result:
     """Trains and tests an experiment, and shows the mesh, the layout and the progress.
 
-    If the folder holds a checkpoint, the run goes on from the latest one.
+    If the folder contains checkpoints, the run resumes from the latest checkpoint.
 
     Raises:
       CheckpointError: A checkpoint cannot be read or written.
-      UsageError: The folder holds a run with another config, or another run is using the folder.
+      UsageError: The folder contains a run with another config, or another run is using the folder.
       WriteError: The folder cannot be written to.
       StoppedError, KeyboardInterrupt, NonFiniteError, ReplicaError: See `Trainer.train`.
     """

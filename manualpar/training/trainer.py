@@ -171,8 +171,8 @@ class Trainer:
                 if restored is None:
                     raise
                 state, (step, earlier) = restored
-                # If an earlier rollback skipped batches, `position` has read more examples than
-                # the checkpoint's position.
+                # Not counted from the checkpoint's position: after an earlier rollback, which
+                # skipped batches, `position` counts more examples at the same step.
                 failed = position.examples + (error.step - position.step) * batch_size
                 position = Position(step, failed)
                 self.report(
@@ -263,7 +263,7 @@ class Trainer:
     def _wait_for_checkpoint(self) -> None:
         """Waits until the latest save is on disk, even if the disk is slow."""
         work = f"waiting for the checkpoint that was saved last in {self.checkpoints.folder}"
-        # `Checkpoints` has a shorter limit, so that its error, which says more, comes first.
+        # `Checkpoints` has a shorter limit, so that its error, which is more precise, comes first.
         limit = self.checkpoints.longest_save + EXTRA_SECONDS
         self.cluster.enter(work, limit=limit, varies=True)
         with self.recorder.leave_out(), self.detector.during(work):

@@ -67,15 +67,15 @@ def choose_workdir(workdir: AnyPath | None, *, name: str) -> AnyPath:
 
 
 def check_folder(config: ml_collections.ConfigDict, workdir: AnyPath | None) -> list[str]:
-    """Checks that a folder is new, or holds a run that can be resumed with this config.
+    """Checks that a folder is new, or contains a run that can be resumed with this config.
 
     If `workdir` is `None`, the run will make a new folder in `RUNS`. Returns a sentence for each
     difference between this config and the config of the earlier run.
 
     Raises:
-      ValueError: The folder is a file, or cannot be written to; it holds a run of another model or
-        other data; it holds a run without a checkpoint, and this config saves no checkpoints; or a
-        file has the name that a checkpoint needs.
+      ValueError: The folder is a file, or cannot be written to; it contains a run of another model
+        or other data; it contains a run without checkpoints, and this config saves no checkpoints;
+        or a file has a name that a checkpoint needs.
       OSError: The checkpoints in the folder cannot be listed.
     """
     # Writing to a bucket is tested later, when the run locks the workdir.
@@ -168,7 +168,7 @@ def _compare(
 
 
 def _longest_save(stall_seconds: float) -> float:
-    """Returns the limit of a save in seconds: longer than a stall; a week if stalls are ignored."""
+    """Returns the most seconds for a save, by `config.watch.stall_seconds` (0: a week)."""
     return max(2 * stall_seconds, 600.0) if stall_seconds else 7 * 24 * 3600.0
 
 
@@ -226,7 +226,7 @@ def restore(
 def _check_extra(restored: Restored) -> None:
     """Refuses a checkpoint whose `extra` JSON does not have the values that a run saves."""
     try:
-        extra = parse_object(json.dumps(restored.extra), allow_nan=True)  # Refuses deep nesting.
+        extra = parse_object(json.dumps(restored.extra), allow_nan=True)  # Refuses deep JSON.
         parse_state(extra["recorder"])
         numbers = [extra["position"], *(extra["files"][name] for name in PLACED_FILES)]
         if not all(type(number) is int and 0 <= number < 2**63 for number in numbers):

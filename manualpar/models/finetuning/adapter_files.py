@@ -113,10 +113,10 @@ def load_adapters(program: Program, state: TrainState, directory: GivenPath) -> 
     adapters = {_path(leaf): leaf for leaf in leaves if is_adapter(leaf.name)}
     try:
         description = read_object(source / DESCRIPTION_FILE)
-        open_tensors(source / ARRAYS_FILE)[0].close()  # Refuses, for example, a FIFO.
+        open_tensors(source / ARRAYS_FILE)[0].close()  # Raises for a FIFO, for example.
         with safe_open(source / ARRAYS_FILE, framework="np", backend="pread") as file:
             differences = _differences(adapters, file)
-            # Arrays are read only if their shapes are those of the program.
+            # Arrays are read only if their shapes match the program.
             found = {} if differences else {path: file.get_tensor(path) for path in adapters}
     except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(

@@ -30,8 +30,8 @@ class Encoding(NamedTuple):
     Attributes:
       plain: The parameter before quantization, in float32. It is sharded so that each device has
         complete blocks.
-      codes: The parameter's codes.
-      scales: The parameter's scales.
+      codes: The parameter's int8 codes, as the program stores them.
+      scales: The scales of the blocks, as the program stores them.
     """
 
     plain: Leaf
@@ -114,7 +114,7 @@ def _encoder(plain: Any, codes: Any, scales: Any, block: int) -> Callable[[jax.A
 
 @functools.lru_cache
 def _decoder(plain: Any, codes: Any, scales: Any, block: int) -> Callable[..., jax.Array]:
-    # All mesh axes are of type `Auto` inside `run`, even if they are not in the program's mesh.
+    # Inside `run` all mesh axes are of type `Auto`, even if they have other types in the program.
     mesh = with_axis_types(plain.sharding.mesh, AxisType.Auto)
     sharding = NamedSharding(mesh, plain.sharding.spec)
 

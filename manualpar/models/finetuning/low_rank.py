@@ -2,9 +2,8 @@
 
 A layer with a kernel `W` computes `x W`. With an adapter it computes `x W + (alpha / r) (x a) b`,
 where `a` maps the input to `r` features and `b` maps these features to the output (Hu et al., LoRA,
-https://arxiv.org/abs/2106.09685). The products of activations are added, not those of weights, so
-no array of the size of `W` is made. The gradient of `W`, which costs as much as the layer's forward
-pass, is not computed.
+https://arxiv.org/abs/2106.09685). The product `a b` is never computed, so no array of the size of
+`W` is made. The gradient of `W`, which costs as much as the layer's forward pass, is not computed.
 
 The layer's fields (`SplitDense.contracted`, `nn.DenseGeneral.axis`) determine the input dims of the
 kernel. `a` has the input dims and then `r`; `b` has `r` and then the output dims. So `b` is sharded

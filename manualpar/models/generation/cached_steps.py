@@ -211,7 +211,7 @@ class CachedSteps:
     def _on_mesh(self, on_device: Callable[..., Any], own: Any, cache: Any) -> Callable[..., Any]:
         """Makes a function of global arrays, (params, collections, drawing, *own), from a step.
 
-        `own` has the specs of the step's other arguments, and `cache` those of the cache's leaves.
+        `own` has the specs of the step's other arguments, and `cache` the specs of the cache.
         """
         whole, step = PartitionSpec(), self.program.step
         return step.mode.run(

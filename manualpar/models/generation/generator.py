@@ -157,7 +157,7 @@ class Generator:
           stop: Strings and tokens that end an answer, in addition to `stop_tokens`. The answer does
             not contain them.
           seed: A number or a random key. With the same seed, a prompt at the same index of
-            `prompts` gets the same draws, on every mesh and whatever the other prompts are.
+            `prompts` gets the same draws, on every mesh and with any other prompts beside it.
 
         Yields:
           A piece for each token: in each batch the first pieces of all answers, then the second
@@ -263,7 +263,7 @@ class Generator:
         return tokens, lengths
 
     def encode(self, prompt: Prompt, index: int = 0) -> list[int]:
-        """Returns the tokens of a prompt. A string gets BOS if `begins_with_bos` is set."""
+        """Returns the tokens of a prompt; puts BOS before a string as the tokenizer requires."""
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise TypeError(

@@ -33,7 +33,7 @@ class TextPieces:
     def __init__(self, tokenizer: Decoder, prompt: Sequence[int], stops: Sequence[str]) -> None:
         self._tokenizer, self._stops = tokenizer, [stop for stop in stops if stop]
         self._tokens = list(prompt[-CONTEXT_TOKENS:])
-        # The range of the tokens whose text was read last; new tokens are decoded after them.
+        # The range of the latest tokens whose text is known. New tokens are decoded with them.
         self._first, self._read = 0, len(self._tokens)
         self._held = ""
         self.is_stopped = False

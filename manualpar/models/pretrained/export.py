@@ -103,7 +103,7 @@ def export_hf(
     Communication:
       With one process: none. With several processes and a disk: a few bytes that report errors.
       With several processes and a bucket: an all-gather for each tensor. Every device stores one
-      complete tensor at a time, and one device of each process stores those of one file. With
+      complete tensor at a time, and one device of each process stores all tensors of one file. With
       adapters: in addition, the communication of merging them.
     """
     check_state("export_hf", program.abstract_state, state)
@@ -230,7 +230,7 @@ def _check_shared(folder: Path) -> None:
 
 
 def _write_in_turn(target: ExportTarget, files: Files, arrays: Mapping[str, jax.Array]) -> None:
-    """Gathers the tensors of each file, and writes the file in one process, in turns."""
+    """Gathers the tensors of each file for one process, which writes it; processes take turns."""
     for number, (name, tensors) in enumerate(files.items()):
         gathered = [_gathered(arrays[tensor.leaf], tensor) for tensor in tensors]
         with failing_together():

@@ -2,7 +2,8 @@
 
 For each family, a config is written, read again, and compared with the model field by field. The
 first family without a difference is chosen, so that no field is lost. A model that fits no family
-is refused. The keys are those of transformers 4, because all versions of transformers read them.
+is refused. The config has the keys of transformers 4, because all versions of transformers read
+these keys.
 """
 
 from collections.abc import Mapping

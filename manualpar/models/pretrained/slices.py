@@ -152,7 +152,7 @@ def _volume(bounds: Bounds) -> int:
 
 
 def entry_within(entry: Sequence[int], box: Bounds) -> tuple[Any, ...] | None:
-    """Returns the index in a box of an entry along the leading dims; `None` if it is outside."""
+    """Converts an index along the leading dims to an index in a box; `None` if it is outside."""
     leading = box[: len(entry)]
     if not all(start <= at < stop for at, (start, stop) in zip(entry, leading, strict=True)):
         return None

@@ -95,7 +95,7 @@ class DiskTarget:
     def owned(self) -> Iterator[None]:
         """Implements `ExportTarget`."""
         with draft_of(self._target.absolute(), number=self._number):
-            self.check_free()  # Again, because another export may have ended before the lock.
+            self.check_free()  # Another export may have ended after the first check.
             yield
 
     @contextlib.contextmanager
@@ -132,7 +132,7 @@ class BucketTarget:
     def owned(self) -> Iterator[None]:
         """Implements `ExportTarget`."""
         with hold(self._target, report=logging.warning, remains=False) as self._check_lock:
-            self.check_free()  # Again, because another export may have ended before the lock.
+            self.check_free()  # Another export may have ended after the first check.
             (self._target / UNFINISHED).write_bytes(self._number)
             for name in (CONFIG_FILE, *self._target.files()):
                 if name != UNFINISHED and not name.startswith(LOCK_PREFIX):

@@ -15,7 +15,7 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-# Dtypes that are stored as plain numbers; other dtypes are packed or need a scale.
+# The supported dtypes, which are stored as plain numbers. Others are packed or need a scale.
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 CODES = {name: code for code, name in DTYPES.items()}
 

@@ -85,7 +85,7 @@ LAYER: Mapping[str, Rule] = {
     "experts/gate": Rule("mlp.experts.{E}.gate_proj.weight", "D F -> F D"),
     "experts/up": Rule("mlp.experts.{E}.up_proj.weight", "D F -> F D"),
     "experts/down": Rule("mlp.experts.{E}.down_proj.weight", "F D -> D F"),
-    "experts/bias": Rule("mlp.gate.e_score_correction_bias"),  # In its own collection.
+    "experts/bias": Rule("mlp.gate.e_score_correction_bias"),  # Not in `params`.
     "experts/shared_gate": Rule("mlp.shared_experts.gate_proj.weight", "D F -> F D"),
     "experts/shared_up": Rule("mlp.shared_experts.up_proj.weight", "D F -> F D"),
     "experts/shared_down": Rule("mlp.shared_experts.down_proj.weight", "F D -> D F"),

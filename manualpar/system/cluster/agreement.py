@@ -42,7 +42,7 @@ def from_first(value: JSON) -> JSON:
 
 
 def first_failure(failure: str) -> str:
-    """Returns the first process's failure that is not `''`; communicates like `gather`."""
+    """Returns the failure of the first failed process, or `''`; communicates like `gather`."""
     return next(filter(None, gather(failure)), "")
 
 

@@ -33,7 +33,7 @@ from manualpar.system.cluster.stopping import StopGate
 
 CONNECT_SECONDS = 5.0
 KNOCK_SECONDS = 0.1
-# A process is short of memory if it cannot allocate so many bytes during so many seconds.
+# A process is short of memory if allocations of `LEAST_MEMORY_BYTES` fail for this many seconds.
 LEAST_MEMORY_BYTES = 2**20
 SHORT_OF_MEMORY_SECONDS = 2.0
 
@@ -188,7 +188,7 @@ async def knock(
     """Connects to the hub as soon as it listens on one of `hosts`, and introduces this process.
 
     Returns the connection on which the hub has admitted this process, and the hub's answer with its
-    host and process id. After half the timeout, a message on standard error says that process 0 is
+    host and process id. After half the timeout, a message on standard error names process 0 as
     missing.
 
     Raises:

@@ -27,12 +27,12 @@ from manualpar.system.cluster.hub import LEAVING_SECONDS, Hub
 from manualpar.system.cluster.messages import Terms
 from manualpar.system.cluster.stopping import StopGate, on_sigterm
 
-# The exit codes of a process, which tell a scheduler the cause. This code: this process had an
-# error, whose traceback is on the screen.
+# The exit codes of a process tell a scheduler the cause of the end. This code means: this process
+# had an error, whose traceback is on the screen.
 FAILED_EXIT_CODE = 1
-# This code: another process was lost. Nothing is wrong with this process: start the run again.
+# Another process was lost. Nothing is wrong with this process: start the run again.
 LOST_PROCESS_EXIT_CODE = 4
-# This code: a second SIGTERM came before the end of the run (128 + 15, as in a shell).
+# A second SIGTERM came before the end of the run. The code is 128 + 15, as in a shell.
 TERMINATED_EXIT_CODE = 143
 
 # If another process has failed, a process waits this long before it ends, because its own main

@@ -1,8 +1,9 @@
 """Finds this process's number and the other processes: from arguments or environment variables.
 
-The variables are those of manualpar, or those of a cluster. From a cluster's variables this module
-only finds out whether there are several processes; JAX then finds the processes
-(`jax.distributed.initialize`). JAX supports Slurm, Open MPI 4, Kubernetes jobs and TPU pods.
+A user sets the variables of manualpar, and a cluster sets its own variables. From a cluster's
+variables this module only finds out whether there are several processes; JAX then finds the
+processes (`jax.distributed.initialize`). JAX supports Slurm, Open MPI 4, Kubernetes jobs and TPU
+pods.
 """
 
 import dataclasses
@@ -11,7 +12,8 @@ from collections.abc import Mapping
 COORDINATOR_VARIABLE = "MANUALPAR_COORDINATOR_ADDRESS"
 COUNT_VARIABLE = "MANUALPAR_NUM_PROCESSES"
 ID_VARIABLE = "MANUALPAR_PROCESS_ID"
-# This value in place of an address means: JAX finds the cluster, whatever the environment contains.
+# With this value in place of an address, JAX finds the cluster, and no variable of the environment
+# is needed.
 AUTO = "auto"
 
 MEND = (
@@ -93,7 +95,7 @@ def find_assignment(
 
 
 def _check(arguments: Mapping[str, str | int | None], sees_all: bool) -> Assignment:
-    """Makes an `Assignment`; `arguments` has the address, the count and the id, by their names."""
+    """Makes an `Assignment` from address, count and id; the keys of `arguments` are their names."""
     missing = [name for name, value in arguments.items() if value in (None, "")]
     present = [name for name in arguments if name not in missing]
     if missing:
@@ -123,7 +125,7 @@ def _check(arguments: Mapping[str, str | int | None], sees_all: bool) -> Assignm
 
 
 def _evidence(environment: Mapping[str, str]) -> str:
-    """Returns the name of a variable that shows a cluster that JAX can find, or ''."""
+    """Returns the name of a variable set by a cluster that JAX can find, or '' if there is none."""
     slurm = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_PROCID", "SLURM_LOCALID")
     in_slurm = all(name in environment for name in slurm)
     in_open_mpi = "OMPI_MCA_orte_hnp_uri" in environment

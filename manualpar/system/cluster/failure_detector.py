@@ -65,7 +65,7 @@ class ProcessProgress:
 
     count: int = 0  # The number of phases that the process has entered.
     phase: str = UNWATCHED  # The current phase.
-    is_known: bool = False  # Whether the process has completed this phase `KNOWN_AFTER` times.
+    is_known: bool = False  # Whether the phase was completed `KNOWN_AFTER` times.
     limit: float = 0.0  # The limit of the phase as long as it is not known; 0 for the default.
     longest: float = 0.0  # The time of the process's longest phase so far.
     stuck: float = 0.0  # The time that the process has spent in the current phase.
@@ -131,7 +131,7 @@ class Pace:
     def progress(self) -> ProcessProgress:
         """Returns the current progress of this process."""
         step, since = self._step or (None, self._get_time())
-        # If the main thread has just entered a phase, `seconds` still belongs to an earlier count.
+        # If the main thread has just entered a phase, `seconds` belongs to an earlier phase.
         progress, (count, seconds) = self._progress, self._stuck
         return dataclasses.replace(
             progress,
@@ -154,8 +154,8 @@ def find_hung(
     lowest = min(one.count for one in processes.values())
     behind = {process: one for process, one in processes.items() if one.count == lowest}
     all_equal = len(behind) == len(processes)
-    # If a process is ahead, the phase is known to end. If all are in the same phase, for example
-    # in a long compilation, an unknown phase may take any time.
+    # The default limit of a phase that is not known. If all processes are in it, for example in a
+    # long compilation, it may take any time. If a process is ahead, the phase does end.
     first = float("inf") if all_equal else longest + max(FIRST_SECONDS, timeout_seconds)
 
     def allowed(one: ProcessProgress) -> float:

@@ -9,9 +9,9 @@ differing facts before any process waits in a collective. The hub listens on the
 and frees the port for JAX's coordination service when all processes have connected. So one port is
 enough, and no stranger can reach the hub during the training.
 
-Invariant: the hub tells process 0 last that the cluster ends: after the other processes have ended,
-or after `LEAVING_SECONDS`. JAX's coordination service runs in process 0, and XLA aborts the other
-processes if this service ends first.
+Invariant: process 0 is the last process to which the hub sends the message of the end. It is sent
+after the other processes have ended, or after `LEAVING_SECONDS`. JAX's coordination service runs in
+process 0, and XLA aborts the other processes if this service ends first.
 """
 
 import asyncio
@@ -144,7 +144,7 @@ class Hub:
             send(writer, {"kind": "challenge", "challenge": challenge})
             async with asyncio.timeout(STRANGER_SECONDS):
                 message = await receive(reader, max_bytes=MAX_HELLO_BYTES)
-            if not writer.is_closing():  # The hub has not closed the connection in the meantime.
+            if not writer.is_closing():  # Skipped if the hub has closed the connection.
                 answer = self._admit(writer, message, challenge)
                 send(writer, answer)
                 process = message["process"] if answer["kind"] == "admitted" else None
@@ -154,7 +154,7 @@ class Hub:
                     if not self._end.done():
                         self._members[process].silence = 0.0
                         self._handle(process, message)
-                except NonsenseError:  # `_run` closes the connections, that of process 0 last.
+                except NonsenseError:  # `_run` closes all connections, process 0's connection last.
                     self._lose(process, NONSENSE)
         except OSError:
             pass  # The connection has closed, or a stranger has broken the protocol.

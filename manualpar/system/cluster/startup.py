@@ -229,7 +229,7 @@ def _meet_before_jax(cluster: Cluster, terms: Terms, address: str, listen_at: st
             "it; see SECURITY.md"
         )
     name, port = listener.getsockname()[:2]
-    # Process 0 reaches a hub that listens at all addresses at the loopback address.
+    # If the hub listens at all addresses, process 0 connects to it at the loopback address.
     reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(name, name)
     cluster.connect([reachable], port, terms, Hub(listener, terms))
     return f"[{name}]:{port}" if ":" in name else f"{name}:{port}"

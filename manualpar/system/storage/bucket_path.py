@@ -171,7 +171,7 @@ class BucketPath:
         }
 
     def glob(self) -> dict["BucketPath", int]:
-        """Finds the objects that match this path, a pattern of `*`, `?`, `[]`, `**`; with sizes."""
+        """Finds the objects that match this path as a glob (`*`, `?`, `[]`, `**`), with sizes."""
         file_system(self.scheme)  # Reports a missing package.
         from fsspec.utils import glob_translate
 

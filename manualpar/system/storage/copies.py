@@ -41,7 +41,7 @@ def path_flag(text: str) -> AnyPath:
 
 
 def local_path(text: GivenPath, name: str) -> Path:
-    """Returns a path on a disk; refuses other paths with a `ValueError` about `name`."""
+    """Returns a path on a disk; for other paths, raises a `ValueError` that contains `name`."""
     path = user_path(text)
     if isinstance(path, BucketPath):
         raise ValueError(

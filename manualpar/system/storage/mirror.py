@@ -6,8 +6,8 @@ before each checkpoint, every `PUT_SECONDS` in between, and at the end. If the p
 the lines after the last upload are lost, and a run that resumes from the last checkpoint writes
 these lines again.
 
-Files in `FIRST` contain the lines that were cut off from other files. They are uploaded before the
-other files, so that every line is always in at least one file of the bucket.
+The files in `FIRST` contain lines that were cut off from other files. These files are uploaded
+before the other files, so that every line is always in at least one file of the bucket.
 """
 
 import contextlib

@@ -1,9 +1,9 @@
 """Repeats requests to a bucket after temporary errors; explains all other errors.
 
-If a server is busy, a connection is cut off or a request takes too long, the request is repeated,
-at the times in `WAITS` (in seconds), with a message on standard error. If the last attempt fails, a
-`BucketError` is raised, whose message is one sentence. Of the server's answer, the message contains
-only the error code, because answers repeat parts of the signed request.
+If a server is busy, a connection is cut off or a request takes too long, the request is repeated
+after each of the pauses in `WAITS` (in seconds), with a message on standard error. If the last
+attempt fails, a `BucketError` is raised, whose message is one sentence. The message contains only
+the error code of the server's answer, because the rest may contain parts of the signed request.
 """
 
 import re
@@ -110,7 +110,7 @@ def request(path: Any, action: Callable[[], T]) -> T:
 
 def is_passing(error: BaseException) -> bool:
     """Returns whether an error is temporary, so that the request may succeed later."""
-    # If there is a status, it decides: the errors that libraries raise because of it say less.
+    # Looks for an HTTP status first, because the type of a library's error is less precise.
     for status in filter(None, map(_status, _causes(error))):
         return status >= 500 or status in PASSING
     for cause in _causes(error):
@@ -168,7 +168,7 @@ def _named(codes: set[str]) -> str:
 
 
 def _code(error: BaseException) -> str:
-    """Returns the server's code for an error, or else the HTTP status; '' if it did not answer."""
+    """Returns the server's code for an error, or the HTTP status; '' if there was no answer."""
     response = getattr(error, "response", None)
     found = response.get("Error", {}).get("Code") if isinstance(response, dict) else None
     if in_text := TENSORSTORE_CODE.match(str(error)):

@@ -306,7 +306,7 @@ def _tree_metadata(copies: dict[tuple[str, ...], Stored]) -> dict[str, Any]:
     """Returns the metadata that Orbax writes for a nested dict of arrays."""
     tree = {
         str(names): {
-            "key_metadata": [{"key": name, "key_type": 2} for name in names],  # Keys of dicts.
+            "key_metadata": [{"key": name, "key_type": 2} for name in names],  # A dict's key.
             "value_metadata": {"value_type": "jax.Array", "skip_deserialize": False},
         }
         for names in copies

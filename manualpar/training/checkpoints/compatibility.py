@@ -49,7 +49,7 @@ ADDED: Mapping[str, Any] = {
     "parallel.pipeline_chunks": 1,
     "parallel.pipeline_keep": "residuals",
 }
-# Old names of a field's values, and their new names.
+# Renamed values of fields: field -> old name -> new name.
 RENAMED: Mapping[str, Mapping[str, str]] = {
     "parallel.overlap": {"default": "none", "asynchronous": "auto"}
 }

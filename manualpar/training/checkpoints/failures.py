@@ -25,7 +25,7 @@ MEANINGS: dict[int, str] = {
 
 
 class CheckpointError(Exception):
-    """A checkpoint could not be written or read; the message names it, why, and what to do."""
+    """A checkpoint could not be written or read; the message gives the reason and the remedy."""
 
 
 def explain_failure(error: BaseException) -> str:

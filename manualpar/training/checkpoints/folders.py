@@ -104,8 +104,8 @@ class _LocalFolder:
         return OrbaxFiles(self.seconds)
 
     def mark(self) -> str:
-        # The folder's name is that of an unfinished checkpoint. So if this process is killed, the
-        # next save deletes the folder.
+        # The folder is named like an unfinished checkpoint. So if this process is killed, the next
+        # save deletes the folder.
         name = f"0{UNFINISHED}-{secrets.token_hex(8)}"
         (self._path / name).mkdir(parents=True)
         return name
@@ -153,7 +153,7 @@ class _LocalFolder:
 
 
 class _BucketFolder:
-    """A folder in a bucket: `12/manifest.json` says that the checkpoint of step 12 is complete."""
+    """A folder in a bucket; the checkpoint of step 12 is complete if `12/manifest.json` exists."""
 
     def __init__(self, path: BucketPath, seconds: float) -> None:
         self._path, self.seconds = path, seconds

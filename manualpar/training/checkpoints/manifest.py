@@ -46,7 +46,7 @@ class Manifest:
 
 
 class DamagedError(Exception):
-    """A file of a checkpoint has changed since it was written; the message says how."""
+    """A file of a checkpoint has changed since it was written; the message describes the change."""
 
 
 def write_manifest(folder: Path, *, step: int, metrics: Mapping[str, float]) -> None:
@@ -58,7 +58,7 @@ def write_manifest(folder: Path, *, step: int, metrics: Mapping[str, float]) -> 
     for path, mode in _entries(folder):
         if stat.S_ISDIR(mode):
             sync(path)
-        elif path != folder / MANIFEST:  # The manifest is about to be replaced.
+        elif path != folder / MANIFEST:  # Skips an old manifest, which is replaced below.
             with open_file(path) as file:
                 size, digest = os.fstat(file.fileno()).st_size, _hash(file)
                 os.fsync(file.fileno())

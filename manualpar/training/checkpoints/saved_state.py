@@ -54,7 +54,7 @@ def read_extra(path: AnyPath) -> dict[str, JSON]:
 
 
 class OrbaxFiles:
-    """Writes checkpoints in the background and reads them, with Orbax; raises Orbax's errors."""
+    """Writes checkpoints in the background and reads them, with Orbax, whose errors it raises."""
 
     def __init__(self, seconds: float) -> None:
         """Stores the limit of a save in seconds; a save that takes longer to write fails."""
@@ -226,7 +226,7 @@ def leaves_to_read(
 
     Each residual of encoded gradients belongs to one device of the run that saved the checkpoint.
     If this program has other devices, or if the checkpoint has no residuals, the residuals begin
-    with zeros, and `report` is called with a sentence that says so.
+    with zeros, and `report` is called with a sentence about this.
 
     Raises:
       CheckpointError: The checkpoint is of another model, see `find_differences`.

@@ -77,7 +77,7 @@ def draw_chart(axes: Any, chart: Chart) -> None:
 
 
 def _lonely(points: Sequence[Point]) -> list[int]:
-    """Returns the indices of points between two gaps; they need markers, because no line does."""
+    """Returns the indices of points between two gaps, which need a marker to be visible."""
     values = [None, *(value for _, value in points), None]
     triples = zip(values, values[1:], values[2:], strict=False)
     return [i for i, (a, x, b) in enumerate(triples) if x is not None and a is b is None]
@@ -86,8 +86,8 @@ def _lonely(points: Sequence[Point]) -> list[int]:
 def decimate(points: Sequence[Point], limit: int) -> list[Point]:
     """Chooses at most `limit` points that draw the same line; `limit` is at least 4.
 
-    It keeps the first and the last point. Of each group of neighbours it keeps the lowest point,
-    the highest point, and a point that is not finite, if there is one.
+    The first and the last point are kept. In each group of neighbours, the lowest point, the
+    highest point, and one point that is not finite (if there is any) are kept.
     """
     if len(points) <= limit:
         return list(points)

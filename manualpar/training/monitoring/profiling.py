@@ -1,9 +1,9 @@
 """Profiles a few steps, by the flag `--config.profile=10:13`.
 
 `a:b` means the steps from `a` to `b`, both included. The first step of a training is 1. The trace
-begins when the device has finished all earlier steps. It ends when the device has finished step
-`b`. So it holds complete steps. The host does not wait between these steps, so they overlap like
-steps without a profile. The first step compiles, so choose later steps.
+begins when the device has finished all earlier steps, and ends when the device has finished step
+`b`. So the trace contains complete steps. The host does not wait between these steps, so they
+overlap like steps without a profile. The first step compiles, so choose later steps.
 
 XProf and TensorBoard open the folder of a profile. https://ui.perfetto.dev opens the
 `perfetto_trace.json.gz` in it. XProf reads the names given with `jax.named_scope` from
@@ -104,7 +104,7 @@ class StepProfiler:
             self.say(f"profile: the run made no step from {first} to {last}, so there is none")
 
     def _stop(self) -> None:
-        """Writes the profile and says where it is."""
+        """Ends the trace, writes the profile, and reports its path."""
         self._is_tracing, self._is_done = False, True
         jax.profiler.stop_trace()
         steps = (

@@ -86,7 +86,7 @@ def _texts(metrics: Mapping[str, float]) -> dict[str, str]:
     """Formats each metric, in the order of `FORMATS`."""
     metrics = {name: value for name, value in metrics.items() if not name.startswith(NOT_SHOWN)}
     if "tokens_per_second" in metrics:
-        metrics.pop("examples_per_second", None)  # It would repeat `tokens_per_second`.
+        metrics.pop("examples_per_second", None)  # Would repeat `tokens_per_second`.
     texts = {name: text(metrics[name]) for name, text in FORMATS.items() if name in metrics}
     others = {name: f"{name} {metrics[name]:.4g}" for name in metrics if name not in FORMATS}
     return texts | others

@@ -55,7 +55,7 @@ PLACED_FILES = (METRICS_FILE, THROUGHPUT_FILE)  # A place consists of the sizes 
 
 
 def check_workdir(workdir: AnyPath, flag: str = "--workdir") -> None:
-    """Raises a `ValueError` if `workdir` is a file or holds an earlier run."""
+    """Raises a `ValueError` if `workdir` is a file, or a folder with files of an earlier run."""
     if workdir.exists() and not workdir.is_dir():
         raise ValueError(f"{flag}={workdir} is a file, expected a folder or a name for a new one.")
     for name in (CONFIG_FILE, *PLACED_FILES):
@@ -216,7 +216,7 @@ def _store_config(workdir: Path, config: Mapping[str, Any]) -> None:
             earlier = read_file(path, follow_links=True)
             # A file that is not JSON differs from every config.
             with contextlib.suppress(ValueError):
-                if parse_object(earlier) == parse_object(text):  # The order of fields may differ.
+                if parse_object(earlier) == parse_object(text):  # Fields may be in another order.
                     return
             number = 1
             while (workdir / f"config.{number}.json").exists():
@@ -275,7 +275,7 @@ def _cut_back(
 
 
 def _read_beyond(path: Path, size: int) -> tuple[bytes, str]:
-    """Returns a file's bytes after the first `size`; if no line ends there, also says why."""
+    """Returns a file's bytes after the first `size`, and the reason if no line ends there."""
     data, found = b"", "but the file is missing"
     if path.exists():
         with open_file(path, follow_links=True) as file:

@@ -151,7 +151,7 @@ def make_charts(run: RunRecord) -> list[Chart]:
             lines: dict[str, list[Point]] = {}
             for record in (record for record in records if name in record):
                 lines.setdefault(record["split"], []).append((record["step"], record[name]))
-            # A chart of examples per second would have the same shape as that of tokens per second.
+            # Leaves out examples per second, whose chart would look like tokens per second.
             is_known = name == "examples_per_second" and any(c.unit == "tokens/s" for c in charts)
             if lines and not is_known:
                 lines = {split: lines[split] for split in sort_splits(lines)}
