@@ -2,7 +2,7 @@
 
 The check compares the initial parameters bit for bit. In each step it compares the loss, the
 metrics, the gradient of every leaf, the optimizer's update and other variables, and frozen
-parameters bit for bit. It also compares evaluation (also with averaged parameters) and the state
+parameters bit for bit. It also compares evaluation (with averaged parameters too) and the state
 after a move to another program. With dropout it runs the same step twice, which must give the same
 bits. `random_dropout` decides whether one device can draw the same masks; if it cannot, gradients
 are not compared.

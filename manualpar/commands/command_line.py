@@ -13,7 +13,6 @@ import functools
 import json
 import re
 import sys
-import textwrap
 import time
 import types
 from collections import Counter
@@ -27,7 +26,7 @@ from absl import flags as absl_flags
 from absl import logging
 from ml_collections import config_flags
 
-from manualpar.core.model.options import PROGRAM_OPTIONS
+from manualpar.commands.help_text import help_text
 from manualpar.errors import (
     INTERRUPTED_EXIT_CODE,
     USAGE_EXIT_CODE,
@@ -35,11 +34,10 @@ from manualpar.errors import (
     describe_mistake,
     print_error,
 )
-from manualpar.strategies.shared_options import PARAMETER_SHARDING
 from manualpar.system.reports.tables import print_line
 from manualpar.system.storage import AnyPath, BucketPath, as_path
 from manualpar.training.checkpoints.compatibility import REMOVED
-from manualpar.training.config import fields_of, flatten_config, load_config, nearest
+from manualpar.training.config import flatten_config, load_config, nearest
 from manualpar.training.imported_model import fill_from_hf
 from manualpar.training.monitoring.progress import make_console
 from manualpar.training.monitoring.run_files import create_numbered_folder
@@ -148,7 +146,8 @@ def flags_parser(
 
     def parse_or_end(argv: list[str]) -> CommandLine:
         if {"--help", "-help", "-h", "--helpshort"} & set(argv):
-            print(_help_text(description, default_config, syntax.flags))
+            helps = {name: flag.help for name, flag in syntax.flags.items()}
+            print(help_text(description, default_config, {"config": CONFIG_HELP} | helps))
             sys.exit(0)
         try:
             return parse_command_line(
@@ -317,25 +316,6 @@ def _explained(kind_of: Callable[[str], tuple[type, str] | None]) -> Iterator[No
         raise UsageError(f"{message}.") from error
     except absl_flags.Error as error:
         raise UsageError(f"{error}.") from error
-
-
-def _help_text(description: str, default_config: Path, flags: Mapping[str, Flag]) -> str:
-    """Returns the text of `--help`: the flags, and the fields of the default config."""
-    helps = {"config": CONFIG_HELP} | {name: flag.help for name, flag in flags.items()}
-    config = load_config(default_config)
-    fields = fields_of(config)
-    meanings = {x.field: x.meaning for x in PARAMETER_SHARDING.values()}
-    meanings |= {x.field: x.meaning for x in PROGRAM_OPTIONS.values()}
-    lines = [f"{description.strip()}\n\nFlags:"]
-    lines += [f"  --{name:20s}  {text}" for name, text in helps.items()]
-    lines.append(f"\nFields of {default_config.name}, each a flag --config.<field>=<value>:")
-    for name, value in flatten_config(config).items():
-        expected = f"  ({fields[name].expectation()})" if name in fields else ""
-        shown = value.to_dict() if isinstance(value, ml_collections.ConfigDict) else value
-        lines.append(f"  {name:31s}  {shown or repr(shown)}{expected}")
-        if name in meanings:
-            lines.append(textwrap.indent(textwrap.fill(meanings[name], 90), " " * 6))
-    return "\n".join(lines)
 
 
 def answer(work: Callable[[rich.console.Console], Path]) -> int:

@@ -30,11 +30,11 @@ def fsdp(
     See `manualpar.core.program.program.build_program` for arguments, result and errors.
 
     Communication:
-      In each of `m` minibatches an all-gather in the forward pass, one in the backward pass (over
-      `regather_axes`, if given), and a reduce-scatter of the gradient. A device sends
-      `3 m b P (N - 1) / N` bytes a step for `P` parameters of `b` bytes, each used once, on `N`
-      devices; `2 m b P (N - 1) / N` if gathered parameters are kept, `2 b P (N - 1) / N` with
-      `communicate_every="step"`, and `(m + 1) b P (N - 1) / N` with `"gather-step"`.
+      For each of `m` minibatches: an all-gather in the forward pass, an all-gather in the backward
+      pass (only over `regather_axes`, if given), and a reduce-scatter of the gradient. For `P`
+      parameters of `b` bytes, each used once, a device of `N` sends `3 m b P (N - 1) / N` bytes a
+      step; `2 m b P (N - 1) / N` if gathered parameters are kept; `2 b P (N - 1) / N` with
+      `communicate_every="step"`; and `(m + 1) b P (N - 1) / N` with `"gather-step"`.
     """
     strategy = functools.partial(fully_sharded, "fsdp", ())
     return build_sharded("fsdp", strategy, model, tx, loss_fn, options, PARAMETER_SHARDING)

@@ -1,8 +1,8 @@
 """ZeRO: parameters are replicated, and the optimizer's state is sharded.
 
 Stages 1 and 2 of Rajbhandari et al., https://arxiv.org/abs/1910.02054; stage 3 is `manualpar.fsdp`.
-With AdamW in float32 the optimizer's state is two thirds of the bytes that data parallelism
-replicates.
+With AdamW in float32 the optimizer's state is two thirds of the bytes of the state that data
+parallelism replicates.
 """
 
 import functools
