@@ -52,7 +52,7 @@ def nest_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """
     nested = {name: value for name, value in fields.items() if not _is_flat(name, value)}
     changes: dict[str, dict[tuple[str, ...], Any]] = {}
-    for name in fields.keys() - nested.keys():
+    for name in [name for name in fields if name not in nested]:
         (group, *path), value = FLAT[name].path, fields[name]
         is_none = FLAT[name].default is None and value == ""
         changes.setdefault(group, {})[tuple(path)] = None if is_none else value
