@@ -24,7 +24,7 @@ from manualpar.models.pretrained.directory import model_directory
 from manualpar.strategies import FSDP
 from manualpar.system.storage import AnyPath
 from manualpar.training.checkpoints import CheckpointError
-from manualpar.training.saved_run import prepare_saved, restore_saved, saved_config
+from manualpar.training.load_run import prepare_saved, restore_saved, saved_config
 
 
 class Trained(NamedTuple):
