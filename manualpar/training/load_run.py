@@ -1,27 +1,43 @@
-"""Loads the run of a workdir on any devices, to export its state or to generate with it.
+"""Loads a trained model on any devices, to export it, to generate with it or to evaluate it.
 
-The newest checkpoint gives the config. The parallelism of the run does not matter, because a state
-can be restored on any mesh. Here every parameter is sharded over the data axis. If the run averages
-its parameters, the average is loaded, because evaluations used it too.
+A run is loaded in three steps. `saved_config` reads the config of the newest checkpoint,
+`prepare_saved` builds an experiment for the devices at hand, and `restore_saved` restores the
+state. `load_run` takes all three. `load_directory` loads a Hugging Face model instead.
+
+The parallelism of the run does not matter, because a checkpoint stores global arrays, of which each
+device reads its own part. Here every parameter is sharded over the data axis, and by default all
+devices are along it. If the run averages its parameters, the average is loaded, because evaluations
+used it too.
 """
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import ml_collections
+import optax
 
+from manualpar.core.mesh.mesh import make_mesh
 from manualpar.core.model.options import CODES, ROUNDING
 from manualpar.core.program.parameter_average import ema_params
+from manualpar.core.program.program import Program
+from manualpar.core.state.train_state import Batch, TrainState
+from manualpar.data import LanguageDataset, load_tokenizer
+from manualpar.data.tokenizer import Tokenizer
 from manualpar.errors import UsageError
+from manualpar.models import Transformer
+from manualpar.models.cross_entropy import language_model_loss, mixture_of_experts_loss
+from manualpar.models.pretrained import load_hf, read_architecture
+from manualpar.models.pretrained.directory import model_directory
 from manualpar.strategies import FSDP, strategy_kinds
 from manualpar.system.storage import AnyPath
-from manualpar.training.checkpoints import Restored
+from manualpar.training.checkpoints import CheckpointError, Restored
 from manualpar.training.checkpoints.folders import open_folder
 from manualpar.training.checkpoints.saved_state import read_extra
 from manualpar.training.config import complete_config
 from manualpar.training.experiment import Experiment, prepare
+from manualpar.training.task import EXPERT_AXIS, SPLIT_AXIS
 from manualpar.training.workdir import FOLDER, open_checkpoints
 
 # Values of `config.parallel`: every parameter is sharded, and communication is exact.
@@ -38,6 +54,97 @@ SPLITS: dict[str, Any] = {
     "layer_overlap": "none",
     "pad": True,
 }
+
+
+class Trained(NamedTuple):
+    """A trained language model on devices.
+
+    Attributes:
+      program: The program of the model.
+      state: The program's state with the trained parameters.
+      tokenizer: The model's tokenizer.
+      max_length: The number of tokens in a training sequence; 0 if it is not known.
+      dataset: The data of the run; `None` for a Hugging Face model.
+      described: A few words on where the model was loaded from.
+      template: The file of the chat template; "" for the tokenizer's template.
+    """
+
+    program: Program
+    state: TrainState
+    tokenizer: Tokenizer
+    max_length: int
+    dataset: LanguageDataset | None
+    described: str
+    template: str = ""
+
+
+def load_run(workdir: AnyPath, *, mesh: Mapping[str, int] | None = None) -> Trained:
+    """Loads the newest checkpoint of a run.
+
+    Args:
+      workdir: The folder of the run, with `checkpoints/`.
+      mesh: The axes of the mesh, such as `{"data": -1, "model": 2}`.
+
+    Raises:
+      UsageError: The folder holds no checkpoint of a language model, or the checkpoint is damaged.
+      ValueError: The model does not fit the mesh, or the data of the run is missing.
+
+    Communication:
+      None.
+    """
+    config = saved_config(workdir)
+    multiple = config.model.vocab_multiple
+    if (model := (mesh or {}).get(SPLIT_AXIS, 1)) > 1 and multiple % model:
+        raise UsageError(
+            f"--mesh has model={model} and the run has config.model.vocab_multiple={multiple}, "
+            f"expected a model axis that divides {multiple}, because the vocabulary is split along "
+            "it; put the devices along data."
+        )
+    experiment = prepare_saved(config, mesh)
+    try:
+        restored = restore_saved(experiment, workdir)
+    except CheckpointError as error:
+        raise UsageError(f"--workdir={workdir}: {error}") from error
+    dataset: Any = experiment.task.dataset
+    return Trained(
+        experiment.program,
+        restored.state,
+        dataset.tokenizer,
+        config.data.sequence_length,
+        dataset,
+        f"step {restored.step} of {workdir}",
+        config.data.template,
+    )
+
+
+def load_directory(directory: AnyPath, *, mesh: Mapping[str, int] | None = None) -> Trained:
+    """Loads a Hugging Face model from a directory, see `load_hf`; `mesh` is as in `load_run`.
+
+    Raises:
+      ValueError: No `Transformer` can be the model in the directory, or there is no tokenizer.
+
+    Communication:
+      None.
+    """
+    local = model_directory(directory)
+    architecture = read_architecture(local)
+    made = make_mesh(mesh or {"data": -1})
+    fields: dict[str, Any] = {**architecture.fields, "capacity_factor": 0.0}
+    for field, axis in (("split_axis", SPLIT_AXIS), ("expert_axis", EXPERT_AXIS)):
+        if axis in made.shape:
+            fields[field] = axis
+    model = Transformer(**fields)
+    tokens = jax.ShapeDtypeStruct((made.size, 16), "int32")
+    program = FSDP.builder(
+        model,
+        optax.identity(),
+        mixture_of_experts_loss if model.num_experts else language_model_loss,
+        mesh=made,
+        batch=Batch(tokens, tokens),
+        axis_name=tuple(axis for axis in ("data", EXPERT_AXIS) if axis in made.shape),
+    )
+    state = load_hf(program, local)
+    return Trained(program, state, load_tokenizer(str(local)), 0, None, str(directory))
 
 
 def saved_config(workdir: AnyPath) -> ml_collections.ConfigDict:
@@ -73,7 +180,7 @@ def prepare_saved(
 
     Args:
       config: The config from `saved_config`.
-      mesh: The axes of the mesh; `None` for all devices along `data`.
+      mesh: As in `load_run`.
 
     Raises:
       ValueError: The config is damaged or does not fit the mesh, or the run's data is missing.
