@@ -20,7 +20,7 @@ def forget_old_names():
 def test_an_old_name_gives_the_module_and_a_warning(old, new):
     spec = importlib.import_module(f"manualpar.{new}").__spec__
     # If its folder has moved too, the first warning is about the folder.
-    with pytest.warns(DeprecationWarning) as caught:
+    with pytest.warns(DeprecationWarning, match=" now; the old name goes") as caught:
         module = importlib.import_module(f"manualpar.{old}")
     assert str(caught[-1].message).startswith(f"manualpar.{old} is manualpar.{new} now")
     assert module is importlib.import_module(f"manualpar.{new}")

@@ -23,7 +23,6 @@ from manualpar.models import Transformer
 from manualpar.models.transformer_fields import size_of_vocabulary
 from manualpar.strategies import strategy_kinds
 from manualpar.training.config import check_config, complete_config, nearest
-from manualpar.training.fine_tuning import fine_tuned
 from manualpar.training.imported_model import fill_from_hf
 from manualpar.training.model_flops import flops_of_example
 from manualpar.training.monitoring.profiling import parse_profile
@@ -34,6 +33,7 @@ from manualpar.training.task import (
     SPLIT_AXIS,
     STAGE_AXIS,
     Task,
+    fine_tuned,
     make_task,
     splits_layers,
 )

@@ -43,8 +43,8 @@ class Drawing(NamedTuple):
         """
         if not 0 <= float(self.temperature) < math.inf:
             raise ValueError(
-                f"{function}: temperature is {self.temperature}, expected a finite number, at least "
-                "0 (0 takes the likeliest token)."
+                f"{function}: temperature is {self.temperature}, expected a finite number, at "
+                "least 0 (0 takes the likeliest token)."
             )
         if self.top_k != int(self.top_k) or self.top_k < 0:
             raise ValueError(
@@ -52,7 +52,8 @@ class Drawing(NamedTuple):
             )
         if not 0 < float(self.top_p) <= 1:
             raise ValueError(
-                f"{function}: top_p is {self.top_p}, expected more than 0 and at most 1 (1 for all)."
+                f"{function}: top_p is {self.top_p}, expected more than 0 and at most 1 (1 for "
+                "all)."
             )
         return Drawing(np.float32(self.temperature), np.int32(self.top_k), np.float32(self.top_p))
 

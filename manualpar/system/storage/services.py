@@ -2,18 +2,26 @@
 
 There are two requests. Reading an object needs one version, and the server's data about this
 version. Listing goes page by page here, so that an endless list is noticed.
+
+Requests to S3 follow no redirect, although aiobotocore lets aiohttp follow them. A request is
+signed for one host, so another host could only refuse it. But the other host would receive the
+session token, and its answer to a list request would be trusted. So a redirect is an error here. A
+redirect that names a region, like Amazon's redirects, is returned as the answer: botocore then
+signs the request again and sends it to this region.
 """
 
 import dataclasses
+import functools
 import re
 from typing import Any
 
 from manualpar.errors import require
-from manualpar.system.storage.requests import ContentError, has_status
+from manualpar.system.storage.requests import REDIRECTS, ContentError, has_status
 
 MODULES = {"s3": "s3fs", "gs": "gcsfs"}
 CONNECT_SECONDS, READ_SECONDS = 10, 60
 PARTIAL_CONTENT, PRECONDITION_FAILED = 206, 412
+REGION = "x-amz-bucket-region"
 CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 
 
@@ -61,6 +69,15 @@ class Page:
     next_token: str
 
 
+class RedirectError(OSError):
+    """A server has redirected a request to another address."""
+
+    def __init__(self, status: int) -> None:
+        """Takes the HTTP status."""
+        super().__init__(f"a redirect ({status})")
+        self.status = status
+
+
 def file_system(scheme: str) -> Any:
     """Returns fsspec's file system; fsspec keeps one object for each set of options."""
     require(f"{scheme}://", MODULES[scheme])
@@ -69,13 +86,11 @@ def file_system(scheme: str) -> Any:
     # A cached list would not show later writes of other processes.
     options: dict[str, Any] = {"use_listings_cache": False}
     if scheme == "s3":
-        from manualpar.system.storage.direct_session import direct_session
-
         options["config_kwargs"] = {
             "connect_timeout": CONNECT_SECONDS,
             "read_timeout": READ_SECONDS,
             "retries": {"total_max_attempts": 1},
-            "http_session_cls": direct_session(),
+            "http_session_cls": _direct_session(),
         }
     files = fsspec.filesystem(scheme, **options)
     files.retries = 1  # `request` repeats, and reports that.
@@ -179,3 +194,30 @@ def list_page(scheme: str, bucket: str, prefix: str, *, delimiter: str, token: s
 def _whole_size(content_range: str) -> int | None:
     found = CONTENT_RANGE.fullmatch(content_range)
     return int(found[3]) if found else None
+
+
+@functools.cache
+def _direct_session() -> type:
+    """Returns the class of sessions without redirects, for `AioConfig(http_session_cls=...)`."""
+    from aiobotocore.httpsession import AIOHTTPSession
+
+    class DirectSession(AIOHTTPSession):  # type: ignore[misc, unused-ignore]  # Optional.
+        async def _get_session(self, proxy_url: str | None) -> _Direct:
+            return _Direct(await super()._get_session(proxy_url))
+
+    return DirectSession
+
+
+class _Direct:
+    """A session of aiohttp whose requests follow no redirect."""
+
+    def __init__(self, session: Any) -> None:
+        self._session = session
+
+    async def request(self, *args: Any, **options: Any) -> Any:
+        """Sends a request; returns its response."""
+        response = await self._session.request(*args, **options, allow_redirects=False)
+        if response.status in REDIRECTS and REGION not in response.headers:
+            response.close()
+            raise RedirectError(response.status)
+        return response
