@@ -19,7 +19,6 @@ import ml_collections
 import optax
 
 from manualpar.core.mesh.mesh import make_mesh
-from manualpar.core.model.options import CODES, ROUNDING
 from manualpar.core.program.parameter_average import ema_params
 from manualpar.core.program.program import Program
 from manualpar.core.state.train_state import Batch, TrainState
@@ -31,6 +30,7 @@ from manualpar.models.cross_entropy import language_model_loss, mixture_of_exper
 from manualpar.models.pretrained import load_hf, read_architecture
 from manualpar.models.pretrained.directory import model_directory
 from manualpar.strategies import FSDP, strategy_kinds
+from manualpar.strategies.fields import fields_of_manual_mode
 from manualpar.system.storage import AnyPath
 from manualpar.training.checkpoints import CheckpointError, Restored
 from manualpar.training.checkpoints.folders import open_folder
@@ -45,10 +45,8 @@ SPLITS: dict[str, Any] = {
     "strategy": FSDP.name,
     "mode": "manual",
     "mesh_order": (),
-    "axis_by_axis": False,
     "regather_axes": (),
-    **dict.fromkeys(CODES, ""),
-    **dict.fromkeys(ROUNDING, False),
+    **{name.removeprefix("parallel."): x for name, x in fields_of_manual_mode().items()},
     "rules": (),
     "sequence": False,
     "layer_overlap": "none",

@@ -177,7 +177,7 @@ def splits_layers(config: ml_collections.ConfigDict) -> bool:
 
 
 def fine_tuned(model: nn.Module, config: ml_collections.ConfigDict) -> Any:
-    """Adds LoRA and int8 weights to a model; returns the model itself if the config sets neither.
+    """Adds LoRA and int8 weights to a model; returns the model unchanged if the config has neither.
 
     `config` is the group `config.model` of a config.
 

@@ -1,7 +1,8 @@
 """Formats numbers, and prints tables of numbers, in one style for all commands.
 
-A number has three digits and a unit; an unknown number is a dash. In a table the columns of words
-come first, aligned to the left. The columns of numbers follow, aligned to the right.
+Numbers are shown with three digits and a unit; `None`, an unknown number, is shown as a dash. In a
+table the columns of words come first, aligned to the left. The columns of numbers follow, aligned
+to the right.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ def describe_bytes(size: float | None) -> str:
 
 
 def describe_flops(flops: float | None) -> str:
-    """Formats a number of operations, such as `3.33 GFLOP`."""
+    """Formats a number of floating-point operations, such as `3.33 GFLOP`."""
     units = ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP")
     return "0" if flops == 0 else _three_digits(flops, units, 1000)
 
@@ -33,7 +34,7 @@ def describe_seconds(seconds: float | None) -> str:
 
 
 def describe_count(number: float | None, devices: int = 1) -> str:
-    """Formats a whole number, divided by the number of devices, such as `1,024`."""
+    """Formats `number / devices`, such as `1,024`."""
     return UNKNOWN if number is None else f"{number / devices:,.0f}"
 
 
@@ -43,7 +44,7 @@ def describe_share(part: float | None, whole: float = 1.0) -> str:
 
 
 def describe_difference(more: float, describe: Callable[[float], str]) -> str:
-    """Formats a difference with its sign, such as `+1 KiB`; `=` for none."""
+    """Formats a difference with its sign, such as `+1 KiB`, or `=` if it is 0."""
     return f"{'+' if more > 0 else '-'}{describe(abs(more))}" if more else "="
 
 
@@ -57,16 +58,16 @@ def _three_digits(value: float | None, units: Sequence[str], step: int) -> str:
 
 
 def print_line(console: rich.console.Console, text: str) -> None:
-    """Prints a line without markup, colours or wrapping, because wrapping would break a path.
+    """Prints a line without markup, colours or wrapping, so that paths are not broken.
 
-    Unprintable characters are escaped, because names from files may contain such characters.
+    Unprintable characters are escaped, because the names of files may contain them.
     """
     shown = "\n".join(printable(line.expandtabs()) for line in text.split("\n"))
     console.print(shown, markup=False, highlight=False, soft_wrap=True)
 
 
 def print_wrapped(console: rich.console.Console, *paragraphs: str) -> None:
-    """Prints paragraphs as wide as the console."""
+    """Prints paragraphs, wrapped to the width of the console."""
     for paragraph in paragraphs:
         console.print(paragraph, markup=False, highlight=False)
 
@@ -88,9 +89,9 @@ def print_table(
       headers: The names of the columns.
       rows: The cells.
       title: A line above the table.
-      words: Number of the first columns that hold words; all other columns hold numbers.
+      words: The number of leading columns with words; all other columns have numbers.
       last: A separate row below the other rows, such as their sum.
-      most: Number of rows to show; the command's files contain all rows.
+      most: The number of rows to show; `None` for all.
     """
     if title:
         console.print(Text(title, style="bold"), soft_wrap=True)
@@ -99,7 +100,7 @@ def print_table(
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0), show_edge=False)
     for index, header in enumerate(headers):
         is_words = index < words
-        # In a narrow terminal words are broken, but no digit is left out.
+        # In a narrow terminal the cells are broken into lines, and no character is left out.
         table.add_column(Text(header), justify="left" if is_words else "right", overflow="fold")
     for row in rows[:most]:
         table.add_row(*map(Text, row))
