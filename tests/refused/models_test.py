@@ -220,6 +220,7 @@ REFUSED = [
             begins="sample_tokens: ",
         ),
         (([1.5], {}), TypeError, "sample_tokens: prompt is of float64, expected integers"),
+        (([1], {"rng": 3}), TypeError, "sample_tokens: rng is 3, expected one key"),
     ),
     *rows(
         "score_completions",

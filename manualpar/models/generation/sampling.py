@@ -1,6 +1,6 @@
 """Samples text from any causal language model, without a cache.
 
-It needs only a model's `apply`, and the parameters may be sharded in any way.
+Sampling needs only a model's `apply`, and the parameters may be sharded in any way.
 `manualpar.models.generation.Generator` keeps keys and values, so it computes less for a token. But
 it needs a `Transformer`, and a program of mode manual without stages and context axes.
 
@@ -58,7 +58,8 @@ def sample_tokens(
       `int32[T]` or `int32[B, T]`, the tokens after the prompt; replicated on all devices.
 
     Raises:
-      TypeError, ValueError: The prompt has another shape or dtype, or a number is out of range.
+      TypeError: The prompt has another dtype, or `rng` is not a key.
+      ValueError: The prompt has another shape, or a number is out of range.
 
     Communication:
       The collectives that XLA derives from the shardings of the parameters.
