@@ -125,7 +125,7 @@ REFUSED = [
         ({"kind": "flash"}, "kind is 'flash', expected one of '', 'splash', 'cudnn'"),
         ({"kind": "cudnn"}, "is 'cudnn', and the devices are cpus.*expected a kind that can run"),
         ({"kind": "splash"}, "is 'splash', and the devices are cpus, and no TPUs"),
-        ({"kind": "xla", "soft_cap": 30.0}, "is 'xla', and soft_cap is 30.0, which it does not"),
+        ({"kind": "xla", "soft_cap": 30.0}, "is 'xla', and soft_cap is 30.0, but this kind"),
         ({"window": 0}, "window is 0, expected at least 1, or None"),
         ({"soft_cap": 0.0}, "soft_cap is 0.0, expected more than 0, or None"),
         ({"documents": np.zeros((2, 11), np.int32)}, r"documents are int32\[2, 11\], expected"),
@@ -239,7 +239,7 @@ REFUSED = [
         ),
         ((Between(), {**PAIR, "": Column()}), "key '' .* matches no module"),
         ((Between(), {**PAIR, "u*": Column(-2)}), "module 'up' has more than one style"),
-        ((Between(), {"down": Row()}), "module 'down' .*Row.* whole on every device.*Column"),
+        ((Between(), {"down": Row()}), "module 'down' .*Row.* the same on every device.*Column"),
         ((Between(), {"up": Column()}), "'down' .*Dense.* gets only a part of the features"),
         ((Between(lambda x: nn.Dense(8)(x)), PAIR), "'Dense_0'.* gets only a part of the features"),
         ((Between(nn.LayerNorm()), PAIR), "'between' .LayerNorm. gets only a part of the features"),
@@ -269,7 +269,7 @@ REFUSED = [
         functools.partial(build_planned, loss=class_loss),
         (
             (nn.Sequential([nn.Dense(VOCAB)]), {"layers_0": Column()}),
-            r"the loss varies over .*call split_cross_entropy",
+            r"the loss has a type that varies over .*call split_cross_entropy",
         ),
     ),
     *rows(

@@ -76,7 +76,7 @@ def as_tokens(name: str, prompt: Any, *, most_dims: int = 1) -> np.ndarray:
         shapes = "[tokens]" if most_dims == 1 else "[tokens] or [prompts, tokens]"
         raise ValueError(
             f"{name} has the shape {tokens.shape}, expected {shapes} with at least one token; "
-            "begin with the token that begins documents."
+            "begin with the BOS token."
         )
     if not np.issubdtype(tokens.dtype, np.integer):
         raise TypeError(
