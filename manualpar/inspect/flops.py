@@ -20,7 +20,7 @@ half either. Both compute the scores again in the backward pass; these operation
 import math
 from collections.abc import Iterable, Iterator
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -33,6 +33,8 @@ from manualpar.core.tracing.attention_blocks import (
 from manualpar.inspect.communication import summed
 from manualpar.inspect.equations import Around, EquationReader
 from manualpar.inspect.scope_parsing import PHASES, Phase, module_of, phase_of
+
+Number = TypeVar("Number", Fraction, float)
 
 # Primitives that multiply matrices, with an unknown number of operations.
 _UNCOUNTED = """
@@ -50,7 +52,7 @@ REDUCTIONS = frozenset(
 )
 
 
-class Product(NamedTuple):
+class Product(NamedTuple, Generic[Number]):
     """A product, or a reduction: the work of a device for all its runs in a step.
 
     A traced program gives exact fractions. The planner adds up equal products, and its closed form
@@ -66,8 +68,8 @@ class Product(NamedTuple):
     """
 
     scope: str
-    flops: Fraction | float
-    traffic: Fraction | float = 0
+    flops: Number
+    traffic: Number
     dtype: str = ""
     is_fused: bool = False
     spread: int = 1
@@ -77,7 +79,7 @@ class Product(NamedTuple):
         """The part of a step in which the product runs, see `phase_of`."""
         return phase_of(self.scope)
 
-    def repeated(self, times: float) -> "Product":
+    def repeated(self: "Product[float]", times: float) -> "Product[float]":
         """Returns the work of `times` as many runs."""
         return self._replace(flops=times * self.flops, traffic=times * self.traffic)
 
@@ -127,25 +129,25 @@ def product_dtype(eqn: Any, *, is_fused: bool = False) -> str:
     return str(widest(dtypes, key=lambda dtype: dtype.itemsize))
 
 
-class ProductReader(EquationReader[Product]):
+class ProductReader(EquationReader[Product[Fraction]]):
     """Collects the products of a program."""
 
     verb = "computes"
     refuses_several = False
 
-    def find(self, eqn: Any, around: Around) -> tuple[Product, ...] | None:
+    def find(self, eqn: Any, around: Around) -> tuple[Product[Fraction], ...] | None:
         """Returns the product, if the equation is one; products inside a kernel do not count."""
         flops = flops_of(eqn, around.scope)
         if flops is not None:
             share = Fraction(around.times * flops, around.spread)
-            return (Product(around.scope, share, spread=around.spread),)
+            return (Product(around.scope, share, Fraction(0), spread=around.spread),)
         return () if eqn.primitive.name == "pallas_call" else None
 
-    def cost(self, findings: tuple[Product, ...]) -> Fraction:
+    def cost(self, findings: tuple[Product[Fraction], ...]) -> Fraction:
         """Returns the operations of the products."""
-        return sum((Fraction(product.flops) for product in findings), Fraction(0))
+        return sum((product.flops for product in findings), Fraction(0))
 
-    def describe(self, findings: tuple[Product, ...]) -> str:
+    def describe(self, findings: tuple[Product[Fraction], ...]) -> str:
         """Says where the first product is."""
         return f"products (first in scope {findings[0].scope or 'none'})"
 
@@ -155,7 +157,7 @@ class TrafficReader(ProductReader):
 
     fused_attention = False
 
-    def find(self, eqn: Any, around: Around) -> tuple[Product, ...] | None:
+    def find(self, eqn: Any, around: Around) -> tuple[Product[Fraction], ...] | None:
         """Returns the product or the reduction, if the equation is one."""
         flops: int | Fraction | None = flops_of(eqn, around.scope)
         is_product = flops is not None
@@ -192,11 +194,12 @@ def uncounted(eqns: Iterable[Any]) -> Iterator[str]:
             yield eqn.primitive.name
 
 
-def by_phase_and_module(products: Iterable[Product], root: str = "") -> tuple[Computation, ...]:
+def by_phase_and_module(
+    products: Iterable[Product[Fraction]], root: str = ""
+) -> tuple[Computation, ...]:
     """Adds up products by phase (in the order of `PHASES`) and module (in the program's order)."""
     totals = summed(
-        ((product.phase, module_of(product.scope, root)), Fraction(product.flops))
-        for product in products
+        ((product.phase, module_of(product.scope, root)), product.flops) for product in products
     )
     return tuple(
         Computation(phase, module, math.ceil(flops))

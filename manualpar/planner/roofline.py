@@ -204,7 +204,7 @@ def compute_seconds(work: StepWork, chip: Chip, phases: Iterable[str]) -> float:
     return total
 
 
-def _flops_rate(chip: Chip, product: Product) -> float:
+def _flops_rate(chip: Chip, product: Product[float]) -> float:
     """Returns the FLOP/s that products reach; products of integers are negligible."""
     is_known = product.dtype in chip.flops or "float" in product.dtype
     return chip.peak(product.dtype if is_known else "float32") * (

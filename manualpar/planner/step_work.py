@@ -18,6 +18,7 @@ minibatch are not counted. So a sweep traces the programs that it ranks first.
 import dataclasses
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -46,7 +47,7 @@ class PartWork(NamedTuple):
 
     runs: int
     collectives: tuple[Collective, ...]
-    products: tuple[Product, ...]
+    products: tuple[Product[float], ...]
 
 
 class PipelineWork(NamedTuple):
@@ -65,7 +66,7 @@ class _Read(NamedTuple):
     """The collectives and products of a stage, and the runs of each part of a tick."""
 
     collectives: tuple[Collective, ...]
-    products: tuple[Product, ...]
+    products: tuple[Product[float], ...]
     runs: Mapping[str, int]
     notes: list[str]
 
@@ -93,7 +94,7 @@ class StepWork:
     throughput: Throughput
     num_minibatches: int
     collectives: tuple[Collective, ...]
-    products: tuple[Product, ...]
+    products: tuple[Product[float], ...]
     update_traffic: int
     memory: Memory
     notes: tuple[str, ...] = ()
@@ -106,12 +107,12 @@ class StepWork:
     @property
     def flops(self) -> float:
         """The FLOPs of a device in a step."""
-        return sum(float(product.flops) for product in self.products)
+        return sum(product.flops for product in self.products)
 
     @property
     def dtype(self) -> str:
         """The dtype with the most FLOPs."""
-        totals = summed((product.dtype, float(product.flops)) for product in self.products)
+        totals = summed((product.dtype, product.flops) for product in self.products)
         return max(totals, key=lambda dtype: totals[dtype], default="float32")
 
 
@@ -195,17 +196,17 @@ def has_kernel(config: ml_collections.ConfigDict) -> bool:
     return is_kernel and CONTEXT_AXIS not in config.parallel.mesh
 
 
-def _merged(products: Iterable[Product], parts: TickParts | None) -> tuple[Product, ...]:
+def _merged(
+    products: Iterable[Product[Fraction]], parts: TickParts | None
+) -> tuple[Product[float], ...]:
     """Adds up products that differ only in their module; an unrolled model has many of these."""
-    groups: dict[Any, list[Product]] = {}
+    groups: dict[Any, list[Product[Fraction]]] = {}
     for product in products:
         part = parts.of(product.scope) if parts else ""
         groups.setdefault((product.phase, part, *product[1:]), []).append(product)
     return tuple(
-        alike[0]
-        ._replace(flops=float(alike[0].flops), traffic=float(alike[0].traffic))
-        .repeated(len(alike))
-        for alike in groups.values()
+        Product(x.scope, n * float(x.flops), n * float(x.traffic), x.dtype, x.is_fused)
+        for x, n in ((alike[0], len(alike)) for alike in groups.values())
     )
 
 

@@ -26,7 +26,7 @@ STATE = 2  # Adam's averages.
 LOGIT_READS = 4
 
 
-def layer_products(x: DeviceSizes, layout: Layout) -> Iterator[Product]:
+def layer_products(x: DeviceSizes, layout: Layout) -> Iterator[Product[float]]:
     """Yields a layer's products in the forward pass of a minibatch.
 
     The backward pass has two products for each of them. The scope of a product is its part of the
@@ -62,7 +62,7 @@ def layer_products(x: DeviceSizes, layout: Layout) -> Iterator[Product]:
 
 def head_products(
     x: DeviceSizes, layout: Layout
-) -> tuple[tuple[Product, ...], tuple[Product, ...]]:
+) -> tuple[tuple[Product[float], ...], tuple[Product[float], ...]]:
     """Returns the products of the head, forward and backward; the logits are float32."""
     head = functools.partial(Product, "head")
     tokens, weights, logits = x.tokens * x.D, x.D * x.V, x.tokens * x.V
@@ -87,7 +87,7 @@ def is_head_chunked(x: DeviceSizes) -> bool:
     return x.V > FEWEST_COLUMNS
 
 
-def _product(part: str, sizes: tuple[int, int, int], times: int = 1) -> Product:
+def _product(part: str, sizes: tuple[int, int, int], times: int = 1) -> Product[float]:
     """Returns `times` products of `[m, k]` with `[k, n]` in a part of a layer."""
     m, k, n = sizes
     return Product(part, 2 * m * k * n * times, HALF * times * (m * k + k * n + m * n))
@@ -95,7 +95,7 @@ def _product(part: str, sizes: tuple[int, int, int], times: int = 1) -> Product:
 
 def step_products(
     x: DeviceSizes, layout: Layout, *, ticks: TickParts | None = None, chunk_runs: int = 0
-) -> tuple[Product, ...]:
+) -> tuple[Product[float], ...]:
     """Returns the products of a step; their scopes say in which pass each of them runs.
 
     With stages, the scopes also name the parts of a tick, `ticks`, and a stage runs chunks
@@ -106,7 +106,7 @@ def step_products(
     layers = (chunk_runs or m * layout.chunks) * x.L // layout.chunks
     found = []
 
-    def add(scope: str, product: Product, times: float, part: str) -> None:
+    def add(scope: str, product: Product[float], times: float, part: str) -> None:
         if times:
             scope = f"{ticks.scope(part, together=False)}/{scope}" if ticks else scope
             found.append(product._replace(scope=scope, dtype="bfloat16").repeated(times))
