@@ -108,13 +108,12 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     mesh = " x ".join(f"{axis}={size}" for axis, size in rows[0]["mesh"].items())
     title = f"One config under {len(rows) - 1} strategies and modes ({mesh})"
     size = (15, max(6.4, 2.6 + 0.34 * len(rows)))
-    with pictures.new_figure(path.name, size, title=title) as figure:
+    with pictures.saved_figure(path, size, title=title) as figure:
         grid = figure.add_gridspec(2, 3, width_ratios=(1.35, 1, 1), height_ratios=(2.2, 1))
         losses = figure.add_subplot(grid[0, 0])
         _draw_losses(losses, figure.add_subplot(grid[1, 0], sharex=losses), rows)
         _draw_memory(figure.add_subplot(grid[:, 1]), rows)
         _draw_bytes(figure.add_subplot(grid[:, 2]), rows)
-        figure.savefig(path)
 
 
 def _draw_losses(losses: Any, differences: Any, rows: Sequence[Row]) -> None:
@@ -147,9 +146,7 @@ def _draw_memory(axes: Any, rows: Sequence[Row]) -> None:
         label = name(row) if row is not rows[-1] else row["strategy"]
         text = f"{describe_bytes(state)} + {describe_bytes(temporaries)}"
         bars.append(Bar(label, [(state, _color(row)), (temporaries, pictures.GREY)], text))
-    pictures.draw_bars(axes, bars)
-    pictures.scale_in_bytes(axes)
-    axes.set_title("Memory of a device: state + temporaries")
+    pictures.draw_bars_of_bytes(axes, bars, title="Memory of a device: state + temporaries")
 
 
 def _draw_bytes(axes: Any, rows: Sequence[Row]) -> None:
@@ -163,9 +160,8 @@ def _draw_bytes(axes: Any, rows: Sequence[Row]) -> None:
         if formula:
             mark = {"marker": "|", "markersize": 13, "markeredgewidth": 2.2}
             axes.plot(formula, y, color=pictures.INK, **mark)
-    pictures.draw_bars(axes, bars)
-    pictures.scale_in_bytes(axes)
-    axes.set_title("Bytes that a device sends in a step (|: the formula)")
+    title = "Bytes that a device sends in a step (|: the formula)"
+    pictures.draw_bars_of_bytes(axes, bars, title=title)
     pictures.add_legend(axes, {"as traced": pictures.DARK, "as compiled": _pale(pictures.DARK)})
 
 

@@ -79,10 +79,6 @@ class Product(NamedTuple, Generic[Number]):
         """The part of a step in which the product runs, see `phase_of`."""
         return phase_of(self.scope)
 
-    def repeated(self: "Product[float]", times: float) -> "Product[float]":
-        """Returns the work of `times` as many runs."""
-        return self._replace(flops=times * self.flops, traffic=times * self.traffic)
-
 
 class Computation(NamedTuple):
     """The sum of a module's products in one phase of a step.

@@ -222,6 +222,11 @@ def _works(parts: TickParts, read: Callable[[int], _Read]) -> dict[str, PartWork
     return works
 
 
+def repeated(product: Product[float], times: float) -> Product[float]:
+    """Returns the work of `times` as many runs of a product."""
+    return product._replace(flops=times * product.flops, traffic=times * product.traffic)
+
+
 def with_minibatches(work: StepWork, num_minibatches: int) -> StepWork:
     """Derives the work in several minibatches from the work in one; memory is estimated."""
     assert work.num_minibatches == 1
@@ -256,7 +261,7 @@ def with_repeats(work: StepWork, times: int) -> StepWork:
             else x
             for x in work.collectives
         ),
-        products=tuple(x if x.phase == "update" else x.repeated(times) for x in work.products),
+        products=tuple(x if x.phase == "update" else repeated(x, times) for x in work.products),
     )
 
 

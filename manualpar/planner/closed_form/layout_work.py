@@ -19,6 +19,7 @@ from manualpar.inspect.memory import Memory
 from manualpar.inspect.tick_parts import TickParts
 from manualpar.layers.head_loss import FEWEST_COLUMNS, default_chunk
 from manualpar.planner.closed_form.layout import DeviceSizes, Layout
+from manualpar.planner.step_work import repeated
 
 HALF, SINGLE = 2, 4  # Bytes of an element: computed with and sent in bfloat16; stored in float32.
 STATE = 2  # Adam's averages.
@@ -109,7 +110,7 @@ def step_products(
     def add(scope: str, product: Product[float], times: float, part: str) -> None:
         if times:
             scope = f"{ticks.scope(part, together=False)}/{scope}" if ticks else scope
-            found.append(product._replace(scope=scope, dtype="bfloat16").repeated(times))
+            found.append(repeated(product, times)._replace(scope=scope, dtype="bfloat16"))
 
     for product in layer_products(x, layout):
         again = layout.recomputed.get(product.scope, 0.0) + layout.runs_chunks_again
