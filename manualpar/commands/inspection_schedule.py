@@ -4,7 +4,7 @@ import rich.console
 
 from manualpar.core.program.program import Program
 from manualpar.inspect.ledger_difference import Json
-from manualpar.inspect.stage_costs import stage_costs
+from manualpar.inspect.tick_parts import stage_costs
 from manualpar.layers.pipeline.executor import PipelineRun
 from manualpar.layers.pipeline.schedule_table import Costs, Table
 from manualpar.layers.pipeline.schedule_text import describe_schedule

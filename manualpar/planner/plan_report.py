@@ -1,8 +1,9 @@
 """Prints plans and searches as tables, and converts searches to plain values."""
 
 import dataclasses
+import functools
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import rich.console
@@ -29,59 +30,45 @@ from manualpar.system.reports.tables import (
 
 SHOWN = 12  # Rows of each part of a search.
 CURVE_FIELDS = ("topology", "step_seconds", "compute_seconds", "exposed_seconds", "fits", "mfu")
+
+
+def _tokens_of_a_device(plan: StepEstimate) -> float | None:
+    return plan.tokens_per_second and plan.tokens_per_second / plan.num_devices
+
+
+_optional = functools.partial(Column, is_optional=True)
 # The lines of the table of plans after the classes of memory.
 LINES: Sequence[Column[StepEstimate]] = (
     Column("  all, at the peak", "peak_bytes", describe_bytes),
     Column("  of", "hbm_bytes", describe_bytes),
     Column("step, estimated", "step_seconds", describe_seconds),
-    Column(
-        "  with each link by itself",
-        "step_seconds_by_links",
-        describe_seconds,
-        needs=lambda plan: plan.step_seconds_by_links is not None,
-    ),
+    _optional("  with each link by itself", "step_seconds_by_links", describe_seconds),
     Column("  computing", "compute_seconds", describe_seconds),
     Column("    of it waiting for memory", "hbm_seconds", describe_seconds),
     Column("  sending, exposed", "exposed_seconds", describe_seconds),
     Column("  sending, overlapped", "overlapped_seconds", describe_seconds),
-    Column(
-        "  waiting for other stages",
-        "bubble_seconds",
-        describe_seconds,
-        needs=lambda plan: plan.bubble_seconds is not None,
-    ),
-    Column("  sending over slow links", "slow_seconds", describe_seconds, needs="slow_bytes"),
+    _optional("  waiting for other stages", "bubble_seconds", describe_seconds),
+    _optional("  sending over slow links", "slow_seconds", describe_seconds),
     Column("bytes sent a device", "bytes_sent", describe_bytes),
-    Column("  over slow links", "slow_bytes", describe_bytes, needs="slow_bytes"),
-    Column("tokens/s", "tokens_per_second", describe_count, needs="tokens_per_second"),
-    Column(
-        "  a device",
-        lambda plan: describe_count(plan.tokens_per_second, plan.num_devices),
-        str,
-        needs="tokens_per_second",
-    ),
-    Column(
+    _optional("  over slow links", "slow_bytes", describe_bytes),
+    _optional("tokens/s", "tokens_per_second", describe_count),
+    _optional("  a device", _tokens_of_a_device, describe_count),
+    _optional(
         "examples/s",
-        "examples_per_second",
+        lambda x: None if x.tokens_per_second else x.examples_per_second,
         describe_count,
-        needs=lambda plan: plan.examples_per_second and not plan.tokens_per_second,
     ),
     Column("MFU", "mfu", describe_share),
 )
-# A row has an outcome of a search that fits, and its plan.
-FITTING: Sequence[Column[tuple[Outcome[Any], StepEstimate]]] = (
-    Column("mesh", lambda row: row[0].candidate.name),
-    Column("how", lambda row: row[0].candidate.details),
-    Column("step", lambda row: row[1].step_seconds, describe_seconds),
-    Column("computing", lambda row: row[1].compute_seconds, describe_seconds),
-    Column("exposed", lambda row: row[1].exposed_seconds, describe_seconds),
-    Column(
-        "bubble",
-        lambda row: row[1].bubble_seconds or 0.0,
-        describe_seconds,
-        needs=lambda row: row[1].bubble_seconds is not None,
-    ),
-    Column("MFU", lambda row: row[1].mfu, describe_share),
+# The columns of the outcomes of a search that fit.
+FITTING: Sequence[Column[Any]] = (
+    Column("mesh", lambda x: x.candidate.name),
+    Column("how", lambda x: x.candidate.details),
+    Column("step", lambda x: x.plan.step_seconds, describe_seconds),
+    Column("computing", lambda x: x.plan.compute_seconds, describe_seconds),
+    Column("exposed", lambda x: x.plan.exposed_seconds, describe_seconds),
+    _optional("bubble", lambda x: x.plan.bubble_seconds or 0.0, describe_seconds),
+    Column("MFU", lambda x: x.plan.mfu, describe_share),
 )
 COLLECTIVES: Sequence[Column[PlannedCollective]] = (
     Column("collective", "kind"),
@@ -103,7 +90,8 @@ def print_plans(console: rich.console.Console, plans: Sequence[StepEstimate]) ->
     title = f"{first.name} on {first.topology} ({first.num_devices:,} devices, {mesh})"
     headers = [f"{plan.source}, a model" if plan.is_model else plan.source for plan in plans]
     classes = dict.fromkeys(name for plan in plans for name in plan.memory)
-    lines = [Column("fits", _describe_fit, str), *map(_memory_line, classes), *LINES]
+    sizes = (_optional(f"  {x}", _size_of(x), describe_bytes) for x in classes)
+    lines = [Column("fits", _describe_fit, str), *sizes, *LINES]
     print_side_by_side(console, lines, plans, names=headers, title=title)
     for plan in plans:
         title = f"{plan.source}: collectives of a step"
@@ -129,13 +117,8 @@ def _describe_fit(plan: StepEstimate) -> str:
     return f"yes, {spare} spare" if plan.fits else f"NO, {spare} too much"
 
 
-def _memory_line(name: str) -> Column[StepEstimate]:
-    """Returns the line of a class of memory, which is left out if no plan has it."""
-
-    def size(plan: StepEstimate) -> int | None:
-        return plan.memory.get(name)
-
-    return Column(f"  {name}", size, describe_bytes, needs=size)
+def _size_of(name: str) -> Callable[[StepEstimate], int | None]:
+    return lambda plan: plan.memory.get(name)
 
 
 def print_search(
@@ -145,17 +128,16 @@ def print_search(
 
     A memory that was not read off the candidate's own program has a tilde.
     """
-    fitting = [(x, x.plan) for x in outcomes if not x.reason and x.plan]
-    are_traced = any(outcome.is_traced for outcome, _ in fitting)
+    fitting = [x for x in outcomes if not x.reason and x.plan]
+    are_traced = any(x.is_traced for x in fitting)
 
-    def memory(row: tuple[Outcome[Compared], StepEstimate]) -> str:
-        tilde = "~" if are_traced and not row[0].is_traced else ""
-        return tilde + describe_bytes(row[1].peak_bytes)
+    def memory(x: Any) -> str:
+        return "~" * (are_traced and not x.is_traced) + describe_bytes(x.plan.peak_bytes)
 
     title = title or f"{len(fitting)} of {len(outcomes)} fit; the fastest, by a model"
     columns = (*FITTING, Column("memory", memory, str))
     print_table(console, columns, fitting, title=title, most=SHOWN)
-    if are_traced and not all(outcome.is_traced for outcome, _ in fitting[:SHOWN]):
+    if are_traced and not all(x.is_traced for x in fitting[:SHOWN]):
         print_line(console, "~: scaled from another candidate's, not traced.\n")
     if refused := [x for x in outcomes if x.reason]:
         _print_refused(console, refused)

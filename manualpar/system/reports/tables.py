@@ -31,8 +31,7 @@ class Column(Generic[Row]):
       value: Returns the value of a row; or its index in the row, or the name of the attribute, or
         its key in a dict, which gives `None` if the key is missing.
       describe: Formats a number, or other text that is aligned to the right; `None` for words.
-      needs: A value, as in `value`, that must be true of some row; otherwise the column is left
-        out.
+      is_optional: Whether a table leaves the column out if its values are all `None` or 0.
       is_summed: Whether the separate last row of a table has a cell in this column.
     """
 
@@ -40,16 +39,23 @@ class Column(Generic[Row]):
     value: Callable[[Row], Any] | str | int
     describe: Callable[[Any], str] | None = None
     _: dataclasses.KW_ONLY
-    needs: Callable[[Row], Any] | str | int | None = None
+    is_optional: bool = False
     is_summed: bool = True
 
     def cell(self, row: Row) -> str:
         """Returns the text of a row."""
-        return (self.describe or str)(_read(row, self.value))
+        return (self.describe or str)(self._read(row))
 
-    def is_needed(self, rows: Sequence[Row]) -> bool:
-        """Returns whether a table of the rows shows the column."""
-        return self.needs is None or any(_read(row, self.needs) for row in rows)
+    def is_shown(self, rows: Sequence[Row]) -> bool:
+        """Returns whether a table of the rows has the column."""
+        return not self.is_optional or any(map(self._read, rows))
+
+    def _read(self, row: Any) -> Any:
+        if callable(self.value):
+            return self.value(row)
+        if isinstance(self.value, int):
+            return row[self.value]
+        return row.get(self.value) if isinstance(row, Mapping) else getattr(row, self.value)
 
 
 def text_columns(names: Sequence[str], *, words: int = 1) -> list[Column[Any]]:
@@ -58,14 +64,6 @@ def text_columns(names: Sequence[str], *, words: int = 1) -> list[Column[Any]]:
     The other texts are aligned to the right.
     """
     return [Column(name, i, None if i < words else str) for i, name in enumerate(names)]
-
-
-def _read(row: Any, value: Callable[[Any], Any] | str | int) -> Any:
-    if callable(value):
-        return value(row)
-    if isinstance(value, int):
-        return row[value]
-    return row.get(value) if isinstance(row, Mapping) else getattr(row, value)
 
 
 def describe_text(text: str | None) -> str:
@@ -157,7 +155,7 @@ def print_table(
     if not rows:
         return
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0), show_edge=False)
-    columns = [column for column in columns if column.is_needed(rows)]
+    columns = [column for column in columns if column.is_shown(rows)]
     for column in columns:
         justify: Any = "right" if column.describe else "left"
         # In a narrow terminal words are broken, but no digit is left out.
@@ -182,13 +180,13 @@ def print_side_by_side(
     title: str = "",
 ) -> None:
     """Prints a table with a line for each column, in which rows with `names` stand side by side."""
-    lines = [(x.name, *map(x.cell, rows)) for x in columns if x.is_needed(rows)]
+    lines = [(x.name, *map(x.cell, rows)) for x in columns if x.is_shown(rows)]
     print_table(console, text_columns(["", *names]), lines, title=title)
 
 
 def markdown_table(columns: Sequence[Column[Row]], rows: Sequence[Row]) -> str:
     """Formats a table in Markdown, without a newline at its end."""
-    columns = [column for column in columns if column.is_needed(rows)]
+    columns = [column for column in columns if column.is_shown(rows)]
     names = [column.name for column in columns]
     alignments = ["---:" if column.describe else "---" for column in columns]
     cells = [[column.cell(row) for column in columns] for row in rows]

@@ -117,7 +117,7 @@ COLUMNS = (
     Column("step", "name"),
     Column("bytes", 1, describe_bytes),
     Column("share", "size", share_of(8), is_summed=False),
-    Column("hidden", lambda step: step.hidden, describe_seconds, needs="hidden"),
+    Column("hidden", lambda step: step.hidden, describe_seconds, is_optional=True),
 )
 STEPS = [Step("first", 2), Step("second", 6)]
 
@@ -128,7 +128,7 @@ def _cells(console: rich.console.Console) -> list[list[str]]:
     return [line for line in cells if line]
 
 
-def test_a_column_reads_a_field_an_index_or_a_key_and_one_that_no_row_needs_is_left_out():
+def test_a_column_reads_a_field_an_index_or_a_key_and_an_optional_one_without_values_is_left_out():
     console = _console()
     print_table(console, COLUMNS, STEPS, last=Step("all", 8))
     assert _cells(console) == [
