@@ -227,18 +227,23 @@ def _print_axes(console: rich.console.Console, ledger: Json) -> None:
     sent, mesh = ledger["bytes"]["by_axes"], ledger["mesh"]
     predicted = (ledger["predicted_bytes"] or {}).get("by_axes", {})
     predicted = predicted | (ledger.get("predicted_layers") or {}).get("by_axes", {})
-    columns: list[Column[Any]] = [
-        Column("axes", 0),
-        Column("devices", lambda row: math.prod(mesh.get(x, 1) for x in row[0].split(",")), str),
-        Column("sent", 1, describe_bytes),
-        Column("share", 1, share_of(ledger["bytes"]["total"])),
-        Column("closed form", 2, describe_text),
-    ]
     rows = [
-        (axes, sent.get(axes, 0), _closed_form(ledger, axes) if axes in predicted else None)
-        for axes in sent.keys() | predicted.keys()
+        (
+            axes,
+            math.prod(mesh.get(axis, 1) for axis in axes.split(",")),
+            sent.get(axes, 0),
+            _closed_form(ledger, axes) if axes in predicted else None,
+        )
+        for axes in sorted(sent.keys() | predicted.keys(), key=lambda x: (-sent.get(x, 0), x))
     ]
-    print_table(console, columns, sorted(rows, key=lambda row: (-row[1], row[0])))
+    columns = (
+        Column("axes", 0),
+        Column("devices", 1, describe_count),
+        Column("sent", 2, describe_bytes),
+        Column("share", 2, share_of(ledger["bytes"]["total"])),
+        Column("closed form", 3, describe_text),
+    )
+    print_table(console, columns, rows)
 
 
 def _print_trained(console: rich.console.Console, parts: Json) -> None:

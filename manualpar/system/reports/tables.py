@@ -87,9 +87,9 @@ def describe_seconds(seconds: float | None) -> str:
     return _three_digits(None if seconds is None else seconds * 1e6, ("µs", "ms", "s"), 1000)
 
 
-def describe_count(number: float | None, devices: int = 1) -> str:
-    """Formats a whole number, divided by the number of devices, such as `1,024`."""
-    return UNKNOWN if number is None else f"{number / devices:,.0f}"
+def describe_count(number: float | None) -> str:
+    """Formats a whole number, such as `1,024`."""
+    return UNKNOWN if number is None else f"{number:,.0f}"
 
 
 def describe_share(part: float | None, whole: float = 1.0) -> str:

@@ -68,7 +68,6 @@ def test_seconds_have_three_digits(seconds, text):
 def test_a_difference_has_a_sign_and_what_is_unknown_a_dash():
     assert [describe_difference(x, describe_bytes) for x in (3, -3, 0)] == ["+3 B", "-3 B", "="]
     assert describe_count(1024.4) == "1,024"
-    assert describe_count(1024, 8) == "128"
     assert describe_share(1, 8) == "12.5%"
     assert describe_share(1, 0) == "-"
     describers = (describe_bytes, describe_flops, describe_seconds, describe_count, describe_share)
