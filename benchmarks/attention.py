@@ -1,15 +1,16 @@
-"""Compares the kinds of attention in a layer on TPUs, by estimates of XLA's TPU compiler.
+"""Compares kinds of attention for one layer on TPUs, with estimates by XLA's TPU compiler.
 
 python -m benchmarks.attention [--topologies v5e:2x2 v6e:2x2 v5p:2x2x1] [--kinds splash blockwise]
     [--lengths 2048 8192 32768] [--heads 16 --key_heads 16] [--output FILE.md] [--json FILE.json]
 
 No TPU is needed, but libtpu is: `pip install "manualpar[tpu-compiler]"`. Nothing is timed. A row is
-the attention of one layer, forward and backward: one sequence a chip, 128 features a head,
-bfloat16, with document numbers. A kind that does not fit into memory has a row too.
+the attention of one layer, forward and backward, in bfloat16: one sequence per chip, 128 features
+per head, with document numbers. A kind that does not fit into memory has a row too.
 
-Milliseconds are the compiler's cycles divided by the chip's clock. The compiler has no cycles for
-kernels. They are taken to reach a share of the chip's peak, which was fitted to published speeds,
-see `manualpar.planner.kernels`. So the figures of splash are less certain than the other figures.
+Milliseconds are the compiler's cycles divided by the chip's clock. The compiler gives no cycles for
+kernels. So kernels are assumed to reach a share of the chip's peak, which was fitted to published
+speeds, see `manualpar.planner.kernels`. Therefore the figures of splash are less certain than the
+other figures.
 """
 
 import argparse
@@ -48,7 +49,7 @@ HEADER = (
 def compile_layer(
     args: argparse.Namespace, name: str, length: int, kind: AttentionKind
 ) -> tuple[float, ...] | str:
-    """Returns temporary bytes, seconds, seconds of kernels, and operations without an estimate.
+    """Returns temporary bytes, seconds, kernel seconds, and the number of unestimated operations.
 
     If the layer does not fit into memory, returns the compiler's error instead.
     """

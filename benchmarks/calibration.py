@@ -1,17 +1,18 @@
-"""Fits the planner's unknown shares to half of the published speeds, and tests the other half.
+"""Fits the planner's efficiencies to half of the published speeds; tests them on the other half.
 
 python -m benchmarks.calibration [--json benchmarks/calibration.json]
 
-It takes a minute of one core, and needs no accelerator. It fits, by least squares of
+The command takes a minute on one core, and needs no accelerator. It fits, by least squares of
 log(estimate / published speed):
 
 - for each chip, the share of its peak that products reach (H200 has the same die as H100),
 - for TPUs and for GPUs, the share of the peak that attention kernels reach.
 
-A third share was tried: how much of the collectives that the next product waits for is exposed.
-The rows do not determine it: the halves gave 0.04 and 0.96 for GPUs and 0.40 and 1.00 for TPUs,
-as many rows were within 15%, and attention on GPUs came out at 0.22, half of what its kernels
-are known to reach. So all of them count as exposed, as they are in the programs of this package.
+A third share was tried: the exposed share of the collectives for which the next product waits. The
+rows do not determine this share: the halves gave 0.04 and 0.96 for GPUs and 0.40 and 1.00 for TPUs.
+The number of rows within 15% did not change, and the share of attention kernels on GPUs came out at
+0.22, half of the share that these kernels are known to reach. So these collectives count as fully
+exposed, as they are in the programs of this package.
 
 The halves were chosen before the first fit. Rows of one publisher and model on one chip are a
 *series*. A series is not divided, because its rows are nearly the same measurement. The series of a
@@ -19,7 +20,7 @@ chip are in alphabetical order of publisher and model; the first is fitted, the 
 third fitted, and so on. A chip with only one series is split row by row in the order of `FIGURES`.
 Rows in FP8, which this package lacks, are estimated in bfloat16 and belong to neither half. The fit
 is repeated with the halves exchanged. So each row has an estimate from shares that were not fitted
-to it, and the two fits show how much depends on the halves.
+to this row, and the two fits show how much the shares depend on the choice of the halves.
 
 `manualpar/planner/hardware.py` contains the shares of the first fit. `docs/scale.md` shows the
 table, and explains its largest errors.
@@ -45,7 +46,7 @@ from manualpar.planner.plan import StepEstimate
 from manualpar.system.reports.tables import Column, describe_share, print_table
 
 RESULTS = Path(__file__).parent / "calibration.json"
-Shares = Mapping[str, float]  # By names such as "products v5p", "attention torus".
+Shares = Mapping[str, float]  # Each share by its name, such as "products v5p", "attention torus".
 GOAL = 0.15
 # The shares of products and of attention that were assumed before they were fitted.
 BEFORE = {"a100": 0.8, "h100": 0.7, "h100-500w": 0.7, "v5e": 0.85, "v5p": 0.85, "v6e": 0.85}
@@ -66,7 +67,7 @@ def fitted_shares() -> dict[str, float]:
 
 
 def estimate_figure(figure: PublishedFigure, shares: Shares) -> StepEstimate:
-    """Estimates a published row with these shares; attention is a product if it has none."""
+    """Estimates a published row with `shares`; attention without a share uses that of products."""
     (products, attention), topology = shares_of(figure), figure.devices
     chip = dataclasses.replace(
         topology.chip,
@@ -156,7 +157,7 @@ def least_squares(residuals: Callable[[np.ndarray], np.ndarray], x: np.ndarray) 
 
 
 def calibrate() -> dict[str, Any]:
-    """Fits both halves; returns the shares of each, and the ratios of all rows."""
+    """Fits both halves; returns the shares of both fits, and the ratios of all rows."""
     fitted, tested = split(FIGURES)
     shares, exchanged = fit(fitted), fit(tested)
     before = {f"products {name}": share for name, share in BEFORE.items()}

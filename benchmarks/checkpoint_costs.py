@@ -2,7 +2,7 @@
 
 Saving is measured in the training loop: a block with a checkpoint after its first step is compared
 with a block without a checkpoint. The first block ends when the checkpoint is complete on disk. So
-it includes writing in the background, which uses the same processors as simulated devices.
+this block includes writing in the background, which uses the same processors as simulated devices.
 """
 
 import functools
@@ -73,11 +73,11 @@ class Saves:
 
     Attributes:
       blocked: Seconds that the loop waited for each save.
-      background: Seconds after that until each save was complete.
+      background: Seconds from the end of each wait until the save was complete.
     """
 
     def __init__(self, bench: Bench, *, asynchronous: bool) -> None:
-        """Makes no folder yet."""
+        """Sets up the checkpoints; makes no folder yet."""
         self._bench = bench
         self._folder = bench.folder / ("asynchronous" if asynchronous else "synchronous")
         keep = bench.config.checkpoint.keep
@@ -102,7 +102,7 @@ def measure_saving(bench: Bench, *, steps: int, rounds: int) -> SaveCosts:
 
     Args:
       bench: The program to train.
-      steps: Steps of a block, at least two; 0 for the steps that a background save takes.
+      steps: Steps of a block, at least two; with 0, as many steps as a background save takes.
       rounds: The number of blocks of each kind.
 
     Returns:
@@ -137,7 +137,7 @@ def measure_saving(bench: Bench, *, steps: int, rounds: int) -> SaveCosts:
 
 
 def _steps_for(bench: Bench, saves: Saves) -> int:
-    """Returns how many steps a block needs to take longer than a save."""
+    """Returns the number of steps with which a block takes longer than a save."""
     trial = 4
     # The first save of a process is slower than the others.
     for _ in range(2):
@@ -183,7 +183,7 @@ def measure_processes(
       devices: The number of simulated CPU devices; `None` for the config's default.
 
     Returns:
-      The seconds of the `fresh` and of the `resumed` processes, which run in turn.
+      The seconds of the `fresh` and of the `resumed` processes, which alternate.
     """
     folder.mkdir(parents=True)
     saved = folder / "saved"
@@ -204,14 +204,14 @@ def measure_processes(
 def _run_process(
     config: Path, workdir: Path, *, num_steps: int, devices: int | None, until: Path | None = None
 ) -> float:
-    """Starts a training; ends it when its first step is reported, or when the folder exists.
+    """Starts a training; ends it after the report of its first step, once `until` exists.
 
     Returns:
       The seconds until the report.
     """
     command = [
         *(sys.executable, "-m", "experiments.fsdp", f"--config={config.absolute()}"),
-        # The first step is the last, so that it is reported at once and not some steps later.
+        # The first step is also the last, so that it is reported at once and not some steps later.
         f"--config.training.num_steps={num_steps}",
         "--config.training.eval_every_steps=0",
         f"--workdir={workdir}",

@@ -27,7 +27,7 @@ class Case(NamedTuple):
     Attributes:
       kind: The class of the change.
       name: The change in words.
-      damage: Changes a folder.
+      damage: Makes the change in a folder.
       expected: Whether the run goes on or is refused.
       step: The step of the checkpoint from which the run goes on.
       changes: Fields of the config that differ from the run's config.
@@ -104,7 +104,7 @@ def damages() -> dict[str, Callable[[Path], object]]:
 
 
 def at(name: str, act: Callable[[Path], object]) -> Damage:
-    """Returns a damage that applies `act` to one file of a run."""
+    """Returns a function that applies `act` to one file of a run."""
     return lambda workdir: act(workdir / name)
 
 
@@ -159,7 +159,7 @@ def forge(workdir: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 
 def _manifests() -> Iterator[Case]:
-    """Yields manifests with the right checksum and contents that no save writes."""
+    """Yields manifests with a right checksum, but with contents that no save writes."""
     kind, digest = "manifest made on purpose", "0" * 64
 
     def changed(name: str, value: Any) -> Damage:
@@ -337,7 +337,7 @@ def _lines(outside: Path) -> Iterator[Case]:
     }
 
     def prepend(name: str, line: bytes, workdir: Path) -> None:
-        """Replaces the first line; the file's size still matches the checkpoint."""
+        """Inserts a line at the beginning, and corrects the size of the file in the checkpoint."""
         path = workdir / name
         path.write_bytes(line + b"\n" + path.read_bytes())
         extra = json.loads((workdir / NEWEST / "extra/metadata").read_text())
@@ -391,7 +391,7 @@ def _locks(outside: Path) -> Iterator[Case]:
             "lock", f"{what}, nobody's", at(".lock", functools.partial(put, content)), GOES_ON
         )
     for what, act in others(outside).items():
-        changes = {"training.num_steps": 2000}  # So that the config is written.
+        changes = {"training.num_steps": 2000}  # Then the run writes the config.
         expected = REFUSED if what == "a folder" else GOES_ON
         damage = at(".config.json.draft", act)
         yield Case("draft", what, damage, expected, changes=changes)

@@ -5,12 +5,12 @@
 A small run with checkpoints of steps 20 and 40 is written once, and copied for every case. A case
 makes one change to the copy. Then this process does the same as a resume: it checks and locks the
 folder, verifies and restores the newest checkpoint, cuts the files back, writes a line and a
-checkpoint, and makes the report's page. A case is survived
+checkpoint, and makes the report's page. A case is survived if
 
-  - if it is refused by one of the errors that end a run with code 2 or 6, in one sentence, where
-    it has to be refused, or
-  - if the restored state has the saved bits, where the run has to go on, and
-  - if both are fast, and nothing outside the folder is opened or changed.
+  - the run is refused where it has to be refused, in one sentence, by one of the errors that end a
+    run with code 2 or 6;
+  - the restored state has the saved bits where the run has to go on;
+  - the case is fast, and no file outside the folder is opened or changed.
 
 Exits with 1 if a case is not survived.
 """
@@ -54,7 +54,7 @@ from manualpar.training.workdir import check_folder, open_checkpoints, restore
 from manualpar.training.workdir_lock import lock_workdir
 
 CONFIG = Path(__file__).parent.parent / "configs" / "fsdp.py"
-MOST_SECONDS = 60  # No case takes 1% of this, unless it hangs.
+MOST_SECONDS = 60  # A case that does not hang takes less than 1% of this.
 REFUSALS = (CheckpointError, UsageError, WriteError, ValueError)
 
 
@@ -117,7 +117,7 @@ def make_reference(folder: Path) -> Reference:
 
 
 def _shardings(state: TrainState) -> Any:
-    """Returns the shardings of a state's arrays; a step that is a number becomes an array."""
+    """Returns the shardings of a state's arrays; a step that is a number is replicated."""
     mesh = jax.tree.leaves(state.params)[0].sharding.mesh
     whole = jax.sharding.NamedSharding(mesh, jax.P())
     return jax.tree.map(lambda x: x.sharding if isinstance(x, jax.Array) else whole, state)
@@ -166,7 +166,7 @@ def attempt(case: Case, reference: Reference, workdir: Path, watched: Watched) -
       watched: The record of opened files in the outside folder.
 
     Returns:
-      Why the case was not survived; `''` if it was.
+      Why the case was not survived; `''` for a survived case.
     """
     shutil.copytree(reference.workdir, workdir)
     case.damage(workdir)
@@ -199,7 +199,7 @@ def attempt(case: Case, reference: Reference, workdir: Path, watched: Watched) -
     if not refusal and case.expected == REFUSED:
         return "went on"
     if case.expected == EITHER:
-        return ""  # The user may have put the link there.
+        return ""  # Files outside may be opened, because the user may have put the link there.
     if watched.opened:
         return f"opened {watched.opened}"
     return "" if before == _content(reference.outside) else "changed what is outside"
@@ -281,7 +281,7 @@ def try_all(reference: Reference, chosen: list[Case], folder: Path) -> dict[str,
 
 
 def main() -> None:
-    """Tries all cases, or the cases whose name or kind contains a word, and counts them."""
+    """Tries all cases, or the cases with a word in their name or kind; prints how many survived."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

@@ -74,8 +74,8 @@ class Variant:
       mode: The program's mode.
       overlap: Whether compiler options are chosen for the chip and the mesh.
       is_axis_by_axis: Whether gradients are scattered over two mesh axes, one after the other.
-      num_split: The number of chips that layers are split over; 0 for none.
-      sequence: Whether these chips split the positions between layers too.
+      num_split: The number of chips over which layers are split; 0 for no split.
+      sequence: Whether these chips also split the positions between layers.
     """
 
     mode: str
@@ -113,7 +113,7 @@ class Row:
       topology: The topology for which the program was compiled.
       program: The program's name.
       plan: The plan from the compiler; `None` if the program could not be compiled.
-      error: The reason if there is no plan.
+      error: Why there is no plan, or "".
     """
 
     shape: str
@@ -123,7 +123,7 @@ class Row:
     error: str = ""
 
     def cells(self, reference: "Row | None" = None) -> list[str]:
-        """Returns a table row, with step times relative to those of the row `reference`."""
+        """Returns a table row, with step times relative to the row `reference`."""
         plan, names = self.plan, [self.shape, self.topology, self.program]
         if plan is None or not plan.fits:
             why = (self.error or " ".join(plan.notes if plan else ())).replace("|", "/")
@@ -140,7 +140,7 @@ class Row:
         ]
 
     def _compared(self, reference: "Row | None") -> str:
-        """Returns the step time on both timelines divided by that of another program."""
+        """Returns the step time on both timelines divided by the step time of another program."""
         mine, others = self.figures(), reference.figures() if reference else {}
         names = ("step_seconds", "step_seconds_by_links")
         return " / ".join(f"{mine[name] / others[name]:.3f}" for name in names if others)
@@ -184,7 +184,7 @@ def _sent(plan: StepEstimate, kinds: Sequence[str]) -> str:
 
 
 def _seconds(plan: StepEstimate) -> tuple[float | None, ...]:
-    """Returns compute, exposed and overlapped communication, the step, and the step by links."""
+    """Returns seconds: compute, exposed and overlapped communication, step, step by links."""
     sending = plan.exposed_seconds, plan.overlapped_seconds
     return plan.compute_seconds, *sending, plan.step_seconds, plan.step_seconds_by_links
 

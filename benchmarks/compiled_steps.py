@@ -1,4 +1,4 @@
-"""Compiles training steps ahead of time, and counts, trains and times them."""
+"""Compiles training steps ahead of time; counts their costs, runs them and times them."""
 
 import collections
 import dataclasses
@@ -21,7 +21,7 @@ INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = ", re.MULTILINE)
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """The counts of a step on one device, which are the same in every run.
+    """The counts of a step on one device; all but `compile_seconds` are the same in every run.
 
     Attributes:
       state: Bytes of parameters and optimizer state.
@@ -97,7 +97,7 @@ class CompiledStep:
 
 
 def of_program(program: Program, batch: Batch, *, seed: int = 0) -> CompiledStep:
-    """Compiles a program's step, with the state of a seed and a batch on the host."""
+    """Compiles a program's step, for the initial state of a seed and a batch on the host."""
     step, state = program.train_step, program.init(jax.random.key(seed))
     return CompiledStep(
         getattr(step, "jitted", step),

@@ -5,23 +5,25 @@ python -m benchmarks.gpu [--devices 1] [--layers 24 --hidden_size 2048 --mlp_siz
     [--output FILE.md] [--json FILE.json]
 python -m benchmarks.gpu --tiny     # on a CPU, one device: all but the speed of an accelerator
 
-One table, whose rows train the same model on the same tokens from the same parameters with AdamW:
+The command makes one table. All rows train the same model on the same tokens from the same
+parameters with AdamW:
 
-- On one device: a plain `jax.jit` of the same model and loss without a mesh; mode `manual` (FSDP,
-  kept or gathered again, and DP, over an axis of size 1); and mode `auto`. An axis of size 1 must
-  cost nothing: FLOPs, accessed bytes and temporaries of the compiled step may be at most 2% above
-  plain jit, and no collective may be left. Otherwise the command names the excess and ends with
-  exit code 1. The types of mode `manual` need an all-reduce over one device, which XLA's GPU
-  compiler removes. XLA:CPU keeps it, and copies its operand. So on a CPU all-reduces are allowed,
-  and DP, which reduces every gradient, is not compared with plain jit.
+- On one device: a plain `jax.jit` of the same model and loss without a mesh; mode `manual` over an
+  axis of size 1 (FSDP with gathered parameters kept or gathered again, and DP); and mode `auto`. An
+  axis of size 1 must cost nothing: FLOPs, accessed bytes and temporaries of the compiled step may
+  be at most 2% above plain jit, and no collective may be left. Otherwise the command names the
+  excess and ends with exit code 1. The types of mode `manual` need an all-reduce over one device,
+  which XLA's GPU compiler removes. XLA:CPU keeps this all-reduce, and copies its operand. So on a
+  CPU all-reduces are allowed, and DP, which reduces every gradient, is not compared with plain jit.
 - FSDP with each kind of attention, and with stored logits in place of the fused head and loss. If a
-  row cannot run or does not fit, it contains the reason.
+  step cannot run or does not fit, its row contains the reason.
 - PyTorch's FSDP2, compiled as in torchtitan, with its flash kernel, in a process for each device,
-  if PyTorch is installed. It recomputes nothing, so use `--remat none`.
+  if PyTorch is installed. PyTorch recomputes nothing, so use `--remat none`.
 
-If a row takes longer than `--row_seconds` or its process crashes, the row says so, and the other
-rows run in a new process (`benchmarks.gpu_rows`). A row also says if its losses differ from those
-of the first row. In all these cases the exit code is 1. The JSON file is written after each row.
+If a row takes longer than `--row_seconds` or its process crashes, the row reports it, and the other
+rows run in a new process (`benchmarks.gpu_rows`). A row also reports losses that differ from the
+losses of the first row. In all these cases the exit code is 1. The JSON file is written after each
+row.
 
 With several `--devices`, FSDP runs over all of them, and there is no plain jit. Only one row uses
 memory at a time, and the first row is measured again at the end. With a batch size of 0 the batch
@@ -30,11 +32,12 @@ is the largest power of two for which FSDP's step fits. MFU is relative to the v
 
 On an accelerator the fast tests run too, at the end, with products in full float32. Tests that need
 eight devices are skipped. `--suite` chooses the files. The tests have not been run on a GPU yet, so
-a failure may only be a tolerance.
+a failure may only mean that a tolerance is too small.
 
 A run on a CPU does not show the speed, kernels or memory of an accelerator, or whether its compiler
-removes collectives of one device. 2026-11-22, jax 0.10.2, `--tiny` on a CPU: FSDP accesses 6.0 MiB
-and has 0.7 MiB of temporaries, the same as plain jit; DP has 1.084 and 1.039 times as much.
+removes collectives of one device. Measured on 2026-11-22 with jax 0.10.2 and `--tiny` on a CPU:
+FSDP accesses 6.0 MiB and has 0.7 MiB of temporaries, the same as plain jit; DP accesses 1.084 times
+as much and has 1.039 times as many temporaries.
 """
 
 import argparse
@@ -90,7 +93,7 @@ TINY = {
 
 
 def excesses(rows: Sequence[Row]) -> list[str]:
-    """Returns a sentence for each count of a manual step that is over 2% above plain jit."""
+    """Returns a sentence for each count of a manual step that exceeds plain jit by over 2%."""
     plain = next((row.counts for row in rows if row.name == PLAIN), None)
     if plain is None:
         return []

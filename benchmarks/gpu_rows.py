@@ -1,9 +1,9 @@
-"""Writes each row of `benchmarks.gpu` when it is measured, and limits its time.
+"""Writes each row of `benchmarks.gpu` once it is measured, and limits the time of a row.
 
-A step that hangs cannot be ended from within its process, and one that crashes takes the process
-with it. So one process measures the rows, and another watches the file that they are appended to.
-It ends the first process when a row takes too long, records that, and starts it again. The new
-process leaves out all rows that are in the file.
+A step that hangs cannot be ended from within its process, and a step that crashes ends its process.
+So one process measures the rows and appends them to a file, and another process watches this file.
+If a row takes too long, the second process ends the first, records the failure, and starts the
+first process again. The new process leaves out all rows that are in the file.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ class Row:
     Attributes:
       name: The name of the contender.
       seconds: The seconds of a step, by round.
-      ratio: A step's time divided by that of the first contender in the same round.
+      ratio: A step's time divided by the first contender's step time in the same round.
       counts: The counts of the step; `None` for PyTorch.
       memory: PyTorch's peak memory on a device, in bytes; `None` for other contenders.
       mfu: The model's operations as a share of the device's peak; `None` if the peak is unknown.
@@ -110,13 +110,13 @@ def watch(
     """Runs the command that measures rows, and starts it again after a row that did not end.
 
     Args:
-      command: The command. It finds the path of the file in `LOG_VARIABLE`.
+      command: The command, which finds the path of the file in `LOG_VARIABLE`.
       path: The path of the file of rows.
-      seconds: The longest time of a row.
+      seconds: The time limit of a row.
       report: Called with a sentence about each row that did not end.
 
     Returns:
-      The exit code of the command that ended by itself; 1 in place of 0 if a row did not end.
+      The command's exit code; 1 in place of 0 if a row did not end.
     """
     are_all_ended = True
     while True:

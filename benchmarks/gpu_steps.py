@@ -2,7 +2,7 @@
 
 Every contender trains the same model from the same parameters on the same tokens with AdamW. Only
 one contender uses memory at a time, so that the model may be as large as one contender can train.
-The first is measured again at the end, which shows how far the machine has drifted.
+The first contender is measured again at the end, which shows how far the machine has drifted.
 """
 
 import argparse
@@ -41,7 +41,7 @@ SHAPE = ("vocab_size", "num_layers", "hidden_size", "num_heads", "num_kv_heads",
 
 
 def loss_of_logits(params: Any, apply_fn: Any, batch: Batch, rng: jax.Array) -> Any:
-    """Computes the same loss from stored logits, because the model gets no labels."""
+    """Computes the language model's loss from stored logits: the model gets no labels."""
     return language_model_loss(params, lambda *args, **more: apply_fn(*args, **more), batch, rng)
 
 
@@ -146,7 +146,7 @@ def largest_batch(options: argparse.Namespace) -> int:
 
 
 def _need(options: argparse.Namespace, batch_size: int) -> float:
-    """Returns the bytes of the first program's state and step on a device."""
+    """Returns the bytes that `manual fsdp` needs on a device for state and step."""
     workload = make_model_workload(options, batch_size)
     program = build(workload, "manual fsdp", devices=options.devices)
     lowered = program.train_step.lower(program.abstract_state, program.abstract_batch)
@@ -158,7 +158,7 @@ def _need(options: argparse.Namespace, batch_size: int) -> float:
 def first_parameters(workload: Workload) -> dict[str, np.ndarray]:
     """Returns the initial parameters of all contenders, by path, layer by layer."""
     model: Any = workload.model
-    key = jax.random.split(jax.random.key(0))[0]  # As a program's `init` splits it.
+    key = jax.random.split(jax.random.key(0))[0]  # As in a program's `init`.
     params = jax.jit(model.init)(key, workload.batch.inputs[:1])["params"]
     named: dict[str, np.ndarray] = {}
     for path, x in jax.tree_util.tree_leaves_with_path(params):
@@ -197,8 +197,8 @@ def measure(
 ) -> list[Row]:
     """Compiles and times all steps that are not in `log` yet, one contender at a time.
 
-    After each row `keep` is called with all rows so far. If a row's losses differ from those of the
-    first row, it does not train the same model, and its `problem` says so.
+    After each row `keep` is called with all rows so far. If a row's losses differ from the first
+    row's losses, the row does not train the same model, and this is its `problem`.
     """
     chosen = [name for name in CONTENDERS if name in options.contenders]
     names = [PLAIN, *chosen] if options.devices == 1 else chosen
@@ -237,14 +237,14 @@ def _compared(row: Row, log: RowLog) -> Row:
 
 
 def _reason(error: Exception) -> str:
-    """Returns the error in one line: the last line of another process's traceback."""
+    """Returns an error in one line: for another process's error, the last line of its traceback."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     is_process = "has ended:" in lines[0]
     return lines[-1 if is_process else 0].strip()[:200]
 
 
 def _measure(options: argparse.Namespace, workload: Workload, name: str) -> Row:
-    """Measures a step's row; the state is deleted when this returns or raises."""
+    """Measures the row of a step, whose state is freed at the end of this function."""
     step = _step(workload, name, options.devices)
     losses = tuple(map(float, step.losses(3)))
     return Row(name, _rounds(options, step.block), counts=step.counts, losses=losses)

@@ -1,12 +1,13 @@
-"""How the time to build a program and to compile its step grows with the model.
+"""Measures how the time to build a program and to compile its step grows with the model.
 
     python -m benchmarks.growth --params 100 300 1000 --layers 4 16 64
 
-Two models: many small dense layers, unrolled, and a dense Transformer, unrolled and scanned. Each
-is built and its step compiled in every way of `WAYS`. `plain` is `jax.jit` for one device. Seconds
-are processor seconds, because they count on a busy machine too. A ratio divides them by those of
-plain jit in the same round; the median of the rounds is shown. An exponent of 1 says that twice the
-model takes twice as long. Every measurement has a process of its own, because jax caches traces.
+There are two models: many small dense layers, unrolled, and a dense Transformer, unrolled and
+scanned. For each model and each entry of `WAYS`, a program is built and its step is compiled.
+`plain` is `jax.jit` for one device. Seconds are processor seconds, so that they also count on a
+busy machine. A ratio divides these seconds by the seconds of plain jit in the same round; the table
+shows the median over rounds. An exponent of 1 means that twice the model takes twice as long. Every
+measurement has a process of its own, because jax caches traces.
 """
 
 import argparse
@@ -54,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def has_way(model: str, way: str) -> bool:
-    """Returns whether a model can be built in a way: the Transformer is a Linen model."""
+    """Returns whether a model has a way: the Transformer is a Linen model, so it lacks `nnx`."""
     return model == "params" or way != "nnx"
 
 
@@ -97,7 +98,7 @@ def _in_process(model: str, way: str, size: int, args: argparse.Namespace) -> fl
 def measure(model: str, way: str, size: int, *, compiles: bool = True) -> float:
     """Returns the processor seconds to build a program and to trace, lower and compile its step.
 
-    The seconds of plain jit leave out the shapes of the initial state.
+    The seconds of plain jit do not include the tracing of the initial state.
     """
     import jax
 

@@ -1,8 +1,8 @@
-"""Times blocks of a config's training steps, in its training loop or in a bare loop.
+"""Times blocks of training steps of a config, in the training loop or in a bare loop.
 
 A block begins with empty device queues and its first batch read, and ends when its last state is
-ready. So it does not include what a loop does once in a run, and no work is left in a queue. Each
-block continues from the state of the last block, and the batches are the run's batches.
+ready. So a block does not include the work that a loop does once in a run, and no work is left in a
+queue. Each block continues from the state of the last block, and the batches are the run's batches.
 """
 
 import collections
@@ -35,14 +35,14 @@ from manualpar.training.recorder import Recorder
 from manualpar.training.trainer import Trainer
 from manualpar.training.workdir import START, Position
 
-SAVED_AFTER = 1  # The step of a block after which it saves.
+SAVED_AFTER = 1  # The number of the step after which a block saves.
 
 Source = Literal["one batch", "pipeline"]
 Show = Literal["lines", "bar"]
 
 
 class Batches(Iterator[Batch]):
-    """The batches of a block, whose first batch is read in advance; records when it is taken."""
+    """The batches of a block; the first is read in advance. Records when the first is taken."""
 
     def __init__(self, batches: Iterator[Batch]) -> None:
         """Reads the first batch."""
@@ -67,7 +67,7 @@ class Times(NamedTuple):
     Attributes:
       seconds: The seconds until the last state is ready and all saved files are on disk.
       blocked: The seconds that the loop waited for its save.
-      saved_at: The time when it stopped waiting, by the wall clock.
+      saved_at: The time when the loop stopped waiting, by the wall clock.
     """
 
     seconds: float
@@ -80,13 +80,13 @@ class FinishError(Exception):
 
 
 class FinishLine:
-    """Takes the place of the hook that saves: saves one step, and ends a block.
+    """A hook in place of the hook that saves: it saves one step, and ends a block.
 
     Attributes:
       finished: The time when the last state was ready and all saved files were on disk.
       state: The last state.
       blocked: The seconds that the loop waited for the save.
-      saved_at: The time when it stopped waiting, by the wall clock.
+      saved_at: The time when the loop stopped waiting, by the wall clock.
     """
 
     def __init__(self, num_steps: int, trainer: Trainer, save_as: int | None) -> None:
@@ -102,7 +102,7 @@ class FinishLine:
         self.blocked = self.saved_at = 0.0
 
     def __call__(self, state: TrainState, position: Position) -> None:
-        """Saves after `SAVED_AFTER`, and ends the block after its last step."""
+        """Saves after step `SAVED_AFTER`, and ends the block after its last step."""
         self._trainer.cluster.should_stop(position.step)
         if self._save_as is not None and position.step == SAVED_AFTER:
             started = time.perf_counter()
@@ -160,7 +160,7 @@ class Bench:
         Returns:
           The seconds that the block took.
         """
-        # Simulated devices may run only a limited number of computations at once, see `dispatch`.
+        # Simulated devices run only a limited number of computations at once, see `guarded_step`.
         is_limited = getattr(self.program.train_step, "is_limited", False)
         in_flight: collections.deque[Any] = collections.deque()
         metrics: Any = None
@@ -193,7 +193,8 @@ class Bench:
           num_steps: The number of steps.
           source: The source of the batches.
           show: Whether progress is shown as in a file or as in a terminal.
-          saver: The checkpoints to save to after `SAVED_AFTER`, and the step number to save under.
+          saver: The checkpoints in which to save after step `SAVED_AFTER`, and the step number of
+            the save.
 
         Returns:
           The times of the block.

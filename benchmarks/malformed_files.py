@@ -94,7 +94,7 @@ def _language(kind: str, name: str, *arguments: str, names: str) -> Case:
 
 
 def _text_cases(folder: Path) -> Iterator[Case]:
-    """Yields wrong paths of text."""
+    """Yields wrong paths for text data."""
     (folder / "text").mkdir()
     (folder / "text" / "empty.txt").touch()
     (folder / "one.txt").write_text("x")

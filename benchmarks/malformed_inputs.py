@@ -2,12 +2,12 @@
 
 python -m benchmarks.malformed_inputs [--only CLASS,CLASS] [--list] [--jobs 2]
 
-An answer survives if the command ends with exit code 2, or with 6 for a damaged file. It must write
-one line to standard error, which begins with `error: ` and names the mistake. There must be no
-traceback and no compilation, and the command must stay within the bounds below. The inputs come
-from `malformed_cases`, `malformed_files` and `malformed_models`. Each input runs in a fork of one
-interpreter that has imported everything, so that it is fast. The exit code is 1 if an answer does
-not survive.
+An answer survives if the command ends with exit code 2, or with 6 for a damaged file. The command
+must write one line to standard error, which begins with `error: ` and names the mistake. There must
+be no traceback and no compilation, and the command must stay within the bounds below. The inputs
+come from `malformed_cases`, `malformed_files` and `malformed_models`. Each input runs in a fork of
+one interpreter that has imported everything, which makes inputs fast. The exit code is 1 if an
+answer does not survive.
 """
 
 import argparse
@@ -58,7 +58,7 @@ class Answer:
 
 
 def shortcomings(case: Case, answer: Answer) -> list[str]:
-    """Returns the faults of an answer; an empty list if it survives."""
+    """Returns the faults of an answer; an empty list if the answer survives."""
     lines = answer.error.splitlines()
     checks = {
         f"exit code {answer.code}": answer.code in ALLOWED_CODES,
@@ -72,7 +72,7 @@ def shortcomings(case: Case, answer: Answer) -> list[str]:
 
 
 def ask(case: Case, folder: Path) -> Answer:
-    """Runs a case in a fork of this process, which must not have asked jax for its devices."""
+    """Runs a case in a fork of this process, in which jax must not have initialised its devices."""
     paths = {name: folder / name for name in ("output", "error", "compiled")}
     pid = os.fork()
     if not pid:
@@ -118,7 +118,7 @@ def _answer(case: Case, folder: Path, paths: dict[str, Path]) -> None:
 
 
 def count_compilations(path: Path) -> None:
-    """From now on, appends a byte to a file whenever a program is compiled."""
+    """Makes this process append a byte to a file whenever it compiles a program, from now on."""
 
     def note(event: str, duration_secs: float, **more: str | int) -> None:
         del duration_secs, more
@@ -142,7 +142,7 @@ def _main_of(module: str) -> Callable[[], int | None]:
 
 
 def _call(main: Callable[[], int | None]) -> int:
-    """Returns the exit code that a process would have."""
+    """Calls a command; returns the exit code that its process would have."""
     try:
         return main() or 0
     except SystemExit as error:

@@ -121,7 +121,7 @@ def _configs(models: Path) -> Iterator[Case]:
 
 
 def _files(models: Path) -> Iterator[Case]:
-    """Yields directories in which the name of a file belongs to something else."""
+    """Yields directories in which something that is no regular file has the name of a file."""
     index = "model.safetensors.index.json"
 
     def make_fifo_behind_link(path: Path) -> None:

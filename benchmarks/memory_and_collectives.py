@@ -3,9 +3,9 @@
 python -m benchmarks.memory_and_collectives [--devices 1 2 4 8] [--models unrolled scanned]
 
 The numbers come from the layout (bytes of parameters and optimizer state on a device), from the
-compiled step (temporary bytes on a device) and from the traced one (bytes that a device sends, and
-collectives of a step, where a collective in a scan counts once for each iteration). They are the
-same in every run. Outside of loops, XLA:CPU merges the gathers of the backward pass with the
+compiled step (temporary bytes on a device) and from the traced step (bytes that a device sends, and
+the number of collectives; a collective in a scan counts once for each iteration). The numbers are
+the same in every run. Outside of loops, XLA:CPU merges the gathers of the backward pass with the
 gathers of the forward pass. So the temporaries of the unrolled model do not show the second gather.
 """
 
@@ -91,7 +91,7 @@ def measure(program: Program) -> list[str]:
     traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
     lowered = traced.lower()
     memory = lowered.compile().memory_analysis()
-    assert memory is not None  # The CPU's compiler always gives one.
+    assert memory is not None  # XLA:CPU always returns an analysis.
     collectives = trace_collectives(traced)
     counts = count_by_kind(collectives)
     state = (program.abstract_state.params, program.abstract_state.opt_state)

@@ -1,4 +1,4 @@
-"""Mutates collectives, each in several wrong ways.
+"""Mutates each collective in several wrong ways.
 
 A mutant is the source with the text of one communicating call replaced. The replacement keeps
 shapes and dtypes if possible, so that tests must look at values. `x` is the value that the call
@@ -6,12 +6,14 @@ sends:
 
 - `delete`: the same shape without communication. A reduction or a permutation becomes `x`. A gather
   becomes one copy of `x` for each device. A scatter becomes the device's part of `x`. An exchange
-  becomes its result if all devices had this `x`. Running sums are sums of this `x`. A function that
-  is an argument becomes a function that returns `x`.
+  becomes the result that it would have if all devices had this `x`. A running sum over devices
+  becomes a running sum on the device. A function that is an argument becomes a function that
+  returns `x`.
 - `duplicate`: communicate twice. A second gather, scatter or mean may keep the right value, and
   only a test that counts collectives can notice it.
 - `times-2`, `over-size`: the result times 2, or divided by the number of devices.
-- `drop-last-axis`, `reverse-axes`: drop the last axis of a tuple, or reverse it; not for one axis.
+- `drop-last-axis`, `reverse-axes`: drop the last axis of a tuple of axes, or reverse the tuple; a
+  single axis does not change.
 - `other-axes`: the other axes of the mesh, if there are any.
 - `next-dim`: gather or scatter along the next dim; after the last dim comes the first.
 """
@@ -221,7 +223,7 @@ FAMILIES: Mapping[str, Mapping[str, Operator]] = {
     },
     "permute": {**_IDENTITY, **_TWICE, **_SCALE, **_AXES},
     "exchange": {"delete": _delete_exchange, **_SCALE, **_AXES},
-    # This package's functions of trees.
+    # Functions of this package that communicate trees.
     "sync": {**_IDENTITY, **_TWICE, **_SCALE, **_AXES},
     # A scattered value is incomplete, so it cannot be scattered again.
     "whole": {**_IDENTITY, **_SCALE},

@@ -24,9 +24,9 @@ class Signature:
       parameters: The function's parameters; the first is the value to send.
       axes: The parameter that names the axes; `""` if none does.
       dim: The parameter that names the dim.
-      plan: The parameter whose attributes `axes` and `dim` name both.
+      plan: The parameter with attributes `axes` and `dim`, which replaces `axes` and `dim`.
       is_tree: Whether the result is a tree and not an array.
-      is_method: Whether the function is a method, and sends the object.
+      is_method: Whether the function is a method that sends its object.
     """
 
     family: str
@@ -102,7 +102,7 @@ CONTEXT: Mapping[str, Signature] = {
     "total": Signature("whole", ("x",)),
     "cumsum": Signature("running", ("x",)),
 }
-# A function that communicates, as an argument.
+# The signature of a communicating function that is passed as an argument.
 HANDED = Signature("handed", ())
 
 
@@ -112,7 +112,7 @@ class Site:
 
     Attributes:
       path: The file, relative to the root of the repository.
-      module: Its module without `manualpar.`.
+      module: The file's module without `manualpar.`.
       function: The qualified name of the function that contains the call.
       callee: The name of the called function.
       number: The number of earlier calls of the same callee in the same function.
@@ -163,7 +163,7 @@ class Site:
         """The dim that is gathered or scattered; `""` if the call names none."""
         if self.signature.plan:
             return f"{self.arguments[self.signature.plan]}.dim"
-        # The default of JAX's dims is the first dim.
+        # JAX's collectives use the first dim by default.
         return self.arguments.get(self.signature.dim, "0") if self.signature.dim else ""
 
     @property
@@ -269,6 +269,6 @@ def _calls(node: ast.AST, function: str) -> Iterator[tuple[str, ast.expr]]:
             inner = f"{function}.{child.name}" if function else child.name
         if isinstance(child, ast.Call):
             yield function, child
-            handed = child.args if function else []  # Module-level calls attach rules.
+            handed = child.args if function else []  # Module-level calls define gradients.
             yield from ((function, x) for x in handed if isinstance(x, ast.Name | ast.Attribute))
         yield from _calls(child, inner)

@@ -1,19 +1,20 @@
-"""Mutation test of this package's collectives: each is made wrong, and a test must fail.
+"""Mutation test of this package's collectives: each is broken in turn, and a test must fail.
 
 python -m benchmarks.mutations [--jobs 1] [--only NAME] [--list] [--timeout S] [--output FILE.md]
                                [--results FOLDER] [--shard I/N]
 
 `mutation_sites` finds the calls, and `mutation_operators` mutates them. Each mutant is applied to a
-snapshot of the working tree, which is taken when the command begins. There `TESTS` run in one
-process until the first failure. A mutant is killed if a test fails (also if JAX refuses to trace a
-program), or if the tests take longer than the timeout. Mutants that are equivalent to the original
-are not run; `EQUIVALENT` lists them with reasons. The tests run first without a mutation. They must
-pass, and fill a cache of compiled programs. (The cache's key is everything that the compiler sees,
-so a mutant shares only the programs that it does not change.)
+snapshot of the working tree, which is taken when the command begins. In this snapshot `TESTS` run
+in one process until the first failure. A mutant is killed if a test fails (also if JAX refuses to
+trace a program), or if the tests take longer than the timeout. Mutants that are equivalent to the
+original are not run; `EQUIVALENT` lists them with reasons. The tests run first without a mutation.
+They must pass, and they fill a cache of compiled programs. (The cache's key is everything that the
+compiler sees, so a mutant shares only the programs that it does not change.)
 
-All mutants take hours. With `--results` every outcome is appended to a file in that folder, and a
-later command goes on from there if the package and the tests have not changed. With `--shard` a
-command runs every N-th mutant, so that several commands can share the work and a results folder.
+Running all mutants takes hours. With `--results` every outcome is appended to a file in that
+folder, and a later command goes on from there if the package and the tests have not changed. With
+`--shard` a command runs every N-th mutant, so that several commands can share the work and a
+results folder.
 """
 
 import argparse
@@ -148,7 +149,7 @@ def save_outcome(path: Path, sources: str, name: str, outcome: Outcome) -> None:
 
 
 def load_outcomes(path: Path, sources: str) -> dict[str, Outcome]:
-    """Reads the outcomes for these sources by mutant; `""` is the original."""
+    """Reads the outcomes for these sources by mutant; the key `""` is the original."""
     outcomes = {}
     for line in path.read_text("utf-8").splitlines() if path.exists() else ():
         fields = json.loads(line)

@@ -1,7 +1,7 @@
 """Fully sharded training in the style of the notebook that introduced `shard_module_params`.
 
-Each module is wrapped by hand (`shard_module_params`), and gathers its parameters in each call, so
-in every minibatch again. Gathered parameters are kept for the backward pass. Every metric has a
+Each module is wrapped by hand (`shard_module_params`), and gathers its parameters in each call, and
+so again in every minibatch. Gathered parameters are kept for the backward pass. Every metric has a
 separate all-reduce. Forward pass, backward pass and optimizer are one function inside `shard_map`.
 The computation and the initial parameters are the same as for `manualpar.fsdp`, so that steps can
 be compared.
@@ -44,7 +44,7 @@ class NotebookClassifier(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
         """Maps `[B, D]` to logits, `float32[B, num_classes]`."""
-        del train  # Nothing is dropped.
+        del train  # The model has no dropout.
         dense = shard_module_params(nn.Dense, AXIS, self.min_weight_size)
         for layer in range(self.like.num_layers):
             name = f"hidden_dense_{layer}" if layer else "input_dense"

@@ -1,7 +1,7 @@
 """A training step with only jax, flax and optax, for one device.
 
-It has no code for shards. Other steps are compared with it. The model and the loss are the same as
-in the other steps.
+The step has no code for shards. Other steps are compared with this step. The model and the loss are
+the same as in the other steps.
 """
 
 from collections.abc import Callable
@@ -32,5 +32,5 @@ def plain_step(workload: Workload) -> tuple[Any, Callable[[], Any]]:
         updates, opt_state = tx.update(grads, opt_state, params)
         return (optax.apply_updates(params, updates), opt_state), metrics
 
-    first_key = jax.random.split(jax.random.key(0))[0]  # As a program's `init` splits it.
+    first_key = jax.random.split(jax.random.key(0))[0]  # As in a program's `init`.
     return jax.jit(step, donate_argnums=0), lambda: jax.jit(init)(first_key)

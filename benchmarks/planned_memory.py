@@ -2,12 +2,13 @@
 
 python -m benchmarks.planned_memory [--only fsdp_lm] [--output planned_memory.json]
 
-The plan is `manualpar.inspect.step_memory` with `platform="cpu"`. It is compared with the
+The plan is `manualpar.inspect.step_memory` with `platform="cpu"`. The plan is compared with the
 `memory_analysis` of the same step on eight simulated CPU devices. Both are the bytes of one device.
-The bytes between steps must be equal, except for values that are never read. Temporaries are
-planned from a model of fusion and of XLA:CPU's order, so their ratio is the error. Known
-differences: XLA copies some weights into another layout, stores values that a sum broadcasts, and
-overwrites an operand only if the result has the same shape.
+The bytes between steps must be equal, except for values that are never read. The plan of
+temporaries models fusion and XLA:CPU's order of operations. So the ratio of planned to compiled
+temporaries is the error of the plan. Known differences: XLA copies some weights into another
+layout, stores values that a sum broadcasts, and overwrites an operand only if the result has the
+same shape.
 """
 
 import argparse
@@ -89,7 +90,7 @@ def measure(name: str, changes: dict[str, Any]) -> Row:
     planned = step_memory(program, platform="cpu")
     lowered = program.train_step.lower(program.abstract_state, program.abstract_batch)
     compiled = lowered.compile().memory_analysis()
-    assert compiled is not None  # The CPU's compiler always gives one.
+    assert compiled is not None  # XLA:CPU always returns an analysis.
     settings = (f"{path.split('.')[1]}={value}" for path, value in changes.items())
     return Row(
         case=" ".join((name, *settings)),

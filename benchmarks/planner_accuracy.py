@@ -6,12 +6,12 @@ python -m benchmarks.planner_accuracy [--parts steps memory] [--rounds 7] [--ste
 `steps`: compares estimates with measured step times on eight simulated CPU devices, for models of
 four kinds under four strategies, with several batches and numbers of minibatches. The CPU is
 described as a chip from four measurements on all devices at once: a product, a copy, a large and a
-tiny all-gather. Simulated devices share the cores, so absolute times cannot be right. The order of
-the estimates counts: Spearman's rank correlation. A time is the processor time of all threads
-divided by the number of cores, so that other programs may run meanwhile. Nothing overlaps on these
-devices, so estimates are without overlap. `memory`: compares planned and compiled memory of the
-configs, with `benchmarks.planned_memory`. `benchmarks.calibration` compares estimates with
-published speeds.
+tiny all-gather. Simulated devices share the cores, so absolute times cannot be right. So the result
+is Spearman's rank correlation, which shows whether estimates and measurements have the same order.
+A time is the processor time of all threads divided by the number of cores, so that other programs
+may run meanwhile. Nothing overlaps on these devices, so estimates are without overlap. `memory`:
+compares planned and compiled memory of the configs, with `benchmarks.planned_memory`.
+`benchmarks.calibration` compares estimates with published speeds.
 """
 
 import argparse
@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def compare_steps(
     cases: Sequence[Case], *, rounds: int, steps: int, is_tiny: bool
 ) -> tuple[list[str], dict[str, Any]]:
-    """Returns the table of estimated and measured step times, and the same as values."""
+    """Returns the table of estimated and measured step times, and the same data as values."""
     chip = calibrate(size=256 if is_tiny else 1024)
     topology = Topology(chip, (DEVICES,))
     estimates: list[float] = []
@@ -209,8 +209,8 @@ def calibrate(*, size: int = 1024, repetitions: int = 7) -> Chip:
     """Describes a simulated device as a chip, from measurements on all devices at once.
 
     Args:
-      size: Rows and columns of the product; the arrays copied and gathered have 16 times as many
-        elements a device.
+      size: The number of rows and columns of the product. Copied and gathered arrays have 16 times
+        as many elements per device.
       repetitions: Repetitions of each measurement; the median counts.
 
     Returns:

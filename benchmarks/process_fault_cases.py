@@ -24,7 +24,8 @@ class Fault:
       codes: The right exit codes of the other processes, or of the launcher.
       says: A regular expression for the output of the other processes or the launcher.
       victim: The process with the fault, whose exit code does not count.
-      faults: The actions of each process's worker, by the process's number; see the worker.
+      faults: The fault that a worker causes: `process`, `phase`, `at` and `do`, see
+        `process_faults_worker`.
       flags: The additional command-line flags of each process.
       environment: The additional environment variables of each process.
       act: A function that acts on the processes from outside.

@@ -2,14 +2,14 @@
 
     python -m benchmarks.process_faults [--only=kill,hang] [--count=10]
 
-Each fault happens in a separate small run: a process is killed, stopped, raises, hangs or ends; it
-has another config, seed, version, token or data; it is killed while it starts; strangers connect to
-the coordinator's port; the launcher gets signals. A fault is survived if all processes end in time
-with the exit code that docs/running.md promises, and the other processes report the fault without a
-traceback. The exit code is 1 if a fault was not survived.
+Each fault happens in a separate small run: a process is killed, is stopped, raises an error, hangs
+or ends; the processes differ in config, seed, version, token or data; a process is killed while it
+starts; strangers connect to the coordinator's port; the launcher gets signals. A fault is survived
+if all processes end in time with the exit code that docs/running.md promises, and the other
+processes report the fault without a traceback. The exit code is 1 if a fault was not survived.
 
 A fault takes about 15 seconds on two idle cores. The time limits are generous, because the machine
-may be busy; the seconds are reported.
+may be busy. The report contains the seconds.
 """
 
 import argparse
@@ -48,7 +48,7 @@ CONFIG = (
     "--config.checkpoint.every_steps=5",
     f"--config.watch.lost_seconds={LOST_SECONDS}",
 )
-# Raw messages of runtimes, which users cannot read. Gloo's message that it is connected is allowed.
+# Raw log lines of C++ runtimes, which do not help users. Gloo may report that it is connected.
 RAW = re.compile(r"^[EFW]\d{4} |external/|\*\*\* |@ +0x|Gloo.*(fail|clos|reset|error|time)", re.I)
 
 
@@ -126,7 +126,7 @@ class Run:
         return [int(child) for child in found]
 
     def end(self, stopped: int | None) -> list[int | None]:
-        """Waits for all processes except a stopped one; the code of an endless one is `None`."""
+        """Waits for all processes but a stopped one; returns exit codes (`None` if running)."""
         until = time.monotonic() + END_SECONDS
         while time.monotonic() < until:
             running = [p.poll() is None for n, p in enumerate(self.popens) if n != stopped]

@@ -1,8 +1,9 @@
 """A process of a run of `benchmarks.process_faults`: an experiment with a fault.
 
-`FAULTS` is a JSON object. `process` is the process with the fault. `do` is its action when it
-enters the `phase` for the time numbered `at`, or at the start if there is no `phase`.
-`FAULTS_FLAGS` has the additional flags of each process, by its number.
+The environment variable `FAULTS` is a JSON object. `process` is the number of the process with the
+fault. `do` is the action that this process performs when it enters the phase `phase` for the
+`at`-th time, or at its start if `phase` is empty. `FAULTS_FLAGS` contains the additional flags of
+each process, by its number.
 """
 
 import ctypes
@@ -23,7 +24,7 @@ HANGS = "this process hangs now"
 
 
 def act(what: str, cluster: Any = None) -> None:
-    """Performs an action on this process, which belongs to the cluster."""
+    """Performs an action on this process; `cluster` is the process's cluster."""
     if what == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif what == "stop":
@@ -94,7 +95,7 @@ def main() -> None:
         def disturbed(self: Cluster, phase: str, **limits: Any) -> None:
             enter(self, phase, **limits)
             times[phase] += 1
-            # After "saving" the phase's name contains the folder.
+            # The name of the phase "saving" continues with the folder.
             if phase.startswith(fault["phase"]) and times[phase] == fault["at"]:
                 act(fault["do"], self)
 

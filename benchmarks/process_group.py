@@ -1,9 +1,9 @@
 """Groups of processes that run tasks, one group at a time.
 
 Two libraries cannot train in one process. So each library has a group of processes, which stay
-alive and wait while another group works. So their blocks of steps can take turns. A process is
-started with one argument, a JSON object. It gets a line of JSON for each task, and answers with a
-line of JSON.
+alive and wait while another group works. In this way their blocks of steps can take turns. A
+process is started with one argument, a JSON object. The process gets a line of JSON for each task,
+and answers with a line of JSON.
 """
 
 import json
@@ -24,14 +24,14 @@ Handler = Callable[..., Mapping[str, Any]]
 
 
 class ProcessGroup:
-    """Processes of one module. Use it as a context manager."""
+    """Processes that run one module; a context manager."""
 
     def __init__(self, module: str, settings: Mapping[str, Any], *, num_processes: int) -> None:
         """Starts the processes; the first `ask` shows whether they have started.
 
         Args:
           module: The module that each process runs, such as `"benchmarks.torch_compile_worker"`.
-          settings: The settings of each process. This adds `process` (its number),
+          settings: The settings of each process. The constructor adds `process` (its number),
             `num_processes`, `port` (a free port) and `cores` (the cores that it may use).
           num_processes: The number of processes.
         """
@@ -141,7 +141,7 @@ def serve(handlers: Mapping[str, Handler]) -> None:
     """Runs tasks until the input ends.
 
     Args:
-      handlers: The function of each task. It gets arguments by name, and returns a JSON value.
+      handlers: The function of each task, which gets arguments by name and returns a JSON value.
     """
     for line in sys.stdin:
         arguments = json.loads(line)

@@ -1,4 +1,4 @@
-"""Sends the bytes of strangers to a port, for `benchmarks.process_faults`."""
+"""Sends bytes to a port, as a stranger would, for `benchmarks.process_faults`."""
 
 import contextlib
 import json

@@ -4,22 +4,25 @@ A row is included if its source gives all that an estimate needs: shape, devices
 recomputation, and speed. `remark` names remaining assumptions. If only the number of devices grows
 in a series, the smallest and the largest row are included. If two sources publish the same step, it
 counts once. A row whose two figures contradict each other is left out (MaxText's 405B on one
-v6e-256: 38.55% are not 123 tokens/s).
+v6e-256: an MFU of 38.55% does not give 123 tokens/s).
 
 If the source has tokens per device and second, these are used, because they need no convention. If
-it has only an MFU, `attention` gives the publisher's count of the products of queries with keys and
-of scores with values: "whole", as in PaLM and this package, or "half", the part that a causal mask
-leaves. The MFU is converted to tokens by that convention, so that no fitted constant contains it.
+the source has only an MFU, `attention` gives the publisher's convention for counting the products
+of queries with keys and of scores with values: "whole", as in PaLM and this package, or "half", the
+part that a causal mask leaves. The MFU is converted to tokens by that convention, so that no fitted
+constant depends on it.
 
-- MaxText (2024): "whole". Its release notes say that it halves attention since July 2025. Its rows
-  with both figures confirm it: 449.17 TFLOP/s and 7,756 tokens/s are 57.9 GFLOP a token, which is
-  6 P + 12 L N H S for Llama 3.1 8B. The products of the head count, the lookup does not.
-  A version of early 2024 counted half. If the tables for v5e and v5p are of that one, their MFUs
-  mean 2% more tokens, 3% for the model of 16B and 4% for Llama 2 70B on a v5p-128.
-- torchtitan: tokens/s only, here. Its 39% at 6,667 tokens/s are "whole" too.
-- Meta does not say, and cites PaLM for MFU, so "whole". Half would be 4% fewer operations at 8,192
-  positions and 29% fewer at 131,072.
-- NVIDIA's tables have seconds of a step. (Their MFU counts attention whole, too.)
+- MaxText (2024): "whole". Its release notes say that it halves attention only since July 2025. The
+  rows with both figures confirm this: 449.17 TFLOP/s and 7,756 tokens/s are 57.9 GFLOP a token,
+  which is 6 P + 12 L N H S for Llama 3.1 8B. The products of the head count; the embedding lookup
+  does not. A version of early 2024 counted half. If the tables for v5e and v5p come from that
+  version, their MFUs mean 2% more tokens, 3% for the model of 16B and 4% for Llama 2 70B on a
+  v5p-128.
+- torchtitan: only its tokens/s are used. Its MFU of 39% at 6,667 tokens/s counts attention whole
+  too.
+- Meta does not state its convention, but cites PaLM for MFU, so "whole". With "half" there would be
+  4% fewer operations at 8,192 positions and 29% fewer at 131,072.
+- NVIDIA's tables give the seconds of a step. (Their MFU counts attention whole, too.)
 """
 
 import dataclasses
@@ -104,9 +107,9 @@ class PublishedFigure:
       whose: The publisher.
       model: One of `SHAPES`.
       layout: The layout over all devices of the topology; `remat` is the source's recomputation.
-      positions: Positions of a sequence.
-      examples: Sequences of a step.
-      tokens_per_second: Tokens per device; `None` if only an MFU is published.
+      positions: The number of positions in a sequence.
+      examples: The number of sequences in a step.
+      tokens_per_second: Tokens per device and second; `None` if only an MFU is published.
       mfu: The published MFU, if no tokens are published.
       attention: How the MFU counts attention.
       dtype: The dtype of products.

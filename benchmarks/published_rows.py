@@ -67,7 +67,7 @@ def _recipe(
     positions: int = 8192,
     remark: str = "",
 ) -> PublishedFigure:
-    """Makes a row from a speed in Google's recipes for v6e: one axis of FSDP."""
+    """Makes a row from a speed in Google's recipes for v6e; its layout is one axis of FSDP."""
     devices = parse_topology(topology).num_devices
     return PublishedFigure(
         whose="MaxText",

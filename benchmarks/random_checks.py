@@ -1,10 +1,11 @@
 """Builds a program of `random_programs`, runs it, and compares it with one device.
 
-It compares the initial parameters bit for bit. In each step it compares the loss, the metrics, the
-gradient of every leaf, the optimizer's update, other variables, and frozen parameters bit for bit.
-It compares evaluation, also with averaged parameters, and the state after a move to another
-program. With dropout it runs the same step twice, which must give the same bits. `random_dropout`
-decides whether one device can draw the same masks; if it cannot, gradients are not compared.
+The check compares the initial parameters bit for bit. In each step it compares the loss, the
+metrics, the gradient of every leaf, the optimizer's update and other variables, and frozen
+parameters bit for bit. It also compares evaluation (with averaged parameters too) and the state
+after a move to another program. With dropout it runs the same step twice, which must give the same
+bits. `random_dropout` decides whether one device can draw the same masks; if it cannot, gradients
+are not compared.
 """
 
 import dataclasses
@@ -45,7 +46,7 @@ class Shared:
     made: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def of(self, row: Mapping[str, Any], name: str, parts: Any, make: Callable[[], Any]) -> Any:
-        """Returns the cached value of a name and these parts of a description, or makes it."""
+        """Returns the cached value for `name` and `parts`; makes the value if it is not cached."""
         names = ("model", "data_seed", "fields", "loss", "loss_extras", "batch", "tx")
         key = json.dumps([row.get(name) for name in names])
         if key != self.key:
@@ -67,7 +68,7 @@ def run(row: Mapping[str, Any], shared: Shared) -> tuple[str, str]:
         last = traceback.extract_tb(error.__traceback__)[-1]
         kind, file = type(error).__name__, last.filename.rpartition("/")[2]
         words = f"{kind} at {file}:{last.lineno}: {error}"[:1500]
-        # It is documented that JAX's sharding types refuse some programs in JAX's words.
+        # Documented: JAX's sharding types refuse some programs, with error messages of JAX.
         is_sharding = row["mode"] == "explicit" and kind == "ShardingTypeError"
         is_ours = "/manualpar/" in last.filename and kind in ("ValueError", "TypeError")
         return "refused" if is_ours or is_sharding else "crash", words
@@ -90,7 +91,7 @@ class Check:
         self.has_statistics = row["fields"].get("norm") in ("batch", "synced")
 
     def __call__(self) -> None:
-        """Raises WrongError at the first difference, or what the program raises."""
+        """Raises WrongError at the first difference; errors of the program pass through."""
         program = self.build(self.row["strategy"], self.options, self.row["mesh"])
         if self.row["strategy"] == "diloco":
             from benchmarks.random_replicas import check_replicas
@@ -147,7 +148,7 @@ class Check:
         train: bool = True,
         keys: jax.Array | None = None,
     ) -> Answer:
-        """Computes one device's answer for units of examples, device after device."""
+        """Computes one device's answer for `units` of examples, see `random_reference`."""
         dtype = self.options.get("gather_dtype")
         parts = [self.row.get(n) for n in ("lora", "quantized", "trainable", "with_labels")]
         reference: Reference = self.share(
@@ -169,7 +170,7 @@ class Check:
         return np.arange(size)[:, None], devices
 
     def _has_masks(self, program: Any) -> bool:
-        """Returns whether there is dropout, and one device can draw its masks."""
+        """Returns whether there is dropout whose masks one device can draw."""
         meets = self.row["fields"].get("norm") == "synced" or self.row["loss"] == "coupled"
         can_draw = has_masks_of_one_device(program, is_manual=self.is_manual, meets_others=meets)
         return self.has_dropout and can_draw
@@ -180,7 +181,8 @@ class Check:
         dtypes = [options.get(f"{n}_dtype") for n in ("gather", "param", "reduce", "frozen")]
         axes = [a for a in program.mesh.axis_names if program.mesh.shape[a] > 1]
         is_coupled = self.has_statistics or self.row["loss"] == "coupled"
-        # In each minibatch and over each axis: once to scatter, and once to gather the sum.
+        # In each minibatch a gradient is quantized twice for each axis: to scatter, and to gather
+        # the sum.
         reductions = 2 * program.num_minibatches * max(1, len(program.data_axes))
         return Allowance(
             is_low="bfloat16" in dtypes,
@@ -219,7 +221,7 @@ class Check:
         expected, trained = flatten(made.pop("params")), self.trained(params)
         plain = flatten(self.plain.to_plain(unflatten(params)))
         for path, e in expected.items():
-            if path not in params:  # Quantized: half a step off, and rounded products.
+            if path not in params:  # Quantized: off by half a step and by rounded products.
                 step = np.abs(e).max() / 127
                 off = np.abs(np.asarray(plain[path], np.float32) - e).max()
                 if not off <= (1.0 if is_low else 0.52) * step + 1e-30:
@@ -302,7 +304,7 @@ class Check:
         return state
 
     def _diverges(self, what: str, grads: Mapping[str, Any], expected: Answer) -> bool:
-        """Returns whether gradients are not finite, both here and on one device."""
+        """Returns whether gradients are not finite, both in the program and on one device."""
         found, wanted = (
             {path for path, g in each.items() if not np.isfinite(np.float32(g)).all()}
             for each in (grads, expected.grads)
@@ -346,7 +348,7 @@ class Check:
                 )
 
     def evaluate(self, program: Any, state: Any) -> None:
-        """Compares an evaluation."""
+        """Compares the metrics of an evaluation with one device."""
         params, collections = self.whole(program, state)
         batch = self.batches[STEPS]
         metrics = jax.device_get(program.eval_step(state, batch))

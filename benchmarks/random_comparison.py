@@ -31,11 +31,12 @@ class Allowance:
 
     Attributes:
       is_low: Whether something is stored, gathered or reduced in bfloat16.
-      has_coded_weights: Whether parameters are gathered as codes.
-      code: The quantization of gradients, unless its residual is added here.
-      reductions: How often a device's gradient is quantized in a step.
+      has_coded_weights: Whether parameters are quantized before they are gathered.
+      code: The quantization of gradients; `None` if the comparison adds the residuals.
+      reductions: How many times a device's gradient is quantized in a step.
       is_random: Whether quantization rounds stochastically.
-      is_split: Whether devices contribute sums that are not sums over examples.
+      is_split: Whether devices contribute sums over anything but examples, as with a model
+        axis.
       has_statistics: Whether a layer divides by the deviation of a few examples.
     """
 
@@ -66,7 +67,7 @@ class Allowance:
         return moved
 
     def check_gradients(self, what: str, grads: Arrays, expected: Answer, noisy: Answer) -> None:
-        """Raises WrongError if a gradient differs more than allowed; it names the worst one."""
+        """Raises WrongError if a gradient differs more than allowed; names the worst gradient."""
         noises = {p: float(np.linalg.norm(noisy.grads[p] - e)) for p, e in expected.grads.items()}
         total = math.sqrt(sum(float(np.square(g).sum()) for g in expected.grads.values()))
         total += math.hypot(*noises.values())
@@ -85,7 +86,7 @@ class Allowance:
     def _allowed(self, path: str, noise: float, expected: Answer, total: float) -> float:
         spread = expected.spread[path]
         if self.has_coded_weights and self.has_statistics:
-            return math.inf  # Two examples that are normalised are -1 and 1, or 1 and -1.
+            return math.inf  # Two normalised examples are -1 and 1, or, by rounding, 1 and -1.
         if self.has_coded_weights:
             allowed = 6 * noise + 0.02 * total
         elif self.is_low:
@@ -96,7 +97,8 @@ class Allowance:
             step = 1.05 * expected.contributions[path] / LARGEST_CODE[self.code]
             step *= self.reductions * (2 if self.is_random else 1) * (4 if self.is_split else 1)
             allowed += step * math.sqrt(expected.grads[path].size)
-            # Contributions of devices may cancel in the sum, for example for biases of keys.
+            # Contributions of devices may cancel in the sum, for example for biases of keys, but
+            # errors of quantization remain.
             share = 0.1 if self.has_statistics else 0.02
             allowed += share * total if self.is_split else 0
         return allowed

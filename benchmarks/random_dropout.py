@@ -1,8 +1,8 @@
 """Draws the dropout masks of `random_programs` again on one device.
 
-A step splits the state's key: one half is the next state's, the other is the step's. In mode manual
-each device folds its number into the step's key. In all modes every minibatch has a different key.
-So one device draws the same masks if it runs the examples of one call together, with their key.
+A step splits the state's key into the next state's key and the step's key. In mode manual each
+device folds its number into the step's key. In all modes every minibatch has a different key. So
+one device draws the same masks if it runs the examples of one call together, with their key.
 
 If mode manual splits activations (over a model axis, a context axis, or stages), or a layer mixes
 the examples of several devices, one call cannot draw the same masks. Then the loss is compared with

@@ -7,7 +7,7 @@ from typing import Any
 from benchmarks.random_optimizers import OPTIMIZERS
 
 MODELS = {"mlp": 4, "conv": 1, "text": 3, "rnn": 1, "transformer": 5, "nnx_mlp": 2, "nnx_text": 1}
-# Globs of trainable parameters for each model; the first match no parameter that is quantized.
+# Globs of trainable parameters for each model; the first entry matches no quantized parameter.
 TRAINABLE = {
     "mlp": (["*bias"], ["*head*"], ["*kernel"]),
     "conv": (["*bias"], ["*kernel"], ["head/*"]),
@@ -103,7 +103,7 @@ def _draw_transformer(r: random.Random, row: Row, dropout: float) -> None:
     maybe(0.4, num_kv_heads=r.choice((1, 2)))
     maybe(0.3, tied_head=True)
     row["with_labels"], row["packed"] = r.random() < 0.5, r.random() < 0.35
-    if r.random() < 0.25:  # As in public models, whose files can be written.
+    if r.random() < 0.25:  # A family of public models, so `export_hf` can write files.
         row["has_family"] = True
         maybe(0.3, qkv_bias=True)
         if maybe(0.5, split_axis="model"):
@@ -150,7 +150,7 @@ def _draw_transformer(r: random.Random, row: Row, dropout: float) -> None:
         if fields.get("sequence_parallel"):
             maybe(0.3, overlap="ring")
     if fields.get("num_experts") and maybe(0.5, expert_axis="expert"):
-        row["loss_extras"]["decay"] = 0  # It would cover only a device's experts.
+        row["loss_extras"]["decay"] = 0  # The decay would cover only a device's experts.
 
 
 def _draw_tuning(r: random.Random, row: Row) -> None:
@@ -163,7 +163,7 @@ def _draw_tuning(r: random.Random, row: Row) -> None:
             fields["places"] = False
             plan["overlap"] = r.choice(("none", "none", "ring"))
         row["split_logits"] = bool(fields.get("tied")) or plan["sequence"]
-        row["loss_extras"]["decay"] = 0  # It would cover only a device's shards.
+        row["loss_extras"]["decay"] = 0  # The decay would cover only a device's shards.
     targets = {
         "mlp": ["*/up", "*/down"],
         "text": ["*/query", "*/value", "*/up", "*/out"],
@@ -182,6 +182,6 @@ def _draw_tuning(r: random.Random, row: Row) -> None:
         row.pop("quantized", None)
         row.pop("lora", None)
     if "lora" in row or "quantized" in row:
-        row["loss_extras"]["decay"] = 0  # One device has other parameters.
+        row["loss_extras"]["decay"] = 0  # The plain model on one device has other parameters.
     if "trainable" in row or "lora" in row:
         row["frozen_dtype"] = r.choice((None, None, None, "bfloat16"))

@@ -34,7 +34,7 @@ class _Layer(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Residual layers, in a loop or a scan, with optional norms, dropout and rules."""
+    """Residual layers, in a loop or a scan, with optional norms, dropout and annotations."""
 
     width: int = 8
     depth: int = 2
@@ -59,7 +59,7 @@ class Mlp(nn.Module):
         if self.norm in ("batch", "synced"):
             axis = "batch" if self.norm == "synced" else None
             x = nn.BatchNorm(use_running_average=not train, axis_name=axis, name="batch")(x)
-        if self.odd:  # A scalar, an unused parameter, and integers.
+        if self.odd:  # Adds a scalar, an unused parameter, and integers.
             x = x * self.param("gain", nn.initializers.ones, ())
             self.param("idle", nn.initializers.normal(), (5, 3))
             order = self.param("order", lambda _: jnp.arange(self.width)[::-1])
@@ -91,7 +91,7 @@ class Mlp(nn.Module):
 
 
 class ConvNet(nn.Module):
-    """Two convolutions, with statistics of the batch or of groups of channels."""
+    """Two convolutions, optionally normalised over the batch or over groups of channels."""
 
     channels: int = 8
     norm: str = "none"
@@ -129,7 +129,7 @@ class _Block(nn.Module):
 
 
 class TextModel(nn.Module):
-    """A causal language model of flax's own attention."""
+    """A causal language model with flax's own attention."""
 
     width: int = 16
     heads: int = 4

@@ -117,7 +117,7 @@ def run_plainly(
 
     def value(path: tuple[str, ...], variable: Any, given: Any, rngs: Any) -> Any:
         if isinstance(variable, nnx.RngKey) and rngs:
-            # A stream's key is the call's, with the path of the stream folded into it.
+            # A stream's key is the call's key, with the path of the stream folded into it.
             key = jax.random.fold_in(rngs["dropout"], zlib.crc32("/".join(path[:-1]).encode()))
             return jax.random.split(key, variable.shape) if variable.shape else key
         if isinstance(variable, nnx.RngCount):

@@ -1,8 +1,8 @@
 """The optimizers of `random_programs`, and their updates on one device.
 
-A program's optimizer is wrapped by `recording`, which keeps its gradients. The gradients are
-compared with those of one device. Then the update is compared with optax's update on one device
-from the same gradients. So differences of gradients do not affect the comparison of updates.
+A program's optimizer is wrapped by `recording`, which keeps the gradients. They are compared with
+the gradients of one device. Then the update is compared with optax's update on one device from the
+same gradients. So differences of gradients do not affect the comparison of updates.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,7 +20,7 @@ from manualpar import params_ema
 
 LR = 0.02
 # The allowed difference of an update, relative to the largest update of its leaf, for optimizers
-# that are not elementwise: devices add the sums in norms and matrix products in another order.
+# that are not elementwise, because devices sum norms and matrix products in another order.
 LOOSE: Mapping[str, float] = {
     "lamb": 1e-4,
     "lars": 1e-4,
@@ -94,7 +94,7 @@ class Recorded(NamedTuple):
 
 
 def recording(tx: Any) -> Any:
-    """Returns an optimizer that keeps the gradients that it is given."""
+    """Wraps an optimizer so that its state also keeps the last gradients."""
 
     def init(params: Any) -> Recorded:
         return Recorded(jax.tree.map(jnp.zeros_like, params), tx.init(params))
@@ -151,7 +151,7 @@ class OneDevice:
         return expected
 
     def check(self, what: str, params: Arrays, grads: Arrays, after: Arrays) -> None:
-        """Takes a step, and compares it with the program's step."""
+        """Updates on one device, and compares the result with the program's update."""
         self.compare(what, params, after, self.updated(params, grads))
         before = self.average or {p: np.asarray(params[p], np.float64) for p in grads}
         self.average = {

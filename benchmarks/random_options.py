@@ -204,7 +204,7 @@ def _draw_trip(r: random.Random, row: Row) -> Row:
 
 
 def features_of(row: Row) -> list[str]:
-    """Returns the words by which results are counted."""
+    """Returns the features of a program, by which results are counted."""
     fields, options = row["fields"], row["options"]
     codes = {options.get("gather_code"), options.get("reduce_code")}
     codes.add(row.get("diloco", {}).get("outer_code"))

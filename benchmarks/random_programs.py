@@ -6,13 +6,13 @@ python -m benchmarks.random_programs --description='{"model": ...}'
 
 Program `N` is drawn from only `N`: a model, a loss, a strategy with its options, a mode, a mesh of
 up to eight devices, dtypes and quantization, an optimizer, and a move of the state to another
-program. It ends
+program. The program ends
 
 - `exact`: all results are as on one device (`random_checks` does the comparison),
 - `refused`: an error message of the package explains why the program cannot run,
 - `wrong`: a result differs from one device,
 - `crash`: any other exception, or the end of the process,
-- `hang`: it has not ended in `--seconds`.
+- `hang`: the program has not ended within `--seconds`.
 
 Each result is appended to `--output` at once, and programs with a result there are not run again.
 Programs run in a process that is replaced after `--each` programs. The exit code is 1 if a program
@@ -38,7 +38,7 @@ import jaxlib.version
 from benchmarks.random_options import draw, features_of
 
 BAD = ("wrong", "crash", "hang")
-# As in `tests/compiling.py`. Later versions of XLA do not have the older emitters.
+# The same flags as in `tests/compiling.py`. Later versions of XLA do not have the older emitters.
 XLA_FLAGS = "--xla_cpu_parallel_codegen_split_count=1"
 if jaxlib.version.__version_info__ < (0, 11):
     XLA_FLAGS += " --xla_cpu_use_fusion_emitters=false"

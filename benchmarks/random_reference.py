@@ -1,8 +1,8 @@
 """Computes one device's answers for `random_programs`, in plain flax, jax and optax.
 
 A batch is divided into *units*: groups of examples that the model mixes, or else single examples.
-The reference computes each unit separately, and adds the results in float64. So it rounds less than
-a program, and the contribution of each device is known.
+The reference computes each unit separately, and adds the results in float64. So the reference
+rounds less than a program, and the contribution of each device is known.
 
 A second call with parameters that are changed by a few roundings gives the `noise`: the differences
 that rounding can cause.
@@ -63,7 +63,7 @@ class Reference:
         train: bool = True,
         keys: jax.Array | None = None,
     ) -> Answer:
-        """Computes an answer; `units` are the numbers of examples, device after device.
+        """Computes an answer; `units` are the example numbers of each unit, device after device.
 
         `keys` are the dropout keys of the units.
         """

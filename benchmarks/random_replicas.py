@@ -1,8 +1,9 @@
-"""Compares the DiLoCo replicas of `random_programs` with one single device for each replica.
+"""Compares each DiLoCo replica of `random_programs` with a single device.
 
-Each replica has separate parameters, gradients and optimizer state. In every step they are compared
-with one device that trains on the replica's part of the batch. After an outer step, the new common
-parameters are compared with an outer step from the mean of the single devices' parameters.
+Each replica has separate parameters, gradients and optimizer state. In every step these are
+compared with one device that trains on the replica's part of the batch. After an outer step, the
+new common parameters are compared with an outer step from the mean of the single devices'
+parameters.
 """
 
 from collections.abc import Mapping
@@ -17,7 +18,7 @@ from benchmarks.random_reference import flatten, unflatten
 
 
 def check_replicas(check: Any, program: Any) -> None:
-    """Runs a program with replicas and compares it."""
+    """Runs a program with replicas, and compares each replica with one device."""
     of_replicas = check.row["diloco"]
     number = program.mesh.shape["replica"]
     state = check.begin(program)

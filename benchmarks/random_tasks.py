@@ -2,8 +2,8 @@
 
 `make_model` returns a model for builders, wrapped in the description's plans, int8 bases and
 adapters. It also returns `Plain`: the same model without wrappers, and a function that converts the
-program's parameters to its parameters. `Plain` uses no code of the package except `Transformer`,
-which is a plain Linen module outside of a mesh.
+program's parameters to the parameters of this model. `Plain` uses no code of the package except
+`Transformer`, which is a plain Linen module outside of a mesh.
 """
 
 import dataclasses
@@ -104,7 +104,7 @@ def plan_of(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain_params(row: Mapping[str, Any], params: Tree) -> Tree:
-    """Returns parameters with decoded and merged kernels, by the documented formulas."""
+    """Dequantizes kernels and merges adapters into them, by the documented formulas."""
     flat = flatten_dict(params, sep="/")
     for path in [path for path in flat if path.endswith("_codes")]:
         codes, scales = flat.pop(path), flat.pop(path.replace("_codes", "_scales"))
@@ -118,7 +118,7 @@ def _plain_params(row: Mapping[str, Any], params: Tree) -> Tree:
             rank = next(r for g, r in targets["targets"].items() if fnmatch.fnmatchcase(module, g))
             kernel = flat[f"{module}/kernel"]
             multiply = functools.partial(jnp.tensordot, axes=1)
-            if a.ndim + b.ndim - 2 > kernel.ndim:  # The layers of a scan come first in both.
+            if a.ndim + b.ndim - 2 > kernel.ndim:  # Dim 0 of both counts the layers.
                 multiply = jax.vmap(multiply)
             product = multiply(a, b)
             flat[f"{module}/kernel"] = kernel + product * (targets["alpha"] / rank)

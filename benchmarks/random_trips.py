@@ -41,10 +41,10 @@ def travel(check: Any, program: Any, state: Any, optimizer: Any, number: int) ->
     with tempfile.TemporaryDirectory() as folder:
         moved = _move(check, program, state, other, Path(folder))
     after, variables = check.whole(other, moved)
-    if kind == "adapters":  # The other program has another base.
+    if kind == "adapters":  # The other program has other base weights.
         params = {path: x for path, x in params.items() if "lora_" in path}
     if kind == "files" and options.get("frozen_dtype") == "bfloat16":
-        # Decoded in bfloat16 and encoded again, a few codes are one off.
+        # Dequantizing in bfloat16 and quantizing again changes a few codes by one.
         params = {p: x for p, x in params.items() if not p.endswith(("_codes", "_scales"))}
     check_same_bits(what, params, after)
     if kind != "adapters":

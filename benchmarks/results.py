@@ -40,7 +40,7 @@ class Conditions:
     load: tuple[float, float, float]
 
     def sentence(self) -> str:
-        """The conditions in a sentence, for a report."""
+        """Describes the conditions in a sentence, for a report."""
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         load = " / ".join(f"{x:.1f}" for x in self.load)
         return (

@@ -12,7 +12,8 @@ with the same global batch: the median over rounds in which both run a block of 
 Overhead 1 means that sharding costs nothing here.
 
 Depth: if layers are scanned, the compiler sees one layer, so the number of operations must not grow
-with depth. With unrolled layers it grows. The exit code is 1 if a scanned model's operations grow.
+with depth. With unrolled layers this number grows. The exit code is 1 if a scanned model's
+operations grow.
 """
 
 import argparse
@@ -54,7 +55,7 @@ class Point:
       counts: The counts of the compiled step.
       traced: Bytes that a device sends in the traced program.
       formula: The closed form of the bytes for parameters and gradients.
-      overhead: The time of a step divided by that of one device with the same batch.
+      overhead: The time of a step divided by the step time of one device with the same batch.
     """
 
     scaling: str
@@ -155,9 +156,9 @@ def time_steps(
 def measure_depths(
     depths: Sequence[int], devices: Sequence[int], *, is_tiny: bool, is_compiled: bool = True
 ) -> list[Depth]:
-    """Counts the program of a language model of each depth, scanned on each number of devices.
+    """Counts the operations of a language model's program for each depth and number of devices.
 
-    The unrolled model runs only on the largest number of devices, because it compiles slowly.
+    The unrolled model is counted only on the largest number of devices, because it compiles slowly.
     """
     found = []
     for is_scanned in (True, False):
@@ -165,7 +166,7 @@ def measure_depths(
             for layers in depths:
                 workload = make_workload("lm-scanned" if is_scanned else "lm", is_tiny=is_tiny)
                 assert isinstance(workload.model, Transformer)
-                # With a fixed scale, because initial values do not matter here.
+                # Initial values do not matter here, so their scale need not follow the depth.
                 model = workload.model.clone(num_layers=layers)
                 workload = dataclasses.replace(workload, model=model)
                 program = build(workload, "fsdp", number, mode="manual")

@@ -4,17 +4,17 @@ python -m benchmarks.step_time [--workloads classifier lm lm-scanned lm-wide mlp
     [--devices 8] [--seconds 0.5] [--rounds 15] [--batch_size 0] [--tiny]
     [--output FILE.md] [--json FILE.json]
 
-Every program trains the same model from the same parameters on the same global batch: fully sharded
-in each mode, in mode `manual` also with its options and with layers that are split over a second
-axis, in the notebook's way (`notebook_way`), and on one device. First each program runs three
-steps, whose losses must equal those of one device. Then the programs are timed in turn, in short
-blocks (`turns`). The result is the ratio to mode `manual` in the same round, as a median with an
-interval: a ratio above 1 is slower. If other programs use the machine, look at the ratio of
+Every program trains the same model from the same parameters on the same global batch. The programs
+are: FSDP in each mode; FSDP in mode `manual` with other options, and with layers that are split
+over a second axis; the notebook's way (`notebook_way`); and one device. First each program runs
+three steps, whose losses must equal those of one device. Then the programs are timed in turn, in
+short blocks (`turns`). The result is the ratio to mode `manual` in the same round, as a median with
+an interval: a ratio above 1 is slower. If other programs use the machine, look at the ratio of
 processor time, which counts all threads. Bytes and collectives of the compiled step explain the
 ratios.
 
-Simulated devices share the cores of one machine, and a collective between them is a copy: the
-single device's ratio is what sharding costs here, and no speed-up.
+Simulated devices share the cores of one machine, and a collective between them is a copy. So the
+ratio of one device shows the cost of sharding here, not a speed-up.
 """
 
 import argparse
@@ -64,7 +64,7 @@ class Row:
     Attributes:
       program: The program's name, one of `PROGRAMS`.
       step: The compiled step with its counts.
-      loss_difference: The largest distance of a loss from that of one device.
+      loss_difference: The largest distance of a loss from the loss on one device.
       seconds: The seconds of a step, by round.
       ratio: The median of a step's time divided by mode manual's time in the same round.
       processor: Processor seconds of a step, for all threads, by round.
@@ -100,7 +100,8 @@ def build(workload: Workload, name: str, num_devices: int) -> Program:
     devices = jax.devices()[:num_devices]
     if name in SPLIT:
         mesh = make_mesh({"data": -1, "model": SPLIT[name]}, devices)
-        # A split weight is small, so it is kept, and gathered only once.
+        # A device's part of a split weight is small, so the gathered part is kept for the backward
+        # pass.
         options |= {"mesh": mesh, "reshard_after_forward": False}
         return fsdp(workload.split_model, workload.tx, workload.loss_fn, **options)
     options |= {"mesh": make_mesh({"data": num_devices}, devices), **OPTIONS[name]}
@@ -179,7 +180,7 @@ def measure(
     processor: dict[str, list[float]] = {name: [] for name in steps}
     blocks = {name: _noting(step.block, processor[name]) for name, step in steps.items()}
     taken = take_turns(blocks, steps=num_steps, rounds=rounds)
-    processor = {name: each[1:] for name, each in processor.items()}  # The first warms up.
+    processor = {name: each[1:] for name, each in processor.items()}  # The first block warms up.
     rows = []
     for name, step in steps.items():
         is_predicted = name in built and name not in ("auto-unconstrained", ONE_DEVICE)

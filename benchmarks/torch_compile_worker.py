@@ -1,8 +1,8 @@
 """Trains a transformer with PyTorch's FSDP2 and `torch.compile`, in a process of `gpu`.
 
-It follows torchtitan: every layer is compiled and then sharded, parameters are gathered in the
-dtype of the computation, gradients are reduced in float32, and on a GPU attention is the flash
-kernel of `scaled_dot_product_attention`.
+The training follows torchtitan: every layer is compiled and then sharded, parameters are gathered
+in the dtype of the computation, gradients are reduced in float32, and on a GPU attention is the
+flash kernel of `scaled_dot_product_attention`.
 """
 
 import contextlib
@@ -70,7 +70,7 @@ class CompiledTraining:
         self._optimizer = torch.optim.AdamW(self._model.parameters(), fused=is_gpu, **optimizer)
 
     def losses(self, steps: int) -> Mapping[str, Any]:
-        """Runs steps; answers with the loss of the global batch in each step."""
+        """Runs steps; returns the loss of the global batch in each step."""
         losses = []
         with self._kernel():
             for _ in range(steps):
@@ -80,7 +80,7 @@ class CompiledTraining:
         return {"losses": losses}
 
     def block(self, steps: int) -> Mapping[str, Any]:
-        """Runs steps when all processes are ready; answers with the seconds."""
+        """Runs steps when all processes are ready; returns the seconds."""
         dist.barrier()
         self._wait()
         started = time.perf_counter()
@@ -91,7 +91,7 @@ class CompiledTraining:
         return {"seconds": time.perf_counter() - started}
 
     def memory(self) -> Mapping[str, Any]:
-        """Answers with the peak memory of the device, or of the process on a CPU."""
+        """Returns the peak memory of the device, or of the process on a CPU."""
         is_gpu = self._device.type == "cuda"
         return {"peak": torch.cuda.max_memory_allocated() if is_gpu else peak_memory()}
 
@@ -103,7 +103,7 @@ class CompiledTraining:
         return loss.detach()
 
     def _kernel(self) -> Any:
-        """Context manager: attention must use the flash kernel."""
+        """Returns a context in which attention must use the flash kernel, if there is one."""
         if not self._has_flash:
             return contextlib.nullcontext()
         return sdpa_kernel(SDPBackend.FLASH_ATTENTION)

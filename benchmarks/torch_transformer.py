@@ -27,7 +27,7 @@ class TorchAttention(nn.Module):
         self.out = nn.Linear(heads * self.size, hidden, bias=False)
 
     def forward(self, x: Any, sin: Any, cos: Any) -> Any:
-        """`[B, S, D] -> [B, S, D]`."""
+        """Maps `[B, S, D]` to `[B, S, D]`."""
         query, key, value = (
             layer(x).unflatten(-1, (-1, self.size)).transpose(1, 2)
             for layer in (self.query, self.key, self.value)
@@ -56,7 +56,7 @@ class TorchLayer(nn.Module):
         self.down = nn.Linear(mlp, hidden, bias=False)
 
     def forward(self, x: Any, sin: Any, cos: Any) -> Any:
-        """`[B, S, D] -> [B, S, D]`."""
+        """Maps `[B, S, D]` to `[B, S, D]`."""
         x = x + self.attention(self.attention_norm(x), sin, cos)
         y = self.mlp_norm(x)
         return x + self.down(functional.silu(self.gate(y)) * self.up(y))
@@ -81,7 +81,7 @@ class TorchTransformer(nn.Module):
         self.head = nn.Linear(shape["hidden_size"], shape["vocab_size"], bias=False)
 
     def forward(self, tokens: Any) -> Any:
-        """`int[B, S] -> [B, S, V]`, the logits of each next token."""
+        """Maps `int[B, S]` to `[B, S, V]`, the logits of each next token."""
         exponents = -torch.arange(0, self.size, 2, device=tokens.device) / self.size
         positions = torch.arange(tokens.shape[1], device=tokens.device).float()
         angles = torch.outer(positions, self.rope_base**exponents)
@@ -93,7 +93,7 @@ class TorchTransformer(nn.Module):
 
 
 def rotate(x: Any, sin: Any, cos: Any) -> Any:
-    """Turns pairs of features of `[B, N, S, H]`, feature `i` paired with `i + H/2`."""
+    """Rotates pairs of features of `[B, N, S, H]`, feature `i` paired with `i + H/2`."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 

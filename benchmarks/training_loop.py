@@ -111,7 +111,7 @@ def report_loops(seconds: Mapping[str, Sequence[float]], *, steps: int) -> list[
 
 
 def report_calls(seconds: Mapping[str, Sequence[float]], *, step_seconds: float) -> list[str]:
-    """Makes the table of the costs of a call until it returns."""
+    """Makes the table of the times until a call returns."""
     rows = []
     for name, values in seconds.items():
         difference = estimate(x - y for x, y in zip(values, seconds[BARE_JIT], strict=True))

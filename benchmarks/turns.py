@@ -49,7 +49,7 @@ def estimate(values: Iterable[float]) -> Estimate:
     """
     ordered = sorted(values)
     count = len(ordered)
-    # The number of values below the true median is distributed like heads of fair coins.
+    # The number of values below the true median is distributed like the heads of fair coins.
     left_out, tail = 0, 0.5**count
     while tail <= OUTSIDE:
         left_out += 1

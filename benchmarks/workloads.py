@@ -40,7 +40,7 @@ class Workload:
       tx: The optimizer.
       batch: A global batch of random numbers, on the host.
       num_minibatches: The number of minibatches in a device's share of the batch.
-      min_weight_size: The fewest elements of a sharded parameter.
+      min_weight_size: Parameters with fewer elements are not sharded.
       split_model: The model with layers split over the mesh axis `model`; `None` if eight devices
         cannot divide them.
     """
@@ -95,7 +95,7 @@ def make_workload(name: str, *, is_tiny: bool = False, batch_size: int = 0) -> W
 def _classifier(
     name: str, words: str, layers: int, width: int, size: int, *, minibatches: int
 ) -> Workload:
-    """Makes a workload of vectors."""
+    """Makes the workload of a classifier of vectors."""
     random = np.random.default_rng(0)
     batch = Batch(
         inputs=random.normal(size=(size, FEATURES)).astype(np.float32),

@@ -1,10 +1,10 @@
-"""Handwritten digits with fully sharded data parallelism: every device holds a shard.
+"""Handwritten digits with fully sharded data parallelism: every device stores a shard.
 
     python -m experiments.fsdp --config=configs/fsdp.py
 
-Runs on any number of devices that divides 32; on a CPU it simulates eight by default. Measured on
-2026-11-20 with jax 0.10.2 and eight devices simulated on two cores of a busy Intel Xeon: the test
-accuracy was 0.9778, and the command took 17 seconds.
+This config runs on any number of devices that divides 32; on a CPU, eight devices are simulated by
+default. Measured on 2026-11-20 with jax 0.10.2 and eight devices simulated on two cores of a busy
+Intel Xeon: the test accuracy was 0.9778, and the command took 17 seconds.
 """
 
 from ml_collections import ConfigDict
@@ -45,8 +45,8 @@ def get_config() -> ConfigDict:
     config.parallel.min_weight_size = 2**4  # smaller parameters (in elements) are not sharded
     config.parallel.reshard_after_forward = True  # fsdp, hsdp: gathers again for the backward pass
     config.parallel.communicate_every = "minibatch"  # fsdp, hsdp: or "step", "gather-step"
-    config.parallel.keep_gathered = ()  # fsdp, hsdp: kept until backward, such as ("head",)
-    config.parallel.axis_by_axis = False  # True: one collective for each of data, data_minor
+    config.parallel.keep_gathered = ()  # fsdp, hsdp: not gathered again, such as ("head",)
+    config.parallel.axis_by_axis = False  # True: a collective for each axis, not for all at once
     config.parallel.overlap = "auto"  # compiler options: "auto" (by chip and mesh) or "none"
     config.parallel.pad = False  # True: pads dims that do not divide, and shards them
     config.parallel.param_dtype = ""  # "bfloat16" or "float32"; "": the dtype that the model makes
@@ -66,12 +66,12 @@ def get_config() -> ConfigDict:
     config.checkpoint.every_steps = 500  # 0: no checkpoints
     config.checkpoint.keep = 2  # the number of newest checkpoints to keep
     config.checkpoint.keep_every_steps = 0  # also keeps multiples of this step; 0: none
-    config.checkpoint.best_metric = ""  # also keeps the best by eval metric, such as "accuracy"
-    config.checkpoint.on_corruption = "stop"  # if damaged: "stop", or take the "previous" one
+    config.checkpoint.best_metric = ""  # also keeps the best by this metric: "accuracy", ...
+    config.checkpoint.on_corruption = "stop"  # if damaged: "stop", or restore the "previous"
 
     config.watch = ConfigDict()
     config.watch.lost_seconds = 10.0  # a process that is silent for longer counts as lost
-    config.watch.stall_seconds = 300.0  # a longer step prints every stack; 0: never
+    config.watch.stall_seconds = 300.0  # prints all stacks in a longer step; 0: never
 
     config.debug = ConfigDict()
     config.debug.check_replicas_every = 0  # steps between checks, which are slow; 0: no checks

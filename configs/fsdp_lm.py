@@ -2,9 +2,9 @@
 
     python -m experiments.fsdp --config=configs/fsdp_lm.py
 
-Runs on any number of devices that divides 32; on a CPU it simulates eight by default. The model has
-1.03 million parameters. It trains on 2 million bytes, a fifteenth of the corpus, and then generates
-a text.
+This config runs on any number of devices that divides 32; on a CPU, eight devices are simulated by
+default. The model has 1.03 million parameters. It is trained on 2 million bytes, a fifteenth of the
+corpus, and then generates a text.
 
 Measured on 2026-11-21 with jax 0.10.2, CPython 3.11.7 and eight devices simulated on two cores of
 an Intel Xeon: 2.008 bits per byte on the test files, and 1.67 on the first 32 KB of the evaluation
@@ -38,18 +38,18 @@ def get_config() -> ConfigDict:
     config.model.num_kv_heads = 1
     config.model.rope_base = 10_000.0
     config.model.tied_head = False
-    config.model.logit_soft_cap = 0.0  # the limit of logits, such as 30.0; 0: none
+    config.model.logit_soft_cap = 0.0  # soft limit of logits, such as 30.0; 0: none
     config.model.dropout_rate = 0.0
     config.model.dtype = "bfloat16"  # the dtype of computation; parameters are float32
     config.model.remat = "none"  # recomputed in the backward pass: "none", "dots" or "full"
     config.model.scan_layers = False  # True: compiles one layer and runs it in a loop
     config.model.attention = ""  # "splash", "cudnn", "blockwise", "xla"; "": the best available
     config.model.attention_window = 0  # the number of positions that a query sees; 0: all
-    config.model.attention_soft_cap = 0.0  # the limit of attention scores, such as 50.0; 0: none
+    config.model.attention_soft_cap = 0.0  # soft limit of scores, such as 50.0; 0: none
     config.model.vocab_multiple = 1  # pads the vocabulary to a multiple of this
     config.model.num_experts = 0  # experts that replace each MLP; 0: none
     config.model.experts_per_token = 2
-    config.model.capacity_factor = 1.25  # an expert's room, in equal shares of tokens; 0: all
+    config.model.capacity_factor = 1.25  # an expert's most tokens / its equal share; 0: no limit
 
     config.optimizer = ConfigDict()
     config.optimizer.learning_rate = 4e-3  # the peak
@@ -63,21 +63,21 @@ def get_config() -> ConfigDict:
     config.parallel = ConfigDict()
     config.parallel.strategy = "fsdp"  # "dp", "zero1", "zero2", "fsdp" or "hsdp"
     config.parallel.mode = "manual"  # or "auto", "explicit", "auto-unconstrained"
-    # -1: all devices. Further axes: "model" splits layers, "expert" divides the experts, "context"
-    # splits sequences, and "stage" gives each device some of the layers.
+    # -1: all devices. Other possible axes: "model" shards layers, "expert" shards the experts,
+    # "context" shards sequences, and "stage" gives each device some of the layers.
     config.parallel.mesh = ConfigDict({"data": -1})
     config.parallel.mesh_order = ()  # the axes, slowest links first; (): ordered by their names
     config.parallel.sequence = False  # True: splits the activations between layers over "model" too
     config.parallel.layer_overlap = "none"  # or "ring" (with sequence): computes while sending
     config.parallel.context_attention = "ring"  # over "context": "ring", "ulysses" or "gather"
     config.parallel.pipeline = "1f1b"  # over "stage": "1f1b" or "gpipe"
-    config.parallel.pipeline_chunks = 1  # the runs of layers on each stage
-    config.parallel.pipeline_keep = "residuals"  # kept until backward: "residuals" or "inputs"
+    config.parallel.pipeline_chunks = 1  # the number of separate runs of layers on each stage
+    config.parallel.pipeline_keep = "residuals"  # stored for backward: "residuals", "inputs"
     config.parallel.min_weight_size = 2**10  # smaller parameters (in elements) are not sharded
     config.parallel.reshard_after_forward = True  # fsdp, hsdp: gathers again for the backward pass
     config.parallel.communicate_every = "minibatch"  # fsdp, hsdp: or "step", "gather-step"
-    config.parallel.keep_gathered = ()  # fsdp, hsdp: kept until backward, such as ("head",)
-    config.parallel.axis_by_axis = False  # True: one collective for each of data, data_minor
+    config.parallel.keep_gathered = ()  # fsdp, hsdp: not gathered again, such as ("head",)
+    config.parallel.axis_by_axis = False  # True: a collective for each axis, not for all at once
     config.parallel.overlap = "auto"  # compiler options: "auto" (by chip and mesh) or "none"
     config.parallel.pad = False  # True: pads dims that do not divide, and shards them
     config.parallel.param_dtype = ""  # "bfloat16" or "float32"; "": the dtype that the model makes
@@ -96,7 +96,7 @@ def get_config() -> ConfigDict:
     config.training.on_nonfinite = "stop"  # "stop", "skip" (the update), "rollback" or "ignore"
 
     config.sample = ConfigDict()
-    config.sample.num_tokens = 400  # the length of the text generated at the end; 0: no text
+    config.sample.num_tokens = 400  # tokens of the text generated at the end; 0: no text
     config.sample.prompt = "def "
     config.sample.temperature = 0.8
 
@@ -104,12 +104,12 @@ def get_config() -> ConfigDict:
     config.checkpoint.every_steps = 250  # 0: no checkpoints
     config.checkpoint.keep = 2  # the number of newest checkpoints to keep
     config.checkpoint.keep_every_steps = 0  # also keeps multiples of this step; 0: none
-    config.checkpoint.best_metric = ""  # also keeps the best by eval metric, such as "loss"
-    config.checkpoint.on_corruption = "stop"  # if damaged: "stop", or take the "previous" one
+    config.checkpoint.best_metric = ""  # also keeps the best by this metric: "loss", ...
+    config.checkpoint.on_corruption = "stop"  # if damaged: "stop", or restore the "previous"
 
     config.watch = ConfigDict()
     config.watch.lost_seconds = 10.0  # a process that is silent for longer counts as lost
-    config.watch.stall_seconds = 300.0  # a longer step prints every stack; 0: never
+    config.watch.stall_seconds = 300.0  # prints all stacks in a longer step; 0: never
 
     config.debug = ConfigDict()
     config.debug.check_replicas_every = 0  # steps between checks, which are slow; 0: no checks

@@ -1,11 +1,11 @@
-"""The language model of fsdp_lm.py on longer sequences; each sequence is split over devices.
+"""The language model of fsdp_lm.py on longer sequences; each sequence is sharded over devices.
 
     python -m experiments.long_lm --config=configs/long_lm.py
 
-Runs on any multiple of 4 devices up to 32; on a CPU it simulates eight by default. Four devices
-share the positions of each sequence, and attention sends keys and values around them in a ring. Two
-such groups share the examples. All eight devices store the parameters sharded (FSDP). This config
-was not measured.
+This config runs on any multiple of 4 devices up to 32; on a CPU, eight devices are simulated by
+default. Each sequence is sharded over four devices, which send keys and values around a ring for
+attention. With eight devices, two such groups compute different examples. The parameters are
+sharded over all devices (FSDP). This config was not measured.
 """
 
 from ml_collections import ConfigDict
@@ -18,5 +18,5 @@ def get_config() -> ConfigDict:
     with config.unlocked():
         config.parallel.mesh = ConfigDict({"data": -1, "context": 4})
     config.data.sequence_length = 512
-    config.data.batch_size = 8  # fewer, longer sequences: as many tokens as in fsdp_lm.py
+    config.data.batch_size = 8  # fewer but longer sequences, so as many tokens as in fsdp_lm.py
     return config.lock()

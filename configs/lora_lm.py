@@ -2,12 +2,12 @@
 
     python -m experiments.fsdp --config=configs/lora_lm.py --config.model.from_hf=<directory>
 
-Runs on any number of devices that divides 16; on a CPU it simulates eight by default. The directory
-holds `config.json`, `tokenizer.json` and `.safetensors` files. The training text is in
-`config.data.path`, by default the pages of this project.
+This config runs on any number of devices that divides 16; on a CPU, eight devices are simulated by
+default. The directory contains `config.json`, `tokenizer.json` and `.safetensors` files. The
+training text is in `config.data.path`, by default the documentation of this project.
 
-docs/tune_a_model.md makes a small model, fine-tunes it with this config, and shows the measured
-results.
+docs/tune_a_model.md makes a small model, fine-tunes the model with this config, and shows the
+measured results.
 """
 
 from ml_collections import ConfigDict
@@ -18,10 +18,10 @@ from configs import fsdp_lm
 def get_config() -> ConfigDict:
     config = fsdp_lm.get_config()
     with config.unlocked():
-        config.model.from_hf = ""  # a directory, whose config.json replaces the sizes below
+        config.model.from_hf = ""  # a directory; its config.json replaces the fields of `model`
         config.model.lora = ("*/attention/query:8", "*/attention/value:8", "*/mlp/*:8")  # glob:rank
         config.model.lora_alpha = 16.0
-        config.model.int8 = ()  # glob:block; ("*kernel:64",) stores kernels in 8 bits
+        config.model.int8 = ()  # glob:block length; ("*kernel:64",) stores kernels in int8
     config.data.path = "docs/*.md"
     config.data.batch_size = 16
     config.model.scan_layers = True

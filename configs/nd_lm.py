@@ -2,10 +2,11 @@
 
     python -m experiments.nd_lm --config=configs/nd_lm.py
 
-Runs on any multiple of 4 devices up to 64; on a CPU it simulates eight by default. The pipeline has
-two stages. In each stage, layers are split over two devices. Two such pipelines share the examples,
-and store the parameters sharded (FSDP). The mesh may have any of the axes `data`, `replica`,
-`model`, `expert`, `context` and `stage`, for example
+This config runs on any multiple of 4 devices up to 64; on a CPU, eight devices are simulated by
+default. The pipeline has two stages. In each stage, layers are sharded over two devices. With eight
+devices, two such pipelines compute different examples, and the parameters are sharded over both
+(FSDP). The mesh may have any of the axes `data`, `replica`, `model`, `expert`, `context` and
+`stage`, for example
 
     --config.parallel.mesh="{'expert': 2, 'context': 2, 'stage': 2}" --config.model.num_experts=8
 

@@ -1,11 +1,11 @@
-"""Handwritten digits with ZeRO: every device holds the full model, and updates a shard of it.
+"""Handwritten digits with ZeRO: every device stores the full model, and updates a shard of it.
 
     python -m experiments.zero --config=configs/zero.py
 
-Runs on any number of devices that divides 32; on a CPU it simulates eight by default. This is stage
-1; `--config.parallel.strategy=zero2` is stage 2. Measured on 2026-11-21 with jax 0.10.2 and eight
-devices simulated on two cores of a busy Intel Xeon: the test accuracy was 0.9750, and the command
-took 25 seconds.
+This config runs on any number of devices that divides 32; on a CPU, eight devices are simulated by
+default. It uses ZeRO stage 1; `--config.parallel.strategy=zero2` uses stage 2. Measured on
+2026-11-21 with jax 0.10.2 and eight devices simulated on two cores of a busy Intel Xeon: the test
+accuracy was 0.9750, and the command took 25 seconds.
 """
 
 from ml_collections import ConfigDict

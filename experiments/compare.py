@@ -4,13 +4,13 @@ python -m experiments.compare [--config=configs/compare.py] [--config.<field>=<v
                               [--config.pairs="(('fsdp', 'manual'), ('fsdp', 'auto'))"]
                               [--workdir=<folder>] [--devices=<number>]
 
-A config for this command has `pairs`, the strategies and modes to compare, and
-`compare.repetitions`. It has no `parallel.strategy`, no `parallel.mode`, and none of the fields
-that only the training loop reads. Its other fields are the same as in any config.
+A config for this command has the fields `pairs`, the strategies and modes to compare, and
+`compare.repetitions`. The config must not have `parallel.strategy`, `parallel.mode`, or fields that
+only the training loop reads. All other fields are the same as in any config.
 
 The losses are compared with the losses on one device. Steps are timed in rounds: in each round,
-every program makes one step. The result is the ratio of times within a round, because other work on
-the machine slows down all programs of a round. The results folder holds `config.json`,
+every program runs one step. The times of a round are compared as ratios, because other work on the
+machine slows down all programs of a round. The results folder contains `config.json`,
 `comparison.json`, `comparison.md` and `comparison.png`.
 """
 
@@ -37,7 +37,6 @@ from manualpar.commands.command_line import (
     users_mistakes,
     write_json,
 )
-from manualpar.core.model.options import CODES, ROUNDING
 from manualpar.core.modes.strategy import MODES
 from manualpar.core.program.program import Program
 from manualpar.core.state.metrics import fetch_metrics
@@ -58,6 +57,7 @@ from manualpar.inspect.step_ledger import describe_codes
 from manualpar.models import Transformer
 from manualpar.models.transformer_collectives import transformer_sends
 from manualpar.strategies import Field, strategy_kinds
+from manualpar.strategies.fields import fields_of_manual_mode
 from manualpar.system.reports.tables import print_line
 from manualpar.training.config import FIELDS, nearest
 from manualpar.training.devices import describe_mesh, simulate_devices
@@ -68,7 +68,8 @@ from manualpar.training.monitoring.run_files import CONFIG_FILE, check_workdir
 DEFAULT_CONFIG = Path(__file__).parent.parent / "configs" / "compare.py"
 ONE_DEVICE = "one device"
 REPETITIONS = Field(int, 1)
-# Prefixes of the fields that only the training loop reads, so a comparison's config lacks them.
+# Prefixes of the fields that a comparison's config does not have, because only the training loop
+# reads them.
 UNUSED = (
     *("profile", "data.prefetch", "training.eval_", "training.log_", "training.on_"),
     *("checkpoint.", "watch.", "debug."),
@@ -76,7 +77,7 @@ UNUSED = (
 
 
 class Trial:
-    """A program that is compiled, trained and timed, with its current state."""
+    """A program of the comparison, with its state and its measurements."""
 
     def __init__(self, strategy: str, program: Program) -> None:
         """Compiles the program's step."""
@@ -100,7 +101,7 @@ class Trial:
             self.losses.append(total / count)
 
     def time_step(self, batch: Batch) -> None:
-        """Makes one more step and records its time."""
+        """Runs one more step and records its time."""
         batch = jax.block_until_ready(jax.device_put(batch, self.program.batch_sharding))
         started = time.perf_counter()
         self._step(batch)
@@ -116,15 +117,18 @@ class Trial:
         self._state, self._metrics = step(self._state, batch)
 
     def row(self, *, reference: "Trial", first: "Trial") -> Row:
-        """Returns all measurements, in bytes and seconds.
+        """Returns the row of the program in the comparison: all measurements, in bytes and seconds.
+
+        `reference` is the trial on one device. `first` is the trial whose step time is the unit of
+        `step_ratio`.
 
         `state_bytes` is the size of parameters and optimizer state on the fullest device.
         `temporary_bytes` is the memory that the compiled step needs in addition. `bytes_sent` and
         `collectives` are counted for one device in one step. `formula_bytes` is the predicted
-        `bytes_sent` for parameters and gradients, and in mode manual also for split layers. It is
-        an upper bound if `formula_is_bound`. With DiLoCo, `bytes_sent` and `formula_bytes` include
-        a step's share of the outer step. `step_ratio` is the median over rounds of the time of a
-        step, divided by the first row's time in the same round.
+        `bytes_sent` for parameters and gradients, and in mode manual also for split layers. If
+        `formula_is_bound`, it is only an upper bound. With DiLoCo, `bytes_sent` and `formula_bytes`
+        include a step's share of the outer step. `step_ratio` is the median over the rounds of the
+        program's step time, divided by the step time of `first` in the same round.
         """
         program, state = self.program, self.program.abstract_state
         found: Sequence[Any]
@@ -206,13 +210,13 @@ def compare(
 
 
 def _compiler_options(experiments: Sequence[tuple[str, Experiment]]) -> list[str]:
-    """Describes the compiler options chosen for the pairs, each once; empty if none were chosen."""
+    """Describes each set of compiler options that was chosen for any pair."""
     chosen = dict.fromkeys(str(experiment.chosen) for _, experiment in experiments[:-1])
     return [each for each in chosen if each]
 
 
 def prepare_pairs(config: Any) -> list[tuple[str, Experiment]]:
-    """Checks a config, and builds a program for each pair, and at the end one for a single device.
+    """Checks a config, and builds the program of each pair, and last a program for one device.
 
     Raises:
       ValueError: The config contradicts itself or does not fit the devices; the message names the
@@ -248,10 +252,10 @@ def prepare_pairs(config: Any) -> list[tuple[str, Experiment]]:
         return prepare(ml_collections.ConfigDict(rest | {"parallel": parallel}))
 
     experiments = [(strategy, build(strategy, mode)) for strategy, mode in pairs]
-    # On one device nothing is sent or split, so these options are turned off.
+    # On one device nothing is sent or sharded, so these options are turned off.
     parts = {"sequence": False, "layer_overlap": "none"} if "sequence" in rest["parallel"] else {}
-    parts |= {"mesh": {"data": 1}, "mesh_order": (), "reduce_dtype": ""}
-    parts |= dict.fromkeys(CODES, "") | dict.fromkeys(ROUNDING, False)
+    parts |= {"mesh": {"data": 1}, "mesh_order": ()}
+    parts |= {name.removeprefix("parallel."): x for name, x in fields_of_manual_mode().items()}
     single = build("dp", "auto", **parts)
     return [*experiments, (ONE_DEVICE, single)]
 

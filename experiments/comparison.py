@@ -1,7 +1,7 @@
-"""Shows a comparison as a table, as Markdown and as a picture.
+"""Shows a comparison of strategies as a table, as Markdown and as a picture.
 
-A row is a dict from `comparison.json`, see `experiments.compare`. The last row is for the single
-device.
+A row is a dict with the measurements of a program, see `Trial.row` in `experiments.compare`. The
+last row is the program on a single device.
 """
 
 import dataclasses
@@ -71,7 +71,7 @@ COLUMNS: Sequence[Column[Row]] = (
 
 
 def print_rows(console: rich.console.Console, rows: Sequence[Row], notes: Sequence[str]) -> None:
-    """Prints the table and the footnotes; a line separates the single device's row."""
+    """Prints the table and the footnotes; a line separates the row of the single device."""
     *pairs, reference = rows
     columns = [dataclasses.replace(x, name=x.name.replace(" ", "\n")) for x in COLUMNS]
     print_table(console, columns, pairs, last=reference)
@@ -84,7 +84,7 @@ def markdown(rows: Sequence[Row], notes: Sequence[str]) -> str:
 
 
 def footnotes(rows: Sequence[Row], *, repetitions: int) -> list[str]:
-    """Explains the columns of the table."""
+    """Returns footnotes that explain the columns of the table."""
     device = jax.devices()[0]
     cpu = " Simulated devices share the cores of one machine, so this shows no speed-up."
     return [
@@ -121,7 +121,7 @@ def _draw_losses(losses: Any, differences: Any, rows: Sequence[Row]) -> None:
     steps = range(1, len(reference["losses"]) + 1)
     for index, row in enumerate(pairs):
         style = {"color": _color(row), "linestyle": DASHES[row["mode"]]}
-        # The first lines are wider, so that they stay visible under the later lines.
+        # Earlier lines are wider, so that they stay visible under the later lines.
         width = 1.2 + 4.0 * (len(pairs) - 1 - index) / max(len(pairs) - 1, 1)
         losses.plot(steps, row["losses"], linewidth=width, label=name(row), **style)
         apart = [x - y for x, y in zip(row["losses"], reference["losses"], strict=True)]
@@ -154,7 +154,8 @@ def _draw_bytes(axes: Any, rows: Sequence[Row]) -> None:
     for y, row in enumerate(rows):
         sent, formula = row["bytes_sent"], row["formula_bytes"] or 0
         color = _color(row) if row["read_from"] == "traced" else _pale(_color(row))
-        # An invisible part up to the formula puts the text to the right of the formula's line.
+        # An invisible part of the bar, up to the formula's value, puts the text to the right of
+        # the line that marks this value.
         parts = [(sent, color), (max(formula - sent, 0), "none")]
         bars.append(Bar("", parts, describe_bytes(sent)))
         if formula:
@@ -167,7 +168,7 @@ def _draw_bytes(axes: Any, rows: Sequence[Row]) -> None:
 
 def _color(row: Row) -> str:
     kind = strategy_kinds().get(row["strategy"])
-    return kind.color if kind else pictures.INK  # Only the single device has no such strategy.
+    return kind.color if kind else pictures.INK  # The row of the single device has no strategy.
 
 
 def _pale(color: str) -> str:

@@ -1,4 +1,4 @@
-"""Trains a classifier with data parallelism: every device holds the full model.
+"""Trains a classifier with data parallelism: every device stores the full model.
 
 python -m experiments.dp [--config=configs/dp.py] [--config.<field>=<value> ...]
                          [--workdir=<folder>] [--devices=<number>]

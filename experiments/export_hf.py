@@ -1,4 +1,4 @@
-"""Writes the model in a workdir as .safetensors files, with its config and tokenizer.
+"""Exports the model of a workdir as .safetensors files, with its config and tokenizer.
 
 python -m experiments.export_hf --workdir=<folder> --to=<directory>
                                 [--like=<directory it came from> | --family=llama]

@@ -1,4 +1,4 @@
-"""Trains a classifier with fully sharded data parallelism: every device holds a shard.
+"""Trains a classifier with fully sharded data parallelism: every device stores a shard.
 
 python -m experiments.fsdp [--config=configs/fsdp.py] [--config.<field>=<value> ...]
                          [--workdir=<folder>] [--devices=<number>]

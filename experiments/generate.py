@@ -1,4 +1,4 @@
-"""Answers prompts with a run's newest checkpoint, or with a Hugging Face model.
+"""Generates answers to prompts with a run's newest checkpoint, or with a Hugging Face model.
 
 python -m experiments.generate --workdir=<folder> --prompt="Once upon a time" [--temperature=0.8]
                                [--top_k=<number>] [--top_p=<probability>] [--max_tokens=<number>]

@@ -1,11 +1,11 @@
-"""Imports a Hugging Face model into a workdir, as a checkpoint at step 0 from which to train.
+"""Imports a Hugging Face model into a workdir, as a checkpoint from which a training can begin.
 
 python -m experiments.import_hf DIR --workdir=<folder>
                                 [--config=configs/fsdp_lm.py] [--config.<field>=<value> ...]
                                 [--devices=<number>]
 
-DIR holds config.json, tokenizer.json and .safetensors files. The config says how the model will be
-trained, and on which data. Each process reads only the slices for its devices.
+DIR contains config.json, tokenizer.json and .safetensors files. The config defines how the model
+will be trained, and on which data. Each process reads only the slices for its devices.
 """
 
 import sys
@@ -20,7 +20,7 @@ DEFAULT_CONFIG = Path(__file__).parent.parent / "configs" / "fsdp_lm.py"
 
 
 def main() -> None:
-    """Runs the command line of the process."""
+    """Parses the command line and runs the import."""
     argv = sys.argv
     if len(argv) > 1 and not argv[1].startswith("-"):
         argv = [argv[0], f"--config.model.from_hf={argv[1]}", *argv[2:]]

@@ -24,7 +24,7 @@ DEFAULT_CONFIG = Path(__file__).parent.parent / "configs" / "fsdp.py"
 
 
 def chip_memory(name: str) -> int:
-    """Returns the bytes that a program can use on a chip, by the chip's name, such as `v5p`."""
+    """Returns the bytes of memory that a program can use on a chip with a name such as `v5p`."""
     return chip_named(name).hbm_bytes
 
 

@@ -1,4 +1,4 @@
-"""Trains a language model on long sequences; each sequence is split over devices.
+"""Trains a language model on long sequences; each sequence is sharded over devices.
 
 python -m experiments.long_lm [--config=configs/long_lm.py] [--config.<field>=<value> ...]
                            [--workdir=<folder>] [--devices=<number>]

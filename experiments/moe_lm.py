@@ -1,4 +1,4 @@
-"""Trains a language model with experts, which are divided over devices.
+"""Trains a language model with experts, which are sharded over devices.
 
 python -m experiments.moe_lm [--config=configs/moe_lm.py] [--config.<field>=<value> ...]
                             [--workdir=<folder>] [--devices=<number>]

@@ -1,4 +1,4 @@
-"""Trains a language model as a pipeline: each device has some of the layers.
+"""Trains a language model as a pipeline: each device computes some of the layers.
 
 python -m experiments.pp_lm [--config=configs/pp_lm.py] [--config.<field>=<value> ...]
                            [--workdir=<folder>] [--devices=<number>]

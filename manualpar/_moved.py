@@ -1,8 +1,8 @@
 """Keeps old names of modules and of their members usable for one more release, with a warning.
 
 `import manualpar.pretrained` gives the module object of `manualpar.models.pretrained`. Old names of
-the modules below it give the new modules. Remove an entry of `MOVED` in the release after the
-module's move.
+its submodules work in the same way. Remove an entry of `MOVED` in the release after the module's
+move.
 """
 
 import functools
@@ -48,7 +48,7 @@ MOVED = {
     "usage": "errors",
     "watching": "training.monitoring",
 }
-# Present name of a module -> old names of its members -> present full names of these members.
+# New name of a module -> old names of its members -> new full names of these members.
 RENAMED = {
     "core.modes.strategy": {
         "Mode": "core.modes.strategy.ModeName",
@@ -65,7 +65,7 @@ GONE = frozenset({"modes", "sharding"})
 
 
 def new_name(name: str) -> str:
-    """Returns the present full name of a module from its old full name; `""` if it did not move."""
+    """Returns the new full name of a module from its old full name; `""` if it did not move."""
     parts = name.removeprefix(PACKAGE).split(".") if name.startswith(PACKAGE) else []
     for n in range(len(parts), 0, -1):
         if moved := MOVED.get(".".join(parts[:n])):
@@ -88,7 +88,7 @@ def import_moved(name: str) -> types.ModuleType:
 
 
 def _warn(old: str, new: str) -> None:
-    """Warns of an old name; the warning points at the caller's caller."""
+    """Warns that a name is old; the warning shows the line of the caller's caller."""
     warnings.warn(
         f"{old} is {new} now; the old name goes with the next release.",
         DeprecationWarning,
@@ -131,7 +131,7 @@ class MovedFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 def find_old_names() -> None:
     """Makes old names importable."""
     if not any(isinstance(finder, MovedFinder) for finder in sys.meta_path):
-        # The first finder, because other finders would import the files of a moved folder again.
+        # The finder must be first: others would import the files of a moved folder a second time.
         sys.meta_path.insert(0, MovedFinder())
     for name, renamed in RENAMED.items():
         module = importlib.import_module(PACKAGE + name)

@@ -65,7 +65,7 @@ def printable(text: object) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(text))
 
 
-# Module -> the extra that installs it, and the name of its distribution.
+# Module -> the extra that installs the module, and the name of its distribution on PyPI.
 MODULES = {
     "grain": ("train", "grain"),
     "ml_collections": ("train", "ml-collections"),
@@ -98,7 +98,7 @@ def require(user: str, *modules: str) -> None:
     """Checks that optional modules are installed, without importing them.
 
     Args:
-      user: The name of what needs the modules; the message begins with it.
+      user: The feature or command that needs the modules; the error's message begins with it.
       *modules: Names from `MODULES`, all of one extra.
 
     Raises:

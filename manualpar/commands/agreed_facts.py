@@ -1,8 +1,8 @@
-"""The facts that the processes of a run must agree on, for `Cluster.agree` to compare.
+"""The facts that must be equal in all processes of a run; `Cluster.agree` compares them.
 
-Hosts may differ in prefetching, monitoring, reports and profiles, and in the last number of
-Python's version. They may also differ in the path of the data, because the data's fingerprint and
-its first examples are compared instead.
+Processes may have different settings of prefetching, monitoring and profiles, and another patch
+version of Python. They may also have different paths of the data, because the fingerprint and the
+first examples of the data are compared instead.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from manualpar.training.config import flatten_config
 from manualpar.training.experiment import Experiment
 
 PACKAGES = ("manualpar", "jax", "jaxlib", "flax", "optax", "numpy", "orbax-checkpoint")
-# JAX settings that change the results, or only their last bits.
+# The settings of JAX that change the results, even if only their last bits.
 SETTINGS = (
     "jax_enable_x64",
     "jax_default_matmul_precision",
@@ -30,7 +30,8 @@ SETTINGS = (
     "jax_threefry_partitionable",
 )
 FIRST_EXAMPLES = 8
-# Config fields that may differ between processes; a prefix ends in a dot.
+# The config fields that may differ between processes. An entry that ends in a dot means all fields
+# that begin with it.
 LOCAL = (
     *("watch.", "profile", "debug.draw_sharding"),
     *("data.path", "data.tokenizer", "data.template", "data.cache", "data.prefetch"),
@@ -38,7 +39,7 @@ LOCAL = (
 
 
 def run_facts(command: CommandLine) -> Facts:
-    """Collects the facts known before JAX has devices: the config, the folder and versions."""
+    """Collects the facts that are known before JAX starts: config, folder, versions, settings."""
     facts = {
         f"config.{name}": _show(value)
         for name, value in flatten_config(command.config).items()
@@ -51,7 +52,7 @@ def run_facts(command: CommandLine) -> Facts:
 
 
 def experiment_facts(experiment: Experiment) -> Facts:
-    """Collects the facts of an experiment whose data is open and whose program is traced."""
+    """Collects the facts of a prepared experiment: data, mesh, compiler options, state's layout."""
     config, program = experiment.config, experiment.program
     dataset = experiment.task.dataset
     count = min(config.data.batch_size, FIRST_EXAMPLES)

@@ -1,4 +1,4 @@
-"""Flags and files that the commands `generate` and `evaluate` share: the model and its devices."""
+"""The flags and files of both `generate` and `evaluate`: loading the model, reading and writing."""
 
 import argparse
 import io
@@ -28,7 +28,7 @@ from manualpar.training.stored_run import Trained, load_directory, load_run
 
 
 def model_flags(description: str) -> argparse.ArgumentParser:
-    """Makes a parser with the flags that choose the model."""
+    """Makes a parser with the flags that choose the model and the devices."""
     parser = OneSentenceParser(
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -44,9 +44,9 @@ def model_flags(description: str) -> argparse.ArgumentParser:
 
 
 def run_with_model(flags: argparse.Namespace, work: Callable[[Trained, Generator], None]) -> int:
-    """Loads the model that the flags name and calls `work` with it, in each process of a cluster.
+    """Loads the model that the flags name, and calls `work(trained, generator)` with it.
 
-    Returns the exit code.
+    In a cluster each process does this. Returns the exit code.
     """
     quiet_absl()
     try:
@@ -77,14 +77,14 @@ def is_main() -> bool:
 
 
 def show(text: str) -> None:
-    """Prints a part of the results; in a cluster only process 0 does."""
+    """Prints a part of the results; in a cluster only process 0 prints it."""
     if is_main():
         sys.stdout.write(text)
         sys.stdout.flush()
 
 
 def write_output(path: AnyPath, text: str) -> None:
-    """Writes the file of `--output`; in a cluster only process 0 does.
+    """Writes the file of `--output`; in a cluster only process 0 writes it.
 
     Raises:
       UsageError: The file cannot be written.
@@ -100,13 +100,14 @@ def write_output(path: AnyPath, text: str) -> None:
 def read_lines(path: str) -> list[dict[str, Any]]:
     """Reads the objects of a JSONL file, or of stdin if `path` is `-`.
 
-    Outside `.jsonl` files, a line that does not begin with `{` becomes `{"prompt": line}`.
+    If `path` does not end in `.jsonl`, a line that does not begin with `{` becomes
+    `{"prompt": line}`.
 
     Raises:
-      UsageError: The file cannot be read, or any other line is not a JSON object.
+      UsageError: The file cannot be read, or a line is not a JSON object.
 
     Communication:
-      Process 0 reads the file, and the other processes get its content by two small all-gathers.
+      Process 0 reads the file. The other processes get the content by two small all-gathers.
     """
     return from_first(_read_lines(path) if is_main() else [])
 
@@ -142,16 +143,16 @@ def check_lines(
     texts: Collection[str],
     added: Collection[str],
 ) -> None:
-    """Refuses lines with fields that must be texts and are not, or that the output would replace.
+    """Checks the fields of lines read from a file, before they are used and written with results.
 
     Args:
       where: The name of the file, for messages.
       lines: The lines.
-      texts: Names of fields that must be texts if a line has them.
-      added: Names of fields that the output adds to each line.
+      texts: Names of fields that must be strings if a line has them.
+      added: Names of fields that the output adds to each line, so a line must not have them.
 
     Raises:
-      UsageError: A line is refused; the message says which.
+      UsageError: A line breaks one of these rules; the message gives the number of the line.
     """
     for number, line in enumerate(lines, 1):
         for name in texts:
@@ -172,7 +173,7 @@ def output_line(fields: Mapping[str, Any]) -> str:
     line = json.dumps(fields, ensure_ascii=False) + "\n"
     try:
         line.encode()
-    except UnicodeEncodeError:  # The text has half a surrogate pair: only an escape can write it.
+    except UnicodeEncodeError:  # UTF-8 cannot encode half a surrogate pair, but JSON can escape it.
         return json.dumps(fields) + "\n"
     return line
 

@@ -1,9 +1,10 @@
 """Parses and runs the command lines of train, compare, inspect and plan: flags and configs.
 
 A command declares its flags in a `Syntax`. `--config` names a Python file with `get_config()`, and
-`--config.<field>=<value>` sets a field, through `ml_collections.config_flags`. A command that takes
-several configs sets the field in all of them. A user's mistake is a `UsageError`, which is shown as
-one sentence and ends with exit code 2. A bug of this package is shown with its traceback.
+`--config.<field>=<value>` sets a field, through `ml_collections.config_flags`. If a command has
+several configs, the field is set in all of them. A user's mistake raises a `UsageError`: the
+command prints one sentence and ends with exit code 2. A bug in this package is shown with its
+traceback.
 """
 
 import contextlib
@@ -25,6 +26,7 @@ from absl import flags as absl_flags
 from absl import logging
 from ml_collections import config_flags
 
+from manualpar.commands.help_text import help_text
 from manualpar.errors import (
     INTERRUPTED_EXIT_CODE,
     USAGE_EXIT_CODE,
@@ -69,7 +71,7 @@ WORKDIR = Flag(
 
 
 class NamedConfig(NamedTuple):
-    """A config with its overrides applied, not yet checked, and the name for its results."""
+    """A config, with overrides applied but not checked yet, and a name for its results."""
 
     name: str
     path: Path
@@ -78,30 +80,30 @@ class NamedConfig(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class CommandLine:
-    """A parsed command line: configs, and the value of each flag as an attribute."""
+    """A parsed command line: the configs, and `flags`, which has an attribute for each flag."""
 
     configs: tuple[NamedConfig, ...]
     flags: types.SimpleNamespace
 
     @property
     def config(self) -> Any:
-        """The config of a command that takes only one."""
+        """The config of a command for which only one config may be given."""
         return self.configs[0].config
 
     @property
     def config_path(self) -> Path:
-        """The file of the config."""
+        """The file from which `config` was loaded."""
         return self.configs[0].path
 
 
 class Syntax(NamedTuple):
-    """The flags of a command, without `--config` and `--config.<field>`, which all commands have.
+    """The flags of a command, in addition to `--config` and `--config.<field>`.
 
     Attributes:
       flags: The flags by name.
       takes_several: Whether `--config` may be given several times.
-      refused: Flags of other commands that this command refuses, each with the reason.
-      refine: Checks the flags' values, and may replace them; raises `UsageError` for a mistake.
+      refused: Flags that only other commands have, each with the reason why it is refused here.
+      refine: Checks the flags' values, and may change them; raises `UsageError` for a mistake.
     """
 
     flags: Mapping[str, Flag]
@@ -136,7 +138,7 @@ TRAINING = Syntax(
 def flags_parser(
     description: str, default_config: Path, syntax: Syntax = TRAINING
 ) -> Callable[[list[str]], CommandLine]:
-    """Makes the parser for `absl.app.run`; `--help` shows `description` first.
+    """Makes the parser for `absl.app.run`; `--help` prints `description` and then the flags.
 
     The parser ends the process with code 0 after `--help`. After a mistake it prints a sentence and
     ends the process with code 2.
@@ -144,7 +146,8 @@ def flags_parser(
 
     def parse_or_end(argv: list[str]) -> CommandLine:
         if {"--help", "-help", "-h", "--helpshort"} & set(argv):
-            print(_help_text(description, default_config, syntax.flags))
+            helps = {name: flag.help for name, flag in syntax.flags.items()}
+            print(help_text(description, default_config, {"config": CONFIG_HELP} | helps))
             sys.exit(0)
         try:
             return parse_command_line(
@@ -166,8 +169,8 @@ def parse_command_line(
 ) -> CommandLine:
     """Parses a command line; raises `UsageError` for a mistake.
 
-    `argv` begins with the program's name. The flags are defined in `flag_values`, by default a new
-    object.
+    `argv` begins with the program's name. The flags are defined in `flag_values`, by default in a
+    new object.
     """
     flags = syntax.flags
     flag_values = absl_flags.FlagValues() if flag_values is None else flag_values
@@ -176,7 +179,7 @@ def parse_command_line(
     for name, flag in flags.items():
         define_flag: Any = define.get(flag.kind, absl_flags.DEFINE_string)
         define_flag(name, flag.default, flag.help, flag_values=flag_values)
-    flag_values.set_gnu_getopt()  # Allows the value of an override as a separate argument.
+    flag_values.set_gnu_getopt()  # Allows `--config.seed 1` in addition to `--config.seed=1`.
     if argv[-1] in ("--config", "-config"):
         raise UsageError(NO_CONFIG)
     with _explained(lambda name: (flags[name].kind, "") if name in flags else None):
@@ -211,7 +214,7 @@ def _path(name: str, value: str, flag: Flag) -> AnyPath:
 
 
 def _check_overrides(arguments: list[str], syntax: Syntax) -> None:
-    """Refuses arguments that are neither an override of a field nor the value of an override."""
+    """Refuses arguments that are neither `--config.<field>` nor the value of such a flag."""
     takes_value = False
     for argument in arguments:
         is_override = OVERRIDE.match(argument)
@@ -229,14 +232,14 @@ def _check_overrides(arguments: list[str], syntax: Syntax) -> None:
 
 
 def _load_configs(paths: Sequence[str], overrides: list[str]) -> tuple[NamedConfig, ...]:
-    """Loads every config and applies the same overrides to each."""
+    """Loads every config and applies all overrides to each of them."""
     if twice := [path for path, count in Counter(paths).items() if count > 1]:
         raise UsageError(f"--config={twice[0]} is given twice, expected each file once.")
     stems = Counter(Path(path).stem for path in paths)
     configs: list[NamedConfig] = []
     for text in paths:
         path = Path(text)
-        # If two files have the same name, their folders are added to tell them apart.
+        # If two files have the same name, their results are named after the folder and the file.
         parts = path.with_suffix("").parts[-2 if stems[path.stem] > 1 else -1 :]
         try:
             configs.append(NamedConfig("-".join(parts), path, _load_with(path, overrides)))
@@ -275,7 +278,7 @@ def _load_with(path: Path, overrides: list[str]) -> ml_collections.ConfigDict:
 
 
 def _check_fields(config: ml_collections.ConfigDict, overrides: Sequence[str]) -> None:
-    """Refuses an argument `--config.<field>` if the config does not have the field."""
+    """Refuses an argument `--config.<field>` if the config has no such field."""
     values = flatten_config(config)
     groups = {name.rsplit(".", depth)[0] for name in values for depth in range(name.count(".") + 1)}
     mesh = values.get("parallel.mesh")
@@ -301,7 +304,7 @@ def _check_fields(config: ml_collections.ConfigDict, overrides: Sequence[str]) -
 
 @contextlib.contextmanager
 def _explained(kind_of: Callable[[str], tuple[type, str] | None]) -> Iterator[None]:
-    """Turns absl's errors into sentences; `kind_of` returns a flag's type and an example."""
+    """Turns absl's errors into `UsageError`s; `kind_of` returns a flag's type and an example."""
     try:
         yield
     except absl_flags.IllegalFlagValueError as error:
@@ -315,25 +318,11 @@ def _explained(kind_of: Callable[[str], tuple[type, str] | None]) -> Iterator[No
         raise UsageError(f"{error}.") from error
 
 
-def _help_text(description: str, default_config: Path, flags: Mapping[str, Flag]) -> str:
-    """Writes the text of `--help`: the flags, and the fields of the default config."""
-    helps = {"config": CONFIG_HELP} | {name: flag.help for name, flag in flags.items()}
-    fields = flatten_config(load_config(default_config))
-    return "\n".join(
-        [
-            f"{description.strip()}\n\nFlags:",
-            *(f"  --{name:20s}  {text}" for name, text in helps.items()),
-            f"\nFields of {default_config.name}, each a flag --config.<field>=<value>:",
-            *(f"  {name:31s}  {value or repr(value)}" for name, value in fields.items()),
-        ]
-    )
-
-
 def answer(work: Callable[[rich.console.Console], Path]) -> int:
-    """Runs a command that writes a folder of results, and prints its time and the folder.
+    """Runs a command that writes a folder of results, and prints the time it took and the folder.
 
-    `work` returns the folder. It raises a `UsageError` for a user's mistake. On Ctrl-C it may raise
-    a `KeyboardInterrupt` whose argument says which files were written.
+    `work` returns the folder, and raises a `UsageError` for a user's mistake. On Ctrl-C it may
+    raise a `KeyboardInterrupt` whose argument is a text about the files written so far.
 
     Returns:
       The exit code.
@@ -355,13 +344,13 @@ def answer(work: Callable[[rich.console.Console], Path]) -> int:
 
 
 def quiet_absl() -> None:
-    """Hides JAX's messages about missing backends, which absl shows by default."""
+    """Hides JAX's messages about missing backends, which absl prints by default."""
     logging.set_verbosity(logging.WARNING)
 
 
 @contextlib.contextmanager
 def users_mistakes(where: str = "") -> Iterator[None]:
-    """Turns a `ValueError` into a `UsageError`, and puts `where` before its message."""
+    """Turns a `ValueError` in this context into a `UsageError`; its message begins with `where`."""
     try:
         yield
     except ValueError as error:
@@ -370,10 +359,10 @@ def users_mistakes(where: str = "") -> Iterator[None]:
 
 @contextlib.contextmanager
 def results_folder(folder: Path | None, parent: Path, *, flag: str = "--workdir") -> Iterator[Path]:
-    """Creates a folder for results: `folder`, or if it is `None` the next folder in `parent`.
+    """Creates a folder for results: `folder`, or if `folder` is `None` a numbered one in `parent`.
 
     Raises:
-      UsageError: The folder cannot be written to, now or inside the context.
+      UsageError: The folder cannot be created, or code in the context cannot write to it.
     """
     try:
         folder = folder or create_numbered_folder(parent)
@@ -386,5 +375,5 @@ def results_folder(folder: Path | None, parent: Path, *, flag: str = "--workdir"
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes an indented JSON file."""
+    """Writes a value to a file as indented JSON."""
     path.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")

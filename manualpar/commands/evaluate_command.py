@@ -1,4 +1,4 @@
-"""Evaluates a model on texts: perplexity, bits per byte, and likelihoods of completions."""
+"""Evaluates a model on texts: perplexity, bits per byte, and log-likelihoods of completions."""
 
 import argparse
 import json
@@ -22,7 +22,7 @@ from manualpar.models.generation.scoring import Score, score_completions, score_
 from manualpar.system.storage import AnyPath, path_flag
 from manualpar.training.stored_run import Trained
 
-# The sequence length for a model if the length in its training is not known.
+# The longest sequence if the model's sequence length in training is not known.
 MAX_LENGTH = 2048
 
 
@@ -57,9 +57,9 @@ def evaluate_command(argv: Sequence[str], description: str) -> int:
 
 
 def summary(scores: Sequence[Score], num_bytes: int) -> dict[str, Any]:
-    """Computes the metrics of all texts together.
+    """Computes metrics of all texts together, such as the loss per token and the perplexity.
 
-    `num_bytes` is the number of bytes of all texts, or 0 if it is not known.
+    `num_bytes` is the number of bytes of all texts; 0 if unknown, then bits per byte are left out.
     """
     nats = -sum(score.log_likelihood for score in scores)
     tokens = sum(score.num_tokens for score in scores)
@@ -93,7 +93,7 @@ def _text(trained: Trained, generator: Generator, path: AnyPath, length: int) ->
 
 
 def _test_split(trained: Trained, generator: Generator) -> dict[str, Any]:
-    """Evaluates the test split as the run does: on packed sequences, each without the others."""
+    """Evaluates the test split as the run does: each packed sequence is scored by itself."""
     if trained.dataset is None:
         raise UsageError("--hf has no test split, expected --text or --completions.")
     split = trained.dataset.test

@@ -19,12 +19,12 @@ from manualpar.models.generation.generator import Answer, Generator, Prompt
 from manualpar.system.storage import path_flag
 from manualpar.training.stored_run import Trained
 
-# The fields that an answer's line has in addition to the fields of its prompt.
+# The fields that the output has for each answer, after the fields of the prompt's line.
 ADDED = ("text", "ending", "tokens")
 
 
 def generate_command(argv: Sequence[str], description: str) -> int:
-    """Answers the prompts of a command line; returns the exit code."""
+    """Generates answers to the prompts of a command line; returns the exit code."""
     parser = model_flags(description)
     prompts = parser.add_mutually_exclusive_group(required=True)
     prompts.add_argument("--prompt", help="The text to continue.")
@@ -73,7 +73,7 @@ def _answer_all(
 def _prompts(
     trained: Trained, flags: argparse.Namespace, lines: Sequence[dict[str, Any]]
 ) -> list[Prompt]:
-    """Makes a prompt of each line; turns a chat into tokens by the tokenizer's chat template."""
+    """Makes a prompt from each line; converts a chat to tokens with the chat template."""
     prompts: list[Prompt] = []
     chats = None
     for number, line in enumerate(lines, 1):

@@ -1,7 +1,7 @@
-"""Imports a Hugging Face model into a workdir, and exports a workdir's model as files.
+"""Imports a Hugging Face model into a workdir, and exports the model of a workdir.
 
-An imported model is a checkpoint at step 0. Its `config.json` and tokenizer are copied into the
-workdir's folder `model`, so that training does not need the original directory.
+An imported model is a checkpoint at step 0. Its `config.json` and tokenizer are copied to the
+folder `model` of the workdir, so that training does not need the original directory.
 """
 
 import contextlib
@@ -76,7 +76,8 @@ def _import(command: CommandLine, say: Callable[[str], None]) -> None:
                     stack.enter_context(lock_workdir(workdir, report=say))
                 except UsageError as error:
                     raise ValueError(str(error)) from None
-                # Checks again, because another import may have ended since the first check.
+                # Checks again, because another import may have finished before this one got the
+                # lock.
                 _check_new(workdir)
         _import_into(workdir, command, say)
 
@@ -91,7 +92,7 @@ def _import_into(workdir: AnyPath, command: CommandLine, say: Callable[[str], No
                 _copy_small_files(source, model_folder)
     config = command.config.copy_and_resolve_references().unlock()
     if config.data.tokenizer == config.model.from_hf:
-        config.data.tokenizer = ""  # The folder `model` holds a copy of the tokenizer.
+        config.data.tokenizer = ""  # Uses the copy of the tokenizer in the folder `model`.
     config.model.from_hf = str(model_folder)
     experiment = prepare(fill_from_hf(config.lock()))
     with open_checkpoints(experiment.config, workdir) as checkpoints:
@@ -116,7 +117,7 @@ def _import_into(workdir: AnyPath, command: CommandLine, say: Callable[[str], No
 
 
 def export_command(argv: Sequence[str]) -> int:
-    """Writes the model in a workdir as a directory of files; returns the exit code."""
+    """Exports the model of a workdir as a Hugging Face directory; returns the exit code."""
     parser = OneSentenceParser(
         prog="python -m experiments.export_hf",
         description="Writes the model in a workdir as safetensors files that transformers loads.",
@@ -155,7 +156,7 @@ def export_command(argv: Sequence[str]) -> int:
             like=like,
             family=flags.family,
             dtype=flags.dtype,
-            # The tokenizer comes from the data: token files have their tokenizer in their folder.
+            # Without `like`, exports the tokenizer of the run's data.
             tokenizer=next(iter(dataset.tokenizer.files), None) if like is None else None,
             max_shard_bytes=flags.max_shard_bytes,
         )
@@ -179,7 +180,10 @@ def peak_memory() -> int:
 
 
 def _answer(start: Callable[[], Cluster], work: Callable[[Callable[[str], None]], None]) -> int:
-    """Runs a command in every process, and shows a user's mistake as one sentence."""
+    """Runs `work` in the cluster that `start` returns; prints a user's mistake as one sentence.
+
+    Returns the exit code.
+    """
     try:
         with start() as cluster:
             try:
@@ -195,7 +199,7 @@ def _answer(start: Callable[[], Cluster], work: Callable[[Callable[[str], None]]
 
 
 def _code(error: Exception) -> int:
-    """Returns the exit code for an error that is shown as one sentence."""
+    """Returns the exit code for an error that is printed as one sentence."""
     code = exit_code(error)
     return USAGE_EXIT_CODE if code == FAILED_EXIT_CODE else code
 
@@ -206,14 +210,14 @@ def _check_new(workdir: AnyPath) -> None:
 
 
 def _copy_small_files(source: Path, folder: AnyPath) -> None:
-    """Copies a model's config and tokenizer to a folder, and replaces existing files."""
+    """Copies a model's config and tokenizer to a folder; replaces or deletes older such files."""
     if isinstance(folder, Path):
         folder.mkdir(parents=True, exist_ok=True)
     for name in (CONFIG_FILE, *TOKENIZER_FILES):
         if (source / name).exists():
             with open_file(source / name, follow_links=True) as file:
                 (folder / name).write_bytes(file.read())
-        elif isinstance(folder, BucketPath):  # Deletes the file of a failed import, if any.
+        elif isinstance(folder, BucketPath):  # A failed import may have left such a file.
             (folder / name).delete()
         else:
             (folder / name).unlink(missing_ok=True)

@@ -25,7 +25,6 @@ from manualpar.commands.command_line import (
     users_mistakes,
     write_json,
 )
-from manualpar.core.model.options import CODES
 from manualpar.errors import UsageError, require
 from manualpar.models import Transformer
 from manualpar.planner.closed_form.layout import check_closed_form
@@ -324,7 +323,7 @@ def _rank_layouts(command: CommandLine, console: rich.console.Console) -> tuple[
         min_weight_size=fields["parallel.min_weight_size"],
         overlap=config.parallel.overlap,
     )
-    codes: Any = {name: fields[f"parallel.{name}"] for name in CODES}
+    codes: Any = {name: fields[f"parallel.{name}"] for name in ("gather_code", "reduce_code")}
     outcomes = rank_layouts(estimator, **codes)
     if not outcomes:
         raise ValueError(

@@ -1,4 +1,7 @@
-"""Trains the config of a command line; `manualpar.training.exit_codes` lists the exit codes."""
+"""Runs the training that a command line describes.
+
+`manualpar.training.exit_codes` lists the exit codes.
+"""
 
 import sys
 import time
@@ -40,12 +43,12 @@ NONFINITE_MEND = (
 
 
 def run_command(command: CommandLine) -> int:
-    """Trains the config of a command line, and returns the exit code."""
+    """Runs the training that a command line describes; returns the exit code."""
     started = time.perf_counter()
     quiet_absl()
     config, flags = command.config, command.flags
     try:
-        # Checks everything that can be checked before JAX has devices.
+        # Checks everything that can be checked before JAX starts.
         check_config(config)
         changes = check_folder(config, flags.workdir)
         simulate_devices(flags.devices, force=flags.force)
@@ -70,7 +73,7 @@ def run_command(command: CommandLine) -> int:
 
 
 def _run(command: CommandLine, cluster: Cluster, *, changes: list[str], started: float) -> int:
-    """Prepares and runs the training of a command line, in every process."""
+    """Prepares and runs the training, in every process; returns the exit code."""
     console = make_console(process=cluster.process_id)
     remains, goes_on = "nothing was written", ""
     try:
@@ -123,6 +126,7 @@ def _prepare(command: CommandLine, cluster: Cluster) -> tuple[Experiment, AnyPat
         return experiment, choose_workdir(command.flags.workdir, name=command.config_path.stem)
     except (UsageError, ValueError) as error:
         mistake = UsageError(describe_mistake(error))
-        if not isinstance(error, DisagreementError):  # The other processes may not have this error.
+        # All processes have a `DisagreementError`, but they may not have any other error.
+        if not isinstance(error, DisagreementError):
             end_all(cluster, mistake)
         raise mistake from error

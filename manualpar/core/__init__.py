@@ -1,8 +1,8 @@
-"""The core: programs and their steps. Each room imports only rooms before it in this list.
+"""The core: programs and their steps. Each package imports only packages before it in this list.
 
-`tracing` names and reads traced operations. `mesh` has axes and their roles. `parameters` says
-where parameters are stored and how they are gathered. `state` is the train state. `modes` decides
-who writes the collectives, and how gradients are accumulated and reduced. `model` traces a user's
-model and loss. `checks` refuses programs that could be wrong in silence. `program` puts a step
-together.
+`tracing` defines named scopes and reads jaxprs. `mesh` defines meshes and the roles of their axes.
+`parameters` defines how parameters are sharded and gathered. `state` defines the train state.
+`modes` decides who writes the collectives (this package, XLA, or JAX's types), and accumulates and
+reduces gradients. `model` traces a user's model and loss. `checks` refuses programs that could give
+wrong results without an error. `program` puts a step together.
 """

@@ -1,7 +1,7 @@
 """Names for the trees of arrays in signatures, and for the paths of their leaves.
 
-A tree is whatever `jax.tree` takes: dicts, tuples, dataclasses. Python cannot express its type, so
-each name stands for `Any`, and says what the tree holds.
+A tree is any pytree: dicts, tuples, dataclasses. Python cannot express its type, so each name is an
+alias of `Any` that tells the reader what the tree contains.
 """
 
 from typing import Any, TypeAlias
@@ -9,9 +9,9 @@ from typing import Any, TypeAlias
 import jax
 
 Params: TypeAlias = Any  # The model's parameters; inside a step some are in boxes.
-Grads: TypeAlias = Any  # A tree like the trained parameters.
+Grads: TypeAlias = Any  # Gradients: a tree like the trained parameters.
 Collections: TypeAlias = Any  # The model's other variables by collection, such as `batch_stats`.
-Batch: TypeAlias = Any  # Arrays whose leading dim counts examples, and scalars.
+Batch: TypeAlias = Any  # Scalars, and arrays whose leading dim counts examples.
 PerDevice: TypeAlias = Any  # Arrays that differ between devices, see `TrainState.local`.
 Variables: TypeAlias = Any  # The parameters and the other collections, by collection.
 OptState: TypeAlias = Any  # The state of the optimizer.

@@ -1,4 +1,4 @@
-"""Loads data sets, and puts their batches on the devices.
+"""Loads datasets, and puts their batches on the devices.
 
 `load_dataset` returns a dataset with three splits. In a split each example has a number.
 `train_batches` and `evaluation_batches` turn a split into batches on a mesh.

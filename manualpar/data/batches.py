@@ -1,18 +1,18 @@
-"""Yields batches on the devices. Grain's threads read the batches ahead.
+"""Yields batches on the devices, which Grain's threads read ahead.
 
 Training reads an endless stream of examples, see `manualpar.data.order`. The example at position
-`p` depends only on the seed and on `p`, and a batch is the next `B` examples. So a batch does not
-depend on the number of processes, devices, and batches read ahead. The state of the data is one
-number: the position after the last batch that was used. All batches are full and no example is
-dropped. A batch may have examples from the end of an epoch and from the start of the next epoch.
+`p` depends only on the seed and on `p`, and a batch consists of the next `B` examples. So a batch
+does not depend on the number of processes, devices, or batches read ahead. The state of the data is
+one number: the position after the last batch that was used. All batches are full, and no example is
+dropped. A batch may have examples from the end of an epoch and from the beginning of the next.
 
 Evaluation reads each example once, in order, and pads the last batch.
 
-A process reads only the rows of its own devices. It reads a row once, even if several devices have
-the row.
+A process reads only the rows of its own devices. It reads a row only once, even if several devices
+store the row.
 
-Batches are read by threads, not by Grain's worker processes. Worker processes need parsed flags and
-take seconds to start. This time is worth it only if decoding is slow.
+Batches are read by threads, not by Grain's worker processes: worker processes need parsed flags and
+take seconds to start, which is worth it only if decoding is slow.
 
 Symbol: `B` examples in a batch.
 """
@@ -40,21 +40,21 @@ def train_batches(
     start_position: int = 0,
     prefetch: int = 2,
 ) -> Generator[Batch, None, None]:
-    """Yields batches for training without end, from any position of the stream.
+    """Yields endless batches for training, from any position of the stream.
 
     Args:
-      split: The examples; a split may have fewer examples than a batch.
+      split: The examples; there may be fewer examples than in a batch.
       seed: The seed of the order of examples, not negative.
       batch_size: `B`.
       sharding: The sharding of the batches, such as `program.batch_sharding`. Each process reads
-        the rows of its own devices. It reads complete sequences, even if devices split them.
-      start_position: The number of examples to skip. To go on after `n` batches of a call with
-        position `p`, start at `p + n * batch_size`.
-      prefetch: The number of batches that threads read ahead, at least 1. One more batch waits on
-        the devices.
+        the rows of its own devices, as complete sequences, even if sequences are sharded too.
+      start_position: The number of examples to skip. To continue after `n` batches of a call with
+        start position `p`, use `p + n * batch_size`.
+      prefetch: The number of batches that threads read ahead, at least 1. In addition, one batch
+        waits on the devices.
 
     Returns:
-      Batches of global arrays; closing the iterator ends the threads.
+      An iterator of batches of global arrays. Closing the iterator ends the threads.
     """
     order = order_of(split, seed)
     starts = range(start_position, sys.maxsize - batch_size, batch_size)
@@ -90,8 +90,8 @@ def evaluation_batches(
       prefetch: As in `train_batches`.
 
     Returns:
-      Batches of global arrays; closing the iterator ends the threads. Zeros may fill up the last
-      batch, and their mask is 0.
+      An iterator of batches of global arrays. Closing the iterator ends the threads. The last batch
+      may be padded with zeros, and the mask is 0 at the padding.
     """
     size, padding = len(split), jax.tree.map(np.zeros_like, split[0])
     num_batches = -(-size // batch_size)
@@ -105,14 +105,15 @@ def evaluation_batches(
 
 def abstract_batch(split: Split, batch_size: int) -> Batch:
     """Returns the shapes and dtypes of a batch of `split`, as `jax.ShapeDtypeStruct`s."""
-    # Reads no example if possible, because sequences that a later check refuses may be very long.
+    # Reads no example if possible: a sequence may be too long for the memory, which is checked
+    # later.
     example = getattr(split, "abstract_example", None) or split[0]
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((batch_size, *x.shape), x.dtype), example)
 
 
 def rows_of_this_process(sharding: jax.sharding.Sharding, num_rows: int) -> np.ndarray:
-    """Returns the ascending numbers of the batch's rows that this process's devices have."""
-    # The sharding may split sequences too, but a process reads complete sequences.
+    """Returns the ascending numbers of the batch's rows that this process's devices store."""
+    # Ignores a sharding of sequences, because a process reads complete sequences.
     if isinstance(sharding, NamedSharding):
         sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:1]))
     parts: Iterable[Any] = sharding.addressable_devices_indices_map((num_rows,)).values()
@@ -143,9 +144,9 @@ def _read_ahead(
     sharding: jax.sharding.Sharding,
     prefetch: int,
 ) -> Generator[Batch, None, None]:
-    """Yields batches of consecutive positions; threads read the batches ahead.
+    """Yields batches of consecutive positions, which threads read ahead.
 
-    Each batch is put on the devices while the batch before it is used.
+    Each batch is put on the devices while the previous batch is used.
     """
     require("manualpar.data", "grain")
     import grain

@@ -1,14 +1,15 @@
-"""The source `chat`: JSON lines with questions and answers. A model learns only the answers.
+"""The source `chat`: JSON lines with questions and answers. A model is trained only on the answers.
 
 A line is a chat, `{"messages": [{"role": ..., "content": ...}, ...]}`, or a pair of texts,
-`{"prompt": ..., "completion": ...}`. A template turns a chat into one text. The completion directly
-follows the prompt.
+`{"prompt": ..., "completion": ...}`. A template turns a chat into one text. In a pair, the
+completion directly follows the prompt.
 
-A model learns the tokens of the assistant's messages or of the completion, and the token that ends
-an answer. All other tokens are only inputs. White space that the template writes after the end
-token is not learned.
+The loss counts the tokens of the assistant's messages or of the completion, and the token that ends
+an answer. All other tokens are only inputs, such as white space that the template writes after the
+end token.
 
-A chat is refused if a message spells out a special token, so no message contains special tokens.
+A chat is refused if a message contains the text of a special token, so that no message can insert
+special tokens.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,7 +31,7 @@ T = TypeVar("T")
 
 
 class ChatEncoder:
-    """Encodes JSON lines as examples; implements `Encoder`."""
+    """Encodes JSON lines as examples of the source `chat`; implements `Encoder`."""
 
     dtype = "<u4"
     makes_examples = True
@@ -40,7 +41,7 @@ class ChatEncoder:
 
         Args:
           tokenizer: Encodes the texts.
-          held_out: The share of examples for each of eval and test.
+          held_out: The fraction of the examples in eval, and the fraction in test.
           template: The file with the template; "" for the tokenizer's template.
         """
         self._tokenizer, self._held_out = tokenizer, held_out
@@ -67,7 +68,8 @@ class ChatEncoder:
         """Encodes a line as an example, `uint32[N]`.
 
         Raises:
-          ValueError: The line is not an example. The message completes a sentence about the line.
+          ValueError: The line is not an example. The caller puts the line's number before the
+            message.
         """
         (made,) = self._examples([fields])
         if isinstance(made, ValueError):
@@ -77,7 +79,7 @@ class ChatEncoder:
     def _examples(
         self, lines: Sequence[Mapping[str, Any] | ValueError]
     ) -> list[np.ndarray | ValueError]:
-        """Encodes lines as examples; returns the error of each line that is refused."""
+        """Encodes each line as an example; the result for a refused line is its error."""
         made: dict[int, np.ndarray | ValueError] = {}
         chats: dict[int, Any] = {}
         for number, line in enumerate(lines):
@@ -114,7 +116,7 @@ class ChatEncoder:
 
 
 class Chats:
-    """Encodes the messages of chats, as examples to train on or as prompts."""
+    """Encodes the messages of chats, as examples for training or as prompts."""
 
     def __init__(self, tokenizer: Tokenizer, template: str = "") -> None:
         """Loads the template from the file `template`; "" for the tokenizer's template.
@@ -131,7 +133,8 @@ class Chats:
         import tokenizers
 
         self._template: ChatTemplate = load_template(template, tokenizer.files)
-        # Unlike a `FileTokenizer`, this one encodes special tokens that a template spells out.
+        # Unlike a `FileTokenizer`, this tokenizer encodes the texts of special tokens, which the
+        # template writes, as special tokens.
         self._tokenizer = tokenizers.Tokenizer.from_file(str(tokenizer.files[0]))
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -142,8 +145,8 @@ class Chats:
         """Encodes a chat as a prompt, which ends where the assistant begins to write.
 
         Raises:
-          ValueError: `messages` is not a list of messages. The error's message completes a sentence
-            about a line.
+          ValueError: `messages` is not a list of messages. The caller puts the line's number
+            before the error's message.
         """
         self._check(messages)
         text = self._template.prompt(messages)
@@ -154,7 +157,7 @@ class Chats:
         """Encodes messages as an example, `uint32[N]`.
 
         Raises:
-          ValueError: `messages` is not a list of messages, or has no answer to learn.
+          ValueError: `messages` is not a list of messages, or has no answer to train on.
         """
         (made,) = self.examples([messages])
         if isinstance(made, ValueError):
@@ -162,7 +165,7 @@ class Chats:
         return made
 
     def examples(self, chats: Sequence[Any]) -> list[np.ndarray | ValueError]:
-        """Encodes each chat as `example` does; returns the error of each chat that is refused."""
+        """Encodes each chat as `example` does; the result for a refused chat is its error."""
         made: list[Any] = [_attempt(self._check, messages) for messages in chats]
         good = [number for number, error in enumerate(made) if error is None]
         rendered = self._template.render_all([chats[number] for number in good])

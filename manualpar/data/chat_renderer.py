@@ -1,15 +1,16 @@
 """Renders chats with a template, in a separate process with limits on time and memory.
 
-A template is a program that somebody else wrote. Jinja's sandbox keeps it from files and other
-objects, but not from running for ever or filling the memory. One operation is enough for that, such
-as `'a' * 10**10`, and a list of such operations would never be complete. So templates are compiled
-and rendered in this process. The system ends the process after `CPU_SECONDS` of computing, and
-gives it no more than `MEMORY_BYTES`. The process imports no library except Jinja.
+A template is a program that somebody else wrote. Jinja's sandbox keeps it from using files and
+other objects, but not from running forever or using all memory. A single operation is enough, such
+as `'a' * 10**10`, and a list of all such operations would never be complete. So templates are
+compiled and rendered in a separate process. The operating system ends this process after
+`CPU_SECONDS` of computing, and limits its memory to `MEMORY_BYTES`. The process imports no library
+except Jinja.
 
 The process reads requests from standard input, and writes answers to standard output. The first
 request is a template. Each later request is a list of chats. The process answers the chats of a
-list in order, and stops at the first chat that it refuses.
-`manualpar.data.chat_template` runs this program.
+list in order, and stops at the first chat that it refuses. `manualpar.data.chat_template` starts
+this process.
 """
 
 import contextlib
@@ -27,10 +28,11 @@ from typing import IO, Any, ClassVar, NoReturn
 
 CPU_SECONDS = 2.0
 MEMORY_BYTES = 3 << 28
-# A rendered text may have MAX_CHARACTERS + MAX_GROWTH times the bytes of its chat.
+# A rendered text may have MAX_CHARACTERS characters, plus MAX_GROWTH for each byte of its chat.
 MAX_CHARACTERS, MAX_GROWTH = 1 << 22, 8
-SAID_CHARACTERS = 300  # Limit of a message that a template writes.
-# These mark the beginning and end of text to learn. No text has these noncharacters of Unicode.
+SAID_CHARACTERS = 300  # The longest error message from a template; the rest is cut off.
+# These mark the beginning and end of the assistant's text. They are noncharacters of Unicode, which
+# no text contains.
 BEGIN, END = "\ufdd0", "\ufdd1"
 Messages = list[dict[str, Any]]
 Span = tuple[int, int]
@@ -40,14 +42,14 @@ BUFFER_BYTES = 1 << 18
 
 
 class Refused(Exception):  # noqa: N818  # A refusal is not an error of this program.
-    """A template or a chat is refused; the message completes a sentence whose subject it is."""
+    """A template or a chat is refused; the caller puts its name before the message."""
 
 
 class Renderer:
     """Renders chats with one template."""
 
     def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
-        """Compiles a template; `tokens` are the texts of special tokens by name."""
+        """Compiles a template; `tokens` maps the names of special tokens to their texts."""
         import jinja2
 
         try:
@@ -61,7 +63,7 @@ class Renderer:
 
     def render(self, messages: Messages) -> Rendered:
         """Renders a chat; returns its text and the spans that the assistant wrote, in order."""
-        now = datetime.datetime.now()  # All texts of a chat have the same time.
+        now = datetime.datetime.now()  # The same time in all renderings of the chat.
         if self._has_marks:
             return _without_marks(self._render(messages, now))
         text, spans = self._render(messages, now), []
@@ -96,7 +98,7 @@ class Renderer:
                 strftime_now=strftime_now,
                 **self._tokens,
             )
-        except Exception as error:  # The template's program may raise any exception.
+        except Exception as error:  # The program of a template may raise any exception.
             raise Refused(f"is refused by the chat's template ({_said(error)})") from None
         if len(text) > MAX_CHARACTERS:
             most = MAX_CHARACTERS + MAX_GROWTH * len(marshal.dumps(messages))
@@ -165,10 +167,10 @@ def _environment() -> Any:
 
 
 def send_message(file: IO[bytes], message: Any) -> None:
-    """Writes a value of lists, dicts, texts and numbers into the file's buffer.
+    """Writes a value to the file's buffer; it may consist of lists, dicts, strings and numbers.
 
     Raises:
-      ValueError: The value contains something else.
+      ValueError: The value contains an object of another type.
     """
     data = marshal.dumps(message)
     file.write(len(data).to_bytes(LENGTH_BYTES, "big"))
@@ -189,11 +191,11 @@ def receive(file: IO[bytes]) -> Any:
 
 
 def answer_within(action: Callable[[], Any], seconds: float) -> tuple[bool, Any]:
-    """Returns (True, the result of `action`), or (False, the reason why it is refused).
+    """Returns (True, the result of `action`), or (False, the reason of the refusal).
 
     If `action` computes for longer than `seconds`, the process ends.
     """
-    # The timer's signal ends the process by default, even in the middle of an operation.
+    # The signal of this timer ends the process, even in the middle of an operation.
     signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         return True, action()
@@ -206,12 +208,12 @@ def answer_within(action: Callable[[], Any], seconds: float) -> tuple[bool, Any]
 
 
 def main() -> None:
-    """Answers requests until the input ends."""
+    """Answers requests from standard input until the input ends."""
     seconds, memory = float(sys.argv[1]), int(sys.argv[2])
     sys.path += sys.argv[3:]  # The folders of Jinja.
     import jinja2.sandbox  # noqa: F401  # Imported before the limits are set.
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent process ends this one.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # On Ctrl-C the parent ends this process.
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     requests, answers = sys.stdin.buffer, os.fdopen(sys.stdout.fileno(), "wb", BUFFER_BYTES)
@@ -229,7 +231,7 @@ def main() -> None:
                 is_fine, rendered = answer_within(functools.partial(render, messages), seconds)
                 send_message(answers, (is_fine, rendered))
                 if not is_fine:
-                    break  # Later chats might take as much time as this chat.
+                    break  # Does not try later chats, which may need as much time.
             answers.flush()
 
 

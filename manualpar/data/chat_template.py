@@ -1,17 +1,18 @@
 """Renders chats with a template, and finds the spans of the text that the assistant writes.
 
 A template is a Jinja program that comes with a model. It runs in a separate process, in Jinja's
-immutable sandbox. It can read the messages, the special tokens and the date, and nothing else. A
-chat may take `chat_renderer.CPU_SECONDS` and `chat_renderer.MEMORY_BYTES`. Templates are written
-for `transformers` and work as in `transformers`. A line with only a block tag writes no line. Loops
-have `break` and `continue`. `raise_exception` refuses messages. `strftime_now` writes the date.
-`tools` and `documents` are None. The assistant writes the text between `{% generation %}` and
-`{% endgeneration %}`.
+immutable sandbox. It can read only the messages, the special tokens and the date. Rendering a chat
+may take at most `chat_renderer.CPU_SECONDS` of computing and `chat_renderer.MEMORY_BYTES` of
+memory. Templates are written for the library `transformers`, and work here in the same way: a line
+with only a block tag writes no line; loops have `break` and `continue`; `raise_exception` refuses
+messages; `strftime_now` writes the date; `tools` and `documents` are None. The assistant's text is
+the text between `{% generation %}` and `{% endgeneration %}`.
 
-If a template has no such marks, each turn of the assistant is found with two renderings. The first
-ends with the turn. The second ends before the turn, with the prompt for the assistant. The
-assistant writes the text that only the first has, at its end. If later messages change the text of
-earlier messages, this does not work, and the chat is refused.
+If a template has no such marks, each turn of the assistant is found by two renderings. The first
+contains the messages up to the turn. The second contains the messages before the turn, and the
+prompt for the assistant. The assistant's text is the part of the first rendering that follows the
+text of the second. This fails if a message changes the rendering of earlier messages; then the chat
+is refused.
 """
 
 import contextlib
@@ -41,7 +42,7 @@ from manualpar.errors import require
 from manualpar.system.storage import AnyPath, BucketPath, user_path
 from manualpar.system.storage.untrusted import read_file, read_object
 
-# The special tokens that templates can use, by their names in `tokenizer_config.json`.
+# The names of the special tokens that templates can use, as in `tokenizer_config.json`.
 TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 
 __all__ = ["BEGIN", "END", "ChatTemplate", "load_template"]
@@ -55,12 +56,12 @@ class ChatTemplate:
 
         Args:
           source: The text of the template.
-          tokens: The texts of special tokens by name, such as `bos_token`.
+          tokens: Maps the names of special tokens, such as `bos_token`, to their texts.
           name: The template's file, for error messages about chats.
 
         Raises:
-          ValueError: `source` is not a template. The message completes a sentence about the
-            template.
+          ValueError: `source` is not a template. The caller puts the template's name before the
+            message.
         """
         require("config.data.source='chat'", "jinja2")
         self._source, self._tokens, self._name = source, dict(tokens), name
@@ -80,7 +81,7 @@ class ChatTemplate:
         return _unwrapped(self.render_all([messages])[0])
 
     def render_all(self, chats: Sequence[Messages]) -> list[Rendered | ValueError]:
-        """Renders chats; the error of a refused chat is the result for this and all later chats."""
+        """Renders chats; if one is refused, the error is the result for it and all later chats."""
         return self._answers("render", chats)
 
     def prompt(self, messages: Messages) -> str:
@@ -89,10 +90,11 @@ class ChatTemplate:
 
     def _answers(self, kind: str, chats: Sequence[Messages]) -> list[Rendered | ValueError]:
         answers: list[Rendered | ValueError] = []
-        count = len(chats)  # The number of chats in a request.
+        count = len(chats)  # The number of chats in the next request.
         with self._lock:
             while left := chats[len(answers) :]:
-                if self._process is None or self._owner != os.getpid():  # Forks share a pipe.
+                # A fork of this process must not use the same pipe as its parent.
+                if self._process is None or self._owner != os.getpid():
                     self._start()
                 why = ""
                 try:
@@ -106,7 +108,8 @@ class ChatTemplate:
                 except _EndedError as error:
                     if count == 1:
                         why = f"is refused by the chat's template ({error})"
-                    # Answers to earlier chats are lost. The loop requests them again, one by one.
+                    # The answers for earlier chats of the request are lost. The loop requests them
+                    # again, one by one.
                     count = 1
                 if why:
                     where = f"; the template is in {self._name}" if self._name else ""
@@ -138,7 +141,7 @@ class ChatTemplate:
     def _send(self, message: Any) -> None:
         with self._connected() as process:
             assert process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):  # `_receive` finds out why it ended.
+            with contextlib.suppress(BrokenPipeError):  # `_receive` finds why the process ended.
                 send_message(process.stdin, message)
                 process.stdin.flush()
 
@@ -182,7 +185,7 @@ class _EndedError(Exception):
 
 
 def _end(process: "subprocess.Popen[bytes]", owner: int) -> None:
-    if os.getpid() == owner:  # A fork must not end the process of its parent.
+    if os.getpid() == owner:  # A fork of this process must not end its parent's renderer.
         process.kill()
         process.wait()
     for pipe in (process.stdin, process.stdout):
@@ -199,7 +202,7 @@ def load_template(path: str, tokenizer: Sequence[pathlib.Path]) -> ChatTemplate:
       tokenizer: The tokenizer's files.
 
     Raises:
-      ValueError: There is no template, or the text found is not a Jinja template.
+      ValueError: There is no template, or the text of the file is not a Jinja template.
     """
     source, tokens, place = "", {}, path
     for file in tokenizer:
@@ -228,7 +231,7 @@ def load_template(path: str, tokenizer: Sequence[pathlib.Path]) -> ChatTemplate:
 
 
 def _template_of(fields: Mapping[str, Any]) -> str:
-    """Returns the template in a `tokenizer_config.json`; of several templates, the default."""
+    """Returns the template in a `tokenizer_config.json`; the default if there are several."""
     found = fields.get("chat_template")
     if isinstance(found, list):
         named = {each.get("name"): each for each in found if isinstance(each, dict)}

@@ -3,13 +3,13 @@
 A `Split` gives random access to examples. Example `i` does not depend on the order in which the
 examples are read. So a second run with the same example numbers repeats the first run.
 
-A split of text is a stream of tokens, `BOS doc BOS doc ... BOS doc BOS`. A token BOS begins a
-document and ends the previous document; the last BOS only ends a document. So every token of a
-document, and every end of a document, is a label once. Sequence `i` takes the tokens from `i * S`
-to `i * S + S`, both included: all but the last are inputs and all but the first are labels. No
-token is dropped, and none is a label twice. A model can number the documents of a sequence as
-`cumsum(inputs == BOS)`, and needs no other mask to separate the documents. If a document goes on in
-the next sequence, it has no BOS there.
+A split of text is a stream of tokens, `BOS doc BOS doc ... BOS doc BOS`. Each BOS ends the previous
+document and begins the next document. The last BOS only ends a document. So every token of a
+document, and every end of a document, is a label exactly once. Sequence `i` consists of the tokens
+from `i * S` to `i * S + S`, both included: all but the last are inputs, and all but the first are
+labels. No token is dropped, and no token is a label twice. A model can number the documents of a
+sequence as `cumsum(inputs == BOS)`, and needs no other mask to separate the documents. If a
+document continues in the next sequence, there is no BOS at the beginning of that sequence.
 
 Symbol: `S` tokens in a sequence.
 """
@@ -43,7 +43,7 @@ class Split(Protocol):
 
 
 class LanguageSplit(Split, Protocol):
-    """Sequences of tokens."""
+    """A split whose examples are sequences of tokens."""
 
     @property
     def tokens_per_byte(self) -> float | None:
@@ -56,7 +56,7 @@ class LanguageSplit(Split, Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class ArraySplit:
-    """Examples in memory."""
+    """A split whose examples are in memory."""
 
     inputs: np.ndarray  # `float32[N, D]`.
     labels: np.ndarray  # `int32[N]`.
@@ -72,7 +72,7 @@ class TokenStream(Protocol):
     """The tokens of a split's documents, one document after the other."""
 
     def __len__(self) -> int:
-        """Returns the number of tokens; each BOS counts."""
+        """Returns the number of tokens, including every BOS."""
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Reads tokens `start` to `stop` of the stream, `int32[stop - start]`."""
@@ -93,7 +93,8 @@ class ArrayStream:
         """Reads tokens `start` to `stop`.
 
         Raises:
-          DamagedDataError: A token is not in the vocabulary. A device would clamp it silently.
+          DamagedDataError: A token is not in the vocabulary. Without this error, the model would
+            silently use another token.
         """
         tokens = np.array(self.tokens[start:stop], np.int32)
         if (wrong := tokens[(tokens < 0) | (tokens >= self.vocab_size)]).size:
@@ -107,23 +108,26 @@ class ArrayStream:
 
 @dataclasses.dataclass(frozen=True)
 class TokenSplit:
-    """Cuts a stream into sequences. BOS fills up the last sequence; only there the mask is 0."""
+    """A split that cuts a stream into sequences.
+
+    The last sequence is padded with BOS, and the mask is 0 at the padding.
+    """
 
     stream: TokenStream  # At least two tokens.
     sequence_length: int  # `S`.
     bos_token: int
-    num_bytes: int  # Bytes of the documents' text; 0 if unknown.
+    num_bytes: int  # The bytes of the documents' text; 0 if unknown.
     num_documents: int
     has_documents: bool = False  # Whether inputs have `tokens` and `documents`, see `PackedSplit`.
 
     @property
     def num_labels(self) -> int:
-        """The number of labels: every token of the stream but the first is a label."""
+        """The number of labels: every token of the stream except the first is a label."""
         return len(self.stream) - 1
 
     @property
     def tokens_per_byte(self) -> float | None:
-        """The number of labels per byte of text, or `None`; also ends of documents are labels."""
+        """The labels, including ends of documents, per byte of text; `None` if unknown."""
         return self.num_labels / self.num_bytes if self.num_bytes else None
 
     @property
@@ -156,8 +160,9 @@ class TokenSplit:
 class Dataset:
     """Three splits with no example in common: for training, evaluation and the test.
 
-    The fingerprint depends on the examples and their numbers. Two processes see the same batches
-    only if their fingerprints are equal. The same holds for a run and the checkpoint it continues.
+    The fingerprint depends on the examples and their numbers. If the fingerprints of two processes
+    differ, the processes read different batches. The fingerprint in a checkpoint must equal the
+    fingerprint of the run that resumes from the checkpoint.
     """
 
     train: Split
@@ -168,17 +173,17 @@ class Dataset:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClassificationDataset(Dataset):
-    """Inputs that each have a class; the labels are less than `num_classes`."""
+    """A dataset of inputs with their classes; the labels are less than `num_classes`."""
 
     num_classes: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LanguageDataset(Dataset):
-    """Text as tokens of `tokenizer`; a model needs the tokenizer's `vocab_size` and `bos_token`.
+    """A dataset of texts, encoded by `tokenizer`.
 
-    If `split.tokens_per_byte` is known, a loss in nats is `loss / ln 2 * split.tokens_per_byte`
-    bits per byte.
+    If `split.tokens_per_byte` is known, `loss / ln(2) * split.tokens_per_byte` converts a loss in
+    nats per token to bits per byte.
     """
 
     train: LanguageSplit
@@ -188,7 +193,7 @@ class LanguageDataset(Dataset):
 
 
 def make_fingerprint(*parts: Any) -> str:
-    """Hashes JSON values and arrays to 16 hexadecimal digits, which change if a value changes."""
+    """Hashes JSON values and arrays; returns 16 hexadecimal digits."""
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
         if isinstance(part, np.ndarray):

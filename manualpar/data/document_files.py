@@ -1,15 +1,15 @@
 """Reads files with many documents: JSON lines, Parquet and ArrayRecord.
 
-A document is a text in UTF-8, or a list of ready-made tokens. It is one field of a JSON object, one
-value in a column of a table, or one record.
+A document is a text in UTF-8, or a list of tokens that another program has made. It is one field of
+a JSON object, one value in a column of a table, or one record.
 
-Files are divided into parts of about `PART_BYTES`. Processes read parts independently of each
-other. Only the files decide the parts. Only the documents that are being read are in memory: at
-most a line, a batch of rows, or a group of records.
+Files are divided into parts of about `PART_BYTES`, which depend only on the files. Processes read
+parts independently of each other. Only a few documents are in memory at a time: at most a line, a
+batch of rows, or a group of records.
 
 Everything in a file is checked. A line that is not JSON, a missing field, a value of another type,
 and bytes that are not UTF-8 each raise a `DamagedDataError`. The error names the file, and the
-line, row or record, counted from one.
+line, row or record, counted from 1.
 """
 
 import contextlib
@@ -26,7 +26,8 @@ from manualpar.errors import require
 from manualpar.system.storage import BucketPath, as_path, open_for_reading
 from manualpar.system.storage.untrusted import MAX_BYTES, parse_object
 
-# The suffixes of the files to take from a directory. A file or a glob may have any suffix.
+# The suffixes of the files that are found in a directory, by source. If the path is a file or a
+# glob, files may have any suffix.
 SUFFIXES = {
     "jsonl": (".jsonl", ".ndjson", ".json"),
     "parquet": (".parquet",),
@@ -41,13 +42,13 @@ Document = bytes | np.ndarray
 
 @dataclasses.dataclass(frozen=True)
 class DocumentFile:
-    """A file, with its size and time of change when it was found.
+    """A file of documents, with its size and modification time when it was found.
 
     Attributes:
       path: The path of the file.
       name: The path relative to the directory of all files, with slashes.
       size: The number of bytes.
-      modified: The time of the last change in nanoseconds; for a bucket a hash of the version.
+      modified: The modification time in nanoseconds; in a bucket, a hash of the version.
     """
 
     path: str
@@ -63,9 +64,10 @@ class DocumentRange:
     Attributes:
       source: One of `SUFFIXES`.
       file: The file.
-      field: The field or the column; for ArrayRecord see `read_documents`.
-      start: The first byte, row group or record.
-      stop: The end of the range, exclusive. A line belongs to the part in which it begins.
+      field: The field or the column with the document; for ArrayRecord see `read_documents`.
+      start: The number of the first byte, row group or record.
+      stop: The number after the last byte, row group or record. A line belongs to the range in
+        which it begins.
       size: The estimated number of bytes.
     """
 
@@ -81,8 +83,8 @@ def find_document_files(path: str, source: str) -> list[DocumentFile]:
     """Finds files that are not empty, in the order of the hashes of their names.
 
     Args:
-      path: A file, a directory or a glob. A directory stands for all files under it that have one
-        of the source's `SUFFIXES` and are not hidden.
+      path: A file, a directory or a glob. A directory stands for all files in it and its
+        subdirectories that have one of the source's `SUFFIXES` and are not hidden.
       source: One of `SUFFIXES`.
 
     Raises:
@@ -103,7 +105,7 @@ def find_document_files(path: str, source: str) -> list[DocumentFile]:
 
 
 def open_document_file(path: str) -> BinaryIO:
-    """Opens a file of documents for reading bytes.
+    """Opens a file of documents, for reading its bytes.
 
     Raises:
       DamagedDataError: The file cannot be opened.
@@ -139,9 +141,9 @@ def divide(source: str, files: Sequence[DocumentFile], field: str) -> list[Docum
 
 
 def read_documents(part: DocumentRange) -> Iterator[Document]:
-    """Yields the documents of a part in order, except for empty ones.
+    """Yields the documents of a part in order, without empty documents.
 
-    The field of an ArrayRecord is "text", or one of `TOKEN_DTYPES`.
+    For ArrayRecord, `part.field` is "text", or one of `TOKEN_DTYPES` if records contain tokens.
 
     Raises:
       DamagedDataError: The file is damaged or has changed, or a document has the wrong type.
@@ -169,7 +171,7 @@ def _line_parts(file: DocumentFile, field: str) -> Iterator[tuple[int, int, int]
 
 
 def lines_of(part: DocumentRange) -> Iterator[tuple[int, bytes]]:
-    """Yields the lines that begin in a part, each with its position; skips blank lines."""
+    """Yields the lines that begin in a part, each after its position; skips blank lines."""
     with open_document_file(part.file.path) as file:
         if part.start:
             # If the byte before `start` ends no line, this line belongs to the previous part.
@@ -182,7 +184,7 @@ def lines_of(part: DocumentRange) -> Iterator[tuple[int, bytes]]:
 
 
 def line_error(part: DocumentRange, place: int, what: object) -> DamagedDataError:
-    """Makes the error for the line that begins at the position `place` of the file."""
+    """Makes the error for the line that begins at byte `place` of the file."""
     with open_document_file(part.file.path) as file:
         number, left = 1, place
         while left and (piece := file.read(min(left, 2**20))):
@@ -206,7 +208,7 @@ def as_document(value: Any, where: str) -> Document:
     """Converts a value to a document.
 
     Raises:
-      ValueError: The value is not a text or a list of tokens. The message shows `where`.
+      ValueError: The value is neither a text nor a list of tokens. The message contains `where`.
     """
     if isinstance(value, str):
         try:
@@ -215,7 +217,7 @@ def as_document(value: Any, where: str) -> Document:
             raise ValueError(
                 f"has half of a surrogate pair {where} at character {error.start}, which is no text"
             ) from None
-    # Neither True nor 1.0 is a token.
+    # Compares types, because True and 1.0 are no tokens.
     if isinstance(value, list) and all(type(token) is int for token in value):
         if value and not (min(value) >= 0 and max(value) < 2**31):
             raise ValueError(f"has a token {where} below 0, or above 2**31 - 1")
@@ -325,7 +327,7 @@ def _read_records(part: DocumentRange) -> Iterator[Document]:
             stop = min(start + ROWS_AT_ONCE, part.stop)
             try:
                 records = reader.read(start, stop)
-            except Exception as error:  # The library exports none of its exception classes.
+            except Exception as error:  # The library does not export its exception classes.
                 raise DamagedDataError(
                     f"{part.file.path} is damaged after record {start} ({_first_line(error)})."
                 ) from error

@@ -1,15 +1,15 @@
 """The source `mixture`: a mixture of other sources of text, each with a weight.
 
-The weights are shares of the training sequences. Each source has its own epochs, see
-`manualpar.data.order`. Evaluation and test read each held-out example of every source once.
+The weights are the shares of the sources in the training sequences. Each source has its own epochs,
+see `manualpar.data.order`. Evaluation and test read each held-out example of every source once.
 
-An entry is one text, `WEIGHT SOURCE PATH`, so that a flag and JSON can hold it. The path may have
-any characters:
+An entry is one string, `WEIGHT SOURCE PATH`, which can be written in a flag and in JSON. The path
+may have any characters:
 
     config.data.mixture = ("0.7 jsonl ~/web", "0.2 parquet:content ~/code", "0.1 tokens ~/t")
 
-A colon and a field may follow a source. This field replaces `config.data.field`. A weight may be a
-fraction such as `1/3`.
+A colon and a field may follow a source; this field is used instead of `config.data.field`. A weight
+may be a fraction such as `1/3`.
 """
 
 import dataclasses
@@ -27,7 +27,8 @@ from manualpar.data.dataset import (
 )
 from manualpar.data.packing import PackedSplit
 
-# The slots of the table in `manualpar.data.order`. Shares are rounded to multiples of 1 / SLOTS.
+# The number of slots in the table of `manualpar.data.order`. So the share of a source is rounded to
+# a multiple of 1 / SLOTS.
 SLOTS = 2**16
 
 
@@ -36,18 +37,20 @@ class Entry(NamedTuple):
 
     weight: Fraction
     source: str
-    field: str  # "" for the config's field.
+    field: str  # The field with the text; "" for `config.data.field`.
     path: str
 
 
 @dataclasses.dataclass(frozen=True)
 class MixedSplit:
-    """The splits of several sources, one after the other; training mixes them by their shares.
+    """The splits of several sources as one split; training mixes them by their shares.
+
+    The examples are numbered split by split.
 
     Attributes:
-      parts: The splits.
-      shares: The share of each split. For training it is the split's number of slots, out of
-        `SLOTS`. Otherwise it is the split's number of labels, or 0 for a packed split.
+      parts: The splits of the sources.
+      shares: The share of each part. In training it is the part's number of slots, out of `SLOTS`.
+        In evaluation and test it is the part's number of labels, or 0 for a packed split.
     """
 
     parts: tuple[LanguageSplit, ...]
@@ -55,7 +58,7 @@ class MixedSplit:
 
     @property
     def tokens_per_byte(self) -> float | None:
-        """The labels per byte of text, if parts are mixed by their shares; `None` if unknown."""
+        """The labels per byte of text if the parts are mixed by their shares; `None` if unknown."""
         rates = [part.tokens_per_byte for part in self.parts]
         bytes_of = [share / rate for share, rate in zip(self.shares, rates, strict=True) if rate]
         return sum(self.shares) / sum(bytes_of) if all(rates) else None
@@ -96,12 +99,12 @@ def mix(entries: Sequence[Entry], load: Callable[[Entry], LanguageDataset]) -> L
     """Loads the sources of a mixture and mixes them.
 
     Args:
-      entries: The entries of the sources.
+      entries: The entries of the mixture.
       load: Loads the source of an entry.
 
     Raises:
-      ValueError: A source cannot be loaded, has a different tokenizer from the first source, or has
-        too small a weight.
+      ValueError: A source cannot be loaded, has another tokenizer than the first source, or has a
+        weight that is too small.
     """
     shares = shares_of([entry.weight for entry in entries])
     for entry, share in zip(entries, shares, strict=True):
@@ -140,7 +143,7 @@ def mix(entries: Sequence[Entry], load: Callable[[Entry], LanguageDataset]) -> L
 
 
 def shares_of(weights: Sequence[Fraction]) -> list[int]:
-    """Divides `SLOTS` slots in proportion to weights; rounds so that shares add up to `SLOTS`."""
+    """Divides `SLOTS` slots in proportion to weights, rounded so that the sum is `SLOTS`."""
     total = sum(weights)
     exact = [weight * SLOTS / total for weight in weights]
     shares = [int(share) for share in exact]

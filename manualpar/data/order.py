@@ -1,16 +1,16 @@
-"""The order in which training reads examples. It is endless, and known at any position.
+"""The endless order in which training reads examples; the example at any position can be computed.
 
 For one split, the order is a sequence of permutations of the examples, one for each epoch.
 
-For a mixture, a repeated table of `SLOTS` slots gives the source of each position. A source has
-slots in proportion to its weight. The `k`-th of its `n` slots is at a random place in the `k`-th of
-`n` equal parts of the table. So after any number of positions, the number of examples from a source
-differs from its share by about one. The position also determines how many earlier positions have
-examples of a source. So each source has its own epochs: a small source may begin its tenth epoch
-while a large source is in its first.
+For a mixture, a table of `SLOTS` slots, which is repeated, gives the source of each position. The
+number of a source's slots is proportional to its weight. The `k`-th of its `n` slots is at a random
+place in the `k`-th of `n` equal parts of the table. So after any number of positions, the number of
+examples from a source differs by about one from its share. The position also determines how many
+examples of a source come before it. So each source has its own epochs: a small source may begin its
+tenth epoch while a large source is in its first epoch.
 
-The example at a position depends only on the seed and the position. All positions take the same
-time to look up. So the state of the data is one number, even for a mixture.
+The example at a position depends only on the seed and the position, and the time to compute it is
+the same for all positions. So the state of the data is one number, even for a mixture.
 """
 
 import functools
@@ -21,16 +21,17 @@ import numpy as np
 from manualpar.data.dataset import Split
 from manualpar.data.mixture import SLOTS, MixedSplit
 
-# A function that maps ascending positions `int64[N]` to the numbers of their examples, `int64[N]`.
+# A function that maps ascending positions, `int64[N]`, to the numbers of the examples at these
+# positions, `int64[N]`.
 Order = Callable[[np.ndarray], np.ndarray]
 
 
 def endless_order(num_examples: int, *seed: int) -> Order:
     """Makes the endless order of one split, with a new permutation for each epoch.
 
-    Grain's own shuffle looks up one position at a time, which takes longer than reading small
-    examples. The permutation of an epoch takes 8 bytes per example. The latest two permutations are
-    kept, because a batch may have examples of two epochs.
+    Grain's own shuffle looks up one position at a time, which takes longer than reading a small
+    example. The permutation of an epoch needs 8 bytes per example. The latest two permutations are
+    kept in memory, because a batch may have examples of two epochs.
     """
 
     @functools.lru_cache(maxsize=2)
@@ -46,11 +47,11 @@ def endless_order(num_examples: int, *seed: int) -> Order:
 
 
 def mixed_order(sizes: Sequence[int], shares: Sequence[int], seed: int) -> Order:
-    """Makes the order of a mixture; its examples are numbered source after source.
+    """Makes the order of a mixture, whose examples are numbered source by source.
 
     Args:
-      sizes: The number of examples of each source.
-      shares: The number of slots of each source; they add up to `SLOTS`, see `shares_of`.
+      sizes: The number of examples in each source.
+      shares: The number of slots for each source; the sum is `SLOTS`, see `shares_of`.
       seed: The seed of the order.
     """
     source_of, rank_of = _slots(shares, seed)
@@ -77,13 +78,13 @@ def order_of(split: Split, seed: int) -> Order:
     return _latest_order((len(split),), None, seed)
 
 
-@functools.lru_cache(maxsize=1)  # `train_batch` needs the same order for each batch.
+@functools.lru_cache(maxsize=1)  # Kept, because `train_batch` needs the same order in each call.
 def _latest_order(sizes: tuple[int, ...], shares: tuple[int, ...] | None, seed: int) -> Order:
     return endless_order(*sizes, seed) if shares is None else mixed_order(sizes, shares, seed)
 
 
 def _slots(shares: Sequence[int], seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns each slot's source, and the slot's number among the source's, `int64[SLOTS]`."""
+    """Returns for each slot its source, and its number among the source's slots, `int64[SLOTS]`."""
     rng = np.random.default_rng((seed, len(shares)))
     times = np.concatenate([(np.arange(n) + rng.random(n)) / n for n in shares])
     sources = np.repeat(np.arange(len(shares)), shares)

@@ -1,16 +1,17 @@
 """Packs several examples of different lengths into a sequence, without attention between them.
 
-An example is an array of `uint32`. The highest bit of an element says whether the token is learned;
-the other bits are the token. An example of `n + 1` tokens takes `n` positions: all tokens but the
-last are inputs, and all but the first are labels. A sequence of `S` positions contains complete
-examples, one after the other. In addition to its tokens, a sequence has for each position the
-number of the position's example: 1, 2, ..., and 0 for padding. Attention stays within an example.
-Positions count from the beginning of the sequence; rotary attention depends only on differences.
+An example is an array of `uint32`. The highest bit of an element is set if the token is learned,
+that is, if it counts in the loss as a label; the other bits are the token. An example of `n + 1`
+tokens needs `n` positions: all tokens but the last are inputs, and all but the first are labels. A
+sequence of `S` positions contains complete examples, one after the other. In addition to its
+tokens, a sequence has for each position the number of the example there: 1, 2, ..., and 0 for
+padding. Attention stays within an example. Positions are counted from the beginning of the
+sequence, because rotary attention depends only on differences of positions.
 
-Examples are assigned to sequences once, when they are loaded. They are shuffled, and `WINDOW`
-examples are packed at a time. Longer examples are placed first. An example is placed into the
-fullest sequence that has room for it. Later an epoch is a permutation of the sequences, as for any
-other split. So packing needs no state, and a run can go on from any position.
+Examples are assigned to sequences once, when they are loaded. They are shuffled, and packed in
+groups of `WINDOW` examples. In a group, longer examples are placed first, each into the fullest
+sequence that has room for it. In training, an epoch is a permutation of the sequences, as for any
+other split. So packing needs no state, and a run can resume at any position.
 
 Symbols: `S` positions, `P` sequences.
 """
@@ -28,7 +29,8 @@ from manualpar.data.dataset import DamagedDataError
 # The highest bit of a token is set if the token is learned.
 LEARNED = np.uint32(2**31)
 WINDOW = 1024
-# The order of packing belongs to the data: it stays the same when the seed of a run changes.
+# The seed for shuffling examples before packing. It is fixed, so that the data do not depend on the
+# seed of a run.
 PACKING_SEED = 0
 LongExamples = Literal["error", "cut", "drop"]
 LONG_EXAMPLES: tuple[LongExamples, ...] = get_args(LongExamples)
@@ -39,16 +41,16 @@ class PackedSplit:
     """A split of packed examples; `pack` makes it.
 
     Attributes:
-      tokens: `uint32[N]`, the tokens of all examples, one after the other; `LEARNED` is their
-        highest bit.
+      tokens: `uint32[N]`, the tokens of all examples, one after the other; the bit `LEARNED` is set
+        for learned tokens.
       starts: The index in `tokens` at which each example begins, and the length of `tokens`.
       order: The numbers of the examples in each sequence, one sequence after the other.
       firsts: `[P + 1]`, the index in `order` at which each sequence begins, and the length of
         `order`.
       sequence_length: `S`.
-      vocab_size: All tokens are less than this.
+      vocab_size: All tokens are less than this number.
       padding: The token at positions without an example.
-      name: The name of the data in messages.
+      name: The name of the data, for messages.
     """
 
     tokens: np.ndarray
@@ -62,11 +64,11 @@ class PackedSplit:
 
     @property
     def tokens_per_byte(self) -> None:
-        """`None`, because the number of bytes in the learned text is unknown."""
+        """`None`, because the number of bytes of the learned text is unknown."""
 
     @property
     def filled(self) -> float:
-        """The share of positions with an example."""
+        """The fraction of the positions that belong to an example."""
         lengths = np.minimum(np.diff(self.starts)[self.order] - 1, self.sequence_length)
         return float(lengths.sum() / (len(self) * self.sequence_length))
 
@@ -117,7 +119,7 @@ def pack(
     long_examples: LongExamples,
     name: str,
 ) -> PackedSplit:
-    """Assigns examples to sequences.
+    """Assigns examples to sequences, and returns the split of these sequences.
 
     Args:
       tokens: See `PackedSplit`.
@@ -125,7 +127,7 @@ def pack(
       sequence_length: `S`.
       vocab_size: See `PackedSplit`.
       padding: See `PackedSplit`.
-      long_examples: How to treat examples with more than `S` positions: `"error"` refuses them,
+      long_examples: The treatment of examples with more than `S` positions: `"error"` refuses them,
         `"cut"` keeps their first `S` positions, and `"drop"` leaves them out.
       name: See `PackedSplit`.
 
@@ -170,9 +172,9 @@ def pack(
 
 
 def _fill(numbers: np.ndarray, positions: np.ndarray, room: int) -> list[list[int]]:
-    """Packs the longest examples first, by best fit; returns the examples of each sequence."""
+    """Packs a group of examples, the longest first; returns the examples in each sequence."""
     sequences: list[list[int]] = []
-    # Pairs (room, sequence) of the sequences that have room; the fullest sequence comes first.
+    # Pairs (free positions, sequence) for the sequences with room; the fullest comes first.
     left: list[tuple[int, int]] = []
     for index in np.argsort(-positions, kind="stable"):
         size = int(positions[index])
@@ -189,10 +191,10 @@ def _fill(numbers: np.ndarray, positions: np.ndarray, room: int) -> list[list[in
 
 
 def tokens_of(examples: np.ndarray) -> np.ndarray:
-    """Returns the tokens `int32[N]` of an example."""
+    """Returns the tokens of examples without the bit `LEARNED`, `int32[N]`."""
     return (examples & ~LEARNED).astype(np.int32)
 
 
 def learned_of(examples: np.ndarray) -> np.ndarray:
-    """Returns whether each token of an example is learned, `float32[N]`."""
+    """Returns 1.0 for each learned token of examples and 0.0 for others, `float32[N]`."""
     return (examples >> np.uint32(31)).astype(np.float32)

@@ -19,9 +19,9 @@ def find_in_bucket(
 ) -> Iterator[tuple[BucketPath, str, int]]:
     """Yields the path, name and size of each file that a path in a bucket stands for.
 
-    A name is relative to the last folder before the first `*`, `?` or `[`. If the path is a folder,
-    only files with one of the suffixes count; if `suffixes` is empty, all files count. Hidden files
-    do not count, unless a component of the pattern begins with a dot.
+    The path is a file, a folder or a glob. A name is relative to the last folder before the first
+    `*`, `?` or `[`. In a folder, only files with one of the suffixes are found; if `suffixes` is
+    empty, all files. Hidden files are found only if a component of the pattern begins with a dot.
     """
     magic = [number for number, part in enumerate(path.parts) if glob.has_magic(part)]
     if magic:
@@ -45,7 +45,7 @@ def _is_hidden(name: str) -> bool:
 
 
 def state_of(path: AnyPath) -> tuple[int, int]:
-    """Returns the size of an existing file, and a number that changes when the file changes."""
+    """Returns the size of a file, and a number that changes if the content of the file changes."""
     if isinstance(path, BucketPath):
         version = path.version()
         digest = hashlib.blake2b(version.tag.encode(), digest_size=8).digest()
@@ -55,10 +55,10 @@ def state_of(path: AnyPath) -> tuple[int, int]:
 
 
 class BucketArray:
-    """An array in an object of a bucket; reads only requested slices."""
+    """An array that is stored in an object of a bucket; only requested slices are read."""
 
     def __init__(self, path: BucketPath, dtype: str) -> None:
-        """Requests the object's version, from which all slices are read later."""
+        """Opens the object in its current version; all slices are read from this version."""
         self._path, self._dtype, self._version = path, np.dtype(dtype), path.version()
         self._length = self._version.size // self._dtype.itemsize
 
@@ -75,7 +75,7 @@ def read_range(path: BucketPath, start: int, stop: int, version: Version | None 
     """Reads the bytes `start` to `stop` of an object; `version=None` accepts any version.
 
     Raises:
-      DamagedDataError: The object cannot be read any more, has become shorter, or has another
+      DamagedDataError: The object can no longer be read, has become shorter, or has another
         version.
     """
     try:

@@ -24,7 +24,8 @@ from manualpar.errors import require
 
 TEXT_SOURCES = ("text", "tokens", *SUFFIXES, "chat")
 SOURCES = ("digits", "synthetic", *TEXT_SOURCES, "mixture")
-# The splits belong to the data: they stay the same when the seed of a run changes.
+# The seed for dividing `digits` into splits. It is fixed, so that the splits do not depend on the
+# seed of a run.
 DIGITS_SPLIT_SEED = 0
 DIGITS_TEST_EXAMPLES = 360
 DIGITS_EVAL_EXAMPLES = 144
@@ -49,20 +50,21 @@ def load_dataset(
     Args:
       source: One of `SOURCES`. `digits` and `synthetic` give a `ClassificationDataset`, the other
         sources a `LanguageDataset`.
-      seed: The seed of `synthetic`. The data of other sources does not depend on it.
-      path: The files of the data; for `tokens` a directory. See `find_files` about `text`, and
-        `find_document_files` about `jsonl`, `parquet`, `arrayrecord` and `chat`.
+      seed: The seed of `synthetic`. The other sources do not use it.
+      path: The files of the data; for `tokens` a directory. See `find_files` for `text`, and
+        `find_document_files` for `jsonl`, `parquet`, `arrayrecord` and `chat`.
       sequence_length: The number of tokens in a sequence, at least 1.
       tokenizer: A `tokenizer.json`, a directory with one, or "" for bytes.
-      field: For `jsonl` and `parquet` the field or column with the text. For `arrayrecord` "text",
-        or the type of its tokens.
-      held_out: For `jsonl`, `parquet`, `arrayrecord` and `chat`, the share of the documents for
-        each of eval and test.
-      cache: For these four sources the folder of the token cache, see `manualpar.data.token_cache`.
-        For `tokens` in a bucket, the folder to copy the files to.
-      mixture: The entries of `mixture`; see `manualpar.data.mixture`.
-      template: For `chat` the file with the template; "" for the tokenizer's template.
-      long_examples: How to treat examples of `chat` that are longer than a sequence; see
+      field: For `jsonl` and `parquet`, the field or column with the text. For `arrayrecord`,
+        "text", or the type of the tokens in its records.
+      held_out: For `jsonl`, `parquet`, `arrayrecord` and `chat`, the fraction of the documents in
+        eval, and the fraction in test.
+      cache: For these four sources, the folder of the token cache, see
+        `manualpar.data.token_cache`. For `tokens` in a bucket, the folder to which the files are
+        copied.
+      mixture: The entries of the source `mixture`; see `manualpar.data.mixture`.
+      template: For `chat`, the file with the template; "" for the tokenizer's template.
+      long_examples: The treatment of examples of `chat` that are longer than a sequence; see
         `manualpar.data.packing.pack`.
 
     Raises:
@@ -117,8 +119,8 @@ def load_dataset(
 def load_digits() -> ClassificationDataset:
     """Loads scikit-learn's 1,797 handwritten digits: 8x8 scans as 64 values in [0, 1].
 
-    1,293 are for training, 144 for evaluation and 360 for the test. The splits are always the same.
-    Each split has the ten digits in the same proportions as the full data.
+    1,293 digits are for training, 144 for evaluation and 360 for the test. The splits are the same
+    in every run. Each split has the ten digits in the same proportions as the full data.
     """
     require("config.data.source='digits'", "sklearn")
     # Imported here, because the import of scikit-learn takes a second.
@@ -141,8 +143,8 @@ def load_digits() -> ClassificationDataset:
 def make_synthetic(seed: int) -> ClassificationDataset:
     """Draws inputs of MNIST's size as normal noise: 4,096 for training, 512 for each other split.
 
-    A model can learn the labels. A label is the index of the largest of ten random projections of
-    the input. The projections are the same for all splits. `seed` determines inputs and labels.
+    The labels can be learned: a label is the index of the largest of ten random projections of the
+    input, which are the same in all splits. `seed` determines inputs and labels.
     """
     rng = np.random.default_rng(seed)
     projections = rng.standard_normal((784, 10), dtype=np.float32)

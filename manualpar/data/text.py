@@ -1,13 +1,14 @@
-"""The source `text`: each file is a document. One or two files are cut into several documents.
+"""The source `text`: each file is a document. If there are only one or two files, they are cut up.
 
-Only a hash of a file's name decides the file's split, and its place in the split. So split and
-place are the same in every run, on every file system and in every locale. They stay the same when
-files are added or removed. The order by hash mixes the files well: the first sequences of a split
-are a fair sample of the split.
+A file's split, and its place in the split, are determined only by a hash of the file's name. So
+both are the same in every run, on every file system and in every locale, and stay the same when
+other files are added or removed. The order by hash mixes the files well: the first sequences of a
+split are a fair sample of the split.
 
-If tokens are bytes, loading needs only names and sizes of files. A sequence then reads only the
-bytes that it needs. With a tokenizer file, loading reads and encodes all files. For more than some
-tens of megabytes make token files once (`manualpar.data.tokenize`) and use the source `tokens`.
+If tokens are bytes, loading reads only the names and sizes of files, and each sequence reads only
+the bytes that it needs. With a tokenizer file, loading reads and encodes all files. For more than
+some tens of megabytes, make token files once (`manualpar.data.tokenize`) and use the source
+`tokens`.
 """
 
 import bisect
@@ -34,11 +35,12 @@ from manualpar.data.places import find_in_bucket, read_range
 from manualpar.data.tokenizer import ByteTokenizer, Tokenizer
 from manualpar.system.storage import AnyPath, BucketPath, open_for_reading, user_path
 
-# The share of the files for eval, and the share of the files for test.
+# The fraction of the files in eval, and the fraction in test.
 HELD_OUT = 0.02
 # Directories of installed packages inside the standard library's directory.
 INSTALLED = frozenset({"site-packages", "dist-packages"})
-# If there are one or two files, each file is cut into this many pieces. Eval and test get some.
+# If there are only one or two files, each file is cut into this many pieces, so that eval and test
+# are not empty.
 PIECES = 50
 # The number of documents to encode at once, so that the tokenizer can use several cores.
 DOCUMENTS_AT_ONCE = 64
@@ -46,13 +48,13 @@ DOCUMENTS_AT_ONCE = 64
 
 @dataclasses.dataclass(frozen=True)
 class TextFile:
-    """A document: a file of the corpus, or a piece of a file. Sizes are in bytes."""
+    """A document: a file of the corpus, or a piece of a file. Offsets and sizes are in bytes."""
 
     path: AnyPath
-    name: str  # The path relative to the corpus' directory, with slashes.
+    name: str  # The path relative to the directory of the corpus, with slashes.
     file_size: int
-    start: int  # Where the document begins in the file.
-    size: int  # At least 1.
+    start: int  # The offset at which the document begins in the file.
+    size: int  # The size of the document, at least 1.
 
     @property
     def name_hash(self) -> float:
@@ -64,7 +66,7 @@ class TextFile:
         """Reads `size` bytes of the document from `offset` on.
 
         Raises:
-          DamagedDataError: The file cannot be read any more, or its size has changed.
+          DamagedDataError: The file can no longer be read, or its size has changed.
         """
         if isinstance(self.path, BucketPath):
             return read_range(self.path, self.start + offset, self.start + offset + size)
@@ -118,11 +120,11 @@ def load_text(path: str, *, sequence_length: int, tokenizer: Tokenizer) -> Langu
 def find_files(path: str) -> list[TextFile]:
     """Finds the files of a corpus that are not empty, in the order of their tokens in the stream.
 
-    It does not recognise files that are not text; use a glob to leave them out.
+    Files that are not text are not recognised; use a glob to exclude them.
 
     Args:
-      path: A file, a directory, a glob, or "". A directory stands for all files under it, except
-        for files and directories whose name begins with a dot. In a glob, such as `~/code/**/*.py`,
+      path: A file, a directory, a glob, or "". A directory stands for all files in it and its
+        subdirectories, except for names that begin with a dot. In a glob, such as `~/code/**/*.py`,
         `**` stands for any directories. "" stands for the `.py` files of Python's standard library.
 
     Raises:
@@ -143,12 +145,12 @@ def find_files(path: str) -> list[TextFile]:
 
 
 def files_of_path(path: str, suffixes: tuple[str, ...] = ()) -> list[TextFile]:
-    """Finds the files of a path like `find_files`, but cuts no file and may return an empty list.
+    """Finds the files of a path as `find_files` does, but cuts no file and may return no files.
 
     Args:
       path: A file, a directory or a glob, on a disk or in a bucket; or "" for Python's standard
         library.
-      suffixes: The suffixes of the files to take from a directory; empty for all files.
+      suffixes: The suffixes of the files to find in a directory; empty for all files.
 
     Raises:
       ValueError: A file cannot be read.
@@ -168,7 +170,7 @@ def files_of_path(path: str, suffixes: tuple[str, ...] = ()) -> list[TextFile]:
             paths = [file for file in found if file.name.endswith(suffixes or "")]
         else:
             root = _fixed_part(root)
-            # The name of an existing file may look like a glob.
+            # First looks for a file of this name, because a name may contain characters of globs.
             named = [expanded] if os.path.isfile(expanded) else glob.iglob(expanded, recursive=True)
             paths = [pathlib.Path(file) for file in named if os.path.isfile(file)]
     for file in paths:
@@ -189,7 +191,7 @@ def _in_order(files: Iterable[TextFile]) -> list[TextFile]:
 
 
 def _files_under(root: pathlib.Path, left_out: frozenset[str]) -> Iterator[pathlib.Path]:
-    """Yields the files under `root`, except hidden ones and those in a directory in `left_out`."""
+    """Yields the files under `root`, except hidden files and files in directories in `left_out`."""
     for directory, subdirectories, names in os.walk(root):
         subdirectories[:] = {name for name in subdirectories if name[0] != "."} - left_out
         paths = (pathlib.Path(directory, name) for name in names if name[0] != ".")
@@ -222,13 +224,12 @@ def _cut(file: TextFile) -> Iterator[TextFile]:
 def split_files(files: Sequence[TextFile], path: str = "") -> dict[str, list[TextFile]]:
     """Divides files, in the order of `find_files`, into train, eval and test.
 
-    Only the hash of a file's name decides its split. Hashes below `HELD_OUT` are for eval, and
-    hashes from there to `2 * HELD_OUT` are for test. If a split would be empty, it gets the next
-    file.
+    The hash of a file's name, from 0 to 1, determines its split. Files with a hash below `HELD_OUT`
+    are in eval, and files with a hash from there to `2 * HELD_OUT` are in test. If a split would be
+    empty, it gets the next file.
 
     Raises:
-      ValueError: There are fewer than three files. The message shows `path`, which comes from the
-        config.
+      ValueError: There are fewer than three files. The message contains `path`.
     """
     if len(files) < len(SPLITS):
         raise ValueError(
@@ -248,7 +249,10 @@ def split_files(files: Sequence[TextFile], path: str = "") -> dict[str, list[Tex
 
 
 def encode_files(files: Sequence[TextFile], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
-    """Yields a split's stream in pieces `int32[N]`: BOS and tokens of each file, then one BOS."""
+    """Yields the stream of a split in pieces, `int32[N]`.
+
+    The stream consists of BOS and the tokens of each file, and a last BOS.
+    """
     bos = np.array([tokenizer.bos_token], np.int32)
     for start in range(0, len(files), DOCUMENTS_AT_ONCE):
         part = files[start : start + DOCUMENTS_AT_ONCE]
@@ -258,7 +262,7 @@ def encode_files(files: Sequence[TextFile], tokenizer: Tokenizer) -> Iterator[np
 
 
 class ByteStream:
-    """A stream of the bytes of files; it reads a file only when the file's tokens are requested."""
+    """A stream whose tokens are the bytes of files, which are read only when they are requested."""
 
     def __init__(self, files: Sequence[TextFile]) -> None:
         self._files = files

@@ -1,12 +1,12 @@
 """Tokenizes files of documents once, and keeps the tokens in a cache for later runs.
 
 The first run with some files makes a directory of token files. The directory's name is a hash of
-the files' paths, sizes and times of change, of the field and of the tokenizer. So a change of a
-file leads to another directory. Later runs map the token files into memory. So loading takes no
-memory, and any sequence is read in microseconds. One process of a machine makes the directory, and
-the machine's other processes wait. A directory may be deleted when no run uses it.
+the files' paths, sizes and modification times, of the field and of the tokenizer. So if a file
+changes, a run makes another directory. Later runs map the token files into memory, so loading needs
+no memory, and any sequence is read in microseconds. One process of a machine makes the directory,
+and the machine's other processes wait. A directory may be deleted when no run uses it.
 
-The dataset's fingerprint is a hash of the tokens. It does not depend on the paths.
+The dataset's fingerprint is a hash of the tokens and does not depend on the paths.
 """
 
 import fcntl
@@ -20,7 +20,8 @@ from manualpar.data.token_job import Job, run_job
 from manualpar.data.tokens import DESCRIPTION, TokenFilesError, load_tokens
 from manualpar.system.storage import BucketError, local_path, user_cache
 
-# One process tokenizes this many bytes in minutes. `manualpar.data.tokenize` is for more text.
+# The most bytes of text: one process tokenizes them in minutes. For more text, use
+# `manualpar.data.tokenize`.
 MOST_BYTES = 2**31
 
 
@@ -36,7 +37,7 @@ def load_cached(
 
     Args:
       job: The job that makes the tokens.
-      path: The path of the files, for messages.
+      path: The path of the documents, for messages.
       sequence_length: The number of tokens in a sequence.
       cache: The folder of the cache; "" for the default in the user's cache folder.
       long_examples: See `manualpar.data.packing.pack`.
@@ -64,7 +65,7 @@ def load_cached(
             options["long_examples"] = long_examples
             try:
                 return load_tokens(str(directory), **options)
-            # Other runs may have mapped the damaged files. Deleted files stay mapped in these runs.
+            # Deletes damaged files. A run that has mapped them can still read them.
             except TokenFilesError:
                 shutil.rmtree(directory)
                 run_job(job, directory)

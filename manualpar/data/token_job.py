@@ -1,8 +1,8 @@
 """Makes a directory of token files from files of documents, with any number of processes.
 
-The work is divided into parts. Only the files decide the parts and their order. A process writes
-the tokens of a part into the folder `parts`, and then a small file that marks the part as finished.
-When all parts are finished, they are joined. So the result has the same bytes with any number of
+The work is divided into parts, which depend only on the files. A process writes the tokens of a
+part to the folder `parts`, and then a small file that marks the part as finished. When all parts
+are finished, they are joined in order. So the result has the same bytes with any number of
 processes. If a call is killed, the next call makes only the parts that are not finished.
 """
 
@@ -53,13 +53,13 @@ PARTS, JOB, LOCK = "parts", "job.json", "lock"
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A job that makes a directory of token files.
+    """The description of a directory of token files to make: the input and the settings.
 
     Attributes:
       parts: The parts of the input.
       tokenizer: See `load_tokenizer`.
-      held_out: The share of the documents for each of eval and test.
-      key: A hash of everything that the result depends on.
+      held_out: The fraction of the documents in eval, and the fraction in test.
+      key: A hash of everything on which the result depends.
       is_chat: Whether the source is `chat`, see `manualpar.data.chat`.
       template: The file with the template of a chat; "" for the tokenizer's template.
     """
@@ -73,7 +73,7 @@ class Job:
 
     @property
     def size(self) -> int:
-        """The estimated bytes of all parts."""
+        """The estimated bytes of the documents in all parts."""
         return sum(part.size for part in self.parts)
 
     def make_encoder(self) -> Encoder:
@@ -93,14 +93,15 @@ def make_job(
     held_out: float = HELD_OUT,
     template: str = "",
 ) -> Job:
-    """Finds files, and divides them into parts.
+    """Makes a `Job`: finds the files and divides them into parts.
 
     Args:
       source: `text`, `jsonl`, `parquet`, `arrayrecord` or `chat`.
       path: The files; see `find_files` for `text`, otherwise `find_document_files`.
       tokenizer: See `load_tokenizer`.
       field: See `DocumentRange`.
-      held_out: The share of each of eval and test, for sources other than `text`.
+      held_out: The fraction of the documents in eval, and the fraction in test; not used for
+        `text`.
       template: See `Job`.
 
     Raises:
@@ -140,18 +141,20 @@ def run_job(
     processes: int = 1,
     report: Callable[[TokenProgress], None] = lambda progress: None,
 ) -> TokenFiles:
-    """Makes a directory of token files, or finishes a directory of an equal job's interrupted call.
+    """Makes the directory of token files that a job describes, and returns its description.
+
+    If an earlier call for an equal job was interrupted, this call completes its directory.
 
     Args:
       job: The job to run.
       directory: The directory to make; its parents need not exist. If the directory is in a bucket,
         the files are made in the user's cache folder and then uploaded, the description last.
       processes: The number of processes that make tokens; 1 for only this process.
-      report: Called now and then with the progress.
+      report: Called regularly with the progress.
 
     Raises:
       ValueError: The directory has other content, or a split would have no document.
-      DamagedDataError: A file of documents is damaged, or something outside ended a process.
+      DamagedDataError: A file of documents is damaged, or a process was killed.
       OSError: The directory cannot be written to.
     """
     if isinstance(directory, BucketPath):
@@ -159,7 +162,7 @@ def run_job(
     parts = directory / PARTS
     _begin_directory(job, directory, parts)
     with _lock(parts):
-        # Another process may have finished the directory while this one waited for the lock.
+        # Another process may have finished the directory while this process waited for the lock.
         if not (directory / DESCRIPTION).exists():
             finished = {n for n in range(len(job.parts)) if finished_file(parts, n).exists()}
             left = {n: part for n, part in enumerate(job.parts) if n not in finished}
@@ -174,12 +177,16 @@ def run_job(
 def _run_job_for_bucket(
     job: Job, directory: BucketPath, *, processes: int, report: Callable[[TokenProgress], None]
 ) -> TokenFiles:
-    """Makes the files in a local folder, which an equal call finds again, and uploads the files."""
+    """Makes the files in a local folder, and uploads them.
+
+    A later call for an equal job uses the same local folder again.
+    """
     if (directory / DESCRIPTION).is_file():
         raise _in_the_way(directory)
     name = hashlib.blake2b(f"{directory} {job.key}".encode(), digest_size=8).hexdigest()
     made = user_cache() / "made" / name
-    if not (made / DESCRIPTION).exists():  # An earlier call may have stopped during the upload.
+    # If an earlier call stopped during the upload, the local files are complete already.
+    if not (made / DESCRIPTION).exists():
         run_job(job, made, processes=processes, report=report)
     names = {path.name for path in made.iterdir()} - {DESCRIPTION}
     for each in (*sorted(names), DESCRIPTION):
@@ -233,7 +240,7 @@ def _begin_directory(job: Job, directory: pathlib.Path, parts: pathlib.Path) -> 
 
 @contextlib.contextmanager
 def _lock(parts: pathlib.Path) -> Iterator[None]:
-    """Locks the folder of parts in a context; waits until no other process has the lock."""
+    """Waits until no other process has locked the folder of parts; locks it during the context."""
     with open(parts / LOCK, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -284,7 +291,7 @@ def _join(job: Job, directory: pathlib.Path, parts: pathlib.Path) -> TokenFiles:
 def _concatenate(
     joined: pathlib.Path, sources: Sequence[pathlib.Path], end: bytes, digest: Any
 ) -> None:
-    """Writes the contents of `sources`, and then `end`, to `joined`; updates the digest."""
+    """Writes the contents of `sources`, and then `end`, to `joined`; updates `digest` with them."""
     with open(joined, "wb") as out:
         for source in sources:
             with open(source, "rb") as file:

@@ -1,12 +1,12 @@
-"""Encodes a part of the documents, and writes its tokens for a directory of token files.
+"""Encodes the documents of a part, and writes their tokens for a directory of token files.
 
 A part has a file of tokens for each split, `BOS doc BOS doc ... BOS doc`. When these files are on
-the disk, a small file with the counts of their content is written. A part without this file is not
-finished.
+the disk, a small file is written that counts their tokens, bytes and documents. A part without this
+file is not finished.
 
-If a file has many documents, a hash of a document's content decides the document's split. So equal
-documents are in the same split, even if they are in different files. For the source `text` a hash
-of the file's name decides, see `manualpar.data.text`.
+A document's split is determined by a hash of its content, if files have many documents. So equal
+documents are in the same split, even if they are in different files. For the source `text`, the
+split is determined by a hash of the file's name, see `manualpar.data.text`.
 """
 
 import contextlib
@@ -29,27 +29,27 @@ from manualpar.data.tokens import DTYPES, LENGTHS, lengths_file
 Label = TypeVar("Label")
 Content = TypeVar("Content", bound=Document)
 
-# Limits on the documents that a tokenizer gets in one call.
+# The most documents, and about the most bytes, in one call of a tokenizer.
 DOCUMENTS_AT_ONCE, BYTES_AT_ONCE = 64, 2**23
 
 
 @dataclasses.dataclass(frozen=True)
 class TextPart:
-    """Some files of the source `text`, all of the same split."""
+    """A part for the source `text`: some files of the same split."""
 
     split: str
     files: tuple[TextFile, ...]
 
     @property
     def size(self) -> int:
-        """The bytes of all files."""
+        """The sum of the files' sizes in bytes."""
         return sum(file.size for file in self.files)
 
 
 class TokenProgress(NamedTuple):
     """The amount of work done so far."""
 
-    bytes: int  # Bytes of the input; in the end the sum of the parts' sizes.
+    bytes: int  # The bytes of the input; in the end the sum of the parts' sizes.
     documents: int
     tokens: int
 
@@ -60,7 +60,7 @@ def finished_file(parts: pathlib.Path, number: int) -> pathlib.Path:
 
 
 def tokens_file(parts: pathlib.Path, number: int, split: str) -> pathlib.Path:
-    """Returns the path of a part's tokens for a split; the folder may have a file of lengths."""
+    """Returns the path of the file with a part's tokens for a split."""
     return parts / f"{number:06d}-{split}.bin"
 
 
@@ -71,14 +71,14 @@ def write_part(
     encoder: "Encoder",
     count: Callable[[TokenProgress], None],
 ) -> None:
-    """Writes a part's tokens into a file for each split, and then marks the part as finished.
+    """Writes a part's tokens to a file for each split, and then marks the part as finished.
 
     Args:
       part: The part.
       number: The number of the part among all parts.
-      parts: The folder of parts.
+      parts: The folder for the files of all parts.
       encoder: Makes the tokens.
-      count: Called with the work done since its last call.
+      count: Called regularly with the work done since the last call.
 
     Raises:
       DamagedDataError: A file is damaged.
@@ -105,7 +105,7 @@ def write_part(
                 of_split["documents"] += 1
                 of_split["bytes"] += num_bytes or 0
                 of_split["unknown"] += num_bytes is None
-            # Ready-made tokens count as about two bytes each.
+            # Documents that consist of tokens count as two bytes per token.
             done = sum(len(tokens) * 2 if size is None else size for _, tokens, size in batch)
             count(TokenProgress(done, len(batch), sum(len(tokens) for _, tokens, _ in batch)))
         for file in (*files.values(), *lengths.values()):
@@ -119,22 +119,22 @@ Encoded = tuple[str, np.ndarray, int | None]
 
 
 class Encoder(Protocol):
-    """Makes the tokens of documents."""
+    """An object that makes the tokens of documents."""
 
     dtype: str  # The dtype of the files of tokens, one of `DTYPES`.
-    makes_examples: bool  # Whether documents are examples, see `manualpar.data.packing`.
+    makes_examples: bool  # Whether documents are examples to pack, see `manualpar.data.packing`.
 
     def encode(self, part: DocumentRange | TextPart) -> Iterator[list[Encoded]]:
         """Encodes the documents of a part in order, and yields lists of several documents."""
 
 
 class DocumentEncoder:
-    """Encodes documents that are texts or tokens, and puts a BOS before each."""
+    """Encodes documents that are texts or tokens, and puts a BOS before each document."""
 
     makes_examples = False
 
     def __init__(self, tokenizer: Tokenizer, held_out: float) -> None:
-        """Makes an encoder that holds out the share `held_out` for each of eval and test."""
+        """Makes an encoder; `held_out` is the fraction of documents in eval, and in test."""
         self._tokenizer, self._held_out = tokenizer, held_out
         self.dtype = DTYPES[0] if tokenizer.vocab_size <= 2**16 else DTYPES[1]
 
@@ -161,7 +161,7 @@ class DocumentEncoder:
             yield split_of_content(content, self._held_out), document
 
     def _checked(self, part: DocumentRange | TextPart, tokens: np.ndarray) -> np.ndarray:
-        """Checks tokens that were read from a file, and removes a BOS at their beginning."""
+        """Checks the tokens of a document that consists of tokens; removes a BOS at the start."""
         if (largest := tokens.max()) >= self._tokenizer.vocab_size:
             path = part.file.path if isinstance(part, DocumentRange) else part.files[0].path
             raise DamagedDataError(
@@ -172,13 +172,13 @@ class DocumentEncoder:
 
 
 def split_of_content(content: bytes, held_out: float) -> str:
-    """Chooses a split by a hash of a document's content."""
+    """Chooses the split of a document by a hash of its content."""
     place = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big") / 2**64
     return "eval" if place < held_out else "test" if place < 2 * held_out else "train"
 
 
 def batches(documents: Iterable[tuple[Label, Content]]) -> Iterator[list[tuple[Label, Content]]]:
-    """Collects pairs of a label and a document into lists for one call of a tokenizer."""
+    """Collects pairs (label, document) in lists, each for one call of a tokenizer."""
     collected: list[tuple[Label, Content]] = []
     size = 0
     for label, document in documents:
@@ -192,7 +192,7 @@ def batches(documents: Iterable[tuple[Label, Content]]) -> Iterator[list[tuple[L
 
 
 def write_whole(path: pathlib.Path, content: Any) -> None:
-    """Writes a complete JSON file in one step, and waits until the file is on the disk."""
+    """Writes a JSON file in one atomic step, and waits until the file is on the disk."""
     unfinished = path.with_name(f"{path.name}.unfinished")
     with open(unfinished, "w") as file:
         file.write(json.dumps(content, indent=2) + "\n")

@@ -1,8 +1,8 @@
-"""Makes the parts of a directory of token files, in this process or in several.
+"""Makes the parts of a directory of token files, in this process or in several processes.
 
 A process takes the next part when it has finished a part. No process waits for the tokens of
-another process, so a slow process delays no other. All processes end when the process that started
-them ends, whatever the reason is. The next call makes the unfinished parts again.
+another process, so a slow process delays no other process. All processes end when the process that
+started them ends for any reason. The next call makes the unfinished parts again.
 """
 
 import dataclasses
@@ -24,12 +24,12 @@ SECONDS_BETWEEN_REPORTS = 0.2
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """The parts that are not made yet.
+    """The parts that still have to be made.
 
     Attributes:
-      parts: These parts, each by its number.
-      folder: The folder to write the parts to.
-      make_encoder: Makes the encoder. This function is sent to the processes.
+      parts: Maps the number of each such part to the part.
+      folder: The folder to which the parts are written.
+      make_encoder: Makes the encoder; called in each process.
       done: The work that earlier calls have done.
     """
 
@@ -40,15 +40,15 @@ class Work:
 
 
 def make_parts(work: Work, processes: int, report: Callable[[TokenProgress], None]) -> None:
-    """Makes all parts.
+    """Makes all parts that still have to be made.
 
     Args:
       work: The parts.
       processes: The number of processes. With 1 this process makes the parts.
-      report: Called now and then with all the work done so far.
+      report: Called regularly with all the work done so far.
 
     Raises:
-      DamagedDataError: A file is damaged, or something outside ended a process.
+      DamagedDataError: A file is damaged, or a process was killed.
       ValueError, OSError: See `write_part`.
     """
     if not work.parts:
@@ -56,9 +56,9 @@ def make_parts(work: Work, processes: int, report: Callable[[TokenProgress], Non
     if processes == 1:
         _make_parts_here(work, report)
         return
-    # A forked process would inherit the locks of this process's threads.
+    # Spawns processes, because a forked process would inherit the locks of this process's threads.
     spawn = multiprocessing.get_context("spawn")
-    # The three numbers of `TokenProgress`, and the number of parts that processes have taken.
+    # Shared memory: the three numbers of `TokenProgress`, and the number of parts taken so far.
     shared = spawn.Array("q", [*work.done, 0])
     pipes = [spawn.Pipe(duplex=False) for _ in range(min(processes, len(work.parts)))]
     workers = [spawn.Process(target=_work, args=(work, shared, pipe)) for _, pipe in pipes]
@@ -101,7 +101,7 @@ def _make_parts_here(work: Work, report: Callable[[TokenProgress], None]) -> Non
 
 def _work(work: Work, shared: Any, errors: multiprocessing.connection.Connection) -> None:
     """Makes parts until no part is left, or until a part fails."""
-    # A terminal sends Ctrl-C to this process too. Only the parent process handles it.
+    # A terminal sends Ctrl-C to this process too, but only the parent process must handle it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:

@@ -1,13 +1,13 @@
-"""Makes token files of text, for the source `tokens`.
+"""Makes token files from text, for the source `tokens`.
 
     python -m manualpar.data.tokenize --input=TEXT --output=DIRECTORY [--source=jsonl]
         [--tokenizer=tokenizer.json] [--processes=2]
 
 TEXT is a file, a directory or a glob, like `config.data.path`. The source is `text` (each file is a
-document), `jsonl`, `parquet`, `arrayrecord` or `chat`. The splits are the same as in training with
-this source. The command makes DIRECTORY. TEXT and DIRECTORY may be in a bucket. Without a
+document), `jsonl`, `parquet`, `arrayrecord` or `chat`. The splits are the same as in a training
+with this source. The command creates DIRECTORY. TEXT and DIRECTORY may be in a bucket. Without a
 tokenizer, tokens are bytes. The token files have the same bytes with any number of processes. After
-an interruption, run the same command again to go on. To train with the token files, set
+an interruption, run the same command again to continue. To train with the token files, set
 `--config.data.source=tokens --config.data.path=DIRECTORY`.
 """
 
@@ -46,14 +46,15 @@ def write_token_files(
     """Makes a directory of token files, and returns its description.
 
     Args:
-      text: The files; for the source `text` "" is Python's standard library.
-      output: The directory to make. If an earlier call with the same arguments was interrupted,
-        this call goes on with its directory.
-      source: The kind of the files: `text`, `jsonl`, `parquet`, `arrayrecord` or `chat`.
+      text: The files; for the source `text`, "" means Python's standard library.
+      output: The directory to create. If an earlier call with the same arguments was interrupted,
+        this call completes its directory.
+      source: The format of the files: `text`, `jsonl`, `parquet`, `arrayrecord` or `chat`.
       tokenizer: A `tokenizer.json`, a directory with one, or "" for bytes.
       field: The field with the text; see `manualpar.data.document_files.DocumentRange`.
-      held_out: The share of the documents for each of eval and test. `text` has a fixed share.
-      template: The file with the template of `chat`; "" for the tokenizer's template.
+      held_out: The fraction of the documents in eval, and the fraction in test. For `text` these
+        fractions are fixed.
+      template: The file with the chat template; "" for the tokenizer's template.
       processes: The number of processes that make tokens.
 
     Raises:
@@ -66,7 +67,7 @@ def write_token_files(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Writes token files, shows the progress, and prints the size of each split."""
+    """Runs the command line: makes token files and prints the size of each split."""
     parser = OneSentenceParser(
         prog="python -m manualpar.data.tokenize",
         description=__doc__,
@@ -116,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _shown(size: int) -> Iterator[Callable[[TokenProgress], None]]:
-    """Shows a progress bar with bytes, documents and tokens per second, if on a terminal."""
+    """Shows a progress bar in a terminal, with bytes, documents and tokens per second."""
     require("python -m manualpar.data.tokenize", "rich")
     import rich.console
     import rich.progress

@@ -1,6 +1,6 @@
-"""Tokenizers: tokens are bytes, or the tokens of a Hugging Face tokenizer file.
+"""Tokenizers: one whose tokens are bytes, and one that a Hugging Face file defines.
 
-Every tokenizer has a token BOS. It begins each document, and no text contains it.
+Every tokenizer has a token BOS, which begins each document. No text is encoded to BOS.
 """
 
 import functools
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 TEMPLATE = "chat_template.jinja"
-# Names of the token that begins or separates documents. The first name in the vocabulary is used.
+# Possible names of BOS, the token that begins documents. The first name in the vocabulary is used.
 BOS_NAMES = (
     "<|begin_of_text|>",
     "<|startoftext|>",
@@ -40,31 +40,32 @@ BOS_NAMES = (
 class ByteTokenizer:
     """Encodes a text as its UTF-8 bytes. BOS is 256, so the vocabulary has 257 tokens."""
 
-    fingerprint = "bytes"  # Equal for two tokenizers if they encode every text to the same tokens.
-    vocab_size = 257  # All tokens are less than this.
+    fingerprint = "bytes"  # Tokenizers with equal fingerprints encode texts to the same tokens.
+    vocab_size = 257  # All tokens are less than this number.
     bos_token = 256
-    end_token = 256  # The token that ends an answer. It is BOS, which also ends documents.
-    begins_with_bos = True  # Whether a prompt begins with BOS.
-    files: tuple[pathlib.Path, ...] = ()  # The files that `load_tokenizer` reads.
+    end_token = 256  # The token that ends an answer: BOS, which also ends documents.
+    begins_with_bos = True  # Whether a prompt must begin with BOS.
+    files: tuple[pathlib.Path, ...] = ()  # The files from which the tokenizer was loaded.
 
     def encode_documents(self, documents: Sequence[bytes]) -> list[np.ndarray]:
-        """Encodes each document as its bytes, `int32[N]` without BOS, even if not UTF-8."""
+        """Encodes each document as its bytes, `int32[N]` without BOS; they need not be UTF-8."""
         return [np.frombuffer(data, np.uint8).astype(np.int32) for data in documents]
 
     def encode(self, text: str) -> np.ndarray:
-        """Encodes a text as its bytes. A text from a command line may have bytes not in UTF-8."""
+        """Encodes a text as its bytes, even if it has bytes that are not UTF-8, as in arguments."""
         return self.encode_documents([text.encode(errors="surrogateescape")])[0]
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Decodes tokens, and drops BOS; bytes that are not UTF-8 become U+FFFD."""
+        """Decodes tokens to a text without BOS; bytes that are not UTF-8 become U+FFFD."""
         return bytes(token for token in map(int, tokens) if token < 256).decode(errors="replace")
 
 
 class FileTokenizer:
-    """A Hugging Face `tokenizer.json`, with the attributes of a `ByteTokenizer`.
+    """The tokenizer of a Hugging Face `tokenizer.json`, with the attributes of a `ByteTokenizer`.
 
-    If a document spells out a special token, it is encoded as ordinary text. No tokens are added at
-    the ends, and none are cut off. Parts of a document that are not UTF-8 are encoded as U+FFFD.
+    If a document contains the name of a special token, the name is encoded as ordinary text. No
+    tokens are added at the beginning or end, and texts are not truncated. Bytes of a document that
+    are not UTF-8 are encoded as U+FFFD.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class FileTokenizer:
         begins_with_bos: bool = True,
         files: tuple[pathlib.Path, ...] = (),
     ) -> None:
-        """Changes the settings of a tokenizer; its vocabulary must have `bos_token`.
+        """Wraps a tokenizer, and changes its settings; its vocabulary must contain `bos_token`.
 
         `end_token` is BOS by default, because BOS ends documents.
         """
@@ -85,7 +86,7 @@ class FileTokenizer:
         tokenizer.no_padding()
         tokenizer.encode_special_tokens = True
         self._tokenizer = tokenizer
-        # The vocabulary may leave numbers out, so the count of its tokens may be smaller.
+        # Not the count of the tokens, because a vocabulary may not use all numbers.
         self.vocab_size = 1 + max(tokenizer.get_vocab().values())
         self.bos_token = bos_token
         self.end_token = bos_token if end_token is None else end_token
@@ -111,7 +112,7 @@ class FileTokenizer:
         return self.encode_documents([text.encode(errors="surrogateescape")])[0]
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Decodes tokens, without special tokens."""
+        """Decodes tokens to a text; leaves out special tokens."""
         numbers = list(map(int, tokens))
         return str(guarded(lambda: self._tokenizer.decode(numbers, skip_special_tokens=True)))
 
@@ -123,9 +124,9 @@ def load_tokenizer(path: str) -> Tokenizer:
     """Loads a tokenizer.
 
     Args:
-      path: A `tokenizer.json`; or a directory that has a `tokenizer.json`, such as a model's; or ""
-        for the tokenizer of bytes. The directory's `tokenizer_config.json` names the token that
-        begins documents and the token that ends answers.
+      path: A `tokenizer.json`; or a directory that contains a `tokenizer.json`, such as that of a
+        model; or "" for the tokenizer of bytes. If the directory has a `tokenizer_config.json`,
+        this file names the token that begins documents and the token that ends answers.
 
     Raises:
       ValueError: The file is missing, is not a tokenizer, or has no token for BOS.
@@ -187,7 +188,7 @@ def load_tokenizer(path: str) -> Tokenizer:
     digest = hashlib.blake2b(file.read_bytes(), digest_size=8)
     if named:
         digest.update(f"{bos_token} {end_token}".encode())
-    # If prompts begin with BOS, a tokenizer with a configuration adds BOS to a text itself.
+    # A tokenizer with a `tokenizer_config.json` adds BOS itself if prompts must begin with BOS.
     try:
         begins = not files or guarded(lambda: tokenizer.encode("a")).ids[:1] == [bos_token]
     except ValueError as error:
@@ -209,7 +210,7 @@ def special_tokens(
 
     Args:
       fields: The content of the file.
-      names: The fields to look at.
+      names: The fields of the special tokens to return.
 
     Raises:
       ValueError: A field is not a text, an object with a text, or null.

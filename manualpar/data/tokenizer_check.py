@@ -1,12 +1,13 @@
-"""Refuses a tokenizer file that would take too long, or too much memory, for a short text.
+"""Refuses a tokenizer file that would need too much time or memory for a short text.
 
-A tokenizer file is a program. Its normalizers and decoders replace texts. Forty replacements that
-each double a text make the text 10**12 times as long. A regular expression such as `(a+)+$` takes
-exponential time. The library of regular expressions gives up after a second. The tokenizers library
-then panics: it writes a stack to standard error, and its exception is no subclass of `Exception`.
+A tokenizer file is a program. Its normalizers and decoders replace parts of a text. Forty
+replacements that each double the text make it 10**12 times as long. A regular expression such as
+`(a+)+$` needs exponential time. After a second, the library for regular expressions gives up, and
+the tokenizers library panics: it prints a stack to standard error, and raises an exception that is
+no subclass of `Exception`.
 
-So a tokenizer is tried when it is loaded. The replacements run step by step on a text of all
-characters that they mention. Each regular expression runs on texts that repeat its characters.
+So a tokenizer is tried when it is loaded. The replacements run step by step on a text with all
+characters that appear in them. Each regular expression runs on texts that repeat its characters.
 """
 
 import contextlib
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 PANIC = "pyo3_runtime"
-# MAX_GROWTH: a text may become this many times longer. MAX_CHARACTERS: a step may write this many.
+# A text may become MAX_GROWTH times as long, and a step may write MAX_CHARACTERS characters.
 MAX_GROWTH, MAX_CHARACTERS = 8, 1 << 24
 # The check repeats MAX_TRIED characters of a regular expression, each REPEATED times.
 MAX_TRIED, REPEATED = 32, 64
@@ -35,7 +36,7 @@ class PanicError(ValueError):
 
 
 def guarded(action: Callable[[], T]) -> T:
-    """Calls a function of the tokenizers library, and turns its exceptions into `ValueError`s."""
+    """Calls `action`, and turns exceptions of the tokenizers library into `ValueError`s."""
     try:
         return action()
     except BaseException as error:
@@ -48,10 +49,10 @@ def guarded(action: Callable[[], T]) -> T:
 
 
 def check_tokenizer(tokenizer: "tokenizers.Tokenizer") -> None:
-    """Refuses a tokenizer that would take all memory, or would not end, for an ordinary text.
+    """Refuses a tokenizer that would use all memory or never finish for an ordinary text.
 
     Raises:
-      ValueError: The tokenizer is refused. The message completes a sentence about the tokenizer.
+      ValueError: The tokenizer is refused. The caller puts the tokenizer's file before the message.
     """
     steps = {
         name: json.loads(part.__getstate__())
@@ -84,7 +85,7 @@ def _patterns(node: Any) -> Iterator[str]:
 
 
 def _texts(pattern: str) -> Iterator[str]:
-    """Yields texts for which a slow regular expression may take long before it fails to match."""
+    """Yields texts on which a regular expression may search for long before it finds no match."""
     literal = "".join(dict.fromkeys(c for c in pattern if c.isalnum()))[:MAX_TRIED]
     for unit in dict.fromkeys((*literal, literal, "0", " ", "-", "a")):
         yield unit * REPEATED + "!\0"
@@ -139,7 +140,7 @@ def _replacement(pattern: dict[str, str], content: str) -> Any:
 
 @contextlib.contextmanager
 def _held_stderr() -> Iterator[None]:
-    """Collects standard error in a context, and shows it at the end unless there is an error."""
+    """Holds back standard error during a context; prints it at the end if there was no error."""
     with tempfile.TemporaryFile() as held:
         saved = os.dup(2)
         try:

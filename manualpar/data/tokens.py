@@ -1,6 +1,6 @@
 """Opens a directory of token files (the source `tokens`), and maps the files into memory.
 
-`python -m manualpar.data.tokenize` makes a directory with
+`python -m manualpar.data.tokenize` makes a directory with these files:
 
     train.bin  eval.bin  test.bin   each a `TokenStream` as little-endian uint16 or uint32
     tokenizer.json                  the tokenizer, unless tokens are bytes
@@ -8,7 +8,7 @@
     train.lengths ...               for chats: the lengths of examples, as little-endian uint32
     tokens.json                     a `TokenFiles`; written last, it marks the directory complete
 
-A process reads only the pages that have its own sequences.
+A process reads only the pages of the files that contain its own sequences.
 """
 
 import dataclasses
@@ -41,14 +41,14 @@ TYPES: Mapping[Any, str] = {int: "an integer", str: "a string"}
 
 
 class TokenFilesError(ValueError):
-    """A directory does not hold complete token files; the message is one sentence."""
+    """A directory does not contain complete token files; the message is one sentence."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenFile:
-    """The content of one file."""
+    """The description of one token file."""
 
-    tokens: int  # The number of tokens; each BOS counts.
+    tokens: int  # The number of tokens, including every BOS.
     bytes: int  # The bytes of the text that was tokenized; 0 if unknown.
     documents: int
     blake2b: str  # The file's hash, 16 hexadecimal digits.
@@ -56,15 +56,15 @@ class TokenFile:
 
 @dataclasses.dataclass(frozen=True)
 class TokenFiles:
-    """The content of a directory of token files."""
+    """The description of a directory of token files, as in `tokens.json`."""
 
     version: int
     dtype: str  # One of `DTYPES`.
     vocab_size: int
     bos_token: int
-    tokenizer: str  # The tokenizer's file in the directory, or "" for bytes.
+    tokenizer: str  # The name of the tokenizer's file in the directory; "" for bytes.
     splits: dict[str, TokenFile]
-    examples: int = 0  # 1 if the documents are examples of a chat, with a file of their lengths.
+    examples: int = 0  # 1 if documents are examples of chats, so that there is a file of lengths.
 
 
 def load_tokens(
@@ -76,21 +76,21 @@ def load_tokens(
 ) -> LanguageDataset:
     """Opens a directory of token files; if the documents are examples, packs them.
 
-    Only the files' lengths and first tokens are checked. If the directory is in a bucket and no
-    `cache` is given, a sequence is read from the bucket when the sequence is requested.
+    The function checks only the lengths of the files and their first tokens. If the directory is in
+    a bucket and no `cache` is given, each sequence is read from the bucket when it is requested.
 
     Args:
       path: The directory.
       sequence_length: The number of tokens in a sequence.
-      cache: The local folder to copy the files of a bucket to; "" to copy nothing.
-      long_examples: How to treat examples longer than a sequence, see `pack`.
+      cache: The local folder to which the files of a bucket are copied; "" to copy nothing.
+      long_examples: The treatment of examples that are longer than a sequence, see `pack`.
 
     Raises:
       ValueError: A file is missing, or does not match `tokens.json`.
     """
     directory = user_path(path)
     if isinstance(directory, BucketPath) and cache:
-        read_description(directory, path)  # Refuses other folders before the copy.
+        read_description(directory, path)  # Refuses a wrong folder before the files are copied.
         directory = copied_folder(directory, local_path(cache, "config.data.cache"))
     files = read_description(directory, path)
     file = directory / files.tokenizer if files.tokenizer else ""
@@ -133,7 +133,7 @@ def load_tokens(
                 name=f"{path} ({split})",
             )
         stream = ArrayStream(mapped, str(file), files.vocab_size)
-        stream.read(0, min(len(stream), LOOKED_AT))  # Refuses tokens that are too large.
+        stream.read(0, min(len(stream), LOOKED_AT))  # Raises if a token is not in the vocabulary.
         return TokenSplit(stream, sequence_length, files.bos_token, part.bytes, part.documents)
 
     described = dataclasses.asdict(files)
@@ -150,7 +150,7 @@ def _array(file: AnyPath, dtype: str) -> Any:
 
 
 def lengths_file(tokens: pathlib.Path) -> pathlib.Path:
-    """Returns the path of the file with the lengths of the examples in a file of tokens."""
+    """Returns the path of the file with the lengths of the examples in a token file."""
     return tokens.with_suffix(LENGTHS_SUFFIX)
 
 
@@ -164,7 +164,7 @@ def _refuse(path: str, what: str) -> TokenFilesError:
 
 
 def read_description(directory: AnyPath, path: str) -> TokenFiles:
-    """Reads and checks a directory's `tokens.json`; errors show `path` as the directory's name."""
+    """Reads and checks a directory's `tokens.json`; messages name the directory `path`."""
     file = directory / DESCRIPTION
     if not file.is_file():
         complete = f"complete with its {DESCRIPTION}"
@@ -179,7 +179,7 @@ def read_description(directory: AnyPath, path: str) -> TokenFiles:
 
 
 def _parse_description(fields: Any) -> TokenFiles:
-    """Parses `TokenFiles` from JSON; an error completes a sentence whose subject is the file."""
+    """Parses `TokenFiles` from JSON; the caller puts the file's name before an error's message."""
     if fields.get("version") != VERSION:
         raise ValueError(f"has the version {fields.get('version')!r}, expected {VERSION}")
     fields = {"examples": 0} | fields
@@ -210,7 +210,7 @@ def _object(value: Any, name: str) -> dict[str, Any]:
 def _check_fields(
     values: dict[str, Any], kind: type[TokenFile | TokenFiles], prefix: str = ""
 ) -> None:
-    """Refuses an object if its fields, or the types of the values, differ from `kind`'s fields."""
+    """Refuses an object whose fields do not have the names and types of the fields of `kind`."""
     types: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(kind)}
     for field in sorted(types.keys() ^ values.keys()):
         what = "lacks" if field in types else "has the unknown field"

@@ -2,8 +2,9 @@
 
 Column-parallel products need the full input on every device along the axis. After row-parallel
 products each device has one term of a sum. Megatron-LM (Shoeybi et al.,
-https://arxiv.org/abs/1909.08053) calls the two ends f and g. `enter` is f: nothing forward and an
-all-reduce backward. `leave` is g: an all-reduce forward and nothing backward.
+https://arxiv.org/abs/1909.08053) calls the two ends f and g. `enter` is f: it sends nothing
+forward, and its gradient is an all-reduce. `leave` is g: an all-reduce forward, and its gradient
+sends nothing.
 
 With `sequence_dim` the activations between the split parts are split along the sequence
 (Korthikanti et al., https://arxiv.org/abs/2205.05198). An all-gather and a reduce-scatter replace
@@ -40,7 +41,8 @@ def enter(
         the input, `[..., S/axis, ...]`.
       axis: The mesh axis, or tuple of axes, that the products are split over. Axes that no
         `shard_map` binds are left out. If no axis is bound, nothing is split.
-      sequence_dim: The dimension along which `x` is split between layers; `None` if it is not.
+      sequence_dim: The dimension along which `x` is split between layers; `None` if `x` is not
+        split.
       scope: The named scope of the all-reduce, which tells the purpose of the all-reduce.
 
     Returns:

@@ -13,13 +13,14 @@ up = SplitDense((D, F), (None, "model"), name="up")(x)
 x = SplitDense((F, D), ("model", None), name="down")(nn.silu(gate) * up)
 ```
 
-The layer does not call `enter`, because each call adds a collective. It refuses a column-parallel
-product of an input on which `enter` was not called.
+The layer does not call `enter` itself, because each call adds a collective. It refuses a
+column-parallel product if `enter` was not called on the input.
 
-To send while products compute, use `enter_ring` in place of `enter`, and `overlap="ring"` for the
-row-parallel product, see `manualpar.layers.ring`. Column-parallel products then return `Chunks`.
+To overlap communication and products, use `enter_ring` in place of `enter`, and `overlap="ring"`
+for the row-parallel product, see `manualpar.layers.ring`. Column-parallel products then return
+`Chunks`.
 
-Invariants: parameters and their initial values are the same, to the bit, as on one device. If no
+Invariants: parameters and their initial values are the same, bit for bit, as on one device. If no
 `shard_map` binds the axis, the layer is a dense layer of one device.
 
 Symbols: `N` devices along the axis.
@@ -50,15 +51,16 @@ class SplitDense(nn.Module):
     Its parameters are `kernel`, of the shape `shape`, and `bias`, of the output dims' shape.
 
     Attributes:
-      shape: The shape of the whole kernel: the contracted dims, then the output dims.
+      shape: The shape of the kernel on all devices together: the contracted dims, then the output
+        dims.
       names: For each dim of the kernel the mesh axis, or tuple of axes, that it is split over, or
         `None`. With only `None`s nothing is split, on any mesh.
       contracted: The number of dims to sum over: the last dims of the input and the first dims of
         the kernel.
       use_bias: Whether a bias is added, after the sum over devices.
       kernel_init: The initializer of the kernel, called with all of `shape`. If it scales by
-        fan-in, give the initializer the contracted dims. `None` for the distribution that
-        `nn.DenseGeneral` draws from.
+        fan-in, give the initializer the contracted dims. `None` for the default distribution of
+        `nn.DenseGeneral`.
       bias_init: The initializer of the bias.
       dtype: The dtype of the computation; `None` for the promoted dtype of input and parameters.
       sequence_dim: The dim along which the result of a row-parallel product is split, see `leave`;

@@ -68,7 +68,7 @@ class _Sums(NamedTuple):
       target: The label's logit; 0 if the label is not among these columns.
       of_all: The sum of the logits; 0 without `sums_all`.
       largest: The largest logit.
-      best: `int32`, the column of the largest logit; the first of several equal logits.
+      best: `int32`, the column of the largest logit; the first column if several logits are equal.
     """
 
     log_normalizer: jax.Array
@@ -129,8 +129,8 @@ def head_cross_entropy(
     Args:
       x: Floating `[..., D]`; if the columns are split, the same on all devices along `axis`, or
         the result of `enter`.
-      head: `[D, V/axis]`, this device's columns; `[D, V]` if by their type the columns are not
-        split. Each chunk is cast to the dtype of `x` when it is used.
+      head: `[D, V/axis]`, this device's columns; `[D, V]` if the type of the head shows that the
+        columns are not split. Each chunk is cast to the dtype of `x` when it is used.
       labels: `int[...]`, the same on all devices along `axis`. A label from `-V` to -1 counts from
         the end, and any other label that the head does not have gives NaN.
       axis: The mesh axis, or tuple of axes, that the columns are split over; `None` for none. Axes
@@ -148,7 +148,7 @@ def head_cross_entropy(
 
     Raises:
       ValueError: The shapes do not fit, a number is out of range, or the types contradict `axis`.
-      TypeError: The labels are no integers, or `x` is no floats.
+      TypeError: The labels are not integers, or `x` is not floating-point.
 
     Communication:
       Forward the collectives of `split_cross_entropy` and `split_argmax`. Backward none, except
@@ -158,8 +158,8 @@ def head_cross_entropy(
       Written by hand: it computes the logits once more. Each chunk's products are in the dtype of
       `x`. The gradient of `x` is added up over chunks in float32. The gradient of the head is
       written chunk by chunk in the dtype of `head`. If `x` is bfloat16 and has no more tokens than
-      features, the gradients of all logits are kept in bfloat16. The gradients of `x` and of the
-      head are then one product each.
+      features, the gradients of all logits are kept in bfloat16. In this case one product computes
+      the gradient of `x`, and one product the gradient of the head.
     """
     _check_arguments(x, head, label_smoothing, soft_cap, chunk)
     check_labels("head_cross_entropy", x, labels, what="inputs")
@@ -204,7 +204,7 @@ def default_chunk(tokens: int) -> int:
 def _logits(
     x: jax.Array, weights: jax.Array, first: Any, visible: Any, soft_cap: float | None
 ) -> jax.Array:
-    """Computes the logits of the columns `weights`; `first` is the index of the first of them."""
+    """Computes the logits of the columns `weights`; `first` is the index of the first column."""
     return _capped(_product(x, weights), first, visible, soft_cap)
 
 
@@ -245,7 +245,7 @@ def _is_of_global_arrays() -> bool:
 def _summed(
     x: jax.Array, head: jax.Array, index: jax.Array, visible: jax.Array | None, static: _Static
 ) -> _Sums:
-    """Computes a device's sums; `index` is the label's column, which another device may have."""
+    """Computes a device's sums; `index` is the label's column, which may be on another device."""
     dtype = jnp.promote_types(x.dtype, jnp.float32)
     zero = jnp.zeros_like(index, dtype)
 
@@ -254,7 +254,7 @@ def _summed(
         logits = _logits(x, weights, first, visible, static.soft_cap)
         top = logits.max(axis=-1)
         largest = jnp.maximum(sums.largest, top)
-        # The base of the exponentials is finite, so that no difference is NaN.
+        # A finite number is subtracted in the exponents, so that no difference is NaN.
         base = jnp.where(jnp.isfinite(largest), largest, 0)
         total = total * jnp.exp(sums.largest - base) + jnp.exp(logits - base[..., None]).sum(-1)
         is_larger = (top > sums.largest) | (jnp.isnan(top) & ~jnp.isnan(sums.largest))
@@ -299,7 +299,8 @@ def _summed_backward(static: _Static, residuals: Any, grads: Any) -> tuple[Any, 
         return pull(of_logits)[0].astype(dtype)
 
     def of_weights(of_columns: jax.Array) -> jax.Array:
-        # The product itself rounds, because XLA overlaps the scatter of a product, not of a cast.
+        # The product rounds its result, because XLA can overlap a scatter with a product, but not
+        # with a product and a cast.
         wider = jnp.promote_types(dtype, head.dtype)
         of_columns = of_columns.reshape(tokens, -1)
         return jnp.matmul(rows.T, of_columns, preferred_element_type=wider).astype(head.dtype)

@@ -2,10 +2,10 @@
 
 Sequence parallelism needs an all-gather before the column-parallel products, and a reduce-scatter
 after the row-parallel product. Here a product begins with the device's chunk of the sequence while
-the neighbours' chunks arrive. Partial sums are sent from device to device while the terms of
-the next chunk are computed (Wang et al., "Overlap communication with dependent computation via
-decomposition", ASPLOS 2023, https://dl.acm.org/doi/10.1145/3567955.3567959). The bytes are the same
-as with the all-gather and the reduce-scatter.
+the neighbours' chunks arrive. Partial sums are sent from device to device while the terms of the
+next chunk are computed (Wang et al., "Overlap communication with dependent computation via
+decomposition", ASPLOS 2023, https://dl.acm.org/doi/10.1145/3567955.3567959). The devices send the
+same bytes as with an all-gather and a reduce-scatter.
 
 ```python
 x = enter_ring(x, "model", 1)  # Once for all products of the same input.
@@ -16,7 +16,7 @@ x = matmul_scatter(hidden, down_kernel, "model", 1)
 
 The sequence stays in `Chunks` between the products, so that the compiler can fuse an activation
 function into the product before it. Attention, and everything else that combines positions, needs
-`whole_sequence(...)`; `matmul_scatter` takes chunks and whole sequences.
+`whole_sequence(...)`; `matmul_scatter` accepts both chunks and whole sequences.
 
 Symbols: `N` devices along the axis, `S` positions of the sequence.
 """

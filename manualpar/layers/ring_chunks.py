@@ -22,8 +22,8 @@ from jax.typing import DTypeLike
 
 from manualpar.core.tracing.scopes import SEQUENCE_SCOPE
 
-# Whether layers send while they compute. Only activations that are split along the sequence can use
-# a ring.
+# Whether layers overlap communication with their products. Only activations that are split along
+# the sequence can use a ring.
 LayerOverlap = Literal["none", "ring"]
 LAYER_OVERLAPS: tuple[LayerOverlap, ...] = ("none", "ring")
 
@@ -32,8 +32,8 @@ LAYER_OVERLAPS: tuple[LayerOverlap, ...] = ("none", "ring")
 class Chunks:
     """A whole sequence in chunks, a pytree.
 
-    `jax.tree.map` applies functions that treat each position by itself. For any other function
-    `whole_sequence` joins the chunks.
+    Apply functions that treat each position separately by `jax.tree.map`. For any other function,
+    join the chunks by `whole_sequence`.
 
     Attributes:
       parts: The chunks `[..., S/axis, ..., D]`, in the order in which they arrive.
@@ -154,7 +154,7 @@ join_chunks.defvjp(
 def _places(axes: tuple[str, ...]) -> list[jax.Array]:
     """Returns each chunk's place in the sequence, in the order in which the chunks arrive."""
     device, size = jax.lax.axis_index(axes), jax.lax.axis_size(axes)
-    # Offsets that differ by `size` mean the same device.
+    # Offsets that differ by `size` lead to the same device.
     offsets = [0, *(i // 2 if i % 2 == 0 else size - i // 2 for i in range(2, size + 1))]
     return [(device + offset) % size for offset in offsets]
 

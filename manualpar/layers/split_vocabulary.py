@@ -11,7 +11,7 @@ from manualpar.core.tracing.scopes import CROSS_ENTROPY_SCOPE
 
 
 def largest_of_all(top: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Returns the largest `top` of all devices, which is subtracted before exponentials are summed.
+    """Returns the largest `top` of all devices, for subtraction before the exponential.
 
     Infinite and NaN results are replaced by 0. The result has no gradient.
 
@@ -93,8 +93,8 @@ def first_of_largest(
 def label_index(labels: jax.Array, size: int, axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
     """Returns the labels' columns on this device, and which labels this device has.
 
-    A device has `size` columns. A label outside of the vocabulary belongs to the first or the last
-    device and gets the index `size`.
+    A device has `size` columns. A label outside of the vocabulary is assigned to the first or the
+    last device and gets the index `size`.
     """
     parts = jax.lax.axis_size(axes) if axes else 1
     labels = labels.astype(jnp.int32)
@@ -109,8 +109,8 @@ def index_here(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns indices into this device's part of a dim, and which indices belong to this device.
 
-    An index outside of the full dim belongs to the first or the last part, and is out of bounds in
-    this part too.
+    An index outside of the full dim is assigned to the first or the last part, where it is also out
+    of bounds.
     """
     indices = indices.astype(jnp.int32)
     if not axes:
@@ -141,7 +141,7 @@ def check_labels(function: str, x: jax.Array, labels: jax.Array, *, what: str = 
 
     Raises:
       ValueError: The shapes differ.
-      TypeError: The labels are no integers, or `x` no floats.
+      TypeError: The labels are not integers, or `x` is not floating-point.
     """
     if labels.shape != x.shape[:-1]:
         raise ValueError(

@@ -47,11 +47,11 @@ def split_lookup(
       tokens: `int[...]`, the same on all devices along `axis`.
       axis: The mesh axis, or tuple of axes, that the rows are split over.
       sequence_dim: The dimension along which the result is split between layers, see `leave`;
-        `None` if it is not.
+        `None` if it is not split.
 
     Returns:
       The rows, `[..., D]`, the same on all devices along `axis`; with `sequence_dim` this device's
-      part of them, `[..., S/axis, ..., D]`. A token that is negative or has no row in the table
+      part of the rows, `[..., S/axis, ..., D]`. A token that is negative or has no row in the table
       gives NaN (in an integer table the least number).
 
     Raises:
@@ -99,8 +99,9 @@ def split_cross_entropy(
         column of -inf does not count in the loss.
       labels: `int[...]`, from 0 to `V - 1`, the same on all devices along `axis`. As in optax, a
         label from `-V` to -1 counts from the end, and any other label gives NaN.
-      axis: The mesh axis, or tuple of axes, that the columns are split over, `()` for none. The
-        default is found by types: the axis over which the logits vary and the labels do not.
+      axis: The mesh axis, or tuple of axes, that the columns are split over, `()` for none. By
+        default the types decide: the columns are split over the axis over which the logits vary and
+        the labels do not.
       label_smoothing: The share of a label that is spread evenly over all columns that are not -inf
         (Szegedy et al., https://arxiv.org/abs/1512.00567, section 7).
       z_loss: The factor of an additional term `log(Z)**2`, where `Z` is the sum of the
@@ -113,7 +114,7 @@ def split_cross_entropy(
 
     Raises:
       ValueError: The shapes do not fit; or the types do not show the axis, or contradict `axis`.
-      TypeError: The logits are no floats, or the labels no integers.
+      TypeError: The logits are not floating-point, or the labels are not integers.
 
     Communication:
       Forward two all-reduces over `axis`. For each label, the first sums one float32 number, and
@@ -195,7 +196,8 @@ def vocabulary_axes(logits: jax.Array, labels: jax.Array) -> tuple[str, ...]:
 
 def _look_up(table: jax.Array, indices: jax.Array) -> jax.Array:
     """Looks up rows of a table; gives NaN for an index that the table does not have."""
-    # In explicit mode a gather needs its result's sharding. It is the sharding of the indices.
+    # In explicit mode a gather needs the sharding of its result, which is the sharding of the
+    # indices.
     names = jax.typeof(indices).sharding.spec
     spec = PartitionSpec(*names, None) if any(names) else None
     rows = jnp.asarray(table).at[indices]

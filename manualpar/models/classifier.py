@@ -1,6 +1,6 @@
 """A multilayer perceptron that classifies: hidden layers with silu and dropout, then the logits.
 
-It is an example of a model that has no code for devices and trains unchanged under every strategy.
+This model is an example: it has no code for parallelism and trains unchanged under every strategy.
 """
 
 import flax.linen as nn
@@ -15,9 +15,9 @@ class Classifier(nn.Module):
     The layers are `input_dense`, then `hidden_dense_1`, `hidden_dense_2`, ..., then `output_dense`.
 
     Attributes:
-      hidden_size: Features of every hidden layer.
-      num_classes: Features of the output.
-      dropout_rate: Share of hidden activations dropped in training.
+      hidden_size: The number of features of every hidden layer.
+      num_classes: The number of features of the output.
+      dropout_rate: The fraction of hidden activations that are dropped in training.
       num_layers: The number of hidden layers, including `input_dense`; at least 1.
       dtype: The dtype of the computation, or the dtype's name; parameters are float32.
       annotate: Whether the dims of kernels have names, for logical axis rules: `("embed", "mlp")`
@@ -37,7 +37,7 @@ class Classifier(nn.Module):
 
         Args:
           x: `[B, D]`, the vectors.
-          train: Whether to drop activations; dropping needs a `dropout` key.
+          train: Whether to apply dropout, which needs a `dropout` key.
 
         Returns:
           `float32[B, num_classes]`, unnormalised log-probabilities.

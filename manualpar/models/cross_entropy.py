@@ -1,12 +1,14 @@
 """Losses for programs: `loss_fn(params, apply_fn, batch, rng) -> (loss, metrics)`.
 
-The batch is one device's share of a minibatch. A loss is the mean over the share's examples or
-tokens. Metrics are sums and counts. The program weighs devices and minibatches by the counts. An
-example of weight 0 has no influence. If all weights of a share are 0, the share's loss is 0.
+`batch` is one device's share of a minibatch. The loss is the mean over the examples or tokens of
+the share. Metrics are pairs (sum, count), and the program weights devices and minibatches by the
+counts. An example of weight 0 has no influence. If all weights of a share are 0, the loss of the
+share is 0.
 
-If the model's head is split, logits are split over devices along their last dim. Logits are not
-gathered, see `manualpar.layers.vocabulary`. If a language model's `__call__` has an argument
-`labels`, as in `Transformer`, the model computes the losses itself and need not make logits.
+If the model's head is sharded, logits are sharded over devices along their last dim. Logits are
+not gathered, see `manualpar.layers.vocabulary`. If the `__call__` of a language model has an
+argument `labels`, as in `Transformer`, the model computes the losses itself and need not compute
+all logits at once.
 """
 
 import inspect
@@ -31,20 +33,21 @@ def classification_loss(
     Args:
       params: The parameters of the model.
       apply_fn: The model's `apply`, which returns logits `[B, num_classes]`, or this device's
-        columns of the logits.
-      batch: Inputs; labels `int[B]`; optionally a mask `[B]` with the weight of each label, 0 for
-        padding.
+        columns of the logits if the head is sharded.
+      batch: `inputs`, `labels` `int[B]`, and optionally `mask` `[B]`, the weight of each label (0
+        for padding).
       rng: A key for dropout.
 
     Returns:
       The mean loss in nats, and the metrics `loss` and `accuracy`.
 
     Raises:
-      ValueError: The labels or the mask do not have a value for each example, or several axes split
-        the columns.
+      ValueError: The labels or the mask do not have one value for each example; or the columns of
+        the logits are sharded over several axes.
 
     Communication:
-      None if the logits are not split; otherwise as for `split_cross_entropy` and `split_argmax`.
+      None if the logits are not sharded; otherwise that of `split_cross_entropy` and
+      `split_argmax`.
     """
     return _mean_cross_entropy("classification_loss", params, apply_fn, batch, rng)
 
@@ -54,14 +57,13 @@ def language_model_loss(
 ) -> tuple[jax.Array, Metrics]:
     """Computes the cross entropy of the logits at each position and the next token.
 
-    It is like `classification_loss`, but inputs, labels and mask are `[B, S]`, and logits are
-    `[B, S, V]`. The label of a position is the next token.
+    Arguments and results are those of `classification_loss`, but inputs, labels and mask are
+    `[B, S]`, and logits are `[B, S, V]`. The label of a position is the next token.
 
-    If the model's `__call__` has an argument `labels`, the model is called with
-    `labels=batch.labels`. In place of logits the model then returns a pair: the losses in nats,
-    `float32[B, S]`, and whether the largest logit is the label's, `bool[B, S]`. This is decided by
-    the signature of the module whose `apply` is the `apply_fn`. Any other `apply_fn` returns
-    logits.
+    If `apply_fn` is the `apply` of a module whose `__call__` has an argument `labels`, the function
+    passes `labels=batch.labels`. Such a module must return a pair instead of logits: the losses in
+    nats, `float32[B, S]`, and whether the label has the largest logit, `bool[B, S]`. Any other
+    `apply_fn` must return logits.
     """
     return _mean_cross_entropy(
         "language_model_loss", params, apply_fn, batch, rng, with_labels=takes_labels(apply_fn)
@@ -71,7 +73,7 @@ def language_model_loss(
 def takes_labels(apply_fn: Callable[..., Any]) -> bool:
     """Returns whether `apply_fn` is the `apply` of a module that takes an argument `labels`."""
     owner = getattr(apply_fn, "__self__", apply_fn)
-    # `owner` may be a program, which wraps the module.
+    # `owner` may be an object that wraps the module, such as a model interface.
     module: Any = owner if isinstance(owner, nn.Module) else getattr(owner, "module", owner)
     return "labels" in inspect.signature(module.__call__).parameters
 
@@ -79,9 +81,9 @@ def takes_labels(apply_fn: Callable[..., Any]) -> bool:
 def mixture_of_experts_loss(
     params: Any, apply_fn: Callable[..., jax.Array], batch: Batch, rng: jax.Array
 ) -> tuple[jax.Array, Metrics]:
-    """Adds the losses that balance the load of experts to `language_model_loss`.
+    """Computes `language_model_loss` plus the losses that balance the load of experts.
 
-    It returns the metrics of `language_model_loss` and of `auxiliary_loss`. The metric `loss` does
+    The metrics are those of `language_model_loss` and of `auxiliary_loss`. The metric `loss` does
     not contain the added losses.
     """
     sown: dict[str, Any] = {}
@@ -122,12 +124,12 @@ def _mean_cross_entropy(
     _check_one_each(name, batch, losses.shape, f"model's losses {losses.shape}")
     correct = correct.astype(losses.dtype)
     weights = jnp.ones_like(losses) if batch.mask is None else batch.mask.astype(losses.dtype)
-    # Weights are summed per sequence first, because the experts' loss uses the sums as weights.
+    # Weights are summed per sequence first, because the experts' loss needs the sums per sequence.
     count = weights.sum(-1).sum()
     # A masked label may be any number, so its loss may be NaN, and NaN times 0 is NaN.
     total = jnp.where(weights == 0, 0, losses * weights).sum()
     metrics = {"loss": (total, count), "accuracy": ((correct * weights).sum(), count)}
-    # A device's share may consist only of padding.
+    # If a device's share consists only of padding, the loss is 0 and not NaN.
     return total / jnp.where(count > 0, count, 1), metrics
 
 
@@ -142,7 +144,7 @@ def _check_one_each(name: str, batch: Batch, shape: tuple[int, ...], of: str) ->
 
 
 def _checked_pair(name: str, out: Any, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Refuses a model's result that is not a pair (losses, correct) in the shape of the labels."""
+    """Returns (losses, correct); refuses a result that is no such pair in the labels' shape."""
     shapes = [jnp.shape(x) for x in out] if isinstance(out, tuple) else [jnp.shape(out)]
     if shapes != [labels.shape] * 2:
         raise ValueError(

@@ -6,12 +6,13 @@ import optax
 
 from manualpar.core.model.interface import Model
 from manualpar.core.model.loss_function import LossFn
-from manualpar.core.model.options import ProgramOptions
+from manualpar.core.model.options import ProgramOptions, lists_options
 from manualpar.core.modes.strategy import CommCounts, Strategy
 from manualpar.core.parameters.shard_rules import replicate
 from manualpar.core.program.program import Program, build_program
 
 
+@lists_options({})
 def data_parallel(
     model: Model,
     tx: optax.GradientTransformation,

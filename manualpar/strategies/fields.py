@@ -1,11 +1,13 @@
-"""The allowed values of config fields, and the config fields that several strategies share."""
+"""The allowed values of config fields, and the fields that set options of builders."""
 
 import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
 
-from manualpar.strategies.shared_options import COMMUNICATE_EVERY
+from manualpar.core.model.option_table import Option, OptionTable
+from manualpar.core.model.options import PROGRAM_OPTIONS
+from manualpar.strategies.shared_options import PARAMETER_SHARDING, STATE_SHARDING
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,15 +77,50 @@ def _is_rule(value: Any) -> bool:
     return all(isinstance(axis, str) for axis in axes)
 
 
-# The options that a config may set. `replicate` is left out, because no model of a config needs it.
-STATE_SHARDING_FIELDS: Mapping[str, Field] = {
-    "min_weight_size": Field(int, 0),
-    "pad": Field(bool),
-}
-PARAMETER_SHARDING_FIELDS: Mapping[str, Field] = {
-    **STATE_SHARDING_FIELDS,
-    "reshard_after_forward": Field(bool),
-    "communicate_every": Field(str, choices=COMMUNICATE_EVERY),
-    "keep_gathered": Field(tuple, holds_names=True),
-    "regather_axes": Field(tuple, holds_names=True, default=()),
-}
+def fields_of_options(options: OptionTable) -> dict[str, Field]:
+    """Returns the fields of those options that a config may set, by the option's name."""
+    return {name: _field_of(option) for name, option in options.items() if option.field}
+
+
+def values_of_options(options: OptionTable, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options that a config sets.
+
+    Args:
+      options: The options.
+      values: The config's values by dotted field name. An empty string or tuple stands for the
+        default of the option.
+    """
+    found = {}
+    for name, option in options.items():
+        if option.field in values:
+            value = values[option.field]
+            found[name] = option.default if value in ("", ()) else value
+    return found
+
+
+def fields_of_manual_mode() -> dict[str, Any]:
+    """Returns the default of each field about communication that only mode `"manual"` reads.
+
+    The names are dotted names such as `parallel.reduce_code`.
+    """
+    options = {x.name: x for x in PROGRAM_OPTIONS.values() if x.xla_chooses}
+    return {
+        options[name].field: field.default for name, field in fields_of_options(options).items()
+    }
+
+
+def _field_of(option: Option) -> Field:
+    """Returns the field that sets an option; a string field has `""` in place of `None`."""
+    choices = option.config_choices or option.choices
+    if choices == (True, False):
+        return Field(bool, default=option.default)
+    if choices:
+        strings = tuple(dict.fromkeys([*([""] * (option.default is None)), *filter(None, choices)]))
+        return Field(str, choices=strings, default=option.default or "")
+    if option.kind is int:
+        return Field(int, option.minimum, default=option.default)
+    return Field(tuple, holds_names=option.holds_names, default=())
+
+
+STATE_SHARDING_FIELDS: Mapping[str, Field] = fields_of_options(STATE_SHARDING)
+PARAMETER_SHARDING_FIELDS: Mapping[str, Field] = fields_of_options(PARAMETER_SHARDING)

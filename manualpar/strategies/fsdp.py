@@ -7,6 +7,7 @@ import optax
 
 from manualpar.core.model.interface import Model
 from manualpar.core.model.loss_function import LossFn
+from manualpar.core.model.options import lists_options
 from manualpar.core.modes.strategy import CommCounts, Every, Strategy
 from manualpar.core.parameters.shard_rules import shard_one_dim
 from manualpar.core.program.program import Program
@@ -17,6 +18,7 @@ from manualpar.strategies.shared_options import (
 )
 
 
+@lists_options(PARAMETER_SHARDING)
 def fsdp(
     model: Model,
     tx: optax.GradientTransformation,
@@ -28,13 +30,11 @@ def fsdp(
     See `manualpar.core.program.program.build_program` for arguments, result and errors.
 
     Communication:
-      A device sends `3 m b P (N - 1) / N` bytes a step: for each of `m` minibatches, an all-gather
-      in the forward pass, an all-gather in the backward pass, and a reduce-scatter of the gradient.
-      `P` is the number of parameters, `b` the bytes of a parameter, and `N` the number of devices;
-      each parameter is used once. A device sends `2 m b P (N - 1) / N` if gathered parameters are
-      kept, `2 b P (N - 1) / N` with `communicate_every="step"`, and `(m + 1) b P (N - 1) / N` with
-      `"gather-step"`. If `regather_axes` are given, the second all-gather runs only over these
-      axes.
+      For each of `m` minibatches: an all-gather in the forward pass, an all-gather in the backward
+      pass (only over `regather_axes`, if given), and a reduce-scatter of the gradient. For `P`
+      parameters of `b` bytes, each used once, a device of `N` sends `3 m b P (N - 1) / N` bytes a
+      step; `2 m b P (N - 1) / N` if gathered parameters are kept; `2 b P (N - 1) / N` with
+      `communicate_every="step"`; and `(m + 1) b P (N - 1) / N` with `"gather-step"`.
     """
     strategy = functools.partial(fully_sharded, "fsdp", ())
     return build_sharded("fsdp", strategy, model, tx, loss_fn, options, PARAMETER_SHARDING)

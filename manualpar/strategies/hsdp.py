@@ -12,6 +12,7 @@ import optax
 from manualpar.core.mesh.axes import AxisName, axis_tuple
 from manualpar.core.model.interface import Model
 from manualpar.core.model.loss_function import LossFn
+from manualpar.core.model.options import lists_options
 from manualpar.core.program.program import Program
 from manualpar.strategies.fsdp import fully_sharded
 from manualpar.strategies.shared_options import (
@@ -21,6 +22,7 @@ from manualpar.strategies.shared_options import (
 )
 
 
+@lists_options(PARAMETER_SHARDING)
 def hsdp(
     model: Model,
     tx: optax.GradientTransformation,

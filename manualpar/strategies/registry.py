@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from manualpar.core.model.options import ProgramOptions
+from manualpar.core.model.options import PROGRAM_OPTIONS
 from manualpar.core.program.program import Program
 from manualpar.strategies.fields import Field
 
@@ -94,7 +94,7 @@ def register(kind: StrategyKind) -> None:
             f"register: fields of {kind.name!r} are {kind.fields!r}, expected a dict with a Field "
             "for the name of each option, such as STATE_SHARDING_FIELDS."
         )
-    for name in sorted(ProgramOptions.__annotations__.keys() & {*kind.fields, *kind.constants}):
+    for name in sorted(PROGRAM_OPTIONS.keys() & {*kind.fields, *kind.constants}):
         raise ValueError(
             f"register: {kind.name!r} has {name!r} among its fields or constants, expected only "
             "options that not every builder takes. Set this option in the builder."

@@ -1,20 +1,28 @@
 """Explains and checks the options that several strategies have."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import optax
 
 from manualpar.core.mesh.axes import axis_tuple
 from manualpar.core.model.interface import Model
 from manualpar.core.model.loss_function import LossFn
-from manualpar.core.model.options import ProgramOptions, check_choice
+from manualpar.core.model.option_table import (
+    Option,
+    OptionTable,
+    check_options,
+    option_table,
+    with_defaults,
+)
+from manualpar.core.model.options import PROGRAM_OPTIONS, ProgramOptions
 from manualpar.core.modes.strategy import Strategy
 from manualpar.core.parameters.shard_rules import check_named
 from manualpar.core.program.program import Program, build_program
 
 CommunicateEvery = Literal["minibatch", "step", "gather-step"]
-COMMUNICATE_EVERY: tuple[CommunicateEvery, ...] = ("minibatch", "step", "gather-step")
+Names = tuple[str, ...]
+_NAMES = "a tuple of names of parameters or modules, such as ('head',)"
 
 
 class StateShardingOptions(ProgramOptions, total=False):
@@ -22,10 +30,10 @@ class StateShardingOptions(ProgramOptions, total=False):
 
     Attributes:
       min_weight_size: The smallest number of elements with which a parameter, or its optimizer
-        state, is sharded; by default 2**18. A smaller parameter is replicated. A parameter is
-        sharded along a dimension that the number of devices divides. Dimensions whose shards are
-        full tiles of TPU memory are preferred, and the largest of these dimensions is chosen.
-        Dimensions that `nn.scan` or `nn.vmap` runs over are not sharded.
+        state, is sharded. A smaller parameter is replicated. A parameter is sharded along a
+        dimension that the number of devices divides. Dimensions whose shards are full tiles of TPU
+        memory are preferred, and the largest of these dimensions is chosen. Dimensions that
+        `nn.scan` or `nn.vmap` runs over are not sharded.
       replicate: The names of parameters or modules to replicate. Their optimizer state is
         replicated too. Annotations of the model do not change this. Use it for a parameter that the
         model cannot read from a shard, as in `nn.WeightNorm`.
@@ -34,9 +42,17 @@ class StateShardingOptions(ProgramOptions, total=False):
         the optimizer does not get the zeros.
     """
 
-    min_weight_size: int
-    replicate: tuple[str, ...]
-    pad: bool
+    min_weight_size: Annotated[
+        int,
+        Option(
+            2**18,
+            "parallel.min_weight_size",
+            minimum=0,
+            expected="a number of elements, 0 or more",
+        ),
+    ]
+    replicate: Annotated[Names, Option((), expected=_NAMES)]  # No model of a config needs it.
+    pad: Annotated[bool, Option(False, "parallel.pad")]
 
 
 class ParameterShardingOptions(StateShardingOptions, total=False):
@@ -44,10 +60,10 @@ class ParameterShardingOptions(StateShardingOptions, total=False):
 
     Attributes:
       reshard_after_forward: Whether gathered parameters are dropped after the forward pass and
-        gathered again for the backward pass (the default), or kept until the backward pass.
-      communicate_every: `"minibatch"` (the default) gathers and scatters in each minibatch, so a
-        device has only the gathered layers that it computes. `"step"` gathers once and scatters
-        once, so a device has all parameters and all gradients during the step. `"gather-step"`
+        gathered again for the backward pass, instead of kept.
+      communicate_every: When a step gathers parameters and scatters gradients. `"minibatch"`: in
+        each minibatch, so a device has only the gathered layers that it computes. `"step"`: once
+        each, so a device has all parameters and all gradients during the step. `"gather-step"`
         gathers once and scatters in each minibatch, so a device has all parameters and its shard of
         the accumulated gradients. `"step"` and `"gather-step"` keep the gathered parameters and
         ignore `reshard_after_forward`.
@@ -64,20 +80,18 @@ class ParameterShardingOptions(StateShardingOptions, total=False):
         mode `"manual"` and no pipeline.
     """
 
-    reshard_after_forward: bool
-    communicate_every: CommunicateEvery
-    keep_gathered: tuple[str, ...]
-    regather_axes: tuple[str, ...]
+    reshard_after_forward: Annotated[bool, Option(True, "parallel.reshard_after_forward")]
+    communicate_every: Annotated[
+        CommunicateEvery, Option("minibatch", "parallel.communicate_every")
+    ]
+    keep_gathered: Annotated[Names, Option((), "parallel.keep_gathered", expected=_NAMES)]
+    regather_axes: Annotated[Names, Option((), "parallel.regather_axes", expected=_NAMES)]
 
 
-# The options of each group, and their default values.
-STATE_SHARDING: Mapping[str, Any] = {"min_weight_size": 2**18, "replicate": (), "pad": False}
-PARAMETER_SHARDING: Mapping[str, Any] = {
+STATE_SHARDING = option_table(StateShardingOptions, beyond=PROGRAM_OPTIONS)
+PARAMETER_SHARDING = {
     **STATE_SHARDING,
-    "reshard_after_forward": True,
-    "communicate_every": "minibatch",
-    "keep_gathered": (),
-    "regather_axes": (),
+    **option_table(ParameterShardingOptions, beyond={**PROGRAM_OPTIONS, **STATE_SHARDING}),
 }
 
 
@@ -88,7 +102,7 @@ def build_sharded(
     tx: optax.GradientTransformation,
     loss_fn: LossFn,
     options: Mapping[str, Any],
-    own: Mapping[str, Any],
+    own: OptionTable,
 ) -> Program:
     """Builds the program of a strategy that takes some of the options in this file.
 
@@ -99,11 +113,14 @@ def build_sharded(
       tx: The optimizer.
       loss_fn: The loss.
       options: The keyword arguments of the builder.
-      own: The options that `strategy` takes, with their defaults.
+      own: The options that `strategy` takes, `STATE_SHARDING` or `PARAMETER_SHARDING`.
+
+    Raises:
+      TypeError: An option is unknown, missing or of the wrong type.
+      ValueError: An option does not fit, see `build_program`.
     """
-    values = {name: options.get(name, default) for name, default in own.items()}
-    for name, value in values.items():
-        _check(builder, name, value)
+    check_options(builder, options, {**PROGRAM_OPTIONS, **own})
+    values = with_defaults(options, own)
     program_options = {name: value for name, value in options.items() if name not in values}
     if values.get("regather_axes"):
         _check_regather(builder, values, program_options)
@@ -112,23 +129,6 @@ def build_sharded(
     names = {name: values[name] for name in ("keep_gathered", "replicate") if name in values}
     check_named(builder, program.parameters, **names)
     return program
-
-
-def _check(builder: str, name: str, value: Any) -> None:
-    if name in ("pad", "reshard_after_forward"):
-        check_choice(builder, name, value, (True, False))
-    elif name == "communicate_every":
-        check_choice(builder, name, value, COMMUNICATE_EVERY)
-    elif name == "min_weight_size":
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise ValueError(
-                f"{builder}: {name}={value!r}, expected a number of elements, 0 or more."
-            )
-    elif not isinstance(value, tuple) or not all(isinstance(x, str) for x in value):
-        raise TypeError(
-            f"{builder}: {name}={value!r}, expected a tuple of names of parameters or modules, "
-            "such as ('head',)."
-        )
 
 
 def _check_regather(

@@ -1,8 +1,8 @@
 """ZeRO: parameters are replicated, and the optimizer's state is sharded.
 
 Stages 1 and 2 of Rajbhandari et al., https://arxiv.org/abs/1910.02054; stage 3 is `manualpar.fsdp`.
-With AdamW in float32 the optimizer's state is two thirds of the bytes that data parallelism
-replicates.
+With AdamW in float32 the optimizer's state is two thirds of the bytes of the state that data
+parallelism replicates.
 """
 
 import functools
@@ -12,13 +12,15 @@ import optax
 
 from manualpar.core.model.interface import Model
 from manualpar.core.model.loss_function import LossFn
-from manualpar.core.model.options import check_choice
+from manualpar.core.model.option_table import check_choice
+from manualpar.core.model.options import lists_options
 from manualpar.core.modes.strategy import CommCounts, Strategy
 from manualpar.core.parameters.shard_rules import shard_state_only
 from manualpar.core.program.program import Program
 from manualpar.strategies.shared_options import STATE_SHARDING, StateShardingOptions, build_sharded
 
 
+@lists_options(STATE_SHARDING)
 def zero(
     model: Model,
     tx: optax.GradientTransformation,

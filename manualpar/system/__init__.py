@@ -1,1 +1,1 @@
-"""Files and buckets, clusters of processes, and tables and pictures."""
+"""Files and buckets, clusters of processes, and the tables and pictures of reports."""

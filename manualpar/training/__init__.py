@@ -1,6 +1,7 @@
-"""The loop around a program: data, loss, optimizer, progress and the command line.
+"""Trains with a program: config, data, loss, optimizer, training loop, checkpoints and progress.
 
-Nothing of the core depends on it; use it, copy from it or leave it. It needs the extra `train`.
+The core does not import this package, so you can use it, copy parts of it, or write your own loop.
+The package needs the extra `train`.
 """
 
 from manualpar.errors import TRAIN, require

@@ -19,8 +19,7 @@ import ml_collections
 
 from manualpar.core.mesh.compiler_options import OVERLAPS
 from manualpar.core.mesh.mesh_order import check_order
-from manualpar.core.model.options import CODES, ROUNDING
-from manualpar.core.modes.strategy import MODES
+from manualpar.core.model.options import PROGRAM_OPTIONS
 from manualpar.data.packing import LONG_EXAMPLES
 from manualpar.data.sources import TEXT_SOURCES
 from manualpar.errors import UsageError
@@ -32,12 +31,10 @@ from manualpar.layers.ring_chunks import LAYER_OVERLAPS
 from manualpar.models.rotary import ROTARY_KINDS
 from manualpar.models.transformer_layer import ACTIVATIONS
 from manualpar.strategies import BUILT_IN, Field, strategy_kinds
+from manualpar.strategies.fields import fields_of_options
 from manualpar.training.checkpoints.compatibility import REMOVED, renamed_value
 
 DTYPES = ("bfloat16", "float16", "float32")
-# "" means no cast. float16 is missing: gradients are summed before they are divided, and the sum
-# would overflow.
-WIRE_DTYPES = ("", "bfloat16", "float32")
 ON_NONFINITE = ("ignore", "stop", "skip", "rollback")
 # The most repetitions that are traced and compiled one by one. A layer or a minibatch takes 0.1 s.
 # An expert takes 12 ms, because it has a metric that counts how often it is chosen.
@@ -62,30 +59,15 @@ FIELDS: Mapping[str, Field] = {
     "optimizer.b1": Field(float, 0, below=1),
     "optimizer.b2": Field(float, 0, below=1),
     "optimizer.clip_norm": Field(float, 0, below=LARGEST),
-    "optimizer.num_minibatches": Field(int, 1),
-    "optimizer.trainable": Field(tuple, holds_names=True, default=()),
     "optimizer.ema_decay": Field(float, 0, below=1, default=0.0),
     "parallel.strategy": Field(str),  # One of `strategy_kinds()`, see `fields_of`.
-    "parallel.mode": Field(str, choices=MODES),
     "parallel.mesh": Field(dict),
     "parallel.mesh_order": Field(tuple, holds_names=True),
-    "parallel.axis_by_axis": Field(bool),
     "parallel.overlap": Field(str, choices=OVERLAPS),
-    "parallel.param_dtype": Field(str, choices=WIRE_DTYPES),
-    "parallel.frozen_dtype": Field(str, choices=WIRE_DTYPES, default=""),
-    "parallel.gather_dtype": Field(str, choices=WIRE_DTYPES),
-    "parallel.reduce_dtype": Field(str, choices=WIRE_DTYPES),
-    **{
-        f"parallel.{name}": Field(str, choices=("", *filter(None, codes)), default="")
-        for name, codes in CODES.items()
-    },
-    **{f"parallel.{name}": Field(bool, default=False) for name in ROUNDING},
-    "parallel.rules": Field(tuple),
     "training.num_steps": Field(int, 1, below=2**31),
     "training.eval_every_steps": Field(int, 0),
     "training.eval_batches": Field(int, 0),
     "training.log_every_steps": Field(int, 1),
-    "training.norm_metrics": Field(bool),
     "training.on_nonfinite": Field(str, choices=ON_NONFINITE),
     "checkpoint.every_steps": Field(int, 0),
     "checkpoint.keep": Field(int, 1),
@@ -96,6 +78,10 @@ FIELDS: Mapping[str, Field] = {
     "watch.stall_seconds": Field(float, 0, below=LONGEST_SECONDS),
     "debug.check_replicas_every": Field(int, 0),
     "debug.draw_sharding": Field(str),
+    **{
+        PROGRAM_OPTIONS[name].field: field
+        for name, field in fields_of_options(PROGRAM_OPTIONS).items()
+    },
     **{f"parallel.{name}": field for kind in BUILT_IN for name, field in kind.fields.items()},
 }
 MODEL_FIELDS: Mapping[str, Mapping[str, Field]] = {

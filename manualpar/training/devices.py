@@ -1,4 +1,4 @@
-"""Simulates several devices on one CPU, so that every strategy runs on every machine."""
+"""Simulates several devices on one CPU, so that every strategy can run on every machine."""
 
 import os
 
@@ -7,24 +7,24 @@ import jax
 from manualpar.core.mesh.mesh import how_to_simulate
 
 DEFAULT_COUNT = 8
-# Each device takes a thread, and a machine can run some tens of thousands of threads.
+# The most devices to simulate. Each simulated device needs a thread, and a machine can run some
+# tens of thousands of threads.
 MOST = 4096
 
 
 def simulate_devices(count: int | None, *, force: bool = False) -> None:
-    """Chooses the devices of this process; call it before anything asks jax for a device.
+    """Chooses the devices of this process; call this function before any code uses a JAX device.
 
     Args:
       count: The number of CPU devices to simulate, which are used even if the machine has GPUs or
-        TPUs. `None` simulates `DEFAULT_COUNT` devices on a machine without GPUs and TPUs. It does
-        nothing if `JAX_NUM_CPU_DEVICES`, or `--xla_force_host_platform_device_count` in
-        `XLA_FLAGS`, is set.
+        TPUs. With `None`, a machine without GPUs and TPUs simulates `DEFAULT_COUNT` devices, unless
+        `JAX_NUM_CPU_DEVICES`, or `--xla_force_host_platform_device_count` in `XLA_FLAGS`, is set.
       force: Whether `count` may be more than `MOST`.
 
     Raises:
       ValueError: `count` is more than `MOST`.
-      RuntimeError: JAX already has other devices. The message says what to restart and what to run
-        first.
+      RuntimeError: JAX already has other devices. The message explains how to start again with the
+        right devices.
     """
     if count is not None and count > MOST and not force:
         raise ValueError(
@@ -33,7 +33,7 @@ def simulate_devices(count: int | None, *, force: bool = False) -> None:
         )
     if count is None:
         chosen = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
-        # Only the CPU's client reads this, so GPUs and TPUs stay the default where they exist.
+        # This setting affects only CPU devices, so GPUs and TPUs stay the default if there are any.
         if not chosen and jax.config.values["jax_num_cpu_devices"] == -1:
             _choose(DEFAULT_COUNT, accepts_accelerators=True)
         return
@@ -44,7 +44,7 @@ def simulate_devices(count: int | None, *, force: bool = False) -> None:
 def _choose(count: int, *, accepts_accelerators: bool) -> None:
     try:
         jax.config.update("jax_num_cpu_devices", count)
-    except RuntimeError:  # JAX has started.
+    except RuntimeError:  # JAX has already made its devices.
         is_cpu = jax.devices()[0].platform == "cpu"
         if jax.local_device_count() == count if is_cpu else accepts_accelerators:
             return

@@ -65,16 +65,17 @@ def end_all(cluster: Cluster, error: Exception) -> None:
     """Ends all processes because of an error in this process; does nothing for a single process.
 
     The other processes wait for this process in a collective. An ordinary exit of this process
-    would wait for them, without end.
+    would wait for the other processes, forever.
     """
     if cluster.num_processes == 1:
         return
-    if sentence := cluster.explain_failure(error):  # Usually this call ends the process.
+    # If another process was lost, `explain_failure` usually ends this process.
+    if sentence := cluster.explain_failure(error):
         print_error(sentence)
         os._exit(LOST_PROCESS_EXIT_CODE)
     code = exit_code(error)
     with contextlib.ExitStack() as stack:
-        # Both are called even if the code below fails, for example because memory is full.
+        # Both callbacks run even if the code below fails, for example because memory is full.
         stack.callback(os._exit, code)
         stack.callback(cluster.failed, error)
         if code == FAILED_EXIT_CODE:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh
 from manualpar.core.mesh.axes import axes_size
 from manualpar.core.mesh.compiler_options import ChosenOptions, choose_options, keep_if_known
 from manualpar.core.mesh.mesh import abstract_mesh, make_mesh
-from manualpar.core.model.options import CODES, ROUNDING
+from manualpar.core.model.options import PROGRAM_OPTIONS
 from manualpar.core.program.parameter_average import params_ema
 from manualpar.core.program.program import Program
 from manualpar.data import abstract_batch
@@ -22,7 +22,8 @@ from manualpar.layers.pipeline import Pipeline
 from manualpar.models import Transformer
 from manualpar.models.transformer_fields import size_of_vocabulary
 from manualpar.strategies import strategy_kinds
-from manualpar.training.config import check_config, complete_config, nearest
+from manualpar.strategies.fields import fields_of_manual_mode, values_of_options
+from manualpar.training.config import check_config, complete_config, flatten_config, nearest
 from manualpar.training.fine_tuning import fine_tuned
 from manualpar.training.imported_model import fill_from_hf
 from manualpar.training.model_flops import flops_of_example
@@ -173,19 +174,9 @@ def _build(
             f"{list(mesh.shape)}, expected 'replica' too; "
             """set --config.parallel.mesh="{'replica': 2, 'data': -1}"."""
         )
-    for field, unused, choice in (
-        ("reduce_dtype", "", "where it sums"),
-        ("gather_code", "", "what it sends"),
-        ("reduce_code", "", "what it sends"),
-        ("axis_by_axis", False, "how it sends"),
-        ("sequence", False, "how activations are sharded"),
-    ):
-        if parallel.get(field) and parallel.mode != "manual":
-            raise ValueError(
-                f"config.parallel.{field} is {parallel[field]!r} and config.parallel.mode is "
-                f"{parallel.mode!r}, expected {unused!r} or mode 'manual', because in other modes "
-                f"XLA chooses {choice}."
-            )
+    values = flatten_config(config)
+    if parallel.mode != "manual":
+        _check_left_to_xla(values)
     _check_split(config, task, mesh)
     if EXPERT_AXIS in mesh.shape and not config.model.get("num_experts"):
         raise ValueError(
@@ -222,19 +213,8 @@ def _build(
     shared: dict[str, Any] = {
         "mesh": mesh,
         "batch": abstract_batch(task.dataset.train, config.data.batch_size),
-        "num_minibatches": optimizer.num_minibatches,
-        "mode": parallel.mode,
-        "rules": parallel.rules,
-        "trainable": tuple(optimizer.trainable) or None,
-        "param_dtype": parallel.param_dtype or None,
-        "frozen_dtype": parallel.frozen_dtype or None,
-        "gather_dtype": parallel.gather_dtype or None,
-        "reduce_dtype": parallel.reduce_dtype or None,
-        **{name: parallel.get(name) or None for name in CODES},
-        **{name: parallel[name] for name in ROUNDING if name in parallel},
-        "axis_by_axis": parallel.axis_by_axis,
+        **values_of_options(PROGRAM_OPTIONS, values),
         "compiler_options": chosen.options,
-        "norm_metrics": config.training.norm_metrics,
         "nonfinite": NONFINITE[config.training.on_nonfinite],
     }
     if CONTEXT_AXIS in mesh.shape:
@@ -253,6 +233,19 @@ def _build(
     return kind.builder(
         model, tx, task.loss_fn, **shared, **strategy_fields, **kind.constants
     ), chosen
+
+
+def _check_left_to_xla(values: Mapping[str, Any]) -> None:
+    """Refuses fields about communication in a mode in which XLA chooses it."""
+    choices = {x.field: x.xla_chooses for x in PROGRAM_OPTIONS.values() if x.xla_chooses}
+    choices["parallel.sequence"] = "how activations are sharded"
+    for field, default in (fields_of_manual_mode() | {"parallel.sequence": False}).items():
+        if value := values.get(field):
+            raise ValueError(
+                f"config.{field} is {value!r} and config.parallel.mode is "
+                f"{values['parallel.mode']!r}, expected {default!r} or mode 'manual', because in "
+                f"other modes XLA chooses {choices[field]}."
+            )
 
 
 def _choose_options(

@@ -1,4 +1,4 @@
-"""Prepares a model for fine-tuning, with LoRA or int8 weights, as its config says."""
+"""Prepares a model for fine-tuning: adds the LoRA adapters and int8 weights of a run's config."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -14,7 +14,7 @@ FINE_TUNING_FIELDS = ("lora", "lora_alpha", "int8")
 
 
 def fine_tuned(model: nn.Module, config: ml_collections.ConfigDict) -> Any:
-    """Adds LoRA and int8 weights to a model; returns the model itself if the config sets neither.
+    """Adds LoRA and int8 weights to a model; returns the model unchanged if the config has neither.
 
     `config` is the group `config.model` of a config.
 

@@ -26,15 +26,15 @@ def fill_from_hf(
 ) -> ml_collections.ConfigDict:
     """Returns a locked copy of a config, with fields filled in from `config.model.from_hf`.
 
-    If `from_hf` is '', it returns the config itself.
+    If `from_hf` is '', the function returns the config itself.
 
     Args:
       config: The config; it is not checked yet.
       given: The dotted names of the fields that the command line sets.
 
     Raises:
-      ValueError: No `Transformer` can be the model in the directory, there is no tokenizer, or a
-        field of `given` differs from the directory's `config.json`.
+      ValueError: `Transformer` does not support the model in the directory, there is no tokenizer,
+        or a field in `given` differs from the directory's `config.json`.
     """
     model = config.get("model")
     directory = model.get("from_hf", "") if isinstance(model, ml_collections.ConfigDict) else ""
@@ -66,7 +66,7 @@ def fill_from_hf(
 def initial_state(
     config: ml_collections.ConfigDict, program: Program, *, report: Callable[[str], None]
 ) -> TrainState:
-    """Loads the first state of a run from `config.model.from_hf`; initializes it if that is ''.
+    """Loads a run's first state from `config.model.from_hf`, or initializes one if that is ''.
 
     Raises:
       UsageError: The files do not fit the model; see `load_hf`.
@@ -76,7 +76,7 @@ def initial_state(
     if not directory:
         return program.init(key)
     try:
-        # The directory has no tensors for adapters.
+        # The directory has no tensors for LoRA adapters, so these are initialized.
         missing: Missing = "init" if config.model.get("lora") else "error"
         loaded = load(program, directory, key, missing=missing)
     except ValueError as error:

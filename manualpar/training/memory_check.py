@@ -20,7 +20,7 @@ from manualpar.training.experiment import Experiment
 SLACK = 2
 # Linux's files with the memory limit of a container.
 CONTROL_GROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-# The fields that the size of a step depends on.
+# The config fields that determine the memory of a step.
 SIZES = (
     "data.batch_size",
     "data.sequence_length",
@@ -57,31 +57,33 @@ def check_fits(experiment: Experiment) -> None:
 
 
 def least_bytes(program: Program) -> dict[str, int]:
-    """Estimates a lower bound of a step's bytes on a device, by class; compiles nothing.
+    """Estimates a lower bound of a step's bytes on a device; compiles nothing.
 
-    `activations` is the peak of `step_memory` divided by `SLACK`, less the state and the batch.
+    Returns the bytes of `state`, `batch` and `activations`. The bytes of `activations` are the peak
+    of `step_memory` divided by `SLACK`, minus the state and the batch.
     """
     state = state_bytes(program.abstract_state)[0]
     batch = state_bytes(program.abstract_batch)[0]
     try:
         peak = step_memory(program, platform="cpu").peak
-    except ValueError:  # Only XLA can tell which arrays are in memory at the same time.
+    except ValueError:  # In these modes the compiler chooses the layouts.
         peak = 0
     activations = max(0, peak // SLACK - state - batch)
     return {"state": state, "batch": batch, "activations": activations}
 
 
 def host_memory() -> int:
-    """Returns the bytes of memory of this machine, or of its container if that has less."""
+    """Returns this machine's memory in bytes, or its container's memory limit if that is lower."""
     sizes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for path in CONTROL_GROUPS:
-        with contextlib.suppress(OSError, ValueError):  # There is no such file, or it says `max`.
+        # The file may be missing, or contain `max` if there is no limit.
+        with contextlib.suppress(OSError, ValueError):
             sizes.append(int(Path(path).read_text()))
     return min(sizes)
 
 
 def _sizes(experiment: Experiment) -> str:
-    """Describes the config fields that a step's size depends on, and the vocabulary."""
+    """Describes the config fields that determine a step's memory, and the vocabulary's size."""
     values = flatten_config(experiment.config)
     found = [f"config.{name} is {values[name]}" for name in SIZES if name in values]
     if tokens := getattr(experiment.task.model, "vocab_size", None):

@@ -1,4 +1,4 @@
-"""Counts the model FLOPs of an example if some parameters are frozen.
+"""Counts the model FLOPs per example of a training step, also if some parameters are frozen.
 
 A task counts the FLOPs of training all parameters of a model, in closed form. A step with frozen
 parameters does not compute their gradients, nor the gradients of activations before the first
@@ -24,7 +24,7 @@ from manualpar.inspect.flops import ProductReader
 from manualpar.inspect.scope_parsing import phase_of
 from manualpar.training.task import Task
 
-# Positions of arguments of the traced loss.
+# Positions of arguments of the traced loss: the trained parameters and the batch.
 TRAINED, BATCH = 0, 1
 
 
@@ -39,7 +39,7 @@ def flops_of_example(task: Task, model: Any, program: Program) -> float:
     if all(place.trainable for _, place in program.parameters):
         return task.flops_per_example
     some = _products(model, task, program, program.model.trainable)
-    # The closed form also counts the gradients of inputs that are floats.
+    # With gradients of `BATCH`, because the closed form also counts the gradients of float inputs.
     every = _products(task.model, task, program, ("*",), argnums=(TRAINED, BATCH))
     return task.flops_per_example * float(some / every)
 
@@ -54,7 +54,8 @@ def _products(
 ) -> Fraction:
     """Counts the FLOPs of a step that computes gradients of the parameters that match `globs`.
 
-    The step runs on one device. `argnums` are the arguments of the loss that get gradients.
+    The step is traced on one device. `argnums` are the positions of the loss's arguments for which
+    gradients are computed.
     """
     adapter, batch = interface_of(model), program.abstract_batch
     key = jax.eval_shape(lambda: jax.random.key(0))

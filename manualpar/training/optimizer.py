@@ -32,7 +32,7 @@ def warmup_cosine_schedule(
 def weight_decay_mask(params: Any) -> Any:
     """Marks the parameters to decay: all but biases, scales and arrays of fewer than two dims.
 
-    It finds biases and scales by their names, because in a scanned layer they have two dims.
+    Biases and scales are found by name, because in scanned layers they have two dims.
     """
 
     def decays(path: jax.tree_util.KeyPath, value: Any) -> bool:
@@ -50,14 +50,15 @@ def adamw(
     b2: float = 0.999,
     clip_norm: float = 0.0,
 ) -> optax.GradientTransformation:
-    """Makes AdamW that decays the parameters of `weight_decay_mask`.
+    """Makes an AdamW optimizer that decays only the parameters marked by `weight_decay_mask`.
 
     Args:
       schedule: The learning rate of each update.
-      weight_decay: The decay of a weight in an update, as a multiple of the learning rate.
+      weight_decay: The weight decay. An update subtracts `learning rate * weight_decay * weight`.
       b1: The decay rate of the running mean of gradients.
       b2: The decay rate of the running mean of squared gradients.
-      clip_norm: The largest global norm of a gradient; a larger one is scaled down. 0 for no limit.
+      clip_norm: The largest global norm of the gradients; larger gradients are scaled down to it. 0
+        for no limit.
     """
     update = optax.adamw(schedule, b1=b1, b2=b2, weight_decay=weight_decay, mask=weight_decay_mask)
     return optax.chain(optax.clip_by_global_norm(clip_norm), update) if clip_norm else update

@@ -17,7 +17,7 @@ from manualpar.core.state.metrics import Metrics, add_metrics, fetch_metrics, me
 from manualpar.training.monitoring.progress import TrainingProgress
 from manualpar.training.monitoring.run_files import RunWriter
 
-# XLA:CPU, which simulates devices, takes at most 32 computations in flight. If a loop runs further
+# XLA:CPU, which simulates devices, allows at most 32 computations in flight. If a loop runs further
 # ahead, its collectives wait for each other until XLA aborts the process.
 LAG = 2
 
@@ -55,23 +55,25 @@ def parse_state(
 class Recorder:
     """Receives the metrics of steps in the order of dispatch, and reports their means.
 
-    A training report has the mean over the steps since the last report, and the learning rate of
-    the last step. Its rates count only the time of training steps. They leave out the first step of
-    the process, which compiles, evaluations, and the time in `leave_out`.
+    A training report has the means over the steps since the last report, the learning rate of the
+    last step, and rates such as examples per second. The rates count only the time of training
+    steps, without the first step of the process, because this step compiles. The time in
+    evaluations and in `leave_out` does not count either.
     """
 
-    writer: RunWriter  # Receives every report, before `screen` does.
-    screen: TrainingProgress  # Is also updated after every training step.
+    writer: RunWriter  # Every report is written here before it is shown on `screen`.
+    screen: TrainingProgress  # Shows reports; also updated after every training step.
     _: dataclasses.KW_ONLY
-    learning_rate: Callable[[int], Any]  # As a function of the number of earlier updates.
-    rates: Callable[[int, float], Mapping[str, float]]  # Rates from a number of steps and seconds.
+    learning_rate: Callable[[int], Any]  # Returns the rate for the number of earlier updates.
+    rates: Callable[[int, float], Mapping[str, float]]  # Computes rates from (steps, seconds).
     # Turns the means of a split into the reported numbers.
     derive: Callable[[str, dict[str, float]], dict[str, float]] = lambda split, means: means
-    # Whether the program skips the update of a step that is not finite. If so, the recorder counts
-    # the step and leaves it out of the means. If not, it raises `NonFiniteError`.
+    # Whether the program skips the update of a step whose loss or gradients are not finite. If so,
+    # the recorder counts the step and leaves it out of the means. If not, it raises
+    # `NonFiniteError`.
     skips_nonfinite: bool = False
-    # An entry has the split, the step, its metrics, whether they complete a report, and the
-    # learning rate.
+    # The metrics on the device, oldest first: (split, step, metrics, whether these metrics complete
+    # a report, learning rate).
     _queue: collections.deque[tuple[str, int, Metrics, bool, Any]] = dataclasses.field(
         default_factory=collections.deque
     )
@@ -86,20 +88,21 @@ class Recorder:
     def put(self, split: str, step: int, metrics: Metrics, *, report: bool) -> None:
         """Queues metrics of `split` after `step` updates.
 
-        `report` says whether these metrics are the last ones of a report.
+        If `report`, these metrics complete a report, which is made when they are fetched.
 
         Raises:
-          NonFiniteError: An earlier step, fetched now, was not finite.
+          NonFiniteError: The loss or a gradient of an earlier step, fetched now, was not finite.
         """
-        # The device also computes the learning rate, after everything in its queue. A computation
-        # at the time of the report would wait for all steps dispatched since. So it starts now.
+        # The device computes the learning rate too, after everything in its queue. If the
+        # computation started at the time of the report, it would wait for all steps dispatched
+        # since then. So it is dispatched now.
         rate = self.learning_rate(step - 1) if report and split == "train" else None
         self._queue.append((split, step, metrics, report, rate))
         if len(self._queue) > LAG:
             self._fetch_oldest()
 
     def drain(self) -> None:
-        """Waits for everything in the queue; raises as `put` does."""
+        """Fetches everything in the queue; raises the errors of `put`."""
         while self._queue:
             self._fetch_oldest()
 
@@ -112,7 +115,7 @@ class Recorder:
             self._fetched_at += time.perf_counter() - started
 
     def latest(self, split: str) -> dict[str, float]:
-        """Returns the latest report of `split`; empty if there was none."""
+        """Returns the latest report of `split`; empty if there was no report."""
         return self._latest.get(split, {})
 
     def state(self) -> dict[str, Any]:
@@ -122,7 +125,7 @@ class Recorder:
         return {"totals": totals, "latest": self._latest, "skipped": self._skipped}
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Takes over a `state()`, and drops the queue."""
+        """Restores a state that `state()` returned, and drops the queue."""
         self._queue.clear()
         self._totals, self._latest, self._skipped = parse_state(state)
         self._fetched_at = None

@@ -1,9 +1,9 @@
 """The replica sentinel checks that copies on several devices are the same, bit for bit.
 
-If a sharding leaves a mesh axis out, the devices along that axis hold copies. A device that
-computes or stores wrongly, or an update that was not synchronised, makes the copies differ. Nothing
-notices the difference, because JAX reads such an array from the first device that has it. So each
-device computes a fingerprint of its part, and the host compares the fingerprints of copies.
+If an array is not sharded over a mesh axis, the devices along that axis hold copies. The copies
+differ if a device computes or stores wrongly, or if an update was not synchronised. Nothing else
+finds the difference, because JAX reads such an array from only one of the devices. So each device
+computes a fingerprint of its part, and the host compares the fingerprints of copies.
 
 A device's part of an array is read as `uint32` words `w_i`; an element of up to 32 bits is one
 word. Let `m` be the finaliser of MurmurHash3, which is a bijection, and `p_i = m(i)`. The
@@ -75,8 +75,8 @@ class ReplicaSentinel:
         axes = tuple(mesh.axis_names)
 
         def fingerprints_on_device(leaves: tuple[jax.Array, ...]) -> jax.Array:
-            # `shard_map` assumes that copies are equal, and so are their fingerprints. `out_specs`
-            # still returns the fingerprint that each device has computed.
+            # `shard_map` infers that the fingerprints of copies are equal. Because `out_specs` has
+            # all mesh axes, it still returns the fingerprint of each device.
             return jnp.stack([_fingerprint(x) for x in leaves])[None]
 
         self._on_devices = jax.jit(
@@ -97,11 +97,11 @@ class ReplicaSentinel:
         all leaves, through the gradients. So only a check soon after the fault can name the device.
 
         Args:
-          state: A tree of global arrays in the sentinel's layout. It is only read.
+          state: A tree of global arrays in the sentinel's layout; not donated.
 
         Raises:
-          ReplicaError: Copies differ. The message names the first such leaf and the devices. All
-            processes raise it.
+          ReplicaError: Copies differ. The message names the first leaf that differs and the
+            devices. All processes raise the error.
           ValueError: The state does not have the sentinel's layout, or was donated.
 
         Communication:
@@ -153,7 +153,7 @@ def _named_leaves(tree: Any) -> tuple[tuple[str, ...], tuple[Any, ...]]:
 
 
 def _devices_by_part(mesh: Mesh, spec: PartitionSpec) -> np.ndarray:
-    """Returns mesh positions of devices, `[parts, copies]`; the devices in a row hold one part."""
+    """Returns the positions in the mesh of the devices that hold each part: `[parts, copies]`."""
     sharded = {axis for entry in spec for axis in axis_tuple(entry)}
     dims = sorted(range(mesh.devices.ndim), key=lambda dim: mesh.axis_names[dim] not in sharded)
     positions = np.arange(mesh.size).reshape(mesh.devices.shape).transpose(dims)
@@ -162,7 +162,10 @@ def _devices_by_part(mesh: Mesh, spec: PartitionSpec) -> np.ndarray:
 
 
 def _who_differs(mesh: Mesh, devices: np.ndarray, copies: np.ndarray) -> str:
-    """Names the devices whose copies differ from most copies, from their positions `devices`."""
+    """Names the devices whose copies differ from the majority, for an error message.
+
+    `devices` are the positions in the mesh of the devices that hold `copies`.
+    """
     values = [tuple(copy) for copy in copies.tolist()]
     (common, votes), (_, next_votes), *_ = Counter(values).most_common()
 
@@ -205,7 +208,7 @@ def _fingerprint(x: jax.Array) -> jax.Array:
         index += jax.lax.broadcasted_iota(jnp.uint32, words.shape, dim)
     position = _mix(index)
     first = _mix(words ^ position)
-    # One reduction computes both sums in one pass, and stores no array of this size.
+    # One reduction computes both sums in one pass, and stores no intermediate array of words.
     zero = np.uint32(0)
     sums = jax.lax.reduce(
         (first, _mix(first + position)),
@@ -217,7 +220,7 @@ def _fingerprint(x: jax.Array) -> jax.Array:
 
 
 def _words(x: jax.Array) -> jax.Array:
-    """Returns an array's bits as `uint32`; elements of several words get a last dim."""
+    """Returns an array's bits as `uint32`; adds a last dim if elements have several words."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     if jnp.iscomplexobj(x):

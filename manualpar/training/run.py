@@ -48,12 +48,12 @@ from manualpar.training.workdir import (
 )
 from manualpar.training.workdir_lock import lock_workdir
 
-# Files in a workdir whose paths begin like this are not results. They are not copied to a bucket.
+# Files in a workdir whose paths begin with these strings are not copied to a bucket as results.
 NO_RESULTS = (f"{FOLDER}/", ".lock", "profile/")
 
 
 class Result(NamedTuple):
-    """The metrics on the test examples, and a text that the trained model generated, or ""."""
+    """The metrics on the test examples, and a text that the trained model generated ("": none)."""
 
     metrics: dict[str, float]
     sample: str = ""
@@ -72,11 +72,11 @@ def run(
 ) -> Result:
     """Trains and tests an experiment, and shows the mesh, the layout and the progress.
 
-    If the folder holds a checkpoint, the run goes on from the latest one.
+    If the folder contains checkpoints, the run resumes from the latest checkpoint.
 
     Raises:
       CheckpointError: A checkpoint cannot be read or written.
-      UsageError: The folder holds a run with another config, or another run is using the folder.
+      UsageError: The folder contains a run with another config, or another run is using the folder.
       WriteError: The folder cannot be written to.
       StoppedError, KeyboardInterrupt, NonFiniteError, ReplicaError: See `Trainer.train`.
     """
@@ -88,7 +88,7 @@ def run(
                 check = stack.enter_context(lock_workdir(workdir, report=say))
                 # Another run may have used the folder since the command line was checked.
                 check_folder(experiment.config, workdir)
-            # Both are ValueErrors too, but not mistakes on the command line.
+            # These two errors are also ValueErrors, but not mistakes on the command line.
             except (WriteError, BucketError):
                 raise
             except (UsageError, ValueError) as error:
@@ -122,7 +122,7 @@ def _run(
     cluster: Cluster,
     console: rich.console.Console,
 ) -> Result:
-    """Restores the latest checkpoint if there is one, trains, tests and samples."""
+    """Restores the latest checkpoint if there is one, trains, tests, and generates a sample."""
     config, program, task = experiment.config, experiment.program, experiment.task
     say = functools.partial(print_line, console)
     workdir, folder, publish = target
@@ -168,10 +168,10 @@ def _run(
         detector = StallDetector(
             config.watch.stall_seconds, others=cluster.steps, num_processes=cluster.num_processes
         )
-        # Several processes of one host would write to the same file.
+        # Only process 0 profiles, because several processes of a host would write to one file.
         profiled = parse_profile(config.profile) if cluster.is_main else range(0)
         profiler = StepProfiler(profiled, folder / "profile", say)
-        restored = None  # The first step donates its state.
+        restored = None  # Drops a reference to the state, because the first step donates it.
         trainer = Trainer(
             experiment, checkpoints, recorder, writer, cluster, detector, profiler, report=say
         )
@@ -184,11 +184,11 @@ def _run(
 
 
 def _no_lock() -> None:
-    """Does nothing; it is the check of processes that have no lock."""
+    """Does nothing; processes without the lock use this in place of a check of the lock."""
 
 
 def _describe(experiment: Experiment, *, cluster: Cluster, console: rich.console.Console) -> None:
-    """Shows the mesh, the layout, and how much of the state has copies to compare."""
+    """Prints the mesh, the compiler options, the layout, and the coverage of the replica check."""
     debug, program = experiment.config.debug, experiment.program
     mesh = program.mesh
     print_line(console, f"mesh: {_describe_mesh(mesh)}")
@@ -251,7 +251,7 @@ def _write_report(
 
 
 def _rates(experiment: Experiment) -> Callable[[int, float], dict[str, float]]:
-    """Returns a function of a number of steps and seconds that computes the rates to report."""
+    """Makes a function that computes the rates to report from (steps, seconds)."""
     task, devices = experiment.task, experiment.program.mesh.devices
     throughput = Throughput(
         examples_per_step=experiment.config.data.batch_size,

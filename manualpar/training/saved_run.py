@@ -12,10 +12,10 @@ from typing import Any
 import jax
 import ml_collections
 
-from manualpar.core.model.options import CODES, ROUNDING
 from manualpar.core.program.parameter_average import ema_params
 from manualpar.errors import UsageError
 from manualpar.strategies import FSDP, strategy_kinds
+from manualpar.strategies.fields import fields_of_manual_mode
 from manualpar.system.storage import AnyPath
 from manualpar.training.checkpoints import Restored
 from manualpar.training.checkpoints.folders import open_folder
@@ -29,10 +29,8 @@ SPLITS: dict[str, Any] = {
     "strategy": FSDP.name,
     "mode": "manual",
     "mesh_order": (),
-    "axis_by_axis": False,
     "regather_axes": (),
-    **dict.fromkeys(CODES, ""),
-    **dict.fromkeys(ROUNDING, False),
+    **{name.removeprefix("parallel."): x for name, x in fields_of_manual_mode().items()},
     "rules": (),
     "sequence": False,
     "layer_overlap": "none",

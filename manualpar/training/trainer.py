@@ -4,7 +4,7 @@ Everything else that happens between two steps is a hook: `trainer.every(n, hook
 `hook(state, position)` after every `n` steps. Hooks are called in the order in which they were
 added, and an exception that a hook raises ends the loop. `Trainer.train` adds, in this order, the
 check of replicas, evaluation, and saving. So the checkpoint of step s is saved after all reports of
-step s. A run that goes on from it repeats no report and leaves none out.
+step s. A run that resumes from this checkpoint repeats no report and leaves out no report.
 """
 
 import contextlib
@@ -30,7 +30,8 @@ from manualpar.training.recorder import NonFiniteError, Recorder
 from manualpar.training.replicas import ReplicaError, ReplicaSentinel
 from manualpar.training.workdir import START, Position, position_of, restore
 
-# After this many rollbacks without a new checkpoint the run ends: the data is not the cause.
+# After this many rollbacks without a new checkpoint the run ends, because the cause is then
+# probably not the data.
 MAX_ROLLBACKS = 3
 BETWEEN_STEPS = "between two steps"
 EXTRA_SECONDS = 30.0
@@ -39,7 +40,7 @@ Hook = Callable[[TrainState, Position], None]
 
 
 class StoppedError(Exception):
-    """The run stopped after `step` on request; if that step is saved, the run can go on."""
+    """The run was asked to stop, and stopped after `step`; it can resume if the step is saved."""
 
     def __init__(self, step: int, *, is_saved: bool) -> None:
         super().__init__(f"stopped after step {step}")
@@ -56,7 +57,7 @@ class _Scheduled(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Trainer:
-    """Trains an experiment, evaluates on the way, and tests at the end."""
+    """Trains an experiment, evaluates during the training, and tests at the end."""
 
     experiment: Experiment
     checkpoints: Checkpoints
@@ -89,7 +90,8 @@ class Trainer:
         with contextlib.ExitStack() as stack:
             for context in (postponed_interrupt(self.cluster), self.detector, self.profiler):
                 stack.enter_context(context)
-            # After the loop the processes do different things: only process 0 writes a report.
+            # After the loop the processes do different work (only process 0 writes a report), so
+            # their phases are no longer compared.
             stack.callback(self.cluster.enter, UNWATCHED)
             state = self._run_and_roll_back(state, position)
             self._evaluate_on("test", state, config.training.num_steps)
@@ -100,16 +102,17 @@ class Trainer:
     def every(
         self, steps: int, hook: Hook, *, at_start: bool = False, at_end: bool = False
     ) -> None:
-        """Calls a hook after every `steps` steps with the state, which the next step donates.
+        """Adds a hook, which the loop calls after every `steps` steps with (state, position).
 
-        If `steps` is 0, the hook is never called. `at_start` also calls it before the first step of
-        a run. `at_end` also calls it after the last step, whatever `steps` is.
+        The next step donates the state, so the hook must not keep it. If `steps` is 0, the hook is
+        never called. If `at_start`, the hook is also called before the first step of a run. If
+        `at_end`, it is also called after the last step, even if that is no multiple of `steps`.
         """
         if steps:
             self._hooks.append(_Scheduled(hook, steps, at_start, at_end))
 
     def run(self, state: TrainState, position: Position) -> TrainState:
-        """Runs the loop, and returns before the recorder has fetched the last metrics."""
+        """Runs the loop. On return, the recorder may not have fetched the last metrics yet."""
         config = self.experiment.config
         num_steps, log_every = config.training.num_steps, config.training.log_every_steps
         if not position.step:
@@ -122,7 +125,8 @@ class Trainer:
                 batch = next(batches)
                 step = position.step + 1
                 position = Position(step, position.examples + config.data.batch_size)
-                # Every process enters the same number of phases, although only one profiles.
+                # All processes must enter the same number of phases, so a process that does not
+                # profile enters a phase too.
                 is_profiled = self.profiler.covers(step)
                 self.cluster.enter("in a profiled step" if is_profiled else "in a step")
                 self.profiler.before(step, state)
@@ -150,10 +154,10 @@ class Trainer:
         )
 
     def _run_and_roll_back(self, state: TrainState, position: Position) -> TrainState:
-        """Runs the loop, and rolls it back after a step that is not finite if the config says so.
+        """Runs the loop; after a non-finite loss or gradient, rolls back if the config allows it.
 
-        A rollback restores the latest checkpoint. The run then reads the batches after the one that
-        failed.
+        A rollback restores the latest checkpoint. The run then continues with the batches after the
+        batch that failed.
         """
         batch_size, rollbacks = self.experiment.config.data.batch_size, 0
         while True:
@@ -167,7 +171,8 @@ class Trainer:
                 if restored is None:
                     raise
                 state, (step, earlier) = restored
-                # If an earlier rollback skipped batches, `position` is past the checkpoint's.
+                # Not counted from the checkpoint's position: after an earlier rollback, which
+                # skipped batches, `position` counts more examples at the same step.
                 failed = position.examples + (error.step - position.step) * batch_size
                 position = Position(step, failed)
                 self.report(
@@ -176,7 +181,7 @@ class Trainer:
                 )
 
     def _go_back(self) -> tuple[TrainState, Position] | None:
-        """Restores the latest checkpoint; returns `None` if the config forbids it or has none."""
+        """Restores the latest checkpoint, if the config allows it and there is one; else `None`."""
         config = self.experiment.config
         if config.training.on_nonfinite != "rollback" or not config.checkpoint.every_steps:
             return None
@@ -213,9 +218,9 @@ class Trainer:
         self.cluster.enter(BETWEEN_STEPS)
 
     def _evaluate_on(self, split: str, state: TrainState, step: int) -> None:
-        """Evaluates a split, with the averaged parameters if the run averages them.
+        """Evaluates a split; if the run keeps a moving average of the parameters, evaluates that.
 
-        The recorder reports the means once it has fetched them.
+        The recorder reports the mean metrics once it has fetched them.
         """
         config, program = self.experiment.config, self.experiment.program
         batches = evaluation_batches(
@@ -237,7 +242,7 @@ class Trainer:
         self.recorder.put(split, step, waiting, report=True)
 
     def _save_or_stop(self, state: TrainState, position: Position) -> None:
-        """Saves if a save is due, and ends the loop if the run is asked to stop."""
+        """Saves if a save is due, and ends the loop if the run was asked to stop."""
         config, step = self.experiment.config, position.step
         stops = self.cluster.should_stop(step)
         is_last = step == config.training.num_steps
@@ -258,7 +263,7 @@ class Trainer:
     def _wait_for_checkpoint(self) -> None:
         """Waits until the latest save is on disk, even if the disk is slow."""
         work = f"waiting for the checkpoint that was saved last in {self.checkpoints.folder}"
-        # `Checkpoints` has a shorter limit, because its error says more.
+        # `Checkpoints` has a shorter limit, so that its error, which is more precise, comes first.
         limit = self.checkpoints.longest_save + EXTRA_SECONDS
         self.cluster.enter(work, limit=limit, varies=True)
         with self.recorder.leave_out(), self.detector.during(work):
@@ -270,8 +275,9 @@ class Trainer:
         This may return before the checkpoint is on disk.
 
         Raises:
-          CheckpointError: This checkpoint or the one before it cannot be written.
-          NonFiniteError: A step up to this one was not finite; nothing is saved.
+          CheckpointError: This checkpoint or the previous checkpoint cannot be written.
+          NonFiniteError: The loss or a gradient of this or an earlier step was not finite; nothing
+            is saved.
         """
         self.recorder.drain()
         self._wait_for_checkpoint()
@@ -298,9 +304,9 @@ class Trainer:
 def postponed_interrupt(cluster: Cluster) -> Iterator[threading.Event]:
     """Turns the first Ctrl-C into a request to stop between two steps.
 
-    The run then stops with a `StoppedError`, which becomes a `KeyboardInterrupt` here. A second
-    Ctrl-C raises a `KeyboardInterrupt` at once. The first one raises nothing in the signal handler,
-    because such an exception can come up anywhere, even where Python discards it.
+    The run then stops with a `StoppedError`, and this context raises a `KeyboardInterrupt` instead.
+    A second Ctrl-C raises a `KeyboardInterrupt` at once. The signal handler raises nothing at the
+    first Ctrl-C, because its exception could appear in any code, even where Python discards it.
     """
     interrupted = threading.Event()
     previous = signal.getsignal(signal.SIGINT)

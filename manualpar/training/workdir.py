@@ -1,9 +1,9 @@
 """Chooses and checks the folder of a run, and restores the run's checkpoint.
 
-A workdir holds `checkpoints/`, and a run that finds a checkpoint there goes on from it. In addition
-to the arrays, a checkpoint has the config, the position in the data, the sums of metrics that are
-not reported yet, and the sizes of the metrics files, all as JSON. A run that goes on cuts off the
-lines that were written after the checkpoint, and writes the same lines again.
+A workdir contains `checkpoints/`. A run that finds a checkpoint there resumes from the checkpoint.
+In addition to the arrays, a checkpoint has the config, the position in the data, the sums of
+metrics that are not reported yet, and the sizes of the metrics files, all as JSON. A run that
+resumes cuts off the lines that were written after the checkpoint, and writes the same lines again.
 """
 
 import json
@@ -40,7 +40,7 @@ LARGE_IS_GOOD = frozenset({"accuracy"})
 
 
 class Position(NamedTuple):
-    """The progress of a run: the updates made, and the training examples read, from its start."""
+    """The progress of a run: the updates made and the training examples read since its start."""
 
     step: int = 0
     examples: int = 0
@@ -50,7 +50,7 @@ START = Position()
 
 
 def choose_workdir(workdir: AnyPath | None, *, name: str) -> AnyPath:
-    """Returns `workdir`, or makes a new numbered folder, which is the same for all processes."""
+    """Returns `workdir`; if it is `None`, makes a numbered folder, the same for all processes."""
     if workdir is not None:
         return workdir
     path, failure = "", ""
@@ -59,7 +59,7 @@ def choose_workdir(workdir: AnyPath | None, *, name: str) -> AnyPath:
             path = str(create_numbered_folder(RUNS / name))
         except OSError as error:
             failure = f"the results cannot be written: {error}; name another folder with --workdir."
-    # The other processes find the folder if they share the file system.
+    # The other processes see the folder if they share the file system with process 0.
     path, failure = from_first([path, failure])
     if failure:
         raise UsageError(failure)
@@ -67,25 +67,25 @@ def choose_workdir(workdir: AnyPath | None, *, name: str) -> AnyPath:
 
 
 def check_folder(config: ml_collections.ConfigDict, workdir: AnyPath | None) -> list[str]:
-    """Checks that a folder is new, or holds a run that this config can go on with.
+    """Checks that a folder is new, or contains a run that can be resumed with this config.
 
-    `None` for `workdir` is a new folder in `RUNS`. Returns the differences between the config and
-    the run's config, a sentence each.
+    If `workdir` is `None`, the run will make a new folder in `RUNS`. Returns a sentence for each
+    difference between this config and the config of the earlier run.
 
     Raises:
-      ValueError: The folder is a file, or cannot be written to. Or it holds a run of another model
-        or other data. Or it holds a run without a checkpoint, and this config saves none. Or a file
-        is in the way of a checkpoint.
+      ValueError: The folder is a file, or cannot be written to; it contains a run of another model
+        or other data; it contains a run without checkpoints, and this config saves no checkpoints;
+        or a file has a name that a checkpoint needs.
       OSError: The checkpoints in the folder cannot be listed.
     """
-    # A bucket is tested when the run takes its lock.
+    # Writing to a bucket is tested later, when the run locks the workdir.
     if not isinstance(workdir, BucketPath):
         _check_writable(RUNS if workdir is None else workdir)
     if workdir is None:
         return []
     if workdir.exists() and not workdir.is_dir():
         check_workdir(workdir)
-    # This runs before there are devices, so it must not ask jax for anything.
+    # This code runs before the devices are chosen, so it must not use JAX.
     if config.checkpoint.every_steps:
         open_folder(workdir / FOLDER).check()
     elif not open_folder(workdir / FOLDER).steps():
@@ -109,10 +109,10 @@ def _check_writable(folder: Path) -> None:
 
 
 def check_continues(config: ml_collections.ConfigDict, workdir: AnyPath) -> list[str]:
-    """Compares a config with the config of a workdir's run.
+    """Compares a config with the config of the run in a workdir.
 
-    It compares with the config in the newest checkpoint, because `config.json` may be missing or
-    from another run. It does not verify the checkpoint. `restore` does, and compares again.
+    The run's config is read from the newest checkpoint, because `config.json` may be missing or
+    from another run. The checkpoint is not verified here: `restore` verifies it and compares again.
 
     Returns the allowed differences, a sentence each; raises a `ValueError` for other differences.
     """
@@ -168,12 +168,12 @@ def _compare(
 
 
 def _longest_save(stall_seconds: float) -> float:
-    """Returns the seconds that a save may take: longer than until a stall report, else a week."""
+    """Returns the most seconds for a save, by `config.watch.stall_seconds` (0: a week)."""
     return max(2 * stall_seconds, 600.0) if stall_seconds else 7 * 24 * 3600.0
 
 
 def open_checkpoints(config: ml_collections.ConfigDict, workdir: AnyPath) -> Checkpoints:
-    """Opens the checkpoints of a workdir; the config says which of them to keep."""
+    """Opens the checkpoints of a workdir; `config.checkpoint` chooses which of them to keep."""
     checkpoint = config.checkpoint
     return Checkpoints(
         workdir / FOLDER,
@@ -192,13 +192,13 @@ def restore(
     *,
     report: Callable[[str], None],
 ) -> Restored:
-    """Restores the latest checkpoint, or the latest undamaged one if the config says so.
+    """Restores the latest checkpoint, or the latest undamaged checkpoint if the config allows that.
 
     `report` is called with a sentence for each checkpoint that is not used.
 
     Raises:
       CheckpointError: The checkpoint is damaged, or comes from another model or other data.
-      UsageError: The checkpoint's config differs in a field that a run cannot change.
+      UsageError: The checkpoint's config differs in a field that must not change during a run.
     """
     restored = checkpoints.restore(
         experiment.program,
@@ -224,16 +224,16 @@ def restore(
 
 
 def _check_extra(restored: Restored) -> None:
-    """Refuses a checkpoint whose JSON was not written by a run."""
+    """Refuses a checkpoint whose `extra` JSON does not have the values that a run saves."""
     try:
-        extra = parse_object(json.dumps(restored.extra), allow_nan=True)  # Refuses deep nesting.
+        extra = parse_object(json.dumps(restored.extra), allow_nan=True)  # Refuses deep JSON.
         parse_state(extra["recorder"])
         numbers = [extra["position"], *(extra["files"][name] for name in PLACED_FILES)]
         if not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
             raise ValueError("the position or the size of a file is not a whole number")
         if not isinstance(extra["data"], str) or not isinstance(extra.get("config", {}), dict):
             raise TypeError("data is not a string, or config not an object")
-    except Exception as error:  # The JSON may hold anything.
+    except Exception as error:  # The JSON may have any content, so any error is possible.
         why = explain_failure(error)
         raise CheckpointError(
             f"the checkpoint of step {restored.step} does not hold what a run saves besides its "

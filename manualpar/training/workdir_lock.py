@@ -1,7 +1,7 @@
 """Locks a workdir, so that only one run at a time writes there.
 
-The lock is on the file `.lock`, see `manualpar.system.storage.file_lock`. Process 0 takes it for
-all processes of a run. Reading a workdir needs no lock.
+The lock is on the file `.lock`, see `manualpar.system.storage.file_lock`. Process 0 acquires the
+lock for all processes of a run. Reading a workdir needs no lock.
 """
 
 import contextlib
@@ -19,14 +19,14 @@ LOCK_FILE = ".lock"
 def lock_workdir(
     workdir: AnyPath, *, report: Callable[[str], None]
 ) -> Iterator[Callable[[], None]]:
-    """Keeps other runs out of a folder while the context lasts; creates the folder if needed.
+    """Locks a folder against other runs while the context lasts; creates the folder if needed.
 
-    If the file system has no locks, it calls `report` and locks nothing. In a bucket it takes a
-    lease, see `manualpar.system.storage.lease`.
+    If the file system does not support locks, `report` is called with a sentence and nothing is
+    locked. In a bucket, the lock is a lease, see `manualpar.system.storage.lease`.
 
-    It yields a function that checks the lock. In a bucket the function raises an error if the lease
-    was lost. In a folder it locks a new file if the locked file was deleted, and raises a
-    `WriteError` if another run has locked the new file first.
+    The context yields a function that checks the lock. In a bucket, this function raises an error
+    if the lease was lost. On a disk, if the lock file was deleted, the function creates and locks a
+    new file; it raises a `WriteError` if another run has locked the new file first.
 
     Raises:
       UsageError: Another run has the lock; the message names the run.

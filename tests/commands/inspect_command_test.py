@@ -177,9 +177,7 @@ def test_split_layers_send_what_their_closed_form_says(capsys):
     sizes = ("--config.model.hidden_size=16", "--config.model.mlp_size=32")
     assert _run(f"--config={CONFIGS / 'tp_lm'}.py", *sizes, *ABSTRACT) == 0
     output = capsys.readouterr().out
-    layers = re.search(
-        r"closed form for layers is ([\d,]+) bytes; the step sends ([\d,]+)", output
-    )
+    layers = re.search(r"closed form for layers is ([\d,]+) bytes; the step sends ([\d,]+)", output)
     assert layers[1] == layers[2]
     found = json.loads(Path("runs/inspect/001/tp_lm.json").read_text())
     assert f"{found['predicted_layers']['total']:,}" == layers[1]

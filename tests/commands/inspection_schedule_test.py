@@ -57,7 +57,9 @@ def test_a_config_without_a_pipeline_is_refused_before_it_is_traced(capsys):
     assert _run("fsdp") == 2
     error = capsys.readouterr().err
     assert "--schedule: " in error
-    assert "has no pipeline on the mesh {'data': 8}; expected a mesh with an axis for stages" in error
+    assert (
+        "has no pipeline on the mesh {'data': 8}; expected a mesh with an axis for stages" in error
+    )
 
 
 def test_a_long_schedule_is_left_to_the_picture(capsys):

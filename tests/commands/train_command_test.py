@@ -281,3 +281,5 @@ def test_help_lists_flags_and_fields(name, capsys):
     assert f"python -m experiments.{name}" in shown
     for text in ("--config", "--workdir", "--devices", "optimizer.learning_rate", "0.003"):
         assert text in shown
+    mode = "manual  (one of 'manual', 'auto', 'explicit', 'auto-unconstrained')\n"
+    assert f"{mode}      Who writes the collectives.\n" in shown

@@ -96,7 +96,7 @@ REFUSED = [
     *rows(
         "a missing batch",
         lambda mesh: zero(Classifier(), optax.sgd(0.1), loss_fn, mesh=mesh),
-        (abstract_mesh({"data": 8}, 8), TypeError, r"zero1: batch= is missing, expected it as a"),
+        (abstract_mesh({"data": 8}, 8), TypeError, r"zero: batch= is missing, expected it as a"),
     ),
 ]
 

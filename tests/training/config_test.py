@@ -86,7 +86,8 @@ def test_what_is_kept_is_named(names):
 
 def test_flattening_stops_at_fields():
     flat = flatten_config(fsdp.get_config())
-    assert flat.keys() == set(_required(fields_of(fsdp.get_config())))
+    assert flat.keys() >= set(_required(fields_of(fsdp.get_config())))
+    assert flat.keys() <= fields_of(fsdp.get_config()).keys()
     assert flat["parallel.mesh"].to_dict() == {"data": -1}
 
 

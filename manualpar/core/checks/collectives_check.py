@@ -11,7 +11,7 @@ branch on their index, and gather over the data axes inside a branch.)
 The gradient of a gather is a `custom_vjp`, which is right for the derivative that a step takes. A
 model or a loss that differentiates a gathered parameter itself would get the sum over the devices
 instead of the mean. The check finds this mistake in programs that a step does not differentiate:
-evaluation, and the loss of training without its gradient.
+the evaluation step, and the training loss without its gradient.
 """
 
 from typing import Any
@@ -135,7 +135,7 @@ def _check_gathered_order(name: str, eqn: Any, data_axes: tuple[str, ...]) -> No
 
 
 def check_derivatives(name: str, jaxpr: Jaxpr) -> None:
-    """Refuses gathers without their `custom_vjp`: the model has differentiated these."""
+    """Refuses gathers without their `custom_vjp`: the model has differentiated such gathers."""
     for eqn in jaxpr.eqns:
         scope = str(eqn.source_info.name_stack)
         if eqn.primitive.name == "all_gather" and purpose_of(scope) in (GATHER_SCOPE, REGATHER):

@@ -7,7 +7,7 @@ convolutions, sums, shifts and position numbers have to handle the axis, see
 traced twice, on a device's positions and on all positions, and both traces are walked side by side.
 
 Sums over positions are right if they only contribute to the mean loss and the metrics, because a
-step sums these over the devices. The loss may be `sum / count`, where `count` is the count of
+step sums both over the devices. The loss may be `sum / count`, where `count` is the count of
 `metrics["loss"]`. The loss may replace a count of 0 before it divides, as with data axes, because a
 device without a valid position has the weight 0.
 """
@@ -81,13 +81,13 @@ def check_context(strategy: str, model: TracedModel, batch: Batch, roles: AxisRo
 
     Args:
       strategy: The strategy's name, for messages.
-      model: The model and its loss, in a mode that writes its collectives.
+      model: The model and its loss, in a mode in which this package writes the collectives.
       batch: The abstract global batch.
       roles: The roles of all axes. Nothing is checked if no axis splits dim 1 of the batch.
 
     Raises:
       ValueError: An operation mixes positions, or it is not known whether it does. The message
-        names its module.
+        names the operation's module.
     """
     axis = roles.context_axis
     if axis is None or not model.mode.writes_collectives or model.mode.mesh.shape[axis] == 1:
@@ -112,7 +112,7 @@ def check_context(strategy: str, model: TracedModel, batch: Batch, roles: AxisRo
 def _trace_loss(
     model: TracedModel, batch: Batch, roles: AxisRoles, *, training: bool
 ) -> tuple[ClosedJaxpr, Any]:
-    """Returns the program of a device's loss, and the structure of (loss, metrics, collections)."""
+    """Returns the jaxpr of a device's loss, and the structure of (loss, metrics, collections)."""
     mode, traces = model.mode, list[tuple[ClosedJaxpr, Any]]()
     variables = dict(model.variables)
     params = variables.pop("params")

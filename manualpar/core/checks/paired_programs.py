@@ -21,7 +21,8 @@ def paired(shards: Iterator[Any], whole: Iterator[Any]) -> Iterator[tuple[Any, A
     """Yields pairs of corresponding operations, with `None` for a missing operation."""
     for eqn in shards:
         whole_eqn = next(whole, None)
-        # A broadcast may be in only one trace: a device with one head does not need it.
+        # A broadcast may be in only one trace: a device with one head needs no broadcast over
+        # heads.
         while whole_eqn is not None and _is_broadcast(whole_eqn) and not _is_like(whole_eqn, eqn):
             whole_eqn = next(whole, None)
         yield eqn, whole_eqn

@@ -1,8 +1,9 @@
 """The results of operations on values of a sequence that is divided over devices.
 
-`sequence_values` defines the kinds of values, and `shard_operations` the operations that are right
-along a split dim. This file has the operations whose result depends on more than shapes: sums over
-positions, comparisons that keep a count from being 0, reshapes, collectives and random numbers.
+`sequence_values` defines the kinds of values, and `shard_operations` defines the operations that
+are right along a split dim. This file handles operations whose result depends on more than shapes:
+sums over positions, comparisons that keep a count from being 0, reshapes, collectives and random
+numbers.
 """
 
 import dataclasses
@@ -26,7 +27,7 @@ from manualpar.core.checks.shard_operations import Reason, check_operation, refu
 from manualpar.core.checks.value_numbers import ValueNumbers
 from manualpar.core.tracing.scopes import EXAMPLES_SCOPE, purpose_of
 
-# These are linear in their first operand; further operands are indices.
+# These operations are linear in their first operand; further operands are indices.
 _LINEAR = frozenset(
     """
     broadcast_in_dim convert_element_type copy dynamic_slice gather name neg reduce_precision
@@ -36,7 +37,7 @@ _LINEAR = frozenset(
 _OF_ONE_NUMBER = frozenset(
     "broadcast_in_dim convert_element_type copy reshape squeeze stop_gradient".split()  # noqa: SIM905
 )
-# The results of these are integral if all operands are.
+# The results of these operations are integers if all operands are integers.
 _INTEGRAL = _LINEAR | {"add", "concatenate", "dot_general", "max", "min", "mul", "select_n", "sub"}
 # For a comparison `count <op> 0`: whether it is true if the count is not 0.
 _TESTS = {"gt": True, "ne": True, "eq": False, "le": False}
@@ -53,12 +54,12 @@ _COLLECTIVES = SUMS | frozenset(
 
 
 class SequenceOperations:
-    """The rules of operations that contain no program.
+    """The rules for operations that contain no inner program.
 
     Args:
-      axis: The mesh axis that positions are divided over.
-      devices: The number of devices along it.
-      numbers: The value numbers.
+      axis: The mesh axis over which positions are divided.
+      devices: The number of devices along `axis`.
+      numbers: The value numbers of the values visited so far, see `value_numbers`.
     """
 
     def __init__(self, axis: str, devices: int, numbers: ValueNumbers) -> None:
@@ -67,12 +68,12 @@ class SequenceOperations:
     def results(
         self, part: Any, whole: Any, values: list[SplitValue], numbers: list[int]
     ) -> list[SplitValue]:
-        """Finds the values of an operation's results, and gives them value numbers.
+        """Finds the `SplitValue`s of an operation's results, and gives the results value numbers.
 
         Args:
           part: The operation on a device's positions.
           whole: The same operation on whole sequences.
-          values: The values of its operands.
+          values: The `SplitValue`s of the operands.
           numbers: The operands' value numbers.
 
         Raises:
@@ -176,7 +177,7 @@ class SequenceOperations:
         return results
 
     def _guard(self, eqn: Any, values: list[SplitValue], numbers: list[int]) -> SplitValue | None:
-        """Finds the result of an operation that keeps a count from being 0; `None` for others.
+        """Finds the result of an operation that keeps a count from being 0; else `None`.
 
         Such operations are comparisons like `count > 0`, `max(count, 1)`, `count + 1e-8`, `count +
         (count == 0)`, `where(count > 0, count, 1)`, `where(count > 0, total / count, 0)`, and casts
@@ -241,7 +242,10 @@ def _sum_over_positions(
 
 
 def _random(name: str, key: SplitValue, *, is_split: bool) -> SplitValue:
-    """Finds the value of random bits or new keys; refuses a key that does not fit."""
+    """Finds the value of random bits or new keys.
+
+    Refuses split values without a key that differs between devices, and other random bits with one.
+    """
     differs = key.kind in ("device", "split")
     if is_split and not differs:
         refuse("draws the same random numbers on each device", "random")
@@ -255,7 +259,7 @@ def _reshaped(eqn: Any, layout: Layout, before: int, dim: int) -> Layout:
     (x,), (y,) = eqn.invars[:1], eqn.outvars
     size = y.aval.shape[dim]
     if layout is None and size < x.aval.shape[before]:
-        return None  # All entries along it are equal.
+        return None  # All entries along the dim are equal.
     outer, length, _ = layout or (1, x.aval.shape[before], 1)
     outer *= math.prod(x.aval.shape[:before])
     outside = math.prod(y.aval.shape[:dim])
@@ -280,7 +284,7 @@ def _check_plain(name: str, values: Sequence[SplitValue]) -> None:
 
 
 def _keeps_value(eqn: Any, value: SplitValue) -> bool:
-    """Returns whether a cast changes no value, such as a mask's or an integer's to float32."""
+    """Returns whether a cast changes no value, as a cast of a mask or an integer to float32."""
     new = np.dtype(eqn.params["new_dtype"])
     return value.is_integral and new != np.bool_ and new.itemsize >= 4
 

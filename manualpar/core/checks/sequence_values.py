@@ -1,4 +1,4 @@
-"""Relates a value on one device to the value of the whole sequence, through arithmetic.
+"""Tracks through arithmetic how a device's value relates to the value of the whole sequence.
 
 The positions of a sequence are divided over `C` devices. A value of the program has one of these
 kinds:
@@ -12,10 +12,10 @@ kinds:
 Values may be scaled: with a *power* `p` they are `C**p` times as large. For example, the number of
 a device's positions is *same* with power -1, and a mean over the same number of positions on each
 device is a *sum* with power 1. A value may also be divided by a *count*, a sum that differs between
-devices, as in the mean of the valid positions. The product with that count is linear again. A
+devices, as in the mean of the valid positions. Multiplying by that count undoes the division. A
 *guarded* value is a count whose value 0 has been replaced, so that a value may be divided by it. A
 *test* is a comparison of a count with 0. An *unpaired* value exists in only one of the traces. Only
-code in the scope of context parallelism may use it.
+code in the scope of context parallelism may use such a value.
 
 Invariant: the result of an operation has a kind only if the operation is known to be right on every
 device.
@@ -40,9 +40,9 @@ class SplitValue:
     Attributes:
       kind: A kind from the list above, such as `"split"`.
       power: The power of `C` by which the value is scaled.
-      layout: The place of the positions of a split value in their dim.
-      count: The value number (see `value_numbers`) of a count: the divisor of the value, or for a
-        guarded value or a test the count itself.
+      layout: Where the dim of a split value contains the device's positions, see `Layout`.
+      count: For a value divided by a count, a guarded value or a test: the value number of the
+        count, see `value_numbers`.
       is_integral: Whether all entries are integers.
       is_nonzero: For a test, whether it is true if the count is not 0.
     """

@@ -46,7 +46,7 @@ _INLINE = frozenset(
     """.split()  # noqa: SIM905
 )
 
-# A value and its number.
+# A value and its value number.
 Numbered = tuple[SplitValue, int]
 
 
@@ -54,9 +54,9 @@ class SequenceWalk:
     """One walk through a pair of traces.
 
     Args:
-      axis: The mesh axis that positions are divided over.
-      devices: The number of devices along it.
-      mends: The sentence of an error message that tells how to mend each kind of mistake.
+      axis: The mesh axis over which positions are divided.
+      devices: The number of devices along `axis`.
+      mends: For each kind of mistake, the sentence of an error message that tells how to mend it.
       complaint: The beginning of an error message.
     """
 
@@ -75,12 +75,13 @@ class SequenceWalk:
         """Finds the values of a program's results.
 
         Args:
-          part: The trace on a device's positions. An argument is *split* if its shape differs from
-            its shape in `whole`, and the *same* otherwise.
+          part: The trace on a device's positions. An argument is *split* if its shapes in `part`
+            and `whole` differ, and *same* otherwise.
           whole: The trace on all positions.
 
         Raises:
-          ValueError: An operation is wrong or unknown. The message names its module and its line.
+          ValueError: An operation is wrong or unknown. The message names the operation's module and
+            line.
         """
         return self._walk(part, whole, None, "")
 
@@ -121,7 +122,7 @@ class SequenceWalk:
         """Yields the equations whose results are used, without casts and trusted code.
 
         Trusted code has no counterpart in the trace of the full sequence. `_trust` checks it in the
-        trace of a part. Only that trace has a path.
+        trace on a device's positions, the only trace for which `path` is given.
         """
         used = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
         live = []
@@ -180,8 +181,8 @@ class SequenceWalk:
     def _inputs(self, part: Any, whole: Any) -> list[Numbered]:
         """Finds the values of an operation's operands.
 
-        In the trace of a part, a loop may have additional constants that only trusted code uses.
-        They are *unpaired*.
+        In the trace on a device's positions, a loop may have additional constants that only trusted
+        code uses. These constants are *unpaired*.
         """
         if len(part.invars) == len(whole.invars):
             return [self._read(*pair) for pair in zip(part.invars, whole.invars, strict=True)]

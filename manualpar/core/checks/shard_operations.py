@@ -1,12 +1,12 @@
 """Checks that an operation on shards gives the shard of its result on unsharded arrays.
 
 The operation is given twice, on shards and on unsharded (*whole*) arrays. The dim in which the
-shapes differ is the split dim. An operation is right along it if it is elementwise, a product that
-does not contract it, a reduction over other dims, or a reshape that keeps it in front of the dims
-that it is merged with.
+shapes differ is the split dim. An operation is right along the split dim if it is elementwise, a
+product that does not contract this dim, a reduction over other dims, or a reshape that keeps this
+dim in front of the dims with which it is merged.
 
-The mend of a mistake depends on the axis that splits the arrays. So each check has its sentences of
-advice, one for each `Reason`.
+How to mend a mistake depends on the axis that splits the arrays. So each check provides its own
+advice: a sentence for each `Reason`.
 
 Invariant: an operation that is not known to be right is refused.
 """
@@ -46,14 +46,14 @@ _ELEMENTWISE = frozenset(
     sign sin sinh sqrt square stop_gradient sub tan tanh xor
     """.split()  # noqa: SIM905
 )
-# These are right along every dim.
+# These operations are right along every dim.
 _PLAIN = frozenset(
     """
     bitcast_convert_type broadcast_in_dim optimization_barrier pmax pmin psum psum_invariant
     squeeze stack transpose
     """.split()  # noqa: SIM905
 )
-# Operations that are wrong along some dims, and the parameter that has these dims.
+# Operations that are wrong along some dims, and the parameter that names these dims.
 _ALONG = {
     "argmax": "axes",
     "argmin": "axes",
@@ -76,7 +76,7 @@ _ALONG = {
     "top_k": "axis",
     "unstack": "axis",
 }
-# These contain programs, which are checked separately.
+# These operations contain programs, which are checked separately.
 _CALLS = frozenset(
     """
     call_hi_primitive checkpoint closed_call cond core_call custom_jvp_call custom_vjp_call jit
@@ -86,7 +86,7 @@ _CALLS = frozenset(
 
 
 class WrongOnShardsError(Exception):
-    """An operation on shards does not give the shard of its result.
+    """An operation on shards does not give the shard of the result on unsharded arrays.
 
     The message begins with a verb.
     """
@@ -96,7 +96,7 @@ class WrongOnShardsError(Exception):
         self._reason: Reason = reason
 
     def mended(self, mends: Mapping[Reason, str]) -> str:
-        """Returns the message with the sentence of `mends` for its reason."""
+        """Returns the message, followed by the advice in `mends` for this kind of mistake."""
         return f"{self}. {mends[self._reason]}."
 
 
@@ -106,8 +106,8 @@ def check_operation(shards: Any, whole: Any, *, axis: str, devices: int) -> None
     Args:
       shards: The equation on shards.
       whole: The same equation on whole arrays.
-      axis: The mesh axis that arrays are split over.
-      devices: The number of devices along it.
+      axis: The mesh axis over which arrays are split.
+      devices: The number of devices along `axis`.
 
     Raises:
       WrongOnShardsError: The operation is not known to be right.

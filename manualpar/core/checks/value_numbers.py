@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Literal
 
-# The results of these have the same sum of all entries as their operand.
+# These operations keep the sum of all entries of their operand.
 _SUM_PRESERVING = frozenset({"reduce_sum", "reshape", "squeeze", "transpose"})
 
 
@@ -24,15 +24,15 @@ class ValueNumbers:
     def __init__(self) -> None:
         self._numbers: dict[Any, int] = {}
         self._expressions: dict[Any, int] = {}
-        # For a result of `_SUM_PRESERVING` operations, the number of the array to which they were
-        # applied.
+        # For a result of `_SUM_PRESERVING` operations, the number of the array to which these
+        # operations were applied.
         self._sum_of: dict[int, int] = {}
         self._scalars: set[int] = set()
         self._constants: dict[int, float] = {}
         self._fresh = itertools.count(1)
 
     def fresh(self) -> int:
-        """Returns a number that no value has."""
+        """Returns a number that no value has yet."""
         return next(self._fresh)
 
     def of(self, variable: Any) -> int:
@@ -51,7 +51,7 @@ class ValueNumbers:
         self._numbers[variable] = number
 
     def set_result(self, variable: Any, eqn: Any, index: int, numbers: Sequence[int]) -> None:
-        """Sets the number of the `index`-th result of an operation; `numbers` are the operands'."""
+        """Sets the number of an operation's `index`-th result; `numbers` belong to its operands."""
         name = eqn.primitive.name
         expression: Any = (name, str(eqn.params), index, *numbers)
         terms = self._sum_of.get(numbers[0], numbers[0]) if name in _SUM_PRESERVING else None
@@ -65,7 +65,7 @@ class ValueNumbers:
         self._numbers[variable] = number
 
     def is_scalar(self, number: int) -> bool:
-        """Returns whether a value is a scalar, maybe broadcast."""
+        """Returns whether a value is a scalar or a broadcast scalar."""
         return number in self._scalars
 
     def constant(self, number: int) -> float | None:

@@ -1,7 +1,7 @@
-"""Names and sizes of mesh axes, and checks of them.
+"""Names and sizes of mesh axes, and checks of both.
 
-An axis name is a string. Functions that take an axis name also take a tuple of names: the product
-of these axes. The first name is the major one, as in a `PartitionSpec`.
+An axis name is a string. A function with an argument `axis_name` also accepts a tuple of names,
+which means the product of these axes. The first name is the major axis, as in a `PartitionSpec`.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ Names = tuple[AxisName | None, ...]
 
 
 def axis_tuple(axis_name: AxisName | Sequence[str] | None) -> tuple[str, ...]:
-    """Returns a tuple of the axes in a name, a tuple of names, or `None` (no axes)."""
+    """Converts an axis name, a tuple of names, or `None` (no axes) to a tuple of names."""
     if axis_name is None:
         return ()
     if isinstance(axis_name, str):
@@ -39,7 +39,7 @@ def is_axis_bound(axis: str) -> bool:
 
 
 def check_axes_bound(function: str, axes: tuple[str, ...]) -> None:
-    """Raises a `ValueError` in the name of `function` unless a `shard_map` binds each axis."""
+    """Raises a `ValueError` that begins with `function` unless a `shard_map` binds each axis."""
     unbound = [axis for axis in axes if not is_axis_bound(axis)]
     if unbound or not axes:
         bound = tuple(jax.sharding.get_abstract_mesh().manual_axes)
@@ -52,11 +52,10 @@ def check_axes_bound(function: str, axes: tuple[str, ...]) -> None:
 
 @contextlib.contextmanager
 def naming_unbound_axes() -> Iterator[None]:
-    """Explains JAX's errors about unbound axes that a model or a loss uses; a context manager.
+    """Explains JAX's errors about unbound axes in a model or a loss; a context manager.
 
     Raises:
-      ValueError: A model or a loss uses an unbound axis. This error takes the place of JAX's
-        errors.
+      ValueError: A model or a loss uses an unbound axis. JAX's error is the cause of this error.
     """
     try:
         yield
@@ -99,7 +98,7 @@ def _unbound_axis(error: BaseException) -> str | None:
 
 
 def check_mesh_has(function: str, mesh: Mesh | AbstractMesh, axes: tuple[str, ...]) -> None:
-    """Raises a `ValueError` in the name of `function` unless the mesh has each axis."""
+    """Raises a `ValueError` that begins with `function` unless the mesh has each axis."""
     missing = [axis for axis in axes if axis not in mesh.shape]
     if missing or not axes:
         raise ValueError(
@@ -113,7 +112,7 @@ def check_mesh_has(function: str, mesh: Mesh | AbstractMesh, axes: tuple[str, ..
 
 
 def written_with(mesh: Mesh | AbstractMesh, missing: list[str]) -> str:
-    """Writes the call of `make_mesh` for the same mesh plus the missing axes, each of size 1."""
+    """Writes, for messages, the `make_mesh` call for the mesh with the missing axes of size 1."""
     sizes: dict[str, int] = dict.fromkeys(missing or ["data"], 1)
     return f"make_mesh({sizes | dict(mesh.shape)})"
 
@@ -124,7 +123,7 @@ def axes_size(mesh: Mesh | AbstractMesh, axes: tuple[str, ...]) -> int:
 
 
 def with_axis_types(mesh: Mesh | AbstractMesh, axis_type: AxisType) -> Mesh | AbstractMesh:
-    """Returns the mesh with all axes of `axis_type`, or `mesh` itself if they have this type."""
+    """Returns the mesh with all axes of `axis_type`; `mesh` itself if its axes have this type."""
     types = (axis_type,) * len(mesh.axis_names)
     if mesh.axis_types == types:
         return mesh

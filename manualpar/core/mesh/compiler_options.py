@@ -1,20 +1,21 @@
 """Chooses compiler options that make XLA overlap collectives with compute, by chip and mesh.
 
-`"auto"` uses one table, `CHOICES`. For each generation of TPUs it has the options, the largest ring
-for which they make a step faster, and figures that show the gain. The compiler's default options
-are kept in three cases: the ring is larger; the mesh has further axes with which the options were
-slower or were not measured; the devices are not in the table.
+With `overlap="auto"`, the options come from one table, `CHOICES`. For each generation of TPUs the
+table gives the options, the largest ring (the devices over which gradients are reduced) for which
+they make a step faster, and the step times that show the gain. The compiler's default options are
+kept in three cases: the ring is larger; the mesh has other axes with which the options were slower
+or were not measured; the devices are not in the table.
 
 The figures are estimates of a full step of eight layers of width 2,048, with FSDP on all devices of
 a topology. The planner estimates the time of the program that libtpu 0.0.42.1 compiles; no TPU ran.
 `benchmarks.compiled_for_tpu` repeats the estimates.
 
-GPUs have no entry, because none was measured: `XLA_FLAGS` takes the options that
-https://docs.jax.dev/en/latest/gpu_performance_tips.html describes.
+GPUs have no entry, because none was measured. Their options can be set with `XLA_FLAGS`, see
+https://docs.jax.dev/en/latest/gpu_performance_tips.html.
 
-A compiler refuses an option that it does not know, and versions differ. So options are first tried
-on a program of one operation. An option is left out if the compiler refuses it, separately or
-together with earlier options. The run reports it.
+A compiler refuses an option that it does not know, and compiler versions know different options. So
+`keep_if_known` first compiles a program of one operation with the options, and leaves out an option
+that the compiler refuses. The run reports the options that were left out.
 """
 
 import dataclasses
@@ -31,12 +32,12 @@ OVERLAPS: tuple[Overlap, ...] = ("auto", "none")
 
 _WINDOWS = "xla_tpu_decompose_einsum_reduce_scatter"
 _OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload"
-# Without these options XLA sends twice the bytes. Over a mesh of two or three dimensions it turns a
-# reduce-scatter into an all-reduce, and each chip keeps a part of the result. Over large meshes it
-# turns a gather into an all-reduce of arrays padded with zeros.
+# Without the next two options XLA sends twice the bytes. On a mesh of two or three dimensions XLA
+# turns a reduce-scatter into an all-reduce, and each chip keeps a part of the result. On large
+# meshes XLA turns an all-gather into an all-reduce of arrays padded with zeros.
 _SCATTER = f"{_OFFLOAD}_nd_reduce_scatter"
 _GATHER = "xla_tpu_prefer_async_allgather_to_allreduce"
-# With any of these options XLA does not turn a reduce-scatter into an all-reduce.
+# With either of these options XLA does not turn a reduce-scatter into an all-reduce.
 KEEPING_SCATTERS = frozenset({_SCATTER, _WINDOWS})
 
 
@@ -48,8 +49,8 @@ class Choice:
       device_kind: A regular expression that must match `jax.Device.device_kind` completely.
       most: The size of the largest ring for which the options make a step faster.
       options: The options, as `jax.jit` takes them.
-      measured: The figures that show the gain.
-      beside: The other axes of more than one device that the mesh may have.
+      measured: Step times without and with the options.
+      beside: The axes that may have more than one device besides the axis of the ring.
     """
 
     device_kind: str
@@ -111,7 +112,7 @@ CHOICES: tuple[Choice, ...] = (
 
 @dataclasses.dataclass(frozen=True)
 class ChosenOptions:
-    """Compiler options and the reason for them; `why` is "" if nothing was chosen."""
+    """Compiler options, and the reason for them; `why` is "" if `CHOICES` lacks the chip."""
 
     options: Mapping[str, str | bool] = dataclasses.field(default_factory=dict)
     why: str = ""
@@ -133,7 +134,7 @@ def choose_options(
 
     Args:
       device_kind: `jax.Device.device_kind`, such as `TPU v5 lite`.
-      rings: The sizes of the rings over which gradients are reduced, one after the other.
+      rings: The number of devices in each ring. Gradients are reduced over one ring after another.
       others: The names of the mesh's other axes with more than one device.
       overlap: `"auto"` for the options in `CHOICES`, `"none"` for the compiler's default options.
 
@@ -165,7 +166,7 @@ def keep_if_known(chosen: ChosenOptions, device: jax.Device) -> ChosenOptions:
     """Drops options that a device's compiler refuses; `why` names them with the compiler's message.
 
     A program of one operation is compiled for this device with all options. If the compiler refuses
-    them, the program is compiled again for each option.
+    them, the program is compiled once more for each option, with the options accepted so far.
     """
     if not chosen.options or not _refusal(chosen.options, device):
         return chosen

@@ -1,4 +1,4 @@
-"""Makes meshes: checks the sizes of their axes, and that there are enough devices."""
+"""Makes meshes, and checks the sizes of their axes and the number of devices."""
 
 import math
 import os
@@ -28,21 +28,21 @@ def make_mesh(
     `manualpar.core.mesh.mesh_order`.
 
     Args:
-      axes: The size of each axis. One size may be -1: the rest of the devices.
+      axes: The size of each axis. One size may be -1, which stands for the rest of the devices.
       devices: The devices to use, by default all of `jax.devices()`. If no size is -1, the mesh may
         have fewer devices: the first devices are used.
-      order: The names of all axes, the axis on the slowest links first. By default the names of the
-        axes decide: replica, stage, data, context, expert, model.
+      order: The names of all axes, the axis on the slowest links first. By default: replica, stage,
+        data, context, expert, model. An axis with another name keeps its position.
 
     Returns:
-      A `jax.sharding.Mesh` whose axes are all of `AxisType.Auto`. On several hosts the first axes
-      of the order go across hosts and the others stay within a host, as far as the sizes allow. In
-      a slice of TPUs each axis is a ring of neighbours, if there is one.
+      A `jax.sharding.Mesh` whose axes are all of `AxisType.Auto`. With several hosts, the first
+      axes of the order span hosts and the others stay within a host, as far as the sizes allow. In
+      a slice of TPUs each axis is a ring of neighbours if possible.
 
     Raises:
       ValueError: A size is neither positive nor -1, more than one size is -1, the sizes do not fit
         the devices, or the order does not name the mesh's axes. Without `devices`, also: a process
-        would have no device in the mesh, or the process asked for CPU devices after JAX had
+        would have no device in the mesh, or the number of CPU devices was set after JAX had
         started.
       TypeError: A name is not a string or a size is not an integer.
     """
@@ -65,7 +65,7 @@ def make_mesh(
 
 
 def abstract_mesh(axes: Mapping[str, int], num_devices: int) -> AbstractMesh:
-    """Builds a mesh of imagined devices: a program on it can be traced but not run.
+    """Builds a mesh without devices, on which a program can be traced but not run.
 
     Args:
       axes: As in `make_mesh`.
@@ -75,8 +75,8 @@ def abstract_mesh(axes: Mapping[str, int], num_devices: int) -> AbstractMesh:
       A `jax.sharding.AbstractMesh` whose axes are all of `AxisType.Auto`.
 
     Raises:
-      ValueError: A size is neither positive nor -1, more than one is -1, or the sizes do not fit
-        the devices.
+      ValueError: A size is neither positive nor -1, more than one size is -1, or the sizes do not
+        fit the devices.
       TypeError: A name is not a string or a size is not an integer.
     """
     sizes = _fill_sizes("abstract_mesh", axes, num_devices)
@@ -122,12 +122,12 @@ def _fill_sizes(function: str, axes: Mapping[str, int], num_devices: int) -> lis
 
 
 def _check_enough(axes: Mapping[str, int], devices: Sequence[jax.Device]) -> None:
-    """Refuses axes if JAX started with fewer devices than they or the environment ask for."""
+    """Refuses axes if JAX has fewer devices than the axes or the environment ask for."""
     sizes = [size for size in axes.values() if isinstance(size, int) and size >= -1]
     if -1 not in sizes:
         needed, reason = math.prod(sizes), "needs"
         mend = "use smaller sizes, or -1 for the rest of the devices"
-    elif devices[0].platform == "cpu":  # On another platform no CPU devices are used.
+    elif devices[0].platform == "cpu":  # Only then does the number of CPU devices matter.
         needed = (cpu_devices_asked_for() or 0) * jax.process_count()
         reason = "takes all devices, and the environment asks for"
         mend = "pass devices=jax.devices() to use those there are"
@@ -143,8 +143,8 @@ def _check_enough(axes: Mapping[str, int], devices: Sequence[jax.Device]) -> Non
 def cpu_devices_asked_for() -> int | None:
     """Returns the number of CPU devices that this process asks for, `None` if it asks for none.
 
-    Reads JAX's config, then `XLA_FLAGS`, then `JAX_NUM_CPU_DEVICES`; an environment variable counts
-    even if it was set too late for JAX to read it.
+    Reads JAX's config, then `XLA_FLAGS`, then `JAX_NUM_CPU_DEVICES`. An environment variable counts
+    even if it was set after JAX had read it.
     """
     count: int = jax.config.values["jax_num_cpu_devices"]
     if count != -1:
@@ -156,7 +156,7 @@ def cpu_devices_asked_for() -> int | None:
 
 
 def how_to_simulate(count: int) -> str:
-    """Writes how many devices JAX has started with, and how a process simulates `count` of them."""
+    """Writes, for messages, how many devices JAX has, and how to simulate `count` of them."""
     devices = jax.devices()
     plural = "device" if len(devices) == 1 else "devices"
     each = -(-count // jax.process_count())

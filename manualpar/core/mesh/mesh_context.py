@@ -1,12 +1,12 @@
-"""Sets the mesh around a call, and explains errors about a model's shardings that a mode refuses.
+"""Calls functions with no mesh set, and explains errors about shardings that a mode refuses.
 
-Under `jax.set_mesh(mesh)` the type of every array in a trace is on that mesh. A program has another
-mesh. So no mesh is set while a program is built and while its functions are called, even if the
-caller has set a mesh. Each mode sets a mesh for the model if it needs one.
+Under `jax.set_mesh(mesh)` the type of every traced array names that mesh, but a program has a mesh
+of its own. So no mesh is set while a program is built and while its functions are called, even if
+the caller has set a mesh. Each mode sets a mesh for the model if it needs one.
 
 Some ways to state a sharding belong to one mode: `with_sharding_constraint` is for automatic axes,
-`out_sharding=` for explicit axes. In another mode JAX refuses them, with various messages. This
-module replaces these messages by one sentence that names the mode to use.
+`out_sharding=` for explicit axes. In the other mode JAX refuses such a statement, with various
+messages. This module replaces these messages by one sentence that names the mode to use.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from manualpar.core.trees import Specs
 
-# A pattern in JAX's message, the construct that it refuses, and the mode for the construct.
+# A pattern in JAX's message, the construct that JAX refuses, and the mode that allows it.
 _CONSTRUCTS = (
     (r"with_sharding_constraint", "jax.lax.with_sharding_constraint", "auto"),
     (r"`manual_axis_type` field", "a NamedSharding of the whole mesh", "auto"),
@@ -34,7 +34,7 @@ _CONSTRUCTS = (
     ),
     (r"Going from `Manual` AxisType", "jax.sharding.auto_axes or explicit_axes", "explicit"),
 )
-# A pattern in JAX's message about a wrong sharding of the kind that the mode takes, and the mend.
+# The mode allows such shardings, but this one is wrong: a pattern in JAX's message, and the mend.
 _MENDS = (
     (r"does not evenly divide the dimension", "Shard a dim that divides, or build another mesh"),
     (r"ambiguous how the output should be", "Say so with out_sharding= there, or use mode='auto'"),
@@ -52,7 +52,7 @@ _UNKNOWN_AXIS = re.compile(r"Resource axis: (\S+) of (.*) is not found in mesh: 
 def no_mesh() -> Iterator[None]:
     """Opens a context in which no mesh is set, whatever `jax.set_mesh` has set outside."""
     if jax.sharding.get_abstract_mesh().empty:
-        yield  # An open context would make jit's caches miss.
+        yield  # Opening a context would make jit's caches miss.
         return
     try:
         context: Any = jax.set_mesh(Mesh(np.empty((), object), ()))
@@ -87,7 +87,7 @@ def on_auto_axes(
 ) -> Callable[..., Any]:
     """Wraps a function to run on automatic axes, even if its arrays' mesh has explicit axes.
 
-    No mesh is set inside the function. All axes of the mesh are of one type.
+    No mesh is set inside the function. All axes of `mesh` must have the same type.
     """
     if AxisType.Explicit not in mesh.axis_types:
         return function
@@ -104,10 +104,10 @@ def on_auto_axes(
 
 @contextlib.contextmanager
 def explain_shardings(strategy: str, mode: str) -> Iterator[None]:
-    """Explains JAX's errors about shardings that a model states; a context manager.
+    """Explains JAX's errors about shardings in a model; a context manager.
 
     Raises:
-      ValueError: JAX refuses a sharding that the model states; other errors pass.
+      ValueError: JAX refuses a sharding in the model. Other errors stay as they are.
     """
     try:
         yield

@@ -1,12 +1,12 @@
 """Orders the devices of a mesh: the axes over which devices wait most get the fastest links.
 
-The order of a mesh's axes goes from the slowest links to the fastest. The axes' names decide it,
-not the order in which they are written (`DEFAULT_ORDER`):
+The order of a mesh's axes goes from the slowest links to the fastest. The names of the axes decide
+this order, not the sequence in which the axes are written (`DEFAULT_ORDER`):
 
 - `replica` sends a shard of the gradients once a step;
 - `stage` sends the activations of one microbatch to one neighbour;
 - `data` gathers the parameters of each layer, while another layer computes;
-- `context` passes keys and values around, while a block of attention computes;
+- `context` passes keys and values around a ring, while a block of attention computes;
 - `expert` sends tokens and waits for them, in each layer;
 - `model` sends activations and waits for them, several times in each layer.
 
@@ -19,7 +19,7 @@ JAX's slices if there are several. One slice of TPUs is one host, because a fast
 machines. Hosts are divided over the slowest axes first, so the fastest axes stay within a host if
 their sizes allow it. In a slice of TPUs each axis is a ring of neighbours if possible, see
 `manualpar.core.mesh.torus`. Devices of one process need not be neighbours in the mesh: a process
-reads the rows of the batch that its devices hold.
+reads the rows of the batch that belong to its devices.
 
 The order changes only which device is at a position of the mesh. Axes and specs stay the same, so
 a program computes the same numbers.
@@ -55,7 +55,7 @@ def in_order(axes: Mapping[str, int], order: Sequence[str] = ()) -> dict[str, in
 
 
 def check_order(field: str, axes: Iterable[str], order: Sequence[str]) -> None:
-    """Refuses an order that does not name each of the mesh's axes once; empty is the default."""
+    """Refuses an order that does not name each mesh axis once; an empty order is the default."""
     axes = list(axes)
     if order and (isinstance(order, str) or sorted(order) != sorted(axes)):
         unknown = [axis for axis in order if axis not in axes]
@@ -114,7 +114,7 @@ def _arrange_host(sizes: Sequence[int], devices: Sequence[Any]) -> np.ndarray:
 
 
 def sizes_across(sizes: Iterable[int], num_hosts: int) -> list[int]:
-    """Returns for each axis, in order, the factor of its size that is split over equal hosts."""
+    """Returns, for each axis, the factor of its size that spans hosts; hosts are of equal size."""
     across = []
     for size in sizes:
         across.append(math.gcd(size, num_hosts))
@@ -123,7 +123,7 @@ def sizes_across(sizes: Iterable[int], num_hosts: int) -> list[int]:
 
 
 def describe_links(mesh: Mesh) -> str:
-    """Describes the links of each axis in a line; empty on one host that is no TPU.
+    """Describes the links of each axis in one line; "" for one host without TPUs.
 
     Returns:
       A line such as `4 hosts; data: 2 within a host x 4 across, model: within a host`. For a slice

@@ -17,7 +17,7 @@ def fold_rng_over_axis(rng: jax.Array, axis_name: AxisName) -> jax.Array:
     """Derives a key that is different on every device along a mesh axis.
 
     Args:
-      rng: A typed key (`jax.random.key`) or a raw key. It is the same on all devices along
+      rng: A typed key (`jax.random.key`) or a raw key. The key is the same on all devices along
         `axis_name`.
       axis_name: A mesh axis bound by the enclosing `shard_map`, or a tuple of axes. With a tuple,
         the key differs for every combination of the axes' indices.
@@ -37,7 +37,7 @@ def fold_rng_over_axis(rng: jax.Array, axis_name: AxisName) -> jax.Array:
 
 
 def typed_key(function: str, rng: Any) -> jax.Array:
-    """Converts a typed or raw key to a typed key; raises a `TypeError` if it is not one key."""
+    """Converts a typed or raw key to a typed key; raises a `TypeError` for anything else."""
     dtype = getattr(rng, "dtype", None)
     if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and rng.shape == ():
         return rng

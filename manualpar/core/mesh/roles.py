@@ -3,9 +3,9 @@
 A *data* axis splits the examples of a batch. A *context* axis splits another dimension of the
 batch. Devices along either axis run the same program on different data, so gradients are averaged
 over both. Devices along any other axis see the same data. A *storage* axis only saves memory: a
-parameter that is sharded over it is gathered where it is used. The model computes with shards over
-a *model* axis. A pipeline splits its layers over a *stage* axis. A parameter that all stages use
-gets a part of its gradient on each stage.
+parameter that is sharded over it is gathered where it is used. A parameter that is sharded over a
+*model* axis is not gathered: the model computes with the shards. A pipeline splits its layers over
+a *stage* axis. A parameter that all stages use gets a part of its gradient on each stage.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ class AxisRoles:
     """The roles of a mesh's axes.
 
     Attributes:
-      batch_dims: The mesh axes that split each dimension of the batch's leaves, by dimension.
+      batch_dims: For each dimension of the batch's leaves, the mesh axes that split it.
       others: The role of each axis that splits no dimension of the batch; `"storage"` by default.
     """
 

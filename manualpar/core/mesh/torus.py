@@ -5,10 +5,10 @@ one link between neighbours. If the next device is always one hop away, each lin
 of one device in each direction, and XLA makes permutations along the axis asynchronous. Gathers and
 scatters do not depend on the order of devices, because XLA finds rings for them.
 
-If a grid has at least two dimensions and one has an even size, a ring of neighbours can contain all
-positions without a link between opposite ends. The ring first passes through all rows, but leaves
-out the first position of each row. It returns through these first positions. In a grid of 2x4 it
-goes up one column and down the other.
+If a grid has at least two dimensions and one has an even size, a ring of neighbours can pass
+through all positions without a link between opposite ends. The ring first passes through all rows,
+but leaves out the first position of each row. The ring then returns through these first positions.
+In a grid of 2x4 the ring goes up one column and down the other.
 
 A chip with two devices counts as two positions, one hop apart.
 """
@@ -22,7 +22,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 
 NAMES = ("x", "y", "z", "core")
-FAR = 2**30  # A number larger than the hops of any slice.
+FAR = 2**30  # Larger than the number of hops in any slice.
 # Chips whose torus has two dimensions. Other chips have three.
 FLAT = ("lite", "v5e", "v6e")
 
@@ -46,11 +46,11 @@ def arrange_in_torus(sizes: Sequence[int], devices: Sequence[Any]) -> np.ndarray
       devices: The devices of one slice, as many as the product of the sizes.
 
     Returns:
-      The arrangement with the fewest hops along the last dimension; if equal, along the dimension
-      before it, and so on. The candidates are: the arrangement of `mesh_utils.create_device_mesh`;
-      the general arrangement, if `mesh_utils` has a special one for this slice; and both with each
-      dimension in the order of `ring_through`. Devices keep their order if they do not fill a box
-      or have no coordinates.
+      The arrangement with the fewest hops along the last dimension; if several are equal, along the
+      dimension before it, and so on. The candidates are: the arrangement of
+      `mesh_utils.create_device_mesh`; the one that `mesh_utils` makes without its special cases for
+      some slices; and both with each dimension in the order of `ring_through`. Devices keep their
+      order if they do not fill a box or have no coordinates.
     """
     array = np.empty(len(devices), object)
     array[:] = devices
@@ -92,7 +92,7 @@ def _path_through(shape: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def _in_rings(array: np.ndarray, wraps: np.ndarray) -> np.ndarray:
-    """Puts each dimension of the array in the order of a ring if that has fewer hops."""
+    """Puts each dimension of the array in the order of a ring if the ring has fewer hops."""
     for dim, size in enumerate(array.shape):
         coords = _coords_of(np.moveaxis(array, dim, 0).reshape(size, -1)[:, 0])
         columns = [np.unique(column, return_inverse=True) for column in coords.T]
@@ -114,7 +114,7 @@ def _hops(array: np.ndarray, dim: int, wraps: np.ndarray) -> np.ndarray:
 
 
 def closed_sides(sides: Sequence[int], *, is_flat: bool) -> list[bool]:
-    """Returns which sides of a slice are rings: a link joins their two ends.
+    """Returns, for each side of a slice, whether it is a ring: a link joins its two ends.
 
     `sides` are in chips. In a flat torus (two dimensions) a side of 16 chips, the full side of a
     pod, is a ring. In three dimensions all sides are rings if each is a multiple of four chips;
@@ -126,7 +126,7 @@ def closed_sides(sides: Sequence[int], *, is_flat: bool) -> list[bool]:
 
 
 def _wraps(array: np.ndarray) -> np.ndarray:
-    """Returns the hops around each dimension of a slice that is a ring, and `FAR` for others."""
+    """Returns the number of hops around each dimension of a slice; `FAR` if it is no ring."""
     sides = np.ptp(_coords_of(array).reshape(-1, len(NAMES)), 0) + 1
     is_flat = any(word in array.flat[0].device_kind for word in FLAT)
     closed = [*closed_sides(sides[:-1], is_flat=is_flat), False]  # The last side counts cores.
@@ -138,8 +138,8 @@ def describe_along(array: np.ndarray, hosts: np.ndarray, dim: int) -> str:
 
     Args:
       array: The devices.
-      hosts: The host, or the slice, of each device.
-      dim: The dimension.
+      hosts: The number of the host or slice of each device, in an array of the same shape.
+      dim: The dimension to describe.
 
     Returns:
       Words such as `in a ring of neighbours along xy`; empty if no host has two devices along

@@ -1,12 +1,13 @@
 """Replaces the axis names in a model's modules by the mesh axes that they stand for.
 
 `nn.BatchNorm(axis_name="batch")` computes its statistics over the devices along an axis called
-`batch`. The mesh may have other names, so an alias gives the mesh axes. While the model runs inside
-`shard_map`, the field `axis_name` of its modules (in NNX the attribute) is set to these axes. In
-the other modes arrays are global, so the field is set to `None` and nothing is reduced. All modes
-give the same result if the alias stands for all axes that split the batch.
+`batch`. The mesh's axes may have other names, so an alias maps `batch` to mesh axes. While the
+model runs inside `shard_map`, the field `axis_name` of its modules (in NNX the attribute) is set to
+these axes. In the other modes arrays are global, so the field is set to `None` and nothing is
+reduced. All modes give the same result if the alias stands for all axes that split the batch.
 
-Only such fields are replaced. If a model calls a collective, its axis argument stays as it is.
+Only such fields are replaced. If a model calls a collective, the axis argument of the call does not
+change.
 """
 
 import dataclasses
@@ -23,18 +24,19 @@ class AxisAliases:
     """Maps names that a model uses to mesh axes.
 
     Attributes:
-      axes: The mesh axes by name.
-      split: The mesh axes of more than one device that the batch is split over.
+      axes: Maps each name to mesh axes.
+      split: The mesh axes of more than one device over which the batch is split.
     """
 
     axes: Mapping[str, tuple[str, ...]]
     split: tuple[str, ...]
 
     def resolve(self, module: Any) -> dict[str, AxisName | None]:
-        """Returns `{"axis_name": value}` for a module; `{}` if no alias applies to it.
+        """Returns `{"axis_name": value}` for a module; `{}` if no alias fits the module.
 
         Raises:
-          ValueError: Arrays are global, and the alias stands for only some of the devices.
+          ValueError: The module gets global arrays, but the alias stands for only some of the
+            devices.
         """
         names = getattr(module, "axis_name", None)
         all_names = names if isinstance(names, tuple | list) else (names,)
@@ -67,10 +69,10 @@ def check_axis_aliases(
 ) -> AxisAliases:
     """Checks a user's aliases, which map a name in the model to a mesh axis or a tuple of axes.
 
-    On global arrays no axis is bound, so `data_axes` get aliases too.
+    With `on_global_arrays` no axis is bound, so each of `data_axes` becomes an alias of itself.
 
     Raises:
-      TypeError: The aliases are not names of axes.
+      TypeError: The aliases do not map names to axes.
       ValueError: An alias is an axis of the mesh, or stands for an axis that the mesh lacks.
     """
     example = "axis_aliases={'batch': 'data'}"

@@ -1,7 +1,7 @@
 """The collections other than `params` that a training state keeps from step to step.
 
 A loss calls `apply_fn({"params": params}, inputs, train=True, rngs=...)`. This `apply_fn` adds the
-other collections to the variables and keeps their updates. In evaluation, it also overrules
+other collections to the variables and keeps their updates. In evaluation, `apply_fn` also overrides
 switches such as `train`.
 """
 
@@ -17,7 +17,7 @@ from manualpar.core.model.varying_loops import varying_loops
 from manualpar.core.state.state_arrays import leaf_types
 from manualpar.core.trees import Batch, Variables
 
-# Collections of sown values. The caller of the model reads them; a state does not keep them.
+# Collections of sown values. The model's caller reads these values; a state does not keep them.
 SOWN_COLLECTIONS = frozenset({"intermediates", "losses", "perturbations"})
 
 
@@ -27,11 +27,11 @@ def find_carried_collections(
     trace: Callable[[Callable[..., None], Any], None],
     init_args: InitArgs | None,
 ) -> dict[str, Any]:
-    """Selects the collections that a training state keeps from a model's abstract variables.
+    """Selects, from a model's abstract variables, the collections that a training state keeps.
 
-    A state keeps all collections except `params`, `SOWN_COLLECTIONS`, and collections that get
-    other leaves when the model is applied. `trace` traces a function of variables, a key and a
-    batch.
+    A state keeps all collections except `params`, `SOWN_COLLECTIONS`, and collections whose set of
+    leaves changes when the model is applied. `trace(function, variables)` traces a function of
+    variables, a key and a batch.
     """
     others = {name: tree for name, tree in variables.items() if name != "params"}
     paths = {name: leaf_types(tree).keys() for name, tree in others.items()}
@@ -54,7 +54,7 @@ def find_carried_collections(
 
 
 class CarryingApply:
-    """A model's `apply` that adds its other collections and keeps their updates.
+    """A model's `apply` that also passes collections outside `params` and keeps their updates.
 
     Each trace of a loss function makes a new object.
 
@@ -69,9 +69,9 @@ class CarryingApply:
         collections: dict[str, Any],
         model_part: Callable[[Any], Any] = lambda params: params,
     ) -> None:
-        """Wraps `model.apply`; `collections` are the initial ones.
+        """Wraps `model.apply`; `collections` are the initial collections.
 
-        `model_part` turns the parameters that a loss has into those that the model computes with.
+        `model_part` converts the loss's parameters to the parameters with which the model computes.
         """
         self._model, self.module, self._model_part = model, model.module, model_part
         self.collections = collections
@@ -109,7 +109,7 @@ class CarryingApply:
 
 
 def _check_update(name: str, old: Any, new: Any) -> None:
-    """Refuses a collection that changes its structure, because a step must be repeatable."""
+    """Refuses a collection that changes its structure, because all steps need one structure."""
     before, after = leaf_types(old), leaf_types(new)
     if before.keys() != after.keys():
         raise ValueError(

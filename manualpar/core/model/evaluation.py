@@ -1,9 +1,9 @@
 """The arguments and fields that tell Linen's modules to train, and their values in evaluation.
 
-Such a switch is an argument (`model(x, train=True)`) or a field (`MyModel(train=True)`,
-`nn.Dropout(0.1, deterministic=False)` inside another module). A loss function passes the values of
-training. In evaluation the values of switches are replaced: in the arguments of every module's
-call, and in a module's fields while the module runs.
+A *switch* is such an argument (`model(x, train=True)`) or field (`MyModel(train=True)`,
+`nn.Dropout(0.1, deterministic=False)` inside another module). A loss function passes the values for
+training. In evaluation, switches get other values: in the arguments of every module's call, and in
+a module's fields while the module runs.
 
 Invariant: no module of a Linen model draws from the stream `dropout` in evaluation. Handwritten
 dropout that has no switch is refused with its module's path.
@@ -17,20 +17,21 @@ from manualpar.core.model.interface import RunPhase
 
 DROPOUT_STREAM = "dropout"
 EVAL_SWITCHES = {"train": False, "training": False, "is_training": False, "deterministic": True}
-# The switch of `nn.BatchNorm`. Statistics come from the state even if dropout is on.
+# The switch of `nn.BatchNorm`. With `eval_dropout`, statistics come from the state too.
 _STATISTICS = {"use_running_average": True}
 SWITCHES: Mapping[RunPhase, Mapping[str, bool]] = {
     "train": {},
     "eval": {**EVAL_SWITCHES, **_STATISTICS},
     "eval_dropout": _STATISTICS,
 }
-# The name of a class attribute that gives values of a module's fields in evaluation. The values
-# also hold with `eval_dropout`: there `train` stays on, and would turn on more than dropout.
+# A module's class may set an attribute with this name to the values of its fields in evaluation.
+# These values also apply with `eval_dropout`, in which `train` stays on and would turn on more than
+# dropout.
 EVALUATION_FIELDS = "evaluation_fields"
 
 
 def signature_of(module: Any, method: Any) -> inspect.Signature:
-    """Returns the signature of a module's method, `__call__` if `None`, without the module."""
+    """Returns the signature of a module's method (`__call__` for `None`) without `self`."""
     is_name = method is None or isinstance(method, str)
     function = getattr(module, method or "__call__", None) if is_name else method
     if not callable(function):
@@ -63,7 +64,7 @@ def overrule(
     """Sets the arguments of a call that are switches.
 
     A switch that is not passed is not added. A switch that is `None` stays `None`, so that a field
-    of the module decides. `signature` is the called method's, without the module.
+    of the module decides. `signature` is the signature of the called method, without `self`.
     """
 
     def switch(name: str, value: Any) -> Any:

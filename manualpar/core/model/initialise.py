@@ -1,8 +1,9 @@
 """Initialises and traces a model, on a mesh if the model needs one.
 
 Most models are made and initialised without a mesh. A model that constrains shardings, in its call
-(`with_sharding_constraint`) or in its initialisers (`out_sharding=`), may need a mesh. If its call
-fails without a mesh, it is called on the mode's mesh. The values do not depend on the mesh.
+(`with_sharding_constraint`) or in its initialisers (`out_sharding=`), may need a mesh. If the call
+of such a model fails without a mesh, the model is called on the mode's mesh. The values do not
+depend on the mesh.
 
 A sharded type of an initialiser's result counts as an annotation: the parameter is sharded over
 these axes, as with `nn.with_partitioning`.
@@ -53,8 +54,8 @@ def initialisation(
     """Makes a model's initialisation a function of a key.
 
     Returns:
-      A function from a key to the variables by collection, and the abstract variables. `cast` has
-      been applied to the parameters, and annotated and typed parameters are in boxes.
+      A function from a key to the variables by collection, and the abstract variables. Both have
+      parameters to which `cast` was applied. Annotated and typed parameters are in boxes.
     """
 
     def init(rng: jax.Array, batch: Batch = batch) -> dict[str, Any]:
@@ -77,7 +78,7 @@ def initialisation(
 
 
 def typed_specs(params: Params) -> Any:
-    """Returns the tree of parameters with the spec of the type that an initialiser gave each."""
+    """Returns, for each parameter, the spec in the type of its initialiser's result."""
     return jax.tree.map(
         lambda x: PartitionSpec(*x.names) if isinstance(x, TypedParameter) else PartitionSpec(),
         params,

@@ -2,7 +2,7 @@
 
 Each library has a subclass of `ModelInterface`, which is registered when its module is imported.
 Linen's is in `manualpar.core.model.linen.linen_model`, NNX's in
-`manualpar.core.model.nnx.nnx_model`. Modules that call models import only this one.
+`manualpar.core.model.nnx.nnx_model`. Modules that call models import only this module.
 """
 
 import abc
@@ -17,7 +17,7 @@ from manualpar.core.trees import Batch, Variables
 
 
 class Applicable(Protocol):
-    """An object that wraps a Linen module and is applied like it, such as a module with a plan."""
+    """An object with the `apply` of a Linen module that it wraps, such as a module with a plan."""
 
     def apply(self, variables: Variables, /, *args: Any, **kwargs: Any) -> Any:
         """Calls the module."""
@@ -79,8 +79,8 @@ class ModelInterface(abc.ABC):
     def encodings(self, leaves: Sequence[Any]) -> dict[str, Any]:
         """Returns the encodings of arrays that a program stores quantized, by the array's name.
 
-        `leaves` are the program's leaves. An encoding has a leaf `plain`, which describes the
-        source's array, and `encode(array)`, which returns the program's arrays by name.
+        `leaves` are the program's leaves. An encoding has `plain`, the `Leaf` of the unquantized
+        array, and `encode(array)`, which returns the program's arrays by name.
         """
         del leaves
         return {}
@@ -93,7 +93,7 @@ class ModelInterface(abc.ABC):
         return (), {}
 
     def check(self, trace: Callable[["ModelInterface"], None]) -> None:
-        """Refuses a model that would be wrong on the mesh; `trace` traces the loss with a model."""
+        """Refuses a model that is wrong on the mesh; `trace` traces the loss of a model."""
         del trace
 
     @abc.abstractmethod

@@ -15,7 +15,7 @@ like `model.apply`. `rng` is a key that differs between devices, minibatches and
   of `psum`s). Then the gradient is the gradient of one device's loss. The program sums metrics over
   the devices. If a loss has already summed metrics, their means are right but their counts wrong.
 - Sharded `params` are boxes, which `apply_fn` accepts. A penalty on parameters reads
-  `flax.linen.unbox(params)`, which gathers all of them, also experts and split layers.
+  `flax.linen.unbox(params)`, which gathers all parameters, including experts and split layers.
 - A loop or a conditional may combine constants with data, see `varying_loops`.
 """
 
@@ -64,7 +64,7 @@ def tracing_loss() -> Iterator[None]:
 
 
 def check_loss(result: Any) -> tuple[jax.Array, Metrics]:
-    """Returns the loss and the metrics that a loss function returned, after it has checked them.
+    """Checks the result of a loss function, and returns the loss and the metrics.
 
     Raises:
       ValueError: The loss is not a scalar, or metrics are not pairs of scalars with `"loss"` among

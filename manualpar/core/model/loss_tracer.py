@@ -33,9 +33,9 @@ class LossTracer:
 
     Attributes:
       boxed_params: The abstract parameters; annotated and typed parameters are in boxes.
-      params: The same without boxes.
-      infos: The tree of parameters with a `ParameterInfo` at each leaf, as far as it is known
-        before loops are.
+      params: The abstract parameters without boxes.
+      infos: The tree of parameters with a `ParameterInfo` at each leaf, made before the dims of
+        loops are known.
       collections: The collections that a training state keeps, see `find_collections`.
       describe: `describe(params, loop_dims)` makes a tree like `infos`.
     """
@@ -58,7 +58,7 @@ class LossTracer:
           variables: The abstract variables by collection; parameters may be in boxes.
           batch: The abstract global batch.
           batch_specs: The tree of the batch with a `PartitionSpec` at each leaf.
-          mode: Who writes the collectives.
+          mode: The mode, which decides who writes the collectives.
         """
         self._interface, self._loss_fn, self._mode = interface, loss_fn, mode
         self._batch, self._batch_specs = batch, batch_specs
@@ -70,7 +70,7 @@ class LossTracer:
         self.describe: Callable[..., Infos] = functools.partial(
             describe_parameters, mesh=mode.mesh, rules=mode.rules, data_axes=mode.data_axes
         )
-        # Loops are not known yet, and annotations may name the dims that they run over.
+        # The dims of loops are not known yet, and annotations may have names for these dims.
         unannotated = jax.tree.map(
             lambda x: x if isinstance(x, SplitParameter) else strip_boxes(x),
             self.boxed_params,
@@ -81,13 +81,13 @@ class LossTracer:
         self._param_specs = computed_specs(self.infos) if mode.writes_collectives else typed
 
     def find_collections(self, init_args: InitArgs | None) -> None:
-        """Finds the collections that a training state keeps; applies a model that may add some."""
+        """Finds the collections that a state keeps; applies a model whose calls may add some."""
         self.collections = find_carried_collections(
             self._interface, self._variables, self._trace_call, init_args
         )
 
     def check_model(self) -> None:
-        """Refuses a model that would be wrong on the mesh, see `ModelInterface.check`."""
+        """Refuses a model that would give wrong results on the mesh, see `ModelInterface.check`."""
         self._interface.check(lambda model: self.trace_loss(self.params, _as_is, model))
 
     def stacked(self, pipeline: Any) -> frozenset[str]:
@@ -112,7 +112,7 @@ class LossTracer:
     def loop_dims(
         self, strategy: str, is_gathered: Callable[[ParameterInfo], bool], *, gathers_in_loss: bool
     ) -> dict[str, frozenset[int]]:
-        """Finds the dims that loops run over, by path, of parameters that may be sharded.
+        """Finds, by path, the dims over which loops run, for parameters that may be sharded.
 
         Args:
           strategy: The strategy's name, for messages.
@@ -166,7 +166,7 @@ class LossTracer:
         trace(self._mode, with_shards, in_specs, variables, self._key, self._batch)
 
     def _model_shards(self, params: Params) -> Params:
-        """Takes the shards with which the model computes."""
+        """Takes from parameters the shards with which the model computes."""
         if not self._mode.writes_collectives:
             return params
         return jax.tree.map(lambda info, x: take_shared(x, info.shared_names), self.infos, params)

@@ -1,31 +1,27 @@
-"""The options that every builder takes, and their checks.
-
-`check_options` refuses what cannot be built, before anything is traced.
-"""
+"""The options that every builder takes, and the dtypes and quantizers that they choose."""
 
 import contextlib
-import difflib
+import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, Required, TypedDict
+from typing import Annotated, Any, Literal, Required, TypedDict, TypeVar
 
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from manualpar.core.mesh.axes import AxisName
-from manualpar.core.modes.strategy import MODES, ModeName, Stages
+from manualpar.core.model.option_table import Option, OptionTable, explain_options, option_table
+from manualpar.core.modes.strategy import ModeName, Stages
 from manualpar.core.modes.variable_reduction import CollectionSync
 from manualpar.core.parameters.annotations import Rules
+from manualpar.core.parameters.block_quantization import Quantization
 from manualpar.core.parameters.comm_policy import CommPolicy, Format
 from manualpar.core.parameters.quantized_collectives import BlockQuantizer
 
 Nonfinite = Literal["ignore", "report", "skip"]
-NONFINITE: tuple[Nonfinite, ...] = ("ignore", "report", "skip")
 WIRE_DTYPES = ("bfloat16", "float32", "float64")
-CODES = {"gather_code": (None, "int8"), "reduce_code": (None, "int8", "int4")}
-ROUNDING = ("error_feedback", "stochastic_rounding")
+_DTYPES = ("bfloat16", "float32")  # Configs have no float64, because commands run JAX without it.
 STORED_OR_GATHERED = ("gather_dtype", "param_dtype", "frozen_dtype")
-FLAGS = ("use_scan", "norm_metrics", "axis_by_axis", "eval_dropout", *ROUNDING)
 _FLOATING = re.compile(r"\bb?float\d+\b")
 
 
@@ -38,28 +34,28 @@ class ProgramOptions(TypedDict, total=False):
       batch: An example batch, or a tree of `jax.ShapeDtypeStruct`, with global shapes `[B, ...]`.
         Only shapes and dtypes are read. It must have `.inputs`, like `manualpar.Batch`, unless
         `init_args` is given or the model is an NNX model. Required.
-      init_args: The arguments that initialise a Linen model: a function of the batch that returns
-        `(args, kwargs)`, such as `lambda batch: ((batch["source"], batch["target"]), {})`. The
+      init_args: A function of the batch that returns the `(args, kwargs)` that initialise a Linen
+        model. An example is `lambda batch: ((batch["source"], batch["target"]), {})`. The
         parameters are those of `model.init({"params": init_rng}, *args, **kwargs)`; other random
         streams of the model use that key too. All values in this batch are zero. If not given, the
         model is called with `batch.inputs`. NNX models are not called.
       axis_name: The mesh axis, or tuple of axes, that the batch is split over and that a strategy
-        shards over; `"data"` if not given.
-      axis_aliases: Modules of the model may have a field `axis_name` with a name that is no mesh
-        axis. This option maps each such name to a mesh axis or tuple of axes: `{"batch": "data"}`
-        for `nn.BatchNorm(axis_name="batch")`. `{}` if not given. In modes other than `"manual"`
-        the batch is global, and names of the mesh's data axes need no alias.
+        shards over.
+      axis_aliases: The mesh axis, or tuple of axes, for each name that a module of the model has in
+        a field `axis_name` and the mesh lacks. An example is `{"batch": "data"}` for
+        `nn.BatchNorm(axis_name="batch")`. In modes other than `"manual"` the batch is global, and
+        names of the mesh's data axes need no alias.
       context_axis: The mesh axis, if any, that sequences are split over: dim 1 of all leaves of the
         batch except scalars. It also splits the batch, so parameters are sharded over it too. Each
         device has two half blocks of each sequence (`mesh.zigzag`). A model or a loss may mix
         positions only by `manualpar.layers.Context`; otherwise it is refused.
       pipeline: A `manualpar.Pipeline`, if any, which spreads the model's scanned layers over an
         axis of the mesh. The minibatches are its microbatches. For mode `"manual"`.
-      num_minibatches: The number of minibatches into which a device splits its part of the batch;
-        1 if not given. A device holds the activations of only one minibatch.
-      use_scan: Whether the minibatches run in a `jax.lax.scan`, which is compiled once, or in a
-        Python loop (the default).
-      mode: Who writes the collectives. `"manual"` (the default): this package, inside `shard_map`.
+      num_minibatches: The number of minibatches into which a device splits its part of the batch. A
+        device holds the activations of only one minibatch.
+      use_scan: Whether the minibatches run in a `jax.lax.scan`, which is compiled once, instead of
+        a Python loop.
+      mode: Who writes the collectives. `"manual"`: this package, inside `shard_map`.
         `"auto"`: XLA, from sharding constraints where a parameter is used. `"explicit"`: XLA, where
         the types require them. `"auto-unconstrained"`: XLA, from only the layout of the state.
         The docstrings of builders state the communication in mode `"manual"`.
@@ -78,13 +74,13 @@ class ProgramOptions(TypedDict, total=False):
         narrower is not cast.
       reduce_dtype: The dtype in which gradients are summed over devices. If not given,
         `gather_dtype`, and without that the dtype in which parameters are stored.
-      gather_code: `"int8"`: parameters that are gathered over the axes of the batch are quantized,
-        rounded to the nearest: to 8 bits for each number and 2 bytes for each block of 256 numbers
-        (ZeRO++'s qwZ). The model computes with the quantized parameters, and the optimizer updates
-        exact ones. ZeRO's new parameters are sent unquantized. If not given, nothing is quantized.
-        For mode `"manual"`, like the next three options.
-      reduce_code: `"int8"` or `"int4"`: gradients that are reduced over the axes of the batch are
-        quantized (qgZ), and summed in float32. `hsdp` quantizes only the reduction over
+      gather_code: The quantizer of parameters that are gathered over the axes of the batch: qwZ of
+        ZeRO++. `"int8"` rounds to the nearest, and sends 8 bits for each number and 2 bytes for
+        each block of 256 numbers. The model computes with the quantized parameters, and the
+        optimizer updates exact ones. ZeRO's new parameters are sent unquantized. For mode
+        `"manual"`, like the next three options.
+      reduce_code: The quantizer of gradients that are reduced over the axes of the batch: qgZ of
+        ZeRO++. Gradients are summed in float32. `hsdp` quantizes only the reduction over
         `replica_axis`. With `axis_by_axis` the reduction over each axis quantizes.
       error_feedback: Whether the error of quantizing a device's gradient is added to its gradient
         in the next step, see `manualpar.core.program.gradient_rounding`. For gradients that are
@@ -102,7 +98,7 @@ class ProgramOptions(TypedDict, total=False):
         the global norms of the gradient, of the optimizer's update and of the new parameters.
       nonfinite: The reaction of a training step to a loss or a gradient that is not finite, on any
         device and in any minibatch. An optimizer's update of finite gradients is not checked.
-        `"ignore"` (the default): nothing, at no cost.
+        `"ignore"`: nothing, at no cost.
         `"report"`: the metrics contain `nonfinite`, a pair whose sum is 1 in such a step and 0 in
         other steps, and whose count is 1. If this sum is 0, `metrics["loss"]` is finite. `"skip"`:
         like `"report"`, and such a step does not change, bit for bit, the parameters, the
@@ -117,7 +113,7 @@ class ProgramOptions(TypedDict, total=False):
         changes. If XLA does not fuse the optimizer into one loop, as on CPUs, this takes memory for
         up to two more shards of the parameters.
       sync_collections: How to synchronise variables outside `params` whose values differ between
-        devices after a step, by collection or by path; the longest matching path wins:
+        devices after a step, by collection or by path. The longest matching path wins:
         `{"stats": "sum", "stats/amax": "max"}`.
         `"mean"`, the mean over the devices, is right for running averages of means, such as those
         of `nn.BatchNorm`. `"sum"` is right for counters and other totals, also integers: the result
@@ -139,90 +135,98 @@ class ProgramOptions(TypedDict, total=False):
         microbatch, and on `state.rng`, which changes in each step. To draw several samples of one
         state, replace its key: `state.replace(rng=key)`.
       compiler_options: XLA's options for the training and the evaluation step, by name, see
-        `manualpar.core.mesh.compiler_options`; none if not given.
+        `manualpar.core.mesh.compiler_options`.
     """
 
-    mesh: Required[Mesh | AbstractMesh]
-    batch: Required[Any]
-    init_args: Callable[[Any], tuple[Sequence[Any], Mapping[str, Any]]] | None
-    axis_name: AxisName
-    axis_aliases: Mapping[str, AxisName]
-    context_axis: str | None
-    pipeline: Stages | None
-    num_minibatches: int
-    use_scan: bool
-    mode: ModeName
-    rules: Rules
-    trainable: Sequence[str] | None
-    param_dtype: str | None
-    frozen_dtype: str | None
-    gather_dtype: str | None
-    reduce_dtype: str | None
-    gather_code: Literal["int8"] | None
-    reduce_code: Literal["int8", "int4"] | None
-    error_feedback: bool
-    stochastic_rounding: bool
-    axis_by_axis: bool
-    norm_metrics: bool
-    nonfinite: Nonfinite
-    sync_collections: Mapping[str, CollectionSync]
-    eval_dropout: bool
-    compiler_options: Mapping[str, Any]
+    mesh: Required[Annotated[Mesh | AbstractMesh, Option()]]
+    batch: Required[Annotated[Any, Option()]]
+    init_args: Annotated[
+        Callable[[Any], tuple[Sequence[Any], Mapping[str, Any]]] | None,
+        Option(
+            expected="a function of the batch that returns the model's (args, kwargs)",
+        ),
+    ]
+    axis_name: Annotated[AxisName, Option("data")]
+    axis_aliases: Annotated[Mapping[str, AxisName], Option({})]
+    context_axis: Annotated[str | None, Option(expected="the name of a mesh axis or None")]
+    pipeline: Annotated[Stages | None, Option(expected="a manualpar.Pipeline or None")]
+    num_minibatches: Annotated[int, Option(1, "optimizer.num_minibatches", minimum=1)]
+    use_scan: Annotated[bool, Option(False)]
+    mode: Annotated[ModeName, Option("manual", "parallel.mode")]
+    rules: Annotated[Rules, Option((), "parallel.rules")]
+    trainable: Annotated[
+        Sequence[str] | None,
+        Option(
+            field="optimizer.trainable",
+            minimum=1,
+            expected="a tuple of one or more globs such as ('head/*',), or None",
+        ),
+    ]
+    param_dtype: Annotated[str | None, Option(None, "parallel.param_dtype", config_choices=_DTYPES)]
+    frozen_dtype: Annotated[
+        str | None, Option(None, "parallel.frozen_dtype", config_choices=_DTYPES)
+    ]
+    gather_dtype: Annotated[
+        str | None, Option(None, "parallel.gather_dtype", config_choices=_DTYPES)
+    ]
+    reduce_dtype: Annotated[
+        str | None,
+        Option(
+            None,
+            "parallel.reduce_dtype",
+            config_choices=_DTYPES,
+            xla_chooses="where it sums",
+        ),
+    ]
+    gather_code: Annotated[
+        Literal["int8"] | None,
+        Option(None, "parallel.gather_code", xla_chooses="what it sends"),
+    ]
+    reduce_code: Annotated[
+        Quantization | None,
+        Option(None, "parallel.reduce_code", xla_chooses="what it sends"),
+    ]
+    error_feedback: Annotated[
+        bool, Option(False, "parallel.error_feedback", xla_chooses="how it rounds")
+    ]
+    stochastic_rounding: Annotated[
+        bool, Option(False, "parallel.stochastic_rounding", xla_chooses="how it rounds")
+    ]
+    axis_by_axis: Annotated[
+        bool, Option(False, "parallel.axis_by_axis", xla_chooses="how it sends")
+    ]
+    norm_metrics: Annotated[bool, Option(False, "training.norm_metrics")]
+    nonfinite: Annotated[Nonfinite, Option("ignore")]
+    sync_collections: Annotated[Mapping[str, CollectionSync], Option({})]
+    eval_dropout: Annotated[bool, Option(False)]
+    compiler_options: Annotated[
+        Mapping[str, Any], Option({}, expected="a dict of names and values")
+    ]
 
 
-def check_options(builder: str, options: Mapping[str, Any]) -> None:
-    """Refuses options that are unknown, missing, or not among the choices."""
-    for name in options:
-        if name not in ProgramOptions.__annotations__:
-            near = difflib.get_close_matches(name, ProgramOptions.__annotations__, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else "."
-            raise TypeError(
-                f"{builder}: {name!r} is not an option, expected some of "
-                f"{', '.join(ProgramOptions.__annotations__)}, or the builder's own{hint}"
-            )
-    for name in sorted(ProgramOptions.__required_keys__ - options.keys()):
-        raise TypeError(f"{builder}: {name}= is missing, expected it as a keyword argument.")
-    choices_of: dict[str, Any] = {"mode": MODES, "nonfinite": NONFINITE, **CODES}
-    choices_of |= dict.fromkeys(FLAGS, (True, False))
-    for name, choices in choices_of.items():
-        if name in options:
-            check_choice(builder, name, options[name], choices)
-    init_args = options.get("init_args")
-    if init_args is not None and not callable(init_args):
-        raise TypeError(
-            f"{builder}: init_args={init_args!r}, expected a function of the batch that returns "
-            "the model's (args, kwargs)."
-        )
-    for name, kind in (("context_axis", str), ("pipeline", Stages)):
-        value = options.get(name)
-        if value is not None and not isinstance(value, kind):
-            expected = "the name of a mesh axis" if kind is str else "a manualpar.Pipeline"
-            raise TypeError(f"{builder}: {name}={value!r}, expected {expected} or None.")
-    trainable = options.get("trainable")
-    is_names = isinstance(trainable, list | tuple) and all(isinstance(x, str) for x in trainable)
-    if trainable is not None and not (trainable and is_names):
-        raise TypeError(
-            f"{builder}: trainable={trainable!r}, expected a tuple of one or more globs such as "
-            "('head/*',), or None."
-        )
-    compiler_options = options.get("compiler_options", {})
-    if not isinstance(compiler_options, Mapping):
-        raise TypeError(
-            f"{builder}: compiler_options={compiler_options!r}, expected a dict of names and "
-            "values."
-        )
+PROGRAM_OPTIONS = option_table(ProgramOptions)
+_Builder = TypeVar("_Builder", bound=Callable[..., Any])
+
+
+def lists_options(own: OptionTable) -> Callable[[_Builder], _Builder]:
+    """Returns a decorator that lists `PROGRAM_OPTIONS` and `own` in a builder's docstring."""
+    return functools.partial(explain_options, table={**PROGRAM_OPTIONS, **own})
 
 
 # The dtypes in which floating-point parameters are stored: (frozen parameters, trained parameters).
 StoredDtypes = tuple[str | None, str | None]
 
 
-def check_wire(strategy: str, options: Mapping[str, Any]) -> tuple[StoredDtypes, CommPolicy]:
-    """Reads the stored dtypes of parameters and their communication policy from the options."""
-    mode = options.get("mode", "manual")
+def choose_formats(strategy: str, options: Mapping[str, Any]) -> tuple[StoredDtypes, CommPolicy]:
+    """Returns the dtypes in which parameters are stored, and the policy of their communication.
+
+    Raises:
+      ValueError: A dtype is not among `WIRE_DTYPES`; gradients are rounded that no quantizer
+        quantizes; or XLA chooses in this mode what an option gives.
+    """
     names: dict[str, str | None] = {}
     for field in ("param_dtype", "frozen_dtype", "gather_dtype", "reduce_dtype"):
-        value = options.get(field)
+        value = options[field]
         try:
             names[field] = None if value is None else str(jnp.dtype(value))
         except TypeError:
@@ -232,28 +236,25 @@ def check_wire(strategy: str, options: Mapping[str, Any]) -> tuple[StoredDtypes,
                 f"{strategy}: {field}={value!r}, expected one of {WIRE_DTYPES} or None. (float16 "
                 "would overflow: gradients are summed before they are divided.)"
             )
-    if not options.get("reduce_code") and (rounding := [f for f in ROUNDING if options.get(f)]):
-        raise ValueError(
-            f"{strategy}: {rounding[0]}=True with no reduce_code, expected reduce_code='int8' or "
-            "'int4'."
-        )
+    for field in ("error_feedback", "stochastic_rounding"):
+        if options[field] and not options["reduce_code"]:
+            raise ValueError(
+                f"{strategy}: {field}=True with no reduce_code, expected reduce_code='int8' or "
+                "'int4'."
+            )
+    for option in PROGRAM_OPTIONS.values():
+        got = names.get(option.name, options[option.name])
+        if option.xla_chooses and got != option.default and options["mode"] != "manual":
+            raise ValueError(
+                f"{strategy}: {option.name}={got!r} with mode={options['mode']!r}, expected "
+                f"{option.default!r}: XLA chooses {option.xla_chooses}. Use mode='manual'."
+            )
 
     def format_of(way: str) -> Format:
-        code = options.get(f"{way}_code")
+        code = options[f"{way}_code"]
         return Format(names[f"{way}_dtype"], BlockQuantizer(code) if code else None)
 
-    axis_by_axis = options.get("axis_by_axis", False)
-    comm = CommPolicy(format_of("gather"), format_of("reduce"), axis_by_axis)
-    for field, got, expected, choice in (
-        ("reduce_dtype", comm.reduce.dtype, None, "where it sums"),
-        *((name, options.get(name), None, "what it sends") for name in CODES),
-        ("axis_by_axis", comm.axis_by_axis, False, "how it sends"),
-    ):
-        if got and mode != "manual":
-            raise ValueError(
-                f"{strategy}: {field}={got!r} with mode={mode!r}, expected {expected}: XLA chooses "
-                f"{choice}. Use mode='manual'."
-            )
+    comm = CommPolicy(format_of("gather"), format_of("reduce"), options["axis_by_axis"])
     return (names["frozen_dtype"] or names["param_dtype"], names["param_dtype"]), comm
 
 
@@ -272,7 +273,7 @@ def explain_dtypes(strategy: str, options: Mapping[str, Any]) -> Iterator[None]:
         dtypes = set(_FLOATING.findall(said))
         if len(dtypes) < 2 or said.startswith(f"{strategy}:"):
             raise
-        values = {name: options.get(name) for name in STORED_OR_GATHERED}
+        values = {name: options[name] for name in STORED_OR_GATHERED}
         causes = [f"{key}={x!r}" for key, x in values.items() if x and str(jnp.dtype(x)) in dtypes]
         if not causes:
             raise
@@ -282,11 +283,3 @@ def explain_dtypes(strategy: str, options: Mapping[str, Any]) -> Iterator[None]:
             "in the dtype of their parameters: give the model a dtype, or cast arrays that it adds "
             f"to activations to their dtype. (JAX says: {' '.join(said.split())})"
         ) from error
-
-
-def check_choice(builder: str, field: str, value: Any, choices: tuple[Any, ...]) -> None:
-    """Refuses a value that is not among the choices."""
-    if isinstance(value, bool) is not isinstance(choices[0], bool) or value not in choices:
-        raise ValueError(
-            f"{builder}: {field}={value!r}, expected one of {', '.join(map(repr, choices))}."
-        )

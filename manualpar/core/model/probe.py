@@ -4,9 +4,9 @@ The loss is traced once, abstractly, with each parameter in a box that records i
 records the dims that `nn.scan` and `nn.vmap` run over, because these dims must not be sharded.
 
 The box contains an array of random keys instead of the parameter. Code that reads the content
-without `unbox()` would compute with a shard. It fails here, because arithmetic on keys fails. The
-box also contains zeros, which detect a loss that differentiates a parameter. This would be wrong:
-a gather's handwritten gradient is the gradient of a mean over devices.
+without `unbox()` would compute with a shard. Such code fails here, because arithmetic on keys
+fails. The box also contains zeros, which detect a loss that differentiates a parameter. This would
+be wrong: a gather's handwritten gradient is the gradient of a mean over devices.
 """
 
 import linecache
@@ -27,7 +27,7 @@ from manualpar.core.trees import path_name
 
 # Libraries: all other packages are the user's code.
 LIBRARIES = frozenset({"flax", "jax", "jaxlib", "manualpar", "numpy", "optax"})
-# Applies a function to abstract parameters, and traces the loss with its result as a step does.
+# Applies a function to abstract parameters, and traces the loss with the result as a step does.
 TraceLoss = Callable[[Any, Callable[[Any], Any]], None]
 
 
@@ -76,7 +76,7 @@ def find_loop_dims(
 
     error = failure(boxed)
     if error is not None:
-        trace_loss(params, lambda params: params)  # Raises an error that is not due to the boxes.
+        trace_loss(params, lambda params: params)  # Raises the error if boxes do not cause it.
         read = _find_read(boxed, failure)
         raise ValueError(
             f"{strategy}: parameters that are to be sharded, of {', '.join(map(repr, read))}, are "
@@ -92,7 +92,7 @@ def find_loop_dims(
 
 
 def _place(error: Exception) -> str:
-    """Returns the user's line that raised an error, and the error's text if it is ours."""
+    """Returns the user's line that raised an error, with the text of an error of this package."""
     foreign = sys.stdlib_module_names | LIBRARIES
     place = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
@@ -149,9 +149,10 @@ class _LoopDims:
 
 
 class _Probe(ArrayBox, eq=False):
-    """A box of keys that replaces a parameter and records how it is used.
+    """A box of keys that replaces a parameter and records how the parameter is used.
 
-    Its `names` are the numbers of the parameter's dims, `None` for a dim that a loop has added.
+    The field `names` has the number of each dim of the parameter, and `None` for a dim that a loop
+    has added.
     """
 
     dtype: Any = flax.struct.field(default=None, pytree_node=False)
@@ -165,7 +166,7 @@ class _Probe(ArrayBox, eq=False):
         """Returns zeros of the expected shape, typed as a gathered parameter is.
 
         Raises:
-          ValueError: The content was changed without the box, or is differentiated.
+          ValueError: The box's arrays were changed from outside the box, or are differentiated.
         """
         if self.zeros is not None:
             _refuse_derivative(self.zeros)

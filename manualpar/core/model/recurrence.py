@@ -4,8 +4,8 @@ A scan needs a carry of the same type in all iterations. A cell's `initialize_ca
 constant, which is the same on all devices, but the first iteration makes it vary. Therefore the
 carry is cast while a model is called, in `nn.RNN` and in a user's own scan.
 
-Linen's cells are made where they are used, and flax's interceptors do not see this method. So their
-classes are patched during the call, in the calling thread only.
+Linen's cells are made where they are used, and flax's interceptors do not see `initialize_carry`.
+So the cells' classes are patched during the call, in the calling thread only.
 """
 
 import contextlib

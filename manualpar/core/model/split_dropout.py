@@ -3,10 +3,10 @@
 The key of a loss differs over the axes that split the batch, and is the same along a model axis.
 This is right for activations that are replicated along the model axis, because they need the same
 mask on all its devices. But split activations would be dropped at the same positions of every
-shard. Therefore their key is folded with the device's index. The type of the activations tells
+shard. Therefore the device's index is folded into their key. The type of the activations tells
 whether they are split.
 
-Invariants: a key does not change if the activations vary over no axis over which the key does not
+Invariants: a key changes only if the activations vary over an axis over which the key does not
 vary. Axes of one device do not count. A key that is the same on all devices does not change either:
 programs make no such key, so the user wants the same key everywhere.
 """
@@ -36,7 +36,7 @@ def key_like(key: jax.Array, x: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class SplitAttention:
-    """Wraps the `attention_fn` of flax's attention, and gives it a dropout key like its queries.
+    """Wraps flax's `attention_fn`, so that its dropout key varies like the queries.
 
     Attention draws its dropout key before it is known whether its heads are split. With
     `broadcast_dropout` all heads share one mask on all devices.

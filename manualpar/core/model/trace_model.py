@@ -46,9 +46,9 @@ class TracedModel:
       trainable: Globs over the paths of the trained parameters.
       stored_dtypes: The dtypes, if given, in which frozen and trained parameters are stored.
       keeps_types: Whether the model's initialisers type its parameters as sharded.
-      sync_collections: How collections that differ between devices are synchronised.
+      sync_collections: How collections that differ between devices are reduced.
       variables: The abstract variables that `create_variables` makes.
-      mode: Who writes the collectives.
+      mode: The mode, which decides who writes the collectives.
       adapter: The interface of the model.
     """
 
@@ -68,7 +68,8 @@ class TracedModel:
     def create_variables(self, key: jax.Array) -> dict[str, Any]:
         """Creates the initial variables by collection: `params`, and collections of the state.
 
-        They are unsharded and in no boxes. Parameters have the dtypes in which they are stored.
+        The variables are unsharded and not in boxes. Parameters have the dtypes in which they are
+        stored.
         """
         variables = strip_boxes(self._init(key))
         return {name: variables[name] for name in self.variables}
@@ -80,8 +81,8 @@ class TracedModel:
 
         Returns:
           The loss, the checked metrics, and the collections after the call. Only the loss has a
-          gradient: otherwise the backward pass would compute the derivatives of the others and
-          multiply them by zeros, and an infinite derivative would make the gradient NaN.
+          gradient: otherwise the backward pass would multiply the derivatives of metrics and
+          collections by zeros, and an infinite derivative would make the gradient NaN.
         """
         before = {id(x) for x in jax.tree.leaves(collections)}
         apply_fn = CarryingApply(self.adapter, collections, PartOfDevice(self.parameters, params))
@@ -124,7 +125,7 @@ def trace_model(
       loss_fn: The loss.
       batch: The abstract global batch.
       batch_specs: The tree of the batch with a `PartitionSpec` at each leaf.
-      mode: Who writes the collectives.
+      mode: The mode, which decides who writes the collectives.
       stored_dtypes: The dtypes that floating-point parameters are cast to.
       options: The `ProgramOptions`; only options of the model are read.
       is_gathered: Returns whether a parameter would be sharded, or cast where it is used, if no
@@ -132,22 +133,22 @@ def trace_model(
       gathers_in_loss: Whether parameters are gathered where the loss reads them.
     """
     interface = _interface_of(strategy, model, mode, options)
-    trainable = tuple(options.get("trainable") or interface.trainable)
+    trainable = tuple(options["trainable"] or interface.trainable)
     init, variables = initialisation(
         interface,
         batch,
         batch_specs,
         mode,
-        init_args=options.get("init_args"),
+        init_args=options["init_args"],
         cast=functools.partial(_cast, stored_dtypes, trainable),
     )
     if not jax.tree.leaves(variables["params"]):
         expected = "expected some to train; in NNX those that an nnx.Param holds"
         raise ValueError(f"{strategy}: model {interface!r} has no parameters, {expected}.")
     tracer = LossTracer(interface, loss_fn, variables, batch, batch_specs=batch_specs, mode=mode)
-    tracer.find_collections(options.get("init_args"))
+    tracer.find_collections(options["init_args"])
     tracer.check_model()
-    pipeline = options.get("pipeline")
+    pipeline = options["pipeline"]
     stacked = tracer.stacked(pipeline) if pipeline else frozenset[str]()
     # Stacked layers of a pipeline are in boxes, whether they are gathered or not.
     loop_dims = tracer.loop_dims(
@@ -162,7 +163,7 @@ def trace_model(
         lambda info: dataclasses.replace(info, trainable=is_trained(info.path, trainable)), infos
     )
     all_dims = {info.path: info.loop_dims for info in jax.tree.leaves(infos)}
-    sync = options.get("sync_collections", {})
+    sync = options["sync_collections"]
     return TracedModel(
         apply_fn=interface.apply_fn,
         parameters=infos,
@@ -172,7 +173,7 @@ def trace_model(
         sync_collections=check_sync_collections(strategy, sync, tracer.collections),
         variables={"params": tracer.params, **tracer.collections},
         adapter=dataclasses.replace(interface, loop_dims=all_dims),
-        _eval_phase="eval_dropout" if options.get("eval_dropout", False) else "eval",
+        _eval_phase="eval_dropout" if options["eval_dropout"] else "eval",
         _init=init,
         _loss_fn=loss_fn,
         mode=mode,
@@ -211,7 +212,7 @@ def _interface_of(
     """Makes the model's interface; a function that makes the model finds a mesh if it needs one."""
     aliases = check_axis_aliases(
         strategy,
-        options.get("axis_aliases", {}),
+        options["axis_aliases"],
         mesh=mode.mesh,
         data_axes=mode.data_axes,
         on_global_arrays=not mode.writes_collectives,

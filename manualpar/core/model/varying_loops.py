@@ -3,7 +3,7 @@
 Under `check_vma=True` the type of data says that it varies over devices; the type of a constant
 (`jnp.zeros(3)`) does not. An operator casts a constant that it combines with data. `jax.lax.scan`
 and similar functions refuse the combination, because a carry keeps its type in all iterations, and
-all branches return the same types. Code would have to make the constant from data
+all branches return the same types. The model would have to make the constant from data
 (`jnp.zeros_like(x)`), even in a library such as optax. Therefore these functions of JAX are
 replaced while a model and a loss are traced. Where JAX refuses a type, the replacement finds the
 types at the end of the loop or the branches, casts the initial carry or the results to them, and
@@ -106,7 +106,7 @@ def _fori_loop(original: Any) -> Callable[..., Any]:
 
 def _cond(original: Any) -> Callable[..., Any]:
     def cond(pred: Any, *args: Any, **kwargs: Any) -> Any:
-        if len(args) < 2 or not callable(args[0]) or not callable(args[1]):  # An older signature.
+        if len(args) < 2 or not callable(args[0]) or not callable(args[1]):  # JAX's old signature.
             return original(pred, *args, **kwargs)
         return _call_branch(original, pred, args[:2], args[2:], kwargs, as_list=False)
 
@@ -128,7 +128,7 @@ def _call_branch(
         kwargs = dict(kwargs)
         operands = (kwargs.pop("operand"),)
     if index_axes := varying_axes(index):
-        # The transpose of a cast is a collective. In a branch only some devices would call it.
+        # The transpose of a cast is a collective. Inside a branch only some devices would run it.
         operands = cast_to_varying(operands, index_axes)
 
     def choose(branches: Sequence[Any]) -> Any:

@@ -2,10 +2,11 @@
 
 A penalty on experts covers all experts, as on one device. So a loss gets boxes that gather over all
 axes, including the axes of experts. `apply_fn` turns these boxes back into boxes that do not gather
-split dims. If the loss has gathered an array, `apply_fn` takes this device's part of it.
+split dims. If the loss has gathered an array, `apply_fn` takes this device's part of the array.
 
-The gather's result is typed as the same on all devices. If a device adds this result to its loss,
-the cast sums the gradients over the devices. The gradient of experts is summed in any case.
+The type of a gathered array does not vary. If each device adds the array to its loss, the array is
+cast to varying, and the transpose of the cast sums the gradients over the devices. The gradient of
+experts is a sum over devices in any case.
 """
 
 import dataclasses
@@ -41,7 +42,7 @@ def boxed_parts(infos: Infos, params: Params) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class PartOfDevice:
-    """Turns the parameters that a loss has into those that the model computes with.
+    """Converts a loss's parameters to the parts with which the model computes.
 
     Attributes:
       infos: The tree of parameters with a `ParameterInfo` at each leaf.
@@ -53,10 +54,10 @@ class PartOfDevice:
     given: Any
 
     def __call__(self, params: Params) -> Any:
-        """Returns the tree with boxes of parts, and with parts of gathered arrays.
+        """Makes boxes stop gathering split dims; takes this device's part of gathered arrays.
 
         Communication:
-          None forward. Backward, one all-reduce for the gradient of each array that the loss has
+          Forward: none. Backward: one all-reduce for the gradient of each array that the loss has
           gathered.
         """
         given = jax.tree_util.tree_leaves_with_path(self.given, is_leaf=is_box)

@@ -2,7 +2,7 @@
 
 - `auto`: a parameter is constrained to be replicated where it is used. Its gradient is constrained
   to be sharded like its optimizer state.
-- `explicit`: the same shardings, but they are part of the types, and `reshard` changes them.
+- `explicit`: the shardings are the same, but part of the arrays' types, and `reshard` changes them.
 - `auto-unconstrained`: like `auto`, but without a constraint where a parameter is used. So XLA may
   send activations instead of the parameter.
 
@@ -113,7 +113,7 @@ class GlobalArrays(Mode):
         return shard.replace(value=self.constrain(g, place.state_spec))
 
     def sync(self, place: Route, shard: Any, g: Any) -> Any:
-        """Returns the gradient unchanged, because it is the gradient of the global batch."""
+        """Returns the gradient unchanged, because it already covers the global batch."""
         del place, shard
         return g
 
@@ -183,7 +183,7 @@ class Auto(GlobalArrays):
 
     def unshard(self, x: jax.Array, names: Names, stored_names: Names) -> jax.Array:
         """Constrains a parameter to `names`, and its gradient to `stored_names`."""
-        # A plain constraint also applies to the gradient: XLA would all-reduce it.
+        # A plain constraint would also apply to the gradient, and XLA would all-reduce it.
         shardings = [NamedSharding(self.mesh, names_to_spec(n)) for n in (names, stored_names)]
         return _unshard(x, *shardings)
 
@@ -260,7 +260,7 @@ class GlobalParameter(ShardedParameter, eq=False):
     """Boxes a sharded global array and unshards the parameter where it is used.
 
     Attributes:
-      mode: The mode.
+      mode: The mode, whose methods constrain shardings.
     """
 
     mode: Any = flax.struct.field(default=None, pytree_node=False)
@@ -307,7 +307,7 @@ _unshard.defvjp(
 
 
 def _keep_dropout_sharded(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
-    """Lets `nn.Dropout`, which draws an unsharded mask, run although shardings are in the types.
+    """Runs `nn.Dropout` on automatic axes, because the mask that it draws has no sharding.
 
     This is an interceptor for `flax.linen.intercept_methods`.
     """

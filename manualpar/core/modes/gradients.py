@@ -1,10 +1,10 @@
 """Gradients of the global mean loss, from each device's part of a batch.
 
-A step differentiates `sum of the loss over all examples / global number of examples`. This holds
-however the examples are split over devices and minibatches, and however many examples are masked.
-If part `k` has `n_k` valid examples and the mean loss `l_k`, the gradient is
-`sum_k n_k grad(l_k) / sum_k n_k`. So each part is weighted by its count *before* the parts are
-averaged. A mean of the parts' means would be another loss.
+A step differentiates `sum of the loss over all examples / global number of examples`, however the
+examples are split over devices and minibatches, and however many examples are masked. If part `k`
+has `n_k` valid examples and the mean loss `l_k`, the gradient is `sum_k n_k grad(l_k) / sum_k n_k`.
+So each part is weighted by its count *before* the parts are averaged. A mean of the parts' means
+would be another loss.
 
 Types decide whether autodiff sums gradients over devices. If a parameter is *invariant* over a mesh
 axis, autodiff inserts a `psum` over that axis, once for every use and minibatch. Therefore
@@ -45,7 +45,7 @@ WeightedLoss = Callable[
     [Params, Params, Collections, Batch, jax.Array],
     tuple[jax.Array, tuple[StepSums, Collections]],
 ]
-# A linear function of the gradients of each minibatch, applied before they are added up.
+# A linear function that is applied to the gradients of each minibatch before they are summed.
 Reduce = Callable[[Grads], Grads]
 # Runs the minibatches and adds up their gradients: (loss, params, collections, (minibatches, keys),
 # reduce) -> (summed gradients, sums, collections).
@@ -81,8 +81,8 @@ def accumulate(
       outer_axes: Mesh axes along which devices take separate steps, see `Mode`.
 
     Returns:
-      The gradients of the trained parameters in float32 or wider, the sums of the minibatches, and
-      the collections after the last minibatch.
+      The gradients of the trained parameters in float32 or wider, the `StepSums` over the
+      minibatches, and the collections after the last minibatch.
     """
     keys = jax.random.split(rng, len(jax.tree.leaves(minibatches)[0]))
     axes = varying_axes(minibatches)
@@ -139,8 +139,9 @@ def scanned(
         return _accumulators(reduce(grads), sums), collections
 
     first = jax.tree.map(lambda x: x[0], minibatches)
-    # The carry of a scan must keep its type, but a minibatch may add axes to the collections' type.
-    # So this repeats until the type is stable. Each repetition can only add axes.
+    # The carry of a scan must keep its type, but after a minibatch collections may vary over more
+    # axes. So the loop casts collections until their types are stable. Each repetition can only add
+    # axes.
     for _ in range(len(jax.sharding.get_abstract_mesh().manual_axes) + 1):
         types, updated = jax.eval_shape(differentiate, collections, first)
         collections = jax.tree.map(
@@ -192,7 +193,7 @@ def sync_gradients(grads: Grads, axis_names: AxisName) -> Any:
 
     Communication:
       One all-reduce for each gradient that is replicated over some of the axes: a device sends
-      `2 (N - 1) / N` of the gradient's bytes, in the dtype of its box. A quantizer uses an
+      `2 (N - 1) / N` of the gradient's bytes in the dtype of `reduction_dtype`. A quantizer uses an
       all-to-all and an all-gather instead, see `Quantizer`.
     """
     axes = axis_tuple(axis_names)
@@ -231,7 +232,7 @@ def sync_gradients(grads: Grads, axis_names: AxisName) -> Any:
 def reduce_gradient(
     g: Any, dtype: Any, *, mean_axes: tuple[str, ...], sum_axes: tuple[str, ...]
 ) -> Any:
-    """Reduces a parameter's gradient over the axes of its placement.
+    """Reduces the gradient of a parameter over the axes of the parameter's placement.
 
     Communication:
       One all-reduce in `dtype` over the axes of `mean_axes` that the gradient has not been
@@ -276,7 +277,7 @@ def sync_metrics(metrics: Sums, axis_names: AxisName) -> Sums:
 
 
 def _mean_count(count: jax.Array, outer_axes: tuple[str, ...]) -> jax.Array:
-    """Returns the mean number of examples per device, or 1 if there are none (zero gradients)."""
+    """Returns the mean number of examples per device; 1 without examples (zero gradients)."""
     axes = tuple(sorted(varying_axes(count) - set(outer_axes)))
     manual_axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
     if manual_axes and not is_vma_checked(manual_axes[0]):

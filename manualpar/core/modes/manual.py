@@ -90,11 +90,11 @@ class Manual(Mode):
     def sync_collections(
         self, collections: Collections, before: Any, rules: Mapping[str, CollectionSync]
     ) -> Any:
-        """Makes a model's other collections the same on all devices."""
+        """Makes the collections outside `params` equal on all devices."""
         return sync_collections(collections, self.data_axes, before=before, rules=rules)
 
     def replicate(self, placements: Placements, params: Params) -> Any:
-        """Gathers updated parameters: from the specs of gradients to those of parameters."""
+        """Gathers updated parameters: from the gradients' specs to the parameters' specs."""
         exact = dataclasses.replace(self, comm=self.comm.exact)
 
         def gather(place: Route, x: Any) -> Any:

@@ -1,8 +1,9 @@
 """Modes decide whether this package or XLA writes the collectives of a step.
 
-A step uses a mode only through the methods below. `manualpar.core.modes.manual` has the mode in
-which we write every collective. In `manualpar.core.modes.global_arrays` the same step runs on
-global arrays, and XLA derives the collectives.
+A step uses a mode only through the methods below. In mode `manual`, see
+`manualpar.core.modes.manual`, we write every collective. In the modes of
+`manualpar.core.modes.global_arrays` the same step runs on global arrays, and XLA derives the
+collectives.
 """
 
 import abc
@@ -34,11 +35,10 @@ class Mode(abc.ABC):
     Attributes:
       mesh: The mesh; all of its axes have `AxisType.Auto`.
       data_axes: The mesh axes along which devices see different examples.
-      comm: The formats to send in, and the order of the axes.
+      comm: The formats in which values are sent, and whether collectives run axis by axis.
       rules: The mesh axes of the logical names of activations, for modes in which XLA derives the
         collectives.
-      outer_axes: Axes of a `shard_map` around the step. Along these axes, each device makes a
-        separate step.
+      outer_axes: Axes of a `shard_map` around the step, along which devices take separate steps.
     """
 
     name: ClassVar[ModeName]
@@ -67,7 +67,7 @@ class Mode(abc.ABC):
 
     @property
     def model_mesh(self) -> AbstractMesh | None:
-        """The mesh whose axes a model may name when it is built and initialised."""
+        """The mesh whose axes a model may name while the model is initialised, or `None`."""
         return None
 
     def under_mesh(self, function: Callable[..., Any], in_specs: Specs) -> Callable[..., Any]:
@@ -130,11 +130,11 @@ class Mode(abc.ABC):
     def sync_collections(
         self, collections: Collections, before: Collections, rules: Mapping[str, CollectionSync]
     ) -> Collections:
-        """Makes a model's other collections the same on all devices."""
+        """Makes the collections outside `params` equal on all devices."""
 
     @abc.abstractmethod
     def replicate(self, placements: Placements, params: Params) -> Params:
-        """Gathers updated parameters: from the specs of gradients to those of parameters."""
+        """Gathers updated parameters: from the gradients' specs to the parameters' specs."""
 
     @abc.abstractmethod
     def _make_box(self, x: jax.Array, names: Names, **fields: Any) -> ShardedParameter:

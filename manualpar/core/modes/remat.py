@@ -8,10 +8,10 @@ backward pass makes these weights again from the shards.
 A residual is dropped because of *its origin*. A walk through the traced forward pass starts at the
 results of gathers (operations in the scope `GATHER_SCOPE`) and of quantization in both directions
 (`DECODE_SCOPE`). It follows them through operations that only cast or move elements. All other
-residuals are saved as autodiff would save them. The user's own `jax.checkpoint` (`nn.remat`)
-recomputes by its own policy, but it also saves weights gathered over slow links. The body of a scan
-and the branches of a `cond` are treated like the program around them. So a scan over layers also
-gathers one layer at a time in its backward pass.
+residuals are saved as autodiff would save them. Code in the user's own `jax.checkpoint`
+(`nn.remat`) is recomputed by the user's policy, except that weights gathered over slow links are
+saved. The body of a scan and the branches of a `cond` are treated like the program around them. So
+a scan over layers also gathers one layer at a time in its backward pass.
 """
 
 import functools
@@ -46,9 +46,10 @@ from manualpar.core.tracing.scopes import (
 )
 from manualpar.core.trees import Params
 
-LOOPS = frozenset({"cond", "scan"})  # Primitives that have their own backward pass.
+LOOPS = frozenset({"cond", "scan"})  # Primitives whose bodies get backward passes of their own.
 GATHERS = frozenset({"all_gather", "all_gather_invariant", "reshard", "sharding_constraint"})
-# If these operations get a weight, their result is a weight too. They are cheap to repeat.
+# The result of these operations on a weight counts as a weight too, because they are cheap to
+# repeat.
 CASTS = frozenset(
     {
         "broadcast_in_dim",
@@ -156,7 +157,7 @@ def _evaluate(
 
 
 def _nested(is_repeated: _IsRepeated, eqn: Any) -> Callable[..., Any] | None:
-    """Returns a function to run in place of a call, or of a loop or checkpoint with weights."""
+    """Returns a replacement for a call, or for a loop or checkpoint with weights; else `None`."""
     name = eqn.primitive.name
     if name in CALLS or (name in LOOPS | REMAT_PRIMITIVES and _makes_inside(eqn, is_repeated)):
         return functools.partial(_run_nested, name, eqn.params, is_repeated)
@@ -321,7 +322,7 @@ def _variables(eqn: Any) -> list[Var]:
 
 
 def _unused_rule(is_repeated: _IsRepeated, eqn: Any) -> Callable[..., Any] | None:
-    """Returns the function of a gather with a gradient rule, if the parameter is frozen."""
+    """Returns the body of a gather whose gradient rule is unused, because its weight is frozen."""
     if "custom_vjp" not in eqn.primitive.name or not _makes_inside(eqn, is_repeated):
         return None
     (closed,) = (x for x in eqn.params.values() if isinstance(x, ClosedJaxpr))

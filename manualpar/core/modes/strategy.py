@@ -1,8 +1,8 @@
-"""Strategies say how parameters are sharded, when they are communicated, and how many times.
+"""Strategies: how parameters are sharded, and when and how many times they are communicated.
 
 A strategy is data, which `manualpar.core.program.program` and `manualpar.core.program.step` read.
 So the only code of a strategy is the function that builds it. The strategies are in
-`manualpar.strategies`. Configs look them up in `manualpar.strategies.registry`.
+`manualpar.strategies`. Configs look up strategies in `manualpar.strategies.registry`.
 
 A strategy answers three questions.
 
@@ -12,7 +12,7 @@ A strategy answers three questions.
    If it is gathered where it is used, the backward pass scatters its gradient. If it is replicated
    during the step, its gradient is scattered once a step, or once a minibatch.
 3. *How many times is it communicated?* `sends` is a closed form for the number of times that a step
-   sends each parameter. Tests compare it with the collectives of the traced program.
+   sends each parameter. Tests compare this number with the collectives of the traced program.
 """
 
 import dataclasses
@@ -40,8 +40,8 @@ class CommCounts(NamedTuple):
     every strategy sends one all-reduce of the gradient a step.
 
     Attributes:
-      uses: The number of times that the forward and the backward pass read the parameter. Each time
-        it is gathered over its sharded axes that do not split the batch.
+      uses: The number of times that the forward and the backward pass read the parameter. Each
+        time, it is gathered over those of its axes that do not split the batch.
       gathers: All-gathers of the parameter.
       scatters: Reduce-scatters of its gradient.
       new_gathers: All-gathers of the updated parameter, if only its optimizer state is sharded.

@@ -66,7 +66,7 @@ def sync_collections(
     before: Any,
     rules: Mapping[str, CollectionSync],
 ) -> Any:
-    """Makes a model's other collections equal on all devices, if their types vary.
+    """Reduces collections outside `params` whose types vary, so that all devices' values are equal.
 
     Args:
       collections: The collections after a step, by name.
@@ -75,11 +75,12 @@ def sync_collections(
       rules: The reduction of each variable, by collection or path, see `check_sync_collections`.
 
     Raises:
-      ValueError: A leaf varies and no rule fits it, or it varies over axes that split no examples.
+      ValueError: A leaf varies and no rule fits it, or a leaf varies over axes that split no
+        examples.
 
     Communication:
       One all-reduce for each leaf whose type varies or whose rule is `"sum"`. Other leaves need no
-      all-reduce, because the model has made them equal.
+      all-reduce, because they are already equal on all devices.
     """
     axes = axis_tuple(axis_names)
     check_axes_bound("sync_collections", axes)
@@ -111,7 +112,7 @@ def sync_collections(
 def choose_sync(
     path: Any, x: Any, rules: Mapping[str, CollectionSync], axes: tuple[str, ...]
 ) -> CollectionSync:
-    """Returns the rule with the longest name that fits a variable; its type varies over `axes`.
+    """Returns the rule with the longest name that fits a variable that varies over `axes`.
 
     If no name fits and `axes` is empty, the rule is `"mean"`, which changes nothing. If no name
     fits a variable that varies, or if its dtype does not allow the rule, the variable is refused.

@@ -1,12 +1,13 @@
-"""Reads a model's annotations of its parameters as mesh axes.
+"""Reads mesh axes from a model's annotations of its parameters.
 
 A model annotates a parameter with a flax box around it. `nn.with_partitioning` makes an
 `nn.Partitioned`, whose names are mesh axes. `nn.with_logical_partitioning` makes an
 `nn.LogicallyPartitioned`, whose names are logical, such as `embed`. A logical name stands for a
 dimension, and *rules* give the mesh axes that shard it. A rule is a pair: a logical name, and a
 mesh axis, a tuple of axes or `None`. A name may have several rules. A rule fits if no other
-dimension of the same parameter uses its axes. The first rule that fits is used. If no rule fits,
-the dimension is not sharded. `nn.logical_to_mesh_axes`, which this module calls, works in this way.
+dimension of the same parameter uses the rule's axes. The first rule that fits is used. If no rule
+fits, the dimension is not sharded. `nn.logical_to_mesh_axes`, which this module calls, works in
+this way.
 
 Invariants: no device is used; the resulting names are axes of the mesh, one entry for each
 dimension; an axis occurs at most once; the axes of a dimension divide its size; a dimension that
@@ -118,7 +119,7 @@ def mesh_names(
         known = {name for name, _ in rules}
         is_logical = any(isinstance(name, str) and name in known for name in names)
         rules = (*rules, *((axis, axis) for axis in mesh.shape if axis not in known))
-    # Flax refuses a repeated name, but nested loops may share one: drop names that shard nothing.
+    # Nested loops may give one name to two dims, which flax refuses: drop names that shard nothing.
     sharding = {name for name, axes in rules if axes} if is_logical else set(mesh.shape)
     names = tuple(
         None if dim in loop_dims and not set(axis_tuple(name)) <= sharding else name
@@ -146,7 +147,7 @@ def with_all_names(boxes: Iterable[tuple[Any, frozenset[int]]], mesh: Mesh, rule
 
     Args:
       boxes: The annotations of all parameters, each with the dimensions that loops run over.
-      mesh: The mesh; in an `AxesOrLogicalNames` its axes need no rule.
+      mesh: The mesh. Its axes need no rule in an `AxesOrLogicalNames`.
       rules: The user's rules.
     """
     missing: dict[str, None] = {}

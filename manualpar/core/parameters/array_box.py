@@ -1,10 +1,10 @@
 """A box that behaves like the array in it.
 
-Modules usually ask for a parameter with `self.param`, which unboxes it. Some modules read it from
-the variables instead, for example to tie the weights of two layers:
+Modules usually ask for a parameter with `self.param`, which unboxes it. Some modules read the
+parameter from the variables instead, for example to tie the weights of two layers:
 `self.wte.variables["params"]["embedding"].T`. Such a module gets the box and uses it as an array.
-Therefore an `ArrayBox` behaves like its unboxed value. So a parameter that gathers itself is
-gathered in this case too.
+An `ArrayBox` behaves like its unboxed value, so a parameter that gathers itself is gathered in this
+case too.
 
 Invariants: every use unboxes once; shape and dtype are known without unboxing; a box stays a pytree
 whose leaf is the stored array, because flax's transformations need this. So `jax.tree.map` gets the
@@ -39,7 +39,7 @@ class ArrayBox(nn.Partitioned, eq=False):
         which modules compute with shards, see `whole_parameters`.
 
     Communication:
-      The communication of `unbox()`, at each use.
+      That of `unbox()`, at each use.
     """
 
     is_whole: bool = flax.struct.field(default=False, pytree_node=False)

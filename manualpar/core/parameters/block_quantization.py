@@ -1,18 +1,18 @@
 """Quantizes numbers to 8 or 4 bits: an integer code of each number, and a scale of each block.
 
-A block is a run of adjacent numbers along the last dim of an array. Its scale is its largest
-magnitude divided by the largest code. The code of a number is `number / scale`, rounded to an
-integer (Dettmers et al., LLM.int8(), https://arxiv.org/abs/2208.07339). For storage, `quantize` and
-`dequantize` use separate arrays for codes and scales. For sending, `pack_codes` and `unpack_codes`
-put both into bytes: a row of `n` numbers takes `quantized_bytes(n, code)` bytes.
+A block is a run of adjacent numbers along the last dim of an array. The scale of a block is the
+block's largest magnitude divided by the largest code. The code of a number is `number / scale`,
+rounded to an integer (Dettmers et al., LLM.int8(), https://arxiv.org/abs/2208.07339). For storage,
+`quantize` and `dequantize` use separate arrays for codes and scales. For sending, `pack_codes` and
+`unpack_codes` put both into bytes: a row of `n` numbers takes `quantized_bytes(n, code)` bytes.
 
 Invariants:
 
-- A scale has the 8 significant bits of bfloat16, whatever its dtype. So casting it to bfloat16
-  changes nothing, and its product with a code is exact in float32.
+- A scale has the 8 significant bits of bfloat16, whatever its dtype. So a cast of the scale to
+  bfloat16 changes nothing, and the product of scale and code is exact in float32.
 - The error of a finite number is at most half the scale of its block. With stochastic rounding the
-  error is less than the scale. The rounding of one product adds to this error. Magnitudes above
-  `LARGEST` are clipped to `LARGEST`, so that no scale overflows.
+  error is less than the scale. Rounding the product of code and scale adds to this error.
+  Magnitudes above `LARGEST` are clipped to `LARGEST`, so that no scale overflows.
 - If numbers are dequantized in float32 and quantized again with rounding to the nearest, codes and
   scales stay the same. In bfloat16 products are rounded, so a few codes change by one.
 - A block whose scale would be subnormal becomes zeros. A block with a number that is not finite
@@ -35,22 +35,22 @@ ROW_BLOCK = 256  # The longest block of a row that is sent.
 
 
 def quantized_block_size(size: int, most: int) -> int:
-    """Returns the block length for a dim of `size`: at most `most`; makes blocks similarly long."""
+    """Returns the length of blocks that divide `size` numbers about evenly; at most `most`."""
     return -(-size // -(-size // most)) if size else most
 
 
 def quantize(
     x: jax.Array, block: int, *, code: Quantization = "int8", key: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the codes and the scales of an array.
+    """Quantizes an array to codes and scales.
 
     Args:
       x: `[..., K]` of floating-point numbers.
       block: The length of the blocks, as `quantized_block_size` returns it for `K`.
       code: The number of bits of a code.
-      key: The key of stochastic rounding: the mean over keys is the unrounded number. Arrays with
-        different scales get different noise from one key. Without a key, numbers are rounded to
-        the nearest.
+      key: The key for stochastic rounding: the mean over keys is the unrounded number. Arrays with
+        different scales get different noise from one key. Without a key, numbers are rounded to the
+        nearest.
 
     Returns:
       The codes, `[..., K]` of int8, and the scales, `[..., ceil(K / block)]` of the dtype of `x`.
@@ -74,7 +74,7 @@ def quantize(
 
 
 def _scales(peaks: jax.Array, largest: int, *, covers: bool) -> jax.Array:
-    """Returns the scales of blocks, in the dtype of `peaks`, their largest magnitudes.
+    """Returns the scales of blocks with the largest magnitudes `peaks`, in the dtype of `peaks`.
 
     A scale is rounded to bfloat16. So `peak / scale` may exceed the largest code by up to 0.5. When
     rounding to the nearest, the largest code is still the right code. With stochastic rounding, the
@@ -114,7 +114,8 @@ def dequantize(codes: jax.Array, scales: jax.Array) -> jax.Array:
     """Dequantizes codes and scales of `quantize`, in the dtype of the scales.
 
     Args:
-      codes: `[..., K]` of int8; a device may also pass complete blocks of it, or a part of a block.
+      codes: `[..., K]` of int8; a device may also pass a shard: complete blocks, or a part of one
+        block.
       scales: `[..., B]`, the scales of these blocks.
 
     Communication:
@@ -129,13 +130,13 @@ def dequantize(codes: jax.Array, scales: jax.Array) -> jax.Array:
 
 
 def quantized_bytes(n: int, code: Quantization) -> int:
-    """Returns the bytes that `pack_codes` makes of a row of `n` numbers."""
+    """Returns the number of bytes into which `pack_codes` packs a row of `n` numbers."""
     count, block = _row_blocks(n, code)
     return count * (block * BITS[code] // 8 + SCALE_BYTES)
 
 
 def _row_blocks(n: int, code: Quantization) -> tuple[int, int]:
-    """Returns the number and the length of a row's blocks; a block's codes fill complete bytes."""
+    """Returns the number and length of a row's blocks; the codes of a block fill whole bytes."""
     block = quantized_block_size(n, ROW_BLOCK)
     block += block * BITS[code] % 8 // 4
     return -(-n // block), block

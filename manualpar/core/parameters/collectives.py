@@ -1,4 +1,4 @@
-"""Collectives whose gradient is written by hand, and the axes over which their values vary.
+"""Collectives whose gradient is written by hand, and the axes over which values vary.
 
 A parameter that is stored in shards is gathered where it is used, and its gradient is scattered
 back. The gradient of this gather is written by hand, because the gradient must be the mean over the
@@ -53,8 +53,8 @@ def gather_array_with_mean_grads(
     Args:
       x: The device's shard, `[..., D/axis_name, ...]`.
       axis: The dimension along which `x` is sharded.
-      axis_name: The mesh axis, or tuple of axes, over which it is sharded.
-      comm: The formats to send in, and the order of the axes.
+      axis_name: The mesh axis, or tuple of axes, over which `x` is sharded.
+      comm: The formats in which values are sent, and whether to gather axis by axis.
 
     Returns:
       The full array, `[..., D, ...]`, on every device, of dtype `comm.gather.dtype`.
@@ -69,9 +69,9 @@ def gather_array_with_mean_grads(
 
     Gradient:
       `psum_scatter(g) / N`, written by hand; the transpose of an all-gather is `psum_scatter(g)`.
-      So the gradient of a sharded parameter is the mean of the devices' gradients, like `pmean`
-      of a replicated parameter's gradient. It is summed in `comm.reduce.dtype` and returned in
-      the dtype of `x`.
+      So the gradient of a sharded parameter is the mean of the devices' gradients, like `pmean` of
+      a replicated parameter's gradient. This gradient is summed in `comm.reduce.dtype` and returned
+      in the dtype of `x`.
     """
     axes = axis_tuple(axis_name)
     check_axes_bound("gather_array_with_mean_grads", axes)
@@ -116,12 +116,13 @@ _gather_with_mean_grads = jax.custom_vjp(_gather, nondiff_argnums=(2,))
 
 
 def _gather_forward(x: jax.Array, quantizer: Any, args: _GatherArgs) -> tuple[jax.Array, Any]:
-    # `_gather` has no custom rule, so `modes.remat` sees the all-gather.
+    # The forward rule calls `_gather`, which has no gradient rule, so that `modes.remat` finds the
+    # all-gather.
     return _gather(x, quantizer, args), quantizer
 
 
 def _gather_backward(args: _GatherArgs, quantizer: Any, g: jax.Array) -> tuple[jax.Array, None]:
-    # A quantizer may hold a random key that differs between steps. So it is a residual of the
+    # A quantizer may contain a random key that differs between steps. So it is a residual of the
     # forward pass, not a static argument.
     comm = args.comm.with_reduce_quantizer(quantizer)
     g = scatter_mean(g, args.dim, args.axes, comm=comm, dtype=comm.reduce.dtype)
@@ -140,7 +141,7 @@ def scatter_mean(
       x: Each device's array, `[..., D, ...]`.
       dim: The dimension to scatter along; the size of `axes` divides it.
       axes: The mesh axes.
-      comm: The order of the axes and the quantizer. The quantizer is used if it saves bytes.
+      comm: The quantizer, which is used if it saves bytes, and whether to scatter axis by axis.
       dtype: The dtype in which unquantized values are sent; by default the dtype of `x`.
 
     Returns:
@@ -175,10 +176,10 @@ def gather_invariant(
 
     Args:
       x: The device's shard, `[..., D/axes, ...]`.
-      dim: The dimension along which it is sharded.
-      axes: The mesh axes over which it is sharded.
+      dim: The dimension along which `x` is sharded.
+      axes: The mesh axes over which `x` is sharded.
       scope: The named scope, which marks the purpose of the collective.
-      comm: The order of the axes; its dtypes and quantizers are not used.
+      comm: Decides whether to gather axis by axis; its dtypes and quantizers are not used.
 
     Returns:
       The full array, `[..., D, ...]`, not varying over `axes`.

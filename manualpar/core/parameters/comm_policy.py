@@ -1,4 +1,4 @@
-"""How values are sent: the formats of parameters and gradients, and the order of the axes."""
+"""How values are sent: in which formats, and over all axes at once or axis by axis."""
 
 import dataclasses
 import math
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 
 class Quantizer(Protocol):
-    """A pytree that sends numbers in fewer bits; see `quantized_collectives`."""
+    """A pytree whose methods send numbers in fewer bits; see `quantized_collectives`."""
 
     @property
     def name(self) -> str:
@@ -52,14 +52,15 @@ class Format:
 
 @dataclasses.dataclass(frozen=True)
 class CommPolicy:
-    """The formats in which values are sent, and the order of the axes.
+    """The formats in which values are sent, and whether collectives run axis by axis.
 
     Attributes:
       gather: The format of parameters that are gathered. The model computes in the dtype of this
         format. The quantizer is used only over the axes that split the batch.
       reduce: The format of gradients that are reduced. Quantized gradients are summed in float32.
-      axis_by_axis: What to do for a dimension that is sharded over a tuple of axes. If true, it is
-        gathered and scattered over one axis after the other; otherwise over all axes at once.
+      axis_by_axis: What to do for a dimension that is sharded over a tuple of axes. If true, the
+        dimension is gathered and scattered over one axis after the other; otherwise over all axes
+        at once.
       quantized_axes: The mesh axes over which gradients are quantized; `None` for all.
     """
 
@@ -79,7 +80,7 @@ class CommPolicy:
         return CommPolicy(axis_by_axis=self.axis_by_axis)
 
     def for_parameter(self, dtype: Any, *, trainable: bool = True) -> "CommPolicy":
-        """Returns the policy for a parameter of a dtype.
+        """Returns the policy for a parameter with dtype `dtype`.
 
         A parameter that is not floating-point is sent as it is stored. A frozen parameter is cast
         only to a narrower dtype.
@@ -97,7 +98,7 @@ class CommPolicy:
         return dataclasses.replace(self, reduce=Format(self.reduce.dtype, quantizer))
 
     def reduced_dtype(self, dtype: Any) -> Any:
-        """Returns the dtype in which the gradients of a parameter of a dtype are summed."""
+        """Returns the dtype in which the gradient of a parameter with dtype `dtype` is summed."""
         return jnp.dtype(self.reduce.dtype or self.gather.dtype or dtype)
 
     def reduce_quantizer(self, n: float, dtype: Any, axes: tuple[str, ...]) -> Quantizer | None:
@@ -109,7 +110,7 @@ class CommPolicy:
         return self.reduce.quantizer_for(n, dtype) if is_quantized else None
 
     def reductions(self, axes: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
-        """Divides `axes` into the axes of an exact all-reduce and those of a quantized one."""
+        """Divides `axes` into the axes of an exact and the axes of a quantized all-reduce."""
         quantized = tuple(axis for axis in axes if axis in (self.quantized_axes or ()))
         exact = tuple(axis for axis in axes if axis not in quantized)
         return tuple(group for group in (exact, quantized) if group)

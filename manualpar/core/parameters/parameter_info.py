@@ -19,16 +19,16 @@ class ParameterInfo:
     """The facts about a parameter from which a strategy decides its placement.
 
     Attributes:
-      path: Its path in the tree of parameters, such as `encoder/kernel`.
-      shape: Its global shape.
-      dtype: Its dtype.
+      path: The path in the tree of parameters, such as `encoder/kernel`.
+      shape: The global shape.
+      dtype: The dtype.
       names: The mesh axes that the model's annotation shards each dimension over.
       loop_dims: The dimensions that `nn.scan` or `nn.vmap` run over. Each use of the parameter gets
         one slice along these dimensions.
       split_axes: The mesh axes in `names` over which the model computes with the shards, see
         `split_parameter.split`. Over the other axes, the parameter is gathered where it is used.
-      shared_names: For each dimension, the mesh axes whose devices share its entries; `()` if no
-        dimension has shared entries.
+      shared_names: For each dimension, the mesh axes along which several devices use the same
+        entry; `()` if no dimension has shared entries.
       trainable: Whether the parameter is trained. If not, it is *frozen*.
       absent_axes: The axes in the annotation of a split parameter that the mesh does not have.
     """
@@ -51,7 +51,7 @@ class ParameterInfo:
 
 
 def split_names(parameter: ParameterInfo) -> Names:
-    """Returns the axes of each dimension over which the model computes with shards."""
+    """Returns, for each dimension, the axes over which the model computes with shards."""
     split = parameter.split_axes
     return tuple(n if split.issuperset(axis_tuple(n)) else None for n in parameter.names)
 
@@ -63,7 +63,7 @@ def describe_parameters(
     rules: Rules,
     data_axes: tuple[str, ...] = (),
 ) -> Any:
-    """Returns a `ParameterInfo` for each leaf of a tree of abstract parameters, boxes included.
+    """Returns a `ParameterInfo` for each leaf of a tree of abstract parameters, boxed or not.
 
     `loop_dims` maps a parameter's path to the dimensions that loops run over. An annotation that
     does not fit is refused, see `mesh_names`. So is an annotation that names both an axis in

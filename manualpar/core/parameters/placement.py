@@ -1,7 +1,7 @@
-"""Layouts say which device holds which part of the training state.
+"""Layouts: which device stores which part of the training state.
 
-A layout is a tree like the state, with a `PartitionSpec` at each leaf. It is a pure function of
-shapes, the model's annotations (`nn.with_partitioning`) and the strategy. No device is needed to
+A layout is a tree like the state, with a `PartitionSpec` at each leaf. A layout is a pure function
+of shapes, the model's annotations (`nn.with_partitioning`) and the strategy. No device is needed to
 compute it. A strategy's `PlaceFn` returns the `Placement` of a parameter from its `ParameterInfo`.
 """
 
@@ -70,15 +70,15 @@ class Route(Placement):
     `route_parameter`.
 
     Attributes:
-      mean_axes: The mesh axes along which devices see different examples: the gradient is averaged
-        over them.
-      sum_axes: The mesh axes along which each device has a part of the gradient: it is summed over
-        them.
+      mean_axes: The mesh axes along which devices see different examples. The gradient is averaged
+        over these axes.
+      sum_axes: The mesh axes along which each device computes a part of the gradient. The parts are
+        summed.
       divisor: The number of devices along the data axes over which autodiff has already summed the
-        gradient. Dividing by it makes this sum a mean.
+        gradient. Dividing by this number makes the sum a mean.
       storage_axes: The mesh axes along which devices have the same examples and only divide the
         storage. The parameter is gathered over them where it is used.
-      split_axes: The mesh axes over which the model computes with its shards.
+      split_axes: The mesh axes over which the model computes with shards of the parameter.
       shared_names: As in `ParameterInfo`.
       trainable: As in `ParameterInfo`. A frozen parameter has neither gradient nor state.
     """
@@ -111,7 +111,7 @@ def route_parameter(
     """Returns the route that follows from a strategy's placement and the roles of the axes."""
     axes = [axis for name in placement.names for axis in axis_tuple(name)]
     split = parameter.split_axes
-    if placement.state_names is not None and not parameter.trainable:  # Frozen: it has no state.
+    if placement.state_names is not None and not parameter.trainable:  # Frozen: without state.
         placement = Placement(placement.names, keep=placement.keep)
     return Route(
         placement.names,
@@ -133,7 +133,7 @@ def route_parameter(
 
 
 def like_params(tree: Any, params: Params, values: Any, default: Any) -> Any:
-    """Returns a tree like an optimizer's state, with the value of each leaf's parameter.
+    """Returns a tree like an optimizer's state; each leaf gets the value of its parameter.
 
     A leaf belongs to a parameter if its path ends in the parameter's path and the shapes are equal.
     Adam's moments belong to a parameter; Adafactor's factored moments have another shape. `values`
@@ -162,7 +162,7 @@ def param_specs(placements: Placements) -> Any:
 
 
 def state_specs(placements: Placements) -> Any:
-    """Returns the `PartitionSpec` of each parameter's gradient."""
+    """Returns the `PartitionSpec` of each parameter's gradient and optimizer state."""
     return jax.tree.map(lambda placement: placement.state_spec, placements)
 
 
@@ -178,9 +178,9 @@ def strip_boxes(tree: Any) -> Any:
 
 
 def map_in_scopes(function: Callable[..., Any], placements: Placements, *trees: Any) -> Any:
-    """Maps a function of a placement and leaves over trees with the parameters' structure.
+    """Maps `function(placement, *leaves)` over trees with the structure of the parameters.
 
-    Each call runs in the named scope of the parameter's path.
+    Each call runs in a named scope: the path of its parameter.
     """
 
     def call(path: Any, *leaves: Any) -> Any:

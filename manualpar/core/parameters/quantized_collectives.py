@@ -8,7 +8,7 @@ https://arxiv.org/abs/2306.10209). For a mean, the shards of the sum are then qu
 gathered. Every device dequantizes the same bytes, so all have the same mean, bit for bit.
 
 On `N` devices, a device sends `(N - 1) quantized_bytes(n)` bytes to gather rows of `n` numbers, or
-to compute a sum whose shards have `n` numbers. For a mean it sends twice as many bytes.
+to compute a sum whose shards have `n` numbers. For a mean a device sends twice as many bytes.
 """
 
 import dataclasses
@@ -55,13 +55,13 @@ class BlockQuantizer:
 
         Args:
           x: The device's shard, `[..., D/axes, ...]`.
-          dim: The dimension along which it is sharded.
+          dim: The dimension along which `x` is sharded.
           rounds: The mesh axes of each all-gather, in their order: the minor axis first.
-          is_invariant: Whether the result's type says that it is the same on all devices.
+          is_invariant: Whether the type of the result is not varying over the axes.
           key: As in `scatter_sum`.
 
         Returns:
-          `float32[..., D, ...]`, the full array. A device also dequantizes its own shard.
+          `float32[..., D, ...]`, the full array. The device's own shard is also dequantized.
 
         Communication:
           An all-gather of bytes for each round.
@@ -98,8 +98,9 @@ class BlockQuantizer:
         """
         size = jax.lax.axis_size(axes)
         shard = (*x.shape[:dim], x.shape[dim] // size, *x.shape[dim + 1 :])
-        # A shard consists of runs of adjacent numbers. If blocks end where runs end, only the codes
-        # are reordered by shards. Otherwise the numbers are reordered, which copies the array.
+        # A shard consists of `lead` runs of adjacent numbers. If quantizing each run takes no more
+        # bytes, the runs stay in place and only their codes are reordered by shards. Otherwise the
+        # numbers are reordered, which copies the array.
         lead, run = math.prod(shard[:dim]), math.prod(shard[dim:])
         rows = x.reshape(lead, size, run)
         is_in_place = lead > 1 and lead * self.row_bytes(run) == self.row_bytes(lead * run)
@@ -119,7 +120,7 @@ class BlockQuantizer:
     def mean(
         self, x: jax.Array, axes: tuple[str, ...], *, key: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns the mean over devices, the same bits on all of them.
+        """Returns the mean over devices, with the same bits on all devices.
 
         Args:
           x: Each device's array.

@@ -88,12 +88,12 @@ def choose_shard_dim(
 
     The candidates are the free dimensions (their name is `None`) that `axis_size` divides. If there
     are none, `pad` makes every free dimension a candidate. Dimensions whose shards are complete
-    tiles (`TILE`) are preferred, because TPUs copy partial tiles to send them. Among these, the
-    largest dimension is chosen; among equal ones the first, whose shards are contiguous. The rule
-    is the same on every platform, so a simulation on CPUs has the layout of TPUs. A parameter of
-    fewer than `min_weight_size` elements is not worth a collective and stays replicated.
-    `excluded_dims` are not sharded, because each use of the parameter gets only one slice of them
-    (as in `nn.scan`).
+    tiles (`TILE`) are preferred, because TPUs have to copy partial tiles before sending. Among
+    these, the largest dimension is chosen; among equal ones the first, whose shards are contiguous.
+    The rule is the same on every platform, so a simulation on CPUs has the layout of TPUs. A
+    parameter of fewer than `min_weight_size` elements is not worth a collective and stays
+    replicated. `excluded_dims` are not sharded, because each use of the parameter gets only one
+    slice of them (as in `nn.scan`).
 
     Returns:
       The dimension, or `None` if no dimension is sharded, and the reason.

@@ -8,8 +8,9 @@ https://arxiv.org/abs/1910.02054; FSDP: Zhao et al., https://arxiv.org/abs/2304.
 
 Invariants: `names[i]` is the mesh axis (or tuple of axes) that dimension `i` is sharded over, or
 `None`. The value is the device's shard inside `shard_map` and the global array outside. A gradient
-has the box of its parameter. A dimension that the axes do not divide may be padded with zeros. Then
-the padded array is sharded, and `unbox` removes the padding.
+`None`. The value is the device's shard inside `shard_map` and the global array outside. A gradient
+is in a box like its parameter's. A dimension that the axes do not divide may be padded with zeros.
+Then the padded array is sharded, and `unbox` removes the padding.
 """
 
 from collections.abc import Callable
@@ -50,16 +51,16 @@ class ShardedParameter(ArrayBox, eq=False):
     Attributes:
       value: The device's shard inside `shard_map`; outside, the global array or its abstract shape.
       names: For each dimension, the mesh axis or tuple of axes that shards it, or `None`.
-      gather_axes: The mesh axes to gather over if devices along them have different examples. The
+      gather_axes: The axes to gather over, along which devices have different examples. The
         gradient is scattered back as the mean over these axes.
-      storage_axes: The mesh axes to gather over if devices along them have the same examples. Each
-        device keeps its shard of the gradient. If an axis is in neither field, a dimension sharded
-        over it stays sharded.
-      shared_names: For each dimension, the mesh axes whose devices share its entries, see
-        `split_parameter.split`; `()` if no dimension has shared entries.
+      storage_axes: The axes to gather over, along which devices have the same examples. Each device
+        keeps its shard of the gradient. If an axis is in neither field, a dimension sharded over it
+        stays sharded.
+      shared_names: For each dimension, the mesh axes along which several devices use the same
+        entry, see `split_parameter.split`; `()` if no dimension has shared entries.
       padding: The number of zeros at the end of each dimension of the gathered array; `()` if there
         are no zeros. Only dimensions sharded over `gather_axes` are padded.
-      comm: The formats to send in, and the order of the axes.
+      comm: The formats in which values are sent, and whether to gather axis by axis.
     """
 
     names: Names = flax.struct.field(pytree_node=False)  # type: ignore[assignment]  # Tuples too.
@@ -96,8 +97,8 @@ class ShardedParameter(ArrayBox, eq=False):
     def finish(self, value: jax.Array) -> jax.Array:
         """Removes the padding of a gathered value and casts it to the dtype that a module gets.
 
-        It sets no `checkpoint_name`. With a name, a scan would not detect that a value to save is
-        one of the scan's inputs.
+        The result gets no `checkpoint_name`, because with a name a scan would not detect that a
+        value to save is one of the scan's inputs.
         """
         return cast_floating(unpad_leaf(value, self.padding), self.comm.gather.dtype)
 
@@ -145,7 +146,7 @@ class ShardedParameter(ArrayBox, eq=False):
     def gather_data_axes(self) -> "ShardedParameter":
         """Gathers the value over `gather_axes`, casts it, and boxes it again.
 
-        It is called once a step, outside the function that is differentiated.
+        A step calls it once, outside the function that is differentiated.
 
         Communication:
           One all-gather for each dimension sharded over `gather_axes`.

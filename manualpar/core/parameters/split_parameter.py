@@ -79,9 +79,9 @@ def split(init: Callable[..., Any], names: Names, *, shared: bool = False) -> Ca
       parameters by `nnx.with_partitioning(init, names, split=True)`, and `shared=True` if wanted.)
 
     Raises:
-      ValueError: The returned initializer raises it if `names` does not have one entry for each
-        dimension, an axis is named twice, or the devices do not divide a dimension.
-      TypeError: The returned initializer raises it if `init` annotates the parameter too.
+      ValueError: The returned initializer raises this error if `names` does not have one entry for
+        each dimension, an axis is named twice, or the devices do not divide a dimension.
+      TypeError: The returned initializer raises this error if `init` annotates the parameter too.
 
     Communication:
       None.
@@ -130,8 +130,8 @@ def names_on(
       shared: Whether devices may share entries, see `split`.
 
     Returns:
-      For each dimension the axes that split it, and for each dimension the axes whose devices share
-      its entries. The second tuple is `()` if no devices share entries.
+      For each dimension the axes that split it, and for each dimension the axes along which several
+      devices use the same entry. The second tuple is `()` if no devices share entries.
 
     Raises:
       ValueError: A dimension does not divide over its axes, or an axis is named twice.
@@ -159,11 +159,11 @@ def names_on(
 
 
 def take_shared(x: jax.Array, shared_names: Names) -> jax.Array:
-    """Takes the entry that this device uses along each dimension that has a name.
+    """Slices out the entry that this device uses, along each dimension with a shared name.
 
     Communication:
-      None forward. Backward one `psum` of the gradient of `x` over the axes, because autodiff sums
-      the devices' contributions.
+      Forward: none. Backward: one `psum` of the gradient of `x` over the axes, because autodiff
+      sums the devices' contributions.
     """
     for dim, name in enumerate(shared_names):
         if axes := axis_tuple(name):

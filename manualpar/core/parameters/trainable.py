@@ -1,9 +1,9 @@
 """Divides trees of parameters into a trained and a frozen part.
 
 A parameter that is not trained is *frozen*. In the tree that a step differentiates, an
-`optax.MaskedNode` replaces each frozen parameter; it has no leaves. The gradients for the optimizer
-form the same tree. Every optimizer accepts such trees, because `optax.masked` passes them to its
-inner optimizer. The paths of parameters do not change.
+`optax.MaskedNode`, which has no leaves, replaces each frozen parameter. The gradients for the
+optimizer form the same tree. Every optimizer accepts such trees, because `optax.masked` passes them
+to its inner optimizer. The paths of parameters do not change.
 """
 
 import fnmatch
@@ -48,7 +48,7 @@ def trained(placements: Placements) -> Any:
 
 
 def combine(parts: tuple[Any, Any]) -> Any:
-    """Undoes `partition`."""
+    """Combines the parts that `partition` returned into one tree."""
     return jax.tree.map(
         lambda x, y: y if is_masked(x) else x,
         *parts,

@@ -1,11 +1,11 @@
 """Corrects the rounding of quantized gradients: by error feedback or by stochastic rounding.
 
-Error feedback: quantization loses a part of a device's gradient. This part is the *residual*. It is
-added to the next step's gradient before quantization, so no part is lost in the long run (1-bit
-SGD: Seide et al., https://doi.org/10.21437/Interspeech.2014-274; Karimireddy et al.,
+Error feedback: quantization loses a part of a device's gradient. This part is the *residual*. The
+residual is added to the next step's gradient before quantization, so no part is lost in the long
+run (1-bit SGD: Seide et al., https://doi.org/10.21437/Interspeech.2014-274; Karimireddy et al.,
 https://arxiv.org/abs/1901.09847). `state.local["residuals"]` is a tree like the parameters. Each
-leaf is one global array with all devices' residuals. Its leading dimension is sharded over the axes
-of the quantized reduction.
+leaf is one global array with all devices' residuals. The leading dimension of a leaf is sharded
+over the axes of the quantized reduction.
 
 Residuals exist only for gradients that are quantized once a step, after all minibatches, because
 the backward pass and a single minibatch cannot read or return a residual.
@@ -26,7 +26,6 @@ from jax.sharding import PartitionSpec
 
 from manualpar.core.mesh.axes import axes_size, axis_tuple
 from manualpar.core.mesh.rng import fold_rng_over_axis
-from manualpar.core.model.options import ROUNDING
 from manualpar.core.modes.mode import Mode
 from manualpar.core.modes.strategy import Strategy
 from manualpar.core.parameters.comm_policy import CommPolicy
@@ -43,11 +42,11 @@ def check_feedback(strategy: Strategy, options: Mapping[str, Any]) -> None:
       ValueError: `error_feedback=True` is incompatible with another option, which the message
         names.
     """
-    # If there are replica axes, only the reduction over these axes is quantized. It runs once a
-    # step, in one collective.
+    # If there are replica axes, only the reduction over these axes is quantized. This reduction
+    # runs once a step, in one collective.
     quantizes_all = not strategy.replica_axes
-    axes = axis_tuple(options.get("axis_name", "data"))
-    axes += axis_tuple(options.get("context_axis"))  # This axis shards parameters too.
+    axes = axis_tuple(options["axis_name"])
+    axes += axis_tuple(options["context_axis"])  # This axis shards parameters too.
     for does_not_fit, got, expected in (
         (
             quantizes_all and strategy.reduce_every == "minibatch",
@@ -55,9 +54,9 @@ def check_feedback(strategy: Strategy, options: Mapping[str, Any]) -> None:
             "reductions once a step: data_parallel, zero with stage=1, hsdp, or "
             "communicate_every='step'",
         ),
-        (options.get("pipeline"), "a pipeline", "pipeline=None"),
+        (options["pipeline"], "a pipeline", "pipeline=None"),
         (
-            quantizes_all and options.get("axis_by_axis") and len(axes) > 1,
+            quantizes_all and options["axis_by_axis"] and len(axes) > 1,
             f"axis_by_axis=True over {axes}",
             "one reduction over all axes: axis_by_axis=False",
         ),
@@ -79,7 +78,8 @@ class Residual(NamedTuple):
 def residual_of(info: ParameterInfo, place: Route, comm: CommPolicy, mesh: Any) -> Residual | None:
     """Returns a parameter's `Residual`; `None` if its gradient is not quantized once a step.
 
-    The quantized reduction is a reduce-scatter, or else the all-reduce over the other axes.
+    The residual belongs to the quantized reduce-scatter. Without a reduce-scatter
+    it belongs to the quantized all-reduce over the other axes.
     """
     names, comm = place.sharded_names, comm.for_parameter(info.dtype)
     padded = tuple(map(sum, zip(info.shape, place.padding or (0,) * len(names), strict=True)))
@@ -272,7 +272,7 @@ def gradient_rounding(
     Raises:
       ValueError: See `check_feedback`.
     """
-    error_feedback, is_stochastic = (options.get(name, False) for name in ROUNDING)
+    error_feedback, is_stochastic = options["error_feedback"], options["stochastic_rounding"]
     residuals: dict[str, Residual] = {}
     if error_feedback:
         check_feedback(strategy, options)

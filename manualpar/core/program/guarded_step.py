@@ -5,10 +5,10 @@ the old state again, for example by running a notebook's cell twice. Then JAX ge
 On several simulated devices this ends the process without a Python error.
 
 XLA's CPU client runs at most 32 computations at a time. A simulated device may run more than 32
-computations ahead of another. Then it waits in a collective for a device that cannot start, and XLA
-aborts the process after 40 seconds. This also happens with plain `jax.jit`, if a loop calls a
-collective and fetches no result. Accelerators and a single device have no such limit, so their
-steps do not wait.
+computations ahead of another. Then the faster device waits in a collective for a device that cannot
+start, and XLA aborts the process after 40 seconds. This also happens with plain `jax.jit`, if a
+loop calls a collective and fetches no result. Accelerators and a single device have no such limit,
+so their steps do not wait.
 """
 
 import collections
@@ -39,7 +39,8 @@ _MENDS = {
 class GuardedStep(OutsideMeshes):
     """A jitted step that refuses donated arrays, and waits for earlier steps on simulated devices.
 
-    It is called like the step. The step returns `metrics`, or a tuple `(state, metrics)`.
+    A `GuardedStep` is called like the step. The step returns `metrics`, or a tuple
+    `(state, metrics)`.
 
     Checking a state takes 0.4 us for each array. In a training loop this time is saved: if the last
     call took or returned the same state, only the state's step counter is checked.
@@ -123,7 +124,7 @@ def is_deleted(x: Any) -> bool:
 
 
 def check_state(function: str, abstract: TrainState, state: Any) -> None:
-    """Refuses a state whose shapes or shardings differ from the program's, before JAX gets it.
+    """Refuses a state whose shapes or shardings differ from the program's, before JAX reads it.
 
     The sharding is not checked for a tracer, or for an array that is not committed to a device,
     because JAX places such an array itself.
@@ -163,7 +164,7 @@ def _show_sharding(sharding: Any) -> str:
 
 
 def _has_sharding(x: Any, sharding: Any) -> bool:
-    """Returns whether an array has this sharding, or JAX is free to place it so."""
+    """Returns whether an array has this sharding, or whether JAX may still place it so."""
     if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer) or not x.committed:
         return True
     if x.sharding.device_set != sharding.device_set:

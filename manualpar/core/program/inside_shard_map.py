@@ -22,18 +22,17 @@ def shard_params(params: Params, axis_name: AxisName, min_weight_size: int = 2**
 
     Args:
       params: A tree of replicated parameters, the same on all devices along `axis_name`. Leaves may
-        be boxed already (`nn.Partitioned`). If a box already names one of the axes, it is returned
+        be boxed already (`nn.Partitioned`). A box that already names one of the axes is returned
         unchanged.
       axis_name: The mesh axis to shard over, or a tuple of axes. With a tuple, one dimension is
         sharded over the product of its axes.
-      min_weight_size: The fewest elements of a parameter that is sharded; smaller parameters stay
-        replicated.
+      min_weight_size: Parameters with fewer elements stay replicated.
 
     Returns:
       The same tree. A sharded parameter is a `ShardedParameter` with the value
       `[..., D/axis_name, ...]`. It is sharded along a free dimension that the size of the axis
-      divides. `choose_shard_dim` says which of these dimensions is chosen. Other parameters are
-      returned unchanged, and absl logs the reason at level info.
+      divides. `choose_shard_dim` chooses among these dimensions. Other parameters are returned
+      unchanged, and absl logs the reason at level info.
 
     Raises:
       ValueError: An axis is not bound by a `shard_map`.
@@ -73,10 +72,10 @@ def gather_params(params: Params, axis_name: AxisName) -> Any:
       axis_name: The mesh axis, or tuple of axes, to gather over.
 
     Returns:
-      The same tree with plain arrays for parameters that are now replicated. If a dimension is
-      sharded over a tuple of axes, and the tuple contains one of these axes, it is gathered over
-      the full tuple, because the shards are not contiguous along one axis. If a parameter is also
-      sharded over other axes, it keeps a box that names the other axes.
+      The same tree with plain arrays for parameters that are now replicated. A dimension that is
+      sharded over a tuple with one of these axes is gathered over the full tuple, because the
+      shards are not contiguous along one axis. A parameter that is also sharded over other axes
+      stays in a box that names the other axes.
 
     Raises:
       ValueError: An axis is not bound by a `shard_map`.
@@ -115,7 +114,7 @@ def shard_module_params(
       target: A Linen module class, or a function with a module as its first argument.
       axis_name: The mesh axis, or tuple of axes, to shard over. A `shard_map` must bind the axis
         when the module is initialised or applied.
-      min_weight_size: The fewest elements of a parameter that is sharded.
+      min_weight_size: Parameters with fewer elements stay replicated.
 
     Returns:
       The wrapped class or function, used like `target`. Its initialised `params` contain
@@ -152,7 +151,8 @@ def accumulate_gradients(
         minibatch unchanged.
       rng: A key, which is split into a key for each minibatch. Apply `fold_rng_over_axis` first if
         devices should get different keys.
-      num_minibatches: The number of equal parts into which the batch is split. It must divide `B`.
+      num_minibatches: The number of equal parts into which the batch is split. This number must
+        divide `B`.
       loss_fn: `loss_fn(params, apply_fn, minibatch, rng) -> (loss, metrics)`. `loss` is the mean
         over the minibatch's valid examples. `metrics["loss"]` is the pair (sum of the loss, number
         of valid examples). Other metrics are pairs (sum, count) of scalars too.
@@ -172,7 +172,7 @@ def accumulate_gradients(
     Communication:
       One `pmean` of a scalar if the count may differ between devices, as in masked losses. One
       `psum` of a scalar for each minibatch in the backward pass, if the loss is already the same on
-      all devices. In addition the gathers of boxed parameters.
+      all devices. In addition, boxed parameters are gathered.
 
     Gradient:
       The gradient of the float32 product `loss * count`. Minibatches are accumulated in float32.

@@ -47,8 +47,8 @@ class EvalStep(Protocol):
 class JittedSteps:
     """Jits functions of a training state on a mesh.
 
-    A step runs on a mesh with automatic axes. States and batches are sharded over the same mesh. If
-    any axis of the user's mesh is explicit, this mesh has explicit axes.
+    A step runs on a mesh with automatic axes. States and batches are sharded over the same mesh,
+    but its axes are explicit if any axis of the user's mesh is explicit.
 
     Attributes:
       mesh: The mesh over which states and batches are sharded.

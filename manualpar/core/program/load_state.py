@@ -58,16 +58,16 @@ class StartsFromArrays:
         ```
 
         Args:
-          params_or_variables: A tree of global arrays with the model's names. It has either
-            parameters, or variables by collection (`{"params": ..., "batch_stats": ...}`). Leaves
-            are NumPy arrays, arrays on any devices, another program's parameters, or flax's boxes.
-            For an NNX model, an `nnx.State` or the module is accepted too, without its random
-            streams. Floats are cast to the dtype that the program stores, with a warning if the
-            cast loses precision. With several processes, each process passes the same tree.
+          params_or_variables: A tree of global arrays with the model's names. The tree contains
+            either parameters, or variables by collection (`{"params": ..., "batch_stats": ...}`).
+            Leaves are NumPy arrays, arrays on any devices, another program's parameters, or flax's
+            boxes. For an NNX model, an `nnx.State` or the module is accepted too, without its
+            random streams. Floats are cast to the dtype that the program stores, with a warning if
+            the cast loses precision. With several processes, each process passes the same tree.
           rng: The key for missing arrays and for the state's key, as in `init`. By default
             `jax.random.key(0)`.
-          missing: `"error"` refuses missing arrays. `"init"` makes them like `init(rng)`, bit for
-            bit.
+          missing: `"error"` refuses missing arrays. `"init"` makes missing arrays like `init(rng)`,
+            bit for bit.
 
         Returns:
           The state, on the program's devices. The optimizer's state is initialised from these
@@ -110,15 +110,15 @@ class StartsFromArrays:
         return state_with(program, leaves, placed, key)
 
     def adopt(self, state: TrainState) -> TrainState:
-        """Converts another program's state; its mesh, strategy or padding may differ.
+        """Converts the state of another program; its mesh, strategy or padding may differ.
 
         Args:
-          state: A state of the same model, optimizer and dtypes, on any devices or on the host. It
-            is not donated.
+          state: A state of the same model, optimizer and dtypes, on any devices or on the host. The
+            state is not donated.
 
         Returns:
-          The state with this program's shardings and padding, and the same bits, even of the step
-          and the key. If the shapes of the residuals of error feedback differ, they start at zero.
+          The state with this program's shardings and padding. All values keep their bits, including
+          the step and the key. Residuals of error feedback start at zero if their shapes differ.
 
         Raises:
           ValueError: The state is of another model or optimizer, and the message names each
@@ -146,8 +146,8 @@ class StartsFromArrays:
           state: A state of this program, or a state that `adopt` accepts.
 
         Returns:
-          The variables by collection, `{"params": ..., "batch_stats": ...}`, as NumPy arrays. They
-          share no memory with the state, so the state may be donated.
+          The variables by collection, `{"params": ..., "batch_stats": ...}`, as NumPy arrays. The
+          arrays share no memory with the state, so the state may be donated.
 
         Raises:
           ValueError: The state does not fit or has been donated.
@@ -192,7 +192,7 @@ def variable_leaves(program: Any) -> list[Leaf]:
 def plain_leaves(
     program: Any, leaves: list[Leaf], only: Container[str] | None = None
 ) -> tuple[list[Leaf], dict[str, Any]]:
-    """Replaces leaves that the model quantizes by the plain (unquantized) leaves of a source.
+    """Replaces quantized leaves by the plain (unquantized) leaves from which a model makes them.
 
     Args:
       program: The program.
@@ -200,7 +200,7 @@ def plain_leaves(
       only: If given, only plain leaves with these names replace leaves of the program.
 
     Returns:
-      The leaves that a source has, and the encodings by the name of the plain leaf. An encoding
+      The leaves after the replacement, and the encodings by the name of the plain leaf. An encoding
       makes the program's leaves from a plain leaf.
     """
     encodings = program.model.adapter.encodings(leaves)

@@ -134,7 +134,7 @@ class Update:
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mode.mesh, spec))
 
     def _map(self, function: Callable[..., Any], *trees: Any) -> Any:
-        """Maps a function of a placement and leaves over trees like the parameters'."""
+        """Maps `function(placement, *leaves)` over trees with the structure of the parameters."""
         return map_in_scopes(function, self.placements, *trees)
 
 
@@ -166,7 +166,7 @@ def _updates(
     """Calls the optimizer with the extra arguments that all of its parts accept.
 
     A chain passes all its arguments to each part. A part such as `optax.contrib.sam` may refuse an
-    argument. Only a call shows this. So this removes a refused argument and repeats the call.
+    argument, which only a call shows. So this function removes a refused argument and calls again.
     """
     parameters = inspect.signature(tx.update).parameters
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())

@@ -22,7 +22,8 @@ class OuterSteps(abc.ABC):
     """The outer steps of a program whose replicas train separately, such as DiLoCo.
 
     Attributes:
-      inner: The program of one replica, on a mesh without the replicas' axes. It can be traced.
+      inner: The program of one replica, on a mesh without the replicas' axes. This program can be
+        traced.
       replica_axes: The mesh axes of the replicas.
       every: The number of steps between two outer steps of the same fragment of the parameters.
       fragments: For each of `Program.parameters` the number of its fragment; `None` for a frozen

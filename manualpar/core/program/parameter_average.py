@@ -1,12 +1,13 @@
 """A moving average of the parameters, kept in the optimizer's state.
 
-After each update the average becomes `decay * average + (1 - decay) * parameters`. It begins with
-the initial parameters, so it can be used from the first step on. The averaged model is often better
-than the last model (Polyak and Juditsky, 1992; Izmailov et al., https://arxiv.org/abs/1803.05407).
+After each update the average becomes `decay * average + (1 - decay) * parameters`. The average
+begins with the initial parameters, so it can be used from the first step on. The averaged model is
+often better than the last model (Polyak and Juditsky, 1992; Izmailov et al.,
+https://arxiv.org/abs/1803.05407).
 
 An average is a part of the optimizer's state, so it is sharded, saved and restored like Adam's
-moments. It is in float32 or wider, because with a decay of 0.999 bfloat16 would round the changes
-to zero. Frozen parameters have no average.
+moments. The average is in float32 or wider, because with a decay of 0.999 bfloat16 would round the
+changes to zero. Frozen parameters have no average.
 """
 
 from typing import Any, NamedTuple
@@ -81,7 +82,7 @@ def ema_params(state: TrainState) -> TrainState:
       fields are the same arrays as in `state`.
 
     Raises:
-      ValueError: The optimizer's state has no average, or several.
+      ValueError: The optimizer's state has no average, or more than one.
 
     Communication:
       None if parameters are sharded like their optimizer state. One all-gather of the average if

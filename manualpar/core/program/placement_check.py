@@ -3,7 +3,7 @@
 from jax.sharding import Mesh
 
 from manualpar.core.mesh.axes import axes_size, axis_tuple
-from manualpar.core.model.options import check_choice
+from manualpar.core.model.option_table import check_choice
 from manualpar.core.modes.strategy import CommCounts, Strategy
 from manualpar.core.parameters.parameter_info import ParameterInfo, split_names
 from manualpar.core.parameters.placement import Placement
@@ -37,7 +37,7 @@ def check_strategy(strategy: Strategy, num_minibatches: int) -> None:
 def place_parameter(
     strategy: Strategy, info: ParameterInfo, axes: tuple[str, ...], mesh: Mesh
 ) -> Placement:
-    """Asks a strategy for the placement of a parameter, and checks it.
+    """Asks a strategy for the placement of a parameter, and checks the placement.
 
     Raises:
       ValueError: The placement does not fit the parameter or the mesh.
@@ -46,7 +46,7 @@ def place_parameter(
     prefix = f"{strategy.name}: place of parameter {info.path!r} of shape {info.shape}"
     shared = {axis for name in info.shared_names for axis in axis_tuple(name)}
     axes = tuple(axis for axis in axes if axis not in info.split_axes | shared)
-    if not axes:  # The model computes with shards over all axes, so no axis is left to shard over.
+    if not axes:  # The model computes with shards over all axes: none is left.
         return Placement(info.names)
     try:
         placement = strategy.place(info, axes, axes_size(mesh, axes))

@@ -29,7 +29,13 @@ from manualpar.core.mesh.roles import AxisRoles
 from manualpar.core.mesh.splitting import check_batch, shapes_of_batch
 from manualpar.core.model.interface import Model
 from manualpar.core.model.loss_function import LossFn
-from manualpar.core.model.options import ProgramOptions, check_options, check_wire, explain_dtypes
+from manualpar.core.model.option_table import check_options, with_defaults
+from manualpar.core.model.options import (
+    PROGRAM_OPTIONS,
+    ProgramOptions,
+    choose_formats,
+    explain_dtypes,
+)
 from manualpar.core.model.trace_model import TracedModel, trace_model
 from manualpar.core.modes.global_arrays import Auto, Explicit, Unconstrained
 from manualpar.core.modes.gradients import scanned, unrolled
@@ -72,12 +78,12 @@ class Program(StartsFromArrays):
       mesh: The program's mesh. With an abstract mesh it can be traced but not run.
       data_axes: The mesh axes that split the examples.
       num_minibatches: The number of minibatches into which a device splits its part of a batch.
-      comm: The formats in which values are sent, and the order of the axes.
+      comm: The formats in which values are sent, and whether collectives run axis by axis.
       layout: A `TrainState` with a `PartitionSpec` at each leaf.
       parameters: A `(ParameterInfo, Route)` for each parameter, in the order of the tree. The
         route's note gives the reason why a parameter is replicated.
       abstract_state: A `TrainState` of `jax.ShapeDtypeStruct`s with shardings.
-      whole_state: The abstract state without padding and shardings, as one device would hold it.
+      whole_state: The abstract state without padding and shardings, as on one device.
       abstract_batch: The batch that the program was built for, as `jax.ShapeDtypeStruct`s with
         shardings.
       batch_sharding: The sharding of a batch's leaves: the leading dimension is split over the
@@ -92,10 +98,10 @@ class Program(StartsFromArrays):
         differently.) No device ever holds more than its shards.
       train_step: `train_step(state, batch) -> (state, metrics)`, jitted. The state is donated, so
         use the returned state. Metrics are `(sum, count)` pairs over the global batch, the same on
-        all devices. With the option `nonfinite="skip"` some steps change only the state's step
-        number and key, see `ProgramOptions`.
-      eval_step: `eval_step(state, batch) -> metrics`, jitted. It calls the same loss function with
-        training turned off.
+        all devices. With the option `nonfinite="skip"`, a step that is skipped changes only the
+        state's step number and key, see `ProgramOptions`.
+      eval_step: `eval_step(state, batch) -> metrics`, jitted. The step calls the same loss function
+        with training turned off.
       step: The functions before they are jitted, with the model, the loss and the placements.
       outer: The outer steps if replicas train separately, see `manualpar.diloco`; otherwise `None`.
         With outer steps, `step` is only for evaluation: it treats the common parameters as
@@ -179,7 +185,7 @@ def build_program(
     loss_fn: LossFn,
     **options: Unpack[ProgramOptions],
 ) -> Program:
-    """Builds a program. Every strategy's builder, such as `manualpar.fsdp`, ends here.
+    """Builds a program. Every strategy's builder, such as `manualpar.fsdp`, calls it.
 
     Args:
       strategy: The strategy.
@@ -199,10 +205,11 @@ def build_program(
         is not divisible or the loss is not a scalar. Nothing has been compiled.
       TypeError: A field is of the wrong kind.
     """
-    check_options(strategy.name, options)
+    check_options(strategy.name, options, PROGRAM_OPTIONS)
+    options = cast(ProgramOptions, with_defaults(options, PROGRAM_OPTIONS))
     with (
         no_mesh(),
-        explain_shardings(strategy.name, options.get("mode", "manual")),
+        explain_shardings(strategy.name, options["mode"]),
         explain_dtypes(strategy.name, options),
     ):
         batch, step, states = _design(strategy, model, tx, loss_fn, options)
@@ -237,9 +244,9 @@ def _design(
       The abstract batch, the functions of a step, and the training state.
     """
     name = strategy.name
-    check_strategy(strategy, options.get("num_minibatches", 1))
-    shard_axes = axis_tuple(options.get("axis_name", "data"))
-    context, pipeline = options.get("context_axis"), options.get("pipeline")
+    check_strategy(strategy, options["num_minibatches"])
+    shard_axes = axis_tuple(options["axis_name"])
+    context, pipeline = options["context_axis"], options["pipeline"]
     batch_dims = {0: (*strategy.replica_axes, *shard_axes)} | ({1: (context,)} if context else {})
     roles = AxisRoles(batch_dims, {pipeline.axis: "stage"} if pipeline else {})
     shard_axes = (*shard_axes, *batch_dims.get(1, ()))
@@ -249,12 +256,12 @@ def _design(
     mesh = cast(Mesh, with_axis_types(options["mesh"], AxisType.Auto))
     batch = shapes_of_batch(f"{name}: batch", options["batch"])
     check_batch(f"{name}: batch", batch, mesh, roles)
-    stored_dtypes, comm = check_wire(name, options)
+    stored_dtypes, comm = choose_formats(name, options)
     # If there are replica axes, only reductions over them are quantized.
     if comm.reduce.quantizer and strategy.replica_axes:
         comm = dataclasses.replace(comm, quantized_axes=strategy.replica_axes)
-    rules = check_rules(name, options.get("rules", ()), mesh)
-    mode = _MODES[options.get("mode", "manual")](mesh, roles.data_axes, comm, rules)
+    rules = check_rules(name, options["rules"], mesh)
+    mode = _MODES[options["mode"]](mesh, roles.data_axes, comm, rules)
 
     def place(info: ParameterInfo) -> Placement:
         return place_parameter(strategy, info, shard_axes, mesh)
@@ -285,7 +292,7 @@ def _design(
     if traced_model.keeps_types:
         roles = dataclasses.replace(roles, others=dict.fromkeys(mesh.axis_names, "model"))
     placements = jax.tree.map(route, traced_model.parameters)
-    num_minibatches = options.get("num_minibatches", 1)
+    num_minibatches = options["num_minibatches"]
     leaves = trained(traced_model.parameters), trained(placements)
     rounding = gradient_rounding(strategy, *leaves, mode=mode, options=options)
     states = InitialState(traced_model, tx, placements, rounding)
@@ -295,15 +302,13 @@ def _design(
         mode=mode,
         roles=roles,
         placements=placements,
-        update=Update(
-            mode, trained(placements), states.opt_padding, options.get("norm_metrics", False)
-        ),
+        update=Update(mode, trained(placements), states.opt_padding, options["norm_metrics"]),
         num_minibatches=num_minibatches,
-        schedule=scanned if options.get("use_scan", False) else unrolled,
+        schedule=scanned if options["use_scan"] else unrolled,
         pipeline=pipeline.on_mesh(mesh, strategy, placements, num_minibatches)
         if pipeline
         else None,
-        nonfinite=options.get("nonfinite", "ignore"),
+        nonfinite=options["nonfinite"],
         rounding=rounding,
     )
     return batch, step, states
@@ -311,7 +316,7 @@ def _design(
 
 def _assemble(batch: Batch, step: Step, states: InitialState, options: ProgramOptions) -> Program:
     """Jits the functions of a step and makes a program of them."""
-    compiler_options = dict(options.get("compiler_options", {})) or None
+    compiler_options = dict(options["compiler_options"]) or None
     jitted = JittedSteps(options["mesh"], states.layout, states.padded, compiler_options)
     infos, placements = map(jax.tree.leaves, (step.model.parameters, step.placements))
     return Program(

@@ -1,9 +1,9 @@
 """One step: gradients on each device inside `shard_map`, the optimizer's update outside of it.
 
-The forward pass, the backward pass and the reductions of gradients and metrics run inside. Read
-`Step._gradients_on_device` first. It has three parts: *box* the parameters, so that they gather
-themselves; *accumulate* the gradients of the loss over minibatches; *reduce* gradients over the
-devices. This package writes every collective in this method.
+The forward pass, the backward pass and the reductions of gradients and metrics run inside
+`shard_map`. Read `Step._gradients_on_device` first. This method has three parts: *box* the
+parameters, so that they gather themselves; *accumulate* the gradients of the loss over minibatches;
+*reduce* gradients over the devices. This package writes every collective in it.
 
 The optimizer's *update* runs outside, on global arrays. There the norm of a gradient is the norm
 of the global gradient, and an elementwise update needs no collective. Gradients have the specs of
@@ -213,7 +213,7 @@ class Step:
         return self._map(lambda _, x: x.gather_data_axes() if is_box(x) else x, boxes)
 
     def _loss_that_regathers(self) -> CarryingLossFn:
-        """Returns the model's loss; if wanted, its backward pass gathers parameters again."""
+        """Returns the model's loss; if needed, its backward pass gathers parameters again."""
         if not self._makes_weights_again:
             return self.model.train_loss
         return regather_for_backward(

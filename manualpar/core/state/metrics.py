@@ -1,6 +1,6 @@
 """Metrics: pairs `(sum, count)`, which add up over devices, minibatches, batches and steps.
 
-The mean is computed once, at the end, because a mean of the means of unequal parts is wrong.
+The mean is computed once, at the end: the mean of the means of parts of unequal size is wrong.
 """
 
 import math
@@ -18,10 +18,10 @@ class StepSums(NamedTuple):
     """The scalars of a step that add up over minibatches and over devices.
 
     Attributes:
-      objective: The sum of the differentiated loss over the examples, and their number.
+      objective: The sum of the differentiated loss over the examples, and the number of examples.
       metrics: The metrics that the loss function returns.
       nonfinite: The number of devices with a gradient that is not finite, and the number of all
-        devices; `None` if nobody asks.
+        devices; `None` if the step does not count them.
     """
 
     objective: tuple[jax.Array, jax.Array]
@@ -38,7 +38,7 @@ def mean(metric: tuple[jax.Array, jax.Array]) -> jax.Array:
 def fetch_metrics(metrics: Metrics) -> dict[str, tuple[float, float]]:
     """Copies metrics to the host, and waits for the computation that makes them."""
     fetched = jax.device_get(dict(metrics))
-    # The order of the metrics is kept: `device_get` returns a dict sorted by its keys.
+    # Restores the order of the metrics, because `device_get` sorts a dict by its keys.
     return {name: (float(fetched[name][0]), float(fetched[name][1])) for name in metrics}
 
 
@@ -46,7 +46,7 @@ def add_metrics(first: Metrics | None, second: Metrics) -> Metrics:
     """Adds two metrics; `first` may be `None`, for no metrics yet.
 
     Raises:
-      ValueError: The two do not have the same names.
+      ValueError: `first` and `second` do not have the same names.
     """
     if first is None:
         return second
@@ -64,8 +64,8 @@ def _add(first: Metrics, second: Metrics) -> Metrics:
     return jax.tree.map(operator.add, first, second)
 
 
-# One computation adds all metrics: simulated devices run few computations at a time, see
-# `guarded_step`.
+# One jitted computation adds all metrics, because simulated devices run few computations at a time,
+# see `guarded_step`.
 _add_on_devices = jax.jit(_add)
 
 

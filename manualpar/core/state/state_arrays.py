@@ -26,8 +26,9 @@ class Leaf:
 
     Attributes:
       name: The array's name, such as `params/dense/kernel`.
-      keys: The keys that lead to it in nested dicts.
-      abstract: The array that the program stores, with padding; it may be a typed key.
+      keys: The array's keys in nested dicts.
+      abstract: Shape, dtype and sharding of the array in the program, with padding; it may be a
+        typed key.
       shape: The shape without padding.
       padded_shape: The shape that the program stores; for a key, the shape of its data.
       dtype: The dtype; for a key, the dtype of its data.
@@ -52,9 +53,11 @@ class Leaf:
 
 
 def leaves_of(padded: Any, unpadded: Any) -> list[Leaf]:
-    """Returns the arrays of a tree such as the `abstract_state` of a program, in its order.
+    """Describes each array of a tree, in the order of its leaves.
 
-    `unpadded` is the same tree without padding, such as the program's `whole_state`.
+    Args:
+      padded: A tree of abstract arrays, such as the `abstract_state` of a program.
+      unpadded: The same tree without padding, such as the program's `whole_state`.
     """
     leaves = []
     for (path, abstract), without_padding in zip(
@@ -91,7 +94,7 @@ def leaf_types(tree: Any) -> dict[str, str]:
 
 
 def list_some(lines: Iterable[str]) -> list[str]:
-    """Returns the first lines, and the number of further lines.
+    """Returns the first `SHOWN` lines; if there are more, also a line with the number of the rest.
 
     Lines are escaped, because they may contain names from untrusted files.
     """
@@ -101,10 +104,10 @@ def list_some(lines: Iterable[str]) -> list[str]:
 
 
 def place_leaf(function: str, leaf: Leaf, x: Any) -> jax.Array:
-    """Puts any array on a program's devices: padded, cast and sharded.
+    """Copies an array to a program's devices, padded, cast and sharded as `leaf` describes.
 
     Communication:
-      As `to_host`. A device receives only its shard.
+      That of `to_host`. A device receives only its shard.
     """
     value = read_unpadded(function, leaf, x)
 
@@ -127,13 +130,13 @@ def place_leaf(function: str, leaf: Leaf, x: Any) -> jax.Array:
 
 
 def read_unpadded(function: str, leaf: Leaf, x: Any) -> np.ndarray:
-    """Copies an array to the host without its padding; of a typed key it copies the data.
+    """Copies an array to the host without its padding; copies the data of a typed key.
 
     Raises:
       ValueError: The padding is not zeros.
 
     Communication:
-      As `to_host`.
+      That of `to_host`.
     """
     value = to_host(jax.random.key_data(x) if is_key(x) else x)
     if value.shape == leaf.shape:
@@ -150,11 +153,11 @@ def read_unpadded(function: str, leaf: Leaf, x: Any) -> np.ndarray:
 
 
 def to_host(x: Any) -> np.ndarray:
-    """Copies a NumPy array or a full global array into the memory of every process.
+    """Copies a NumPy array or a whole `jax.Array` into the memory of every process.
 
     Communication:
       None in one process: each shard is copied to the host separately. With several processes, one
-      all-gather: every device then holds this array in full for a short time.
+      all-gather: every device then stores the whole array for a short time.
     """
     if not isinstance(x, jax.Array):
         return np.asarray(x)

@@ -21,8 +21,8 @@ class TrainState(train_state.TrainState):
     """Flax's train state with the training loop's key and the model's other collections.
 
     Attributes:
-      step: `int32[]`, the number of steps taken. It includes steps whose update was skipped because
-        a value was not finite.
+      step: `int32[]`, the number of steps taken, including steps whose update was skipped because a
+        value was not finite.
       params: The tree of parameters.
       opt_state: The state of `tx`.
       rng: The key that every step splits.

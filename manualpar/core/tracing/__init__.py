@@ -1,1 +1,1 @@
-"""Named scopes, and reading jaxprs."""
+"""Named scopes, and functions that read jaxprs."""

@@ -1,4 +1,4 @@
-"""A named scope that gives the number of blocks of scores that attention computes.
+"""A named scope that records how many blocks of the score matrix attention computes.
 
 A kernel of attention leaves out the blocks that its mask hides. The mask is data, so neither the
 jaxpr nor the compiled program shows how many blocks are left.
@@ -6,14 +6,14 @@ jaxpr nor the compiled program shows how many blocks are left.
 
 import re
 
-# Matrix products over the scores, forward and backward. A backward pass by blocks computes the
-# scores again, and reported operations a second do not count this product.
+# Matrix products for each block, forward and backward. A blockwise backward pass computes the
+# scores again. Reported FLOP/s do not count this product.
 PRODUCTS_COMPUTED, PRODUCTS_COUNTED = 7, 6
 _BLOCKS = re.compile(r"\bscore_blocks_(\d+)\b")
 
 
 def blocks_scope(blocks: int) -> str:
-    """Returns the named scope around blockwise attention, in its forward and its backward pass.
+    """Returns the named scope around the forward and the backward pass of blockwise attention.
 
     Args:
       blocks: The number of blocks of scores that are computed for one head of one example. With a
@@ -23,6 +23,6 @@ def blocks_scope(blocks: int) -> str:
 
 
 def blocks_computed(scope: str) -> int | None:
-    """Reads the number from the innermost `blocks_scope`; `None` if there is none."""
+    """Reads the number of blocks from the innermost `blocks_scope`; `None` without such a scope."""
     found = _BLOCKS.findall(scope)
     return int(found[-1]) if found else None

@@ -26,9 +26,9 @@ def all_equations(jaxpr: Jaxpr) -> Iterator[Any]:
 
 
 def inner_jaxprs(eqn: Any) -> Iterator[tuple[str, Jaxpr]]:
-    """Yields the programs that are parameters of an equation, with the parameters' names.
+    """Yields the jaxprs among an equation's parameters, each with the name of its parameter.
 
-    The program of a composite primitive is its expansion.
+    For a composite primitive, yields its expansion.
     """
     if eqn.primitive.name == COMPOSITE:
         yield "_prim", expanded(eqn).jaxpr
@@ -45,7 +45,7 @@ def expanded(eqn: Any) -> ClosedJaxpr:
     """Expands a composite primitive into a program.
 
     Raises:
-      ValueError: It contains a collective, whose axis is not known here.
+      ValueError: The expansion contains a collective, whose axis is not known here.
     """
     primitive = eqn.params["_prim"]
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), primitive.in_avals)
@@ -59,7 +59,7 @@ def expanded(eqn: Any) -> ClosedJaxpr:
 
 
 def scan_sizes(params: Mapping[str, Any]) -> tuple[int, int]:
-    """Returns the numbers of a scan's operands that are constants and that are carried values."""
+    """Returns how many of a scan's operands are constants, and how many are carried values."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()  # The name in jax 0.12.
@@ -79,7 +79,7 @@ def without_names(jaxpr: Jaxpr) -> Any:
 def run_equations(
     jaxpr: Jaxpr, eqns: list[Any], invars: Iterable[Any], outvars: list[Any], args: Iterable[Any]
 ) -> list[Any]:
-    """Runs some equations of a program."""
+    """Runs the equations `eqns` on `args`, the values of `invars`; returns the `outvars`."""
     operands = {v: x for v, x in zip(invars, args, strict=True) if not isinstance(v, Literal)}
     effects = frozenset[Any]().union(*(eqn.effects for eqn in eqns))
     program = Jaxpr((), list(operands), outvars, eqns, effects, without_names(jaxpr))

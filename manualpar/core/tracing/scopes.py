@@ -1,7 +1,7 @@
 """The named scopes that give the purpose of a collective.
 
-The jaxpr, the metadata of the compiled program, and profiles show these names. A name follows the
-path of the module or parameter, if that path is known.
+The jaxpr, the metadata of the compiled program, and profiles show these names. If the path of the
+module or parameter is known, the path comes before the name.
 """
 
 import re
@@ -23,7 +23,7 @@ EXPERT_SCOPE = "expert_parallel"
 CONTEXT_SCOPE = "context_parallel"
 PIPELINE_SCOPE = "pipeline"
 OUTER_SCOPE = "outer_step"
-OPTIMIZER_SCOPE = "optimizer"  # XLA inserts the collectives that the optimizer needs.
+OPTIMIZER_SCOPE = "optimizer"  # XLA inserts the optimizer's collectives.
 SCOPES = (
     GATHER_SCOPE,
     SCATTER_SCOPE,
@@ -45,9 +45,9 @@ SCOPES = (
     OPTIMIZER_SCOPE,
 )
 REGATHER = "regather_params"  # A purpose that has no scope, see `purpose_of`.
-# JAX's scope, and ours, for operations that the backward pass computes again.
+# The scope of operations that the backward pass computes again. JAX uses the same name.
 RECOMPUTED_SCOPE = "rematted_computation"
-DECODE_SCOPE = "decode_params"  # Nothing is sent: a weight is quantized or dequantized.
+DECODE_SCOPE = "decode_params"  # Not a collective: a weight is quantized or dequantized.
 
 
 def purpose_of(scope: str) -> str | None:
@@ -59,8 +59,7 @@ def purpose_of(scope: str) -> str | None:
 
     Returns:
       The innermost of `SCOPES`; `REGATHER` in place of `GATHER_SCOPE` for a gather that the
-      backward pass repeats; `None` if there is none, because this package did not write the
-      collective.
+      backward pass repeats; `None` without such a scope: this package did not write the collective.
     """
     names = scope_names(scope)
     ours = next((name for name in reversed(names) if name in SCOPES), None)

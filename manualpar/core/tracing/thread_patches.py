@@ -1,7 +1,7 @@
 """Replaces functions of other packages during a call, only in the calling thread.
 
-Other threads get the functions that they would have got without the call. Calls may overlap: the
-first to begin may end first.
+Other threads keep the old functions. Calls of several threads may overlap: the call that begins
+first may also end first.
 """
 
 import contextlib
@@ -18,8 +18,8 @@ def replaced_in_thread(
     """Replaces functions while the context is open.
 
     Args:
-      targets: The class or module of each function, and its name there.
-      replacement: Makes the new function from the name and the old function.
+      targets: The class or module of each function, and the function's name in it.
+      replacement: Returns the new function, given the name and the old function.
     """
     thread, targets = threading.get_ident(), list(targets)
 
@@ -41,8 +41,8 @@ def replaced_in_thread(
     finally:
         for call in calls:
             vars(call)["has_ended"] = True
-        # Another thread may have replaced a replacement. When that call ends, it also removes ended
-        # replacements below its own.
+        # Another thread may have replaced this replacement. When the call of that thread ends, it
+        # removes its own replacement and the ended ones below.
         for owner, name in targets:
             while getattr(vars(owner)[name], "has_ended", False):
                 setattr(owner, name, vars(owner)[name].__wrapped__)

@@ -1,7 +1,7 @@
-"""A named scope that gives how many times each stage of a pipeline runs a branch.
+"""A named scope that records in how many ticks each stage of a pipeline runs a branch.
 
-A pipeline is one program for all stages. In each tick a stage's table chooses the branches of a
-`cond` that it runs, so neither the jaxpr nor the compiled program shows their number.
+All stages of a pipeline run one program. In each tick a stage looks up in a table which branch of a
+`cond` it runs. So neither the jaxpr nor the compiled program shows how often a branch runs.
 """
 
 import functools
@@ -17,7 +17,8 @@ class TickRuns(NamedTuple):
     """The number of a pipeline's ticks in which an operation runs.
 
     Attributes:
-      runs: The number of ticks for each stage. Outer scopes of ticks do not change it.
+      runs: For each stage, the number of ticks in which it runs the operation. Only the innermost
+        `ticks_scope` counts.
       together: The number of ticks in which at least one stage runs the operation.
       ticks: The number of all ticks.
     """
@@ -28,10 +29,10 @@ class TickRuns(NamedTuple):
 
 
 def ticks_scope(is_run: np.ndarray) -> str:
-    """Returns the named scope around a `cond` whose branch each stage runs in some of the ticks.
+    """Returns the named scope for a `cond` with one empty branch.
 
     Args:
-      is_run: `bool[T, S]`, whether a stage runs the branch that is not empty in a tick.
+      is_run: `bool[ticks, stages]`, whether the stage runs the other branch in the tick.
     """
     runs = "_".join(map(str, is_run.sum(axis=0).tolist()))
     return f"ticks_{runs}_in_{is_run.any(axis=1).sum()}_of_{len(is_run)}"
@@ -44,7 +45,7 @@ def innermost_ticks(scope: str) -> str:
 
 
 def ticks_run(scope: str) -> TickRuns | None:
-    """Reads the numbers of a `ticks_scope`; `None` if it is not the innermost scope."""
+    """Reads the numbers from a `ticks_scope`; `None` if the innermost scope is another one."""
     if found := _TICKS.fullmatch(scope.rpartition("/")[2]):
         return TickRuns(tuple(map(int, found[1][1:].split("_"))), int(found[2]), int(found[3]))
     return None

@@ -7,14 +7,15 @@ scores of a pair of blocks are computed, used and dropped. The backward pass com
 again (FlashAttention, Dao et al., https://arxiv.org/abs/2205.14135). So memory grows with the
 number of queries, and not with the number of queries times the number of keys.
 
-A query sees the keys of its document that are not after the query. The positions show which keys
-these are, so the order of the blocks does not matter. The caller has the positions of the blocks,
-and leaves out pairs in which no query sees a key.
+A query sees the keys of its document that are not after the query. Each block has the positions of
+its queries or keys, so the order of the blocks does not matter. The caller leaves out the pairs of
+blocks in which no query sees a key.
 
 Symbols: `B` examples, `K` key and value heads, `G` query heads that share a key head, `H` features
 of a head, `n` blocks of `S` queries each, `m` blocks of `T` keys each.
 
-Invariants: scores, sums and gradients are float32. Products are of the dtype of their arguments.
+Invariants: scores, sums and gradients are float32. Matrix products multiply in the dtype of their
+arguments.
 """
 
 from typing import Any, NamedTuple
@@ -30,10 +31,10 @@ from manualpar.layers.boundaries import platform_traced_for
 # The checkpoint name of attention's result, for rematerialisation policies.
 ATTENDED = "attended"
 MASKED = -1e30  # Not -inf, because a query may see no key of a block, and -inf minus -inf is NaN.
-# The largest number of positions of a block. On CPUs the scores of a block then fit into a core's
-# cache.
+# The largest number of positions of a block. With the smaller number for CPUs, the scores of a pair
+# of blocks fit into a core's cache.
 CPU_BLOCK, BLOCK = 128, 512
-MAX_BLOCKS = 1024  # The limit for a sequence. The pairs of blocks are a constant of the program.
+MAX_BLOCKS = 1024  # In a sequence, because the pairs of blocks are a constant of the program.
 # Pairs of indices (block of queries, block of keys) to compute, `int32[P, 2]`.
 Pairs = jax.Array | np.ndarray
 
@@ -73,7 +74,7 @@ class Sums(NamedTuple):
 
     Attributes:
       values: `float32[n, B, K, G, S, H]`, the sum of values weighted by `exp(score - largest)`.
-      weights: `float32[n, B, K, G, S]`, the sum of these weights.
+      weights: `float32[n, B, K, G, S]`, the sum of `exp(score - largest)`.
       largest: `float32[n, B, K, G, S]`, the largest score.
     """
 
@@ -112,9 +113,10 @@ class Scoring(NamedTuple):
 
 
 def block_size(length: int, longest: int = 0) -> int:
-    """Returns the number of positions of a block, for as few equal blocks as the limits allow.
+    """Returns the size of a block, for as few blocks of equal size as the limits allow.
 
-    `longest` is the length of the keys' sequence if it is longer than `length`.
+    `length` is the length of the sequence to cut. `longest` is the length of the keys' sequence if
+    that is longer.
     """
     most = CPU_BLOCK if platform_traced_for() == "cpu" else BLOCK
     most = max(most, -(-max(length, longest) // MAX_BLOCKS))
@@ -132,7 +134,8 @@ def cut_queries(
 ) -> Queries:
     """Cuts queries `[B, L, N, H]` into blocks, after a split of `L` into `parts` equal parts.
 
-    The padding of a part's last block comes after all positions and has no gradient.
+    The last block of each part is padded. The padding has positions after all others, and no
+    gradient.
     """
     return Queries(
         cut_heads(query, num_groups, size, parts), *_cut_labels(positions, documents, size, parts)
@@ -182,13 +185,13 @@ def join_heads(blocks: jax.Array, length: int, parts: int = 1) -> jax.Array:
 
 
 def spans(length: int, size: int, start: int = 0) -> np.ndarray:
-    """Returns the first and last position of each block, `[n, 2]`; the first begins at `start`."""
+    """Returns the first and last position of each block, `[n, 2]`; block 0 begins at `start`."""
     first = np.arange(0, length, size)
     return start + np.stack([first, np.minimum(first + size, length) - 1], axis=1)
 
 
 def seen_pairs(queries: np.ndarray, keys: np.ndarray, window: int | None = None) -> np.ndarray:
-    """Returns the pairs of blocks whose positions let a query see a key, `[P, 2]`."""
+    """Returns the pairs of blocks in which, by their positions, a query sees a key, `[P, 2]`."""
     (first_query, last_query), (first_key, last_key) = queries.T[..., None], keys.T[:, None]
     is_seen = last_query >= first_key
     if window is not None:
@@ -214,7 +217,7 @@ def attend(sums: Sums, queries: Queries, keys: Keys, pairs: Pairs, scoring: Scor
         values = _product(
             "bkgst,bkth->bkgsh", weights.astype(key_block.value.dtype), key_block.value
         )
-        # The sums of a query that has seen no key fade to exactly 0 when it sees one.
+        # Sums over masked keys are meaningless. They become exactly 0 when the query sees a key.
         values += sums.values * fading[..., None]
         sums = Sums(values, sums.weights * fading + weights.sum(-1), largest)
         return _put(all_sums, sums, pair[0]), None

@@ -1,4 +1,4 @@
-"""Attention to whole sequences in plain JAX, without an array of all scores.
+"""Attention to the keys of complete sequences in plain JAX, without an array of all scores.
 
 Queries and keys are cut into blocks. One loop goes over the pairs of blocks in which a query sees a
 key: the pairs on and below the diagonal, and inside of the window. The backward pass loops over the
@@ -157,7 +157,7 @@ def _attend(
 def _forward(
     query: jax.Array, key: jax.Array, value: jax.Array, labels: _Labels, cut: _Cut
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the result, and the log of each query's weight sum, `float32[n, B, K, G, S]`."""
+    """Returns the result, and the log of each query's sum of weights, `float32[n, B, K, G, S]`."""
     queries, keys = _blocks(query, key, value, labels, cut)
     sums = attend(no_sums(queries), queries, keys, labels.pairs, cut.scoring)
     out = join_heads(sums.values / sums.weights[..., None], query.shape[1], cut.parts)

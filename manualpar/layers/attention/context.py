@@ -1,12 +1,12 @@
 """Sequences whose positions are split over the devices along a context axis.
 
 A sequence is cut into `2 C` half-blocks. Each of `C` devices has two half-blocks: device `c` has
-half-blocks `c` and `2 C - 1 - c` (zig-zag). Under a causal mask all devices then have equal work.
-Code that treats each position by itself needs no change. Attention and sums along the sequence have
-to handle the axis, by the methods of `Context`.
+half-blocks `c` and `2 C - 1 - c` (zig-zag). So under a causal mask all devices have equal work.
+Code that treats each position separately needs no change. Attention and sums along the sequence
+have to use the methods of `Context`.
 
-Outside of a `shard_map` that binds the axis, everything runs as on one device. Inside, everything
-is in the named scope of context parallelism. The check of a model trusts this scope, see
+Outside of a `shard_map` that binds the axis, these methods compute as on one device. Inside, they
+compute in the named scope of context parallelism. The check of a model trusts this scope, see
 `manualpar.core.checks.sequence_walk`.
 
 Symbols: `C` devices along the axis, `B` examples, `S` positions of a device, `N` query heads, `K`
@@ -33,7 +33,7 @@ from manualpar.layers.attention.ring_attention import ring_attention, zigzag_pos
 from manualpar.layers.attention.splash_ring import fits_parts
 from manualpar.layers.boundaries import bound_axes, has_lost_types
 
-# How queries reach the keys of other devices.
+# How attention combines queries with the keys of other devices.
 ContextAttention = Literal["ring", "ulysses", "gather"]
 CONTEXT_ATTENTIONS: tuple[ContextAttention, ...] = get_args(ContextAttention)
 
@@ -53,10 +53,10 @@ class Context:
 
     Attributes:
       axis: The mesh axis; `None` for none. If the mesh lacks the axis, sequences are not split.
-      how: The communication of attention. `"ring"`: keys and values go around a ring
-        while each device computes, and memory does not grow with the sequence. `"ulysses"`: each
-        device gets all positions of some heads (Jacobs et al., https://arxiv.org/abs/2309.14509).
-        `"gather"`: each device gets all keys and values.
+      how: The communication of attention. `"ring"`: keys and values are sent around a ring while
+        each device computes, and memory does not grow with the length of the sequence. `"ulysses"`:
+        each device gets all positions of some heads (Jacobs et al.,
+        https://arxiv.org/abs/2309.14509). `"gather"`: each device gets all keys and values.
     """
 
     axis: str | None
@@ -279,7 +279,7 @@ class Context:
         )
 
     def _gather_in_order(self, x: Any) -> Any:
-        """Gathers whole sequences `[B, C S, ...]` in their order; returns `None` for `None`."""
+        """Gathers sequences `[B, C S, ...]`, with positions in order; returns `None` for `None`."""
         if x is None:
             return None
         whole = jnp.concatenate(self._gather(x), axis=1)

@@ -22,15 +22,16 @@ from manualpar.core.parameters.collectives import cast_to_varying, varying_axes
 from manualpar.layers.attention.blockwise_attention import ATTENDED
 from manualpar.layers.boundaries import platform_traced_for
 
-# The lowest major compute capability with the kernel, and the lowest one with the kernel for large
-# heads.
+# The lowest major compute capability that runs the kernel, and the lowest that runs the kernel with
+# large heads.
 FIRST, LARGE = 8, 9
 
 
 def cudnn_misfit(query: jax.Array, key: jax.Array, documents: jax.Array | None) -> str | None:
-    """Says why the kernel cannot run on these arrays on this process's GPU; `None` if it can run.
+    """Returns why the kernel cannot run on these arrays on this process's GPU, or `None`.
 
-    This process's GPU decides, because JAX traces the kernel only where cuDNN is installed.
+    The function examines the GPU of this process, because JAX can trace the kernel only on a
+    machine with cuDNN.
     """
     platform, backend = platform_traced_for(), jax.default_backend()
     if platform not in ("gpu", None) or backend != "gpu":

@@ -6,8 +6,8 @@ new token attends to the cache and to itself. `attend_to_kept` does not write th
 values, so that a loop over layers reads the cache and does not copy it.
 
 A layer keeps the latest `C` positions of each row in a ring: position `p` is in slot `p % C`. A
-layer with a window keeps only the window. Prompts are padded on the right. No query sees a slot of
-the padding, because the length of each row decides which slots hold positions.
+layer with a window keeps only the window. Prompts are padded on the right. No query sees the
+padding, because the length of each row decides which slots hold positions.
 
 Symbols: `B` rows, `S` positions of a prompt, `C` slots, `N` query heads, `K` key and value heads,
 `G` query heads that share a key head, `H` features of a head.
@@ -54,7 +54,7 @@ class Past(NamedTuple):
 
 
 def kept_positions(position_B: jax.Array, slots: int) -> jax.Array:
-    """Returns the position in each slot before `position_B` is written, `int32[B, C]`.
+    """Returns the position that each slot holds before `position_B` is written, `int32[B, C]`.
 
     An empty slot has a negative position.
     """
@@ -90,7 +90,8 @@ def append(cache: Any, new: Any, position_B: jax.Array) -> Any:
       position_B: `int32[B]`, the position of the token.
 
     Returns:
-      The tree of `cache`; if all slots are taken, the new token replaces the oldest position.
+      The tree of `cache`, with the new tokens; if all slots are used, a new token replaces the
+      oldest position.
 
     Communication:
       None.

@@ -4,12 +4,13 @@
 - `"cudnn"`: NVIDIA's kernel, for dtypes of 16 bits, without `soft_cap`, see `cudnn_attention`.
 - `"blockwise"`: plain JAX, one pair of blocks after the other, see `chunked_attention`. It runs
   everywhere. On CPUs it is faster than `"xla"` at every length, and takes less memory.
-- `"xla"`: XLA writes out scores `[B, N, S, S]`, and a mask of this size if there are documents.
+- `"xla"`: XLA stores the scores `[B, N, S, S]` in memory, and a mask of this size if there are
+  documents.
 
 `""` chooses the best kind for the devices for which a program is traced: splash on TPUs; cuDNN on
 NVIDIA GPUs, if the mask of documents is no larger than the queries; otherwise blockwise. The
-enclosing mesh gives these devices. (`jax.lax.platform_dependent` would trace all kinds, and counts
-of operations, plans and checks would see branches that do not run.)
+enclosing mesh gives these devices. (`jax.lax.platform_dependent` would trace all kinds. Then counts
+of operations, plans and checks would include branches that do not run.)
 
 Symbols: `B` examples, `S` positions, `N` query heads, `K` key and value heads, `H` features of a
 head.

@@ -1,4 +1,4 @@
-"""Causal attention of a sequence that is split over devices: keys and values go around a ring.
+"""Causal attention over a sequence that is split over devices: a ring sends keys and values.
 
 Each device computes with the keys and values that it has while it sends them to the next device
 (Liu et al., https://arxiv.org/abs/2310.01889). The `2 C` half-blocks of the sequence are in
@@ -123,7 +123,7 @@ class _Here:
         half = self.length // 2
         self.size = half if self.by_kernel else block_size(half)
         blocks = spans(half, self.size)
-        self.pairs = seen_pairs(blocks + half, blocks)  # All pairs of two half-blocks' blocks.
+        self.pairs = seen_pairs(blocks + half, blocks)  # All pairs of blocks of two half-blocks.
         self.causal_pairs = seen_pairs(blocks, blocks)
         self.device = jax.lax.axis_index(axis)
         self.queries = _halves(
@@ -137,7 +137,7 @@ class _Here:
         )
 
     def keys(self, pair: jax.Array, step: Any) -> tuple[tuple[Keys, Keys], jax.Array]:
-        """Returns a step's early and late keys, and whether their device has a lower number."""
+        """Returns a step's early and late keys, and whether the keys' device has a lower number."""
         device = (self.device - step) % jax.lax.axis_size(self.axis)
         keys = cut_keys(pair[0], pair[1], *self._labels(device), size=self.size, parts=2)
         return _halves(keys), device < self.device
@@ -150,7 +150,7 @@ class _Here:
         return attend(sums, queries, keys, pairs, self.scoring)
 
     def differentiate(self, queries: Queries, seen: Seen, keys: Keys, pairs: Pairs) -> Any:
-        """Computes what `pairs` add to the gradients of queries, and of stacked keys and values."""
+        """Computes the terms of `pairs` in the gradients of queries, and of keys and values."""
         if self.by_kernel:
             is_causal = pairs is self.causal_pairs
             of_query, *of_pair = attend_part_backward(
@@ -189,7 +189,7 @@ def _forward(
     documents: jax.Array | None,
     rule: _Rule,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the result, and the log of each query's weight sum, `float32[n, B, K, G, S]`."""
+    """Returns the result, and the log of each query's sum of weights, `float32[n, B, K, G, S]`."""
     axis, here = rule.axis, _Here(query, key, documents, rule)
     early, late = here.queries
 
@@ -232,13 +232,13 @@ def _ring_backward(rule: _Rule, residuals: Any, g: jax.Array) -> tuple[Any, Any,
     seen = _halves(seen_of(log_weights, out, g, **of_out))
 
     def join_pair(early: jax.Array, late: jax.Array) -> jax.Array:
-        """Joins two half-blocks' gradients `[n, 2, B, K, S, H]` in the shape that is sent."""
+        """Joins two half-blocks' gradients `[n, 2, B, K, S, H]` to the shape that is sent."""
         blocks = _join(early, late)[:, :, :, :, None]
         return jnp.stack([here.join(blocks[:, 0]), here.join(blocks[:, 1])])
 
     def step(grads: Any, pair: jax.Array, index: Any) -> Any:
         of_query, of_pair = grads
-        of_pair = _shift(of_pair, axis)  # Gradients follow the keys, back to the keys' device.
+        of_pair = _shift(of_pair, axis)  # Each gradient ends on the keys' device.
         keys, is_before = here.keys(pair, index)
         of_late, of_early_pair = here.differentiate(late, seen[1], keys[0], here.pairs)
         queries, chosen_seen = _pick(is_before, early, late), _pick(is_before, *seen)

@@ -1,12 +1,13 @@
 """Attention on TPUs by JAX's kernel, splash attention, which never writes out the scores.
 
 It is FlashAttention (Dao et al., https://arxiv.org/abs/2205.14135) over blocks of queries and keys,
-and it skips the blocks that a mask hides. The mask is a rule and not an array, so that no array of
-the size of the scores exists.
+and it skips the blocks that a mask hides. The mask is a function of positions and not an array, so
+there is no array of the size of the scores.
 
-The kernel runs on one device. In a `shard_map` that checks types
-`manualpar.layers.attention.unchecked` runs it. XLA cannot partition the kernel. So if the enclosing
-mesh has automatic axes, a `shard_map` here gives each device its examples.
+The kernel runs on one device. In a `shard_map` that checks types,
+`manualpar.layers.attention.unchecked` runs the kernel. XLA cannot partition the kernel. So if the
+enclosing mesh has automatic axes, this module uses a `shard_map` that gives each device its
+examples.
 
 The kernel is imported where it is used, because its import takes a tenth of a second.
 
@@ -32,12 +33,13 @@ from manualpar.layers.attention.unchecked import run_unchecked
 LANES = 128  # Lengths are padded to a multiple of this number.
 BLOCK = 512
 BLOCKS = (BLOCK, 384, 256)
-# The fused backward kernel writes the gradient of the queries once for each block of keys.
+# A limit, because the fused backward kernel writes a gradient of all queries for each block of
+# keys.
 LONGEST_FUSED = 4096
 
 
 def splash_misfit(query: jax.Array, key: jax.Array) -> str | None:
-    """Says why the kernel cannot run on these arrays on a TPU; `None` if it can run.
+    """Returns why the kernel cannot run on these arrays on a TPU, or `None`.
 
     The kernel accepts all lengths and head sizes. It has been compiled for heads of 8 to 256
     features.
@@ -176,7 +178,7 @@ def _attend(
         return out
 
     index = np.arange(padded // block)
-    apart = index[:, None] - index  # Distance of query and key blocks.
+    apart = index[:, None] - index  # How far the key block is behind the query block.
     is_seen = (apart >= 0) & (apart * block < (window or padded) + block - 1)
 
     arrays = jax.tree.map(prepare, (query * size**-0.5, key, value, documents))
@@ -188,7 +190,7 @@ def _attend(
 def _padded_length(length: int) -> tuple[int, int]:
     """Returns the padded length and the length of a block.
 
-    Long sequences are padded and not cut into blocks shorter than 256, which would cost more.
+    Blocks shorter than 256 would take more time than the padding.
     """
     for block in BLOCKS:
         if length % block == 0:
@@ -201,7 +203,8 @@ def _padded_length(length: int) -> tuple[int, int]:
 def block_sizes(length: int, block: int) -> Any:
     """Returns the kernels' `BlockSizes`.
 
-    They choose one fused backward kernel for at most `LONGEST_FUSED` positions, otherwise two.
+    For at most `LONGEST_FUSED` positions there is one fused backward kernel, otherwise there are
+    two.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
 

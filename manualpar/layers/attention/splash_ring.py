@@ -1,12 +1,13 @@
-"""Attention to the keys of one step of a ring, computed by JAX's kernel for TPUs.
+"""Attention to the keys that one step of a ring brings, computed by JAX's kernel for TPUs.
 
 Forward, the kernel returns the result for only these keys, and the logarithm of each query's sum of
-weights. Both can be added to the sums of other keys, see `blockwise_attention.Sums`.
+weights. From these two, the keys can be added to the sums over other keys, see
+`blockwise_attention.Sums`.
 
 Backward, the kernel has to weigh these keys by the softmax over all keys. The kernel's gradient
-reads the result and the logarithm of the forward kernel, which have a checkpoint name. So this
-module traces the gradient, and replaces the values with that name by the values for all keys. The
-forward kernel is then dead code and is left out.
+reads the result and the logarithm that the forward kernel returns. Both have a checkpoint name. So
+this module traces the gradient, and replaces the values with that name by the values for all keys.
+Then nothing uses the forward kernel any more, and it is left out.
 
 Symbols: `B` examples, `K` key and value heads, `G` query heads that share a key head, `S` queries,
 `T` keys, `H` features of a head.
@@ -57,8 +58,8 @@ def attend_part(
     out, log_weights = run_unchecked(run, *_arrays(queries, keys))
     out, log_weights = out.reshape(sums.values.shape), log_weights.reshape(sums.weights.shape)
     largest = jnp.maximum(sums.largest, log_weights)
-    # If a query sees none of the keys, its `log_weights` is far below `sums.largest`. So the keys
-    # add exactly 0.
+    # If a query sees none of the keys, its `log_weights` is far below `sums.largest`, so exactly 0
+    # is added to its sums.
     new, fading = jnp.exp(log_weights - largest), jnp.exp(sums.largest - largest)
     values = sums.values * fading[..., None] + out.astype(jnp.float32) * new[..., None]
     return Sums(values, sums.weights * fading + new, largest)
@@ -67,7 +68,7 @@ def attend_part(
 def attend_part_backward(
     queries: Queries, seen: Seen, keys: Keys, scoring: Scoring, *, is_causal: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Computes what one block of keys adds to the gradients, in float32.
+    """Computes the terms of one block of keys in the gradients, in float32.
 
     Returns:
       The gradients of queries, keys and values.

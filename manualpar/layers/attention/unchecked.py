@@ -1,9 +1,9 @@
 """Functions that the check of varying axes cannot type, such as Pallas kernels.
 
 Under `jax.shard_map(check_vma=True)` a Pallas kernel has to declare over which mesh axes its
-results vary. Kernels that were written for one device, such as JAX's kernels, do not declare it.
-`run_unchecked` runs such a function in a nested `shard_map` that splits nothing and checks nothing,
-and types the results by hand. It is the only place in this package with `check_vma=False`.
+results vary. Kernels that were written for one device, such as JAX's kernels, do not declare these
+axes. `run_unchecked` runs such a function in a nested `shard_map` that splits nothing and checks
+nothing, and types the results by hand. It is the only place in this package with `check_vma=False`.
 
 The types are right, because on each device the function computes with only this device's values:
 

@@ -48,7 +48,7 @@ class Experts(NamedTuple):
     tokens_differ: bool
 
     def on_device(self) -> tuple[jax.Array | int, int]:
-        """Returns the number of this device's first expert, and how many experts it has."""
+        """Returns the index of this device's first expert, and the number of its experts."""
         if not self.axes:
             return 0, self.num_experts
         count = self.num_experts // jax.lax.axis_size(self.axes)
@@ -99,11 +99,11 @@ def compute_with_capacity(
     K, C = chosen_BSK.shape[-1], min(capacity, S)
     first, H = (0, experts.num_experts) if experts.tokens_differ else experts.on_device()
     place_BSK = places(chosen_BSK, experts.num_experts, context)
-    # The positions of one device may take all room of an expert.
+    # The positions of one device may fill all slots of an expert.
     device_place_BSK = places(chosen_BSK, experts.num_experts) if context.size > 1 else place_BSK
     here_BSK, has_room_BSK = chosen_BSK - first, place_BSK < capacity
     is_computed_BSK = (here_BSK >= 0) & (here_BSK < H) & has_room_BSK
-    # The slot of each choice, and the position in each slot. A number out of range stands for none.
+    # The slot of each choice, and the position in each slot; out of range if there is none.
     slot_BSK = jnp.where(is_computed_BSK, here_BSK * C + device_place_BSK, H * C)
     position_BM = jax.vmap(_positions, (0, None))(slot_BSK, H * C)
     slots_BMD = _take(x_BSD, position_BM)
@@ -120,7 +120,8 @@ def compute_dropless(
 ) -> jax.Array:
     """Computes the experts' outputs for all choices.
 
-    For the arguments and the result (the first one) see `compute_with_capacity`.
+    The arguments and the result are as in `compute_with_capacity`, without a capacity and without
+    the number of dropped choices.
 
     Communication:
       If tokens are sent and the backend has a ragged all-to-all: one before the experts and one
@@ -238,7 +239,7 @@ def _positions(slot_SK: jax.Array, num_slots: int) -> jax.Array:
 
 
 def _take(x_BND: jax.Array, index_BM: jax.Array) -> jax.Array:
-    """Takes rows of each sequence, `[B, M, D]`; zeros for an index that is too large."""
+    """Takes rows of each sequence, `[B, M, D]`; an index that is too large gives zeros."""
     return jax.vmap(lambda x, index: x.at[index].get(mode="fill", fill_value=0))(x_BND, index_BM)
 
 

@@ -81,38 +81,39 @@ class MoE(nn.Module):
     changes twice in a step. `nn.scan` needs `"router": 0` in `variable_axes` too.
 
     Attributes:
-      num_experts: The number of experts, `E`, a multiple of the devices along `axis`.
-      mlp_size: The number of features inside an expert, `F`, a multiple of the devices along
-        `model_axis`.
+      num_experts: The number of experts, `E`, a multiple of the number of devices along `axis`.
+      mlp_size: The number of features inside an expert, `F`, a multiple of the number of devices
+        along `model_axis`.
       top_k: How many experts compute a token, `K`.
-      capacity_factor: The number of a sequence's tokens for which an expert has room, as a multiple
-        of an equal share, see `capacity_of`. A choice that finds no room adds nothing. With `None`
-        no choice is dropped.
+      capacity_factor: The number of tokens of a sequence that an expert can take, as a multiple of
+        an equal share, see `capacity_of`. A choice of a full expert adds nothing. With `None` no
+        choice is dropped.
       num_shared: The number of shared experts. They compute every token, with a gate of 1
         (DeepSeekMoE, Dai et al., https://arxiv.org/abs/2401.06066), and are not divided over
         `axis`.
       shared_size: The features of all shared experts together, `F'`, in place of `num_shared`.
       shared_is_gated: Whether the shared experts' output has a gate: `sigmoid(x @ shared_router)`.
-      router_bias: Whether a bias is added to the scores for the choice of experts. It begins with
-        0, and serves pretrained weights that have such a bias.
-      bias_rate: The change of the bias in a minibatch, such as 0.001, see `routing.moved_bias`; it
-        implies a bias. With 0 the bias does not change.
+      router_bias: Whether a bias is added to the scores to choose the experts. The initial bias is
+        0. Use this option for pretrained weights that include such a bias.
+      bias_rate: The change of the bias in a minibatch, such as 0.001, see `routing.moved_bias`.
+        With a rate above 0 the layer has a bias, even without `router_bias`. With 0 the bias does
+        not change.
       gates: How the router's logits become scores; `routing.route` explains this attribute and the
         next five.
       normalize_gates: Whether the gates of a token are divided by their sum.
       gate_scale: The factor by which the gates are then multiplied.
       groups: The number of groups into which neighbouring experts are divided; 1 for no groups.
       groups_per_token: The number of groups in which a token may choose experts.
-      group_score: The score that decides which groups a token chooses.
+      group_score: How the score of a group is computed from the scores of its experts.
       axis: The mesh axis, or tuple of axes, that the experts are divided over; `None` for none.
       model_axis: The mesh axis, or tuple of axes, that each expert is split over.
       sequence: Whether positions are split over `model_axis` between layers.
-      context_axis: The mesh axis that sequences are split over, see `Context`; `None` for none.
-        Without it, capacity, order and balance would refer to one device's part of a sequence.
-        With a capacity, one device's positions may take all slots of an expert. So each device has
-        as many slots as its positions can take. All devices together have more slots than without
-        the axis, at most by a factor of the number of devices along the axis. Without a capacity,
-        only chosen tokens are computed, on any mesh.
+      context_axis: The mesh axis that sequences are split over, see `Context`; `None` for none. If
+        sequences are split and the field is not set, capacity, order and balance refer to one
+        device's part of a sequence. With a capacity, one device's positions may fill all slots of
+        an expert. So each device has as many slots as its positions can fill. All devices together
+        have more slots than without the axis, at most by a factor of the number of devices along
+        the axis. Without a capacity, only chosen tokens are computed, on any mesh.
       down_scale: The standard deviation of the initial `down` in multiples of `F**-0.5`.
     """
 
@@ -163,7 +164,7 @@ class MoE(nn.Module):
           `places`, `load_balance_loss` and `router_z_loss`.
         """
         _check(self, x_BSD, mask_BS)
-        x_BSD = jnp.asarray(x_BSD)  # Traced indices do not index a NumPy array.
+        x_BSD = jnp.asarray(x_BSD)  # A NumPy array cannot be indexed by traced indices.
         context = Context(self.context_axis)
         with context.scope():
             return self._compute(x_BSD, mask_BS, context)
@@ -254,8 +255,8 @@ class MoE(nn.Module):
         if not self.shared_is_gated:
             return y_BSD
         router_D1 = self.param("shared_router", nn.initializers.normal(D**-0.5), (D, 1))
-        # The factor may be applied before the sum, to each device's part of a sum over the model
-        # axis.
+        # Each device multiplies its term of the sum over the model axis by the factor, which gives
+        # the same result as a factor after the sum.
         logits_BS1 = jnp.matmul(x_BSD.astype(jnp.float32), enter(router_D1, self.model_axis))
         return y_BSD * jax.nn.sigmoid(logits_BS1).astype(y_BSD.dtype)
 

@@ -118,7 +118,8 @@ def places(
     """Computes the place of each choice in its expert's queue, `int32[B, S, K]`, from 0.
 
     Each sequence has separate queues. All first choices come before all second choices, so that a
-    full expert drops second choices first. Choices of one rank come in order of position.
+    full expert drops second choices first. All first choices are in the order of their positions,
+    and so are all second choices.
 
     Communication:
       With a context axis, an all-gather of `[2, B, K, E]` counts and an all-reduce of `[B, K, E]`
@@ -186,7 +187,7 @@ def moved_bias(bias_E: jax.Array, count_BE: jax.Array, rate: float) -> jax.Array
       `float32[E]`, the same on all devices.
 
     Communication:
-      One all-reduce of `E` integers over the axes that the choices vary over by their type.
+      One all-reduce of `E` integers, over the axes over which the type of the choices varies.
     """
     count_E = count_BE.sum(0)
     if axes := tuple(sorted(varying_axes(count_E))):
@@ -246,7 +247,8 @@ def auxiliary_loss(
         )
     choices_LBE, dropped_LB = _sown(sown, CHOICES, ndim=2), _sown(sown, DROPPED, ndim=1)
     weight_B = jnp.ones_like(balance_LB[0]) if weight_B is None else weight_B.astype(jnp.float32)
-    # Losses are of whole sequences. Counts that vary over more axes are of parts of sequences.
+    # Losses are for whole sequences. Counts that vary over more axes than the losses are for parts
+    # of sequences.
     axes = tuple(sorted(varying_axes((weight_B, choices_LBE)) - varying_axes(balance_LB)))
     whole_weight_B = weight_B
     if axes:
@@ -271,7 +273,7 @@ def auxiliary_loss(
 
 
 def _sown(sown: Any, name: str, ndim: int) -> jax.Array | None:
-    """Stacks the values that all layers sowed under a name, `[L, ...]`; `None` if no layer did."""
+    """Stacks the values that layers have sown under a name, `[L, ...]`; `None` without values."""
     found = [
         x.reshape(-1, *x.shape[x.ndim - ndim :])  # A scan adds a dim of layers in front.
         for path, x in jax.tree_util.tree_leaves_with_path(sown)
@@ -294,7 +296,7 @@ def _within_groups(score_BSE: jax.Array, groups: int, count: int, best: int) -> 
 
 
 def _mean_over_tokens(x_BSX: jax.Array, mask_BS: jax.Array | None, context: Context) -> jax.Array:
-    """Averages over the valid tokens of each sequence; 0 for a sequence without any."""
+    """Averages over the valid tokens of each sequence; 0 for a sequence without valid tokens."""
     if mask_BS is None:
         return context.total(x_BSX.sum(1)) / (x_BSX.shape[1] * context.size)
     weight_BS1 = mask_BS[..., None].astype(x_BSX.dtype)

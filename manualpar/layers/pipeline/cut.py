@@ -39,8 +39,8 @@ def find_stacked(jaxpr: ClosedJaxpr, paths: Sequence[str]) -> frozenset[str]:
       paths: The paths of these parameters.
 
     Raises:
-      ValueError: No scan runs over parameters, or several do, or the layers cannot be spread over
-        devices for a reason that the message says.
+      ValueError: No scan runs over parameters, or several do, or the layers cannot be divided among
+        stages; the message says why.
     """
     return frozenset(paths[i] for i in find_layer_scan(written_out(jaxpr)[0], paths).stacked)
 

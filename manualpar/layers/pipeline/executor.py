@@ -2,15 +2,15 @@
 
 A pipeline accumulates gradients, and returns the same values as `core.modes.gradients.scanned`.
 Each device along the axis is a stage. A stage has the parameters of some layers, and all parameters
-that do not belong to layers. A table gives the work of each stage in each tick, see `schedules`: at
-most one forward pass F of a microbatch through a chunk of layers, then at most one backward pass B,
-and then activations are sent to the next stage and gradients to the stage before. A `lax.scan` runs
-the ticks.
+that do not belong to layers. A table says what each stage computes in each tick, see `schedules`:
+at most one forward pass F of a microbatch through a chunk of layers, and then at most one backward
+pass B. After this, activations are sent to the next stage and gradients to the previous stage. A
+`lax.scan` runs the ticks.
 
 The stage of the first chunk runs the prefix of the loss before that chunk. The stage of the last
-chunk runs the suffix of the loss after that chunk, and then at once the suffix's backward pass. All
-stages differentiate the same function of the parameters. So each stage has a term of the gradient
-of a parameter outside the layers, and the sum over stages is the gradient.
+chunk runs the suffix of the loss after that chunk, and immediately afterwards the suffix's backward
+pass. All stages differentiate the same loss. So for a parameter outside the layers each stage
+computes a term of the gradient, and the sum over stages is the gradient.
 
 Invariants: all devices send activations and gradients in every tick, outside of any condition.
 Collectives inside a condition run among the devices of one stage. No permute is in a condition that
@@ -108,7 +108,8 @@ class PipelineRun:
 
         Communication:
           In each tick a permute of a microbatch's activations to the next stage, and a permute of
-          activations' gradients to the stage before. One all-reduce of the metrics over `axis`.
+          the gradients of activations to the previous stage. One all-reduce of the metrics over
+          `axis`.
         """
         work = self._differentiated(loss, params, collections, minibatches)
         _check_unchanged(work.loss, collections)
@@ -147,7 +148,7 @@ class PipelineRun:
     def _differentiated(
         self, loss: WeightedLoss, params: Any, collections: Any, parts: Any
     ) -> StageWork:
-        """Makes the stage's work for `params`, a pair of trained and frozen parameters."""
+        """Makes the work that differentiates a loss; `params` are trained and frozen parameters."""
 
         def combined_loss(combined: Any, *args: Any) -> Any:
             return loss(*_split_as(params, combined), *args)
@@ -220,7 +221,7 @@ def _split_as(params: tuple[Any, Any], tree: Any) -> tuple[Any, ...]:
 
 
 def _check_unchanged(loss: StagedLoss, collections: Any) -> None:
-    """Refuses a loss that changes collections, because microbatches overtake each other."""
+    """Refuses a loss that changes collections, because stages run microbatches in parallel."""
     paths = jax.tree_util.tree_leaves_with_path(collections)
     first = len(loss.cut.results) - len(paths)
     for i, (path, _) in enumerate(paths):

@@ -68,7 +68,8 @@ def keeps_layers(eqn: Any, stacked: Sequence[bool], length: int) -> bool:
 def for_fewer_layers(eqn: Any, length: int, fewer: int) -> Any:
     """Changes an equation for `length` layers into an equation for `fewer` layers.
 
-    Returns `None` if no parameter of the equation has the number of layers, or if it mixes layers.
+    Returns `None` if no parameter of the equation contains the number of layers, or if the equation
+    mixes layers.
     """
     name, params = eqn.primitive.name, eqn.params
 

@@ -84,7 +84,7 @@ def _run_wider(jaxpr: Jaxpr, eqn: Any, operands: list[Any]) -> list[Any]:
             "zero to the value."
         )
     operands = cast_to_varying(operands, varying_axes(operands))
-    variables = [Var(jax.typeof(x)) for x in operands]  # Literals are replaced too.
+    variables = [Var(jax.typeof(x)) for x in operands]  # Literals become variables too.
     eqn = eqn.replace(invars=variables)
     return run_equations(jaxpr, [eqn], variables, eqn.outvars, operands)
 

@@ -154,7 +154,7 @@ class _Run:
             self.arriving_gradients[(stage - 1) % self.table.num_stages] = (m, k - 1)
 
     def hop(self, tick: int, stage: int, row: Mapping[str, int]) -> None:
-        """Puts the values that were sent to a stage in this tick into slots."""
+        """Puts the values that a stage receives in this tick into slots."""
         for name, slots, arriving in (
             ("arriving_slot", self.inputs[stage], self.arriving),
             ("arriving_gradient_slot", self.gradients[stage], self.arriving_gradients),

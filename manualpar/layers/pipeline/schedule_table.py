@@ -1,10 +1,10 @@
 """A schedule of a pipeline: a table of the passes that each stage computes in each tick.
 
 S stages take M microbatches through v S chunks of layers. Chunk k runs on stage k % S, where it is
-chunk k // S of v. In a *tick* every device runs at most one F (a microbatch forward through a
-chunk), then at most one B (backward), then a *hop*: activations are sent to the next stage, and
-gradients to the stage before. The F of the last chunk also computes the loss and its gradient, so
-that the B of the last chunk may follow in the same tick.
+chunk k // S of v. In a *tick* every device runs at most one F (the forward pass of a microbatch
+through a chunk), then at most one B (the backward pass), and then a *hop*: activations are sent to
+the next stage, and gradients to the previous stage. The F of the last chunk also computes the loss
+and its gradient, so that the B of the last chunk may follow in the same tick.
 
 A device keeps the inputs of its chunks, and the gradients of the chunks' outputs, in *slots*.
 """
@@ -31,7 +31,7 @@ BACKWARD_ROWS = (
     "backward_is_first",
 )
 HOP_ROWS = ("arriving_slot", "arriving_gradient_slot")
-# The value of a row where it has no entry, if it is not -1.
+# The value that means "no entry", in rows where it is not -1.
 NOTHING = {"is_first": 0, "is_last": 0, "backward_is_first": 0}
 
 TableRows: TypeAlias = Mapping[str, np.ndarray]
@@ -52,8 +52,8 @@ class Costs(NamedTuple):
     """Times of the parts of a tick, in any unit.
 
     Attributes:
-      forward: A chunk forward.
-      backward: A chunk backward, and its forward pass if the backward pass computes it again.
+      forward: The forward pass of a chunk.
+      backward: The backward pass of a chunk, and its forward pass if this is computed again.
       before: The part of the model before its layers, forward, in the F of the first chunk.
       before_backward: The same part backward, in the B of the first chunk.
       after: The part of the model after its layers, forward and backward, in the last chunk's F.
@@ -68,7 +68,7 @@ class Costs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Table:
-    """A schedule of S stages, M microbatches, v chunks a stage and T ticks.
+    """A schedule of S stages, M microbatches, v chunks on each stage and T ticks.
 
     Attributes:
       name: The schedule.
@@ -76,14 +76,14 @@ class Table:
       num_microbatches: M.
       chunks: v.
       events: Every F and B, ordered by tick.
-      rows: The arrays that an executor reads, each int32[T, S]: -1 where there is no entry, 0 or 1
-        where the name is a question. `forward_microbatch`, `forward_chunk` (of v) and
-        `forward_slot` (the slot of the chunk's input); `is_first` and `is_last` (whether the F is
-        of the first or last chunk of all stages); `last_gradient_slot` (the slot into which the F
-        of the last chunk puts its gradient). `backward_microbatch`, `backward_chunk`,
-        `backward_slot` of the chunk's input, `gradient_slot` of the chunk output's gradient,
-        `backward_is_first`. `arriving_slot` and `arriving_gradient_slot`, where the hop of the tick
-        puts the arriving values.
+      rows: The arrays that an executor reads, each int32[T, S]. -1 means that there is no entry.
+        `is_first`, `is_last` and `backward_is_first` have 0 for no and 1 for yes instead.
+        `forward_microbatch`, `forward_chunk` (of v) and `forward_slot` (the slot of the chunk's
+        input); `is_first` and `is_last` (whether the F is of the first or last chunk of all
+        stages); `last_gradient_slot` (the slot into which the F of the last chunk puts its
+        gradient). `backward_microbatch`, `backward_chunk`, `backward_slot` of the chunk's input,
+        `gradient_slot` of the chunk output's gradient, `backward_is_first`. `arriving_slot` and
+        `arriving_gradient_slot`, the slots into which the hop of the tick puts the arriving values.
       activation_slots: The number of slots that a device needs for inputs of chunks.
       gradient_slots: The number of slots that a device needs for gradients; 0 without backward
         passes.
@@ -94,7 +94,7 @@ class Table:
     num_microbatches: int
     chunks: int
     events: tuple[Event, ...]
-    rows: TableRows = dataclasses.field(repr=False, compare=False)  # Rows follow from events.
+    rows: TableRows = dataclasses.field(repr=False, compare=False)  # Computed from events.
     activation_slots: int
     gradient_slots: int
 
@@ -128,7 +128,7 @@ class Table:
 
     @property
     def bubble(self) -> float:
-        """The share of time in which a device idles, if only chunks take time."""
+        """The share of time in which a device is idle, if only chunks take time."""
         return self.idle_share(Costs())
 
     def busy(self, costs: Costs) -> np.ndarray:
@@ -153,6 +153,6 @@ class Table:
         return np.asarray(self.busy(costs).sum(axis=0).max(axis=1))
 
     def idle_share(self, costs: Costs) -> float:
-        """Returns the share of time in which a device idles, on average over the stages."""
+        """Returns the share of time in which a device is idle, on average over the stages."""
         computing = self.busy(costs).sum() / self.num_stages
         return float(1 - computing / self.tick_times(costs).sum())

@@ -1,16 +1,16 @@
 """Makes the tables of schedules: simulates the stages, finds slots, and checks the result.
 
-- `gpipe` (https://arxiv.org/abs/1811.06965): a stage does all its F before its first B.
-- `1f1b` (https://arxiv.org/abs/2104.04473): a stage does each B as soon as it can. With v > 1
+- `gpipe` (https://arxiv.org/abs/1811.06965): a stage computes all its F before its first B.
+- `1f1b` (https://arxiv.org/abs/2104.04473): a stage computes each B as soon as possible. With v > 1
   chunks on a stage, microbatches go through the chunks in groups of at least S, so that no stage
-  waits for the first microbatch of a group to come around.
+  waits until the first microbatch of a group returns to the first stage.
 
-With both schedules a stage idles for (S - 1) / (v M + S - 1) of the time if M >= S. If S divides M,
-`1f1b` keeps (v + 1) S - 1 inputs for any number of microbatches. `gpipe` keeps v M inputs.
+With both schedules a stage is idle for (S - 1) / (v M + S - 1) of the time if M >= S. If S divides
+M, `1f1b` keeps (v + 1) S - 1 inputs for any number of microbatches. `gpipe` keeps v M inputs.
 
-A tick has an F *and* a B, although 1F1B is usually drawn with an F or a B in a tick. In one program
-for all devices a tick lasts as long as its slowest device. If a tick had one F or one B, some stage
-would run a B in almost every tick, and all ticks would last as long as a B. That would lose a
+A tick has an F *and* a B, although 1F1B is usually drawn with an F or a B in a tick. All devices
+run one program, so a tick lasts as long as its slowest device. If a tick had one F or one B, some
+stage would run a B in almost every tick, and all ticks would last as long as a B. That would lose a
 quarter of the time if a B takes as long as two F.
 """
 

@@ -1,7 +1,7 @@
 """The computation of a stage in each tick of a pipeline, see `executor`.
 
-In every tick every stage reads its slots and sends activations and gradients. A stage does
-everything else only in the ticks that the table names.
+In every tick every stage reads its slots and sends activations and gradients. A stage computes a
+chunk only in the ticks in which the table has an entry.
 """
 
 import functools
@@ -290,7 +290,7 @@ class StageWork:
         return branch(row.mine[name] > nothing, run, types, scope=scope, **options)
 
     def _hop(self, values: Any, step: int) -> Any:
-        """Sends values to the next stage (`step=1`) or to the stage before (`step=-1`)."""
+        """Sends values to the next stage (`step=1`) or to the previous stage (`step=-1`)."""
         number, wraps = self._table.num_stages, self._table.chunks > 1
         pairs = [(i, i + 1) for i in range(number - 1)] + [(number - 1, 0)] * wraps
         pairs = pairs if step > 0 else [(b, a) for a, b in pairs]
@@ -320,7 +320,7 @@ class StageWork:
         return {i: state.sums[i] for i in numbers if i in self._trained}
 
     def _chunk_params(self, chunk: Any) -> dict[int, Any]:
-        """Collects the parameters that a chunk reads; stacked ones have only the chunk's layers."""
+        """Collects the parameters that a chunk reads; stacked parameters have only its layers."""
         size = self.loss.chunk_layers
         first = jnp.maximum(chunk, 0) * size
         return self._pick(self.loss.chunk_params) | {

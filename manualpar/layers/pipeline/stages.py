@@ -9,7 +9,7 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh
 
 from manualpar.core.mesh.axes import axis_tuple
-from manualpar.core.model.options import check_choice
+from manualpar.core.model.option_table import check_choice
 from manualpar.core.modes.strategy import Strategy
 from manualpar.core.trees import path_name
 from manualpar.layers.pipeline.cut import check_divides, find_stacked
@@ -26,11 +26,11 @@ MOST_PASSES = 2**18
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
-    """Spreads a model's layers over devices, through which microbatches pass one after another.
+    """Divides a model's layers among stages, which compute several microbatches at once.
 
     The model and the loss are written for one device, because the traced loss is cut at its scan
     over layers. The microbatches are the builder's minibatches; any number is allowed. With `M`
-    microbatches and `S` stages a device waits for `(S - 1) / (chunks M + S - 1)` of the time.
+    microbatches and `S` stages a device is idle for `(S - 1) / (chunks M + S - 1)` of the time.
 
     Attributes:
       axis: The mesh axis; each device along it is a stage.
@@ -38,13 +38,13 @@ class Pipeline:
         so that the kept values do not grow with the number of microbatches. `"gpipe"` runs all
         forward passes first. (Narayanan et al., https://arxiv.org/abs/2104.04473, section 2.2;
         Huang et al., https://arxiv.org/abs/1811.06965.)
-      chunks: The number of chunks of consecutive layers on a stage. With more chunks a device waits
-        less, sends more, and keeps more.
+      chunks: The number of chunks of consecutive layers on a stage. With more chunks a device is
+        idle for less time, but sends more and keeps more values.
       keep: The values that a stage keeps of a microbatch until its backward pass: `"residuals"`,
-        like autodiff, or `"inputs"`. From the inputs the backward pass computes the stage again,
-        which costs a third more operations. 1F1B keeps up to `2 S - 1` microbatches on a stage, so
-        residuals take much memory, and moving residuals takes time; `docs/pipelines.md` has
-        measurements.
+        like autodiff, or `"inputs"`. With `"inputs"` the backward pass computes the stage again
+        from its inputs, which takes a third more operations. 1F1B keeps up to `2 S - 1`
+        microbatches on a stage, so residuals take much memory, and moving residuals takes time;
+        `docs/pipelines.md` has measurements.
     """
 
     axis: str = "stage"
@@ -69,12 +69,12 @@ class Pipeline:
             reduces gradients but does not gather parameters.
         """
         name = strategy.name
-        if (mode := options.get("mode", "manual")) != "manual":
+        if (mode := options["mode"]) != "manual":
             raise ValueError(
                 f"{name}: pipeline= with mode={mode!r}, expected 'manual': a pipeline is made of "
                 "collectives that are written by hand."
             )
-        if options.get("use_scan", False):
+        if options["use_scan"]:
             raise ValueError(
                 f"{name}: pipeline= with use_scan=True, expected False: a pipeline runs its "
                 "microbatches in one scan of ticks already."

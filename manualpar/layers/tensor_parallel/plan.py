@@ -3,9 +3,9 @@
 A *plan* says which modules compute with shards of their parameters. Its keys are globs on module
 paths and its values are styles: `Column` modules compute some of the outputs on each device, `Row`
 modules take some of the inputs and sum their products, and `Vocab` modules are embeddings with some
-rows on each device. A module whose code uses the number of heads is `PerDevice`. As in Megatron-LM
-(Shoeybi et al., https://arxiv.org/abs/1909.08053), a `Row` follows a `Column`, and the devices
-share the operations between the two, such as the heads of attention.
+rows on each device. A module whose code uses the number of heads has the style `PerDevice`. As in
+Megatron-LM (Shoeybi et al., https://arxiv.org/abs/1909.08053), a `Row` follows a `Column`, and the
+devices share the operations between the two, such as the heads of attention.
 
 ```python
 model = tensor_parallel(
@@ -83,8 +83,9 @@ def tensor_parallel(
         because types show its errors.
 
     Returns:
-      The model for any builder of a program. Outside of a `shard_map` that binds `axis` its `init`
-      and `apply` do the same as the `init` and `apply` of the given model.
+      The model for any builder of a program. Outside of a `shard_map` that binds `axis`, the `init`
+      and `apply` of the returned model compute the same as the `init` and `apply` of the given
+      model.
 
     Raises:
       TypeError: An argument is of the wrong kind.
@@ -212,7 +213,7 @@ class TensorParallelInterface(LinenModel):
         return _split_param(self.planned, f"{path}/kernel", kernel)
 
     def check(self, trace: Callable[[Any], None]) -> None:
-        """Compares the loss's calls of the model on shards with these calls on whole arrays."""
+        """Compares the loss's calls of the model on shards with the same calls on whole arrays."""
         if self.planned.verify:
             trace(dataclasses.replace(self, is_checked=True))
 

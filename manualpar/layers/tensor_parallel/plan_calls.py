@@ -57,7 +57,7 @@ class PlannedCalls:
         if style is None or isinstance(style, PerDevice):
             where = f"tensor_parallel: module {path or kind!r} ({kind})"
             return self._call_unplanned(where, module, None, next_fun, args, kwargs)
-        if "param" in vars(module):  # The module calls itself.
+        if "param" in vars(module):  # A method of the module calls another method of the module.
             return next_fun(*args, **kwargs)
         with self._on_shards(module, style):
             if is_within:
@@ -211,7 +211,7 @@ class PlannedCalls:
                 return jnp.zeros(shape, declared.dtype)
 
             x = original(name, shard_init, *args, **kwargs)
-            # A row's bias is added after the sum.
+            # The bias of a Row is added after the sum.
             return jnp.zeros_like(x) if isinstance(style, Row) and name == "bias" else x
 
         with overridden(module, param=param), replace_features(module, style, per_device):

@@ -98,9 +98,9 @@ _MENDS: Mapping[Reason, str] = {
 def check_on_shards(
     apply: Callable[..., Any], style_of: StyleOf, calls: PlannedCalls, *args: Any, **kwargs: Any
 ) -> None:
-    """Refuses a call that computes something else on shards than on whole arrays.
+    """Refuses a call of a module that computes a different result on shards than on whole arrays.
 
-    It is called within a `shard_map`, with the variables and arguments of one device.
+    Call this function within a `shard_map`, with the variables and arguments of one device.
 
     Args:
       apply: Applies the module without the plan.
@@ -185,7 +185,7 @@ class _WholeCalls:
         if style is None or isinstance(style, PerDevice):
             with replace_fields(module, _without_sequence(module)):
                 return next_fun(*args, **kwargs)
-        if "param" in vars(module):  # The module calls itself.
+        if "param" in vars(module):  # A method of the module calls another method of the module.
             return next_fun(*args, **kwargs)
         devices = jax.lax.axis_size(self._axis)
 
@@ -202,7 +202,7 @@ class _WholeCalls:
             if dim is not None:
                 shape[dim] = unshared_size(shape[dim])
             like = nn.unbox(module.get_variable("params", name))
-            if isinstance(style, Row) and name == "bias":  # On shards this bias is zero too.
+            if isinstance(style, Row) and name == "bias":  # Zero, as on shards.
                 zeros = jnp.zeros(shape, like.dtype)
                 return cast_to_varying(zeros, varying_axes(like) - {self._axis})
             # The value is made from the shard, so that nn.scan hoists the same values out of a loop
@@ -229,7 +229,7 @@ def _compare(
 
     With `is_sum` the inputs of the program on shards are terms of a sum.
     """
-    summed = {path} if is_sum else set[str]()  # The modules whose products are parts of a sum.
+    summed = {path} if is_sum else set[str]()  # The modules whose products are terms of a sum.
     constants: dict[Any, Any] = {}
     jaxprs: list[Jaxpr] = []
     for program in (shards, whole):

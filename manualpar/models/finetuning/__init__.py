@@ -1,1 +1,1 @@
-"""Fine-tunes a given model with adapters of low rank, and stores frozen parameters in int8."""
+"""Fine-tunes pretrained models with LoRA adapters, and stores frozen parameters in int8."""

@@ -3,8 +3,9 @@
 `adapters.safetensors` contains the adapters by their paths, in float32, which represents narrower
 dtypes exactly. `adapters.json` contains the targets with their ranks, and alpha.
 
-Invariants: a folder gets its name when it is complete, see `manualpar.system.storage.drafts`. The
-file contains unsharded adapters, so that programs on any mesh and of any strategy can load them.
+Invariants: a folder gets its final name only when it is complete, see
+`manualpar.system.storage.drafts`. The adapters in the file are not sharded, so that programs on any
+mesh and of any strategy can load them.
 """
 
 import json
@@ -42,7 +43,7 @@ def save_adapters(program: Program, state: TrainState, directory: GivenPath) -> 
 
     Raises:
       ValueError: The model has no adapters, the state does not belong to the program, the folder
-        exists already, or another process is writing it. Nothing has been written.
+        exists already, or another process is writing to it. Nothing has been written.
       OSError: The files cannot be written; no folder has been made.
 
     Communication:
@@ -51,7 +52,7 @@ def save_adapters(program: Program, state: TrainState, directory: GivenPath) -> 
     require("save_adapters", "safetensors")
     from safetensors.numpy import save
 
-    # Imported here, so that `import manualpar` loads no code for communication between processes.
+    # Imported here so that `import manualpar` does not load code for several processes.
     from manualpar.system.cluster.agreement import failing_together, gather
 
     model = lora_interface("save_adapters", program).low_rank
@@ -71,7 +72,7 @@ def save_adapters(program: Program, state: TrainState, directory: GivenPath) -> 
         if jax.process_index() == 0:
             description = {"alpha": model.alpha, "targets": dict(model.targets)}
             texts = {
-                ARRAYS_FILE: save(values),  # `save_file` would ignore the umask.
+                ARRAYS_FILE: save(values),  # Not `save_file`, which ignores the umask.
                 DESCRIPTION_FILE: json.dumps(description, indent=2).encode() + b"\n",
             }
             with writing("save_adapters", target), draft_of(target) as draft:
@@ -83,16 +84,17 @@ def save_adapters(program: Program, state: TrainState, directory: GivenPath) -> 
 
 
 def load_adapters(program: Program, state: TrainState, directory: GivenPath) -> TrainState:
-    """Loads adapters that `save_adapters` has written into a state on any mesh.
+    """Returns a state with the adapters that `save_adapters` has written; on any mesh.
 
     Args:
       program: A program of a model with the same targets, ranks and alpha.
-      state: The program's state; not donated. The base and the optimizer's state do not change.
+      state: The program's state; not donated. Only its adapters are replaced: the base parameters
+        and the optimizer's state stay the same.
       directory: The folder that `save_adapters` has written.
 
     Returns:
-      The state with the saved adapters, cast to the dtype in which the program stores adapters.
-      Adapters that were saved from this dtype have the same bits.
+      The state with the saved adapters, cast to the dtype in which the program stores adapters. If
+      the adapters had this dtype when they were saved, they have the same bits again.
 
     Raises:
       ValueError: The folder is missing or damaged; or alpha, a name or a shape differs from the
@@ -111,10 +113,10 @@ def load_adapters(program: Program, state: TrainState, directory: GivenPath) -> 
     adapters = {_path(leaf): leaf for leaf in leaves if is_adapter(leaf.name)}
     try:
         description = read_object(source / DESCRIPTION_FILE)
-        open_tensors(source / ARRAYS_FILE)[0].close()  # Refuses a file that is a FIFO, for example.
+        open_tensors(source / ARRAYS_FILE)[0].close()  # Raises for a FIFO, for example.
         with safe_open(source / ARRAYS_FILE, framework="np", backend="pread") as file:
             differences = _differences(adapters, file)
-            # Arrays are read only after the check that their shapes are those of the program.
+            # Arrays are read only if their shapes match the program.
             found = {} if differences else {path: file.get_tensor(path) for path in adapters}
     except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(
@@ -143,7 +145,7 @@ def _path(leaf: Leaf) -> str:
 
 
 def _differences(leaves: Mapping[str, Leaf], file: Any) -> list[str]:
-    """Returns the differences between a file and `leaves` in names, shapes and dtypes."""
+    """Returns a line for each difference between a file and `leaves` in name, shape or dtype."""
     names = set(file.keys())
     lines = [f"{name} is left over" for name in sorted(names - leaves.keys())]
     for path, leaf in leaves.items():

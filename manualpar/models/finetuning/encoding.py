@@ -1,12 +1,12 @@
-"""Quantizes loaded kernels to codes and scales on the devices, one kernel after the other.
+"""Quantizes loaded kernels to int8 codes and scales, on the devices, one kernel at a time.
 
-A kernel arrives as float32, in shards. Each device encodes its shard, so that no device and no host
-stores more of the kernel than its shards. If shards of the codes would end within blocks, the
-kernel arrives in another layout, whose shards contain complete blocks. After encoding, devices
-exchange the codes.
+A kernel is loaded as a sharded float32 array. Each device quantizes its shard, so that no device
+and no host stores more of the kernel than its shards. If the shards of the codes would end within
+blocks, the kernel is loaded with another sharding, whose shards contain complete blocks, and the
+devices exchange the codes afterwards.
 
 Invariants: padding consists of zeros, and the codes of zeros are zeros. So padding need not be
-removed before an array is encoded.
+removed before an array is quantized.
 """
 
 import functools
@@ -25,13 +25,13 @@ from manualpar.core.state.state_arrays import Leaf
 
 
 class Encoding(NamedTuple):
-    """The stored form of a parameter.
+    """A parameter that is stored in int8: its leaves before and after quantization.
 
     Attributes:
-      plain: The parameter before encoding, in float32. It is sharded so that each device has
+      plain: The parameter before quantization, in float32. It is sharded so that each device has
         complete blocks.
-      codes: The parameter's codes.
-      scales: The parameter's scales.
+      codes: The parameter's int8 codes, as the program stores them.
+      scales: The scales of the blocks, as the program stores them.
     """
 
     plain: Leaf
@@ -40,7 +40,7 @@ class Encoding(NamedTuple):
 
     @classmethod
     def of(cls, name: str, codes: Leaf, scales: Leaf) -> "Encoding":
-        """Returns the encoding of the parameter called `name`."""
+        """Makes the `Encoding` of the parameter `name` from the leaves of its codes and scales."""
         dtype = jnp.promote_types(scales.dtype, jnp.float32)
         layout: Any = codes.abstract.sharding
         held, sharding = _whole_blocks(
@@ -51,7 +51,7 @@ class Encoding(NamedTuple):
         return cls(Leaf(name, keys, abstract, codes.shape, held, dtype), codes, scales)
 
     def encode(self, x: jax.Array) -> dict[str, jax.Array]:
-        """Quantizes the parameter, which is donated, and returns codes and scales by name.
+        """Quantizes the parameter `x`, which is donated; returns codes and scales by name.
 
         Communication:
           None for most parameters. Codes are sent if their shards end within blocks. Scales are
@@ -65,7 +65,7 @@ class Encoding(NamedTuple):
         """Dequantizes the parameter; the result has the sharding and the padding of the codes.
 
         Communication:
-          The communication of `encode`, in the other direction.
+          That of `encode`, in the other direction.
         """
         with no_mesh():
             return _decoder(*self._types, _block(self.codes, self.scales))(codes, scales)
@@ -87,7 +87,7 @@ def _whole_blocks(
     parts = axes_size(sharding.mesh, axes[-1])
     if parts == 1 or held[-1] // parts % block == 0:
         return held, sharding
-    # Devices that would split blocks of the last dim divide another dim instead.
+    # The axes that would split blocks of the last dim shard the largest other dim instead.
     sizes = list(held[:-1])
     dim = sizes.index(max(sizes))
     axes[dim], axes[-1] = (*axes[dim], *axes[-1]), ()
@@ -103,7 +103,7 @@ def _round_up(size: int, parts: int) -> int:
 
 @functools.lru_cache
 def _encoder(plain: Any, codes: Any, scales: Any, block: int) -> Callable[[jax.Array], Any]:
-    """Returns the compiled encoder for all parameters with these shapes and layouts."""
+    """Makes the compiled function that quantizes parameters of these shapes and shardings."""
 
     def run(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         made = quantize(x, block)
@@ -114,7 +114,7 @@ def _encoder(plain: Any, codes: Any, scales: Any, block: int) -> Callable[[jax.A
 
 @functools.lru_cache
 def _decoder(plain: Any, codes: Any, scales: Any, block: int) -> Callable[..., jax.Array]:
-    # The axes in `run` are automatic, even if the program's mesh has axes of other types.
+    # Inside `run` all mesh axes are of type `Auto`, even if they have other types in the program.
     mesh = with_axis_types(plain.sharding.mesh, AxisType.Auto)
     sharding = NamedSharding(mesh, plain.sharding.spec)
 
@@ -135,7 +135,7 @@ def _jit(run: Callable[..., Any], shardings: Any) -> Callable[..., Any]:
 
 
 def _resize(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Cuts off the last entries of an array, or appends zeros."""
+    """Brings an array to a shape: cuts off the end of longer dims, pads shorter dims with zeros."""
     pairs = list(zip(x.shape, shape, strict=True))
     x = x[tuple(slice(min(own, size)) for own, size in pairs)]
     return jnp.pad(x, [(0, max(size - own, 0)) for own, size in pairs])

@@ -1,4 +1,4 @@
-"""Adapters of low rank for a frozen model (LoRA).
+"""Low-rank adapters for a frozen model (LoRA).
 
 ```python
 model = manualpar.lora(model, {"*/attention/query": 8, "*/attention/value": 8}, alpha=16)
@@ -7,13 +7,13 @@ state = program.init_from(pretrained, rng, missing="init")
 ```
 
 Each chosen layer gets two more parameters, `lora_a` and `lora_b`, see `low_rank`. By default these
-are trained and all other parameters are frozen; the builder's `trainable=` can change this. An
-interceptor of Linen's calls makes the adapters when the model is initialised, and adds their
-product when the model is applied. So a model needs no change, and loops over layers stack adapters
-in the same way as kernels.
+are trained and all other parameters are frozen; `trainable=` of the program's builder can change
+this. An interceptor of Linen's method calls makes the adapters when the model is initialized, and
+adds their product when the model is applied. So the model's code need not change, and loops over
+layers stack adapters in the same way as kernels.
 
 Invariants: all other parameters have the same paths and the same initial bits as without adapters.
-At first `lora_b` is zero, so that the model's results are the same as without adapters.
+Initially `lora_b` is zero, so the model's results are the same as without adapters.
 """
 
 import dataclasses
@@ -49,29 +49,29 @@ def lora(
     *,
     alpha: float,
 ) -> "LowRankModel":
-    """Adds trained adapters of low rank to layers of a Linen model, and freezes the model.
+    """Adds trainable low-rank adapters to layers of a Linen model, and freezes the model.
 
     Args:
       model: A Linen model, or the result of `tensor_parallel` or `quantized`. It is not changed.
-      targets: For each glob on module paths, such as `"*/attention/query"`, the rank of the
+      targets: Maps a glob on module paths, such as `"*/attention/query"`, to the rank of these
         modules' adapters. `*` stands for any characters, including slashes. A glob may also match
         the path of a module's kernel. The modules must be `SplitDense`, `nn.Dense`,
         `nn.DenseGeneral` or `nn.Einsum`.
       alpha: An adapter's product is multiplied by `alpha / rank`.
 
     Returns:
-      The model, for any builder of a program. Its parameters are the parameters of the given model,
-      and for each adapted layer `lora_a` of shape `[..., r]` and `lora_b` of shape `[r, ...]`. In
-      both shapes the dims of loops come first.
+      The model with adapters, from which any strategy can build a program. Its parameters are those
+      of the given model and, for each adapted layer, `lora_a` of shape `[..., r]` and `lora_b` of
+      shape `[r, ...]`. If a loop stacks layers, its dim comes first in both shapes.
 
     Raises:
-      TypeError: An argument is of the wrong kind.
-      ValueError: A glob matches no layer, or a layer that cannot be adapted. The message names the
-        module's path and the reason. The error is raised in this call or when a program is built.
+      TypeError: An argument is of the wrong type.
+      ValueError: A glob matches no layer, or a layer that cannot have an adapter. The message names
+        the module's path and the reason. The error is raised here or when a program is built.
 
     Communication:
-      Base parameters are gathered as without adapters. Base parameters have no gradients, so that
-      only the adapters' gradients are reduced.
+      Base parameters are gathered as without adapters. Only the gradients of adapters are reduced,
+      because base parameters have no gradients.
     """
     if isinstance(model, nnx.Module):
         raise TypeError(
@@ -128,15 +128,15 @@ class LowRankModel:
         return module
 
     def init(self, rngs: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Calls the model's `init` and adds adapters."""
+        """Calls the given model's `init`, and adds adapters to its parameters."""
         return _adapted(self).init(rngs, *args, **kwargs)
 
     def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
-        """Calls the model's `apply` with adapters."""
+        """Calls the given model's `apply`, and adds the adapters' products in its layers."""
         return _adapted(self).apply(variables, *args, **kwargs)
 
     def rank_of(self, path: str) -> int | None:
-        """Returns the rank of the adapter of the module at a path; `None` if no target names it.
+        """Returns the rank for the module at a path; `None` if no target matches the path.
 
         Raises:
           ValueError: Two targets give the module different ranks.
@@ -162,10 +162,10 @@ def _matches(path: str, glob: str) -> bool:
 @register_interface
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class LoRAInterface(WrappingInterface):
-    """How a program calls a `LowRankModel`.
+    """The interface through which a program calls a `LowRankModel`.
 
     Attributes:
-      low_rank: The model with the ranks.
+      low_rank: The `LowRankModel`, with the ranks.
     """
 
     low_rank: Any = None
@@ -175,7 +175,7 @@ class LoRAInterface(WrappingInterface):
 
     @classmethod
     def wrap(cls, model: Any) -> Self | None:
-        """Wraps the interface of a model to which adapters are added."""
+        """Makes the interface of a `LowRankModel`; returns `None` for any other model."""
         if not isinstance(model, LowRankModel):
             return None
         base = interface_of(model.model)
@@ -183,18 +183,18 @@ class LoRAInterface(WrappingInterface):
 
     @property
     def trainable(self) -> tuple[str, ...]:
-        """The globs of the adapters' parameters."""
+        """The globs of the parameters that are trained by default: the adapters."""
         return ADAPTERS
 
     def check(self, trace: Callable[[ModelInterface], None]) -> None:
-        """Checks only the given model, because adapters work with shards and need no check."""
+        """Checks only the given model: adapters compute correctly with shards and need no check."""
         self.base.check(lambda base: trace(self.called(base)))
 
     def init(self, rngs: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Initializes the given model's variables, and adapters among the parameters.
+        """Initializes the variables of the given model, and adds adapters to the parameters.
 
         Raises:
-          ValueError: A target does not exist or cannot be adapted.
+          ValueError: A target matches no layer, or a layer that cannot have an adapter.
         """
         making = _Making(self.low_rank, self.base)
         variables = self.base.intercepted(making).init(rngs, *args, **kwargs)
@@ -202,12 +202,12 @@ class LoRAInterface(WrappingInterface):
         return dict(variables)
 
     def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
-        """Calls the given model's `apply` and adds the products of the adapters."""
+        """Calls the given model's `apply`, and adds the adapters' products in its layers."""
         base = self.called(self.base)
         return base.intercepted(self._add).apply(variables, *args, **kwargs)
 
     def _add(self, next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
-        """Intercepts a module's call and adds the product of its adapter to the result."""
+        """Intercepts a module's call, and adds the product of its adapter to the result."""
         module, y = context.module, next_fun(*args, **kwargs)
         if not _computes(context) or not module.has_variable("params", DOWN):
             return y
@@ -217,16 +217,16 @@ class LoRAInterface(WrappingInterface):
 
 
 class _Making:
-    """An interceptor that makes adapters while a model is initialised."""
+    """An interceptor that makes adapters while a model is initialized."""
 
     def __init__(self, low_rank: LowRankModel, base: LinenModel) -> None:
         self._low_rank, self._base = low_rank, base
-        # The shapes of the adapted modules' parameters, as the modules see them, by path.
+        # The shapes of each adapted module's parameters, by path, without the dims of loops.
         self._made: dict[str, dict[str, tuple[int, ...]]] = {}
         self._refused: dict[str, str] = {}
 
     def __call__(self, next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
-        """Calls a module's method, and then makes the module's adapter if it has none."""
+        """Calls a module's method, and then makes the module's adapter if a target asks for one."""
         module, y = context.module, next_fun(*args, **kwargs)
         if not _computes(context):
             return y
@@ -247,7 +247,7 @@ class _Making:
         shape = kernel.shape
         # Initial weights are uniform between -/+ 1/sqrt(inputs), as in other LoRA libraries.
         init = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform", range(inputs), (-1,))
-        # A call of `make_rng` would change the keys of other parameters, because it counts calls.
+        # Not `make_rng`: it counts calls, so it would change the keys of other parameters.
         assert module.scope is not None
         key = LazyRng.create(module.scope.rngs["params"], DOWN).as_jax_rng()
         values = {
@@ -263,9 +263,9 @@ class _Making:
             module.put_variable("params", name, value)
 
     def check(self, params: Any) -> None:
-        """Refuses a target that matches no layer, or matches a layer that cannot be adapted."""
+        """Refuses a target that matches no layer, or a layer that cannot have an adapter."""
         leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_box)
-        shapes = {  # The shape of the codes is the shape of their kernel.
+        shapes = {  # An int8 kernel's codes have the shape of the kernel.
             path_name(path).removesuffix(CODES): (x.value if is_box(x) else x).shape
             for path, x in leaves
         }
@@ -294,10 +294,10 @@ class _Making:
 
 
 def _computes(context: Any) -> bool:
-    """Returns whether this call of a module computes and has the module's variables.
+    """Returns whether an intercepted call computes the module's result and has its variables.
 
-    A module in `nn.remat` or `nn.scan` does not compute. It calls the same module without the
-    transform, and this second call computes.
+    The call of a module that `nn.remat` or `nn.scan` wraps does not compute by itself. It makes a
+    second call, of the same module without the transform, and the second call computes.
     """
     module, method = context.module, context.method_name
     is_lifted = type(module).__module__ == "flax.linen.transforms" and method in vars(type(module))

@@ -1,17 +1,17 @@
-"""The products that adapters of low rank add to a layer's result.
+"""Computes the product that a low-rank adapter adds to a layer's result.
 
 A layer with a kernel `W` computes `x W`. With an adapter it computes `x W + (alpha / r) (x a) b`,
 where `a` maps the input to `r` features and `b` maps these features to the output (Hu et al., LoRA,
-https://arxiv.org/abs/2106.09685). Activations are added, not weights. So no array of the size of
+https://arxiv.org/abs/2106.09685). The product `a b` is never computed, so no array of the size of
 `W` is made. The gradient of `W`, which costs as much as the layer's forward pass, is not computed.
 
-The layer's fields (`SplitDense.contracted`, `nn.DenseGeneral.axis`) choose the input dims of the
-kernel. `a` has the input dims and then `r`; `b` has `r` and then the output dims. So mesh axes
-split `b` in a column-parallel layer, and `a` in a row-parallel layer. The split dim is the kernel's
-split dim.
+The layer's fields (`SplitDense.contracted`, `nn.DenseGeneral.axis`) determine the input dims of the
+kernel. `a` has the input dims and then `r`; `b` has `r` and then the output dims. So `b` is sharded
+in a column-parallel layer, and `a` in a row-parallel layer, each along the dim along which the
+kernel is sharded.
 
-Invariants: an adapter computes in the dtype of its layer. A layer that cannot be adapted is
-refused, and the message says why.
+Invariants: an adapter computes in the dtype of its layer. A layer that cannot have an adapter is
+refused, and the message gives the reason.
 
 Symbols: `r` the rank of an adapter.
 """
@@ -30,10 +30,11 @@ ADAPTED_LAYERS = "SplitDense, nn.Dense, nn.DenseGeneral or nn.Einsum"
 
 
 def input_dims(module: nn.Module) -> int:
-    """Counts the input dims of a layer's kernel. These are the kernel's first dims.
+    """Counts the input dims of a layer's kernel, which are the kernel's first dims.
 
     Raises:
-      ValueError: The layer cannot be adapted. The caller names the layer before the message.
+      ValueError: The layer cannot have an adapter. The message is the end of a sentence; the caller
+        adds the layer's path at its beginning.
     """
     kind = _kind_of(module)
     if kind is SplitDense:
@@ -71,16 +72,16 @@ def add_low_rank(
       module: The layer.
       x: The layer's input; for a column-parallel layer the result of `enter` or `enter_ring`.
       y: The layer's result.
-      a: `[..., r]`; the first dims are the kernel's inputs, or this device's part of the inputs.
-      b: `[r, ...]`; the last dims are the kernel's outputs, or this device's part of the outputs.
-      scale: The factor of the product.
+      a: `[..., r]`; the first dims are the kernel's input dims, or this device's shard of them.
+      b: `[r, ...]`; the last dims are the kernel's output dims, or this device's shard of them.
+      scale: The factor by which the product is multiplied, `alpha / r`.
 
     Returns:
       The sum: an array, or `Chunks` if `y` is `Chunks`.
 
     Communication:
-      None if the layer is column-parallel. If it is row-parallel, `leave` or `matmul_scatter` of
-      the product with `a`, which has only `r` features.
+      None if the layer is column-parallel. In a row-parallel layer, `leave` or `matmul_scatter` of
+      the product `x a`, which has only `r` features.
     """
     kind, inputs = _kind_of(module), a.ndim - 1
     parts, structure = jax.tree.flatten(x)
@@ -99,7 +100,7 @@ def add_low_rank(
 
 
 def _split_product(module: Any, x: Any, a: jax.Array, y: Any) -> Any:
-    """Multiplies by `a`; sums the result over devices if the layer sums its own product."""
+    """Computes `x a` for a `SplitDense`; sums it over devices if the layer is row-parallel."""
     axes = tuple(axis for name in module.names[: module.contracted] for axis in axis_tuple(name))
     if not axes:
         return gather_matmul(x, a, module.contracted)
@@ -117,16 +118,16 @@ def _contract(x: jax.Array, a: jax.Array, dims: Any) -> jax.Array:
 
 
 def _kind_of(module: nn.Module) -> type[nn.Module] | None:
-    """Returns the supported class whose `__call__` the module has; `None` for other modules."""
+    """Returns the supported class whose `__call__` the module uses; `None` for other modules."""
     kinds = (SplitDense, nn.Dense, nn.DenseGeneral, nn.Einsum)
     return next((kind for kind in kinds if type(module).__call__ is kind.__call__), None)
 
 
 def _einsum_terms(module: Any) -> tuple[str, str, str]:
-    """Splits an einsum into the dim names of the input, the kernel and the result.
+    """Parses the string of an `nn.Einsum`: the dim names of the input, the kernel and the result.
 
     Raises:
-      ValueError: The einsum has dims without names.
+      ValueError: The string does not name all dims of the kernel, or names a dim twice.
     """
     text = "".join((module.einsum_str or "").split())
     operands, arrow, y = text.partition("->")

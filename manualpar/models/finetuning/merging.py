@@ -1,7 +1,7 @@
-"""Adds adapters to the kernels of their layers, on the devices.
+"""Merges LoRA adapters into the kernels of their layers, on the devices.
 
 Invariants: sums are computed in float32 and rounded once, to the dtype of the kernel. Each device
-stores only its shards of kernels and of results.
+stores only its shards of the kernels, before and after.
 """
 
 import functools
@@ -22,7 +22,7 @@ from manualpar.models.finetuning.lora import DOWN, UP, LoRAInterface
 
 
 def merge_lora(program: Program, state: TrainState) -> dict[str, Any]:
-    """Adds the adapters of a state to the kernels of their layers.
+    """Merges the adapters of a state into the kernels of their layers.
 
     ```python
     params = merge_lora(program, state)
@@ -35,14 +35,14 @@ def merge_lora(program: Program, state: TrainState) -> dict[str, Any]:
 
     Returns:
       The parameters of the original model by their paths: global arrays, sharded and padded as in
-      the state. Parameters that `quantized` stores in int8 are decoded. The adapters were trained
-      with the decoded values, which differ from the values before encoding.
+      the state. Parameters in int8 are dequantized. They differ from the original parameters by
+      rounding errors, but the adapters were trained with the dequantized values.
 
     Raises:
       ValueError: The model has no adapters, or the state does not belong to the program.
 
     Communication:
-      All-gathers of adapters, if a device needs more than its shard; for decoded parameters the
+      All-gathers of adapters, if a device needs more than its shard; for parameters in int8, the
       communication of `Encoding.decode`.
     """
     lora_interface("merge_lora", program)
@@ -58,7 +58,7 @@ def merge_lora(program: Program, state: TrainState) -> dict[str, Any]:
 def given_variables(program: Program, state: TrainState) -> list[tuple[Leaf, jax.Array]]:
     """Returns the original model's variables: merged, dequantized, and without adapters.
 
-    Each device stores its shards of all variables. The communication is that of `merge_lora`.
+    Each device stores only its shards of the variables. The communication is that of `merge_lora`.
     """
     adapter, leaves = program.model.adapter, variable_leaves(program)
     # A state may have arrays on the host, for example from flax's `from_bytes`.
@@ -96,7 +96,7 @@ def lora_interface(function: str, program: Program) -> LoRAInterface:
 
 
 def is_adapter(path: str) -> bool:
-    """Returns whether the parameter at a path is a part of an adapter."""
+    """Returns whether the parameter at a path is `lora_a` or `lora_b`."""
     return path.rpartition("/")[2] in (DOWN, UP)
 
 
@@ -111,7 +111,7 @@ def _merge(
     for path in [path for path in variables if path.rpartition("/")[2] == DOWN]:
         kernel_path, up_path = (path.removesuffix(DOWN) + name for name in ("kernel", UP))
         kernel, a, b = map(unpadded, (kernel_path, path, up_path))
-        # All three arrays begin with the dims of loops.
+        # All three arrays begin with the dims along which loops stack layers.
         loops = tuple(range(a.ndim + b.ndim - 2 - kernel.ndim))
         product = jax.lax.dot_general(
             a.astype(jnp.float32),

@@ -1,4 +1,4 @@
-"""Frozen parameters stored in int8, in unchanged models.
+"""Stores frozen parameters in int8, without changes in the model's code.
 
 ```python
 model = manualpar.quantized(model)
@@ -7,15 +7,15 @@ state = manualpar.load_hf(manualpar.fsdp(model, ...), "models/llama", missing="i
 ```
 
 Two parameters replace each chosen parameter `kernel`: `kernel_codes`, int8 in the kernel's shape,
-and `kernel_scales`, one number for each block of the last dim, see `block_quantization`. Both are
-sharded, split over mesh axes, gathered, saved and restored like other parameters, without decoding.
-A module that requests the kernel gets a box, which gathers codes and scales and decodes them.
-Gradients go through the decoded kernel to activations.
+and `kernel_scales`, one number for each block along the last dim, see `block_quantization`. Both
+are sharded, gathered, saved and restored like other parameters, without being dequantized. When a
+module requests the kernel, it gets a box that gathers codes and scales and dequantizes them.
+Gradients of activations are computed with the dequantized kernel.
 
-Invariants: a device decodes only the values that it computes with. Before the gather, several
-devices may store parts of the same block. A backward pass decodes again, so that no decoded kernel
-is kept. Codes and scales do not depend on the mesh. All other parameters have the same paths and
-the same initial bits as without quantization.
+Invariants: a device dequantizes only the values that it computes with. Before the gather, several
+devices may store parts of the same block. The backward pass dequantizes again, so that no
+dequantized kernel is kept in memory. Codes and scales do not depend on the mesh. All other
+parameters have the same paths and the same initial bits as without quantization.
 """
 
 import dataclasses
@@ -42,35 +42,36 @@ from manualpar.models.finetuning.encoding import Encoding
 from manualpar.models.finetuning.wrapped_model import WrappingInterface
 
 CODES, SCALES = "_codes", "_scales"
-# The length of a block, by globs on the paths of parameters.
+# Globs on parameter paths -> the block length, the number of elements that share a scale.
 KERNELS: Mapping[str, int] = {"*kernel": 64}
 
 
 def quantized(
     model: nn.Module | TensorParallel, targets: Mapping[str, int] = KERNELS
 ) -> "QuantizedModel":
-    """Stores parameters of a Linen model in int8; these parameters are frozen.
+    """Stores parameters of a Linen model in int8 and freezes these parameters.
 
     Args:
       model: A Linen model, or the result of `tensor_parallel`. It is not changed.
-      targets: For each glob on paths of parameters, the length of the blocks, each of which has one
-        scale. `*` stands for any characters, including slashes. The default is every `kernel`, in
-        blocks of 64. It leaves out embeddings, because a step needs few of their rows, and the
-        `head` of a `Transformer`, because errors of the head are errors of logits. If the last dim
-        is split over `N` devices, its number of blocks must be a multiple or a divisor of `N`.
+      targets: Maps a glob on parameter paths to the block length, the number of elements that share
+        a scale. `*` stands for any characters, including slashes. By default every `kernel` is
+        stored in blocks of 64. The default excludes embeddings, because a step needs few of their
+        rows, and the `head` of a `Transformer`, because its rounding errors would be errors of the
+        logits. If the last dim is sharded over `N` devices by tensor parallelism, its number of
+        blocks must be a multiple or a divisor of `N`.
 
     Returns:
-      The model for `lora`, or for a builder whose `trainable=` names the trained parameters.
-      `init_from` and `load_hf` take the parameters of the given model.
+      The model for `lora`, or for a program whose `trainable=` names the trained parameters.
+      `init_from` and `load_hf` accept the parameters of the given model.
 
     Raises:
-      TypeError: An argument is of the wrong kind.
+      TypeError: An argument is of the wrong type.
       ValueError: A glob matches no parameter, or a parameter that cannot be stored in int8. The
-        message names the path and the reason. This call or the builder of a program raises it.
+        message names the path and the reason. The error is raised here or when a program is built.
 
     Communication:
-      Codes and scales are gathered without decoding. They have a little more than a quarter of the
-      bytes of the float32 kernels.
+      Codes and scales are gathered before they are dequantized. They have a little more than a
+      quarter of the bytes of the float32 kernels.
     """
     if isinstance(model, nnx.Module):
         raise TypeError(
@@ -106,7 +107,7 @@ class QuantizedModel:
 
     Attributes:
       model: The given model.
-      targets: The pairs of a glob on paths of parameters and the length of a block.
+      targets: The pairs of a glob on parameter paths and a block length.
     """
 
     model: Any
@@ -119,16 +120,16 @@ class QuantizedModel:
         return module
 
     def init(self, rngs: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Calls the model's `init` and quantizes the result."""
+        """Calls the given model's `init`, and quantizes the chosen parameters."""
         variables: dict[str, Any] = interface_of(self).init(rngs, *args, **kwargs)
         return variables
 
     def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
-        """Calls the model's `apply` with the variables that `init` returned."""
+        """Calls the given model's `apply`; `variables` have the form that `init` returns."""
         return interface_of(self).apply(variables, *args, **kwargs)
 
     def block_of(self, path: str) -> int | None:
-        """Returns the block length of a parameter; `None` if no target names it.
+        """Returns the block length of a parameter; `None` if no target matches its path.
 
         Raises:
           ValueError: Two targets give the parameter different lengths.
@@ -145,10 +146,10 @@ class QuantizedModel:
 @register_interface
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class QuantizedInterface(WrappingInterface):
-    """How a program calls a `QuantizedModel`.
+    """The interface through which a program calls a `QuantizedModel`.
 
     Attributes:
-      quantized: The model with the lengths of blocks.
+      quantized: The `QuantizedModel`, with the block lengths.
     """
 
     quantized: Any = None
@@ -158,7 +159,7 @@ class QuantizedInterface(WrappingInterface):
 
     @classmethod
     def wrap(cls, model: Any) -> Self | None:
-        """Wraps the interface of a model with parameters in int8."""
+        """Makes the interface of a `QuantizedModel`; returns `None` for any other model."""
         if not isinstance(model, QuantizedModel):
             return None
         base = interface_of(model.model)
@@ -170,7 +171,7 @@ class QuantizedInterface(WrappingInterface):
         return True
 
     def encodings(self, leaves: Sequence[Leaf]) -> dict[str, Encoding]:
-        """Returns the encoding of each kernel, by the kernel's name."""
+        """Returns the `Encoding` of each parameter in int8, by the parameter's name."""
         by_name = {leaf.name: leaf for leaf in leaves}
         found = {}
         for name, codes in by_name.items():
@@ -184,14 +185,14 @@ class QuantizedInterface(WrappingInterface):
         return dataclasses.replace(self, base=self.base.intercepted(interceptor))
 
     def annotated(self, path: str, kernel: Any) -> Any:
-        """Puts a module's kernel into the given model's box for this kernel, if there is a box."""
+        """Returns a module's kernel in the box that the given model uses for it, if it uses one."""
         return self.base.annotated(path, kernel)
 
     def init(self, rngs: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Initializes the given model's variables, with codes and scales as parameters.
+        """Initializes the given model's variables, and replaces the chosen parameters.
 
         Raises:
-          ValueError: A target does not exist or cannot be encoded.
+          ValueError: A target matches no parameter, or one that cannot be stored in int8.
         """
         variables = dict(self.called(self.base).init(rngs, *args, **kwargs))
         params = flatten_dict(variables.get("params", {}), sep="/")
@@ -209,7 +210,7 @@ class QuantizedInterface(WrappingInterface):
         return variables | {"params": unflatten_dict(encoded, sep="/")}
 
     def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
-        """Calls the given model's `apply` with kernels that dequantize themselves."""
+        """Calls the given model's `apply` with boxes that dequantize parameters when unboxed."""
         params = flatten_dict(variables.get("params", {}), sep="/")
         for path in [path for path in params if path.endswith(CODES)]:
             plain = path.removesuffix(CODES)
@@ -220,16 +221,16 @@ class QuantizedInterface(WrappingInterface):
 
 
 class EncodedParameter(ArrayBox, eq=False):
-    """A parameter that is decoded when it is used.
+    """A box with a parameter in int8, which is dequantized when it is unboxed.
 
     Attributes:
-      value: The pair of codes and scales, boxed if they have boxes.
-      names: One name for each dim; only the number of names has a meaning.
+      value: The pair of codes and scales; both may be boxes.
+      names: `None` for each dim; only the number of dims is used.
     """
 
     @classmethod
     def of(cls, codes: Any, scales: Any) -> "EncodedParameter":
-        """Makes the parameter from its codes and scales, with or without boxes."""
+        """Makes the box from codes and scales, which may be boxes or arrays."""
         value = codes.value if is_box(codes) else codes
         return cls((codes, scales), names=(None,) * value.ndim)
 
@@ -237,7 +238,7 @@ class EncodedParameter(ArrayBox, eq=False):
         """Dequantizes the parameter.
 
         Communication:
-          The communication of the boxes of codes and scales.
+          That of unboxing the codes and the scales, such as their all-gathers.
         """
         del apply_constraint
         codes, scales = nn.unbox(self.value)
@@ -266,7 +267,7 @@ class EncodedParameter(ArrayBox, eq=False):
 
 
 def _encoded(path: str, box: Any, most: int) -> dict[str, Any]:
-    """Quantizes a parameter; boxes its codes and scales if the parameter is boxed."""
+    """Quantizes a parameter in blocks of at most `most`; the results are boxed if it is boxed."""
     x = box.value if is_box(box) else box
     if not jnp.issubdtype(x.dtype, jnp.floating) or x.ndim < 2 or not x.size:
         raise ValueError(
@@ -279,7 +280,9 @@ def _encoded(path: str, box: Any, most: int) -> dict[str, Any]:
     if is_box(box):
         names = (*box.names, *(None,) * (x.ndim - len(box.names)))
         codes_box, scales_box = box.replace(value=codes), box.replace(value=scales)
-        if not isinstance(box, SplitParameter):  # Each device gathers all scales.
+        # In a box of another class, the last dim of the scales has no name, so each device gathers
+        # all scales.
+        if not isinstance(box, SplitParameter):
             scales_box = scales_box.replace(names=(*names[:-1], None))
         elif names[-1] is not None:
             if size % block:

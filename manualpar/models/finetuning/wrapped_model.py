@@ -1,4 +1,4 @@
-"""The common base of interfaces that wrap the interface of another model."""
+"""The base class of model interfaces that wrap the interface of another model."""
 
 import dataclasses
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from manualpar.core.model.interface import InitArgs, ModelInterface
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class WrappingInterface(ModelInterface):
-    """An interface that calls another interface.
+    """A model interface that calls the interface of the given model, `base`.
 
     Attributes:
       base: The interface of the given model.
@@ -20,7 +20,7 @@ class WrappingInterface(ModelInterface):
 
     @property
     def trainable(self) -> tuple[str, ...]:
-        """The trainable globs of the given model."""
+        """The globs of the parameters that are trained by default, as in the given model."""
         globs: tuple[str, ...] = self.base.trainable
         return globs
 
@@ -41,10 +41,10 @@ class WrappingInterface(ModelInterface):
         return call
 
     def called(self, base: Any) -> Any:
-        """Copies the interface `base` with this interface's module, phase and axes."""
+        """Returns a copy of the interface `base` with this interface's module, phase and axes."""
         same = ("module", "phase", "axis_aliases", "loop_dims")
         return dataclasses.replace(base, **{name: getattr(self, name) for name in same})
 
     def check(self, trace: Callable[[ModelInterface], None]) -> None:
-        """Checks the given model on the calls that this interface makes."""
+        """Checks the given model in the calls that this interface makes."""
         self.base.check(lambda base: trace(dataclasses.replace(self, base=base)))

@@ -1,19 +1,19 @@
 """The steps of generation and of scoring, each a `shard_map` over the mesh of a program.
 
 The parameters are sharded as in the training state: each device gathers them layer by layer through
-the boxes that training uses. Along a model axis each device computes with its shard. The axes that
-divide examples in training divide the rows of a batch and of the cache. Each device of the model
-axis stores the cache of the heads that it computes.
+the same boxes as in training. Along a model axis each device computes with its shard. The rows of a
+batch and of the cache are sharded over the axes that shard the examples in training. Each device of
+the model axis stores the cache of the heads that it computes.
 
-- `prefill` runs the prompts, keeps their keys and values, and draws the first tokens.
-- `decode` runs one token of each row and draws the next token.
-- `score` runs whole sequences and returns the log-likelihood of each sequence's marked tokens.
+- `prefill` runs the model on the prompts, stores their keys and values, and draws the first tokens.
+- `decode` runs the model on the latest token of each row and draws the next token.
+- `score` runs the model on complete sequences and returns the log-likelihood of the marked tokens.
 
-Each step compiles once for a shape: the rows, the padded length of prompts, and the slots of the
-cache. The cache is donated.
+Each step is compiled once for each combination of the number of rows, the padded length of prompts,
+and the length of the cache. `decode` donates the cache.
 
-Here experts have room for all tokens, unlike in training, because a row's result must not depend on
-its padding or its length so far.
+Unlike in training, no expert drops tokens here, because the result of a row must not depend on its
+padding or on the length that it has reached.
 
 Symbols: `B` rows, `S` positions of padded prompts or sequences, `V` the vocabulary.
 """
@@ -37,7 +37,7 @@ from manualpar.layers.attention.key_value_cache import CACHE, NEW_KEYS, Past, Pr
 from manualpar.models import Transformer
 from manualpar.models.generation.drawing import Drawing, draw_tokens
 
-# The values that generation needs in fields that concern only training or a context axis.
+# Fields of the model that concern only training or a context axis, with their values here.
 PLAIN: dict[str, Any] = {
     "sequence_parallel": False,
     "overlap": "none",
@@ -52,12 +52,13 @@ class Rows(NamedTuple):
     """The state of the rows between two tokens.
 
     Attributes:
-      cache: The keys and values of all tokens except the latest, `[layers, B, C, K, H]`; without
-        the first dim for layers that are written out.
+      cache: The keys and values of all tokens except the latest, `[layers, B, C, K, H]` (`C`
+        positions, `K` heads, `H` features of a head). For layers that are not in a scan, the first
+        dim is missing.
       token: `int32[B]`, the latest token.
       position: `int32[B]`, the position of `token`.
       start: `int32[B]`, the first position of the document that contains the token before `token`.
-      keys: `key[B]`, each row's key for drawing.
+      keys: `key[B]`, the random key for each row's draws.
     """
 
     cache: Any
@@ -72,8 +73,8 @@ class Drawn(NamedTuple):
 
     Attributes:
       token: `int32[B]`.
-      log_probability: `float32[B]`, the token's log-probability in the model, in nats, at a
-        temperature of 1 and among all tokens.
+      log_probability: `float32[B]`, the token's log-probability in nats, at temperature 1 and
+        without `top_k` and `top_p`.
     """
 
     token: jax.Array
@@ -85,7 +86,7 @@ class Scores(NamedTuple):
 
     Attributes:
       log_likelihood: `float32[B]`, the sum of the tokens' log-probabilities, in nats.
-      is_greedy: `bool[B]`, whether each token is the likeliest at its position.
+      is_greedy: `bool[B]`, whether every marked token is the likeliest token at its position.
     """
 
     log_likelihood: jax.Array
@@ -93,26 +94,27 @@ class Scores(NamedTuple):
 
 
 class CachedSteps:
-    """The steps of a program's model.
+    """The compiled steps of generation and scoring for a program's model.
 
     Attributes:
       program: The program.
-      model: The `Transformer` with the fields that generation needs.
-      row_devices: The number of devices that rows are divided over.
+      model: The program's `Transformer`, with the fields in `PLAIN` replaced.
+      row_devices: The number of devices over which rows are sharded.
       prefill: `prefill(params, collections, tokens, lengths, keys, drawing, size=size) -> (rows,
-        drawn)`. `tokens` are `int32[B, S]`, padded on the right, `lengths` `int32[B]`, `keys`
-        `key[B]`, and `size` the positions of a row's prompt and answer. `drawn` is `Drawn`.
-      decode: `decode(params, collections, rows, drawing) -> (rows, drawn)`; the rows are donated.
-      score: `score(params, collections, inputs, labels, marked) -> Scores`; the last three
-        arguments are `[B, S]`.
+        drawn)`. `tokens` is `int32[B, S]`, padded on the right; `lengths` is `int32[B]`; `keys` is
+        `key[B]`; `size` is the number of positions in the cache, for the prompt and the answer.
+        `rows` is a `Rows`, and `drawn` is a `Drawn`.
+      decode: `decode(params, collections, rows, drawing) -> (rows, drawn)`; `rows` is donated.
+      score: `score(params, collections, inputs, labels, marked) -> Scores`. `inputs` and `labels`
+        are `int32[B, S]`; `marked` is `bool[B, S]`, the tokens of `labels` to score.
     """
 
     def __init__(self, program: Program) -> None:
-        """Stores the program of a `Transformer`; compiles nothing.
+        """Prepares the steps for the program of a `Transformer`; compiles nothing yet.
 
         Raises:
           TypeError: The model is not a `Transformer`.
-          ValueError: The program is in stages, splits sequences, or lets XLA insert collectives.
+          ValueError: The program's mesh has stages or a context axis, or its mode is not manual.
         """
         adapter = program.model.adapter
         _check(program, adapter.module)
@@ -207,7 +209,10 @@ class CachedSteps:
         return scores
 
     def _on_mesh(self, on_device: Callable[..., Any], own: Any, cache: Any) -> Callable[..., Any]:
-        """Returns a step of (params, collections, drawing, *own) that runs on the mesh."""
+        """Makes a function of global arrays, (params, collections, drawing, *own), from a step.
+
+        `own` has the specs of the step's other arguments, and `cache` the specs of the cache.
+        """
         whole, step = PartitionSpec(), self.program.step
         return step.mode.run(
             on_device,
@@ -216,7 +221,7 @@ class CachedSteps:
         )
 
     def _apply(self, params: Any, collections: Any, tokens: Any, rows: Any) -> Any:
-        """Computes the logits at each row's last token, and the keys and values to keep."""
+        """Computes the logits at each row's last token, and the keys and values for the cache."""
         variables = {"params": self._boxes(params), **collections}
         with self.program.step.mode.context():
             logits, new = self._adapter.apply(
@@ -232,7 +237,10 @@ class CachedSteps:
         return map_in_scopes(box, self.program.placements, params)
 
     def _draw(self, logits: jax.Array, *args: Any) -> Drawn:
-        """Draws from the logits of all tokens, the same on all devices along the model axis."""
+        """Draws each row's next token, the same on all devices along the model axis.
+
+        If the vocabulary is sharded over the model axis, the logits are gathered first.
+        """
         if self._split_axes:
             logits = gather_invariant(logits, 1, self._split_axes, scope=TENSOR_SCOPE)
         logits = logits[:, : self.model.vocab_size]
@@ -241,7 +249,7 @@ class CachedSteps:
         return Drawn(token, of_token[:, 0])
 
     def _of_all(self, rows: Any) -> Any:
-        """Gathers the rows of all devices."""
+        """Gathers the rows of all devices over the data axes."""
         gather = functools.partial(gather_invariant, scope=EXAMPLES_SCOPE)
         return jax.tree.map(lambda x: gather(x, 0, self._data_axes), rows)
 
@@ -254,7 +262,7 @@ class CachedSteps:
         return PartitionSpec(*(None,) * (x.ndim - 4), self._data_axes, None, heads, None)
 
     def _cache_specs(self, tokens: jax.Array, size: int) -> Any:
-        """Returns the spec of each leaf of the cache, in the tree of a one-device cache."""
+        """Returns a tree like the cache, with a `PartitionSpec` at each leaf."""
 
         def keep(params: Any) -> Any:
             state = self.program.whole_state
@@ -267,13 +275,13 @@ class CachedSteps:
         return jax.tree.map(self._cache_spec, cache)
 
     def put_rows(self, x: Any) -> jax.Array:
-        """Puts rows `[B, ...]` on the devices that compute them; all processes pass equal rows."""
+        """Shards rows `[B, ...]` over the devices; all processes must pass the same rows."""
         sharding = NamedSharding(self.program.mesh, self._rows)
         return jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
 
 
 def _check(program: Program, module: Any) -> None:
-    """Refuses a program that cannot generate here."""
+    """Refuses a program whose model or mesh these steps do not support."""
     if not isinstance(module, Transformer):
         raise TypeError(
             f"generate: the model is a {type(module).__name__}, expected a Transformer, because "

@@ -6,7 +6,8 @@ https://arxiv.org/abs/1904.09751). Gumbel noise is added to the logits, and the 
 largest sum is drawn. This is a draw from the softmax of the logits.
 
 Invariants: a row's draw depends on its logits, its key and the position, but not on other rows or
-on the mesh. Other settings need no new compilation.
+on the mesh. The settings are arguments of the compiled step, so other settings need no new
+compilation.
 
 Symbols: `B` rows, `V` tokens of the vocabulary.
 """
@@ -20,12 +21,12 @@ import numpy as np
 
 
 class Drawing(NamedTuple):
-    """How tokens are drawn.
+    """The settings for drawing tokens.
 
     Attributes:
-      temperature: The divisor of the logits; 0 takes the likeliest token.
-      top_k: How many of the likeliest tokens are kept; 0 for all.
-      top_p: The total probability of the kept tokens; 1 for all.
+      temperature: The divisor of the logits; 0 always chooses the likeliest token.
+      top_k: The number of likeliest tokens to draw from; 0 for all tokens.
+      top_p: Draws from the fewest tokens whose total probability is at least this; 1 for all.
     """
 
     temperature: float | Any = 0.0
@@ -62,8 +63,9 @@ def draw_tokens(
     Args:
       logits: `float32[B, V]`.
       keys: `key[B]`, a key for each row.
-      position: `int32[B]`, the position of the token; each position of a row gets another draw.
-      drawing: The settings, as arrays.
+      position: `int32[B]`, the position of the token. It is folded into the key, so that each
+        position of a row gets its own noise.
+      drawing: The settings, from `Drawing.as_arrays`.
 
     Returns:
       `int32[B]`.
@@ -85,9 +87,9 @@ def draw_tokens(
 
 
 def keep_likeliest(logits: jax.Array, drawing: Drawing) -> jax.Array:
-    """Sets logits `[B, V]` to -inf for tokens that `top_k` and then `top_p` leave out.
+    """Sets logits `[B, V]` to -inf for the tokens that `top_k` or then `top_p` excludes.
 
-    All tokens that are as likely as the last kept token are kept too.
+    Tokens with the same logit as the least likely kept token are kept too.
     """
     ordered = -jnp.sort(-logits, axis=-1)
     rank = jnp.arange(logits.shape[1])[None]

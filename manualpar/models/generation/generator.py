@@ -2,8 +2,8 @@
 
 The prompts of a call run in batches of rows that are about equally long. A batch is padded to a
 length from a short list (`padded`), so that calls with other prompts need no new compilation. While
-the devices compute a token, the host reads the previous token, turns it into text and compares it
-with the stop tokens and strings.
+the devices compute a token, the host reads the previous token, decodes it, and compares the text
+with the stop strings and the token with the stop tokens.
 """
 
 import dataclasses
@@ -30,10 +30,11 @@ class TextPiece(NamedTuple):
 
     Attributes:
       row: The index of the prompt.
-      token: The token; `None` if the token only ends the answer.
-      log_probability: The token's log-probability in nats, at a temperature of 1, among all tokens.
+      token: The token; `None` for a stop token, which is not a part of the answer.
+      log_probability: The token's log-probability in nats, at temperature 1 and without `top_k` and
+        `top_p`.
       text: The new text that later tokens cannot change; always empty without a tokenizer.
-      ending: Why the answer ends here; `None` if it goes on.
+      ending: Why the answer ends here, as in `Answer`; `None` if the answer goes on.
     """
 
     row: int
@@ -49,8 +50,8 @@ class Answer:
 
     Attributes:
       tokens: The tokens, without the stop token.
-      log_probabilities: Each token's log-probability in nats, at a temperature of 1, among all
-        tokens.
+      log_probabilities: Each token's log-probability in nats, at temperature 1 and without `top_k`
+        and `top_p`.
       text: The text of the tokens, up to a stop string; empty without a tokenizer.
       ending: `"stop"` if a stop token or a stop string ended the answer; `"length"` if the answer
         has `max_tokens`.
@@ -63,12 +64,14 @@ class Answer:
 
 
 class Generator:
-    """A program's model with its compiled steps; each call gets a state.
+    """Generates answers with a program's model, and keeps the compiled steps between calls.
+
+    Each call gets the state whose parameters are used.
 
     Attributes:
       steps: The compiled steps.
       tokenizer: Converts strings to tokens and back; `None` if prompts are tokens.
-      batch_size: The most rows that run at once; a multiple of the devices that divide the rows.
+      batch_size: The most rows that run at once; a multiple of the devices that shard the rows.
       stop_tokens: The tokens that end every answer.
     """
 
@@ -80,14 +83,15 @@ class Generator:
         batch_size: int = 32,
         stop_tokens: Sequence[int] | None = None,
     ) -> None:
-        """Takes a program of a `Transformer`, on any mesh without stages and context axes.
+        """Prepares generation with a `Transformer`, on any mesh without stages and context axes.
 
         Args:
-          program: The program whose states are used; it is not trained.
+          program: The program of the model. Its states are used, but not trained.
           tokenizer: The tokenizer of the model.
-          batch_size: The most rows that run at once, rounded up to a multiple of the devices.
+          batch_size: The most rows that run at once, rounded up to a multiple of the devices that
+            shard the rows.
           stop_tokens: The tokens that end every answer. By default these are the tokens that begin
-            and end documents, if the model or the tokenizer names them.
+            and end documents, if the model or the tokenizer defines them.
 
         Raises:
           TypeError, ValueError: See `CachedSteps`.
@@ -103,7 +107,7 @@ class Generator:
     def generate(
         self, state: TrainState, prompts: Sequence[Prompt], **options: Any
     ) -> list[Answer]:
-        """Answers prompts.
+        """Generates a complete answer to each prompt.
 
         Args:
           state: A state of the program, as `init`, `train_step` or `adopt` return it.
@@ -111,7 +115,7 @@ class Generator:
           **options: See `stream`.
 
         Returns:
-          An `Answer` to each prompt, in their order.
+          An `Answer` to each prompt, in the order of the prompts.
 
         Raises:
           TypeError, ValueError: See `stream`.
@@ -141,32 +145,34 @@ class Generator:
         stop: Sequence[str | int] = (),
         seed: int | jax.Array = 0,
     ) -> Iterator[TextPiece]:
-        """Answers prompts piece by piece, as tokens are drawn.
+        """Generates answers to prompts, and yields each piece as soon as its token is drawn.
 
         Args:
           state: A state of the program.
           prompts: Lists of tokens, or strings; at least one token each.
           max_tokens: The most tokens of an answer.
-          temperature: The divisor of the logits; 0 takes the likeliest token.
+          temperature: The divisor of the logits; 0 always chooses the likeliest token.
           top_k: Draws only from this number of likeliest tokens; 0 for all.
           top_p: Draws only from the fewest tokens that together have this probability; 1 for all.
-          stop: More strings and tokens that end an answer and do not belong to it, in addition to
-            `stop_tokens`.
-          seed: A number or a key. With the same seed, a prompt at the same index of `prompts` gets
-            the same draws, on every mesh and with any other prompts.
+          stop: Strings and tokens that end an answer, in addition to `stop_tokens`. The answer does
+            not contain them.
+          seed: A number or a random key. With the same seed, a prompt at the same index of
+            `prompts` gets the same draws, on every mesh and with any other prompts beside it.
 
         Yields:
-          Pieces of all answers, row by row for each token.
+          A piece for each token: in each batch the first pieces of all answers, then the second
+          pieces, and so on.
 
         Raises:
-          TypeError: A prompt is a string and there is no tokenizer, or it is no list of tokens.
+          TypeError: A prompt is a string and there is no tokenizer, or a prompt is neither a string
+            nor a list of tokens.
           ValueError: A prompt is empty or has unknown tokens; or an argument is out of range.
 
         Communication:
           For each batch, once for the prompts and once for each further token: the collectives of
-          a training step's forward pass for the parameters and over the model axis; an all-gather
-          of the logits `float32[B, V]` over the model axis; and an all-gather of the tokens,
-          `int32[B]`, over the data axes.
+          a training step's forward pass, for parameters and over the model axis; an all-gather of
+          the logits, `float32[B, V]`, over the model axis; and an all-gather of the tokens,
+          `int32[B]`, and of their log-probabilities, `float32[B]`, over the data axes.
         """
         if max_tokens < 1 or max_tokens != int(max_tokens):
             raise ValueError(f"generate: max_tokens is {max_tokens}, expected at least 1.")
@@ -200,7 +206,7 @@ class Generator:
                 for row in batch
                 if self.tokenizer is not None
             }
-            counts = dict.fromkeys(batch, 0)  # How many tokens each unfinished row has.
+            counts = dict.fromkeys(batch, 0)  # The number of tokens drawn for each unfinished row.
             for drawn in self._draws(state, prompts, batch, drawing, max_tokens, key):
                 # Rows of padding follow the rows of the batch.
                 for row, token, log_probability in zip(batch, *drawn, strict=False):
@@ -226,7 +232,7 @@ class Generator:
         max_tokens: int,
         key: jax.Array,
     ) -> Iterator[tuple[list[int], list[float]]]:
-        """Yields the next tokens of all rows of a batch, with their log-probabilities."""
+        """Yields the next tokens of a batch's rows and their log-probabilities, token by token."""
         steps, params, collections = self.steps, state.params, state.collections
         longest = max(len(prompts[row]) for row in batch)
         tokens, lengths = self.pad([prompts[row] for row in batch], padded(longest))
@@ -245,8 +251,8 @@ class Generator:
     def pad(self, rows: Sequence[Sequence[int]], length: int) -> tuple[np.ndarray, np.ndarray]:
         """Pads rows to an array `int32[B, length]`; returns the array and the rows' lengths.
 
-        The number of rows is a power of two times the number of devices that divide the rows, so
-        that steps are compiled for few numbers of rows.
+        The array has a power of two rows for each device that shards the rows, at most
+        `batch_size` rows in all, so that steps are compiled for few numbers of rows.
         """
         devices = self.steps.row_devices
         parts = -(-len(rows) // devices)
@@ -257,7 +263,7 @@ class Generator:
         return tokens, lengths
 
     def encode(self, prompt: Prompt, index: int = 0) -> list[int]:
-        """Encodes a prompt; puts BOS before a string if the tokenizer's prompts begin with it."""
+        """Returns the tokens of a prompt; puts BOS before a string as the tokenizer requires."""
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise TypeError(
@@ -299,15 +305,15 @@ def generate(
     tokenizer: Tokenizer | None = None,
     **options: Any,
 ) -> list[Answer]:
-    """Answers prompts with a program's model; see `Generator.generate` for all options.
+    """Generates answers to prompts with a program's model; see `Generator.stream` for the options.
 
-    Each call compiles its steps. For several calls make a `Generator`.
+    Each call compiles its steps again. For several calls make a `Generator`.
     """
     return Generator(program, tokenizer).generate(state, prompts, **options)
 
 
 def padded(length: int) -> int:
-    """Rounds up to one of few lengths: 16, 32, 48, 64, then four lengths for each power of two."""
+    """Rounds a length up to 16, 32, 48, 64, or one of four lengths between two powers of two."""
     step = max(16, 1 << max((length - 1).bit_length() - 3, 0))
     return -(-length // step) * step
 

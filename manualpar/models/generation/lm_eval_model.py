@@ -7,8 +7,9 @@ model = lm_eval_model(Generator(program, tokenizer), state, max_length=2048)
 lm_eval.simple_evaluate(model, tasks=["lambada_openai"])
 ```
 
-Strings become tokens by the rules of the harness. Spaces at the end of a context belong to the
-completion. The joined string is encoded; its tokens after the context's tokens are the completion.
+Strings are encoded by the rules of the harness. Spaces at the end of a context are moved to the
+completion. Context and completion are encoded as one string; the tokens after the number of tokens
+that the context has alone are the completion.
 """
 
 from collections.abc import Sequence
@@ -20,10 +21,10 @@ from manualpar.errors import require
 from manualpar.models.generation.generator import Generator
 from manualpar.models.generation.scoring import score_completions, score_documents
 
-# The options for drawing: our names and the names in a request of the harness.
+# The options for drawing: the name in a request of the harness -> the name here.
 DRAWING = {"temperature": "temperature", "top_k": "top_k", "top_p": "top_p"}
-MAX_TOKENS = 256  # The default for an answer.
-# A request gives the longest answer under one of these names; the last name given counts.
+MAX_TOKENS = 256  # The longest answer if a request does not limit it.
+# The names under which a request may limit the length of an answer; the last name given counts.
 LENGTHS = ("max_completion_tokens", "max_tokens", "max_new_tokens", "max_gen_toks")
 IGNORED = frozenset({"until", "do_sample", *LENGTHS})
 
@@ -34,7 +35,7 @@ def lm_eval_model(generator: Generator, state: TrainState, *, max_length: int) -
     Args:
       generator: The model with its tokenizer.
       state: A state of the generator's program.
-      max_length: The most tokens that the model sees at once.
+      max_length: The most tokens in the model's context.
 
     Returns:
       The model, for `lm_eval.simple_evaluate`.
@@ -58,7 +59,7 @@ def lm_eval_model(generator: Generator, state: TrainState, *, max_length: int) -
         return generator.encode(context), whole[len(start) :]
 
     class Model(LM):
-        """A `Generator` with a state."""
+        """The `Generator` and its state, with the interface of the harness."""
 
         def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
             """Scores each completion, and returns whether greedy decoding would generate it."""
@@ -67,7 +68,7 @@ def lm_eval_model(generator: Generator, state: TrainState, *, max_length: int) -
             return [(score.log_likelihood, score.is_greedy) for score in scores]
 
         def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:
-            """Scores each document."""
+            """Returns the log-likelihood of each document."""
             documents = [tokenizer.encode(request.args[0]).tolist() for request in requests]
             scores = score_documents(
                 generator,
@@ -79,7 +80,7 @@ def lm_eval_model(generator: Generator, state: TrainState, *, max_length: int) -
             return [score.log_likelihood for score in scores]
 
         def generate_until(self, requests: list[Any]) -> list[str]:
-            """Generates the answers, each up to the first of its stop strings."""
+            """Generates an answer to each request, up to the first stop string."""
             texts = [""] * len(requests)
             groups: dict[str, list[int]] = {}
             for index, request in enumerate(requests):

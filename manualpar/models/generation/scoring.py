@@ -1,10 +1,12 @@
 """Computes the log-likelihood of given tokens, in nats.
 
 Sequences are sorted by length and run in batches, padded to lengths from a short list, see
-`manualpar.models.generation.generator.padded`. The score depends on no other sequence.
+`manualpar.models.generation.generator.padded`. The score of a sequence does not depend on the other
+sequences.
 
-A document that is too long for the model is cut into windows. Each token is scored once. The last
-window begins as early as possible, so that its tokens have the most context.
+A document that is too long for the model is cut into windows. Each token is scored in one window.
+The last window overlaps the window before it, so that the last tokens have as much context as
+possible.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,14 +39,14 @@ def score_completions(
     *,
     max_length: int = 0,
 ) -> list[Score]:
-    """Scores completions of contexts.
+    """Computes the log-likelihood of completions, each after its context.
 
     Args:
       generator: The model.
       state: A state of the generator's program.
       pairs: Pairs of the tokens of a context (at least one token) and of the completion.
-      max_length: The most tokens that the model sees at once; longer contexts lose their beginning.
-        0 for no limit.
+      max_length: The most tokens in the model's context. The beginning of a longer sequence is left
+        out. 0 for no limit.
 
     Returns:
       The score of each completion, in the order of `pairs`.
@@ -99,14 +101,14 @@ def score_documents(
     first_token: int,
     max_length: int,
 ) -> list[Score]:
-    """Scores documents of any length.
+    """Computes the log-likelihood of documents of any length.
 
     Args:
       generator: The model.
       state: A state of the generator's program.
-      documents: The tokens of each document, without the token that begins it.
-      first_token: The token that begins a document.
-      max_length: The most tokens that the model sees at once.
+      documents: The tokens of each document, without `first_token`.
+      first_token: The token that begins every document; it is not scored.
+      max_length: The most tokens in the model's context.
 
     Returns:
       The score of each document; 0 for an empty document.

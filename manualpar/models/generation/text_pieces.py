@@ -1,22 +1,23 @@
 """Decodes tokens to text, piece by piece, without incomplete characters.
 
-A character may take several tokens. The text of a token may depend on the previous token; for
-example, it may begin with a space. So a piece is the text that new tokens add to the text of
-earlier tokens, once all characters are complete. Text that may be the beginning of a stop string is
-not returned until later tokens decide whether it is.
+A character may consist of several tokens. The text of a token may depend on the previous token; for
+example, a space may precede it. So a piece is the text that new tokens add to the text of earlier
+tokens, once all characters are complete. Text that may be the beginning of a stop string is held
+back until later tokens show whether the stop string follows.
 """
 
 from collections.abc import Sequence
 from typing import Protocol
 
-# Decoders write this for bytes that are not a complete character.
+# Decoders write this character for bytes that are not a complete character.
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-# The number of prompt tokens that are decoded together with the first new token.
+# The number of prompt tokens that are decoded with the first new token, because its text may depend
+# on them.
 CONTEXT_TOKENS = 8
 
 
 class Decoder(Protocol):
-    """The tokenizer's method that `TextPieces` needs."""
+    """A tokenizer, with the one method that `TextPieces` needs."""
 
     def decode(self, tokens: Sequence[int], /) -> str:
         """Decodes tokens to text."""
@@ -32,7 +33,8 @@ class TextPieces:
     def __init__(self, tokenizer: Decoder, prompt: Sequence[int], stops: Sequence[str]) -> None:
         self._tokenizer, self._stops = tokenizer, [stop for stop in stops if stop]
         self._tokens = list(prompt[-CONTEXT_TOKENS:])
-        self._first, self._read = 0, len(self._tokens)  # The token range of the latest text.
+        # The range of the latest tokens whose text is known. New tokens are decoded with them.
+        self._first, self._read = 0, len(self._tokens)
         self._held = ""
         self.is_stopped = False
 

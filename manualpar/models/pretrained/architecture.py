@@ -1,11 +1,11 @@
 """Reads a model's `config.json` as fields of a `Transformer`.
 
 A key for which a `Transformer` has no field is refused, unless its value is empty or the key does
-not affect the model's results (`families.UNUSED_KEYS`). So the `Transformer` computes the same as
-its authors' code.
+not affect the model's results (`families.UNUSED_KEYS`). So the `Transformer` computes the same
+function as the model's original code.
 
-Files of transformers 5 have `rope_parameters` and `layer_types`. Older files have `rope_theta`,
-`rope_scaling` and other keys. Both kinds of files are read.
+Version 5 of transformers writes `rope_parameters` and `layer_types`. Older versions write
+`rope_theta`, `rope_scaling` and other keys. Both kinds of files are supported.
 """
 
 import dataclasses
@@ -21,16 +21,17 @@ from manualpar.system.storage import GivenPath, user_path
 from manualpar.system.storage.untrusted import read_object
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-# Names of activations: in `config.json`, and in `Transformer`.
+# Names of activations: in `config.json` -> in `Transformer`.
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
-ROPE_BASE = {"mixtral": 1e6, "gemma3_text": 1e6}  # If a file has none; else 10,000.
+# The default of `rope_theta` by family; 10,000 for all other families.
+ROPE_BASE = {"mixtral": 1e6, "gemma3_text": 1e6}
 ROPE_FACTORS = {
     "factor": "rope_factor",
     "low_freq_factor": "rope_low_factor",
     "high_freq_factor": "rope_high_factor",
     "original_max_position_embeddings": "rope_original_length",
 }
-LARGEST = 2**31  # Every size of a model is smaller. No model has more than `DEEPEST` layers.
+LARGEST = 2**31  # Every size in a config must be smaller, and `num_layers` at most `DEEPEST`.
 DEEPEST = 10_000
 
 
@@ -50,8 +51,8 @@ def read_architecture(directory: GivenPath) -> Architecture:
     """Reads the `config.json` of a directory, which may be in a bucket.
 
     Raises:
-      ValueError: The file is missing, is not a JSON object, or describes a model that a
-        `Transformer` cannot be; the message names the key.
+      ValueError: The file is missing, is not a JSON object, or describes a model that `Transformer`
+        does not support; the message names the key.
     """
     return parse_architecture(read_config(directory), where=str(user_path(directory) / CONFIG_FILE))
 
@@ -115,7 +116,7 @@ def parse_architecture(config: Mapping[str, Any], *, where: str = CONFIG_FILE) -
     activation = keys.take(family.activation_key, next(iter(ACTIVATIONS)))
     if family.activation_key != "hidden_act":
         activation = activation or "gelu_pytorch_tanh"
-        keys.left.pop("hidden_act", None)  # The other key counts.
+        keys.left.pop("hidden_act", None)  # The family's own key replaces `hidden_act`.
     if not isinstance(activation, str) or activation not in ACTIVATIONS:
         raise keys.refuse(
             family.activation_key, activation, f"one of {', '.join(map(repr, ACTIVATIONS))}"
@@ -137,7 +138,7 @@ def parse_architecture(config: Mapping[str, Any], *, where: str = CONFIG_FILE) -
 
 
 def _value(keys: "_Keys", key: str, field: str, family: Family) -> Any:
-    """Reads the value of the key that stands for a field."""
+    """Reads the value of `key`, which sets the field `field` of the `Transformer`."""
     default = _FIELD_DEFAULTS[field]
     value = keys.take(key, *([family.defaults[key]] if key in family.defaults else []))
     if value is None and family.defaults.get(key, 0) is None:
@@ -146,13 +147,13 @@ def _value(keys: "_Keys", key: str, field: str, family: Family) -> Any:
         return keys.check(key, value, bool, lambda x: True, "true or false")
     if isinstance(default, float):
         return keys.check(key, value, float, lambda x: x > 0, "more than 0")
-    # The code makes lists of all layers, so the number of layers must be bounded.
+    # The code makes lists with an entry for each layer, so the number of layers must be bounded.
     most = DEEPEST if field == "num_layers" else LARGEST - 1
     return keys.check(key, value, int, lambda x: 0 < x <= most, f"an integer from 1 to {most:,}")
 
 
 def _experts(keys: "_Keys", family: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads the fields of dense layers and shared experts of a model with experts."""
+    """Reads the fields for dense layers and shared experts in a model with experts."""
     if fields.get("normalize_gates") and fields["experts_per_token"] == 1:
         raise keys.refuse(
             "num_experts_per_tok", 1, "more, because a single gate that is normalized is always 1"
@@ -179,7 +180,7 @@ def _experts(keys: "_Keys", family: str, fields: Mapping[str, Any]) -> dict[str,
 
 
 def _windows(keys: "_Keys", family: Family, num_layers: int) -> dict[str, Any]:
-    """Reads the fields that choose the layers with a window."""
+    """Reads the fields for sliding-window attention: the window, and the layers that use it."""
     pattern = keys.take("sliding_window_pattern", keys.take("_sliding_window_pattern", None))
     types = keys.take("layer_types", None)
     asked = keys.take("use_sliding_window", family.defaults.get("use_sliding_window", False))
@@ -219,7 +220,7 @@ def _windows(keys: "_Keys", family: Family, num_layers: int) -> dict[str, Any]:
             "sliding_window", window, "the number of positions that sliding layers see"
         )
     if all(kind == SLIDING for kind in kinds):
-        # If no layer is global, all layers are the beginning of one incomplete group.
+        # If no layer is global, all layers are in one group that is too short for a global layer.
         every = max(every, num_layers + 1) if family.windows == "by turns" else 0
         return {"attention_window": window, "global_every": every}
     every = kinds.index(FULL) + 1 if FULL in kinds else 0
@@ -236,7 +237,7 @@ def _windows(keys: "_Keys", family: Family, num_layers: int) -> dict[str, Any]:
 
 
 def _rotations(keys: "_Keys", family: str, *, has_windows: bool) -> dict[str, Any]:
-    """Reads the fields of rotary positions."""
+    """Reads the fields for rotary position embeddings."""
     both = keys.take("rope_parameters", None) or {}
     scaling = keys.take("rope_scaling", None) or {}
     base = keys.take("rope_theta", None) or ROPE_BASE.get(family, 10_000.0)
@@ -264,7 +265,7 @@ def _rotations(keys: "_Keys", family: str, *, has_windows: bool) -> dict[str, An
 
 
 def _rotation(keys: "_Keys", given: Any, base: Any) -> dict[str, Any]:
-    """Reads the fields of one kind of rotation, `rope_parameters` or `rope_scaling`."""
+    """Reads the rotary fields from one object, which is `rope_parameters` or `rope_scaling`."""
     if not isinstance(given, dict):
         raise keys.refuse("rope_parameters", given, "an object")
     given = dict(given)
@@ -285,7 +286,8 @@ def _rotation(keys: "_Keys", given: Any, base: Any) -> dict[str, Any]:
         value = given.pop(name, None)
         keys.check(f"rope_scaling.{name}", value, float, lambda x: x > 0, "more than 0")
         fields[ROPE_FACTORS[name]] = int(value) if name.startswith("original") else float(value)
-    given.pop("original_max_position_embeddings", None)  # `linear` does not need it.
+    # With `linear` scaling this key has no effect; with `llama3` it has been read above.
+    given.pop("original_max_position_embeddings", None)
     if given:
         raise keys.refuse("rope_scaling", given, f"no such keys in one of type {kind!r}")
     return fields
@@ -315,7 +317,7 @@ class _Keys:
     ) -> Any:
         kinds = (int, float) if kind is float else kind
         is_of_kind = isinstance(value, kinds) and (kind is bool or not isinstance(value, bool))
-        # Neither infinity nor an integer of hundreds of digits is a float.
+        # Refuses infinity, NaN, and integers that are too large for a float.
         if not is_of_kind or not abs(value) <= sys.float_info.max or not allows(value):
             raise self.refuse(key, value, expected)
         return kind(value)

@@ -1,9 +1,9 @@
-"""The directory of a model: on a disk, or a local copy of a directory in a bucket.
+"""Finds the directory of a model: a path on a disk, or a local copy of a directory in a bucket.
 
-Libraries that read weights and tokenizers need local files. So each machine copies the files of a
-bucket to the user's cache folder, a few megabytes at a time. A machine copies a file again if it
-has changed in the bucket. The copy takes as much disk space as the files, and may be deleted at any
-time.
+Libraries that read weights and tokenizers need local files. So each machine copies the files from
+the bucket to the user's cache folder, a few megabytes at a time. If a file has changed in the
+bucket, it is copied again. The copy needs as much disk space as the files, and may be deleted at
+any time.
 """
 
 from pathlib import Path
@@ -21,10 +21,10 @@ def model_directory(directory: GivenPath, *, weights: bool = True) -> Path:
 
     Args:
       directory: The path of the model.
-      weights: Whether the weights are copied too.
+      weights: Whether to copy the weights too.
 
     Raises:
-      ValueError: There is no model in the bucket, or it cannot be read.
+      ValueError: There is no model in the bucket, or the bucket cannot be read.
       OSError: The copy cannot be written.
     """
     path = user_path(directory)

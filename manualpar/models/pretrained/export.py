@@ -1,8 +1,8 @@
 """Writes a state as `.safetensors` files that other programs can read.
 
-On a disk the first process writes the headers of all files. Then every process writes the slices of
-its devices, see `tensor_writer`. In a bucket one process uploads each file in one piece: the
-processes take turns with files, and tensors are gathered.
+On a disk, process 0 writes the headers of all files. Then every process writes the slices of its
+devices, see `tensor_writer`. In a bucket, a file is uploaded as a whole by one process, for which
+its tensors are gathered. The processes take turns with the files.
 
 Invariants: a tensor has the same bits as if the parameters were on one device. A folder with the
 requested name is complete, see `target`.
@@ -67,43 +67,44 @@ def export_hf(
     tokenizer: GivenPath | None = None,
     max_shard_bytes: int = SHARD_BYTES,
 ) -> AnyPath:
-    """Writes a state of a `Transformer` as a directory that transformers loads.
+    """Writes a state of a `Transformer` to a directory that the library transformers can load.
 
     ```python
     export_hf(program, state, "models/tuned", like="models/llama")
     ```
 
     Args:
-      program: The program. Adapters of `lora` are added to their kernels, and parameters that
-        `quantized` stores in int8 are decoded.
+      program: The program. LoRA adapters are merged into their kernels, and parameters in int8 are
+        dequantized.
       state: The program's state; not donated.
-      directory: The directory to make. It must be missing or empty. In a bucket `config.json` is
+      directory: The directory to create. It must be missing or empty. In a bucket `config.json` is
         written last, so that a directory with a `config.json` is complete.
-      like: The directory from which the parameters were loaded. Its config, tokenizer and other
-        small files are copied. Every tensor gets the dtype of the tensor with the same name in
+      like: The directory from which the parameters were loaded. Its config and the files of its
+        tokenizer are copied. Every tensor gets the dtype of the tensor with the same name in
         `like`, so that parameters that were loaded and not trained are written bit for bit. If
         `like` has no tensors, its config decides the dtype.
-      family: The family to write the model as, such as `"llama"`, if there is no `like`. By default
+      family: The model family of the config, such as `"llama"`, if there is no `like`. By default
         the first family that can describe the model.
       dtype: The dtype of all tensors, such as `"bfloat16"`. The default is the dtype of `like`, or
         the dtype of the parameters.
-      tokenizer: A `tokenizer.json` to copy in place of the tokenizer in `like`.
-      max_shard_bytes: The most bytes of tensors in a file, unless one tensor is larger.
+      tokenizer: A `tokenizer.json` to copy instead of the tokenizer in `like`.
+      max_shard_bytes: The most bytes of tensors in a file. A larger tensor gets a file for itself.
 
     Returns:
       The directory.
 
     Raises:
       ValueError: No family can describe the model; `like` is another model; the directory is not
-        empty; another process is writing it; or a process does not see the files of process 0.
-        Nothing has been written.
-      OSError: The files cannot be written, for example because the disk is full. On a disk the
-        directory has not changed. In a bucket the next export deletes the files of this one.
+        empty; another export is writing to it; or a process does not see the files of process 0. No
+        tensor has been written.
+      OSError: The files cannot be written, for example because the disk is full. On a disk, the
+        directory has not changed. In a bucket, the next export deletes the files of this export.
 
     Communication:
-      With one process none. With several processes and a disk, a few bytes that report errors. With
-      several processes and a bucket, an all-gather for each tensor: every device holds one complete
-      tensor, and one device holds a file. With adapters, the communication of merging them too.
+      With one process: none. With several processes and a disk: a few bytes that report errors.
+      With several processes and a bucket: an all-gather for each tensor. Every device stores one
+      complete tensor at a time, and one device of each process stores all tensors of one file. With
+      adapters: in addition, the communication of merging them.
     """
     check_state("export_hf", program.abstract_state, state)
     is_first = jax.process_index() == 0
@@ -152,7 +153,7 @@ def _plan(
         config = read_config(source)
         if has_tensors(source):
             dtypes = TensorFiles(source).dtypes
-        else:  # `like` has only a config and a tokenizer, as after an import.
+        else:  # `like` has only a config and a tokenizer, such as the output of an import.
             dtype = dtype or str(config.get("dtype") or config.get("torch_dtype") or "")
     else:
         config = write_config(architecture_of(model), family=family)
@@ -165,7 +166,7 @@ def _plan(
     shapes = {
         path: leaf.shape
         for path, leaf in zip(paths, leaves, strict=True)
-        if not is_adapter(path)  # Its kernel contains it.
+        if not is_adapter(path)  # Adapters are merged into their kernels.
     }
     pieces = pieces_of_transformer(config["model_type"], shapes)
     tensors = []
@@ -192,7 +193,7 @@ def _natural(name: str) -> list[Any]:
 
 
 def _divide(tensors: Sequence[Tensor], max_bytes: int) -> dict[str, list[Tensor]]:
-    """Divides the tensors among files, in order."""
+    """Assigns the tensors to files in their order, at most `max_bytes` of tensors to a file."""
     if max_bytes < 1:
         raise ValueError(f"export_hf: max_shard_bytes is {max_bytes}, expected at least 1.")
     groups: list[list[Tensor]] = []
@@ -213,7 +214,7 @@ def _divide(tensors: Sequence[Tensor], max_bytes: int) -> dict[str, list[Tensor]
 
 
 def _check_shared(folder: Path) -> None:
-    """Refuses processes that do not see the folder that process 0 has made."""
+    """Raises a `ValueError` if a process does not see the folder that process 0 has made."""
     found = None
     with contextlib.suppress(FileNotFoundError):
         status = folder.stat()
@@ -229,7 +230,7 @@ def _check_shared(folder: Path) -> None:
 
 
 def _write_in_turn(target: ExportTarget, files: Files, arrays: Mapping[str, jax.Array]) -> None:
-    """Writes each file in one process; others see it only when it is complete."""
+    """Gathers the tensors of each file for one process, which writes it; processes take turns."""
     for number, (name, tensors) in enumerate(files.items()):
         gathered = [_gathered(arrays[tensor.leaf], tensor) for tensor in tensors]
         with failing_together():
@@ -241,7 +242,7 @@ def _write_in_turn(target: ExportTarget, files: Files, arrays: Mapping[str, jax.
 
 
 def _gathered(x: jax.Array, tensor: Tensor) -> tuple[Tensor, jax.Array]:
-    """Gathers a tensor's array to this process."""
+    """Gathers a tensor's array, so that this process can write it alone."""
     if x.is_fully_addressable:
         return tensor, x
     sharding: Any = x.sharding
@@ -260,7 +261,7 @@ def _index(x: jax.Array, entry: tuple[jax.Array, ...]) -> jax.Array:
 
 
 def _extra_files(source: Path | None, tokenizer: GivenPath | None) -> dict[str, Path]:
-    """Finds the files to copy, by their names in the export."""
+    """Returns the files to copy; the keys are their names in the export."""
     extras = {}
     if source is not None:
         extras = {name: source / name for name in TOKENIZER_FILES if (source / name).exists()}
@@ -280,7 +281,7 @@ def _write_rest(
     files: Files,
     extras: Mapping[str, Path],
 ) -> None:
-    """Writes the copied files, the index if there are several tensor files, and the config."""
+    """Copies the files in `extras`; writes the config, and an index for several tensor files."""
     for name, source in extras.items():
         with (
             open_file(source, follow_links=True) as file,

@@ -9,26 +9,27 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
-# The layers that see a window if the config has no `layer_types`. "all if asked": all layers if
-# `use_sliding_window` is set. "last if asked": in that case all except the first
-# `max_window_layers`. "by turns": all except every n-th. "listed": only `layer_types` decides.
+# The layers with sliding-window attention if the config has no `layer_types`. "all if asked": all
+# layers if `use_sliding_window` is true. "last if asked": if it is true, all layers except the
+# first `max_window_layers`. "by turns": all layers except every n-th. "listed": there must be
+# `layer_types`.
 Windows = Literal["none", "all", "all if asked", "last if asked", "by turns", "listed"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """How a family of models is described.
+    """A family of models, and the meaning of the keys in its `config.json`.
 
     Attributes:
-      class_name: The name of the class in transformers, for `architectures`.
-      keys: The keys of `config.json`, each with the field that has its value.
+      class_name: The name of the class in transformers, for the key `architectures`.
+      keys: The keys of `config.json`, each with the field of the `Transformer` that it sets.
       fixed: The fields that have the same value in all models of the family.
-      defaults: The values of optional keys. All other keys are required.
-      must_be: Keys for which a `Transformer` supports only the given value. They are optional.
-      windows: How the config chooses the layers that see a window.
+      defaults: The default of each optional key in `keys`. All other keys in `keys` are required.
+      must_be: Optional keys for which a `Transformer` supports only the given value.
+      windows: How the config chooses the layers with sliding-window attention.
       window_every: The default length of a group of layers whose last layer is global, for
         `windows="by turns"`.
-      activation_key: The key of the MLP's activation.
+      activation_key: The key that names the MLP's activation.
     """
 
     class_name: str
@@ -64,7 +65,7 @@ COMMON: Mapping[str, Any] = {
     "tie_word_embeddings": False,
 }
 NO_BIAS: Mapping[str, Any] = {"attention_bias": False}
-# In all of these families every expert has room for all tokens that choose it.
+# In all families with experts, an expert computes all tokens that are routed to it.
 EXPERTS: Mapping[str, Any] = {"capacity_factor": 0.0}
 GEMMA: Mapping[str, Any] = {
     "norm_offset": True,
@@ -203,8 +204,8 @@ FAMILIES: Mapping[str, Family] = {
         windows="last if asked",
     ),
 }
-# Keys that do not affect what a trained model computes from tokens, or that repeat other keys: the
-# history and the training of the model, special tokens, and switches of transformers.
+# Keys that do not affect the function that a trained model computes, or that repeat other keys:
+# metadata, training settings, special tokens, and options of the library transformers.
 UNUSED_KEYS = frozenset(
     {
         "_attn_implementation",

@@ -3,8 +3,8 @@
 Each process reads only the slices of its devices, see `slices`.
 
 Invariants: the config, and the names, shapes and dtypes of all tensors, are compared with the
-program before any tensor is read. The optimizer's state is computed from the sharded parameters. An
-error in one process raises an error in all processes.
+program before any tensor is read. The optimizer's state is computed from the sharded parameters. If
+one process has an error, all processes raise an error.
 """
 
 import time
@@ -32,13 +32,13 @@ from manualpar.system.storage import GivenPath
 
 
 class Loaded(NamedTuple):
-    """The result of `load_hf`.
+    """The result of `load`.
 
     Attributes:
       state: The state.
       tensors: The number of tensors in the files.
       bytes_read: The bytes of tensors that this process has read.
-      seconds: The seconds that this process spent on reading.
+      seconds: The seconds that this process needed to read them.
     """
 
     state: TrainState
@@ -65,23 +65,24 @@ def load_hf(
 
     Args:
       program: A program of the `Transformer` that the directory's `config.json` describes, under
-        any strategy, on any mesh of devices. With `names` a program of any model.
-      directory: A directory as `save_pretrained` of transformers writes it, or as the hub has it.
-        Each machine copies a directory in a bucket, see `manualpar.models.pretrained.directory`.
-      rng: The key, used as in `init`. The default is `jax.random.key(0)`.
-      names: The tensor of each parameter, by the parameter's path: the tensor's name, or a `Rule`
-        if the tensor has other dims. The default is the rules of the model family that
-        `config.json` names.
-      missing: `"error"` refuses a parameter without a known tensor. `"init"` initializes it as
-        `init(rng)` does.
+        any strategy, on any mesh of devices. With `names`, a program of any model.
+      directory: A directory that `save_pretrained` of transformers wrote, or that was downloaded
+        from the Hugging Face hub. If the directory is in a bucket, each machine makes a local copy,
+        see `manualpar.models.pretrained.directory`.
+      rng: The key, used as in `program.init`. The default is `jax.random.key(0)`.
+      names: Maps a parameter's path to the name of its tensor, or to a `Rule` if the tensor has
+        other dims. By default the rules of the model family in `config.json` are used.
+      missing: `"error"` refuses parameters for which no tensor is known. `"init"` initializes them
+        as `program.init(rng)` does.
 
     Returns:
-      The state, on the program's devices. The optimizer's state is made for these parameters.
+      The state, on the program's devices. The optimizer's state is initialized for the loaded
+      parameters.
 
     Raises:
-      ValueError: A file is missing, damaged or pickled; the config describes another model than the
-        program's; tensors are missing, left over, or of another shape; or the program is on an
-        abstract mesh. The message names each of them. Nothing has been read or compiled.
+      ValueError: A file is missing, damaged or pickled; the config describes another model;
+        tensors are missing, not needed, or of another shape; or the program is on an abstract mesh.
+        The message names the files or tensors. No tensor has been read, and nothing compiled.
 
     Communication:
       Only a few bytes that report errors to the other processes.
@@ -113,7 +114,8 @@ def load(
     with failing_together():
         wanted = [leaf for leaf in plain if leaf.name in sources.pieces]
         placed = reader.place([leaf for leaf in wanted if leaf.name not in encodings], sources)
-        for leaf in wanted:  # One at a time, because encoding takes more memory than its result.
+        # One leaf at a time, because quantizing needs more memory than the result.
+        for leaf in wanted:
             if leaf.name in encodings:
                 placed |= encodings[leaf.name].encode(reader.place([leaf], sources)[leaf.name])
     seconds = time.perf_counter() - started

@@ -1,8 +1,9 @@
 """Writes the `config.json` of a `Transformer` for other programs.
 
-A config is written for a family, read again, and compared with the model field by field. The first
-family without a difference is chosen, so that no field is lost. A model that fits no family is
-refused. The keys are the keys of transformers 4, because all versions read them.
+For each family, a config is written, read again, and compared with the model field by field. The
+first family without a difference is chosen, so that no field is lost. A model that fits no family
+is refused. The config has the keys of transformers 4, because all versions of transformers read
+these keys.
 """
 
 from collections.abc import Mapping
@@ -19,7 +20,8 @@ from manualpar.models.pretrained.architecture import (
 from manualpar.models.pretrained.families import FAMILIES
 from manualpar.models.transformer_fields import size_of_head
 
-# The fields of a `Transformer` that a config describes; the others choose how it is computed.
+# The fields of a `Transformer` that a config describes. The other fields only choose how the same
+# function is computed.
 SAID = frozenset(
     {
         *(
@@ -36,7 +38,7 @@ SAID = frozenset(
 
 
 def architecture_of(model: Transformer) -> dict[str, Any]:
-    """Returns a model's fields for `config.json`, with 0 replaced by the default it means."""
+    """Returns the fields that `config.json` describes; replaces each 0 that means a default."""
     fields = {name: getattr(model, name) for name in SAID if hasattr(model, name)}
     return fields | {
         "num_kv_heads": model.num_kv_heads or model.num_heads,
@@ -48,7 +50,7 @@ def architecture_of(model: Transformer) -> dict[str, Any]:
 
 
 def complete_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns all fields of an `Architecture`, including its defaults."""
+    """Returns the fields of an `Architecture`, and the defaults of the fields that it lacks."""
     return architecture_of(Transformer(**fields))
 
 
@@ -57,10 +59,10 @@ def write_config(fields: Mapping[str, Any], *, family: str = "") -> dict[str, An
 
     Args:
       fields: The result of `architecture_of`.
-      family: The family to write the config for; `""` for the first that has the same fields.
+      family: The family to write the config for; `""` for the first family that fits the fields.
 
     Raises:
-      ValueError: No family has the same fields; the message names the differences for each family.
+      ValueError: No family fits the fields; the message names the differences for each family.
     """
     why = []
     for name in [family] if family else FAMILIES:
@@ -81,7 +83,7 @@ def write_config(fields: Mapping[str, Any], *, family: str = "") -> dict[str, An
 
 
 def _write(name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Writes fields as a family's config; leaves out fields that it has no key for."""
+    """Writes fields as the config of a family; leaves out fields without a key in the family."""
     family = FAMILIES[name]
     config: dict[str, Any] = {"architectures": [family.class_name], "model_type": name}
     config |= {key: fields[field] for key, field in family.keys.items()}

@@ -1,9 +1,9 @@
-"""Reads slices of tensors in files into the shards on the devices of this process.
+"""Reads slices of tensors from files, and puts them as shards on the devices of this process.
 
-A slice that several devices store is read once. Adjacent parts of a variable are read together,
-because that makes the contiguous rows longer. The host transposes and casts a tensor band by band.
-So in addition to its state, a process holds one box in each thread that reads: `BOX_BYTES`, or one
-shard if that is larger.
+A slice that several devices store is read once. Adjacent shards of a variable are read together as
+one box, because their contiguous rows in the file are then longer. The host transposes and casts a
+tensor in bands of limited size. So in addition to its state, a process needs memory for one box in
+each thread that reads: `BOX_BYTES`, or one shard if a shard is larger.
 """
 
 import concurrent.futures
@@ -25,22 +25,23 @@ from manualpar.models.pretrained.tensor_names import TensorPiece
 
 THREADS = min(8, os.cpu_count() or 1)
 BOX_BYTES = 256 << 20
-# The most numbers of a tensor that are transposed at a time, unless a row has more.
+# The most elements of a tensor that are read and transposed at a time, unless a row has more.
 BAND = 1 << 20
-# Numbers along the dims that are contiguous in the source and in the destination.
+# The size of a block of `copy_turned`: along the dim that is contiguous in the source, and along
+# the dim that is contiguous in the destination.
 BLOCK = 1024, 16
-# The pair (begin, end) for each dim.
+# A box of an array: the pair (begin, end) for each dim.
 Bounds = tuple[tuple[int, int], ...]
 
 
 class ShardReader:
-    """Reads slices in threads and counts their bytes."""
+    """Reads slices of tensors in several threads, and counts the bytes read."""
 
     def __init__(self, files: TensorFiles) -> None:
         self._files, self.bytes_read, self._lock = files, 0, threading.Lock()
 
     def place(self, leaves: Sequence[Leaf], sources: Sources) -> dict[str, jax.Array]:
-        """Reads the variables onto the devices of this process."""
+        """Reads variables from the files, and shards them over the devices of this process."""
         with concurrent.futures.ThreadPoolExecutor(THREADS) as threads:
             boxes = {}
             for leaf in leaves:
@@ -69,7 +70,7 @@ class ShardReader:
         devices_of: Mapping[Bounds, Sequence[jax.Device]],
         sources: Sources,
     ) -> list[jax.Array]:
-        """Reads a box of a variable, and puts each part of the box on the devices that store it."""
+        """Reads a box of a variable, and puts each shard in the box on its devices."""
         whole = np.zeros([stop - start for start, stop in box], leaf.dtype)
         for piece in sources.pieces[leaf.name]:
             stacked = len(piece.entry)
@@ -84,8 +85,8 @@ class ShardReader:
         )
 
     def _read(self, piece: TensorPiece, sizes: Sequence[int], box: Bounds, out: np.ndarray) -> None:
-        """Reads a box of a piece into `out`."""
-        # Entries beyond the tensor are padding.
+        """Reads a box of a piece into `out`; `sizes` is the piece's shape without padding."""
+        # Entries beyond `sizes` are padding, which stays 0.
         for part in slices_of(piece, sizes, common(box, [(0, size) for size in sizes])):
             value = self._files.read(piece.tensor, part.where)
             with self._lock:
@@ -104,11 +105,11 @@ def finish(threads: concurrent.futures.Executor, jobs: Iterable[concurrent.futur
 
 
 def copy_turned(out: np.ndarray, value: np.ndarray) -> None:
-    """Copies numbers into an array with another memory layout, and casts them.
+    """Copies `value` to `out`, which may have another memory layout, and casts the elements.
 
-    NumPy reads along one array's memory and jumps in the other array for each number. So the copy
-    runs in blocks that fit into the cache. Bits are copied as integers, because NumPy copies
-    bfloat16 far slower.
+    If the layouts differ, NumPy walks through one array in the order of its memory, and jumps in
+    the other array for each element. So the copy runs in blocks that fit into the cache. The bits
+    are copied as integers, because NumPy copies bfloat16 far slower than integers.
     """
     out, value = out.squeeze(), value.squeeze()
     order = sorted(range(out.ndim), key=lambda dim: -out.strides[dim])
@@ -124,15 +125,15 @@ def copy_turned(out: np.ndarray, value: np.ndarray) -> None:
 
 
 def bits_of(x: np.ndarray) -> np.ndarray:
-    """Views the bits of numbers as integers."""
+    """Returns a view of an array with its bits as unsigned integers."""
     return x.view(f"u{x.dtype.itemsize}")
 
 
 def join_bounds(parts: Iterable[Bounds], most: int) -> list[tuple[Bounds, list[Bounds]]]:
-    """Joins adjacent disjoint parts into boxes of limited size.
+    """Joins adjacent disjoint parts into boxes of at most `most` elements.
 
     Returns:
-      The boxes, each with the parts in it. A part of more than `most` entries is its own box.
+      The boxes, each with the parts in it. A part of more than `most` elements is a box by itself.
     """
     boxes: list[tuple[Bounds, list[Bounds]]] = []
     for part in sorted(parts):
@@ -151,7 +152,7 @@ def _volume(bounds: Bounds) -> int:
 
 
 def entry_within(entry: Sequence[int], box: Bounds) -> tuple[Any, ...] | None:
-    """Returns an entry's index along a box's leading dims; `None` if the entry is outside."""
+    """Converts an index along the leading dims to an index in a box; `None` if it is outside."""
     leading = box[: len(entry)]
     if not all(start <= at < stop for at, (start, stop) in zip(entry, leading, strict=True)):
         return None
@@ -159,7 +160,7 @@ def entry_within(entry: Sequence[int], box: Bounds) -> tuple[Any, ...] | None:
 
 
 def within(bounds: Bounds, box: Bounds) -> tuple[slice, ...]:
-    """Returns bounds as an index into a box: they are counted from the box's corner."""
+    """Converts bounds in an array to slices of a box in the array."""
     return tuple(
         slice(start - corner, stop - corner)
         for (start, stop), (corner, _) in zip(bounds, box, strict=True)
@@ -178,7 +179,7 @@ def is_empty(box: Bounds) -> bool:
 
 
 def _devices_by_part(leaf: Leaf) -> dict[Bounds, list[jax.Device]]:
-    """Collects the devices of this process by the part of a variable that they store."""
+    """Returns each shard of a variable with the devices of this process that store the shard."""
     devices: dict[Bounds, list[jax.Device]] = {}
     indices = leaf.abstract.sharding.addressable_devices_indices_map(leaf.padded_shape)
     for device, index in indices.items():
@@ -187,12 +188,12 @@ def _devices_by_part(leaf: Leaf) -> dict[Bounds, list[jax.Device]]:
 
 
 class Slice(NamedTuple):
-    """A slice of a tensor that is a box of a parameter.
+    """A slice of a tensor, and the box of a parameter that it contains.
 
     Attributes:
-      where: The slice.
-      bounds: The box, in the order of the parameter's dims.
-      split: The box's sizes in the order of the tensor's dims.
+      where: The slice of the tensor.
+      bounds: The box, with the dims of the parameter.
+      split: The sizes of the box, with dims merged in the tensor split, in the tensor's order.
       order: The position of each of the parameter's dims in `split`.
     """
 
@@ -202,16 +203,16 @@ class Slice(NamedTuple):
     order: tuple[int, ...]
 
     def turned(self, value: np.ndarray) -> np.ndarray:
-        """Returns a view of `value`, the slice's numbers, with the dims of the parameter."""
+        """Returns a view of `value`, the content of the slice, with the dims of the parameter."""
         return value.reshape(self.split).transpose(self.order)
 
 
-# (begin, end, ranges): a range of a tensor's dim, and the range of each dim merged in it, by name.
+# (begin, end, ranges): a range of a tensor's dim; `ranges` has the range of each dim merged in it.
 _Read = tuple[int, int, dict[str, tuple[int, int]]]
 
 
 def slices_of(piece: TensorPiece, sizes: Sequence[int], box: Bounds) -> Iterator[Slice]:
-    """Computes the slices of a tensor that make up a box of a parameter; none for an empty box."""
+    """Computes the slices of a tensor that together contain a box of a parameter."""
     if is_empty(box):
         return
     outermost = next(itertools.chain(*piece.merged), None)
@@ -239,7 +240,11 @@ def slices_of(piece: TensorPiece, sizes: Sequence[int], box: Bounds) -> Iterator
 def _ranges(
     names: Sequence[str], size_of: Mapping[str, int], bounds_of: Mapping[str, tuple[int, int]]
 ) -> list[_Read]:
-    """Computes ranges of a merged dim: one if inner dims are complete, else one per outer entry."""
+    """Computes the contiguous ranges of a merged dim that contain the bounds of the dims in it.
+
+    There is one range if the bounds cover all inner dims; otherwise at least one for each entry of
+    the outermost dim.
+    """
     if not names:
         return [(0, 1, {})]
     outer, *inner = names

@@ -30,12 +30,12 @@ from manualpar.models.pretrained.tensor_names import (
 
 
 class Sources(NamedTuple):
-    """The tensors of a program's variables.
+    """The tensors in files from which a program's variables are read.
 
     Attributes:
       files: The files.
-      pieces: The tensors of each variable, by the name of its leaf.
-      vocab_size: The size of dim `V` in the tensors; the program may pad it.
+      pieces: The tensors of each variable, by the name of the variable's leaf.
+      vocab_size: The size of dim `V` in the tensors; in the program, the dim may be padded.
     """
 
     files: TensorFiles
@@ -43,7 +43,7 @@ class Sources(NamedTuple):
     vocab_size: int
 
     def shape_of(self, piece: TensorPiece, leaf: Leaf) -> tuple[int, ...]:
-        """Returns a piece's shape in the order of the leaf's dims, without stacked dims."""
+        """Returns the unpadded sizes of a leaf's dims, without the dims that stack its pieces."""
         sizes = leaf.shape[len(piece.entry) :]
         return tuple(
             self.vocab_size if name == "V" and self.vocab_size else size
@@ -58,7 +58,7 @@ def find_sources(
     names: Mapping[str, Rule | str] | None = None,
     missing: Missing = "error",
 ) -> Sources:
-    """Finds the tensors of all variables of a program, and reads none of them.
+    """Finds the tensors of all variables of a program; reads only the files' headers.
 
     Raises:
       ValueError: See `load_hf`.
@@ -106,7 +106,7 @@ def transformer_of(program: Program) -> Transformer:
 
 
 def check_same_model(model: Transformer, directory: Path, fields: Mapping[str, Any]) -> None:
-    """Refuses a model that differs from what a `config.json` says."""
+    """Raises a `ValueError` if a model differs from the fields that a `config.json` describes."""
     own, there = architecture_of(model), complete_fields(fields)
     lines = [
         f"{name} is {own[name]!r}, there {there[name]!r}"
@@ -140,7 +140,10 @@ def _check_tensors(
     *,
     is_tied: bool,
 ) -> None:
-    """Refuses tensors that are missing, left over, or of another shape or kind."""
+    """Raises a `ValueError` if tensors are missing, not needed, or of another shape or dtype.
+
+    Warns if tensors are cast to a dtype that cannot represent all of their values.
+    """
     files, lines, narrowed = sources.files, [], []
     known = set()
     for path, of_path in pieces.items():
@@ -164,7 +167,7 @@ def _check_tensors(
             elif np.promote_types(_dtype(dtype), leaf.dtype) != leaf.dtype:
                 narrowed.append(f"{piece.tensor} from {dtype} to {leaf.dtype}")
     for name in sorted(files.shapes.keys() - known):
-        # The embedding is the head, so transformers ignores this tensor too.
+        # If the head is tied to the embedding, transformers ignores this tensor too.
         is_copy = is_tied and name == "lm_head.weight"
         if not is_copy and not COMPUTED.search(name):
             shown = show_array(_Named(files.dtypes[name]), files.shapes[name])
@@ -182,7 +185,7 @@ def _check_tensors(
 
 
 class _Named(NamedTuple):
-    """The name of a dtype, which numpy may not have."""
+    """A stand-in for a dtype that NumPy may not have, with the attribute `name`."""
 
     name: str
 

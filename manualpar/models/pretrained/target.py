@@ -1,14 +1,15 @@
-"""The target of an export: a folder on a disk or in a bucket, which is complete or not a model.
+"""The target of an export: a folder on a disk or in a bucket that never shows an incomplete model.
 
-One process locks the folder during the export, and another export to it is refused. On a disk all
-files are written into a draft, which gets the folder's name at the end, see
-`manualpar.system.storage.drafts`.
+One process locks the folder during the export, so that another export to the same folder is
+refused. On a disk all files are written to a draft, a folder that gets its final name at the end,
+see `manualpar.system.storage.drafts`.
 
-In a bucket nothing can be renamed. Each file is written to a local disk, uploaded, and deleted
-locally. `config.json` comes last, and a folder without it is no model. The object `.unfinished`
-exists while the files are uploaded. So it marks the files of a killed export, which the next export
-deletes. `.unfinished` contains the export's number. If an export loses its connection for long,
-another export may take over. The first export then finds another number, or no object.
+Objects in a bucket cannot be renamed. Each file is written to a local disk, uploaded, and deleted
+locally. `config.json` is uploaded last, because a folder without `config.json` is no model. The
+object `.unfinished` exists during the upload. So after a killed export, it shows the next export
+that the files must be deleted. `.unfinished` contains the number of the export. If an export loses
+its connection for long, another export may take over. The first export then finds another number in
+`.unfinished`, or no such object.
 """
 
 import contextlib
@@ -38,11 +39,11 @@ UNFINISHED = ".unfinished"
 
 
 class ExportTarget(Protocol):
-    """A folder to make. Only process 0 calls `owned` and `finish`.
+    """A folder to create. Only process 0 calls `owned` and `finish`.
 
     Attributes:
       path: The folder.
-      folder: The folder in which all processes write the files; `None` in a bucket.
+      folder: The draft to which all processes write the files; `None` in a bucket.
     """
 
     path: AnyPath
@@ -52,16 +53,16 @@ class ExportTarget(Protocol):
         """Raises a `ValueError` if the folder contains other files, or is not a folder."""
 
     def owned(self) -> contextlib.AbstractContextManager[None]:
-        """Locks the folder in a context, and deletes the files of an unfinished export."""
+        """Locks the folder during a context; first deletes the files of an unfinished export."""
 
     def file(self, name: str) -> contextlib.AbstractContextManager[Path]:
-        """Yields the path of a local file to write, and moves the file to its place afterwards."""
+        """Yields the path of a local file to write, and stores the file when the context ends."""
 
     def check_files(self) -> None:
         """Raises a `BucketError` if a file that this process uploaded has been replaced."""
 
     def finish(self) -> None:
-        """Makes the folder valid, after all files have been written."""
+        """Marks the folder as complete, after all files have been written."""
 
 
 def open_target(path: AnyPath, number: str) -> ExportTarget:
@@ -94,7 +95,7 @@ class DiskTarget:
     def owned(self) -> Iterator[None]:
         """Implements `ExportTarget`."""
         with draft_of(self._target.absolute(), number=self._number):
-            self.check_free()  # Another export may have ended since it was asked first.
+            self.check_free()  # Another export may have ended after the first check.
             yield
 
     @contextlib.contextmanager
@@ -118,7 +119,7 @@ class BucketTarget:
         self.path: AnyPath = path
         self.folder: Path | None = None
         self._target, self._number = path, number.encode()
-        self._check_lock: Callable[[], None] | None = None  # Only in process 0.
+        self._check_lock: Callable[[], None] | None = None  # Set only in process 0.
         self._versions: dict[str, Version] = {}
 
     def check_free(self) -> None:
@@ -131,7 +132,7 @@ class BucketTarget:
     def owned(self) -> Iterator[None]:
         """Implements `ExportTarget`."""
         with hold(self._target, report=logging.warning, remains=False) as self._check_lock:
-            self.check_free()  # Another export may have ended since it was asked first.
+            self.check_free()  # Another export may have ended after the first check.
             (self._target / UNFINISHED).write_bytes(self._number)
             for name in (CONFIG_FILE, *self._target.files()):
                 if name != UNFINISHED and not name.startswith(LOCK_PREFIX):

@@ -1,8 +1,8 @@
 """The bytes of a `.safetensors` file: finds each tensor's place, and reads and writes slices.
 
-A file consists of the header's length in eight bytes, the header in JSON, and the tensors in row
-order without gaps. So the place of every slice is known in advance, and threads and processes can
-read and write slices of one file at the same time.
+A file consists of eight bytes with the header's length, the header in JSON, and the tensors in
+row-major order without gaps. So the place of every slice is known in advance, and threads and
+processes can read and write slices of one file at the same time.
 """
 
 import functools
@@ -15,7 +15,7 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-# Dtypes that are stored as plain numbers; other dtypes are packed or need a scale.
+# The supported dtypes, which are stored as plain numbers. Others are packed or need a scale.
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 CODES = {name: code for code, name in DTYPES.items()}
 
@@ -36,7 +36,7 @@ class BytesInFile(NamedTuple):
 
 
 def read_header(file: IO[bytes]) -> dict[str, BytesInFile]:
-    """Reads the place of each tensor, by name, from a file that safetensors has checked."""
+    """Reads each tensor's place from a file's header, which safetensors must have checked."""
     length = int.from_bytes(file.read(8), "little")
     header: dict[str, Any] = json.loads(file.read(length))
     header.pop("__metadata__", None)
@@ -53,11 +53,11 @@ def read_header(file: IO[bytes]) -> dict[str, BytesInFile]:
 def make_header(
     tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
 ) -> tuple[bytes, dict[str, BytesInFile]]:
-    """Makes the bytes before a file's tensors, and returns the place of each tensor.
+    """Makes the bytes before a file's tensors; also returns the place of each tensor.
 
-    Dtypes of more bytes come first, so that every tensor is aligned.
+    Tensors with larger elements come first, so that every tensor is aligned to its element size.
     """
-    # transformers loads only files whose header names the format.
+    # The library transformers loads only files whose header has the entry "format".
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     starts, end = {}, 0
     for name in sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name)):
@@ -87,10 +87,10 @@ def create_tensor_file(path: Path, tensors: Mapping[str, tuple[np.dtype, tuple[i
 def read_slice(
     file: int, place: BytesInFile, index: Sequence[slice], dtype: np.dtype | type
 ) -> np.ndarray:
-    """Reads a slice of a tensor, with one slice for each dim.
+    """Reads a part of a tensor; `index` has one slice for each dim.
 
     Raises:
-      OSError: The file cannot be read, or ends before the slice does.
+      OSError: The file cannot be read, or ends before the end of the slice.
     """
     bounds = bounds_of(index, place.shape)
     value = np.empty([stop - start for start, stop in bounds], dtype)
@@ -104,7 +104,7 @@ def read_slice(
 
 
 def write_slice(file: int, place: BytesInFile, index: Sequence[slice], value: np.ndarray) -> None:
-    """Writes a slice of a tensor, with one slice for each dim, from a contiguous array."""
+    """Writes a contiguous array to a part of a tensor; `index` has one slice for each dim."""
     for at, part in _runs(place, bounds_of(index, place.shape), value):
         while part:
             count = os.pwrite(file, part, at)
@@ -119,13 +119,14 @@ def bounds_of(index: Sequence[slice], shape: Sequence[int]) -> tuple[tuple[int, 
 def _runs(
     place: BytesInFile, bounds: Sequence[tuple[int, int]], value: np.ndarray
 ) -> Iterator[tuple[int, memoryview]]:
-    """Yields the contiguous runs of an array's bytes, each with its place in the file."""
+    """Yields the parts of an array that are contiguous in the file, each with its offset there."""
     if not value.size:
         return
     shape = place.shape
     strides = [value.itemsize * math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     starts = [low * stride for (low, _), stride in zip(bounds, strides, strict=True)]
-    # A run covers a range of the last dim that is not read completely, and all dims after it.
+    # `run` is the last dim of which only a range is read. All later dims are read completely, so
+    # one contiguous part covers the range of `run` and all later dims.
     run = max((dim for dim, size in enumerate(shape) if bounds[dim] != (0, size)), default=0)
     steps = [
         np.arange(high - low) * stride for (low, high), stride in zip(bounds, strides, strict=True)

@@ -1,11 +1,12 @@
-"""The `.safetensors` files of a directory: the file of each tensor, and slices of tensors.
+"""The `.safetensors` files of a directory: finds the file of each tensor, and reads slices.
 
-The files may come from a stranger. So an index may name only files in its directory, sizes are
+The files may come from a stranger. So an index may name only files in its own directory, sizes are
 bounded, the header of every file is compared with the file's length, and nothing is unpickled. Only
 the headers and the requested slices of tensors are read.
 
-Files are read by `preadv` and not mapped into memory, so that the bytes do not count as memory of
-the process. A file that becomes shorter is then an error and does not kill the process.
+Files are read with `preadv` and not mapped into memory. So the bytes in the page cache do not count
+as memory of the process, and if a file becomes shorter, the process gets an error and is not
+killed.
 """
 
 import re
@@ -32,17 +33,17 @@ class TensorFiles:
     """The tensors in the files of a directory.
 
     Attributes:
-      shapes: The shape of each tensor, by its name.
-      dtypes: The name of each tensor's dtype, see `BytesInFile`.
-      files: The name of each tensor's file.
+      shapes: Maps the name of each tensor to its shape.
+      dtypes: Maps the name of each tensor to the name of its dtype, see `BytesInFile`.
+      files: Maps the name of each tensor to the name of its file.
     """
 
     def __init__(self, directory: Path) -> None:
         """Opens all files and reads their headers.
 
         Raises:
-          ValueError: There are no files; a file is damaged, pickled or missing; or the index names
-            other tensors than the files.
+          ValueError: There are no files; a file is damaged, pickled or missing; or the index and
+            the files have different tensors.
         """
         require("load_hf", "safetensors")
         import safetensors
@@ -84,10 +85,10 @@ class TensorFiles:
             _check_index(directory, index, self.files)
 
     def read(self, tensor: str, index: tuple[slice, ...]) -> np.ndarray:
-        """Reads a part of a tensor, with one slice for each dim.
+        """Reads a part of a tensor; `index` has one slice for each dim.
 
         Raises:
-          ValueError: The file cannot be read any more.
+          ValueError: The file cannot be read.
         """
         file, place = self._places[tensor]
         try:
@@ -100,12 +101,12 @@ class TensorFiles:
 
 
 def has_tensors(directory: Path) -> bool:
-    """Returns whether a directory has `.safetensors` files, complete or not."""
+    """Returns whether a directory has any `.safetensors` files, even if some are missing."""
     return (directory / ONE_FILE).exists() or (directory / INDEX_FILE).exists()
 
 
 def _read_index(directory: Path) -> Mapping[str, str]:
-    """Reads the file of each tensor; `{}` if there is a single file, which has precedence."""
+    """Reads the index, which names each tensor's file; `{}` if all tensors are in a single file."""
     path = directory / INDEX_FILE
     if not path.exists():
         return {}
@@ -123,7 +124,7 @@ def _read_index(directory: Path) -> Mapping[str, str]:
     if not isinstance(files, dict) or not files:
         raise ValueError(f"{path} has no weight_map, expected one that names the file of a tensor.")
     for tensor, name in files.items():
-        # Otherwise an index could name any file of this machine.
+        # Without this check an index could name any file of this machine.
         if not isinstance(name, str) or not FILE_NAME.fullmatch(name):
             raise ValueError(
                 f"{path}: weight_map has {tensor!r} in {name!r}, expected the name of a "
@@ -133,7 +134,7 @@ def _read_index(directory: Path) -> Mapping[str, str]:
 
 
 def _no_files(directory: Path, name: str) -> ValueError:
-    """Makes the error for a missing file, which lists the files that are there."""
+    """Makes the error for a missing file; the message lists the files in the directory."""
     if name != ONE_FILE or (directory / INDEX_FILE).exists():
         return ValueError(
             f"{directory / name} is missing, but {INDEX_FILE} names it; expected all files of the "
@@ -152,7 +153,7 @@ def _no_files(directory: Path, name: str) -> ValueError:
 
 
 def _check_index(directory: Path, index: Mapping[str, str], files: Mapping[str, str]) -> None:
-    """Compares an index with the tensors in the files."""
+    """Raises a `ValueError` if the index and the files have different tensors."""
     lines = [
         f"{tensor} is in {files.get(tensor, 'no file')}, but the index says {name}"
         for tensor, name in index.items()

@@ -2,8 +2,8 @@
 
 A `Rule` gives a parameter's tensor, and how the dims of both correspond, in the notation of einops:
 `D N H -> (N H) D`. A parameter may consist of several tensors, stacked along its leading dims: the
-layers of a scan, and experts. So each parameter has a list of `TensorPiece`s: a tensor and its
-place in the parameter. This module opens no file and needs no device.
+layers of a scan, and experts. So each parameter has a list of `TensorPiece`s, each with a tensor
+and its place in the parameter. This module opens no file and needs no device.
 
 Symbols: `V` tokens of the vocabulary, `D` hidden features, `N` query heads, `K` key and value
 heads, `H` features of a head, `F` features inside an MLP, `E` experts.
@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-# The dims of a tensor, each with the dims of the parameter that are merged in it, outermost first.
+# For each dim of a tensor, the dims of the parameter that are merged in it, the outermost first.
 MergedDims = tuple[tuple[str, ...], ...]
 
 
@@ -22,8 +22,8 @@ class Rule(NamedTuple):
     """The tensor of a parameter in the files.
 
     Attributes:
-      tensor: The name of the tensor. `{E}` in the name stands for an index along dim `E` of the
-        parameter, which stacks one tensor for each index.
+      tensor: The name of the tensor. `{E}` in the name stands for an index along dim `E`: the
+        parameter then stacks one tensor for each index.
       dims: The dims of the parameter, an arrow, and the dims of the tensor, such as
         `D N H -> (N H) D`, without stacked dims; `""` if both are the same.
     """
@@ -48,7 +48,7 @@ class TensorPiece(NamedTuple):
     merged: MergedDims
 
     def tensor_shape(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        """Returns the shape of the tensor if the parameter's other dims have these sizes."""
+        """Returns the shape of the tensor for given sizes of the dims in `dims`."""
         size_of = dict(zip(self.dims, sizes, strict=True))
         shape = []
         for names in self.merged:
@@ -59,7 +59,8 @@ class TensorPiece(NamedTuple):
         return tuple(shape)
 
 
-# Tensors outside of layers, and in each layer (after the prefix `model.layers.{layer}.`).
+# The rules of parameters outside of layers. `LAYER` has the rules of parameters in a layer, whose
+# tensors have the prefix `model.layers.{layer}.`.
 TOP: Mapping[str, Rule] = {
     "embedding": Rule("model.embed_tokens.weight", "V D -> V D"),
     "final_norm/scale": Rule("model.norm.weight"),
@@ -84,7 +85,7 @@ LAYER: Mapping[str, Rule] = {
     "experts/gate": Rule("mlp.experts.{E}.gate_proj.weight", "D F -> F D"),
     "experts/up": Rule("mlp.experts.{E}.up_proj.weight", "D F -> F D"),
     "experts/down": Rule("mlp.experts.{E}.down_proj.weight", "F D -> D F"),
-    "experts/bias": Rule("mlp.gate.e_score_correction_bias"),  # In its own collection.
+    "experts/bias": Rule("mlp.gate.e_score_correction_bias"),  # Not in `params`.
     "experts/shared_gate": Rule("mlp.shared_experts.gate_proj.weight", "D F -> F D"),
     "experts/shared_up": Rule("mlp.shared_experts.up_proj.weight", "D F -> F D"),
     "experts/shared_down": Rule("mlp.shared_experts.down_proj.weight", "F D -> D F"),
@@ -106,14 +107,14 @@ QWEN2_MOE: Mapping[str, Rule] = {
     "experts/shared_down": Rule("mlp.shared_expert.down_proj.weight", "F D -> D F"),
     "experts/shared_router": Rule("mlp.shared_expert_gate.weight", "D E -> E D"),
 }
-# Rules that differ in a family, by the `model_type` of the family.
+# The rules that differ from `LAYER` in some families, by the `model_type` of the family.
 OWN: Mapping[str, Mapping[str, Rule]] = {
     "gemma2": GEMMA,
     "gemma3_text": GEMMA,
     "mixtral": MIXTRAL,
     "qwen2_moe": QWEN2_MOE,
 }
-# Old files store these tables, which are no parameters because the config determines them.
+# Tables in old files that are ignored, because they follow from the config.
 COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$")
 _LAYER = re.compile(r"(layer_(?P<own>\d+)|layers/layer_(?P<of_group>\d+)|layers)/")
 _STACKED = re.compile(r"\{\w+\}")
@@ -124,12 +125,12 @@ def pieces_of_transformer(
 ) -> dict[str, list[TensorPiece]]:
     """Returns the tensors that the parameters of a `Transformer` consist of.
 
-    A layer that is written out, `layer_{i}`, has the number in its name. The scanned layers have
-    the other numbers, in order. If the scan runs over groups, each group has one layer for each
-    `layers/layer_{j}`, see `manualpar.models.layer_stack.layer_place`.
+    A layer outside of the scan, `layer_{i}`, has the number `i` in the files. The scanned layers
+    have the remaining numbers, in order. If the scan runs over groups of layers, each group has one
+    layer for each `layers/layer_{j}`, see `manualpar.models.layer_stack.layer_place`.
 
     Args:
-      family: The `model_type`.
+      family: The `model_type` of the config.
       shapes: The shape of each parameter on one device, by its path.
       skip_unknown: Whether to leave out parameters that have no tensor in files of the family.
 

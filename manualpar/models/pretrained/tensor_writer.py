@@ -1,9 +1,9 @@
 """Writes tensors from shards: every process writes the slices that its devices store.
 
 The header of a file gives the place of each tensor, so that processes write without waiting for
-each other. If several devices store a shard, only the first writes it. In addition to its state, a
-process holds one band of a tensor in each thread. On an accelerator it needs memory for
-`BOX_BYTES`, or for one shard if that is larger.
+each other. If several devices store a shard, only the first of them writes it. In addition to its
+state, a process needs memory for one band of a tensor in each thread. On an accelerator, each
+thread also needs a copy on the host: `BOX_BYTES`, or one shard if a shard is larger.
 """
 
 import concurrent.futures
@@ -47,8 +47,9 @@ class Tensor(NamedTuple):
     Attributes:
       name: The tensor's name.
       shape: The tensor's shape.
-      sizes: The sizes of those dims of the variable that the tensor contains, in their order.
-      dtype: The dtype in which the tensor is written.
+      sizes: The sizes of the variable's dims, without padding and without the dims that stack
+        several tensors.
+      dtype: The dtype in the file.
       leaf: The name of the variable that contains the tensor.
       piece: The tensor's place in the variable, and how the dims of both correspond.
     """
@@ -66,7 +67,7 @@ class Tensor(NamedTuple):
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
 
-# The tensors of each file.
+# Maps the name of each file to its tensors.
 Files = Mapping[str, Sequence[Tensor]]
 
 
@@ -103,7 +104,7 @@ def _kinds(tensors: Sequence[Tensor]) -> dict[str, tuple[np.dtype, tuple[int, ..
 
 
 def _write(path: Path, place: BytesInFile, tensor: Tensor, x: jax.Array) -> None:
-    """Writes those slices of a tensor whose first copy this process stores."""
+    """Writes the slices of a tensor that no other process writes: shards with replica number 0."""
     shards = _own_shards(tensor, x)
     for box, inside in join_bounds(shards, BOX_BYTES // tensor.dtype.itemsize):
         parts = {bounds: _to_host(*shards[bounds]) for bounds in inside}
@@ -119,9 +120,9 @@ def _write(path: Path, place: BytesInFile, tensor: Tensor, x: jax.Array) -> None
 
 
 def _own_shards(tensor: Tensor, x: jax.Array) -> dict[Bounds, tuple[jax.Array, tuple[Any, ...]]]:
-    """Returns the shards that this process writes, each with the index of the tensor's entry.
+    """Returns the shards that this process writes, by their bounds in the tensor without padding.
 
-    The shards are keyed by their bounds in the tensor, without padding.
+    With each shard it returns the index of the tensor's entry along the dims that stack tensors.
     """
     entry = tensor.piece.entry
     own = {}
@@ -137,5 +138,5 @@ def _own_shards(tensor: Tensor, x: jax.Array) -> dict[Bounds, tuple[jax.Array, t
 def _to_host(x: jax.Array, index: tuple[Any, ...]) -> np.ndarray:
     if next(iter(x.devices())).platform == ON_HOST:
         return np.asarray(x)[index]  # A view of the shard's memory.
-    # Copies first, because an array caches its values on the host.
+    # Copies the array first, because an array caches its values on the host and would keep them.
     return np.asarray(x[index].copy())

@@ -70,7 +70,7 @@ class LayoutEstimator:
         examples: int,
         positions: int,
         even: bool = True,
-        min_weight_size: int = PARAMETER_SHARDING["min_weight_size"],
+        min_weight_size: int = PARAMETER_SHARDING["min_weight_size"].default,
         overlap: Overlap = "auto",
     ) -> None:
         check_closed_form(model)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from manualpar.core.mesh.mesh import abstract_mesh
 from manualpar.core.mesh.roles import AxisRoles
+from manualpar.core.model.option_table import with_defaults
 from manualpar.core.modes.strategy import Strategy
 from manualpar.core.parameters.comm_policy import CommPolicy, Format
 from manualpar.core.parameters.parameter_info import describe_parameters, on_stages
@@ -99,8 +100,10 @@ def parameter_forms(
     strategy = fully_sharded(
         STRATEGIES[bool(replicas)],
         replicas,
-        **{**PARAMETER_SHARDING, "min_weight_size": min_weight_size}
-        | {"communicate_every": layout.communicate},
+        **with_defaults(
+            {"min_weight_size": min_weight_size, "communicate_every": layout.communicate},
+            PARAMETER_SHARDING,
+        ),
     )
     gather, reduce = (
         Format(dtype, BlockQuantizer(code) if code else None)

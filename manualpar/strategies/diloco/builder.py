@@ -9,7 +9,7 @@ losses differ from the losses of data parallelism, because DiLoCo is a different
 """
 
 from collections.abc import Callable
-from typing import Any, Unpack
+from typing import Any, Unpack, get_args
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,8 @@ from manualpar.core.mesh.axes import AxisName, axes_size, axis_tuple, check_mesh
 from manualpar.core.mesh.splitting import shapes_of_batch
 from manualpar.core.model.interface import Model
 from manualpar.core.model.loss_function import LossFn
-from manualpar.core.model.options import CODES, ProgramOptions, check_choice
+from manualpar.core.model.option_table import check_choice
+from manualpar.core.model.options import ProgramOptions
 from manualpar.core.parameters.block_quantization import Quantization
 from manualpar.core.parameters.comm_policy import CommPolicy, Format
 from manualpar.core.parameters.quantized_collectives import BlockQuantizer
@@ -164,7 +165,7 @@ def _check(
             f"diloco: outer_tx is {outer_tx!r}, expected an optax.GradientTransformation such as "
             "optax.sgd(0.7, momentum=0.9, nesterov=True)."
         )
-    check_choice("diloco", "outer_code", outer_code, CODES["reduce_code"])
+    check_choice("diloco", "outer_code", outer_code, (None, *get_args(Quantization)))
     if options.get("mode", "manual") != "manual":
         raise ValueError(
             f"diloco: mode={options['mode']!r}, expected 'manual', because replicas do not train "

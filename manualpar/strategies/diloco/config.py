@@ -1,13 +1,13 @@
 """Builds a `diloco` program from a config, whose fields are names and numbers."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import optax
 
 from manualpar.core.model.interface import Model
 from manualpar.core.model.loss_function import LossFn
-from manualpar.core.model.options import CODES, ProgramOptions
+from manualpar.core.model.options import PROGRAM_OPTIONS
 from manualpar.core.parameters.block_quantization import Quantization
 from manualpar.core.program.program import Program
 from manualpar.strategies.diloco.builder import diloco
@@ -19,7 +19,7 @@ FIELDS: Mapping[str, Field] = {
     "every": Field(int, 1, default=10),
     "outer_learning_rate": Field(float, 0, below=1e38, default=1.0),
     "outer_momentum": Field(float, 0, below=1, default=0.0),
-    "outer_code": Field(str, choices=("", *filter(None, CODES["reduce_code"])), default=""),
+    "outer_code": Field(str, choices=("", *get_args(Quantization)), default=""),
     "outer_fragments": Field(int, 1, default=1),
     "outer_overlap": Field(bool, default=False),
 }
@@ -50,7 +50,7 @@ def diloco_of_config(
       **options: The options of `diloco`.
     """
     kind = strategy_kinds()[inner]
-    known = {*ProgramOptions.__annotations__, *kind.fields, *FIELDS}
+    known = {*PROGRAM_OPTIONS, *kind.fields, *FIELDS}
     known_options = {name: value for name, value in options.items() if name in known}
 
     def build(*args: Any, **inner_options: Any) -> Any:

@@ -1,9 +1,8 @@
 """Decides by a state's step number whether an outer step follows the inner step.
 
-A state counts its steps, so a restored or adopted state continues at its step. The host would wait
-for the device if it read this counter in each step. So the host counts too, and knows the step
-number of the state that the latest call returned. The host reads the counter only from other
-states.
+A state counts its steps, so a restored or adopted state continues at the right step. If the host
+read this counter in each step, it would wait for the device each time. So the host also counts the
+steps of the state that the latest call returned, and reads the counter only from other states.
 """
 
 import functools
@@ -23,8 +22,9 @@ from manualpar.core.state.train_state import TrainState
 class OuterStep:
     """Runs a jitted outer step, and refuses donated states and states of another program.
 
-    Directly after an outer step nothing is left to exchange, so a second call returns the state
-    unchanged. `train_step` takes each outer step that is due. A loop may take more outer steps.
+    Directly after an outer step there is nothing to exchange, so a second call returns the state
+    unchanged. `train_step` takes each outer step that is due. A training loop may take additional
+    outer steps.
 
     Attributes:
       jitted: The jitted outer step without checks.
@@ -92,7 +92,7 @@ class CountedStep:
             if isinstance(step, jax.core.Tracer):
                 return self._in_trace(state, batch)
             if is_deleted(step) or not hasattr(step, "__int__"):
-                return cast(StepFunction, self.inner_step)(state, batch)  # Raises the error.
+                return cast(StepFunction, self.inner_step)(state, batch)  # This call raises.
             number = int(cast(Any, step))
         new, metrics = self.at(number + 1)(state, batch)
         self._number, self._latest = number + 1, weakref.ref(new)

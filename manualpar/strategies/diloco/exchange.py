@@ -6,8 +6,9 @@ change of a few steps. The types show that the results do not vary over the repl
 replicas have the same bits.
 
 A replica's difference is weighted by the number of examples that the replica has seen. A step
-weights minibatches and devices in the same way. After one inner step of plain gradient descent the
-mean is therefore proportional to the gradient of the global mean loss, also with masked examples.
+weights minibatches and devices in the same way. So after one inner step of plain gradient descent
+the mean difference is proportional to the gradient of the global mean loss, also with masked
+examples.
 """
 
 from collections.abc import Iterable, Mapping
@@ -31,7 +32,7 @@ def mean_difference(
 
     Args:
       common: A tree of shards of the common parameters, with which all replicas began.
-      replica: The tree of the corresponding shards of this replica's present parameters.
+      replica: A tree of the same shards of this replica's parameters.
       examples: `float32[]`, the number of examples that this replica has seen since it began with
         `common`.
       axes: The mesh axes of the replicas.

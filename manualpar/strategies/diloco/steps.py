@@ -60,9 +60,9 @@ class ReplicaSteps:
 
     Attributes:
       inner: The program of one replica.
-      replicated_step: The step of all devices, see `replicated_step`.
+      replicated_step: The step of all devices that the function `replicated_step` has made.
       axes: The mesh axes of the replicas.
-      state: The layout of the state.
+      state: Makes and shards the state.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class ReplicaSteps:
         inner_state, metrics = self._replica_step.train(inner_state, batch)
         inner_state = jax.tree.map(self._constrain, inner_state, self.inner.layout)
         count = metrics["loss"][1].astype(jnp.float32)
-        if self._replica_step.nonfinite == "skip":  # A skipped step may have NaN here.
+        if self._replica_step.nonfinite == "skip":  # If a step is skipped, its count may be NaN.
             count = jnp.where(metrics["nonfinite"][0] > 0, jnp.zeros_like(count), count)
         replica = {
             "params": partition(self._placements, inner_state.params)[0],
@@ -133,7 +133,7 @@ class ReplicaSteps:
     def overlapped_outer_step(
         self, fragment: int, state: TrainState, batch: Any
     ) -> tuple[TrainState, Metrics]:
-        """Takes an inner step, and meanwhile exchanges a fragment's values from before this step.
+        """Takes an inner step, and exchanges a fragment of before this step at the same time.
 
         The next exchange sends the change that a replica makes in this inner step.
         """

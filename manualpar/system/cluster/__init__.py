@@ -1,4 +1,4 @@
-"""Several processes that train together: they connect, stop together, and detect a lost process."""
+"""Runs with several processes: connects them, stops them together, and detects a lost process."""
 
 from manualpar.system.cluster.cluster import (
     FAILED_EXIT_CODE,

@@ -42,16 +42,16 @@ def from_first(value: JSON) -> JSON:
 
 
 def first_failure(failure: str) -> str:
-    """Returns the first failure of any process, `''` without any; communicates like `gather`."""
+    """Returns the failure of the first failed process, or `''`; communicates like `gather`."""
     return next(filter(None, gather(failure)), "")
 
 
 @contextlib.contextmanager
 def failing_together() -> Iterator[None]:
-    """Raises an error of one process in all processes, so that no process waits for another.
+    """Raises an error in all processes if one process has an error, so that none waits forever.
 
     Communication:
-      The communication of `gather`, at the end of the context.
+      That of `gather`, at the end of the context.
     """
     try:
         yield

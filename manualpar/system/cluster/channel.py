@@ -1,7 +1,7 @@
-"""A process's connection to the hub: it sends heartbeats and news, and receives the hub's messages.
+"""A process's connection to the hub: sends heartbeats and messages, and receives messages.
 
-A daemon thread runs the event loop of the connection. The thread ends with the connection: when all
-processes are done, when their facts differ, or when a process is lost.
+A daemon thread runs the event loop of the connection. Connection and thread end when all processes
+are done, when the facts of the processes differ, or when a process is lost.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ from manualpar.system.cluster.stopping import StopGate
 
 CONNECT_SECONDS = 5.0
 KNOCK_SECONDS = 0.1
-# A process is short of memory if it cannot allocate these bytes for these seconds.
+# A process is short of memory if allocations of `LEAST_MEMORY_BYTES` fail for this many seconds.
 LEAST_MEMORY_BYTES = 2**20
 SHORT_OF_MEMORY_SECONDS = 2.0
 
@@ -48,8 +48,8 @@ class Channel:
     """A process's connection to the hub.
 
     Attributes:
-      loss: The lost process, once it is known.
-      is_over: Set when the connection has ended, for any reason.
+      loss: The lost process; `None` as long as no process is known to be lost.
+      is_over: An event that is set when the connection has ended, for any reason.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Channel:
         self._admitted.result()
 
     def send(self, message: Message) -> None:
-        """Hands a message to the thread without waiting; safe anywhere, also in signal handlers."""
+        """Gives a message to the thread without waiting; may be called in a signal handler."""
         with contextlib.suppress(RuntimeError):  # The loop is closed: the connection has ended.
             self._loop.call_soon_threadsafe(send, self._writer, message)
 
@@ -129,8 +129,8 @@ class Channel:
         async for awake in beats(self._end, terms.timeout_seconds):
             before, short = short, 0.0 if _can_get_memory() else short + awake
             if before <= SHORT_OF_MEMORY_SECONDS < short:
-                # The hub tells all processes, including this one, whose main thread may wait for
-                # ever for a thread that had no memory to start.
+                # The hub informs all processes, including this process, whose main thread may be
+                # waiting forever for a thread that could not start for lack of memory.
                 send(self._writer, {"kind": "failed", "error": NO_MEMORY})
             self._pace.watch(awake)
             progress = dataclasses.asdict(self._pace.progress())
@@ -146,7 +146,7 @@ class Channel:
             await hearing
 
     def _handle(self, message: Message) -> None:
-        """Handles a message of the hub."""
+        """Handles a message from the hub."""
         self._silence = 0.0
         kind = message.pop("kind")
         if kind == "beat":
@@ -185,13 +185,14 @@ def _can_get_memory() -> bool:
 async def knock(
     hosts: Sequence[str], port: int, terms: Terms
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, dict[str, Any]]:
-    """Connects to the hub once it listens on one of the hosts, and introduces this process.
+    """Connects to the hub as soon as it listens on one of `hosts`, and introduces this process.
 
-    Returns the connection on which the hub has admitted this process, and the hub's host and
-    process id. If this takes half the timeout, a message says that process 0 is missing.
+    Returns the connection on which the hub has admitted this process, and the hub's answer with its
+    host and process id. After half the timeout, a message on standard error names process 0 as
+    missing.
 
     Raises:
-      ConnectionError: Process 0 was not there in time.
+      ConnectionError: Process 0 did not listen in time.
       DisagreementError: The number of processes differs.
       ValueError: Process 0 does not accept this process as part of its run.
     """
@@ -222,8 +223,8 @@ async def knock(
 async def _introduce(
     host: str, port: int, terms: Terms
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, dict[str, Any]]:
-    """Answers the hub's challenge, and waits to be admitted."""
-    # This call blocks the event loop, which has nothing else to do yet.
+    """Connects to the hub, answers its challenge, and waits until the hub admits this process."""
+    # This call blocks the event loop, which has no other work yet.
     connection = socket.create_connection((host, port), CONNECT_SECONDS)
     reader, writer = await asyncio.open_connection(sock=connection)
     hello = Hello(terms.process, terms.num_processes, socket.gethostname(), os.getpid())

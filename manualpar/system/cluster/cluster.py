@@ -1,13 +1,13 @@
-"""The processes that train together, from the view of one process.
+"""The processes that train together, as one of them sees the others.
 
-The processes make the same steps, so they end together. If a process dies, is stopped, fails or
+The processes run the same steps, so they end together. If a process dies, is stopped, fails or
 hangs, all processes end within `timeout_seconds`, each with a sentence that names the lost process.
-A request to any process to stop ends all of them after the same step. A single process makes the
-same calls; calls that concern other processes do nothing.
+If any process is asked to stop, all processes stop after the same step. With a single process, the
+same code runs, and calls that concern other processes do nothing.
 
-When another process is lost, a thread ends this process at once by `os._exit`, because the main
-thread may wait in a collective that never finishes. So everything that must be on disk is written
-when it is reported, and a checkpoint becomes visible in one step.
+When another process is lost, a thread ends this process at once with `os._exit`, because the main
+thread may be waiting in a collective that never finishes. So everything that must be on disk is
+written at once, and a checkpoint becomes visible in one atomic step.
 """
 
 import contextlib
@@ -27,23 +27,23 @@ from manualpar.system.cluster.hub import LEAVING_SECONDS, Hub
 from manualpar.system.cluster.messages import Terms
 from manualpar.system.cluster.stopping import StopGate, on_sigterm
 
-# The exit codes of a process of a cluster, so that schedulers can distinguish the causes. The first
-# code is for an error of this process. The error's traceback is on the screen.
+# The exit codes of a process tell a scheduler the cause of the end. This code means: this process
+# had an error, whose traceback is on the screen.
 FAILED_EXIT_CODE = 1
-# Another process is lost. Nothing is wrong with this process: start the run again.
+# Another process was lost. Nothing is wrong with this process: start the run again.
 LOST_PROCESS_EXIT_CODE = 4
-# A second SIGTERM before the end of the run: 128 + 15, as in a shell.
+# A second SIGTERM came before the end of the run. The code is 128 + 15, as in a shell.
 TERMINATED_EXIT_CODE = 143
 
-# After another process's error, a process has this time to report its own error (often the same
-# error).
+# If another process has failed, a process waits this long before it ends, because its own main
+# thread may be about to report an error too, often the same error.
 OWN_ERROR_SECONDS = 0.5
 FLUSH_SECONDS = 0.5
-# How long an error of the runtime waits for the message that another process is lost.
+# After an error of the runtime, the time to wait for a message that another process is lost.
 NEWS_SECONDS = 2.0
-# How long `close` waits for processes that are alive but do not end.
+# The time that `close` waits for processes that are alive but do not end.
 CLOSE_SECONDS = 300.0
-# The kinds of errors that a lost process causes in other processes.
+# The types of errors that the loss of a process causes in other processes.
 FROM_OTHERS = (jax.errors.JaxRuntimeError, OSError, TimeoutError)
 
 
@@ -53,13 +53,13 @@ class Cluster(contextlib.AbstractContextManager["Cluster", None]):
     Attributes:
       process_id: The number of this process.
       num_processes: The number of processes.
-      timeout_seconds: How long a process may be silent before it counts as lost.
+      timeout_seconds: The time that a process may be silent before it counts as lost.
     """
 
     def __init__(
         self, *, process_id: int = 0, num_processes: int = 1, timeout_seconds: float = 10.0
     ) -> None:
-        """Makes a process without connections."""
+        """Makes a `Cluster` that is not connected yet; `initialize` calls `connect`."""
         self.process_id = process_id
         self.num_processes = num_processes
         self.timeout_seconds = timeout_seconds
@@ -73,15 +73,16 @@ class Cluster(contextlib.AbstractContextManager["Cluster", None]):
 
     @property
     def is_main(self) -> bool:
-        """Whether this is process 0, which does all writing that only one process may do."""
+        """Whether this is process 0, which writes all files that only one process may write."""
         return self.process_id == 0
 
     def should_stop(self, step: int) -> bool:
-        """Returns whether to stop between two steps; true after the same step in all processes.
+        """Returns whether to stop before the next step; true at the same step in all processes.
 
-        Every process calls this method equally often and in the same place of its loop. Usually a
-        call costs a microsecond; once, after a request to stop, a call takes as long as a few
-        messages. A result of true stays true. `step` is the number of updates made, for `steps`.
+        Every process must call this method once per step, in the same place of its loop. Usually a
+        call costs a microsecond. After a request to stop, one call takes as long as a few messages.
+        After the first true result, all results are true. `step` is the number of updates made so
+        far, which `steps` reports.
         """
         self._pace.at_step(step)
         return self._gate.should_stop()
@@ -97,9 +98,10 @@ class Cluster(contextlib.AbstractContextManager["Cluster", None]):
     def stop_on_sigterm(self) -> Iterator[None]:
         """Stops all processes on the first SIGTERM, and ends this process at once on the second.
 
-        Call it in the main thread. The second SIGTERM ends the process with `TERMINATED_EXIT_CODE`.
-        After `nothing_to_lose`, SIGTERM changes nothing. If there are several processes, a process
-        only ends after `nothing_to_lose`, so it also ignores SIGTERM after the context.
+        Enter the context in the main thread. The second SIGTERM ends the process with
+        `TERMINATED_EXIT_CODE`. After `nothing_to_lose`, SIGTERM has no effect, and with several
+        processes it has no effect after the context either, because a process may still be waiting
+        for the others to end.
         """
 
         def first() -> None:
@@ -125,17 +127,18 @@ class Cluster(contextlib.AbstractContextManager["Cluster", None]):
         self._has_nothing_to_lose = True
 
     def enter(self, phase: str, *, limit: float = 0.0, varies: bool = False) -> None:
-        """Enters a phase, so that the other processes notice when this process hangs.
+        """Records that this process enters a phase of its work, so that a hang can be noticed.
 
-        Every process enters the same number of phases in the same order. A process that is behind
-        for `timeout_seconds` longer than any phase has taken so far is lost. A call costs a
-        microsecond. The phase `UNWATCHED` is not watched.
+        Every process must enter the same number of phases in the same order. If a process is behind
+        the others, and its phase takes `timeout_seconds` longer than the longest phase so far, the
+        process counts as lost. A call costs a microsecond. The phase `UNWATCHED` has no limit.
 
         Args:
           phase: The name of the phase, such as `"in a step"`.
-          limit: The seconds that the phase may take the first times. With 0 the phase may take ten
-            minutes longer than any phase so far, or any time if all processes are in this phase.
-          varies: Whether `limit` always counts, however long phases have taken so far.
+          limit: The seconds that the phase may take the first few times. With 0 the phase may then
+            take ten minutes longer than the longest phase so far, or any time if all processes are
+            in this phase.
+          varies: Whether the limit of the phase is always `limit`, however often it was completed.
         """
         self._pace.enter(phase, limit=limit, varies=varies)
 
@@ -145,8 +148,8 @@ class Cluster(contextlib.AbstractContextManager["Cluster", None]):
         The comparison needs no device and no collective.
 
         Raises:
-          DisagreementError: A fact differs. Every process raises this error, and the channel has
-            ended.
+          DisagreementError: A fact differs. Every process raises this error, and the connection to
+            the hub has ended.
         """
         if self._channel:
             self._channel.agree(facts)
@@ -154,8 +157,8 @@ class Cluster(contextlib.AbstractContextManager["Cluster", None]):
     def steps(self) -> dict[int, tuple[int, float]]:
         """Returns the last step of each process, and the seconds since that step.
 
-        Processes that have not made a step are missing. The numbers of other processes are as old
-        as their last heartbeat, at most a second.
+        Processes that have not finished a step are missing. The numbers of other processes are from
+        their last heartbeat, at most a second ago.
         """
         steps = self._channel.steps() if self._channel else {}
         own = self._pace.progress()
@@ -166,11 +169,11 @@ class Cluster(contextlib.AbstractContextManager["Cluster", None]):
     def explain_failure(self, error: BaseException) -> str | None:
         """Returns a sentence that names the lost process, if its loss caused the error.
 
-        When a process is lost, the collectives of other processes fail, often before they know
-        which process is lost. So after an error of the runtime this method waits `NEWS_SECONDS` for
-        a message of the hub. If a process was lost, the method usually does not return, because the
-        channel's thread ends the process with the sentence and `LOST_PROCESS_EXIT_CODE`. The method
-        returns `None` for an error of this process.
+        When a process is lost, collectives in the other processes fail, often before these
+        processes know which process is lost. So after an error of the runtime this method waits
+        `NEWS_SECONDS` for a message from the hub. If a process was lost, the method usually does
+        not return, because the channel's thread prints the sentence and ends this process with
+        `LOST_PROCESS_EXIT_CODE`. The method returns `None` if this process caused the error.
         """
         if not self._channel or not any(isinstance(one, FROM_OTHERS) for one in causes(error)):
             return None
@@ -179,11 +182,11 @@ class Cluster(contextlib.AbstractContextManager["Cluster", None]):
         return None if loss is None or loss.process == self.process_id else str(loss)
 
     def failed(self, error: BaseException) -> None:
-        """Tells the other processes that this process ends with an error; then call `os._exit`.
+        """Tells the other processes that this process has failed; call `os._exit` afterwards.
 
-        An ordinary end would wait in JAX's exit barrier for processes that wait for this process.
-        The method returns when the other processes know of the error, and in process 0 when they
-        have ended. This takes a second or two.
+        An ordinary exit would wait in JAX's exit barrier for processes that wait for this process.
+        The method returns when the other processes have been told of the error, and in process 0
+        when they have ended. This takes a second or two.
         """
         self._has_failed = True
         if self._channel:
@@ -192,10 +195,10 @@ class Cluster(contextlib.AbstractContextManager["Cluster", None]):
             self._channel.is_over.wait(2 * LEAVING_SECONDS)
 
     def close(self) -> None:
-        """Ends without an error: waits for all processes, then all leave JAX's cluster together.
+        """Disconnects without an error: waits until all processes call this, and leaves with them.
 
-        If a process is lost while this method waits, all processes still end. Afterwards nothing
-        may be computed on several processes.
+        If a process is lost while this method waits, all other processes end. After this call no
+        computation may use several processes.
         """
         if self._channel is None:
             return
@@ -217,9 +220,13 @@ class Cluster(contextlib.AbstractContextManager["Cluster", None]):
     def connect(
         self, hosts: Sequence[str], port: int, terms: Terms, hub: Hub | None = None
     ) -> None:
-        """Joins the hub on one of the hosts; process 0 passes its own `hub`. For `initialize`."""
+        """Connects to the hub on one of `hosts`; only `initialize` calls this.
+
+        Process 0 passes the `hub` that it runs.
+        """
         self._hub = hub
-        # The thread starts now, because a process without memory cannot start a thread at its end.
+        # The thread starts now, because it may be impossible to start one later, for lack of
+        # memory.
         threading.Thread(target=self._flush_at_end, name="cluster-flush", daemon=True).start()
         self._channel = Channel(
             hosts, port, terms, gate=self._gate, pace=self._pace, on_loss=self._end_because_of
@@ -230,7 +237,7 @@ class Cluster(contextlib.AbstractContextManager["Cluster", None]):
         if loss.is_failure and not self._has_failed:
             time.sleep(OWN_ERROR_SECONDS)
         if self._has_failed:
-            return  # The main thread reports its own error and ends the process.
+            return  # The main thread is reporting its own error, and ends the process afterwards.
         is_own_failure = loss.is_failure and loss.process == self.process_id
         if is_own_failure:
             announce(str(loss))
@@ -245,7 +252,7 @@ class Cluster(contextlib.AbstractContextManager["Cluster", None]):
         os._exit(FAILED_EXIT_CODE if is_own_failure else LOST_PROCESS_EXIT_CODE)
 
     def _flush_at_end(self) -> None:
-        """Flushes the streams in a separate thread, because another thread may hold their locks."""
+        """Flushes stdout and stderr; runs in its own thread, which may hang on a stream's lock."""
         self._ends.wait()
         for stream in (sys.stdout, sys.stderr):
             # The stream may be closed, or may no longer have a reader.

@@ -1,7 +1,9 @@
-"""Finds out which processes train together: by flags, our variables, or a cluster's variables.
+"""Finds this process's number and the other processes: from arguments or environment variables.
 
-The environment of a cluster only shows whether there are several processes; JAX finds the processes
-(`jax.distributed.initialize`). JAX supports Slurm, Open MPI 4, Kubernetes jobs and TPU pods.
+A user sets the variables of manualpar, and a cluster sets its own variables. From a cluster's
+variables this module only finds out whether there are several processes; JAX then finds the
+processes (`jax.distributed.initialize`). JAX supports Slurm, Open MPI 4, Kubernetes jobs and TPU
+pods.
 """
 
 import dataclasses
@@ -10,7 +12,8 @@ from collections.abc import Mapping
 COORDINATOR_VARIABLE = "MANUALPAR_COORDINATOR_ADDRESS"
 COUNT_VARIABLE = "MANUALPAR_NUM_PROCESSES"
 ID_VARIABLE = "MANUALPAR_PROCESS_ID"
-# Given in place of an address: lets JAX find the cluster, whatever the environment contains.
+# With this value in place of an address, JAX finds the cluster, and no variable of the environment
+# is needed.
 AUTO = "auto"
 
 MEND = (
@@ -21,15 +24,15 @@ MEND = (
 
 @dataclasses.dataclass(frozen=True)
 class Assignment:
-    """This process's place in a run; JAX finds out the fields that are `None`."""
+    """This process's place in a run; JAX finds the values of the fields that are `None`."""
 
     coordinator_address: str | None  # `host:port` of JAX's coordination service.
     num_processes: int | None
     process_id: int | None
-    # Whether this process uses all devices of its host. Otherwise JAX chooses: one device per
-    # process in Slurm and Open MPI.
+    # Whether this process uses all devices of its host. If not, JAX chooses: in Slurm and Open MPI
+    # it gives one device to each process.
     sees_all_devices: bool
-    # The variable that shows that there are several processes, if JAX has to find them.
+    # If JAX has to find the processes: the variable that shows that there are several.
     evidence: str = dataclasses.field(default="", compare=False)
 
 
@@ -39,7 +42,7 @@ def find_assignment(
     process_id: int | None,
     environment: Mapping[str, str],
 ) -> Assignment | None:
-    """Finds out which process this is; returns `None` for a single process. See `initialize`.
+    """Finds this process's place in a run, see `initialize`; returns `None` for a single process.
 
     Raises:
       ValueError: Only some of the arguments are given, or they contradict each other.
@@ -92,7 +95,7 @@ def find_assignment(
 
 
 def _check(arguments: Mapping[str, str | int | None], sees_all: bool) -> Assignment:
-    """Makes an assignment of address, count and id; `arguments` names them in this order."""
+    """Makes an `Assignment` from address, count and id; the keys of `arguments` are their names."""
     missing = [name for name, value in arguments.items() if value in (None, "")]
     present = [name for name in arguments if name not in missing]
     if missing:
@@ -122,7 +125,7 @@ def _check(arguments: Mapping[str, str | int | None], sees_all: bool) -> Assignm
 
 
 def _evidence(environment: Mapping[str, str]) -> str:
-    """Returns the variable that shows that JAX can find several processes, or ''."""
+    """Returns the name of a variable set by a cluster that JAX can find, or '' if there is none."""
     slurm = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_PROCID", "SLURM_LOCALID")
     in_slurm = all(name in environment for name in slurm)
     in_open_mpi = "OMPI_MCA_orte_hnp_uri" in environment
@@ -131,7 +134,7 @@ def _evidence(environment: Mapping[str, str]) -> str:
     found = {
         "SLURM_NTASKS": in_slurm and _number(environment, "SLURM_NTASKS") > 1,
         "OMPI_COMM_WORLD_SIZE": in_open_mpi and _number(environment, "OMPI_COMM_WORLD_SIZE") > 1,
-        # An indexed job; a job with a single pod says so with --num_processes=1.
+        # An indexed job of Kubernetes. A job with a single pod must set --num_processes=1.
         "JOB_COMPLETION_INDEX": {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"}
         <= environment.keys(),
         tpu: "," in environment.get(tpu, ""),
@@ -148,6 +151,6 @@ def _is_alone_on_host(environment: Mapping[str, str]) -> bool:
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:
-    """Returns the number in a variable, or 0."""
+    """Returns the number in an environment variable; 0 if the variable has no number."""
     value = environment.get(name, "")
     return int(value) if value.isdigit() else 0

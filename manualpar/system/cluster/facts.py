@@ -1,7 +1,7 @@
 """Describes in sentences how the processes of a run differ.
 
-A fact has to be the same in every process: a field of the config, a version, the fingerprint of the
-data. Users know the name of a fact; the value of a fact is text.
+A fact is a value that must be equal in every process: a field of the config, a version, the
+fingerprint of the data. It has a name that users understand, and its value is a text.
 """
 
 import os
@@ -15,7 +15,7 @@ Facts = Mapping[str, str]
 
 
 class DisagreementError(ValueError):
-    """The processes of a run differ in their facts; every process raises this error."""
+    """The facts of a run's processes differ; every process raises this error."""
 
     def __init__(self, differences: list[str]) -> None:
         super().__init__(
@@ -25,10 +25,10 @@ class DisagreementError(ValueError):
 
 
 def describe_differences(facts: Mapping[int, Facts]) -> list[str]:
-    """Compares the facts of the processes, given by process number.
+    """Compares the facts of the processes; `facts` maps the number of a process to its facts.
 
-    Each difference is a sentence such as `config.seed is 42 in process 0 and 3 in process 1`. If
-    there are many, the last sentence counts the rest.
+    Returns a sentence for each difference, such as `config.seed is 42 in process 0 and 3 in process
+    1`. If there are too many differences, the last sentence gives the number of the others.
     """
     sentences = []
     for name in dict.fromkeys(name for process in sorted(facts) for name in facts[process]):
@@ -42,7 +42,7 @@ def describe_differences(facts: Mapping[int, Facts]) -> list[str]:
 
 
 def announce(sentence: str) -> None:
-    """Writes a sentence to standard error, without Python's buffers and their locks."""
+    """Writes a sentence to standard error, without Python's buffers, whose locks might be taken."""
     os.write(2, f"{sentence}\n".encode(errors="backslashreplace"))
 
 

@@ -1,14 +1,14 @@
-"""Finds the lost process by silence, a closed connection, an error, or a phase that hangs.
+"""Finds the lost process: by its silence, a closed connection, its error, or a phase that hangs.
 
 A process may hang although its threads are alive. All processes do the same work in the same order,
 so each process counts the phases that it enters: reading a batch, a step, a save. The process with
 the lowest count is behind, and sooner or later the others wait for it in a collective. This process
-hangs if it has been in its phase for `timeout_seconds` longer than any phase has taken so far in
-any process.
+counts as hanging if it has been in its phase for `timeout_seconds` longer than the longest phase of
+any process so far.
 
 A phase that was completed fewer than `KNOWN_AFTER` times may take much longer, because the first
-steps compile. It may take `FIRST_SECONDS` longer, or has its own limit. A phase whose time varies,
-such as waiting for a disk, always has its own limit.
+steps compile: `FIRST_SECONDS` longer than the longest phase so far, or as long as the phase's own
+limit. A phase whose time varies, such as waiting for a disk, always has its own limit.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from manualpar.system.cluster.facts import name_processes
 
 KNOWN_AFTER = 3
 FIRST_SECONDS = 600.0
-# A phase that is not watched: it may take any time.
+# The name of a phase that may take any time.
 UNWATCHED = ""
 CLOSED = "its connection closed"
 NONSENSE = "it sent a message that no process of this run sends"
@@ -31,13 +31,13 @@ SILENT = "it has been silent for {:g} s"  # The process is stopped, or the netwo
 
 @dataclasses.dataclass(frozen=True)
 class LostProcess:
-    """A process without which the others cannot go on."""
+    """A process that is lost, so that the other processes must end."""
 
-    process: int | None  # Its number; `None` if it is not known.
-    host: str  # The name of its host, and its process id there; empty if they are unknown.
+    process: int | None  # The number of the process; `None` if it is not known.
+    host: str  # The name of the process's host, and its process id there; empty if unknown.
     pid: int
-    reason: str  # The sign of the loss.
-    is_failure: bool = False  # Whether it reported its own failure; `reason` is then its error.
+    reason: str  # Why the process counts as lost.
+    is_failure: bool = False  # Whether the process reported an error, which is then `reason`.
 
     def __str__(self) -> str:
         if self.process is None:
@@ -48,7 +48,7 @@ class LostProcess:
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """Yields an error and its causes (raised from or during them), each once."""
+    """Yields an error and its causes: the errors from which or during which it was raised."""
     seen: list[BaseException] = []
     pending: list[BaseException | None] = [error]
     while pending:
@@ -61,20 +61,20 @@ def causes(error: BaseException) -> Iterator[BaseException]:
 
 @dataclasses.dataclass(frozen=True)
 class ProcessProgress:
-    """How far a process is; times are in seconds."""
+    """The progress of a process; all times are in seconds."""
 
-    count: int = 0  # How many phases it has entered.
-    phase: str = UNWATCHED  # Its current phase.
-    is_known: bool = False  # Whether it has completed that phase `KNOWN_AFTER` times.
-    limit: float = 0.0  # How long the phase may take while it is not known; 0 for the default.
-    longest: float = 0.0  # How long its longest phase has taken so far.
-    stuck: float = 0.0  # How long it has been in this phase.
-    step: int | None = None  # Its last step; `None` before the first.
-    step_age: float = 0.0  # How long ago it reached that step.
+    count: int = 0  # The number of phases that the process has entered.
+    phase: str = UNWATCHED  # The current phase.
+    is_known: bool = False  # Whether the phase was completed `KNOWN_AFTER` times.
+    limit: float = 0.0  # The limit of the phase as long as it is not known; 0 for the default.
+    longest: float = 0.0  # The time of the process's longest phase so far.
+    stuck: float = 0.0  # The time that the process has spent in the current phase.
+    step: int | None = None  # The last finished step; `None` before the first.
+    step_age: float = 0.0  # The time since this step was finished.
 
 
 def parse_progress(said: Mapping[str, Any]) -> ProcessProgress:
-    """Reads the progress that another process has sent; raises a `ValueError` if it is invalid."""
+    """Parses the progress that a process has sent; raises a `ValueError` if it is not valid."""
     names = [field.name for field in dataclasses.fields(ProcessProgress)]
     if sorted(said) != sorted(names):
         raise ValueError(f"the fields are {sorted(said)}, expected {sorted(names)}")
@@ -93,7 +93,7 @@ class Pace:
     """Counts the phases and steps of this process's main thread; another thread may read them."""
 
     def __init__(self, *, get_time: Callable[[], float] = time.monotonic) -> None:
-        """Begins outside any phase. `get_time` is a clock in seconds."""
+        """Starts in the phase `UNWATCHED`. `get_time` returns the time in seconds."""
         self._get_time = get_time
         self._entered_at = get_time()
         self._completed: Counter[str] = Counter()
@@ -102,14 +102,14 @@ class Pace:
         self._progress = ProcessProgress()
 
     def enter(self, phase: str, *, limit: float = 0.0, varies: bool = False) -> None:
-        """Leaves the current phase for another; see `Cluster.enter`."""
+        """Records that the main thread enters a phase; see `Cluster.enter`."""
         now, earlier = self._get_time(), self._progress
         longest = earlier.longest
         if earlier.phase != UNWATCHED:
             longest = max(longest, now - self._entered_at)
             self._completed[earlier.phase] += 1
         self._entered_at = now
-        # One assignment sets all fields, because another thread reads them.
+        # One assignment replaces all fields at once, because another thread reads them.
         self._progress = ProcessProgress(
             earlier.count + 1,
             phase,
@@ -119,19 +119,19 @@ class Pace:
         )
 
     def at_step(self, step: int) -> None:
-        """Notes the step that this process has reached."""
+        """Records that this process has finished the step."""
         if self._step is None or self._step[0] != step:
             self._step = (step, self._get_time())
 
     def watch(self, awake: float) -> None:
-        """Adds the seconds that the watching thread was `awake` to the time in this phase."""
+        """Adds `awake` seconds, in which this process was not stopped, to the time in the phase."""
         count, (before, seconds) = self._progress.count, self._stuck
         self._stuck = (count, seconds + awake if count == before else 0.0)
 
     def progress(self) -> ProcessProgress:
         """Returns the current progress of this process."""
         step, since = self._step or (None, self._get_time())
-        # The count may be newer than the seconds; then the seconds belong to an earlier phase.
+        # If the main thread has just entered a phase, `seconds` belongs to an earlier phase.
         progress, (count, seconds) = self._progress, self._stuck
         return dataclasses.replace(
             progress,
@@ -144,16 +144,18 @@ class Pace:
 def find_hung(
     processes: Mapping[int, ProcessProgress], *, timeout_seconds: float
 ) -> tuple[int | None, str] | None:
-    """Finds the process that hangs: its number and the reason; `None` if no process hangs.
+    """Returns the number of the process that hangs, and the reason; `None` if no process hangs.
 
-    The number is `None` if all processes have the same count, because then it is not known which
-    process hangs. A process may take `timeout_seconds` longer than the longest phase so far.
+    The number is `None` if all processes have the same count of phases, because then it is not
+    known which process hangs. A phase may take `timeout_seconds` longer than the longest phase so
+    far.
     """
     longest = max(one.longest for one in processes.values())
     lowest = min(one.count for one in processes.values())
     behind = {process: one for process, one in processes.items() if one.count == lowest}
     all_equal = len(behind) == len(processes)
-    # A process that is ahead has shown that the phase ends. Otherwise the phase may be long.
+    # The default limit of a phase that is not known. If all processes are in it, for example in a
+    # long compilation, it may take any time. If a process is ahead, the phase does end.
     first = float("inf") if all_equal else longest + max(FIRST_SECONDS, timeout_seconds)
 
     def allowed(one: ProcessProgress) -> float:

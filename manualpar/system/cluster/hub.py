@@ -1,17 +1,17 @@
-"""The hub in process 0: it receives the messages of every process, and informs all of them.
+"""The hub in process 0: receives messages from every process, and informs all processes.
 
 Every process, including process 0, has one connection to the hub and sends heartbeats on it. A
-process is lost when its connection closes, when it has been silent for the timeout, or when it
-hangs (`failure_detector`). The hub then tells the other processes at once, and ends.
+process is lost when its connection closes, when no heartbeat arrives within the timeout, or when
+the process hangs (`failure_detector`). The hub then informs the other processes at once, and ends.
 
 The processes connect to the hub before JAX connects them. So the hub reports missing processes and
 differing facts before any process waits in a collective. The hub listens on the coordinator's port,
 and frees the port for JAX's coordination service when all processes have connected. So one port is
-enough, and no stranger can reach the hub while the run trains.
+enough, and no stranger can reach the hub during the training.
 
-Invariant: process 0 learns of the end last, when the others have ended or have had
-  `LEAVING_SECONDS`. JAX's coordination service runs in process 0, and XLA aborts the other
-  processes if this service ends first.
+Invariant: process 0 is the last process to which the hub sends the message of the end. It is sent
+after the other processes have ended, or after `LEAVING_SECONDS`. JAX's coordination service runs in
+process 0, and XLA aborts the other processes if this service ends first.
 """
 
 import asyncio
@@ -47,9 +47,9 @@ from manualpar.system.cluster.messages import (
     send,
 )
 
-# The time that the other processes have to end before process 0 ends.
+# The time that process 0 waits for the other processes to end before it ends itself.
 LEAVING_SECONDS = 2.0
-# The time that a stranger has to introduce itself, and how many strangers may be connected at once.
+# The time that a new connection has for its introduction, and the most connections without one.
 STRANGER_SECONDS = 10.0
 MAX_STRANGERS = 64
 
@@ -66,15 +66,15 @@ class _Member:
 
 
 class Hub:
-    """Serves the processes from a thread."""
+    """A server for the connections of all processes, which runs in a thread of process 0."""
 
     def __init__(self, listener: socket.socket, terms: Terms) -> None:
-        """Starts the thread on a listening socket; process 0 also connects to the hub."""
+        """Starts the thread, which accepts connections on the listening socket `listener`."""
         self._terms = terms
         self._members = {process: _Member() for process in range(terms.num_processes)}
-        # All connections, the oldest first, with the tasks that end when they have closed.
+        # All connections, the oldest first; each with the task that ends when it has closed.
         self._connections: dict[asyncio.StreamWriter, asyncio.Task[None]] = {}
-        # Messages that all processes must send before any process goes on: by kind and process.
+        # The messages, by kind and process, that all processes must send before any continues.
         self._said: defaultdict[str, dict[int, Any]] = defaultdict(dict)
         self._waited = 0.0
         self._has_warned = False
@@ -86,10 +86,10 @@ class Hub:
         self.thread.start()
 
     async def _run(self, listener: socket.socket) -> None:
-        """Serves until all processes are done or one is lost."""
+        """Serves the connections until all processes are done or a process is lost."""
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(self._handle_exception)
-        # The message that ends all processes, and the lost process.
+        # The message that ends all processes, and the number of the lost process, if any.
         self._end: asyncio.Future[tuple[Message, int | None]] = loop.create_future()
         self._server = await asyncio.start_server(
             self._accept, sock=listener, limit=MAX_HELLO_BYTES, backlog=max(len(self._members), 128)
@@ -112,19 +112,21 @@ class Hub:
         await self._wait_until_closed(self._connections)
 
     async def _wait_until_closed(self, writers: Iterable[asyncio.StreamWriter]) -> None:
-        """Waits until the other ends have closed the connections, at most `LEAVING_SECONDS`."""
+        """Waits until the processes have closed these connections, at most `LEAVING_SECONDS`."""
         if tasks := [self._connections[one] for one in writers if one in self._connections]:
             await asyncio.wait(tasks, timeout=LEAVING_SECONDS)
 
     def _handle_exception(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         if not isinstance(context.get("exception"), OSError):
             loop.default_exception_handler(context)
-        self._turn_away(self._strangers())  # This process has used up its file descriptors.
+        # Closes connections, because this process has no file descriptors left.
+        self._turn_away(self._strangers())
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._connections[writer] = asyncio.create_task(self._serve(reader, writer))
         self._connections[writer].add_done_callback(lambda _: self._connections.pop(writer))
-        # Close the oldest connections, because processes of the run answer sooner.
+        # Closes the oldest connections without an introduction if there are too many, because
+        # processes of the run introduce themselves quickly.
         self._turn_away(self._strangers()[: -MAX_STRANGERS - len(self._members)])
 
     def _strangers(self) -> list[asyncio.StreamWriter]:
@@ -136,13 +138,13 @@ class Hub:
             stranger.transport.abort()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serves a connection, which is a stranger's until its process is admitted."""
+        """Serves a connection; the other end is a stranger until it is admitted as a process."""
         process, challenge = None, secrets.token_hex(16)
         try:
             send(writer, {"kind": "challenge", "challenge": challenge})
             async with asyncio.timeout(STRANGER_SECONDS):
                 message = await receive(reader, max_bytes=MAX_HELLO_BYTES)
-            if not writer.is_closing():  # The connection was not turned away.
+            if not writer.is_closing():  # Skipped if the hub has closed the connection.
                 answer = self._admit(writer, message, challenge)
                 send(writer, answer)
                 process = message["process"] if answer["kind"] == "admitted" else None
@@ -152,17 +154,17 @@ class Hub:
                     if not self._end.done():
                         self._members[process].silence = 0.0
                         self._handle(process, message)
-                except NonsenseError:  # `_run` closes the connection, so that process 0 is last.
+                except NonsenseError:  # `_run` closes all connections, process 0's connection last.
                     self._lose(process, NONSENSE)
         except OSError:
-            pass  # The connection has closed, or breaks the protocol.
+            pass  # The connection has closed, or a stranger has broken the protocol.
         finally:
             writer.close()
             if process is not None and process not in self._said["done"]:
                 self._lose(process, CLOSED)
 
     def _admit(self, writer: asyncio.StreamWriter, message: Message, challenge: str) -> Message:
-        """Accepts a connection as a process's connection, or refuses it; returns the answer."""
+        """Admits or refuses a connection that introduces itself; returns the hub's answer."""
         hello = read_hello(message, token=self._terms.token, challenge=challenge)
         if hello is None:
             if "proof" in message and not self._has_warned:
@@ -189,7 +191,7 @@ class Hub:
         return {"kind": "admitted", "host": socket.gethostname(), "pid": os.getpid()}
 
     def _handle(self, process: int, message: Message) -> None:
-        """Handles a process's message; raises a `NonsenseError` if it is invalid."""
+        """Handles a process's message; raises a `NonsenseError` if the message is not valid."""
         check_said(message)
         kind = message["kind"]
         if kind == "beat":
@@ -221,7 +223,7 @@ class Hub:
             self._tell({"kind": "agreed"})
 
     def _watch(self, awake: float) -> None:
-        """Finds processes that are lost, or have not connected."""
+        """Finds processes that are lost or not connected, `awake` seconds after the last call."""
         members, timeout_seconds = self._members, self._terms.timeout_seconds
         for process, member in members.items():
             member.silence += awake if member.writer else 0.0
@@ -232,7 +234,7 @@ class Hub:
             self._lose(*hung)
         if not (missing := [process for process in members if not members[process].writer]):
             return
-        # Process 0 has already spent time on its imports, so it warns after half the timeout.
+        # Warns after half the timeout, because the imports of process 0 have also taken time.
         warn_seconds, join_seconds = timeout_seconds / 2, self._terms.join_seconds
         self._waited += awake
         if self._waited > join_seconds:
@@ -265,6 +267,6 @@ class Hub:
         self._end_all({"kind": "lost", **dataclasses.asdict(loss)}, lost=process)
 
     def _end_all(self, message: Message, *, lost: int | None = None) -> None:
-        """Lets `_run` tell all processes how the cluster ends; only the first call counts."""
+        """Makes `_run` send all processes a last message; only the first call has an effect."""
         if not self._end.done():
             self._end.set_result((message, lost))

@@ -3,15 +3,15 @@
     python -m manualpar.launch --processes=2 [--devices-per-process=4] [--grace=15] -- <command ...>
 
 Each process reads its number from its environment (`manualpar.system.cluster.initialize`). The
-output of the processes is printed line by line with the prefixes `[0] `, `[1] ` and so on. SIGINT
-and SIGTERM go to all processes, and a second signal kills them. When a process ends with an error,
-the other processes have `--grace` seconds to end by themselves, with a sentence that names the
-failed process. Then they get SIGTERM, and two seconds later SIGKILL. After a SIGTERM to the
-launcher they also have `--grace` seconds to save and end before SIGKILL.
+output of the processes is printed line by line with the prefixes `[0] `, `[1] ` and so on. The
+launcher sends SIGINT and SIGTERM to all processes; after a second signal it kills them. When a
+process ends with an error, the other processes have `--grace` seconds to end by themselves, with a
+sentence that names the failed process. Then they get SIGTERM, and two seconds later SIGKILL. After
+a SIGTERM to the launcher they also have `--grace` seconds, to save and end, before SIGKILL.
 
-The processes connect on the loopback interface only, and share a secret token. But the CPU
-collectives (gloo) of every process listen at the address of this host's name, and jax 0.10.2 has no
-setting for this address; see docs/clusters.md.
+The processes connect to each other only on the loopback interface, and share a secret token. But
+JAX's CPU collectives (gloo) in every process listen at the address of this host's name, and jax
+0.10.2 has no setting for this address; see docs/clusters.md.
 
 The exit code is 0, or the code of the first process that failed: 128 plus the signal if a signal
 ended it. It is 2 for a mistake on the command line, and 127 if the command cannot be started.
@@ -34,13 +34,13 @@ from manualpar.errors import OneSentenceParser
 
 NOT_STARTED_EXIT_CODE = 127
 TOKEN_VARIABLE = "MANUALPAR_TOKEN"
-MOST = 1024  # Processes on one machine, or simulated devices in one of them.
+MOST = 1024  # The most processes, and the most simulated devices in a process.
 TERMINATE_SECONDS = 2.0
 POLL_SECONDS = 0.05
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command line, by default the arguments of this process; returns the exit code."""
+    """Runs the launcher with `argv`, by default this process's arguments; returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     at = arguments.index("--") if "--" in arguments else len(arguments)
     command = arguments[at + 1 :]
@@ -80,13 +80,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _launch(command: Sequence[str], processes: int, devices: int | None, grace: float) -> int:
-    """Starts processes, and waits for their end; returns the exit code."""
+    """Starts the processes of a command and waits until all have ended; returns the exit code."""
     signals: queue.SimpleQueue[int] = queue.SimpleQueue()
     earlier = {
         number: signal.signal(number, lambda number, frame: signals.put(number))
         for number in (signal.SIGINT, signal.SIGTERM)
     }
-    # Python would print buffered output late, or never if the process is killed.
+    # Without this variable, Python prints buffered output late, or never if the process is killed.
     variables = {**os.environ, "PYTHONUNBUFFERED": "1"}
     variables[TOKEN_VARIABLE] = os.environ.get(TOKEN_VARIABLE) or secrets.token_hex(16)
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -106,8 +106,8 @@ def _launch(command: Sequence[str], processes: int, devices: int | None, grace: 
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
                     env={**variables, "MANUALPAR_PROCESS_ID": str(process)},
-                    # Ctrl-C in a terminal goes to a process group. In a separate group a process
-                    # gets the signal only from the launcher.
+                    # Ctrl-C in a terminal sends a signal to a whole process group. In a session of
+                    # its own, a process gets the signal only from the launcher.
                     start_new_session=True,
                 )
             except OSError as error:
@@ -125,7 +125,8 @@ def _launch(command: Sequence[str], processes: int, devices: int | None, grace: 
             _send(one, signal.SIGKILL)
             one.wait()
         for reader in readers:
-            reader.join(TERMINATE_SECONDS)  # A child of the process may keep its output open.
+            # Does not wait forever, because a child of the process may keep its output open.
+            reader.join(TERMINATE_SECONDS)
         for number, handler in earlier.items():
             signal.signal(number, handler)
 
@@ -133,7 +134,7 @@ def _launch(command: Sequence[str], processes: int, devices: int | None, grace: 
 def _watch(
     started: Sequence[subprocess.Popen[bytes]], signals: queue.SimpleQueue[int], grace: float
 ) -> int:
-    """Waits until all processes have ended, and passes signals on; returns the exit code."""
+    """Waits until all processes have ended, and forwards signals; returns the exit code."""
     code: int | None = None
     num_signals = 0
     terminate_at = kill_at = float("inf")
@@ -141,7 +142,7 @@ def _watch(
         if code is None and (code := _first_failure(started)) is not None:
             terminate_at = time.monotonic() + grace
             for number, one in enumerate(started):
-                # A process that a signal ended could not report this.
+                # A process that was ended by a signal could not report this itself.
                 if not num_signals and (one.returncode or 0) < 0:
                     name = signal.Signals(-one.returncode).name
                     print(f"process {number} was ended by {name}", file=sys.stderr, flush=True)
@@ -167,15 +168,15 @@ def _watch(
 
 
 def _first_failure(started: Sequence[subprocess.Popen[bytes]]) -> int | None:
-    """Returns the exit code of a failed process, preferably of a process that a signal ended."""
+    """Returns the exit code of a failed process; prefers a process that was ended by a signal."""
     codes = [one.returncode for one in started if one.returncode]
-    # The other processes only noticed the loss.
+    # If a signal ended a process, the other processes failed only because of its loss.
     signalled = [128 - code for code in codes if code < 0]
     return (signalled or codes or [None])[0]
 
 
 def _pass_on(source: IO[bytes], target: IO[bytes], prefix: bytes, lock: threading.Lock) -> None:
-    """Copies complete lines, each with the prefix in front."""
+    """Copies complete lines from `source` to `target`, each with the prefix in front."""
     with source:
         for line in source:
             with lock:
@@ -184,9 +185,9 @@ def _pass_on(source: IO[bytes], target: IO[bytes], prefix: bytes, lock: threadin
 
 
 def _send(one: subprocess.Popen[bytes], number: int) -> None:
-    """Sends a signal to a process; SIGKILL also goes to the processes that it started."""
+    """Sends a signal to a process; sends SIGKILL also to the processes that it has started."""
     if number != signal.SIGKILL:
         one.send_signal(number)  # Does nothing if the process has ended.
         return
-    with contextlib.suppress(ProcessLookupError):  # All of them have ended.
+    with contextlib.suppress(ProcessLookupError):  # Raised if all of them have ended.
         os.killpg(one.pid, number)

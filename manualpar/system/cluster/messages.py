@@ -1,14 +1,15 @@
 """Messages between the processes and the hub, and the proof that a process belongs to the run.
 
-A message is its length in four bytes, followed by a JSON object. Received bytes are never executed
-or unpickled: at worst the connection ends. `asyncio` buffers bytes that the other end does not
-read, so sending never waits.
+A message consists of a length in four bytes and a JSON object of this length. Received bytes are
+never executed or unpickled: the worst that they can do is end the connection. `asyncio` buffers
+bytes that the other end does not read, so sending never waits.
 
-The hub sends every new connection a challenge, a number that it uses once. The process answers with
-a hello, and with an HMAC of the challenge and the hello under the token that all processes of the
-run share (`MANUALPAR_TOKEN`). The token itself is never sent, and an overheard answer is useless.
-Without a token, anybody who can reach the port may answer. Every field of a hello is checked,
-because it comes from a stranger until its proof is right.
+The hub sends every new connection a challenge, a number that is used only once. The process answers
+with a hello, and with an HMAC of the challenge and the hello; the key is the token that all
+processes of the run share (`MANUALPAR_TOKEN`). The token itself is never sent, and an answer that
+somebody overhears is useless. Without a token, anybody who can reach the port can answer. Every
+field of a hello is checked, because the sender may be a stranger as long as the proof is not
+verified.
 """
 
 import asyncio
@@ -30,7 +31,7 @@ MAX_HELLO_BYTES = 4096
 MAX_NAME_CHARACTERS = 255
 
 Message = dict[str, Any]
-# Messages of an admitted process: the fields of each kind, and their types.
+# The messages that an admitted process may send: for each kind, the names and types of its fields.
 SAID: dict[str, dict[str, type]] = {
     "beat": {"progress": dict},
     "failed": {"error": str},
@@ -42,14 +43,14 @@ SAID: dict[str, dict[str, type]] = {
 
 
 class NonsenseError(ConnectionError):
-    """The other end sent a message that no process of a run sends."""
+    """The other end sent a message that no process of a run would send."""
 
     def __init__(self) -> None:
         super().__init__("what answers there is no process of this run")
 
 
 def send(writer: asyncio.StreamWriter, message: Message) -> None:
-    """Sends a message, unless the connection has ended."""
+    """Sends a message; does nothing if the connection has ended."""
     if not writer.is_closing():
         data = json.dumps(message).encode()
         writer.write(len(data).to_bytes(4, "big") + data)
@@ -60,7 +61,7 @@ async def receive(reader: asyncio.StreamReader, *, max_bytes: int = MAX_MESSAGE_
 
     Raises:
       ConnectionResetError: The connection has ended.
-      NonsenseError: The other end is not a process of this run.
+      NonsenseError: The received bytes are not a message, so the sender is no process of a run.
       OSError: The connection has failed in another way.
     """
     try:
@@ -75,7 +76,7 @@ async def receive(reader: asyncio.StreamReader, *, max_bytes: int = MAX_MESSAGE_
 
 
 def check_said(message: Message) -> None:
-    """Raises a `NonsenseError` if the message is not valid for the hub."""
+    """Raises a `NonsenseError` if a message is not one that a process may send to the hub."""
     kind = message.get("kind")
     fields = SAID.get(kind) if isinstance(kind, str) else None
     if fields is None or any(type(message.get(name)) is not fields[name] for name in fields):
@@ -85,11 +86,11 @@ def check_said(message: Message) -> None:
 
 
 async def beats(end: asyncio.Future[Any], timeout_seconds: float) -> AsyncIterator[float]:
-    """Yields the seconds since the last beat, until `end` is done.
+    """Yields regularly, until `end` is done; each value is the seconds since the last one.
 
-    The interval is at most an eighth of the timeout, so several beats must be missing before the
-    timeout is over. Seconds in which this process itself was stopped do not count, because they say
-    nothing about the other end.
+    The interval is at most an eighth of the timeout, so a process must miss several heartbeats
+    before the timeout is over. The time in which this process itself was stopped does not count,
+    because the other end may have been alive in this time.
     """
     interval, last = min(timeout_seconds / 8, 1.0), time.monotonic()
     while not (await asyncio.wait([end], timeout=interval))[0]:
@@ -100,18 +101,18 @@ async def beats(end: asyncio.Future[Any], timeout_seconds: float) -> AsyncIterat
 
 @dataclasses.dataclass(frozen=True)
 class Terms:
-    """The terms on which a process joins a run."""
+    """The settings with which a process joins a run."""
 
     process: int
     num_processes: int
     token: str
-    timeout_seconds: float  # How long a process may be silent.
-    join_seconds: float  # How long to wait for all processes to connect.
+    timeout_seconds: float  # The time that a process may be silent before it counts as lost.
+    join_seconds: float  # The time to wait until all processes have connected.
 
 
 @dataclasses.dataclass(frozen=True)
 class Hello:
-    """A process's introduction: its number, the number it expects, its host and process id."""
+    """A process's introduction: its number, its count of processes, its host and process id."""
 
     process: int
     num_processes: int
@@ -119,7 +120,7 @@ class Hello:
     pid: int
 
     def prove(self, *, token: str, challenge: str) -> str:
-        """Computes the proof that the sender has the token."""
+        """Computes the proof that the sender knows the token: an HMAC of challenge and hello."""
         text = json.dumps([challenge, *dataclasses.astuple(self)])
         return hmac.new(token.encode(), text.encode(), hashlib.sha256).hexdigest()
 
@@ -130,7 +131,7 @@ def make_hello(hello: Hello, *, token: str, challenge: str) -> Message:
 
 
 def read_hello(message: Message, *, token: str, challenge: str) -> Hello | None:
-    """Reads the answer to a challenge; `None` if it is not a hello, or its proof is wrong."""
+    """Reads the answer to a challenge; returns `None` if it is no hello or its proof is wrong."""
     values: list[Any] = [message.get(field.name) for field in dataclasses.fields(Hello)]
     if [type(value) for value in values] != [int, int, str, int]:
         return None

@@ -1,10 +1,10 @@
 """Connects the processes of a run.
 
 If the coordinator's address is given, the processes first connect to the hub
-(`manualpar.system.cluster.hub`) and then JAX connects them (`jax.distributed.initialize`). If JAX
-finds the coordinator itself, JAX connects the processes first, and process 0 sends the hub's
-address to the others by a collective. JAX's failure detection stays on, because it finds a process
-whose threads do not run.
+(`manualpar.system.cluster.hub`), and then JAX connects them (`jax.distributed.initialize`). If JAX
+has to find the coordinator itself, JAX connects the processes first, and process 0 sends the hub's
+address to the other processes by a collective. JAX's own failure detection stays on, because it
+finds a process whose threads do not run.
 """
 
 import dataclasses
@@ -28,9 +28,10 @@ from manualpar.system.cluster.hub import Hub
 from manualpar.system.cluster.messages import TOKEN_VARIABLE, Terms
 
 BIND_VARIABLE = "JAX_COORDINATOR_BIND_ADDRESS"
-# JAX's timeouts are longer than ours by these seconds.
+# The timeouts of JAX are longer than the timeouts of this package by these seconds.
 JAX_EXTRA_SECONDS = 20
-# JAX retries a refused connection only after a second, so process 0 goes first.
+# Process 0 starts JAX this much earlier, because JAX repeats a refused connection only after a
+# second.
 HEAD_START_SECONDS = 0.2
 LOOPBACK = ("localhost", "127.", "::1")
 
@@ -45,30 +46,30 @@ def initialize(
     environment: Mapping[str, str] | None = None,
     facts: Facts | None = None,
 ) -> Cluster:
-    """Joins the processes of a run; call it before any code asks jax for a device.
+    """Connects this process with the other processes of a run.
 
-    Without arguments the environment decides: the variables `MANUALPAR_COORDINATOR_ADDRESS` (or
-    `JAX_COORDINATOR_ADDRESS`), `MANUALPAR_NUM_PROCESSES` and `MANUALPAR_PROCESS_ID`, then the
-    clusters that JAX detects (Slurm, Open MPI, Kubernetes, TPU pods). Otherwise this process is the
-    only one.
+    Call this function before any code uses a JAX device. Without arguments the environment decides:
+    first the variables `MANUALPAR_COORDINATOR_ADDRESS` (or `JAX_COORDINATOR_ADDRESS`),
+    `MANUALPAR_NUM_PROCESSES` and `MANUALPAR_PROCESS_ID`, then the clusters that JAX detects (Slurm,
+    Open MPI, Kubernetes, TPU pods). If neither is found, this process is the only process.
 
-    If `MANUALPAR_TOKEN` is set, only processes that have it may join.
+    If `MANUALPAR_TOKEN` is set, only processes with the same token may join.
 
-    JAX's preemption service is turned off because it would swallow SIGTERM: use
-    `Cluster.stop_on_sigterm`.
+    JAX's preemption service is turned off, because it would handle SIGTERM itself. Use
+    `Cluster.stop_on_sigterm` instead.
 
     Args:
       coordinator_address: `host:port` for JAX's coordination service, on the host of process 0;
-        also pass `num_processes` and `process_id`. With `"auto"` and without these two, JAX
-        finds all three.
-      num_processes: The number of processes. `1` without the other two arguments means only this
-        process.
+        also pass `num_processes` and `process_id`. With `"auto"`, and without these two arguments,
+        JAX finds all three values.
+      num_processes: The number of processes. `1` without the other two arguments means that this
+        process is the only process.
       process_id: The number of this process, from 0.
-      timeout_seconds: How long a process may be silent before the others end.
-      start_timeout_seconds: How long to wait for all processes to start.
+      timeout_seconds: The time that a process may be silent before the other processes end.
+      start_timeout_seconds: The time to wait until all processes have started.
       environment: The environment variables, by default `os.environ`.
-      facts: Values that must be equal in all processes, by a name that users know. They are
-        compared before JAX connects the processes, if the coordinator's address is given.
+      facts: Values that must be equal in all processes, by a name that users understand. If the
+        coordinator's address is given, they are compared before JAX connects the processes.
 
     Returns:
       The cluster, with connected processes.
@@ -77,7 +78,7 @@ def initialize(
       ValueError: Only some of the arguments are given, or they do not fit together; or processes
         differ in their facts, their number, their token, or their devices.
       ConnectionError: The other processes, or process 0, cannot be reached.
-      RuntimeError: jax already has its devices.
+      RuntimeError: JAX has already made its devices.
 
     Communication:
       Two small all-gathers over all devices if JAX finds the coordinator; else none.
@@ -123,7 +124,7 @@ def initialize(
         try:
             start_jax(own, bind_address)
         except Exception as error:
-            # Usually this call ends the process, because another process is lost.
+            # If another process was lost, this call usually ends this process.
             cluster.explain_failure(error)
             cluster.failed(error)
             raise
@@ -144,25 +145,27 @@ def _start_jax(
     timeout_seconds: float,
     start_timeout_seconds: float,
 ) -> None:
-    """Starts JAX's distributed runtime, in which the processes learn of each other's devices.
+    """Starts JAX's distributed runtime, which makes the devices of all processes known to each.
 
     Raises:
-      ValueError: JAX does not find the processes by itself.
+      ValueError: JAX cannot find the processes by itself.
       ConnectionError: The processes have not connected in time, or cannot connect.
-      RuntimeError: jax already has its devices.
+      RuntimeError: JAX has already made its devices.
     """
     jax.config.update("jax_enable_preemption_service", False)
     is_given = own.coordinator_address is not None
     jax_timeout = math.ceil(timeout_seconds) + JAX_EXTRA_SECONDS
     try:
         with warnings.catch_warnings():
-            # Without the package `kubernetes` JAX warns in several lines; our error is enough.
+            # Without the package `kubernetes` JAX prints a long warning, but the error that is
+            # raised here is enough.
             warnings.filterwarnings("ignore", "Kubernetes environment detected")
             jax.distributed.initialize(
                 own.coordinator_address,
                 own.num_processes,
                 own.process_id,
-                # An empty list restricts nothing. Without it JAX may choose one device per process.
+                # An empty list means all devices. With `None` JAX may choose one device for each
+                # process.
                 local_device_ids=[] if own.sees_all_devices else None,
                 cluster_detection_method="deactivate" if is_given else None,
                 initialization_timeout=math.ceil(start_timeout_seconds),
@@ -210,10 +213,10 @@ def _not_met(own: Assignment, seconds: float, error: Exception) -> ConnectionErr
 
 
 def _meet_before_jax(cluster: Cluster, terms: Terms, address: str, listen_at: str) -> str | None:
-    """Connects the processes at the coordinator's address.
+    """Connects the processes to the hub, which listens at the coordinator's address.
 
-    In process 0, returns the address for JAX's service: the hub's address, which the hub has freed
-    by then.
+    Returns, in process 0, the address at which JAX's coordination service must listen. It is the
+    hub's address, because the hub has stopped listening when this function returns.
     """
     host, port = split_address(address)
     if not cluster.is_main:
@@ -226,14 +229,14 @@ def _meet_before_jax(cluster: Cluster, terms: Terms, address: str, listen_at: st
             "it; see SECURITY.md"
         )
     name, port = listener.getsockname()[:2]
-    # On its own host, a listener at all addresses is reached at this address.
+    # If the hub listens at all addresses, process 0 connects to it at the loopback address.
     reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(name, name)
     cluster.connect([reachable], port, terms, Hub(listener, terms))
     return f"[{name}]:{port}" if ":" in name else f"{name}:{port}"
 
 
 def _meet_after_jax(cluster: Cluster, terms: Terms) -> None:
-    """Connects the processes at an address that process 0 sends them by a collective."""
+    """Connects the processes to the hub, at an address that process 0 sends by a collective."""
     own_name, port, hub = socket.gethostname(), 0, None
     if cluster.is_main:
         terms = dataclasses.replace(terms, token=terms.token or secrets.token_hex(16))
@@ -245,20 +248,20 @@ def _meet_after_jax(cluster: Cluster, terms: Terms) -> None:
 
 
 def _own_hosts() -> list[str]:
-    """Returns names and addresses of this host for other processes, the likeliest first."""
+    """Returns names and addresses of this host for other processes, in the order to try them."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # Sends nothing; the kernel chooses the interface.
             return [socket.gethostname(), probe.getsockname()[0]]
-        except OSError:  # A host without a route to anywhere.
+        except OSError:  # The host has no network route.
             return [socket.gethostname(), socket.getfqdn()]
 
 
 def listen(address: str) -> socket.socket:
-    """Opens the port `host:port` for the processes' connections, only on this address.
+    """Listens at `host:port`, only at this address, for the connections of processes.
 
     Raises:
-      ConnectionError: The address is not one of this host's, or its port is taken.
+      ConnectionError: This host does not have the address, or the port is in use.
     """
     host, port = split_address(address)
     try:
@@ -269,10 +272,11 @@ def listen(address: str) -> socket.socket:
             except OSError as error:
                 failure = error
                 continue
-            # Accepted connections inherit this; asyncio sets it only for connections that it makes.
+            # Accepted connections inherit this option, which asyncio sets only for connections that
+            # it opens itself.
             server.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             return server
-    except OSError as error:  # No such host.
+    except OSError as error:  # The host name is unknown.
         failure = error
     mend = (
         "expected an address of this host, because it runs process 0; give one of its addresses, "

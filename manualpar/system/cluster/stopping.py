@@ -1,13 +1,13 @@
-"""Stops all processes after the same step, when one of them is asked to stop (by SIGTERM, say).
+"""Stops all processes after the same step, when one of them is asked to stop, such as by SIGTERM.
 
-Between two steps each process asks whether to stop. All processes ask equally often: the n-th call
-in one process belongs to the n-th call in every other process. To stop, the hub asks each process
-for the number of its calls. All processes stop in the call after the largest number, because no
-process has made this call yet.
+Between two steps each process calls `should_stop`. The n-th call in one process belongs to the same
+step as the n-th call in every other process. To stop, the hub asks each process how many calls it
+has made. All processes then stop in the call after the largest of these numbers, because no process
+has made this call yet.
 
-A thread of each process answers, and from then on the process's calls wait until the hub has sent
-the number of the last call. So no process waits for another's *step*. A process in the middle of a
-collective needs the other processes, which wait in their calls only as long as the messages take.
+In each process a thread answers the hub. After the answer, the process's next call waits until the
+hub has sent the number of the call in which to stop. A call waits only for messages and never for
+another process's step, so it cannot cause a deadlock with a process that is in a collective.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 
 
 class StopGate:
-    """Lets a process's calls through, holds them, or tells them to stop."""
+    """Decides in which call of `should_stop` this process stops."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -28,20 +28,20 @@ class StopGate:
         self._stop_at: int | None = None
 
     def hold(self) -> int:
-        """Makes calls wait; returns how many calls have been let through."""
+        """Makes later calls wait; returns the number of calls that have returned so far."""
         with self._changed:
             self._is_held = self._stop_at is None
             return self._calls
 
     def release(self, stop_at: int) -> None:
-        """Lets calls through; calls from number `stop_at` on return that they must stop."""
+        """Lets waiting calls return; the call number `stop_at` and later calls return true."""
         with self._changed:
             self._stop_at = stop_at
             self._is_held = False
             self._changed.notify_all()
 
     def should_stop(self) -> bool:
-        """Counts a call and returns whether to stop here. Waits while the processes agree."""
+        """Counts a call, waits while the processes agree on a step, returns whether to stop now."""
         with self._changed:
             self._changed.wait_for(lambda: not self._is_held)
             self._calls += 1
@@ -58,13 +58,13 @@ def on_sigterm(
 ) -> Iterator[None]:
     """Calls `first` for the first SIGTERM and `second` for every later SIGTERM, in a thread.
 
-    Once `is_over` returns true, SIGTERM does nothing; with `stays_over` it does nothing after the
-    context either.
+    Once `is_over` returns true, SIGTERM has no effect; with `stays_over` it has no effect after the
+    context either. Enter the context in the main thread.
 
-    Python would run a signal handler in the main thread, which may be in a compilation or a
-    collective, and would run it once for two signals in a row. So Python's C handler writes each
-    signal's number to a socket (`signal.set_wakeup_fd`), and the thread reads it there. Call this
-    function in the main thread.
+    A Python signal handler would run in the main thread, only after the compilation or collective
+    that the main thread may be in, and only once for two signals in a row. So instead Python's C
+    handler writes the number of each signal to a socket (`signal.set_wakeup_fd`), and a thread
+    reads the numbers from the socket.
     """
     reader, writer = socket.socketpair()
     writer.setblocking(False)
@@ -77,7 +77,7 @@ def on_sigterm(
                 if number == signal.SIGTERM and not is_over():
                     (calls.pop() if calls else second)()
             if earlier_writer != -1:
-                # If the socket is full, its reader is awake anyway.
+                # If the socket is full, its reader has signals to read anyway.
                 with contextlib.suppress(BlockingIOError):
                     os.write(earlier_writer, data)
 
@@ -88,7 +88,7 @@ def on_sigterm(
     try:
         yield
     finally:
-        # None stands for a handler in C, which Python cannot put back.
+        # `None` stands for a handler that was not installed by Python and cannot be restored.
         after = earlier if earlier is not None else signal.SIG_DFL
         signal.signal(signal.SIGTERM, signal.SIG_IGN if stays_over and is_over() else after)
         signal.set_wakeup_fd(earlier_writer, warn_on_full_buffer=False)

@@ -1,7 +1,7 @@
-"""One style for all pictures: a figure, colours, bars with their numbers, and a legend.
+"""Draws the parts that all pictures share: figures in one style, bars with numbers, and legends.
 
-`pyplot` is not used, because its figures and its backend are global to the process. Our settings of
-matplotlib apply only while a picture is drawn.
+`pyplot` is not used, because its figures and its backend are global to the process. The settings of
+matplotlib are changed only while a picture is drawn.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from manualpar.system.reports.tables import describe_bytes
 BLUE, SKY, GREEN, YELLOW = "#0072B2", "#56B4E9", "#009E73", "#F0E442"
 ORANGE, RED, PINK = "#E69F00", "#D55E00", "#CC79A7"
 INK, DARK, GREY, FAINT = "#222222", "#555555", "#B8BEC6", "#DDDDDD"
-# Classes of a device's memory; classes that are not named here are grey.
+# The colours of the classes of a device's memory; all other classes are grey.
 MEMORY_COLORS = {
     "parameters": BLUE,
     "gradients": RED,
@@ -43,15 +43,15 @@ STYLE: Any = {
     "legend.frameon": False,
     "savefig.dpi": 120,
     "text.color": INK,
-    "text.parse_math": False,  # A name may have dollar signs in it.
+    "text.parse_math": False,  # Names may contain dollar signs.
     "xtick.color": INK,
     "ytick.color": INK,
 }
-ROOM = 1.4  # Length of an axis in multiples of the longest bar, with space for text behind it.
+ROOM = 1.4  # The length of an axis / the longest bar: leaves space for the text after the bar.
 
 
 class Bar(NamedTuple):
-    """A horizontal bar: its name, its parts as lengths and colours, and a text behind its end."""
+    """A horizontal bar: its name, its parts as (length, colour), and the text after its end."""
 
     name: str
     parts: Sequence[tuple[float, str]]
@@ -65,10 +65,10 @@ class Bar(NamedTuple):
 
 @contextlib.contextmanager
 def new_figure(user: str, size: tuple[float, float], *, title: str) -> Iterator[Any]:
-    """Makes a matplotlib figure with a title; our style holds until the context ends.
+    """Makes a matplotlib figure with a title; the style is set as long as the context lasts.
 
     Args:
-      user: What needs matplotlib, such as the name of a file; the error's message begins with it.
+      user: The feature that needs matplotlib, such as a file's name, for the error's message.
       size: Width and height in inches.
       title: The title.
 
@@ -76,13 +76,13 @@ def new_figure(user: str, size: tuple[float, float], *, title: str) -> Iterator[
       MissingExtraError: matplotlib is not installed.
     """
     require(user, "matplotlib")
-    # Matplotlib takes a second to import, and is an extra.
+    # Imported here, because the import takes a second and matplotlib is optional.
     import matplotlib
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=size, layout="constrained")
-        # The name of a folder need not be Unicode.
+        # The title may contain the name of a folder that is not valid Unicode.
         figure.suptitle(title.encode(errors="backslashreplace").decode())
         yield figure
 
@@ -100,9 +100,9 @@ def saved_figure(path: Path, size: tuple[float, float], *, title: str) -> Iterat
 
 
 def draw_bars(axes: Any, bars: Sequence[Bar], *, end: float = 0.0) -> None:
-    """Draws bars of bytes or seconds, the first on top, on an axis that goes from 0 to `end`.
+    """Draws horizontal bars, the first on top, on an axis from 0 to `end`.
 
-    Without `end`, the axis leaves space for text behind the longest bar.
+    If `end` is 0, the axis ends after the longest bar and the space for its text.
     """
     for y, bar in enumerate(bars):
         left = 0.0
@@ -134,16 +134,16 @@ def format_ticks(axis: Any, describe: Callable[[float], str]) -> None:
 
 
 def scale_in_bytes(axes: Any) -> None:
-    """Writes the numbers of the x axis as bytes."""
+    """Labels the ticks of the x axis as bytes, such as `4 MiB`."""
     end, step = axes.get_xlim()[1], 1.0
-    while end / step > 5.5:  # Powers of two are round numbers of KiB and MiB.
+    while end / step > 5.5:  # The step is a power of two, so labels are whole KiB or MiB.
         step *= 2
     ticks = [step * i for i in range(int(end / step) + 1)]
     axes.set_xticks(ticks, [describe_bytes(tick) if tick else "0" for tick in ticks])
 
 
 def add_legend(axes: Any, colors: Mapping[str, str]) -> None:
-    """Draws a legend of colours below the axes."""
+    """Draws a legend below the axes, with a name for each colour."""
     for label, color in colors.items():
         axes.plot([], [], "s", color=color, label=label)
     place = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "borderaxespad": 3.5}

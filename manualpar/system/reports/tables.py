@@ -1,8 +1,9 @@
 """Formats numbers, and makes tables of them, in one style for all commands.
 
-A number has three digits and a unit; an unknown number is a dash. A report is a list of columns and
-a list of rows. The same columns make a table on a console, a table that compares a few rows side by
-side, and a table in Markdown. Words are aligned to the left, numbers to the right.
+Numbers are shown with three digits and a unit; `None`, an unknown number, is shown as a dash. A
+report is a list of columns and a list of rows. The same columns make a table on a console, a table
+that compares a few rows side by side, and a table in Markdown. Words are aligned to the left,
+numbers to the right.
 """
 
 import dataclasses
@@ -77,7 +78,7 @@ def describe_bytes(size: float | None) -> str:
 
 
 def describe_flops(flops: float | None) -> str:
-    """Formats a number of operations, such as `3.33 GFLOP`."""
+    """Formats a number of floating-point operations, such as `3.33 GFLOP`."""
     units = ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP")
     return "0" if flops == 0 else _three_digits(flops, units, 1000)
 
@@ -103,7 +104,7 @@ def share_of(whole: float) -> Callable[[float | None], str]:
 
 
 def describe_difference(more: float, describe: Callable[[float], str]) -> str:
-    """Formats a difference with its sign, such as `+1 KiB`; `=` for none."""
+    """Formats a difference with its sign, such as `+1 KiB`, or `=` if it is 0."""
     return f"{'+' if more > 0 else '-'}{describe(abs(more))}" if more else "="
 
 
@@ -117,16 +118,16 @@ def _three_digits(value: float | None, units: Sequence[str], step: int) -> str:
 
 
 def print_line(console: rich.console.Console, text: str) -> None:
-    """Prints a line without markup, colours or wrapping, because wrapping would break a path.
+    """Prints a line without markup, colours or wrapping, so that paths are not broken.
 
-    Unprintable characters are escaped, because names from files may contain such characters.
+    Unprintable characters are escaped, because the names of files may contain them.
     """
     shown = "\n".join(printable(line.expandtabs()) for line in text.split("\n"))
     console.print(shown, markup=False, highlight=False, soft_wrap=True)
 
 
 def print_wrapped(console: rich.console.Console, *paragraphs: str) -> None:
-    """Prints paragraphs as wide as the console."""
+    """Prints paragraphs, wrapped to the width of the console."""
     for paragraph in paragraphs:
         console.print(paragraph, markup=False, highlight=False)
 
@@ -148,7 +149,7 @@ def print_table(
       rows: The rows.
       title: A line above the table.
       last: A separate row below the other rows, such as their sum.
-      most: Number of rows to show; the command's files contain all rows.
+      most: The number of rows to show; `None` for all.
     """
     if title:
         console.print(Text(title, style="bold"), soft_wrap=True)
@@ -158,7 +159,7 @@ def print_table(
     columns = [column for column in columns if column.is_shown(rows)]
     for column in columns:
         justify: Any = "right" if column.describe else "left"
-        # In a narrow terminal words are broken, but no digit is left out.
+        # In a narrow terminal the cells are broken into lines, and no character is left out.
         table.add_column(Text(column.name), justify=justify, overflow="fold")
     for row in rows[:most]:
         table.add_row(*(Text(column.cell(row)) for column in columns))

@@ -1,8 +1,7 @@
-"""Specifies a bucket for tensorstore, as a key-value store.
+"""Describes a folder in a bucket to tensorstore, as the spec of a key-value store.
 
-Credentials are never in the specification. tensorstore takes them from the environment, as s3fs and
-gcsfs do: from variables, or else from the files, the machine or the container that these variables
-name.
+The spec never contains credentials. tensorstore reads them from the environment, as s3fs and gcsfs
+do: from variables, or else from the files or the services that these variables name.
 """
 
 import os
@@ -11,10 +10,10 @@ from typing import Any
 from manualpar.system.storage.bucket_path import BucketPath
 from manualpar.system.storage.requests import BucketError
 
-# tensorstore's retries of a request. `manualpar.system.storage.requests` repeats failed requests
-# later, and reports the repetition.
+# tensorstore's own retries of a request. If these fail, `manualpar.system.storage.requests` repeats
+# the request later, and reports the repetition.
 RETRIES = {"max_retries": 3, "initial_delay": "500ms", "max_delay": "4s"}
-# Resources of requests, by tensorstore's names. Nothing is cached.
+# The resources that tensorstore uses for requests. Nothing is cached.
 CONTEXT = {
     "cache_pool": {"total_bytes_limit": 0},
     "gcs_request_retries": RETRIES,
@@ -37,8 +36,8 @@ def key_value_store(folder: BucketPath) -> dict[str, Any]:
         spec["endpoint"] = endpoint
         spec["aws_region"] = _first("AWS_REGION", "AWS_DEFAULT_REGION") or "us-east-1"
     if os.environ.get("AWS_ACCESS_KEY_ID"):
-        # Otherwise tensorstore looks for files first, and warns on standard error if there are
-        # none.
+        # Without this entry tensorstore first looks for files, and prints a warning if there are
+        # no files.
         spec["aws_credentials"] = {"type": "environment"}
     return spec
 

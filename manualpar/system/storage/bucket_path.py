@@ -1,14 +1,14 @@
 """Paths in buckets, `s3://bucket/key` and `gs://bucket/key`, with the methods of `pathlib.Path`.
 
-A bucket holds objects by key. There are no folders, no renaming and no appending: an object appears
-complete, in one request, or not at all. A folder here means all keys with a common prefix, so a
-folder exists as soon as it has an object. Lists show all earlier writes.
+A bucket maps keys to objects. There are no folders, no renaming and no appending: an object appears
+complete, in one request, or not at all. In this package a folder means all keys with a common
+prefix, so a folder exists as soon as it has an object. Lists show all earlier writes.
 
-Requests go through fsspec, with s3fs or gcsfs. Credentials and the address of the server come only
-from the environment, as these two read it.
+Requests go through fsspec, with s3fs or gcsfs. These two packages read the credentials and the
+address of the server from the environment; there is no other way to set them.
 
-An object may change while it is read, and a server may answer wrongly. So a read of several
-requests has one `Version`: the requests name it, and the answers are compared with it.
+An object may change while it is read, and a server may send wrong bytes. So all requests of a read
+name the same `Version`, and the answers are compared with this version.
 """
 
 import dataclasses
@@ -35,12 +35,12 @@ T = TypeVar("T")
 
 SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
-# The least number of bytes that a reader requests at once.
+# The fewest bytes that a `BucketFile` requests at once.
 BLOCK_BYTES = 1 << 20
-# A large file is sent in parts of this size, ten at once.
+# A large file is uploaded in parts of this size, ten parts at a time.
 UPLOADED_BYTES = 1 << 24
 # A list counts as endless if it has more than `MOST_PAGES` pages (of up to a thousand objects
-# each), or more than `MOST_EMPTY_PAGES` pages in a row with nothing new.
+# each), or more than `MOST_EMPTY_PAGES` pages without new objects in a row.
 MOST_PAGES, MOST_EMPTY_PAGES = 10_000, 100
 
 
@@ -48,12 +48,13 @@ MOST_PAGES, MOST_EMPTY_PAGES = 10_000, 100
 class BucketPath:
     """A path in a bucket. Its methods raise `FileNotFoundError` or `BucketError`.
 
-    It has no `__fspath__`, so that functions of `os` refuse it and do not make a folder `s3:`.
+    The class has no `__fspath__`, so that functions of `os` refuse it. Otherwise they could create
+    a local folder `s3:`.
     """
 
     scheme: str
     bucket: str
-    key: str = ""  # Parts between single slashes; '' is the bucket itself.
+    key: str = ""  # Parts separated by single slashes; '' for the bucket itself.
 
     def __str__(self) -> str:
         return f"{self.scheme}://{self._address}"
@@ -76,11 +77,11 @@ class BucketPath:
 
     @property
     def parent(self) -> Self:
-        """The folder above; the bucket itself for the bucket."""
+        """The folder that contains this path; the parent of a bucket is the bucket itself."""
         return dataclasses.replace(self, key=self.key.rpartition("/")[0])
 
     def relative_to(self, folder: "BucketPath") -> PurePosixPath:
-        """Returns the path relative to a folder above it."""
+        """Returns this path relative to a folder that contains it."""
         if (folder.scheme, folder.bucket) != (self.scheme, self.bucket):
             raise ValueError(f"{self} is not below {folder}.")
         return PurePosixPath(self.key).relative_to(folder.key)
@@ -92,13 +93,13 @@ class BucketPath:
 
         Args:
           start: The first byte.
-          stop: The byte after the last byte; `None`, or a byte beyond the end, stands for the end.
-          version: The object's version, from `version`. By default the current version, which
-            takes an extra request unless `stop` is given.
+          stop: The byte after the last byte; `None`, or a number beyond the end, means the end.
+          version: The version to read, a result of `version`. By default the current version,
+            which needs an extra request unless `stop` is given.
 
         Raises:
-          ContentError: The object has another version, or the server has twice sent other bytes
-            than requested.
+          ContentError: The object now has another version, or the server has twice sent bytes that
+            were not requested.
         """
 
         def read() -> bytes:
@@ -110,19 +111,19 @@ class BucketPath:
         return twice(read)
 
     def write_bytes(self, data: bytes) -> None:
-        """Puts an object in place of an old one; a reader sees the old content or the new."""
+        """Writes the object, or replaces it; readers see the complete old or new content."""
         self._ask(lambda files: files.pipe_file(self._address, data))
 
     def upload(self, path: Path) -> None:
-        """Puts the content of a local file of any size; see `write_bytes`."""
+        """Uploads a local file of any size as the object; see `write_bytes`."""
         self._ask(lambda files: files.put_file(str(path), self._address, chunksize=UPLOADED_BYTES))
 
     def create(self, data: bytes) -> bool:
-        """Puts an object unless the name is taken; returns whether it put the object."""
+        """Creates the object unless it exists; returns whether the call created it."""
         try:
             self._ask(lambda files: files.pipe_file(self._address, data, mode="create"))
         except FileExistsError:
-            # A repeated request may have succeeded the first time.
+            # The request may have been repeated although its first attempt succeeded.
             return self.read_bytes() == data
         return True
 
@@ -131,14 +132,14 @@ class BucketPath:
         return self.version().size
 
     def version(self) -> Version:
-        """Asks for the size of the object, and for its tag and generation."""
+        """Returns the current version of the object: its size, tag and generation."""
         found = self._ask(lambda files: files.info(self._address))
         if found["type"] != "file":
             raise FileNotFoundError(f"{self} does not exist")
         return version_of(found)
 
     def is_file(self) -> bool:
-        """Returns whether there is an object of that name."""
+        """Returns whether there is an object with this key."""
         try:
             self.size()
         except FileNotFoundError:
@@ -154,13 +155,14 @@ class BucketPath:
         return self.is_file() or self.is_dir()
 
     def names(self) -> list[str]:
-        """Returns the names of files and folders in a folder; `[]` if there is no such folder."""
+        """Returns the names of files and folders in this folder; `[]` if it does not exist."""
         sizes, folders = self._list(self._prefix, delimiter="/")
         found = (key.removeprefix(self._prefix).rstrip("/") for key in (*sizes, *folders))
-        return sorted(filter(None, found))  # An object with the folder's name lists itself.
+        # An object whose key is the prefix itself is in the list with an empty name.
+        return sorted(filter(None, found))
 
     def files(self) -> dict[str, int]:
-        """Returns the size of each object below a folder, by its path relative to the folder."""
+        """Returns the size of each object below this folder, by its path relative to the folder."""
         sizes, _ = self._list(self._prefix)
         return {
             key.removeprefix(self._prefix): size
@@ -169,7 +171,7 @@ class BucketPath:
         }
 
     def glob(self) -> dict["BucketPath", int]:
-        """Finds the sizes of objects whose paths match this pattern of `*`, `?`, `[]` and `**`."""
+        """Finds the objects that match this path as a glob (`*`, `?`, `[]`, `**`), with sizes."""
         file_system(self.scheme)  # Reports a missing package.
         from fsspec.utils import glob_translate
 
@@ -193,7 +195,7 @@ class BucketPath:
         }
 
     def copy_to(self, other: "BucketPath") -> None:
-        """Copies the object within the buckets' service; replaces an object at `other`."""
+        """Copies the object to `other` on the server; replaces an existing object there."""
         self._ask(lambda files: files.cp_file(self._address, other._address))
 
     def delete(self) -> None:
@@ -204,7 +206,7 @@ class BucketPath:
             return
 
     def delete_files(self, first: str = "") -> None:
-        """Deletes everything below a folder, with the object named `first` before all others."""
+        """Deletes all objects below this folder; deletes the object `first` before all others."""
         if first:
             (self / first).delete()
         if names := list(self.files()):
@@ -221,7 +223,7 @@ class BucketPath:
         return f"{self.key}/" if self.key else ""
 
     def _ask(self, action: Callable[[Any], T]) -> T:
-        files = file_system(self.scheme)  # A missing package is reported here, without retries.
+        files = file_system(self.scheme)  # Not in `request`, which would retry a missing package.
         return request(self, lambda: action(files))
 
     def _read_part(self, start: int, stop: int, version: Version | None) -> bytes:
@@ -252,7 +254,7 @@ class BucketPath:
         return part.data
 
     def _list(self, prefix: str, *, delimiter: str = "") -> tuple[dict[str, int], list[str]]:
-        """Returns the sizes of objects with a prefix, by key; with a delimiter, also the folders.
+        """Returns the sizes of objects with a prefix, by key, and with a delimiter the folders.
 
         Raises:
           BucketError: The list cannot be read, or does not end.
@@ -282,15 +284,15 @@ class BucketPath:
 
 
 AnyPath = Path | BucketPath
-GivenPath = str | os.PathLike[str] | BucketPath  # A path as callers give it.
+GivenPath = str | os.PathLike[str] | BucketPath  # The types of a path that callers may pass.
 
 
 def as_path(text: GivenPath) -> AnyPath:
     """Parses a text into a local path or a path in a bucket.
 
     Raises:
-      ValueError: The text has another scheme than `s3` or `gs`, names no bucket, or holds a
-        password; the message does not repeat the text.
+      ValueError: The text has a scheme other than `s3` or `gs`, names no bucket, or contains a
+        password. The message does not repeat the text.
     """
     if isinstance(text, BucketPath):
         return text
@@ -316,13 +318,13 @@ def as_path(text: GivenPath) -> AnyPath:
 
 
 class BucketFile(io.RawIOBase):
-    """An object as a file for reading from any position; each read requests a range.
+    """A file interface to an object, for reading from any position; each read requests a range.
 
-    All reads use the version that was current when the object was opened.
+    All reads use the version that was current when the file was opened.
     """
 
     def __init__(self, path: BucketPath, version: Version | None = None) -> None:
-        """Takes the version to read, or asks for the current one."""
+        """Opens the object in a given version, by default in its current version."""
         super().__init__()
         self._path, self._version, self._position = path, version or path.version(), 0
 
@@ -335,7 +337,7 @@ class BucketFile(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Moves to another position, and returns it."""
+        """Moves to another position, and returns the new position."""
         start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._version.size}[
             whence
         ]
@@ -359,7 +361,7 @@ def open_for_reading(path: AnyPath, *, version: Version | None = None) -> Binary
 
     Args:
       path: The file.
-      version: The version of a file in a bucket to read; by default the current one.
+      version: The version to read of a file in a bucket; by default the current version.
     """
     if isinstance(path, BucketPath):
         return io.BufferedReader(BucketFile(path, version), BLOCK_BYTES)

@@ -21,26 +21,27 @@ from manualpar.system.storage.bucket_path import (
 from manualpar.system.storage.requests import ContentError, twice
 from manualpar.system.storage.services import Version
 
-COPIED_BYTES = 1 << 24  # In memory at once.
-NAME_BYTES = 255  # The longest name that file systems take.
+COPIED_BYTES = 1 << 24  # A file is copied in parts of this size.
+NAME_BYTES = 255  # The longest file name that file systems allow.
 
 
 def user_path(text: GivenPath) -> AnyPath:
-    """Parses a user's path like `as_path`, and expands `~` to the user's folder."""
+    """Parses a path that a user gives, as `as_path` does, and expands `~` to the home folder."""
     path = as_path(text)
     return path if isinstance(path, BucketPath) else path.expanduser()
 
 
 def path_flag(text: str) -> AnyPath:
-    """Parses a path in a flag of `argparse` (its `type`), see `user_path`."""
+    """Parses a path as `user_path` does; for the argument `type` of an `argparse` flag."""
     try:
         return user_path(text)
-    except ValueError as error:  # argparse would repeat the path, which may hold a password.
+    # For a `ValueError`, argparse would print the path, which may contain a password.
+    except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def local_path(text: GivenPath, name: str) -> Path:
-    """Returns a path on a disk; refuses other paths with a `ValueError` that calls it `name`."""
+    """Returns a path on a disk; for other paths, raises a `ValueError` that contains `name`."""
     path = user_path(text)
     if isinstance(path, BucketPath):
         raise ValueError(
@@ -50,9 +51,9 @@ def local_path(text: GivenPath, name: str) -> Path:
 
 
 def copied_files(path: BucketPath, names: tuple[str, ...]) -> Path:
-    """Copies a small file, or a folder's files of the given names, to a disk; returns the copy.
+    """Copies a small file, or the files of a folder with the given names, to a temporary folder.
 
-    The copy lasts as long as the process.
+    Returns the path of the copy, which is deleted when the process ends.
 
     Raises:
       ContentError: The files change while they are copied.
@@ -75,28 +76,28 @@ def copied_files(path: BucketPath, names: tuple[str, ...]) -> Path:
 
 
 def user_cache() -> Path:
-    """Returns the user's folder for files that can be made again."""
+    """Returns the user's cache folder."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "manualpar"
 
 
 def copied_folder(
     path: BucketPath, cache: Path, *, keep: Callable[[str], bool] = lambda name: True
 ) -> Path:
-    """Copies a folder once for each state of its files; returns the complete copy.
+    """Copies a folder to a cache, unless the cache has a copy with the same versions of the files.
 
-    Every file is read in the version that it has at the beginning, and no file may have another
-    version at the end. So no copy holds files of two states. If the folder changes meanwhile, it is
-    copied once more. The path of the copy contains the folder's address, because messages about
-    files show the path.
+    Every file is read in the version that it has at the beginning, and all versions are compared
+    again at the end. So no copy mixes old and new files. If the folder changes during the copy, it
+    is copied once more. The path of the copy contains the folder's address, because messages about
+    files show the path. Returns the path of the complete copy.
 
     Args:
       path: The folder.
-      cache: The folder of copies. Only one process copies into it at a time.
+      cache: The folder of all copies. Only one process at a time copies to it.
       keep: Returns whether to copy a file; called with the file's path relative to the folder.
 
     Raises:
-      ContentError: The folder changes again while it is copied, or the server sends other content
-        than it lists.
+      ContentError: The folder changes during the second copy too, or a file's content does not
+        match the server's list.
     """
 
     def versions() -> dict[BucketPath, Version]:
@@ -119,7 +120,7 @@ def copied_folder(
 
 
 def _copy(file: BucketPath, version: Version, copy: Path) -> None:
-    """Copies an object, unless the copy exists."""
+    """Copies an object to a local file, unless this file exists."""
     if copy.exists() and copy.stat().st_size == version.size:
         return
     draft = copy.with_name(f"{copy.name}.draft")
@@ -133,7 +134,7 @@ def _copy(file: BucketPath, version: Version, copy: Path) -> None:
 
 
 def _versions(files: Iterable[BucketPath]) -> dict[BucketPath, Version]:
-    """Returns the versions of the files that exist."""
+    """Returns the current versions of those files that exist."""
     found = {}
     for file in files:
         with contextlib.suppress(FileNotFoundError):
@@ -142,7 +143,7 @@ def _versions(files: Iterable[BucketPath]) -> dict[BucketPath, Version]:
 
 
 def _check_same(before: dict[BucketPath, Version], now: dict[BucketPath, Version]) -> None:
-    """Refuses files that have changed while they were copied."""
+    """Raises a `ContentError` if files have changed since `before`."""
     if changed := [file for file in before | now if before.get(file) != now.get(file)]:
         raise ContentError(
             f"{changed[0]} changed while its folder was copied: wait until no process writes there"
@@ -150,6 +151,6 @@ def _check_same(before: dict[BucketPath, Version], now: dict[BucketPath, Version
 
 
 def _address(path: BucketPath) -> Path:
-    """Returns the address as a relative path of folders, `s3:/bucket/key`."""
+    """Returns the address of a path as a relative local path: `s3:/bucket/key`."""
     parts = (f"{path.scheme}:", path.bucket, *path.parts)
     return Path(*(os.fsdecode(part.encode()[:NAME_BYTES]) for part in parts))

@@ -1,10 +1,10 @@
-"""Connections to a server of S3 that follow no redirect.
+"""Makes connections to an S3 server that follow no redirects.
 
 aiobotocore lets aiohttp follow redirects. A request is signed for one host, so another host could
-only refuse it. But the other host would receive the session token, and its answer to a list request
-would be trusted. So a redirect is an error here. A redirect that names a region, like Amazon's
-redirects, is returned as the answer: botocore then signs the request again and sends it to this
-region.
+only refuse the request. But the other host would receive the session token, and its answer to a
+list request would be trusted. So here a redirect raises an error. The exception is a redirect that
+names a region, such as Amazon's: it is returned to botocore, which signs the request again and
+sends it to this region.
 """
 
 import functools
@@ -19,14 +19,14 @@ class RedirectError(OSError):
     """A server has redirected a request to another address."""
 
     def __init__(self, status: int) -> None:
-        """Takes the HTTP status."""
+        """Makes the error for a redirect with this HTTP status."""
         super().__init__(f"a redirect ({status})")
         self.status = status
 
 
 @functools.cache
 def direct_session() -> type:
-    """Returns the class of sessions without redirects, for `AioConfig(http_session_cls=...)`."""
+    """Returns a class of sessions without redirects, for `AioConfig(http_session_cls=...)`."""
     from aiobotocore.httpsession import AIOHTTPSession
 
     class DirectSession(AIOHTTPSession):  # type: ignore[misc, unused-ignore]  # Optional.
@@ -37,13 +37,13 @@ def direct_session() -> type:
 
 
 class _Direct:
-    """A session of aiohttp whose requests follow no redirect."""
+    """Wraps a session of aiohttp, so that its requests follow no redirect."""
 
     def __init__(self, session: Any) -> None:
         self._session = session
 
     async def request(self, *args: Any, **options: Any) -> Any:
-        """Sends a request; returns its response."""
+        """Sends a request and returns the response; raises a `RedirectError` for a redirect."""
         response = await self._session.request(*args, **options, allow_redirects=False)
         if response.status in REDIRECTS and REGION not in response.headers:
             response.close()

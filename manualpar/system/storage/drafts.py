@@ -1,8 +1,9 @@
-"""A folder that one process writes under a draft's name, and then renames to its target.
+"""Writes a folder under a temporary name, as a draft, and then renames it to its final name.
 
 A draft of `models/tuned` is `models/.tuned.NUMBER.partial`, and no two drafts have the same number.
-The process that holds the lock on `models/.tuned.lock` owns the draft, and no other process renames
-or deletes it. A draft without an owner was left by a killed process; the next owner deletes it.
+The process that has locked `models/.tuned.lock` owns the draft, and no other process renames or
+deletes this draft. A draft without an owner was left by a killed process; the next owner deletes
+it.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ from manualpar.system.storage.file_lock import hold_file
 from manualpar.system.storage.lease import HeldError
 from manualpar.system.storage.requests import BucketError
 
-# The errors of a name that is taken, and of a full disk.
+# The error numbers for a name that exists already, and for a full disk.
 TAKEN = frozenset({errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR})
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
@@ -29,16 +30,18 @@ FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 class FolderError(OSError, ValueError):
     """A folder cannot be written; the message is a sentence.
 
-    It is also a `ValueError`, because commands show a `ValueError` as one sentence.
+    The class is also a `ValueError`, because commands print a `ValueError` as one sentence.
     """
 
 
 @contextlib.contextmanager
 def writing(function: str, folder: AnyPath) -> Iterator[None]:
-    """Turns errors of writing a folder into sentences that begin with the name of a function.
+    """Turns errors in writing a folder into errors whose message is a sentence.
+
+    The message begins with the name of the calling function, `function`.
 
     Raises:
-      ValueError: Another process is writing the folder.
+      ValueError: Another process is writing to the folder.
       FolderError: The folder cannot be written.
       BucketError: The folder is in a bucket, and cannot be written.
     """
@@ -60,11 +63,11 @@ def writing(function: str, folder: AnyPath) -> Iterator[None]:
 
 @contextlib.contextmanager
 def draft_of(target: Path, *, number: str = "") -> Iterator[Path]:
-    """Makes a draft of `target`; deletes the draft at the end if it was not published.
+    """Makes a draft of `target`; at the end of the context, deletes it if it was not published.
 
     Args:
       target: The folder to make, as an absolute path.
-      number: The draft's number, see `new_number`; by default a new one.
+      number: The draft's number, see `new_number`; by default a new number.
 
     Raises:
       HeldError: Another process owns a draft of `target`.
@@ -97,12 +100,12 @@ def publish(draft: Path, target: Path) -> None:
     """Renames a draft, whose files are on the disk, to its target.
 
     Raises:
-      FolderError: The target exists by now.
+      FolderError: The target was created in the meantime.
       OSError: The draft cannot be renamed.
     """
     sync(draft)
     try:
-        draft.rename(target)  # This replaces an empty folder, and nothing else.
+        draft.rename(target)  # If `target` exists, this fails unless it is an empty folder.
     except OSError as error:
         if error.errno in TAKEN:
             raise FolderError(

@@ -1,8 +1,9 @@
-"""Files that are complete whenever the process ends; their errors are one sentence.
+"""Writes files so that they are complete even if the process is killed at any moment.
 
-A killed process loses its buffers, and a full disk may take only a part of a write. So lines are
-appended without a buffer, and a file is replaced by renaming a new file over it. An open file takes
-lines even after its name has been deleted. So the name is checked before each line.
+A killed process loses its buffers, and a full disk may store only a part of a write. So lines are
+appended without a buffer, and a file is replaced by renaming a new file over it. A process can
+write to an open file even after the file was deleted. So before each line, the path is checked. An
+error's message is one sentence.
 """
 
 import contextlib
@@ -18,7 +19,7 @@ from manualpar.system.storage.untrusted import NotAFileError, create_file
 
 
 class WriteError(ValueError):
-    """The results cannot be written, because of a full disk for example; one sentence."""
+    """Results cannot be written, for example to a full disk; the message is a sentence."""
 
 
 @contextlib.contextmanager
@@ -38,13 +39,14 @@ def explained(path: AnyPath) -> Iterator[None]:
 
 
 def replace_file(path: Path, text: str | bytes) -> None:
-    """Replaces a file; whenever the process ends, the file has its old or its new content.
+    """Replaces a file; if the process is killed, the file has its old or its new content.
 
-    A link of that name is replaced, not followed. Raises a `WriteError` if the disk refuses.
+    If the path is a link, the link is replaced, not followed. Raises a `WriteError` if the file
+    cannot be written.
     """
     draft = path.with_name(f".{path.name}.draft")
     with explained(path):
-        # File names that appear in the text need not be Unicode.
+        # The text may contain file names that are not valid Unicode.
         data = text.encode(errors="backslashreplace") if isinstance(text, str) else text
         with create_file(draft) as file:
             file.write(data)
@@ -78,13 +80,13 @@ def check_in_place(path: Path, opened: os.stat_result) -> None:
 class LineFile:
     """A file to which JSON lines are appended without a buffer, each completely or not at all.
 
-    Every method raises `WriteError` if the disk refuses. `append` and `sync` also raise it if the
-    file was deleted or replaced. A deleted file is first written again, if its folder exists, so
-    that its lines are not lost.
+    Every method raises a `WriteError` if the file cannot be written. `append` and `sync` also raise
+    a `WriteError` if the file was deleted or replaced. If it was deleted and its folder still
+    exists, its content is first written again, so that no lines are lost.
     """
 
     def __init__(self, path: Path) -> None:
-        """Opens or creates the file, and ends a last line that a killed process left unfinished."""
+        """Opens or creates the file; if a killed process left the last line unfinished, ends it."""
         self._path = path
         with explained(path):
             if path.is_fifo():
@@ -96,7 +98,7 @@ class LineFile:
                     self._file.write(b"\n")
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Writes a line, or nothing if the disk does not take all of it."""
+        """Writes a line; if the disk cannot store the complete line, writes nothing."""
         data = json.dumps(record, allow_nan=False).encode() + b"\n"
         self._check_in_place()
         with explained(self._path):
@@ -105,19 +107,19 @@ class LineFile:
                 while data:
                     data = data[self._file.write(data) :]
             except OSError:
-                with contextlib.suppress(OSError):  # The first error is reported.
+                with contextlib.suppress(OSError):  # Only the first error is reported.
                     self._file.truncate(before)
                 raise
 
     def sync(self) -> int:
-        """Waits until everything is on disk; returns the size in bytes."""
+        """Waits until all lines are on the disk; returns the file's size in bytes."""
         self._check_in_place()
         with explained(self._path):
             os.fsync(self._file.fileno())
             return os.fstat(self._file.fileno()).st_size
 
     def close(self) -> None:
-        """Closes the file; nothing is left to write."""
+        """Closes the file. There is no buffer to write."""
         self._file.close()
 
     def _check_in_place(self) -> None:

@@ -1,9 +1,9 @@
-"""A lock on a file by `flock`, which the kernel releases when the process ends.
+"""Locks a file with `flock`; the kernel releases the lock when the process ends.
 
-The lock always ends with the process, so a remaining file does not keep processes out. Over NFS
-(version 4, or 3 with its lock daemon) the lock holds for all hosts; if a host crashes, the server
-keeps the lock for about 90 seconds. Programs that the process starts do not inherit the lock.
-Forked copies of the process close the file, because they would keep the lock after the process was
+So a lock file that a killed process left does not keep other processes out. Over NFS (version 4, or
+3 with its lock daemon) the lock is valid for all hosts; if a host crashes, the server keeps its
+lock for about 90 seconds. Programs that the process starts do not inherit the lock. Forked copies
+of the process close the file, because they would otherwise keep the lock after the process was
 killed.
 """
 
@@ -24,9 +24,9 @@ from manualpar.system.storage.lease import HeldError
 from manualpar.system.storage.untrusted import NotAFileError, kind_of, parse_object
 
 LONGEST_OWNER = 4096
-# The time that a killed process may take to disappear, and its copies to close the file.
+# The time after which a killed process has disappeared and its forked copies have closed the file.
 DYING_SECONDS = 3.0
-# Errors of file systems without such locks.
+# The errors of file systems that do not support `flock`.
 UNSUPPORTED = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})
 
 
@@ -34,9 +34,9 @@ class FileLock(NamedTuple):
     """A lock that this process has.
 
     Attributes:
-      is_locked: Whether the file system has such locks.
-      check: If the file was deleted, locks a new file; raises a `HeldError` if another process was
-        faster.
+      is_locked: Whether the file system supports such locks.
+      check: Checks the lock. If the file was deleted, creates and locks a new file; raises a
+        `HeldError` if another process was faster.
     """
 
     is_locked: bool
@@ -47,17 +47,17 @@ class FileLock(NamedTuple):
 def hold_file(
     path: Path, *, folder: Path, report: Callable[[str], None], remains: bool
 ) -> Iterator[FileLock]:
-    """Keeps other processes out while the context lasts.
+    """Locks a file while the context lasts.
 
     Args:
-      path: The lock file, which is created if need be.
+      path: The lock file, which is created if it does not exist.
       folder: The folder that the lock protects, for messages.
       report: Called with a sentence if the file system has no locks.
-      remains: Whether the file stays after the context, empty; otherwise it is deleted.
+      remains: Whether the file is emptied at the end of the context; otherwise it is deleted.
 
     Raises:
-      HeldError: Another process has the lock; the message says which.
-      OSError: The file cannot be opened or written, or is not a file.
+      HeldError: Another process has the lock; the message names the process.
+      OSError: The file cannot be opened or written, or is no regular file.
     """
     descriptors: list[int] = []
 
@@ -76,7 +76,8 @@ def hold_file(
         try:
             yield FileLock(is_locked, check)
         finally:
-            if descriptors:  # Otherwise this is a fork of the process, or the lock is lost.
+            # There is no descriptor in a forked copy of the process, or if the lock was lost.
+            if descriptors:
                 with contextlib.suppress(OSError):
                     os.ftruncate(descriptors[0], 0)
                     if not remains and _is_same(descriptors[0], path):
@@ -97,7 +98,7 @@ def _take(path: Path, folder: Path, descriptors: list[int], report: Callable[[st
         except BaseException:
             os.close(descriptor)
             raise
-        # The last owner may have deleted the file before it was locked here.
+        # The previous owner may have deleted the file after it was opened and before it was locked.
         if not is_locked or _is_same(descriptor, path):
             break
         os.close(descriptor)

@@ -1,14 +1,15 @@
-"""A lock on a folder in a bucket. The server only needs to create an object at most once.
+"""Locks a folder in a bucket, with no more from the server than to create an object only once.
 
 Locks are numbered objects, `.lock-1`, `.lock-2`, and the highest number counts. A process that
-wants the folder creates the next number. If two processes try at once, the server creates the
-object for one of them (`If-None-Match` of S3, `ifGenerationMatch` of Google). The owner of a lock
-writes it again every `BEAT_SECONDS`, and at the end marks it as free. If a lock was not written for
-`LEASE_SECONDS`, by the clock of the waiting process, its owner counts as ended, and the next number
-may be created. So no process deletes an object that another may rely on, and clocks need not agree.
+wants the folder creates the object with the next number. If two processes try at once, the server
+lets only one of them create the object (`If-None-Match` of S3, `ifGenerationMatch` of Google). The
+owner of a lock writes its object again every `BEAT_SECONDS`, and marks it as free at the end. If
+the object was not written for `LEASE_SECONDS`, by the clock of the waiting process, the owner is
+considered dead, and the next number may be created. So no process deletes an object on which
+another process relies, and the clocks of processes need not agree.
 
-An owner that was only cut off for this time finds the higher number when it comes back: `check`
-raises before the owner writes anything else.
+If an owner was only cut off for this time, it finds the higher number after it is back: `check`
+raises an error before the owner writes anything else.
 """
 
 import contextlib
@@ -34,23 +35,24 @@ POLL_SECONDS = 0.5
 
 
 class HeldError(Exception):
-    """Another process has the lock; the message, which may be empty, says which."""
+    """Another process has the lock; the message describes the process, and may be empty."""
 
 
 @contextlib.contextmanager
 def hold(
     folder: BucketPath, *, report: Callable[[str], None], remains: bool = True
 ) -> Iterator[Callable[[], None]]:
-    """Keeps other processes out of a folder while the context lasts; yields `check`.
+    """Locks a folder while the context lasts; yields a function `check`.
 
-    `check` raises a `BucketError` if the lock has been lost.
+    `check` raises a `BucketError` if the lock was lost.
 
     Args:
       folder: The folder.
-      report: Called with a sentence if a lock is taken over, or if the server cannot lock.
-      remains: Whether the lock stays, marked as free. If it is deleted, two processes may get locks
-        at once while a third process gives up its lock; `check` then raises in the process with the
-        lower number. So repeat, in the context, the test that the folder is free.
+      report: Called with a sentence if a lock is taken over, or if the server does not support
+        this lock.
+      remains: Whether the lock's object stays after the context, marked as free. If it is deleted
+        instead, two other processes may get locks at that moment; `check` then raises an error in
+        the process with the lower number. So test again, in the context, that the folder is free.
 
     Raises:
       HeldError: Another process has the lock.
@@ -78,7 +80,7 @@ def hold(
         beat = 0
         while not ended.wait(BEAT_SECONDS):
             began, beat = time.monotonic(), beat + 1
-            with contextlib.suppress(BucketError):  # If errors go on for long, `check` raises.
+            with contextlib.suppress(BucketError):  # If errors last long, `check` raises an error.
                 lock.write_bytes(_text(owner, beat=beat))
                 renewed[0] = began
 
@@ -89,7 +91,7 @@ def hold(
     finally:
         ended.set()
         thread.join()
-        with contextlib.suppress(BucketError):  # The lease ends by itself.
+        with contextlib.suppress(BucketError):  # Then the lease ends after `LEASE_SECONDS`.
             if remains:
                 lock.write_bytes(_text(owner, is_free=True))
             else:
@@ -99,7 +101,7 @@ def hold(
 
 
 def _acquire(folder: BucketPath, owner: dict[str, Any], report: Callable[[str], None]) -> int:
-    """Creates the next lock, once the last one is free or abandoned; returns its number."""
+    """Creates the next lock once the last lock is free or abandoned; returns the new number."""
     numbers = _numbers(folder)
     last = max(numbers)
     if last:
@@ -124,7 +126,7 @@ def _acquire(folder: BucketPath, owner: dict[str, Any], report: Callable[[str], 
 
 
 def _wait_for_end(lock: BucketPath) -> None:
-    """Waits for the time of a lease; raises a `HeldError` if the lock is written meanwhile."""
+    """Waits `LEASE_SECONDS`; raises a `HeldError` if the owner writes the lock in this time."""
     found, until = _read(lock), time.monotonic() + LEASE_SECONDS
     while time.monotonic() < until:
         time.sleep(POLL_SECONDS)
@@ -136,7 +138,7 @@ def _wait_for_end(lock: BucketPath) -> None:
 
 
 def _numbers(folder: BucketPath) -> list[int]:
-    """Returns the numbers of the existing locks, and 0."""
+    """Returns the numbers of the existing locks, and 0 in addition."""
     names = (name.removeprefix(PREFIX) for name in folder.names() if name.startswith(PREFIX))
     return [0, *(int(name) for name in names if name.isdecimal())]
 
@@ -149,11 +151,11 @@ def _read(lock: BucketPath) -> dict[str, Any]:
     try:
         return parse_object(lock.read_bytes())
     except FileNotFoundError:
-        return {"is_free": True}  # Its owner has deleted it.
+        return {"is_free": True}  # The owner has deleted the lock.
     except BucketError:
         raise
     except ValueError:
-        return {}  # It is a lock, even if no process of ours wrote it.
+        return {}  # Content that no manualpar process writes counts as a lock, too.
 
 
 def _show(owner: dict[str, Any]) -> str:
@@ -163,7 +165,7 @@ def _show(owner: dict[str, Any]) -> str:
 
 
 def _is_dead(owner: dict[str, Any]) -> bool:
-    """Returns whether the owner was a process of this machine and has ended."""
+    """Returns whether the owner was a process on this machine that has ended."""
     pid, machine = owner.get("pid"), owner.get("machine")
     if not machine or machine != _machine() or not isinstance(pid, int):
         return False
@@ -171,7 +173,7 @@ def _is_dead(owner: dict[str, Any]) -> bool:
 
 
 def _machine() -> str:
-    """Identifies the machine's boot and its namespace of process ids; '' if neither can be read."""
+    """Identifies this boot of the machine and its process id namespace; '' if they are unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"

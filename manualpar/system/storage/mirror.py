@@ -1,13 +1,13 @@
-"""A folder of results in a bucket: written on a disk, and regularly copied to the bucket.
+"""Keeps a run's results in a bucket: writes them to a local folder and regularly uploads them.
 
-Results are appended to files, but nothing can be appended to an object. So the code for
-local results writes into a local folder, and `publish` puts every file that has changed as one
-object. `publish` is called before each checkpoint, every `PUT_SECONDS` in between, and at the end.
-A killed process loses the lines after the last call, and a run that goes on from its last
-checkpoint writes these lines again.
+Results are appended to files, but nothing can be appended to an object. So results are written to a
+local folder, and `publish` uploads every file that has changed, as one object. `publish` is called
+before each checkpoint, every `PUT_SECONDS` in between, and at the end. If the process is killed,
+the lines after the last upload are lost, and a run that resumes from the last checkpoint writes
+these lines again.
 
-Files in `FIRST` are put before other files: they hold the lines that were cut off from other files,
-so that no line is missing from both.
+The files in `FIRST` contain lines that were cut off from other files. These files are uploaded
+before the other files, so that every line is always in at least one file of the bucket.
 """
 
 import contextlib
@@ -34,14 +34,14 @@ class Mirror:
         left_out: tuple[str, ...],
         check: Callable[[], None],
     ) -> None:
-        """Takes an empty local folder; files with a prefix in `left_out` are not fetched."""
+        """Makes a mirror; `local` must be empty. Prefixes in `left_out` name files not to copy."""
         self._folder, self._local, self._left_out, self._check = folder, local, left_out, check
-        # File in the bucket -> size and time of change of the local file that was put.
+        # Maps a file in the bucket to size and modification time of the local file at its upload.
         self._put: dict[str, tuple[int, int]] = {}
         self._lock = threading.Lock()
 
     def fetch(self) -> None:
-        """Copies the bucket's files to the disk."""
+        """Copies the files of the folder in the bucket to the local folder."""
         for name in self._folder.files():
             if not name.startswith(self._left_out):
                 path = self._local / name
@@ -50,9 +50,9 @@ class Mirror:
                 self._put[name] = _state(path)
 
     def publish(self) -> None:
-        """Puts every file that has changed; raises a `BucketError` if that is not possible."""
+        """Uploads every file that has changed; raises a `BucketError` if an upload fails."""
         with self._lock:
-            # Another thread may rename a draft at any moment.
+            # Skips drafts, because another thread may rename them at any moment.
             paths = [path for path in self._local.rglob("*") if path.suffix != ".draft"]
             files = [path for path in paths if path.is_file()]
             names = {path.relative_to(self._local).as_posix(): path for path in files}
@@ -76,14 +76,14 @@ def mirrored(
     check: Callable[[], None],
     is_main: bool = True,
 ) -> Iterator[tuple[Path, Callable[[], None]]]:
-    """Yields a local folder for the results that belong in `folder`, and `publish`.
+    """Yields a local folder for the results of `folder`, and a function that uploads the results.
 
     If `folder` is local, the function yields `folder` and `check`.
 
     Args:
       folder: The destination of the results.
-      left_out: Prefixes of files that are not results.
-      check: Called before anything is put; raises if nothing may be put.
+      left_out: The prefixes of files that are not copied.
+      check: Called before each upload; raises an error if this process must not upload.
       is_main: Whether this process writes results. Other processes get an empty folder.
 
     Raises:
@@ -102,7 +102,7 @@ def mirrored(
 
         def put_now_and_then() -> None:
             while not ended.wait(PUT_SECONDS):
-                with contextlib.suppress(BucketError):  # The next `publish` raises it.
+                with contextlib.suppress(BucketError):  # The next `publish` tries again and raises.
                     mirror.publish()
 
         thread = threading.Thread(target=put_now_and_then, name="results", daemon=True)

@@ -1,9 +1,9 @@
-"""Repeats requests to a bucket while their errors are temporary; explains other errors.
+"""Repeats requests to a bucket after temporary errors; explains all other errors.
 
 If a server is busy, a connection is cut off or a request takes too long, the request is repeated
-`WAITS` seconds later, with a message on standard error. If the request still fails, it raises a
-`BucketError`, whose message is one sentence. The message has only the code of the server's answer,
-because answers repeat parts of requests, and requests are signed.
+after each of the pauses in `WAITS` (in seconds), with a message on standard error. If the last
+attempt fails, a `BucketError` is raised, whose message is one sentence. The message contains only
+the error code of the server's answer, because the rest may contain parts of the signed request.
 """
 
 import re
@@ -16,9 +16,10 @@ from absl import logging
 T = TypeVar("T")
 
 WAITS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
-# Statuses below 500 that may pass: a too slow request, two requests at once, and too many requests.
+# HTTP statuses below 500 of temporary errors: a request that was too slow, two conflicting requests
+# at once, and too many requests.
 PASSING = frozenset({408, 409, 425, 429})
-# Errors of the network, as pairs of a package and a class. The packages need not be installed.
+# Network errors, as pairs of a package's and a class's name, because the packages are optional.
 NETWORK = frozenset(
     {
         ("aiohttp", "ClientError"),
@@ -40,7 +41,7 @@ NO_CREDENTIALS = frozenset(
         "TokenRetrievalError",
     }
 )
-# tensorstore raises a `ValueError` with everything in its text.
+# tensorstore raises a `ValueError`, and only its text contains the status and the error code.
 TENSORSTORE_STATUS = re.compile(r"http_response_code='(\d{3})'")
 TENSORSTORE_CODE = re.compile(r"[A-Z_]+: ([A-Z][A-Za-z]{1,59}): ")
 TENSORSTORE_PASSING = re.compile(r"(ABORTED|DEADLINE_EXCEEDED|UNAVAILABLE)\b")
@@ -62,16 +63,16 @@ ADDRESSES = {
 class BucketError(OSError, ValueError):
     """A bucket cannot be read or written; the message is a sentence without its full stop.
 
-    It is also a `ValueError`, because commands show a `ValueError` as one sentence.
+    The class is also a `ValueError`, because commands print a `ValueError` as one sentence.
     """
 
 
 class ContentError(BucketError):
-    """The object changed after reading began, or the server sent other bytes than requested."""
+    """The object changed after reading began, or the server sent bytes that were not requested."""
 
 
 def twice(action: Callable[[], T]) -> T:
-    """Calls `action`, and calls it once more if it raises a `ContentError`."""
+    """Calls `action`, and calls it a second time if the first call raises a `ContentError`."""
     try:
         return action()
     except ContentError as error:
@@ -80,15 +81,16 @@ def twice(action: Callable[[], T]) -> T:
 
 
 def request(path: Any, action: Callable[[], T]) -> T:
-    """Calls `action`, and repeats it while its error may pass.
+    """Calls `action`, and repeats the call as long as its error may be temporary.
 
     Args:
-      path: The `BucketPath` of the request.
-      action: The request; it may be repeated after it has taken effect.
+      path: The `BucketPath` of the request, for messages.
+      action: Makes the request. The call may be repeated although the request has succeeded on the
+        server.
 
     Raises:
       FileNotFoundError: There is no such object.
-      FileExistsError: The object exists, and the request was to create it.
+      FileExistsError: The request was to create an object that exists already.
       BucketError: The request fails for any other reason.
     """
     for wait in (*WAITS, None):
@@ -107,8 +109,8 @@ def request(path: Any, action: Callable[[], T]) -> T:
 
 
 def is_passing(error: BaseException) -> bool:
-    """Returns whether a request with this error may succeed later."""
-    # The status decides, because errors around the server's answer say less.
+    """Returns whether an error is temporary, so that the request may succeed later."""
+    # Looks for an HTTP status first, because the type of a library's error is less precise.
     for status in filter(None, map(_status, _causes(error))):
         return status >= 500 or status in PASSING
     for cause in _causes(error):
@@ -126,7 +128,7 @@ def has_status(error: BaseException, status: int) -> bool:
 
 
 def describe_answer(error: BaseException) -> str:
-    """Describes the server's answer in a few words: its code, or the kind of the error."""
+    """Describes an error in a few words: the server's error code, or the type of the error."""
     for cause in _causes(error):
         if code := _code(cause):
             return f"the server answered {code}"
@@ -166,7 +168,7 @@ def _named(codes: set[str]) -> str:
 
 
 def _code(error: BaseException) -> str:
-    """Returns the server's name of an error, or else the HTTP status; '' without an answer."""
+    """Returns the server's code for an error, or the HTTP status; '' if there was no answer."""
     response = getattr(error, "response", None)
     found = response.get("Error", {}).get("Code") if isinstance(response, dict) else None
     if in_text := TENSORSTORE_CODE.match(str(error)):
@@ -176,7 +178,7 @@ def _code(error: BaseException) -> str:
 
 
 def _status(error: BaseException) -> int:
-    """Returns the HTTP status in an error of one of the libraries; 0 if it has none."""
+    """Returns the HTTP status in an error of a library; 0 if the error has no status."""
     if in_text := TENSORSTORE_STATUS.search(str(error)):
         return int(in_text[1])
     response = getattr(error, "response", None)

@@ -1,7 +1,7 @@
-"""Requests to S3 and to Google's service for which fsspec's functions do not suffice.
+"""Makes the requests to S3 and Google Cloud Storage for which fsspec's functions do not suffice.
 
-There are two requests. Reading an object needs one version, and the server's data about this
-version. Listing goes page by page here, so that an endless list is noticed.
+There are two: `read_part` reads one version of an object, and returns the server's data about this
+version. `list_page` lists objects page by page, so that an endless list is noticed.
 """
 
 import dataclasses
@@ -22,9 +22,9 @@ class Version:
     """A server's data about the content of an object.
 
     Attributes:
-      size: In bytes.
-      tag: The ETag, which changes with the content; "" if the server gives none.
-      generation: The number that Google's service gives to each content of a name; "" for S3.
+      size: The size in bytes.
+      tag: The ETag, which changes with the content; "" if the server sends no ETag.
+      generation: The number that Google Cloud Storage gives to each content of a name; "" for S3.
     """
 
     size: int
@@ -37,11 +37,11 @@ class ObjectPart:
     """Bytes of an object, and the server's data about them.
 
     Attributes:
-      data: The bytes; empty if `length` is not the requested length.
-      length: The number of bytes according to the server.
-      tag: The ETag of the object; "" if the server gives none.
-      is_range: Whether the bytes are a range, and not the whole object.
-      size: The size of the whole object, if the bytes are a range and the server gives it.
+      data: The bytes; empty if `length` is more than was requested.
+      length: The number of bytes that the server announces.
+      tag: The ETag of the object; "" if the server sends no ETag.
+      is_range: Whether the server sends a range, and not the whole object.
+      size: The size of the whole object, if the server sends a range and this size.
     """
 
     data: bytes
@@ -53,7 +53,7 @@ class ObjectPart:
 
 @dataclasses.dataclass(frozen=True)
 class Page:
-    """A part of a list: sizes by key, folders with a slash at the end, next page's token."""
+    """A page of a list: sizes by key, folders (with a slash at the end), and next page's token."""
 
     sizes: dict[str, int]
     folders: list[str]
@@ -62,11 +62,11 @@ class Page:
 
 
 def file_system(scheme: str) -> Any:
-    """Returns fsspec's file system; fsspec keeps one object for each set of options."""
+    """Returns fsspec's file system for a scheme; repeated calls return the same object."""
     require(f"{scheme}://", MODULES[scheme])
     import fsspec
 
-    # A cached list would not show later writes of other processes.
+    # No caching of lists, because a cached list would not show later writes of other processes.
     options: dict[str, Any] = {"use_listings_cache": False}
     if scheme == "s3":
         from manualpar.system.storage.direct_session import direct_session
@@ -78,12 +78,12 @@ def file_system(scheme: str) -> Any:
             "http_session_cls": direct_session(),
         }
     files = fsspec.filesystem(scheme, **options)
-    files.retries = 1  # `request` repeats, and reports that.
+    files.retries = 1  # No repetition here: `request` repeats requests, and reports this.
     return files
 
 
 def version_of(info: dict[str, Any]) -> Version:
-    """Reads the version of an object from the `info` of fsspec."""
+    """Reads the version of an object from fsspec's `info` about the object."""
     tag = str(info.get("ETag") or info.get("etag") or "")
     return Version(int(info["size"]), tag, str(info.get("generation") or ""))
 
@@ -96,17 +96,17 @@ def read_part(
     limits: tuple[int, int] | None,
     version: Version | None,
 ) -> ObjectPart:
-    """Asks for an object, or for a range of it.
+    """Requests an object, or a range of its bytes.
 
     Args:
       scheme: A key of `MODULES`.
-      bucket: The bucket.
+      bucket: The name of the bucket.
       key: The key of the object.
-      limits: The first byte and the byte after the last; `None` for the whole object.
-      version: The version of the bytes. The server refuses to send bytes of another version.
+      limits: The first byte, and the byte after the last byte; `None` for the whole object.
+      version: The version to read; the server refuses to send another version. `None` for any.
 
     Raises:
-      ContentError: The server has refused, because the object has another version.
+      ContentError: The server refused, because the object now has another version.
     """
     wanted = {} if limits is None else {"Range": f"bytes={limits[0]}-{limits[1] - 1}"}
     length = limits[1] - limits[0] if limits else version.size if version else None
@@ -131,7 +131,7 @@ def read_part(
     try:
         sent = int(answer.get("ContentLength", 0))
         is_range = answer["ResponseMetadata"]["HTTPStatusCode"] == PARTIAL_CONTENT
-        # A whole object in place of a small part may not fit into memory.
+        # A server may send the whole object instead of a range, which may not fit into memory.
         is_wanted = length is None or sent <= length
         data = fsspec.asyn.sync(files.loop, body.read) if is_wanted else b""
     finally:
@@ -143,14 +143,14 @@ def read_part(
 
 
 def list_page(scheme: str, bucket: str, prefix: str, *, delimiter: str, token: str) -> Page:
-    """Asks for a page of the list of objects whose keys begin with `prefix`.
+    """Requests a page of the list of objects whose keys begin with `prefix`.
 
     Args:
       scheme: A key of `MODULES`.
-      bucket: The bucket.
+      bucket: The name of the bucket.
       prefix: The beginning of the objects' keys.
-      delimiter: "/" to list only the folder itself, "" for everything below.
-      token: The `next_token` of the page before; "" for the first page.
+      delimiter: "/" to list a folder without its subfolders' objects, "" to list all objects.
+      token: The `next_token` of the previous page; "" for the first page.
     """
     files = file_system(scheme)
     if scheme == "gs":

@@ -1,10 +1,10 @@
-"""Files and lines that anybody may have written, read without trusting them.
+"""Reads files and JSON without trusting them, because anybody may have written them.
 
-A name may lead to something other than a regular file. A FIFO makes a reader wait for ever, a
-device has no end, a link leads out of the folder, and deeply nested JSON exhausts the stack. Here
-each of these cases is an error whose message names the case.
+A path may lead to something other than a regular file. A FIFO makes a reader wait forever, a device
+has no end, a link may lead out of the folder, and deeply nested JSON exhausts the stack. Here each
+of these cases raises an error whose message names the case.
 
-Every message completes a sentence that begins with the name of the file: `is a FIFO, ...`.
+Every message is the end of a sentence that begins with the name of the file: `is a FIFO, ...`.
 """
 
 import io
@@ -16,10 +16,10 @@ from typing import Any, NoReturn
 
 MAX_BYTES = 1 << 26
 MAX_DEPTH = 64
-# The most bytes of a `.safetensors` header: a tensor takes about 130, and reading 50,000 tensors
-# takes a second. The largest model of the supported families has 24,000.
+# The most bytes in a `.safetensors` header. A tensor needs about 130 bytes, and reading the entries
+# of 50,000 tensors takes a second. The largest model of the supported families has 24,000 tensors.
 MAX_HEADER_BYTES = 1 << 24
-# Kinds other than regular files, by the type bits of their mode.
+# Names for everything but regular files, by the type bits of the mode.
 KINDS = {
     stat.S_IFLNK: "a link",
     stat.S_IFDIR: "a folder",
@@ -31,25 +31,26 @@ KINDS = {
 
 
 class NotAFileError(OSError):
-    """A name does not belong to a regular file but to a FIFO, say; the message names the kind."""
+    """A path leads to something other than a regular file; the message names its kind."""
 
 
 def kind_of(mode: int) -> str:
-    """Returns the kind of file for a mode of `os.stat` or `os.lstat`: `a FIFO`, `a file`."""
+    """Describes the kind of a file, such as `a FIFO`, from its mode (of `os.stat`, `os.lstat`)."""
     return KINDS.get(stat.S_IFMT(mode), "a file")
 
 
 def open_file(path: Path, *, follow_links: bool = False) -> io.BufferedReader:
-    """Opens a file for reading if it is a regular file; never waits for another process.
+    """Opens a regular file for reading; never waits for another process.
 
     With `follow_links` the last part of the path may be a link.
 
     Raises:
       NotAFileError: The path leads to a link, a folder, a FIFO, a socket or a device.
-      OSError: It cannot be opened.
+      OSError: The file cannot be opened.
     """
     _refuse_other_kinds(os.stat(path, follow_symlinks=follow_links).st_mode)
-    # If another file takes the name now, a FIFO is not waited for, and a link is not followed.
+    # The path may lead to another file by now. With these flags, `open` does not wait for a FIFO
+    # and does not follow a link.
     flags = os.O_RDONLY | os.O_NONBLOCK | (0 if follow_links else os.O_NOFOLLOW)
     descriptor = os.open(path, flags)
     try:
@@ -64,8 +65,8 @@ def read_file(path: Path, *, follow_links: bool = False) -> bytes:
     """Reads a regular file; see `open_file`.
 
     Raises:
-      ValueError: It is longer than `MAX_BYTES`.
-      OSError: It cannot be read, or is not a file.
+      ValueError: The file is longer than `MAX_BYTES`.
+      OSError: The file cannot be read, or is no regular file.
     """
     with open_file(path, follow_links=follow_links) as file:
         if os.fstat(file.fileno()).st_size > MAX_BYTES:
@@ -74,19 +75,20 @@ def read_file(path: Path, *, follow_links: bool = False) -> bytes:
 
 
 def open_tensors(path: Path, *, most: int = MAX_HEADER_BYTES) -> tuple[io.BufferedReader, int]:
-    """Opens a `.safetensors` file, which may be a link; returns it with the length of its header.
+    """Opens a `.safetensors` file, which may be a link; also returns the length of its header.
 
     Args:
       path: The file.
-      most: The largest header in bytes.
+      most: The most bytes that the header may have.
 
     Raises:
       ValueError: The header is longer than `most`.
-      OSError: It cannot be opened, or is not a file.
+      OSError: The file cannot be opened, or is no regular file.
     """
     file = open_file(path, follow_links=True)
     length = int.from_bytes(os.pread(file.fileno(), 8, 0), "little")
-    if length > os.fstat(file.fileno()).st_size:  # The file is cut off; safetensors reports that.
+    # If the file is cut off, the header's length counts as 0, and safetensors reports the damage.
+    if length > os.fstat(file.fileno()).st_size:
         length = 0
     if length > most:
         file.close()
@@ -97,10 +99,10 @@ def open_tensors(path: Path, *, most: int = MAX_HEADER_BYTES) -> tuple[io.Buffer
 
 
 def create_file(path: Path) -> io.BufferedWriter:
-    """Creates a file for writing, replaces anything of its name, and follows no link.
+    """Creates a file for writing; replaces an existing file or link, without following the link.
 
     Raises:
-      OSError: It cannot be created; a folder has the name, for example.
+      OSError: The file cannot be created, for example because there is a folder of this name.
     """
     path.unlink(missing_ok=True)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
@@ -108,10 +110,10 @@ def create_file(path: Path) -> io.BufferedWriter:
 
 
 def parse_object(text: bytes | str, *, allow_nan: bool = False) -> dict[str, Any]:
-    """Parses a JSON object; bytes are UTF-8.
+    """Parses a JSON object; bytes are decoded as UTF-8.
 
-    With `allow_nan` it takes NaN and Infinity, which Python writes and JSON does not have. Nothing
-    in the object is nested deeper than `MAX_DEPTH`, so recursive functions may look through it.
+    With `allow_nan` the text may contain NaN and Infinity, which Python writes although JSON does
+    not have them. The result is nested at most `MAX_DEPTH` deep, so recursion over it is safe.
 
     Raises:
       ValueError: The text is longer than `MAX_BYTES`, not UTF-8, not JSON, nested deeper than
@@ -130,7 +132,8 @@ def parse_object(text: bytes | str, *, allow_nan: bool = False) -> dict[str, Any
         raise ValueError(f"is not JSON ({error})") from None
     if not isinstance(value, dict):
         raise ValueError(f"is not a JSON object ({type(value).__name__})")
-    if text.count("{") + text.count("[") > MAX_DEPTH:  # With fewer brackets it is not too deep.
+    # With fewer brackets than `MAX_DEPTH`, the value cannot be nested too deep.
+    if text.count("{") + text.count("[") > MAX_DEPTH:
         _refuse_depth(value)
     return value
 

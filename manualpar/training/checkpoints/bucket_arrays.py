@@ -5,10 +5,10 @@ So this module calls tensorstore directly, for both kinds of bucket. `saved_stat
 stored content. If every object of a checkpoint is copied to a file, Orbax reads the copy as a local
 checkpoint. A local checkpoint can be copied into a bucket in the same way.
 
-Process 3 writes its own database, `state/ocdbt.process_3/`. When the database is complete, process
-3 writes `written.3.json`, with the size and the SHA-256 of each object of the database. Process 0
-waits for these files of all processes. Then it makes one database that refers to all the others.
-Process 0 also writes the JSON files.
+Each process writes its own database: process 3 writes `state/ocdbt.process_3/`. When the database
+is complete, process 3 writes `written.3.json`, with the size and the SHA-256 of each object of the
+database. Process 0 waits until all processes have written these files. Then process 0 makes one
+database that refers to the databases of all processes. Process 0 also writes the other JSON files.
 """
 
 import concurrent.futures
@@ -36,10 +36,11 @@ from manualpar.training.checkpoints.saved_state import (
     stored_arrays,
 )
 
-# tensorstore joins chunks to objects of about this size. Hashing loads one object into memory.
+# tensorstore joins chunks into objects of about this size. Hashing an object loads all of it into
+# memory.
 OBJECT_BYTES = 1 << 26
 POLL_SECONDS = 0.2
-# Process 0 waits at least this long for the parts of other processes, after writing its own part.
+# After writing its own part, process 0 waits at least this long for the other processes' parts.
 WAIT_SECONDS = 3600.0
 PARALLEL = 8
 HANDLERS = {
@@ -54,7 +55,7 @@ Stored = tuple[tuple[int, ...], tuple[int, ...], np.dtype, list[ArrayPart]]
 
 
 class BucketArrays:
-    """Writes in the background and reads, with the methods of `saved_state.OrbaxFiles`."""
+    """Writes checkpoints in the background and reads them; has the methods of `OrbaxFiles`."""
 
     def __init__(self) -> None:
         self._background = concurrent.futures.ThreadPoolExecutor(1, "bucket")
@@ -63,7 +64,7 @@ class BucketArrays:
     def save(
         self, path: BucketPath, program: Program, state: TrainState, *, extra: Mapping[str, JSON]
     ) -> None:
-        """Starts to write to an empty folder; returns once the arrays are copied to the host.
+        """Starts to write a state to an empty folder; returns once the arrays are on the host.
 
         Communication:
           One all-gather for each padded array, see `saved_state.stored_arrays`.
@@ -92,7 +93,7 @@ class BucketArrays:
         """Reads the state and the caller's `extra`; each device reads its own part of the arrays.
 
         Raises:
-          CheckpointError: The arrays do not fit the program; none has been read.
+          CheckpointError: The arrays do not fit the program; no array has been read.
         """
         tree = parse_object((path / "state" / "_METADATA").read_bytes())
         if tree.get("use_ocdbt") is not True or tree.get("use_zarr3"):
@@ -118,7 +119,7 @@ class BucketArrays:
 
 
 def complete_checkpoint(path: BucketPath, *, processes: int, seconds: float) -> Files:
-    """Waits for the parts of all processes and makes one checkpoint of them, without a manifest.
+    """Waits for the parts of all processes and joins them to a checkpoint, without a manifest yet.
 
     Returns the checkpoint's files. Only process 0 calls this, after it has written its own part.
     """
@@ -141,7 +142,7 @@ def complete_checkpoint(path: BucketPath, *, processes: int, seconds: float) -> 
 
 
 def delete_parts(path: BucketPath, *, processes: int) -> None:
-    """Deletes the files `written.<process>.json`, because the manifest has their content now."""
+    """Deletes the files `written.<process>.json`, because the manifest now has their content."""
     for process in range(processes):
         (path / _part_name(process)).delete()
 
@@ -165,8 +166,8 @@ def _part_name(process: int) -> str:
 
 
 def _copy(x: jax.Array | np.ndarray) -> Stored:
-    """Copies the parts of an array that this process writes; one process writes each element."""
-    if not isinstance(x, jax.Array):  # A NumPy array is complete, in the memory of process 0.
+    """Copies the parts of an array that this process writes; each part has exactly one writer."""
+    if not isinstance(x, jax.Array):  # Process 0 has the complete NumPy array in memory.
         everything = tuple(slice(0, size) for size in x.shape)
         parts: list[ArrayPart] = [(everything, x)] if jax.process_index() == 0 else []
         return x.shape, chunk_shape(x.shape, x.dtype.itemsize), x.dtype, parts
@@ -179,7 +180,7 @@ def _copy(x: jax.Array | np.ndarray) -> Stored:
 def chunk_shape(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
     """Chooses the shape of chunks that divide a shard evenly and have at most `CHUNK_BYTES`.
 
-    So no two devices, and no two processes, write into the same chunk.
+    Because chunks divide the shard, no two devices or processes write into the same chunk.
     """
     chunk = list(shape)
     while math.prod(chunk) * itemsize > CHUNK_BYTES:
@@ -190,7 +191,7 @@ def chunk_shape(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
 
 
 def _write(path: BucketPath, copies: dict[tuple[str, ...], Stored], texts: dict[str, Any]) -> None:
-    """Writes this process's part, and then the JSON file that marks the part as complete."""
+    """Writes this process's part, and then `written.<process>.json`, which marks it as complete."""
     process = jax.process_index()
     folder = path / "state" / f"ocdbt.process_{process}"
     request(path, lambda: _write_arrays(folder, copies))
@@ -219,7 +220,8 @@ def _write_arrays(folder: BucketPath, copies: dict[tuple[str, ...], Stored]) -> 
             spec = _array_spec(folder, names) | {
                 "dtype": dtype.name,
                 "metadata": metadata,
-                # tensorstore reads a missing chunk as zeros, whatever the reason.
+                # Stores chunks of zeros too, because tensorstore reads any missing chunk as zeros,
+                # so a lost chunk would not be noticed.
                 "store_data_equal_to_fill_value": True,
             }
             opening[names] = tensorstore.open(spec, create=True, open=True, context=context)
@@ -270,7 +272,7 @@ def _array_spec(folder: BucketPath, names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _read_leaf(path: BucketPath, leaf: Leaf, stored: Any) -> jax.Array:
-    """Reads each device's shard of an array onto the device, and pads the array with zeros."""
+    """Reads each device's shard of an array, pads it with zeros, and puts it on the device."""
     sharding, shape = leaf.abstract.sharding, leaf.padded_shape
     places = sharding.addressable_devices_indices_map(shape)
     wanted = {}
@@ -304,7 +306,7 @@ def _tree_metadata(copies: dict[tuple[str, ...], Stored]) -> dict[str, Any]:
     """Returns the metadata that Orbax writes for a nested dict of arrays."""
     tree = {
         str(names): {
-            "key_metadata": [{"key": name, "key_type": 2} for name in names],  # Keys of dicts.
+            "key_metadata": [{"key": name, "key_type": 2} for name in names],  # A dict's key.
             "value_metadata": {"value_type": "jax.Array", "skip_deserialize": False},
         }
         for names in copies

@@ -1,22 +1,23 @@
 """Decides whether a run may be resumed with a changed config.
 
-Fields that determine the trained function, the examples or their order must not change: otherwise
-the rest of the run would belong to another experiment. Fields for parallelism, duration and reports
-may change.
+Fields that determine the trained function, the examples, or their order must not change, because
+the rest of the run would then belong to another experiment. Fields for parallelism, duration and
+reports may change.
 """
 
 import types
 from collections.abc import Mapping
 from typing import Any
 
-# A prefix ends in a dot. A field in FREE may change, even if FIXED has a prefix of its name.
+# Fields that must not change. An entry that ends in a dot means all fields that begin with it,
+# except the fields in FREE.
 FIXED = ("model.", "data.", "seed", "parallel.param_dtype")
 FREE = (
     *("data.batch_size", "data.prefetch", "data.cache", "model.attention", "model.remat"),
-    "model.from_hf",  # Its files are read once.
+    "model.from_hf",  # Its files are read only when a run begins.
 )
-# Removed fields: the value that had no effect, and why the field was removed. None of them changed
-# the trained function.
+# Removed fields, each with the value that had no effect and the reason for the removal. None of
+# these fields changed the trained function.
 REMOVED: Mapping[str, tuple[Any, str]] = {
     "model.prefetch": (
         False,
@@ -28,8 +29,8 @@ REMOVED: Mapping[str, tuple[Any, str]] = {
         "it gained nothing, because only large parameters are sharded",
     ),
 }
-# Required fields that older configs lack, with the value for the older behaviour. For a field with
-# a default, that value is the default.
+# Required fields that older configs lack, each with the value that gives the older behaviour. A
+# field that has a default is not listed here, because its default gives the older behaviour.
 ADDED: Mapping[str, Any] = {
     "model.vocab_multiple": 1,
     "model.num_experts": 0,
@@ -48,7 +49,7 @@ ADDED: Mapping[str, Any] = {
     "parallel.pipeline_chunks": 1,
     "parallel.pipeline_keep": "residuals",
 }
-# Old names of a field's values, and their new names.
+# Renamed values of fields: field -> old name -> new name.
 RENAMED: Mapping[str, Mapping[str, str]] = {
     "parallel.overlap": {"default": "none", "asynchronous": "auto"}
 }
@@ -77,8 +78,8 @@ def check_resumable(
       defaults: The values of the fields that a config may leave out.
 
     Returns:
-      A line for each allowed difference, such as `training.num_steps: 100 -> 200`, and a line for
-      each field that had an effect in the saved config and has been removed since.
+      A line for each removed field that had an effect in the saved config, and a line for each
+      allowed difference, such as `training.num_steps: 100 -> 200`.
 
     Raises:
       ValueError: A field that must not change differs.
@@ -110,7 +111,7 @@ def check_resumable(
 
 
 def _as_json(value: Any) -> Any:
-    """Converts a value as JSON would: a tuple becomes a list, and True differs from 1."""
+    """Converts a value for a comparison as in JSON: tuples equal lists, and True differs from 1."""
     if isinstance(value, list | tuple):
         return [_as_json(item) for item in value]
     if isinstance(value, Mapping):

@@ -25,14 +25,14 @@ MEANINGS: dict[int, str] = {
 
 
 class CheckpointError(Exception):
-    """A checkpoint could not be written or read; the message says which, why and how to go on."""
+    """A checkpoint could not be written or read; the message gives the reason and the remedy."""
 
 
 def explain_failure(error: BaseException) -> str:
-    """Explains an operating system's error; for any other, gives its type and first line of text.
+    """Explains an error of the operating system; of any other error, returns type and first line.
 
-    It also reads the causes of the error and their texts, because tensorstore names the operating
-    system's error only there.
+    The function searches the causes of the error and their texts too, because tensorstore names an
+    error of the operating system only in a text.
     """
     for cause in causes(error):
         if isinstance(cause, BucketError):

@@ -1,13 +1,14 @@
 """The folder of checkpoints that `store` uses: a local folder, or a folder in a bucket.
 
-A local checkpoint is written under another name and renamed at the end. So it is complete if it has
-its final name. In a bucket nothing can be renamed. There a checkpoint is complete if it has a
-manifest. The manifest is written last, in one request, and deleted first. A checkpoint without a
-manifest was left by a killed process: it is ignored, and the next save deletes it.
+A local checkpoint is written under a temporary name and renamed at the end. So a local checkpoint
+with its final name is complete. Objects in a bucket cannot be renamed. There a checkpoint is
+complete if it has a manifest. The manifest is written last, in one request, and deleted first. A
+checkpoint without a manifest was left by a killed process: such a checkpoint is ignored, and the
+next save deletes it.
 
 If a run goes back to an earlier step, the checkpoints of later steps get other names. A save in a
-bucket writes under the final name. So in a bucket the later checkpoints are copied before the
-first byte of the new checkpoint is written.
+bucket writes under the final name. So in a bucket the later checkpoints are copied to their new
+names before the first byte of the new checkpoint is written.
 """
 
 import itertools
@@ -26,29 +27,30 @@ from manualpar.training.checkpoints.manifest import MANIFEST, DamagedError, Mani
 from manualpar.training.checkpoints.retention import SUPERSEDED, UNFINISHED
 from manualpar.training.checkpoints.saved_state import OrbaxFiles
 
-# A new file of another host may be invisible for this many seconds, for example on NFS.
+# For this many seconds, a process may not see a new file of another host, for example on NFS.
 SEEN_SECONDS = 10.0
 
 
 class Folder(Protocol):
-    """A folder of checkpoints. Only process 0 calls most of the methods.
+    """A folder of checkpoints.
 
-    All processes call `arrays`, `unfinished`, `has_mark` and `verify`.
+    All processes call `arrays`, `unfinished`, `has_mark` and `verify`. Only process 0 calls the
+    other methods.
     """
 
-    seconds: float  # The longest that writing a checkpoint may take; longer is an error.
+    seconds: float  # The limit for writing a checkpoint; if a write takes longer, it fails.
 
     def arrays(self) -> OrbaxFiles | BucketArrays:
         """Returns the object that writes and reads the arrays of a checkpoint."""
 
     def mark(self) -> str:
-        """Creates a file for `has_mark` to look for, and returns its name; '' if not needed."""
+        """Creates an empty folder for `has_mark` to find, and returns its name; '' in a bucket."""
 
     def has_mark(self, name: str) -> bool:
-        """Returns whether this process sees the file that process 0 created in `mark`."""
+        """Returns whether this process sees the empty folder that process 0 created in `mark`."""
 
     def unmark(self, name: str) -> None:
-        """Deletes the file that `mark` created."""
+        """Deletes the empty folder that `mark` created."""
 
     def steps(self) -> list[int]:
         """Finds the steps of the complete checkpoints, ascending."""
@@ -57,34 +59,35 @@ class Folder(Protocol):
         """Raises a `ValueError` if a file or a link has a name that a save needs."""
 
     def make_room(self, step: int, *, after: int) -> None:
-        """Deletes the leftovers of killed processes. Call it before a checkpoint is written."""
+        """Deletes the leftovers of killed processes; called before a checkpoint is written."""
 
     def unfinished(self, step: int) -> AnyPath:
-        """Returns the path that all processes write a checkpoint to."""
+        """Returns the path to which all processes write the checkpoint of `step`."""
 
     def complete(self, step: int, *, after: int, metrics: Mapping[str, float]) -> None:
-        """Completes a checkpoint whose arrays have been written.
+        """Completes the checkpoint of `step`, whose arrays have been written.
 
-        `after` is the step from which the run reached this one; later checkpoints are renamed.
+        `after` is the step of the checkpoint that the run saved or restored before this one. Other
+        checkpoints of steps later than `after` are renamed.
         """
 
     def metrics(self) -> dict[int, Mapping[str, float]]:
         """Reads the metrics of each complete checkpoint that has a readable manifest, by step."""
 
     def delete(self, step: int) -> None:
-        """Deletes a complete checkpoint; a half-deleted one never counts as a checkpoint."""
+        """Deletes a complete checkpoint, so that a half-deleted checkpoint never counts as one."""
 
     def read_manifest(self, step: int) -> Manifest:
         """Reads the manifest of a checkpoint; raises `DamagedError` if it is damaged."""
 
     def verify(self, step: int, found: Manifest, *, part: int, parts: int) -> None:
-        """Checks part `part` of the checkpoint's files; raises `DamagedError` if one differs."""
+        """Checks part `part` of the checkpoint's files; raises `DamagedError` if a file differs."""
 
 
 def open_folder(path: AnyPath, seconds: float = 600.0) -> Folder:
     """Opens the folder of checkpoints at a path; creates nothing.
 
-    Writing a checkpoint may take `seconds`. In a bucket it may always take an hour.
+    Writing a checkpoint may take at most `seconds`; in a bucket the limit is at least an hour.
     """
     if isinstance(path, BucketPath):
         return _BucketFolder(path, max(seconds, bucket_arrays.WAIT_SECONDS))
@@ -101,7 +104,8 @@ class _LocalFolder:
         return OrbaxFiles(self.seconds)
 
     def mark(self) -> str:
-        # If this process is killed, the next save deletes this file like an unfinished checkpoint.
+        # The folder is named like an unfinished checkpoint. So if this process is killed, the next
+        # save deletes the folder.
         name = f"0{UNFINISHED}-{secrets.token_hex(8)}"
         (self._path / name).mkdir(parents=True)
         return name
@@ -149,7 +153,7 @@ class _LocalFolder:
 
 
 class _BucketFolder:
-    """A folder in a bucket: `12/manifest.json` says that the checkpoint of step 12 is complete."""
+    """A folder in a bucket; the checkpoint of step 12 is complete if `12/manifest.json` exists."""
 
     def __init__(self, path: BucketPath, seconds: float) -> None:
         self._path, self.seconds = path, seconds
@@ -170,10 +174,10 @@ class _BucketFolder:
         return sorted(step for step in self._numbers() if self._is_complete(str(step)))
 
     def check(self) -> None:
-        """Does nothing, because in a bucket nothing can block a name."""
+        """Does nothing, because in a bucket no object can prevent a save from using a name."""
 
     def make_room(self, step: int, *, after: int) -> None:
-        """Renames later checkpoints too, because a save writes under the final name."""
+        """Deletes leftovers; renames later checkpoints, because a save writes to the final name."""
         for name in self._path.names():
             begins, _, ends = name.partition(".")
             is_ours = begins.isdecimal() and (not ends or f".{ends}".startswith(SUPERSEDED))
@@ -200,7 +204,7 @@ class _BucketFolder:
             try:
                 metrics[step] = self.read_manifest(step).metrics
             except DamagedError:
-                continue  # `restore` reports the damage; here it is ignored and not deleted.
+                continue  # Not listed, so not deleted; `restore` reports the damage.
         return metrics
 
     def delete(self, step: int) -> None:
@@ -228,7 +232,7 @@ class _BucketFolder:
         return (self._path / name / MANIFEST).is_file()
 
     def _set_aside(self, name: str) -> None:
-        """Moves a checkpoint to a new name: copies the manifest last, deletes the old one first."""
+        """Moves a checkpoint to a new name; copies the manifest last and deletes it first."""
         names = (f"{name}{SUPERSEDED}-{number}" for number in itertools.count(1))
         there = set(self._path.names())
         source, target = self._path / name, self._path / next(n for n in names if n not in there)

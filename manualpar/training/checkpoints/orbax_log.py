@@ -1,8 +1,8 @@
 """Keeps Orbax's messages off the screen.
 
 Orbax logs every phase of a save. When one write fails, asyncio also reports hundreds of other
-writes that no code waits for. One `CheckpointError` tells the user everything necessary. Set absl's
-verbosity to DEBUG (`absl.logging.set_verbosity(1)`) to see the other messages.
+writes that no code awaits. A single `CheckpointError` tells the user all that is needed. To see
+Orbax's messages, set absl's verbosity to DEBUG (`absl.logging.set_verbosity(1)`).
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from absl import logging as absl_logging
 def mute() -> contextlib.ExitStack:
     """Drops the messages of all of Orbax's threads until the returned context is closed.
 
-    Keep the context open while Orbax may be working, because Orbax's threads outlive its calls.
+    Keep the context open while Orbax may be working: its threads go on after its functions return.
     Python may report the errors of a failed call as late as the end of the process.
     """
 
@@ -29,14 +29,15 @@ def mute() -> contextlib.ExitStack:
 
     def hook(unraisable: Any) -> None:
         is_late = str(unraisable.exc_value) == "Event loop is closed"
-        # The code of another read or write that was in progress when one failed.
+        # The coroutine of another read or write that was in progress when the first one failed.
         code = getattr(getattr(unraisable, "object", None), "cr_code", None)
         by_orbax = code is not None and "/orbax/checkpoint/" in code.co_filename
         if _is_verbose() or not (is_late or by_orbax):
             before(unraisable)
 
     def unhook() -> None:
-        if sys.unraisablehook is hook:  # Otherwise other code has wrapped this hook: it stays.
+        # If other code has replaced the hook since, its hook stays.
+        if sys.unraisablehook is hook:
             sys.unraisablehook = before
 
     muted = contextlib.ExitStack()

@@ -1,14 +1,14 @@
 """Decides which checkpoints to keep, and deletes the others.
 
 A folder of checkpoints has one folder per step, named by the step number. A checkpoint gets that
-name in one atomic rename, when all of its files are on the disk. Before it is deleted, it is
-renamed again. So the leftovers of a killed process have other names (`12.unfinished...`,
-`12.deleted`). The next save deletes them.
+name in one atomic rename, when all of its files are on the disk. Before a checkpoint is deleted, it
+is renamed again. So the leftovers of a killed process have other names (`12.unfinished...`,
+`12.deleted`). The next save deletes these leftovers.
 
-This package does not use `ocp.CheckpointManager`, because it is not safe when the process is
-killed. It deletes a checkpoint under its own name. So after a kill, a damaged folder `1` is still
-listed; with `todelete_subdir` it is never deleted. And after a run went back to step 10 of
-[10, 20, 30], the manager skips a save of step 11 and refuses a save of step 20.
+This package does not use `ocp.CheckpointManager`, because that class is not safe if the process is
+killed. It deletes a checkpoint without renaming it first. So after a kill, a damaged folder `1` is
+still listed; with `todelete_subdir` the folder is never deleted. And after a run went back to step
+10 of [10, 20, 30], the manager skips a save of step 11 and refuses a save of step 20.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ SUPERSEDED = ".superseded"
 
 @dataclasses.dataclass(frozen=True)
 class Retention:
-    """Says which checkpoints to keep; `Checkpoints` documents the fields."""
+    """The rules that choose the checkpoints to keep; `Checkpoints` documents the fields."""
 
     keep: int
     keep_every_steps: int
@@ -47,9 +47,9 @@ class Retention:
             raise ValueError(f"best_mode={self.best_mode!r}, expected 'min' or 'max'.")
 
     def choose(self, metrics: Mapping[int, Mapping[str, float]]) -> set[int]:
-        """Chooses the steps to keep. `metrics` has each checkpoint's metrics by step.
+        """Chooses the steps to keep. `metrics` maps the step of each checkpoint to its metrics.
 
-        If several checkpoints are equally good, the newest counts as the best.
+        If several checkpoints are equally good, the newest of them counts as the best.
         """
         steps = sorted(metrics)
         kept = set(steps[-self.keep :])
@@ -77,16 +77,16 @@ def read_metrics(folder: Path, steps: list[int]) -> dict[int, Mapping[str, float
         try:
             metrics[step] = read_manifest(folder / str(step)).metrics
         except (DamagedError, OSError):
-            continue  # `restore` reports the damage; here it is ignored and not deleted.
+            continue  # Not listed, so not deleted; `restore` reports the damage.
     return metrics
 
 
 def put_in_place(folder: Path, step: int, *, after: int) -> None:
     """Renames a complete checkpoint to its final name.
 
-    The run reached this checkpoint from step `after`. It has abandoned all other checkpoints of
-    later steps. They are renamed, because the next start resumes from the newest checkpoint. They
-    are not deleted, because going back may have been an experiment.
+    `after` is the step of the checkpoint that the run saved or restored before this one. So the run
+    has abandoned all other checkpoints of later steps. These are renamed, because the next start
+    resumes from the newest checkpoint. They are not deleted, because the user may still want them.
     """
     for other in list_steps(folder):
         if other > after:
@@ -97,7 +97,7 @@ def put_in_place(folder: Path, step: int, *, after: int) -> None:
 
 
 def delete_steps(folder: Path, steps: list[int]) -> None:
-    """Deletes checkpoints; renames each first, so that a half-deleted one is never listed."""
+    """Renames and deletes checkpoints, so that a half-deleted checkpoint is never listed."""
     for step in steps:
         os.rename(folder / str(step), folder / f"{step}{DELETED}")
         shutil.rmtree(folder / f"{step}{DELETED}")
@@ -106,8 +106,8 @@ def delete_steps(folder: Path, steps: list[int]) -> None:
 def delete_leftovers(folder: Path) -> None:
     """Deletes the folders that `find_leftovers` finds.
 
-    A failed save may still be writing files. It writes them by path, so they do not appear in a
-    folder that has been renamed. So each folder is renamed before it is deleted.
+    A failed save may still be writing files under the folder's old path. So each folder is renamed
+    before it is deleted: then no file can appear in it during the deletion.
     """
     leftovers = find_leftovers(folder)
     for path in sorted(leftovers, key=lambda path: not path.name.endswith(DELETED)):
@@ -120,8 +120,8 @@ def find_leftovers(folder: Path) -> list[Path]:
     """Finds the leftovers of killed saves and deletions in a folder.
 
     Raises:
-      ValueError: A file or a link has the name of a leftover. No save leaves one, so it belongs to
-        the user and is not deleted. A save to a link would write outside the folder.
+      ValueError: A file or a link has the name of a leftover. Saves leave only folders, so the file
+        belongs to the user and is not deleted. A save to a link would write outside the folder.
     """
     leftovers = []
     for name in _names(folder):

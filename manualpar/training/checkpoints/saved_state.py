@@ -5,9 +5,9 @@ dict with an array at each leaf, such as `params/layers/attention/query/kernel`,
 `opt_state/0/mu/...`, `step` and `rng`. It stores no optax classes, padding or typed random keys.
 Every array has the shape that it has on one device, so any strategy on any mesh can read it.
 
-In the folder, `state` holds the arrays, `extra` holds the caller's JSON, and `keys` names the
-implementation of each random key. A key's data is stored as an array. Orbax can read all three
-without this package.
+In the folder, `state` contains the arrays, `extra` contains the caller's JSON, and `keys` names the
+implementation of each random key. The data of a random key is one of the arrays. Orbax can read all
+three without this package.
 """
 
 import contextlib
@@ -33,8 +33,8 @@ from manualpar.system.storage.untrusted import NotAFileError, parse_object, read
 from manualpar.training.checkpoints.failures import CheckpointError
 from manualpar.training.checkpoints.orbax_log import mute
 
-# The largest chunk of a stored array. A read always reads complete chunks. A chunk is small enough
-# that a device of another mesh reads little more than its shard, and large enough to read fast.
+# The largest chunk of a stored array. A read always reads complete chunks. Chunks of this size are
+# so small that a device of another mesh reads little more than its shard, and read fast enough.
 CHUNK_BYTES = 1 << 20
 
 
@@ -54,10 +54,10 @@ def read_extra(path: AnyPath) -> dict[str, JSON]:
 
 
 class OrbaxFiles:
-    """Writes in the background and reads; passes on the errors of Orbax and tensorstore."""
+    """Writes checkpoints in the background and reads them, with Orbax, whose errors it raises."""
 
     def __init__(self, seconds: float) -> None:
-        """Creates nothing yet. A save that takes longer than `seconds` to write is an error."""
+        """Stores the limit of a save in seconds; a save that takes longer to write fails."""
         self._seconds = seconds
         self._made: Any = None
         self._muted = contextlib.ExitStack()
@@ -66,12 +66,14 @@ class OrbaxFiles:
     def save(
         self, path: Path, program: Program, state: TrainState, *, extra: Mapping[str, JSON]
     ) -> None:
-        """Starts to write to a folder that must not exist; returns once the arrays are copied.
+        """Starts to write a state to a new folder; returns once the arrays are on the host.
+
+        The folder must not exist yet.
 
         Communication:
           One all-gather for each padded array, one array at a time. Without its padding, such an
-          array can't be sharded evenly, so process 0 writes it from its own memory. The devices
-          hold one such array replicated for a moment, as in every training step.
+          array can't be sharded evenly, so process 0 writes the complete array. For a moment each
+          device stores one such array without sharding, as in every training step.
         """
         import orbax.checkpoint as ocp
 
@@ -97,7 +99,7 @@ class OrbaxFiles:
         """Reads the state and the caller's `extra`; each device reads its own part of the arrays.
 
         Raises:
-          CheckpointError: The arrays do not fit the program; none has been read.
+          CheckpointError: The arrays do not fit the program; no array has been read.
         """
         import orbax.checkpoint as ocp
 
@@ -119,7 +121,7 @@ class OrbaxFiles:
                 restore_type=jax.Array,
                 sharding=leaf.abstract.sharding,
                 global_shape=leaf.padded_shape,
-                # If not strict, Orbax appends zeros, which is the padding that we need.
+                # With `strict=False`, Orbax appends zeros up to the padded shape.
                 strict=not any(leaf.padding),
             ),
         )
@@ -139,7 +141,8 @@ class OrbaxFiles:
                     orbax.close()
             finally:
                 self._made = None
-                # After a failure, other writes in progress report errors later: keep them muted.
+                # After a failure, other writes in progress may report errors later, so their
+                # messages stay muted.
                 if not self._has_failed:
                     self._muted.close()
 
@@ -156,7 +159,8 @@ class OrbaxFiles:
                     extra=ocp.JsonCheckpointHandler(),
                     keys=ocp.JsonCheckpointHandler(),
                 ),
-                # With this option, a folder that can't be created fails now, not after a time-out.
+                # With this option, an error in creating the folder is raised at once, not after a
+                # time-out.
                 async_options=ocp.options.AsyncOptions(
                     create_directories_asynchronously=False,
                     timeout_secs=max(1, math.ceil(self._seconds)),
@@ -197,7 +201,7 @@ def stored_arrays(
 def restored_state(
     program: Program, arrays: Mapping[tuple[str, ...], Any], keys: Mapping[str, str]
 ) -> TrainState:
-    """Makes a program's state of stored arrays; missing residuals begin with zeros."""
+    """Makes a program's state from stored arrays; sets residuals that are missing to zeros."""
 
     def value(leaf: Leaf) -> Any:
         if leaf.keys not in arrays:
@@ -220,9 +224,9 @@ def leaves_to_read(
 ) -> list[Leaf]:
     """Returns the leaves of a program's state to read: all of them, or all except the residuals.
 
-    The residuals of encoded gradients belong to the devices of the run that saved them. If the
-    devices differ, or if the saved run had no residuals, they begin with zeros. Then `report` is
-    called with a sentence that says so.
+    Each residual of encoded gradients belongs to one device of the run that saved the checkpoint.
+    If this program has other devices, or if the checkpoint has no residuals, the residuals begin
+    with zeros, and `report` is called with a sentence about this.
 
     Raises:
       CheckpointError: The checkpoint is of another model, see `find_differences`.
@@ -284,7 +288,8 @@ def _take_off_padding(leaf: Leaf, x: jax.Array) -> np.ndarray:
     unpadded = unpad_whole(x, leaf.padding, leaf.abstract.sharding.mesh)
     if jax.process_index() == 0:
         return np.array(unpadded.addressable_data(0))
-    # Other processes write no part of this array. They need only its shape, without memory for it.
+    # Other processes write no part of this array and need only its shape. The result of
+    # `broadcast_to` takes no memory.
     return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
 
 
@@ -298,10 +303,11 @@ def _key_implementation(leaf: Leaf) -> str | None:
 def unpad_whole(x: jax.Array, padding: tuple[int, ...], mesh: Mesh) -> jax.Array:
     """Removes a global array's padding and replicates the result on the mesh, in one all-gather.
 
-    The result cannot stay sharded, because its shape does not divide by the number of devices.
+    The result cannot stay sharded, because a dim's size does not divide by the number of shards.
     """
     replicated = NamedSharding(mesh, PartitionSpec())
-    with no_mesh():  # This calls one function, so that JAX compiles each shape only once.
+    # `_take_off` is always the same function object, so JAX compiles it only once for each shape.
+    with no_mesh():
         take_off = jax.jit(_take_off, static_argnums=(1, 2), out_shardings=replicated)
         unpadded: jax.Array = take_off(x, padding, mesh)
     return unpadded

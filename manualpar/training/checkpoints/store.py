@@ -1,14 +1,14 @@
 """A folder of checkpoints: saves in the background, restores on any mesh, and detects damage.
 
-Orbax copies the arrays to the host and writes them during training. Each process writes its own
-shards to `12.unfinished`. When all processes have finished, process 0 hashes every file, flushes it
-to the disk, adds the manifest, and renames the folder to `12`. So a folder named by a number is a
-complete checkpoint, even if a process was killed. Older checkpoints are deleted only after this.
-See `saved_state` for the stored content and `manifest` for the checks.
+Orbax copies the arrays to the host and writes them while the training continues. Each process
+writes its own shards to `12.unfinished`. When all processes have finished, process 0 hashes every
+file, flushes it to the disk, adds the manifest, and renames the folder to `12`. So a folder named
+by a number is a complete checkpoint, even if a process was killed. Older checkpoints are deleted
+only after the rename. See `saved_state` for the stored content and `manifest` for the checks.
 
 All processes share one folder. Every method is collective: all processes must call it, and they
-wait for each other in the calling thread. There is one exception: if an error leaves the context,
-a process waits only for its own writes.
+wait for each other in the calling thread. There is one exception: if the context of a `Checkpoints`
+ends with an error, a process waits only for its own writes.
 """
 
 import concurrent.futures
@@ -36,7 +36,7 @@ from manualpar.training.checkpoints.retention import Retention
 
 @dataclasses.dataclass(frozen=True)
 class Restored:
-    """A restored checkpoint: its step, its state on the program's devices, and the extras."""
+    """A restored checkpoint: its step, its state on the program's devices, and its `extra` JSON."""
 
     step: int
     state: TrainState
@@ -47,11 +47,11 @@ class Restored:
 class Checkpoints:
     """The checkpoints in one folder; a context manager.
 
-    `close`, and the end of the context, wait until everything is on the disk. A process that ends
-    without either may leave an unfinished checkpoint, which is ignored.
+    `close`, and the end of the context, wait until everything is on the disk. If a process ends
+    before this, it may leave an unfinished checkpoint, which is ignored.
 
     Raises:
-      ValueError: A number is too small, or `best_mode` is unknown.
+      ValueError: `keep` or `keep_every_steps` is too small, or `best_mode` is unknown.
     """
 
     # A folder in a bucket or on a file system that all processes share. The first save creates it.
@@ -62,8 +62,8 @@ class Checkpoints:
     best_metric: str = ""  # Also keeps the checkpoint that is best by this metric; '': none.
     best_mode: Literal["min", "max"] = "min"  # Whether the smallest or largest value is the best.
     asynchronous: bool = True  # Whether `save` returns before everything is on the disk.
-    # The longest that a save may take to write, because one hanging disk blocks all processes. In
-    # a bucket the limit is at least an hour.
+    # The limit in seconds for writing a save: without a limit, a disk that hangs would block all
+    # processes. In a bucket the limit is at least an hour.
     seconds: float = 600.0
 
     def __post_init__(self) -> None:
@@ -83,7 +83,7 @@ class Checkpoints:
 
     @property
     def longest_save(self) -> float:
-        """The seconds that a save may take to write; a longer save is an error."""
+        """The limit for writing a save, in seconds; a save that takes longer fails."""
         return self._place.seconds
 
     def steps(self) -> list[int]:
@@ -106,11 +106,11 @@ class Checkpoints:
     def check_shared(self) -> None:
         """Creates the folder, and checks that all processes see the same folder.
 
-        The first save also does this. Call this before the training, so that an error does not
-        waste the steps before the first save.
+        The first save makes the same check. If this method is called before the training, an error
+        does not waste the steps before the first save.
 
         Raises:
-          CheckpointError: A process does not see the folder, or it cannot be written to.
+          CheckpointError: A process does not see the folder, or the folder cannot be written to.
         """
         if self._is_shared or jax.process_count() == 1:
             return
@@ -130,7 +130,8 @@ class Checkpoints:
                 )
             failure = first_failure(failure)
             if jax.process_index() == 0:
-                with contextlib.suppress(OSError):  # If this fails, the next save deletes the file.
+                # If this fails, the next save deletes the mark.
+                with contextlib.suppress(OSError):
                     self._place.unmark(mark)
         if failure:
             raise CheckpointError(failure)
@@ -145,16 +146,17 @@ class Checkpoints:
         extra: Mapping[str, JSON],
         metrics: Mapping[str, float] | None = None,
     ) -> None:
-        """Saves a state; returns once it has been copied to the host.
+        """Saves a state; returns once the state has been copied to the host.
 
-        First waits for the previous save. If this object has just saved or restored `step`, nothing
-        is written. If an earlier training left checkpoints of later steps, they are renamed to
-        `<step>.superseded-1`, because the newest checkpoint must be the one that is saved last.
+        The call first waits for the previous save. If this object has just saved or restored
+        `step`, nothing is written. If an earlier training left checkpoints of later steps, these
+        are renamed to `<step>.superseded-1`, so that the checkpoint of the latest step is always
+        the checkpoint that was saved last.
 
         Args:
           program: The program that made the state.
-          state: The state. It may be donated to the next step as soon as this returns.
-          step: The number of updates that made the state.
+          state: The state. As soon as this call returns, the next step may donate the state.
+          step: The number of updates made so far.
           extra: Additional JSON to store, such as the data's position and the config.
           metrics: Metrics measured on this state, for `best_metric`.
 
@@ -167,7 +169,7 @@ class Checkpoints:
             raise ValueError(f"step={step!r}, expected an integer, at least 0.")
         check_alive("save", state=state)
         try:
-            # A copy, because the caller may change the original during the write.
+            # Copies `extra`, because the caller may change the original during the write.
             extra = json.loads(json.dumps(extra))
         except (TypeError, ValueError) as error:
             raise TypeError(f"extra={extra!r}, expected values of JSON: {error}.") from None
@@ -189,7 +191,7 @@ class Checkpoints:
             self.wait()
 
     def _make_room(self, step: int, *, after: int) -> str:
-        """Deletes the leftovers of killed processes; returns the failure, '' if there is none."""
+        """Deletes the leftovers of killed processes; returns the failure as a sentence, or ''."""
         path = self.folder / str(step)
         try:
             self._place.make_room(step, after=after)
@@ -224,14 +226,14 @@ class Checkpoints:
         save renames the checkpoints that are later than the restored checkpoint.
 
         Args:
-          program: The program; its shapes and dtypes must equal the checkpoint's.
+          program: The program; its state must have the shapes and dtypes of the checkpoint's state.
           step: The step of the checkpoint to restore; None for the newest.
-          on_corruption: `"stop"` raises if the checkpoint is damaged; `"previous"` restores the
-            newest undamaged checkpoint before it.
+          on_corruption: If the checkpoint is damaged, `"stop"` raises an error, and `"previous"`
+            restores the newest earlier checkpoint that is not damaged.
           report: Called with a sentence for each unexpected event.
 
         Raises:
-          CheckpointError: No such checkpoint exists, it is damaged, or it is of another model.
+          CheckpointError: The checkpoint does not exist, is damaged, or is of another model.
           ValueError: `on_corruption` is unknown.
         """
         if on_corruption not in ("stop", "previous"):
@@ -266,7 +268,7 @@ class Checkpoints:
         )
 
     def close(self) -> None:
-        """Waits as `wait` does and ends the background threads."""
+        """Waits until the last save is complete, and ends the background threads."""
         self.__exit__(None, None, None)
 
     def __enter__(self) -> Self:
@@ -281,8 +283,8 @@ class Checkpoints:
         try:
             if error is None:
                 self.wait()
-            # The user must see the first error. The other processes do not know of this error, so
-            # this does not communicate with them.
+            # The user must see the error of the context first. The other processes do not have
+            # this error, so this process must not wait for them in a collective.
             elif self._pending is not None and (failure := self._pending[1].result()):
                 error.add_note(failure)
         except CheckpointError as second:
@@ -294,7 +296,7 @@ class Checkpoints:
             self._arrays.close()
 
     def _finish(self, step: int, after: int, metrics: Mapping[str, float]) -> str:
-        """Waits for Orbax; process 0 then completes the checkpoint. Returns the failure, or ''."""
+        """Waits for the write; process 0 completes the checkpoint. Returns the failure, or ''."""
         path = self.folder / str(step)
         with _writing(path):
             self._arrays.wait()
@@ -337,7 +339,7 @@ class Checkpoints:
             state, extra = self._arrays.read(path, program, report=report)
         except CheckpointError:
             raise
-        except Exception as error:  # Orbax and tensorstore raise any type.
+        except Exception as error:  # Orbax and tensorstore raise errors of any type.
             raise CheckpointError(
                 f"checkpoint {path} can't be read, although its files have the right checksums: "
                 f"{explain_failure(error)}."

@@ -17,7 +17,7 @@ MOST_POINTS, FEW_POINTS = 1200, 60
 
 
 def draw_charts(charts: Sequence[Chart], *, title: str) -> tuple[str, bytes]:
-    """Draws charts in a grid. If there are no charts, the picture says so.
+    """Draws charts in a grid; without charts, the picture has a text in their place.
 
     Returns:
       An `<svg>` element for a page, without the title, and a PNG with the title.
@@ -35,7 +35,8 @@ def draw_charts(charts: Sequence[Chart], *, title: str) -> tuple[str, bytes]:
         if not charts:
             figure.text(0.5, 0.5, "the run reported nothing", ha="center")
         figure.savefig(png, format="png")
-        # Keeps the layout for the second picture, because computing it takes most of the time.
+        # Keeps the layout for the second picture, because computing the layout takes most of the
+        # time.
         figure.set_layout_engine("none")
         figure.suptitle("")
         no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
@@ -70,13 +71,13 @@ def draw_chart(axes: Any, chart: Chart) -> None:
     axes.set_ylabel(chart.unit)
     if chart.from_zero:
         axes.set_ylim(bottom=0)
-    # The legend is next to the title, because no place inside the axes is free in every chart.
+    # The legend is next to the title, because inside the axes it could cover the lines.
     legend = {"loc": "lower right", "bbox_to_anchor": (1, 1), "borderaxespad": 0.2}
     axes.legend(ncols=5, columnspacing=1, **legend)
 
 
 def _lonely(points: Sequence[Point]) -> list[int]:
-    """Returns the indices of points between two gaps, because no line goes through them."""
+    """Returns the indices of points between two gaps, which need a marker to be visible."""
     values = [None, *(value for _, value in points), None]
     triples = zip(values, values[1:], values[2:], strict=False)
     return [i for i, (a, x, b) in enumerate(triples) if x is not None and a is b is None]
@@ -85,8 +86,8 @@ def _lonely(points: Sequence[Point]) -> list[int]:
 def decimate(points: Sequence[Point], limit: int) -> list[Point]:
     """Chooses at most `limit` points that draw the same line; `limit` is at least 4.
 
-    It keeps the first and the last point. Of each group of neighbours it keeps the lowest point,
-    the highest point, and a point that is not finite, if there is one.
+    The first and the last point are kept. In each group of neighbours, the lowest point, the
+    highest point, and one point that is not finite (if there is any) are kept.
     """
     if len(points) <= limit:
         return list(points)

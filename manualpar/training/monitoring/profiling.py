@@ -1,9 +1,9 @@
 """Profiles a few steps, by the flag `--config.profile=10:13`.
 
 `a:b` means the steps from `a` to `b`, both included. The first step of a training is 1. The trace
-begins when the device has finished all earlier steps. It ends when the device has finished step
-`b`. So it holds complete steps. The host does not wait between these steps, so they overlap like
-steps without a profile. The first step compiles, so choose later steps.
+begins when the device has finished all earlier steps, and ends when the device has finished step
+`b`. So the trace contains complete steps. The host does not wait between these steps, so they
+overlap like steps without a profile. The first step compiles, so choose later steps.
 
 XProf and TensorBoard open the folder of a profile. https://ui.perfetto.dev opens the
 `perfetto_trace.json.gz` in it. XProf reads the names given with `jax.named_scope` from
@@ -26,7 +26,7 @@ PYTHON_TRACER_LEVEL = 0
 
 
 def parse_profile(text: str) -> range:
-    """Parses the config field `profile`: `10:13` means the steps 10, 11, 12 and 13; `""` none.
+    """Parses the config field `profile`: `10:13` means the steps 10 to 13, `""` means no steps.
 
     Raises:
       ValueError: `text` is neither `""` nor two steps.
@@ -47,14 +47,14 @@ def parse_profile(text: str) -> range:
 class StepProfiler:
     """Profiles some steps of a loop. Use it as a context manager, so that no trace is left open.
 
-    In the loop, call `before(step, state)`, make the step, and call `after(step, state)`. A step
-    that is not profiled costs nothing. Processes on one host would write to the same file, so only
-    one process of a host is given steps to profile.
+    In the loop, call `before(step, state)`, run the step, and call `after(step, state)`. A step
+    that is not profiled costs nothing. Give `steps` to only one process of a host, because several
+    processes of a host would write to the same file.
     """
 
     steps: range
-    folder: Path  # The first profiled step creates it.
-    say: Callable[[str], None]  # Called with the profile's path, or why there is no profile.
+    folder: Path  # Created in the first profiled step.
+    say: Callable[[str], None]  # Called with the path of the profile, or why there is none.
     _traced: list[int] = dataclasses.field(default_factory=list)
     # Holds the annotation of a step.
     _step: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
@@ -85,7 +85,7 @@ class StepProfiler:
             return
         is_last = step == self.steps[-1]
         if is_last:
-            # Waits inside the annotation, so that the annotation lasts as long as the device works.
+            # Waits before the annotation of the step ends, so that it covers the device's work.
             jax.block_until_ready(state)
         self._step.close()
         self._traced.append(step)
@@ -104,13 +104,13 @@ class StepProfiler:
             self.say(f"profile: the run made no step from {first} to {last}, so there is none")
 
     def _stop(self) -> None:
-        """Writes the profile and says where it is."""
+        """Ends the trace, writes the profile, and reports its path."""
         self._is_tracing, self._is_done = False, True
         jax.profiler.stop_trace()
         steps = (
             f"steps {self._traced[0]} to {self._traced[-1]}" if self._traced else "no whole step"
         )
-        # Each profile's folder is named by its time, so the largest name is the newest profile.
+        # The name of a profile's folder is its time, so the largest name is the newest profile.
         trace = max(self.folder.glob(f"plugins/profile/*/{TRACE_FILE}"), default=self.folder)
         self.say(
             f"profile: {steps} in {trace} for https://ui.perfetto.dev, or for XProf: "

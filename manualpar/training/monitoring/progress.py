@@ -1,7 +1,7 @@
 """Shows the progress of a run: a bar in a terminal, plain lines anywhere else.
 
-The bar has one line, which begins with the most important numbers. If there is not enough room, the
-bar becomes shorter first. Then the last numbers are left out. The files have every number.
+The bar is on one line, with the most important numbers first. If the line is too long, the bar
+becomes shorter, and then the least important numbers are left out. The files have every number.
 """
 
 import io
@@ -35,24 +35,25 @@ FORMATS: Mapping[str, Callable[[float], str]] = {
     "mfu": "MFU {:.1%}".format,
     "memory_bytes": lambda size: f"{describe_bytes(size)} in use",
 }
-# Metrics for which the bar has no room in a terminal of 80 columns.
+# Metrics that the bar leaves out, because a terminal of 80 columns has no room for them.
 NORMS = frozenset({"gradient_norm", "update_norm", "parameter_norm"})
 LEFT_OUT = NORMS | {"learning_rate"}
-# Metrics that only the files show, because they serve calculations or are many.
+# Metrics with these prefixes are only in the files: they are inputs of calculations, or too many.
 NOT_SHOWN = ("model_flops_per_second", "expert_")
 BAR_WIDTH, SMALLEST_BAR = 40, 4
 LONGEST_TIME = len("100:00:00")
 LABEL = "training"
-# Steps of up to this many seconds get a time estimate; with rich's 30 s slower steps get none.
+# The remaining time is estimated from the steps in this many seconds. With rich's default of 30 s,
+# there would be no estimate for slower steps.
 ETA_SECONDS = 600.0
 
 
 def make_console(*, process: int = 0) -> rich.console.Console:
     """Makes a run's console, which writes to standard output; only process 0 shows anything."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # A text that the terminal cannot show must not end a run.
+        # A character that the terminal cannot show must not end a run with an error.
         sys.stdout.reconfigure(errors="backslashreplace")
-    # `mpirun` runs each process in its own terminal and forwards the output, as a pipe would.
+    # `mpirun` runs each process in a pseudo-terminal and forwards the output as through a pipe.
     is_piped = any(name in os.environ for name in MPI_RANKS)
     console = rich.console.Console(
         highlight=False, quiet=process != 0, force_terminal=False if is_piped else None
@@ -70,7 +71,7 @@ def describe_metrics(metrics: Mapping[str, float]) -> str:
 def describe_within(metrics: Mapping[str, float], width: int, *, also: str = "") -> str:
     """Formats the most important metrics in at most `width` characters; '' if none fits.
 
-    If all metrics fit and room is left, `also` is added.
+    If room is left, the text `also` is added at the end.
     """
     texts = [text for name, text in _texts(metrics).items() if name not in LEFT_OUT]
     line = ""
@@ -85,7 +86,7 @@ def _texts(metrics: Mapping[str, float]) -> dict[str, str]:
     """Formats each metric, in the order of `FORMATS`."""
     metrics = {name: value for name, value in metrics.items() if not name.startswith(NOT_SHOWN)}
     if "tokens_per_second" in metrics:
-        metrics.pop("examples_per_second", None)  # It would repeat `tokens_per_second`.
+        metrics.pop("examples_per_second", None)  # Would repeat `tokens_per_second`.
     texts = {name: text(metrics[name]) for name, text in FORMATS.items() if name in metrics}
     others = {name: f"{name} {metrics[name]:.4g}" for name in metrics if name not in FORMATS}
     return texts | others
@@ -150,7 +151,7 @@ class TrainingProgress:
         *,
         throughput: Mapping[str, float] | None = None,
     ) -> None:
-        """Shows the numbers of `split` after `step` updates, with `throughput` last."""
+        """Shows the metrics of `split` after `step` updates, followed by `throughput`."""
         shown = {**metrics, **(throughput or {})}
         if split == "train" and self._console.is_terminal:
             self._metrics = shown
@@ -163,7 +164,7 @@ class TrainingProgress:
         print_line(self._console, line)
 
     def _fields(self) -> dict[str, Any]:
-        """Returns the bar's current texts; makes the bar fill the rest of the line."""
+        """Returns the texts beside the bar, and sets the bar's width to the rest of the line."""
         # Columns: label, bar, "step", 12/34, metrics, time, and a space between any two.
         steps = 2 * len(str(self._num_steps)) + 1
         room = self._console.width - len("step") - steps - LONGEST_TIME - 5 - SMALLEST_BAR

@@ -1,7 +1,7 @@
 """Writes a run's report, `report.html` and `report.png`, into the run's folder.
 
-Every run gets a report when it ends, even if it did not finish. The report is made from the files
-of the run, so it can be made again for any run. The page needs no other file. Its content security
+A run writes its report when it ends, even if it failed. The report is made only from the files of
+the run, so it can be made again at any time. The page needs no other file, and its content security
 policy forbids content from other places.
 """
 
@@ -55,8 +55,8 @@ def write_report(
       workdir: The folder of the run.
       title: The title of the page.
       facts: Names and values to show in a table, such as the mesh or how the run ended.
-      report: Called with a sentence about each file with content that no run writes, which the
-        report leaves out. Also called if matplotlib is missing: then there are no charts.
+      report: Called with a sentence for each file from which something is left out, because a run
+        would not write it. Also called if matplotlib is missing: then there are no charts.
 
     Raises:
       WriteError: The report cannot be written.
@@ -78,7 +78,10 @@ def write_report(
 
 
 def page_html(run: RunRecord, charts: str, *, title: str, facts: Mapping[str, object]) -> str:
-    """Returns a run's page as HTML. `charts` is HTML; `write_report` documents the others."""
+    """Returns a run's page as HTML.
+
+    `charts` is HTML; `write_report` documents the other arguments.
+    """
     sections = {
         "Last numbers": _final_table(run),
         "Facts": _table([[name, _plain(value)] for name, value in facts.items()]),
@@ -137,7 +140,7 @@ def _plain(value: Any) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]], headers: Sequence[str] = (), *, cell: str = "td") -> str:
-    """Makes a table in which a row's first cell is its heading; returns '' if there are no rows."""
+    """Makes an HTML table; a row's first cell is its heading. Returns '' if there are no rows."""
     if not rows:
         return ""
     heads = "".join(f'<th scope="col">{html.escape(text)}</th>' for text in headers)

@@ -12,11 +12,12 @@ or `test`) and numbers by name. JSON has no infinity or NaN, so the lines have `
 event file has the original values.
 
 A run that resumes from a checkpoint repeats all steps after the checkpoint. So the two files are
-cut back to their *place*: their sizes in bytes at the checkpoint. Each size is the end of a line.
-The lines after the place are first copied to `discarded.jsonl` and then cut off. If the process is
-killed in between, both files hold these lines, and the next resume copies them once more.
+cut back to their *place*: their sizes in bytes at the checkpoint, each at the end of a line. The
+lines after the place are first copied to `discarded.jsonl` and then cut off. If the process is
+killed after the copy, both files have these lines, and the next resume copies them once more.
 
-`write` returns after the operating system has the lines and events, so a killed run loses none.
+`write` returns after it has passed the lines and events to the operating system, so a killed run
+loses none of them.
 tensorboardX writes the events, but not through its `SummaryWriter`. When a disk is full, the thread
 of a `SummaryWriter` dies, and its queue then keeps the process from ending.
 """
@@ -50,11 +51,11 @@ CONFIG_FILE = "config.json"
 METRICS_FILE = "metrics.jsonl"
 THROUGHPUT_FILE = "throughput.jsonl"
 DISCARDED_FILE = "discarded.jsonl"
-PLACED_FILES = (METRICS_FILE, THROUGHPUT_FILE)  # A place holds the sizes of these files.
+PLACED_FILES = (METRICS_FILE, THROUGHPUT_FILE)  # A place consists of the sizes of these files.
 
 
 def check_workdir(workdir: AnyPath, flag: str = "--workdir") -> None:
-    """Raises a `ValueError` if `workdir` is a file or holds an earlier run."""
+    """Raises a `ValueError` if `workdir` is a file, or a folder with files of an earlier run."""
     if workdir.exists() and not workdir.is_dir():
         raise ValueError(f"{flag}={workdir} is a file, expected a folder or a name for a new one.")
     for name in (CONFIG_FILE, *PLACED_FILES):
@@ -66,7 +67,7 @@ def check_workdir(workdir: AnyPath, flag: str = "--workdir") -> None:
 
 
 def create_numbered_folder(parent: Path) -> Path:
-    """Creates the next folder of `parent/001`, `parent/002`, ...; two runs may do so at once."""
+    """Creates the next folder of `parent/001`, `parent/002`, ...; safe for two runs at once."""
     parent.mkdir(parents=True, exist_ok=True)
     for number in itertools.count(1):
         with contextlib.suppress(FileExistsError):
@@ -78,7 +79,7 @@ def create_numbered_folder(parent: Path) -> Path:
 class RunWriter:
     """Writes a run's files into its folder. Use it as a context manager.
 
-    Only process 0 writes them; on other processes every method does nothing. Every method raises
+    Only process 0 writes files; on other processes every method does nothing. Every method raises a
     `WriteError` if the disk is full, if the folder cannot be written to, or if a file was deleted
     or replaced.
     """
@@ -96,12 +97,12 @@ class RunWriter:
     ) -> None:
         """Opens the files of a new run, or cuts an earlier run's files back to its checkpoint.
 
-        If `config.json` holds another config, that file is kept as `config.<n>.json`.
+        If `config.json` contains another config, it is first copied to `config.<n>.json`.
 
         Args:
-          workdir: The folder of the run; created if it does not exist.
+          workdir: The folder of the run, which is created if it does not exist.
           config: The config to run with.
-          place: The result of `place()` at the checkpoint; `None` for a new run.
+          place: The value that `place()` returned at the checkpoint; `None` for a new run.
           step: The number of updates at the checkpoint.
           report: Called with a sentence if `throughput.jsonl` is damaged.
           process: The number of this process.
@@ -109,8 +110,8 @@ class RunWriter:
 
         Raises:
           ValueError: `place` does not have the sizes of the two files.
-          WriteError: `metrics.jsonl` is missing, is shorter than `place` says, or has no end of a
-            line there.
+          WriteError: `metrics.jsonl` is missing, is shorter than its size in `place`, or has no
+            line that ends at this size.
         """
         self.workdir = workdir
         self._publish = publish
@@ -123,8 +124,8 @@ class RunWriter:
             workdir.mkdir(parents=True, exist_ok=True)
         _store_config(workdir, config)
         self._files |= {name: LineFile(workdir / name) for name in PLACED_FILES}
-        # TensorBoard reads files in the order of their names. A name has the second of the start;
-        # the number orders two starts in the same second.
+        # TensorBoard reads event files in the order of their names. A name contains the time of the
+        # start in seconds; the number orders files of the same second.
         number = len(list(workdir.glob("events.out.tfevents.*")))
         self._events_path = workdir.absolute() / "events"
         with explained(self._events_path):
@@ -146,8 +147,8 @@ class RunWriter:
     ) -> None:
         """Writes the numbers of a split after `step` updates.
 
-        Another run of the same config computes the same `metrics`. `throughput` depends on the
-        clock and the machine; if it is empty, no line is written for it.
+        `metrics` are the same in every run of the same config. `throughput` depends on the clock
+        and the machine; if it is empty, `throughput.jsonl` gets no line.
         """
         if not self._files:
             return
@@ -162,8 +163,8 @@ class RunWriter:
     def place(self) -> dict[str, int]:
         """Flushes the files in `PLACED_FILES` to the disk, and returns their sizes in bytes.
 
-        A checkpoint stores these sizes, so that `__init__` and `go_back` can cut the files back to
-        them. On processes other than 0 the result is empty.
+        A checkpoint stores these sizes. Later `__init__` or `go_back` cuts the files back to these
+        sizes. On processes other than 0 the result is empty.
         """
         place = {name: lines.sync() for name, lines in self._files.items()}
         if place:
@@ -173,7 +174,7 @@ class RunWriter:
     def go_back(
         self, place: Mapping[str, int], *, step: int, report: Callable[[str], None] = print
     ) -> None:
-        """Cuts the files back to a checkpoint, as `__init__` does, without a new start."""
+        """Cuts the files back to a checkpoint during the run, as `__init__` does at a resume."""
         if self._files:
             _cut_back(self.workdir, place, step=step, reason="rolled back", report=report)
             self._forget_events(place, step)
@@ -190,12 +191,12 @@ class RunWriter:
             with explained(self._events_path):
                 self._events.close()
         except WriteError:
-            if error is None:  # Otherwise `error` is reported, because it came first.
+            if error is None:  # Otherwise only `error` is reported, because it came first.
                 raise
 
     def _forget_events(self, place: Mapping[str, int], step: int) -> None:
-        """Makes TensorBoard drop everything after a checkpoint, as `purge_step` does."""
-        # If the run goes back to its very beginning, it writes the evaluation of step 0 again.
+        """Makes TensorBoard drop all events after the checkpoint of `step`."""
+        # If the run starts over, it writes the evaluation of step 0 again.
         first = step + 1 if any(place.values()) else 0
         self._write_event(Event(step=first, session_log=SessionLog(status=SessionLog.START)))
 
@@ -208,20 +209,20 @@ class RunWriter:
 
 
 def _store_config(workdir: Path, config: Mapping[str, Any]) -> None:
-    """Writes the config to `config.json`; keeps an earlier, different config in another file."""
+    """Writes the config to `config.json`; first copies an earlier, different config elsewhere."""
     path, text = workdir / CONFIG_FILE, json.dumps(config, indent=2, allow_nan=False) + "\n"
     with explained(path):
         if path.exists():
             earlier = read_file(path, follow_links=True)
             # A file that is not JSON differs from every config.
             with contextlib.suppress(ValueError):
-                if parse_object(earlier) == parse_object(text):  # Ignores the order of fields.
+                if parse_object(earlier) == parse_object(text):  # Fields may be in another order.
                     return
             number = 1
             while (workdir / f"config.{number}.json").exists():
                 number += 1
             last = workdir / f"config.{number - 1}.json"
-            # Copies the earlier config, unless a resume that was killed here has already done so.
+            # A resume that was killed at this place may already have copied the earlier config.
             if not last.exists() or read_file(last, follow_links=True) != earlier:
                 replace_file(workdir / f"config.{number}.json", earlier)
     replace_file(path, text)
@@ -235,10 +236,11 @@ def _cut_back(
     reason: str,
     report: Callable[[str], None],
 ) -> None:
-    """Cuts files back to the place of the checkpoint of `step`, and keeps the lines cut off.
+    """Cuts files back to the place of the checkpoint of `step`; keeps the lines that are cut off.
 
-    If `metrics.jsonl` is damaged before the place, this raises and changes no file. A damaged
-    `throughput.jsonl` is not cut back, because its lines differ in every run.
+    If `metrics.jsonl` is damaged before the place, the function raises an error and changes no
+    file. If `throughput.jsonl` is damaged, it is only reported, because the lines of this file
+    differ in every run.
     """
     if set(place) != set(PLACED_FILES) or any(size < 0 for size in place.values()):
         raise ValueError(
@@ -269,11 +271,11 @@ def _cut_back(
         with explained(path):
             if path.exists() and os.stat(path).st_size > size:
                 os.truncate(path, size)
-        LineFile(path).close()  # Ends the unfinished line of a damaged file.
+        LineFile(path).close()  # If the last line of a damaged file is unfinished, ends the line.
 
 
 def _read_beyond(path: Path, size: int) -> tuple[bytes, str]:
-    """Returns a file's bytes after the first `size`; also says why no line ends there, or `''`."""
+    """Returns a file's bytes after the first `size`, and the reason if no line ends there."""
     data, found = b"", "but the file is missing"
     if path.exists():
         with open_file(path, follow_links=True) as file:

@@ -1,7 +1,7 @@
-"""Reads the files of a run, and makes charts of them: lines of points over the steps.
+"""Reads the files of a run and makes charts: lines of points over the steps.
 
-A chart is only data; `charts` draws it. `None` stands for a value that was not finite, which is a
-gap in the line.
+A `Chart` is only data; the module `charts` draws it. `None` stands for a value that was not finite:
+the line has a gap there.
 """
 
 import re
@@ -21,7 +21,7 @@ Point = tuple[int, float | None]
 Record = Mapping[str, Any]
 
 SHOWN_LINES = 10
-LARGEST = 1e300  # The largest number in a chart: the difference of two numbers stays finite.
+LARGEST = 1e300  # The largest number in a chart, so that differences of two numbers stay finite.
 SPLITS = ("train", "eval", "test")
 # The charts of metrics: name of the metric -> (title, unit).
 METRIC_CHARTS: Mapping[str, tuple[str, str]] = {
@@ -40,7 +40,8 @@ class RunRecord(NamedTuple):
     """The content of a run's files.
 
     `resumes` are the lines of `discarded.jsonl`: one line for each resume and each rollback.
-    `left_out` has a sentence for each file with content that no run writes.
+    `left_out` has a sentence for each file from which something was left out, because a run would
+    not write it.
     """
 
     config: Record
@@ -65,7 +66,7 @@ class Chart(NamedTuple):
 
 
 def read_run(workdir: Path) -> RunRecord:
-    """Reads the existing files of a run, even if it was killed in the middle of a line."""
+    """Reads the existing files of a run; ignores a last line that a killed run left unfinished."""
     left_out: list[str] = []
     path, config = workdir / CONFIG_FILE, {}
     try:
@@ -83,7 +84,7 @@ def _read_lines(
 ) -> Sequence[Record]:
     """Reads the JSON objects of a file, one per line, and ignores an unfinished last line.
 
-    If lines are not as a run writes them, it leaves them out and adds a sentence to `left_out`.
+    Lines that a run would not write are left out, and a sentence about them is added to `left_out`.
     """
     records, damaged, reason, number = [], [], "", 0
     try:
@@ -150,7 +151,7 @@ def make_charts(run: RunRecord) -> list[Chart]:
             lines: dict[str, list[Point]] = {}
             for record in (record for record in records if name in record):
                 lines.setdefault(record["split"], []).append((record["step"], record[name]))
-            # The chart of examples would look like the chart of tokens.
+            # Leaves out examples per second, whose chart would look like tokens per second.
             is_known = name == "examples_per_second" and any(c.unit == "tokens/s" for c in charts)
             if lines and not is_known:
                 lines = {split: lines[split] for split in sort_splits(lines)}

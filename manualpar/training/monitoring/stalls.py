@@ -1,12 +1,12 @@
 """Reports why a run stalls: every thread's stack, and the late process.
 
-A training that hangs looks like a slow training. The loop calls `beat` in every step. If the
-detector's thread gets no beat for a configured time, it reports a stall. It reports again each time
-the silence has doubled. It never ends the run. So a false report, such as a first step that
-compiles for longer, does no harm.
+A training that hangs looks like a slow training. The loop calls `beat` in every step. If there is
+no call for a configured time, the detector's thread reports a stall, and reports again each time
+the silence has doubled. The detector never ends the run. So a false report does no harm, for
+example in a first step that takes long to compile.
 
-Python reads the stacks. So a thread that hangs in C code and holds Python's global lock also blocks
-the detector. `py-spy dump` shows such a thread from outside.
+The detector reads the stacks with Python. So a thread that hangs in C code and holds Python's
+global lock also blocks the detector. `py-spy dump` shows such a thread from another process.
 """
 
 import contextlib
@@ -24,13 +24,13 @@ from typing import Self, TextIO
 class StallDetector:
     """Watches a loop from a separate thread. Use it as a context manager, in any thread."""
 
-    seconds: float  # The longest that a step may take; 0 turns the detector off.
+    seconds: float  # A stall is reported after this time without a step; 0: never.
     _: dataclasses.KW_ONLY
-    stream: TextIO | None = None  # The stream to write to; by default standard error.
+    stream: TextIO | None = None  # The stream for the reports; standard error by default.
     # Returns, for each process that has made a step, its last step and the seconds since then. The
     # detector's thread calls it, and only in a stall.
     others: Callable[[], Mapping[int, tuple[int, float]]] | None = None
-    num_processes: int = 0  # Lets a report name the processes that have made no step.
+    num_processes: int = 0  # Used to find the processes that have made no step.
     get_time: Callable[[], float] = time.monotonic
     _step: int | None = None
     _work: list[str] = dataclasses.field(default_factory=list)
@@ -43,7 +43,7 @@ class StallDetector:
         self._heard_at = self.get_time()
 
     def beat(self, step: int) -> None:
-        """Records that `step` steps are done, or that the work after them makes progress."""
+        """Records progress: `step` steps are done, or the work after them goes on."""
         with self._lock:
             now = self.get_time()
             silence, reports = now - self._heard_at, self._reports
@@ -53,7 +53,7 @@ class StallDetector:
 
     @contextlib.contextmanager
     def during(self, work: str) -> Iterator[None]:
-        """Restarts the timer at entry and at exit; a report in between names `work`."""
+        """Restarts the timer at entry and at exit; a report within the context names `work`."""
         with self._lock:
             self._work.append(work)
             self._heard_at, self._reports = self.get_time(), 0
@@ -115,10 +115,10 @@ class StallDetector:
 
 
 def describe_late(steps: Mapping[int, tuple[int, float]], *, num_processes: int = 0) -> str:
-    """Says in a sentence which processes are late.
+    """Returns a sentence that names the late processes.
 
-    `steps` has each process's last step and the seconds since then. If a process below
-    `num_processes` is missing in `steps`, it has made no step.
+    `steps` maps each process to its last step and the seconds since then. A process below
+    `num_processes` that is missing in `steps` has made no step.
     """
     if not steps:
         return "Which process is late is not known: no process has reported a step."

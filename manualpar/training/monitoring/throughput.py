@@ -31,7 +31,7 @@ class Peak(NamedTuple):
 
 
 def _tpu(teraflops: float) -> dict[str, float]:
-    """Uses the bfloat16 peak for float32 too, because a TPU multiplies float32 in bfloat16."""
+    """Uses the bfloat16 peak for float32 too, because a TPU multiplies float32 as bfloat16."""
     return {"bfloat16": teraflops, "float32": teraflops}
 
 
@@ -39,8 +39,8 @@ def _gpu(half: float, single: float) -> dict[str, float]:
     return {"bfloat16": half, "float16": half, "float32": single}
 
 
-# TPUs have JAX's names. A chip up to v3, and from v7 on, is two devices in JAX. If a datasheet has
-# only numbers with sparsity, half of each number is used.
+# The patterns match `device_kind` of JAX. Up to v3 and from v7 on, a TPU chip is two devices in
+# JAX. If a datasheet gives a number only with sparsity, half of it is used.
 PEAKS = (
     Peak(r"TPU v3", _tpu(123 / 2), TPU_DOCS + "v3: 123 a chip"),
     Peak(r"TPU v4", _tpu(275), TPU_DOCS + "v4"),
@@ -71,7 +71,7 @@ PEAKS = (
 
 
 def peak_flops(device_kind: str, dtype: str) -> float | None:
-    """Returns a device's peak FLOP/s for products of a dtype; `None` if it is not in `PEAKS`."""
+    """Returns a device's peak FLOP/s for products of a dtype; `None` if `PEAKS` lacks it."""
     for peak in PEAKS:
         if re.fullmatch(peak.kind, device_kind):
             return peak.teraflops[dtype] * TERA if dtype in peak.teraflops else None
@@ -79,13 +79,13 @@ def peak_flops(device_kind: str, dtype: str) -> float | None:
 
 
 def lowest_peak(devices: Iterable[jax.Device], dtype: str) -> float | None:
-    """Returns the lowest peak of the devices, because the others wait; `None` if one is unknown."""
+    """Returns the lowest peak of the devices, because faster devices wait; `None` if unknown."""
     peaks = {peak_flops(device.device_kind, dtype) for device in devices}
     return None if None in peaks else min(filter(None, peaks), default=None)
 
 
 def memory_in_use(devices: Iterable[jax.Device]) -> int | None:
-    """Returns the bytes in use on this process's fullest device; `None` if it is not known."""
+    """Returns the bytes in use on this process's fullest device; `None` if they are not known."""
     own = [device for device in devices if device.process_index == jax.process_index()]
     stats = [device.memory_stats() for device in own]
     used = [entry["bytes_in_use"] for entry in stats if entry and "bytes_in_use" in entry]
@@ -94,7 +94,7 @@ def memory_in_use(devices: Iterable[jax.Device]) -> int | None:
 
 @dataclasses.dataclass(frozen=True)
 class Throughput:
-    """Turns steps and seconds into rates."""
+    """Computes rates, such as examples per second, from steps and seconds."""
 
     examples_per_step: int  # On all devices together.
     tokens_per_example: int | None = None

@@ -24,7 +24,7 @@ def initial_call(
     added if they have no default.
 
     Raises:
-      TypeError: The method cannot be called like this.
+      TypeError: The method cannot be called with these arguments.
     """
     if init_args is None and not hasattr(batch, "inputs"):
         raise TypeError(

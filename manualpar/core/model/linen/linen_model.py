@@ -4,15 +4,15 @@ A module's fields are written for one device. While a method of the module runs 
 fields are replaced:
 
 - `axis_name`: by the mesh axes for which the name is an alias, see `axis_names`.
-- Switches that tell the module to train: in evaluation, by their values there, see `evaluation`.
+- Switches that tell the module to train: in evaluation, by their values for it, see `evaluation`.
 - The method of `nn.Dropout` that draws its key, and the `attention_fn` of attention, so that split
   activations are dropped independently, see `split_dropout`.
-- Initializers, by initializers without annotations. When a model is applied, flax calls them once
-  more, for the shapes. An annotated initializer (`nn.with_partitioning`) then returns a box.
-  `nn.DenseGeneral`, which attention uses, calls it with the flattened shape of its kernel, unboxes
-  the result and reshapes it. On a mesh, the unboxing would constrain the sharding of the flattened
-  array by the names of the kernel's dims. The program has read all annotations before, so they can
-  be removed.
+- Initializers, by initializers without annotations. When a model is applied, flax calls the
+  initializers once more, to get the shapes. An annotated initializer (`nn.with_partitioning`) then
+  returns a box. `nn.DenseGeneral`, which attention uses, calls the initializer with the flattened
+  shape of its kernel, unboxes the result and reshapes it. On a mesh, the unboxing would constrain
+  the sharding of the flattened array by the names of the kernel's dims. The program has read all
+  annotations before, so they can be removed.
 """
 
 import contextlib
@@ -61,7 +61,7 @@ class LinenModel(ModelInterface):
 
     @property
     def apply_fn(self) -> Callable[..., Any]:
-        """The module's `apply`, which equal modules share, if nothing in the module is changed."""
+        """The module's `apply`, which equal modules share; `self.apply` if calls change fields."""
         changed = self.axis_aliases.axes or self.interceptors
         apply: Callable[..., Any] = self.apply if changed else self.module.apply
         return apply
@@ -82,7 +82,7 @@ class LinenModel(ModelInterface):
         return dataclasses.replace(self, interceptors=(*self.interceptors, interceptor))
 
     def annotated(self, path: str, kernel: Any) -> Any:
-        """Puts the kernel of the module at `path` into the box that `init` makes, if any."""
+        """Puts the kernel of the module at `path` into the box that `init` makes; here, no box."""
         del path
         return kernel
 
@@ -90,7 +90,7 @@ class LinenModel(ModelInterface):
         """Calls `module.apply` with fields replaced in every module.
 
         Raises:
-          ValueError: A module draws from the stream of dropout in evaluation.
+          ValueError: A module draws from the stream `dropout` in evaluation.
         """
         switches, rngs = SWITCHES[self.phase], kwargs.get("rngs")
         withheld = False
@@ -130,7 +130,7 @@ class LinenModel(ModelInterface):
             yield
 
     def _fields_on_mesh(self, module: nn.Module, args: tuple[Any, ...]) -> dict[str, Any]:
-        """Returns the fields of a module to replace in a call on the mesh, by name."""
+        """Returns, by name, the fields of a module whose values change in a call on the mesh."""
         fields: dict[str, Any] = self.axis_aliases.resolve(module)
         if self.phase != "train":
             fields |= getattr(module, EVALUATION_FIELDS, {})

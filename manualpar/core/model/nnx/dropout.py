@@ -25,7 +25,7 @@ class SplitDropout(nnx.Dropout):
 
 
 def split_dropout(module: nnx.Module) -> None:
-    """Changes a module, for one call, so that each shard of split activations gets another mask."""
+    """Changes a module, for one call, so that each shard of split activations has its own mask."""
     if type(module) is nnx.Dropout:
         object.__setattr__(module, "__class__", SplitDropout)
     if isinstance(module, nnx.MultiHeadAttention):

@@ -1,9 +1,9 @@
 """Calls NNX models as Linen models are called: with `init` and `apply`.
 
-An `nnx.Module` holds its variables. Here it is split into its static graph and its variables. The
-variables are grouped into collections with Linen's names: `nnx.Param` and its subclasses are
-`params`, `nnx.BatchStat` is `batch_stats`, and so on. A path consists of the attributes' names.
-Applying the model merges the graph and the variables into a module for one call.
+An `nnx.Module` contains its variables. Here a module is split into its static graph and its
+variables. The variables are grouped into collections with Linen's names: `nnx.Param` and its
+subclasses are `params`, `nnx.BatchStat` is `batch_stats`, and so on. A path consists of the
+attributes' names. Applying the model merges the graph and the variables into a module for one call.
 
 Keys and counts of random streams do not belong to a collection: see
 `manualpar.core.model.nnx.streams`.
@@ -67,8 +67,8 @@ class NNXModel(ModelInterface):
         Args:
           model: An `nnx.Module`, whose values are the initial values for every key. Or the class of
             a module, or a function that makes a module from `rngs`. Then the parameters for a key
-            are those of `model(rngs=nnx.Rngs(key))`, and nothing is materialised before it is
-            sharded.
+            are the parameters of `model(rngs=nnx.Rngs(key))`, and no array is materialised before
+            it is sharded.
 
         Raises:
           TypeError: A class needs more arguments than `rngs`, a function does not make a module, or
@@ -272,7 +272,7 @@ def _make_again(module: nnx.Module) -> Callable[[jax.Array], nnx.Module]:
             "expected an instance with arrays. Or pass the class, or a function of rngs: then the "
             "program makes the arrays sharded."
         )
-    # On the host, because the values may be on other devices than the program's.
+    # Copies values to the host, because they may be on devices that the program does not use.
     values = [x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else np.asarray(x) for x in leaves]
 
     def make(key: jax.Array) -> nnx.Module:
@@ -284,7 +284,7 @@ def _make_again(module: nnx.Module) -> Callable[[jax.Array], nnx.Module]:
 
 
 def _construct(make: Callable[..., Any], name: str, key: jax.Array) -> nnx.Module:
-    """Makes a module from a key; its annotations do not shard it, because the program does."""
+    """Makes a module from a key without sharding its arrays, because the program shards them."""
     with nnx.use_eager_sharding(False), assigning_tracers():
         module = make(rngs=nnx.Rngs(key))
     if not isinstance(module, nnx.Module):
@@ -317,7 +317,7 @@ def _check_takes_rngs_alone(name: str, parameters: Mapping[str, inspect.Paramete
 
 
 def _check_params(module: nnx.Module) -> None:
-    """Refuses parameters that are not arrays, and references."""
+    """Refuses parameters that are not arrays or that are references."""
     for path, leaf in _leaves(module):
         if not isinstance(leaf, nnx.Param):
             continue
@@ -385,7 +385,7 @@ def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
 
 
 def _parameters_of_call(call: Any) -> Mapping[str, inspect.Parameter]:
-    """Returns the parameters of a module's call; for `nnx.Sequential`, of its first layer."""
+    """Returns the parameters of a module's call; for `nnx.Sequential`, those of its first layer."""
     module = getattr(call, "__self__", None)
     if not (isinstance(module, nnx.Sequential) and call == module.__call__ and module.layers):
         return _parameters(call)

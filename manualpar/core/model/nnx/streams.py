@@ -1,16 +1,17 @@
 """Random streams of an NNX module. Each call restarts them from the keys that a loss passes.
 
-A stream is a key and a count of the numbers drawn. A program does not keep them between calls: as
-in Linen, a loss passes keys, `rngs={"dropout": key}`. The stream of each module starts from the key
-of its name, folded with the module's path.
+A stream is a key and a count of the numbers drawn. A program does not keep streams between calls:
+as in Linen, a loss passes keys, `rngs={"dropout": key}`. Each module's stream starts from the key
+with the stream's name, into which the module's path is folded.
 
-Invariants: no two streams share a key; the streams of a stack have as many keys as it has layers; a
-stream without a key is an error only where its key is used. (`nnx.RNN` draws a key for its initial
-carry, but a carry of zeros does not use the key.)
+Invariants: no two streams share a key; the streams of a stack of layers have one key for each
+layer; a stream without a key is an error only where its key is used. (`nnx.RNN` draws a key for its
+initial carry, but a carry of zeros does not use the key.)
 
-A stream counts by `count[...] += 1`. For such an assignment flax asks both values for `sharding`.
-Tracers have none, and JAX searches all equations so far for the text of its error. So tracing would
-take time that is quadratic in the number of parameters. `assigning_tracers` does not ask.
+A stream counts by `count[...] += 1`. For such an assignment flax reads `sharding` of both values.
+Tracers lack this attribute, and to write its error JAX searches all equations so far. So the time
+to trace a model would be quadratic in the number of parameters. `assigning_tracers` does not read
+the attribute.
 """
 
 import contextlib
@@ -29,7 +30,7 @@ from manualpar.core.tracing.thread_patches import replaced_in_thread
 def assigning_tracers() -> contextlib.AbstractContextManager[None]:
     """Makes `variable[...] = tracer` cheap in this thread, as a context manager.
 
-    The variable gets the value that flax gives it.
+    Variables get the same values as in flax.
     """
 
     def replacement(_: str, old: Callable[..., None]) -> Callable[..., None]:
@@ -68,9 +69,9 @@ def call_rngs(keys: Mapping[str, Any]) -> nnx.Rngs:
 def stream_keys(module: nnx.Module, rngs: Mapping[str, Any]) -> dict[Path, Any]:
     """Finds the key of each random stream of a module.
 
-    `rngs` are keys by the names of streams. A stream takes the key of its name. A stream without a
-    name (`default`) takes the key of its module's `rng_collection`. If there is no such key, it
-    takes the key called `default`, or the only key.
+    `rngs` maps names of streams to keys. A stream gets the key of its name. A stream without a name
+    (`default`) gets the key that its module's `rng_collection` names. If there is no such key, the
+    stream gets the key called `default`, or the only key.
 
     Returns:
       For each stream's path, its key; for a stream without a key, the error message.

@@ -6,8 +6,8 @@ parameter's type, and whose `get_value` gathers the shard, as `unbox()` does for
 holds an array without a box, so NNX's transformations treat the variable like any other variable.
 The other fields of the box are metadata.
 
-A loop (`nnx.scan`, `nnx.vmap`, `jax.lax.scan` over a module) removes dims of an array, and the
-variable is not told which. The removed dims are inferred from the shapes, among the dims that the
+A loop (`nnx.scan`, `nnx.vmap`, `jax.lax.scan` over a module) removes dims of an array, but does not
+tell the variable which dims. The removed dims are inferred from the shapes, among the dims that the
 probe has found.
 
 Invariants: a value that leaves such a variable is gathered; the parameter's type then applies its
@@ -42,9 +42,9 @@ def path_text(path: Path) -> str:
 def annotate(variable: nnx.Variable[Any], path: str) -> Any:
     """Returns the value of a parameter, in a box if the parameter is annotated.
 
-    `nnx.with_partitioning` and `nnx.Param(..., out_sharding=...)` annotate it. The box has the
-    variable's rules (`sharding_rules`), followed by the rules of `nnx.logical_axis_rules` around
-    the call. If the annotation also has `split=True`, the box is a `SplitParameter`.
+    `nnx.with_partitioning` and `nnx.Param(..., out_sharding=...)` annotate parameters. The box has
+    the variable's rules (`sharding_rules`), followed by the rules of `nnx.logical_axis_rules`
+    around the call. If the annotation also has `split=True`, the box is a `SplitParameter`.
 
     Raises:
       TypeError: The annotation is not a sequence of names; the message contains `path`.
@@ -109,7 +109,7 @@ def gathering_variable(
     return _gathering_type(type(variable)).from_metadata(box.value, metadata)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)  # Boxes compare as arrays do.
+@dataclasses.dataclass(frozen=True, eq=False)  # `==` would compare the arrays of boxes.
 class _Use:
     """Makes the parameter that a module reads from a stored array."""
 
@@ -123,14 +123,15 @@ class _Use:
         """Returns the parameter, or its slice in the surrounding loops."""
         box = self.box.replace(value=stored)
         if stored.shape != self.shape:
-            # If several dims have the same size, the loops may run over any. A probe records all.
+            # If several dims have the same size, loops may run over any of them: a probe records
+            # all.
             box, *_ = [self._without(box, dims) for dims in self._removed_dims(stored.shape)]
         module = self.path.rpartition("/")[0]
         with jax.named_scope(module) if module else contextlib.nullcontext():
             return box.unbox()
 
     def _removed_dims(self, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """Finds the sets of dims whose removal gives the stored array a shape."""
+        """Finds the sets of dims whose removal gives the stored array the shape `shape`."""
         dims = range(len(self.shape)) if self.loop_dims is None else sorted(self.loop_dims)
         number = max(len(self.shape) - len(shape), 0)
         found = [
@@ -165,7 +166,7 @@ class _Gathering:
         return self._gathered().get_value(**kwargs)
 
     def set_value(self: Any, value: Any, **kwargs: Any) -> None:
-        """Refuses, because the value would be lost at the end of the call."""
+        """Refuses a new value, because it would be lost at the end of the call."""
         del value, kwargs
         raise ValueError(
             f"model: parameter {self.get_metadata(BOX).path!r} is set when the model is called; "
@@ -180,14 +181,14 @@ class _Gathering:
         return shape
 
     def __len__(self: Any) -> int:
-        """Returns the length without a gather; NNX's layers ask for it by `if self.bias`."""
+        """Returns the length without a gather; NNX's layers need it for `if self.bias`."""
         return self.shape[0]
 
     def __getattr__(self: Any, name: str) -> Any:
         metadata = object.__getattribute__(self, "_var_metadata")
         if name in metadata:
             return metadata[name]
-        if name.startswith("__"):  # jax and numpy ask every object for such attributes.
+        if name.startswith("__"):  # jax and numpy look up such attributes on every object.
             raise AttributeError(name)
         return getattr(self._abstract() if name in OF_SHAPE else self.get_value(), name)
 
