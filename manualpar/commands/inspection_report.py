@@ -236,13 +236,13 @@ def _print_axes(console: rich.console.Console, ledger: Json) -> None:
         )
         for axes in sorted(sent.keys() | predicted.keys(), key=lambda x: (-sent.get(x, 0), x))
     ]
-    columns = (
+    columns: list[Column[Any]] = [
         Column("axes", 0),
         Column("devices", 1, describe_count),
         Column("sent", 2, describe_bytes),
         Column("share", 2, share_of(ledger["bytes"]["total"])),
         Column("closed form", 3, describe_text),
-    )
+    ]
     print_table(console, columns, rows)
 
 
