@@ -35,7 +35,7 @@ SUFFIXES = {
 }
 PART_BYTES = 2**24
 ROWS_AT_ONCE = 256
-# The types of tokens in an ArrayRecord file that `config.data.field` may name.
+# The dtypes that tokens in an ArrayRecord file may have; `config.data.field` names one of them.
 TOKEN_DTYPES = ("<u2", "<i4", "<u4", "<i8")
 Document = bytes | np.ndarray
 

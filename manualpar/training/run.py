@@ -235,7 +235,7 @@ def _write_report(
         "ended": "finished" if error is None else f"{type(error).__name__}: {error}",
         "strategy": f"{program.strategy.name}, mode {program.mode}",
         "mesh": _describe_mesh(program.mesh),
-        "compiler options": str(experiment.chosen) or "the compiler's own",
+        "compiler options": str(experiment.chosen) or "the compiler's defaults",
         "parameters": f"{sum(math.prod(info.shape) for info, _ in program.parameters):,}",
         "state on the fullest device": describe_bytes(state_bytes(program.abstract_state)[0]),
         **({"what travels": codes} if (codes := describe_codes(program.comm)) else {}),

@@ -151,9 +151,9 @@ REFUSED = [
         (lambda: 3, TypeError, r"expected an instance of a flax.linen.Module, or an nnx.Module"),
         (Lazy, r"makes a new variable 'seen' of type BatchStat.*__init__"),
         (Setting, r"parameter 'scale' is set when the model is called"),
-        (Peeking, r"read other than by a module that asks .* \(in NNX by param\["),
+        (Peeking, r"would be sharded, but they .* NNX by param\["),
         (Reshaping, r"'scale' of shape \(12, 12\) is read as .* shape \(144,\)"),
-        (Drawing, r"random stream 'noise/default' is asked for numbers and has no key"),
+        (Drawing, r"random stream 'noise/default' draws numbers and has no key"),
         (abstract, TypeError, "Dense has no values"),
         (
             functools.partial(nnx.BatchNorm, 12, axis_name="batch"),

@@ -57,7 +57,7 @@ WRONG_RULES = (
     (None, TypeError, "fsdp: rules=None, expected pairs in a tuple like (('embed', None"),
     ({"mlp": "model"}, TypeError, "fsdp: rules={'mlp': 'model'}, expected pairs in a tuple"),
     ("mlp", TypeError, "fsdp: rules='mlp', expected pairs in a tuple"),
-    (("mlp", "model"), TypeError, "fsdp: rules has 'mlp', expected a pair of a logical name"),
+    (("mlp", "model"), TypeError, "fsdp: rules has 'mlp', expected a pair (logical name, axes)"),
     (("ab",), TypeError, "fsdp: rules has 'ab', expected a pair"),
     ((("mlp",),), TypeError, "fsdp: rules has ('mlp',), expected a pair"),
     ((("mlp", "data", "model"),), TypeError, "rules has ('mlp', 'data', 'model'), expected a"),
@@ -66,8 +66,8 @@ WRONG_RULES = (
     (
         (("mlp", 1),),
         TypeError,
-        "fsdp: rules has ('mlp', 1), expected a pair of a logical name and a mesh axis,"
-        " a tuple of axes, or None. Write rules like (('embed', None), ('mlp', 'model"
+        "fsdp: rules has ('mlp', 1), expected a pair (logical name, axes), where axes is a mesh"
+        " axis, a tuple of mesh axes, or None. Write rules like (('embed', None), ('mlp', 'model"
         "')).",
     ),
     ((("mlp", ("data", 1)),), TypeError, "rules has ('mlp', ('data', 1)), expected a pair"),

@@ -232,7 +232,10 @@ REFUSED = [
         "each device's own columns",
         lambda loss: build(Bigrams(), loss=loss, batch=BATCH, axes={"data": 2, "model": 4}),
         *(
-            (loss, rf"loss_fn: {name} varies over \['model'\] by its type, expected the same value")
+            (
+                loss,
+                rf"loss_fn: {name} has a type that varies over \['model'\], expected the same value",
+            )
             for loss, name in (
                 (class_loss, "the loss"),
                 (best_of_own_columns, r"metrics\['best'\]"),

@@ -52,7 +52,7 @@ _SUM = (
 _MENDS: Mapping[Reason, str] = {
     "examples": "Each device has some positions of its examples: name only the axes that split "
     "examples: gather_examples(x, axis_name=...) without the context axis",
-    "axis": "Give Context the axis that context_axis names, and layers another one",
+    "axis": "Context needs the axis that context_axis names, and split layers need another axis",
     "constant": _POSITIONS,
     "convolution": _ATTENTION,
     "loop": _ATTENTION,

@@ -28,8 +28,9 @@ from typing import Literal
 from manualpar.core.checks.shard_operations import Reason, refuse
 
 ValueKind = Literal["same", "split", "sum", "device", "zero", "guarded", "test", "unpaired"]
-# The split dim of an array, which a reshape may have merged from several: (entries before,
-# positions of a device, entries behind). `None` if all layouts fit, as for a broadcast constant.
+# The layout of an array's split dim. A reshape may have merged several dims into this dim, of the
+# sizes (before, positions of a device, behind): `before` and `behind` are products of the sizes of
+# the dims before and behind the positions. `None` if all layouts fit, as for a broadcast constant.
 Layout = tuple[int, int, int] | None
 
 

@@ -119,7 +119,7 @@ class ChosenOptions:
 
     def __str__(self) -> str:
         named = [f"{name}={value}" for name, value in self.options.items()]
-        shown = ", ".join(named) or "the compiler's own"
+        shown = ", ".join(named) or "the compiler's defaults"
         return f"{shown} ({self.why})" if self.why else ""
 
 
@@ -155,10 +155,12 @@ def choose_options(
     where = f"{device_kind}, gradients over {' and '.join(map(str, rings))} devices"
     choice = next((choice for choice in known if largest <= choice.most), None)
     if choice is None:
-        return ChosenOptions(why=f"{where}; others pay up to {known[-1].most}")
-    where += f" beside {', '.join(others)}" * bool(others)
+        return ChosenOptions(
+            why=f"{where}; the other options are faster for at most {known[-1].most} devices"
+        )
+    where += f" and also {', '.join(others)}" * bool(others)
     if set(others) - set(choice.beside) or len(rings) > 1:
-        return ChosenOptions(why=f"{where}; others are known to pay on one flat axis")
+        return ChosenOptions(why=f"{where}; the other options were measured only for one axis")
     return ChosenOptions(choice.options, where)
 
 

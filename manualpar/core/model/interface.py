@@ -93,7 +93,10 @@ class ModelInterface(abc.ABC):
         return (), {}
 
     def check(self, trace: Callable[["ModelInterface"], None]) -> None:
-        """Refuses a model that is wrong on the mesh; `trace` traces the loss of a model."""
+        """Refuses a model that would compute wrong results on the mesh.
+
+        `trace(interface)` traces the loss with the calls of `interface`.
+        """
         del trace
 
     @abc.abstractmethod

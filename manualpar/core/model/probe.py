@@ -79,14 +79,14 @@ def find_loop_dims(
         trace_loss(params, lambda params: params)  # Raises the error if boxes do not cause it.
         read = _find_read(boxed, failure)
         raise ValueError(
-            f"{strategy}: parameters that are to be sharded, of {', '.join(map(repr, read))}, are "
-            "read other than by a module that asks for them with self.param, or as arrays in "
-            f"self.variables (in NNX by param[...]){_place(error)}. In a loss function take "
-            "nn.unbox(params) for penalties on parameters, for gradients of them, and for steps "
-            "such as p - lr * g. What a model changes with nn.map_variables (nn.WeightNorm and "
-            "nn.SpectralNorm do), or maps functions over, must be whole: use "
-            f"replicate={read!r} with fsdp, hsdp or zero. All is whole with data_parallel, if no "
-            "annotation shards it and pipeline= spreads no layers."
+            f"{strategy}: parameters of {', '.join(map(repr, read))} would be sharded, but they "
+            "are not read by self.param in their own module, or as arrays in self.variables (in "
+            f"NNX by param[...]){_place(error)}. In a loss function call nn.unbox(params) for "
+            "penalties on parameters, for gradients of parameters, and for steps such as "
+            "p - lr * g. Parameters that a model changes with nn.map_variables (as nn.WeightNorm "
+            "and nn.SpectralNorm do), or maps functions over, must not be sharded: use "
+            f"replicate={read!r} with fsdp, hsdp or zero, or use data_parallel without annotations "
+            "and without pipeline=."
         ) from error
     return {path: frozenset(dims) for path, dims in loop_dims.items()}
 
@@ -131,10 +131,11 @@ def _refuse_derivative(x: jax.Array) -> jax.Array:
 def _refuse(x: jax.Array) -> Any:
     raise ValueError(
         "model: a parameter that is gathered is differentiated within the model or the loss, with "
-        "nn.vjp, nnx.grad, jax.vjp or the like, and the gradient of a shard is not that of the "
-        "parameter; expected one that is whole. If only the gradient of the inputs is used, say "
-        "nn.vjp(..., vjp_variables=False). Otherwise take nn.unbox(params) in the loss, and for a "
-        "module that differentiates its own parameters use replicate= or data_parallel."
+        "nn.vjp, nnx.grad, jax.vjp or the like, and the gradient of a shard is not the gradient "
+        "of the parameter; expected a parameter that is not sharded. If you need only the gradient "
+        "of the inputs, call nn.vjp(..., vjp_variables=False). Otherwise call nn.unbox(params) in "
+        "the loss, and for a module that differentiates its own parameters use replicate= or "
+        "data_parallel."
     )
 
 

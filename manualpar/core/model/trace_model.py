@@ -199,10 +199,10 @@ def _check_same_along_model_axes(loss: Any, metrics: Metrics, data_axes: frozens
     for name, value in {"the loss": loss, **named}.items():
         if axes := varying_axes(value) - data_axes:
             raise ValueError(
-                f"loss_fn: {name} varies over {sorted(axes)} by its type, expected the same value "
-                "on all devices along axes that do not split the batch. Where logits are split, "
-                "call split_cross_entropy and split_argmax of manualpar.layers. Where devices have "
-                "parts of a sum, apply leave to it."
+                f"loss_fn: {name} has a type that varies over {sorted(axes)}, expected the same "
+                "value on all devices along axes that do not split the batch. Where logits are "
+                "split, call split_cross_entropy and split_argmax of manualpar.layers. Where each "
+                "device has a part of a sum, call manualpar.layers.leave(part, axis)."
             )
 
 

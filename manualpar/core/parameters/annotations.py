@@ -48,8 +48,9 @@ def check_rules(strategy: str, rules: Any, mesh: Mesh) -> Rules:
         is_pair = _is_sequence(rule) and len(rule) == 2
         if not is_pair or not isinstance(rule[0], str) or not _is_axes(rule[1]):
             raise TypeError(
-                f"{strategy}: rules has {rule!r}, expected a pair of a logical name and a mesh "
-                f"axis, a tuple of axes, or None. Write rules like {example}."
+                f"{strategy}: rules has {rule!r}, expected a pair (logical name, axes), "
+                "where axes is a mesh axis, a tuple of mesh axes, or None. Write rules like "
+                f"{example}."
             )
         axes = axis_tuple(rule[1])
         where = f"{strategy}: rules has {tuple(rule)}, which names"

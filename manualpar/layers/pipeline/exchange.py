@@ -20,7 +20,10 @@ from manualpar.core.tracing.scopes import PIPELINE_SCOPE
 
 
 def sent_in_round(num_stages: int, chunks: int, index: int) -> list[int]:
-    """Returns the chunk that each stage sends in round `index`, counted over all stages."""
+    """Returns for each stage the number of the chunk that it sends in round `index`.
+
+    Stage `s` stores the chunks from `s * chunks` to `(s + 1) * chunks - 1`.
+    """
     shared = math.gcd(num_stages, chunks)
     places = [
         index // shared * shared + (index + stage * shared // num_stages) % shared

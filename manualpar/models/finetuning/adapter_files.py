@@ -84,7 +84,7 @@ def save_adapters(program: Program, state: TrainState, directory: GivenPath) -> 
 
 
 def load_adapters(program: Program, state: TrainState, directory: GivenPath) -> TrainState:
-    """Returns a state with the adapters that `save_adapters` has written; on any mesh.
+    """Loads adapters that `save_adapters` has written, on any mesh, and returns the new state.
 
     Args:
       program: A program of a model with the same targets, ranks and alpha.

@@ -79,10 +79,10 @@ def export_hf(
       state: The program's state; not donated.
       directory: The directory to create. It must be missing or empty. In a bucket `config.json` is
         written last, so that a directory with a `config.json` is complete.
-      like: The directory from which the parameters were loaded. Its config and the files of its
-        tokenizer are copied. Every tensor gets the dtype of the tensor with the same name in
-        `like`, so that parameters that were loaded and not trained are written bit for bit. If
-        `like` has no tensors, its config decides the dtype.
+      like: The directory from which the parameters were loaded. Its config, the files of its
+        tokenizer, and `generation_config.json` are copied. Every tensor gets the dtype of the
+        tensor with the same name in `like`, so that parameters that were loaded and not trained are
+        written bit for bit. If `like` has no tensors, its config decides the dtype.
       family: The model family of the config, such as `"llama"`, if there is no `like`. By default
         the first family that can describe the model.
       dtype: The dtype of all tensors, such as `"bfloat16"`. The default is the dtype of `like`, or

@@ -99,9 +99,9 @@ class Cluster(contextlib.AbstractContextManager["Cluster", None]):
         """Stops all processes on the first SIGTERM, and ends this process at once on the second.
 
         Enter the context in the main thread. The second SIGTERM ends the process with
-        `TERMINATED_EXIT_CODE`. After `nothing_to_lose`, SIGTERM has no effect, and with several
-        processes it has no effect after the context either, because a process may still be waiting
-        for the others to end.
+        `TERMINATED_EXIT_CODE`. After `nothing_to_lose`, SIGTERM has no effect. With several
+        processes it then has no effect after the context either, because a process of a cluster
+        normally ends only after `nothing_to_lose`.
         """
 
         def first() -> None:

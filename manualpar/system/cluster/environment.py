@@ -12,8 +12,8 @@ from collections.abc import Mapping
 COORDINATOR_VARIABLE = "MANUALPAR_COORDINATOR_ADDRESS"
 COUNT_VARIABLE = "MANUALPAR_NUM_PROCESSES"
 ID_VARIABLE = "MANUALPAR_PROCESS_ID"
-# With this value in place of an address, JAX finds the cluster, and no variable of the environment
-# is needed.
+# With this value in place of an address, JAX looks for a cluster even if this module finds no
+# variable of one.
 AUTO = "auto"
 
 MEND = (

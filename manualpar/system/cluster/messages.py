@@ -86,7 +86,7 @@ def check_said(message: Message) -> None:
 
 
 async def beats(end: asyncio.Future[Any], timeout_seconds: float) -> AsyncIterator[float]:
-    """Yields regularly, until `end` is done; each value is the seconds since the last one.
+    """Yields regularly, until `end` is done: the seconds since the previous value.
 
     The interval is at most an eighth of the timeout, so a process must miss several heartbeats
     before the timeout is over. The time in which this process itself was stopped does not count,

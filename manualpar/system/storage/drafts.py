@@ -87,7 +87,7 @@ def draft_of(target: Path, *, number: str = "") -> Iterator[Path]:
 
 
 def new_number() -> str:
-    """Draws a number that no other draft has."""
+    """Draws a random number for a draft, which no other draft has."""
     return secrets.token_hex(8)
 
 

@@ -1,4 +1,4 @@
-"""Locks a folder in a bucket, with no more from the server than to create an object only once.
+"""Locks a folder in a bucket, by an object that the server lets only one process create.
 
 Locks are numbered objects, `.lock-1`, `.lock-2`, and the highest number counts. A process that
 wants the folder creates the object with the next number. If two processes try at once, the server

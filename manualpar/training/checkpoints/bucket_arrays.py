@@ -306,7 +306,8 @@ def _tree_metadata(copies: dict[tuple[str, ...], Stored]) -> dict[str, Any]:
     """Returns the metadata that Orbax writes for a nested dict of arrays."""
     tree = {
         str(names): {
-            "key_metadata": [{"key": name, "key_type": 2} for name in names],  # A dict's key.
+            # Orbax's number for the key of a dict is 2.
+            "key_metadata": [{"key": name, "key_type": 2} for name in names],
             "value_metadata": {"value_type": "jax.Array", "skip_deserialize": False},
         }
         for names in copies

@@ -59,7 +59,7 @@ def test_split_layers_take_the_options_where_they_pay():
     for kind in (V5P, V6E):
         chosen = choose_options(kind, [4], ["model"])
         assert chosen.options == choose_options(kind, [4]).options
-        assert chosen.why == f"{kind}, gradients over 4 devices beside model"
+        assert chosen.why == f"{kind}, gradients over 4 devices and also model"
         assert not choose_options(kind, [4], ["replica", "model"]).options
         assert not choose_options(kind, [4, 4], ["model"]).options
     assert not choose_options(V5E, [4], ["model"]).options
@@ -79,17 +79,20 @@ def test_what_is_chosen_is_said():
     assert said == (
         f"{WINDOWS}=true, xla_tpu_rwb_fusion=false (TPU v5 lite, gradients over 8 devices)"
     )
-    only = "others are known to pay on one flat axis"
+    only = "the other options were measured only for one axis"
     assert str(choose_options(V5E, [8, 2])) == (
-        f"the compiler's own (TPU v5 lite, gradients over 8 and 2 devices; {only})"
+        f"the compiler's defaults (TPU v5 lite, gradients over 8 and 2 devices; {only})"
     )
     assert str(choose_options(V5E, [8], ["replica", "model"])) == (
-        f"the compiler's own (TPU v5 lite, gradients over 8 devices beside replica, model; {only})"
+        f"the compiler's defaults (TPU v5 lite, gradients over 8 devices and also replica, model; {only})"
     )
     assert str(choose_options(V5E, [512])) == (
-        "the compiler's own (TPU v5 lite, gradients over 512 devices; others pay up to 256)"
+        "the compiler's defaults (TPU v5 lite, gradients over 512 devices; the other options are faster for at most 256 devices)"
     )
-    assert str(choose_options(V5E, [8], overlap="none")) == "the compiler's own (overlap is 'none')"
+    assert (
+        str(choose_options(V5E, [8], overlap="none"))
+        == "the compiler's defaults (overlap is 'none')"
+    )
     assert str(choose_options("cpu", [8])) == ""
 
 
@@ -98,7 +101,7 @@ def test_options_that_the_compiler_refuses_are_left_out_and_it_is_said(devices8)
     kept = keep_if_known(chosen, devices8[0])
     assert kept.options == {}
     assert str(kept).startswith(
-        "the compiler's own (TPU v5 lite, gradients over 8 devices; refused: "
+        "the compiler's defaults (TPU v5 lite, gradients over 8 devices; refused: "
     )
     assert str(kept).count(f"No such compile option: '{WINDOWS}'") == 1
     assert str(kept).count("No such compile option: 'xla_tpu_rwb_fusion'") == 1

@@ -185,7 +185,7 @@ REFUSED = {
     "an axis twice": (ValueError, "names an axis twice; name each axis once"),
     "annotated within": (TypeError, "init returned a Partitioned, expected an array"),
     "of no axis": (TypeError, "axis_name=1, expected a mesh axis"),
-    "not summed": (ValueError, r"the loss varies over \['model'\] by its type.*leave"),
+    "not summed": (ValueError, r"the loss has a type that varies over \['model'\].*leave"),
     "summed twice": (ValueError, "leave: x of shape .* is the same on all devices along"),
     "statistics of a part": (ValueError, r"\['mean'\] differs between the devices along \['model"),
 }

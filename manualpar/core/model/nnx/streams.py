@@ -91,8 +91,8 @@ def stream_keys(module: nnx.Module, rngs: Mapping[str, Any]) -> dict[Path, Any]:
             keys[path] = jax.random.fold_in(found[0], zlib.crc32(path_text(path).encode()))
         else:
             keys[path] = (
-                f"model: its random stream {path_text(path)!r} is asked for numbers and has no "
-                f"key; expected a key in rngs={{{name!r}: key}}; the call was given "
+                f"model: its random stream {path_text(path)!r} draws numbers and has no key; "
+                f"expected a key in rngs={{{name!r}: key}}; the call was given "
                 f"{sorted(rngs) or 'none'}."
             )
     return keys

@@ -182,7 +182,7 @@ def test_a_carry_that_uses_no_key_needs_none(devices8, model):
 def test_a_carry_that_is_drawn_needs_a_key():
     adapted = interface_of(lambda rngs: nnx.RNN(OwnCell(rngs, scale=1.0)))
     variables, x = adapted.init(jax.random.key(0)), jnp.ones((2, 3, 4))
-    with pytest.raises(ValueError, match=r"'rngs' is asked for numbers .* rngs=\{'carry': key\}"):
+    with pytest.raises(ValueError, match=r"'rngs' draws numbers .* rngs=\{'carry': key\}"):
         adapted.apply(variables, x)
     assert adapted.apply(variables, x, rngs={"carry": KEY}).shape == (2, 3, 6)
 
