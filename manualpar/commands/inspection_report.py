@@ -36,7 +36,6 @@ from manualpar.system.reports.tables import (
     describe_difference,
     describe_flops,
     describe_share,
-    describe_text,
     print_line,
     print_table,
     share_of,
@@ -60,7 +59,7 @@ READINGS: Sequence[Column[Json]] = (
     Column("sent", "sent", str),
     *(Column(x.replace("_", "-\n", 1), x, describe_count, is_optional=True) for x in KINDS),
     Column("FLOPs", "flops", describe_flops),
-    Column("memory", "memory", describe_text),
+    Column("memory", "memory", str),
 )
 SUMMARY: Sequence[Column[Json]] = (
     Column("", "name"),
@@ -241,7 +240,7 @@ def _print_axes(console: rich.console.Console, ledger: Json) -> None:
         Column("devices", 1, describe_count),
         Column("sent", 2, describe_bytes),
         Column("share", 2, share_of(ledger["bytes"]["total"])),
-        Column("closed form", 3, describe_text),
+        Column("closed form", 3, str),
     ]
     print_table(console, columns, rows)
 

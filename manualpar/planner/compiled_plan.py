@@ -15,8 +15,8 @@ from manualpar.planner.hardware import Chip
 from manualpar.planner.kernels import Kernel, kernel_clock, kernel_efficiency
 from manualpar.planner.link_timeline import wire_by_links
 from manualpar.planner.out_of_memory import read_out_of_memory
-from manualpar.planner.plan import StepEstimate, merge_alike
-from manualpar.planner.timed_collectives import TimedCollective
+from manualpar.planner.plan import StepEstimate
+from manualpar.planner.timed_collectives import TimedCollective, planned_collectives
 from manualpar.planner.topology import Topology, ring_over
 from manualpar.planner.tpu_timeline import (
     Timeline,
@@ -80,9 +80,8 @@ def plan_of(step: CompiledStep) -> StepEstimate:
         memory=_memory(facts["memory"], facts["state"]),
         peak_bytes=facts["memory"]["peak"],
         fits=True,
-        collectives=merge_alike(
-            dataclasses.replace(x, network=chip.network.names[0]).planned()
-            for x in timeline.collectives
+        collectives=planned_collectives(
+            dataclasses.replace(x, network=chip.network.names[0]) for x in timeline.collectives
         ),
         compute_seconds=timeline.compute_seconds,
         exposed_seconds=timeline.exposed_seconds,

@@ -36,9 +36,14 @@ from manualpar.inspect.flops import Product
 from manualpar.inspect.tick_parts import ROWS
 from manualpar.layers.pipeline.schedule_table import Costs
 from manualpar.planner.hardware import Chip
-from manualpar.planner.plan import StepEstimate, merge_alike
+from manualpar.planner.plan import StepEstimate
 from manualpar.planner.step_work import PipelineWork, StepWork
-from manualpar.planner.timed_collectives import Clock, Rings, TimedCollective
+from manualpar.planner.timed_collectives import (
+    Clock,
+    Rings,
+    TimedCollective,
+    planned_collectives,
+)
 from manualpar.planner.topology import Topology, describe_axes
 
 # The phases of each pass; their compute hides the pass's collectives.
@@ -106,7 +111,7 @@ def estimate(
         memory=memory,
         peak_bytes=peak_bytes,
         fits=peak_bytes <= chip.hbm_bytes,
-        collectives=() if brief else merge_alike(x.planned() for x in timed),
+        collectives=() if brief else planned_collectives(timed),
         compute_seconds=computing,
         hbm_seconds=computing - flops_seconds,
         exposed_seconds=sent - overlapped,

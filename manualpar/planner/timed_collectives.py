@@ -8,7 +8,7 @@ follows from its purpose and its scope. The timeline of a compiled program
 
 import dataclasses
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from manualpar.core.mesh.compiler_options import KEEPING_SCATTERS, Overlap, choose_options
 from manualpar.core.tracing.scopes import PIPELINE_SCOPE
@@ -76,22 +76,31 @@ class TimedCollective:
         names = [name for name in self.collective.module.split("/") if name][:2]
         return (found.group() if found else "", *names)
 
-    def planned(self) -> PlannedCollective:
-        """Returns the collective as a plan lists it."""
-        collective = self.collective
-        return PlannedCollective(
-            kind=collective.kind,
-            axes=collective.axes,
-            purpose=collective.purpose,
-            phase=collective.phase,
-            times=collective.times,
-            bytes_sent=float(collective.bytes_sent) * self.share,
-            slow_bytes=self.slow_bytes,
-            seconds=self.seconds,
-            hidden_seconds=self.hidden_seconds,
-            is_async=self.is_async,
-            network=self.network,
+
+def planned_collectives(timed: Iterable[TimedCollective]) -> tuple[PlannedCollective, ...]:
+    """Adds up collectives that differ only in numbers, and sorts them, the longest first."""
+    groups: dict[Any, list[TimedCollective]] = {}
+    for x in timed:
+        sent = x.collective
+        names = (sent.kind, sent.axes, sent.purpose, sent.phase, x.network, x.is_async)
+        groups.setdefault(names, []).append(x)
+    sums = [
+        PlannedCollective(
+            kind=kind,
+            axes=axes,
+            purpose=purpose,
+            phase=phase,
+            times=sum(x.collective.times for x in alike),
+            bytes_sent=sum(float(x.collective.bytes_sent) * x.share for x in alike),
+            seconds=sum(x.seconds for x in alike),
+            hidden_seconds=sum(x.hidden_seconds for x in alike),
+            is_async=is_async,
+            network=network,
+            slow_bytes=sum(x.slow_bytes for x in alike),
         )
+        for (kind, axes, purpose, phase, network, is_async), alike in groups.items()
+    ]
+    return tuple(sorted(sums, key=lambda x: -(x.seconds or 0.0)))
 
 
 class Clock(NamedTuple):

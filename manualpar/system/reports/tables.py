@@ -44,8 +44,9 @@ class Column(Generic[Row]):
     is_summed: bool = True
 
     def cell(self, row: Row) -> str:
-        """Returns the text of a row."""
-        return (self.describe or str)(self._read(row))
+        """Returns the text of a row; a dash for `None`."""
+        value = self._read(row)
+        return UNKNOWN if value is None else (self.describe or str)(value)
 
     def is_shown(self, rows: Sequence[Row]) -> bool:
         """Returns whether a table of the rows has the column."""
@@ -65,11 +66,6 @@ def text_columns(names: Sequence[str], *, words: int = 1) -> list[Column[Any]]:
     The other texts are aligned to the right.
     """
     return [Column(name, i, None if i < words else str) for i, name in enumerate(names)]
-
-
-def describe_text(text: str | None) -> str:
-    """Returns a text, or a dash for no text."""
-    return UNKNOWN if text is None else text
 
 
 def describe_bytes(size: float | None) -> str:

@@ -14,7 +14,6 @@ from manualpar.system.reports.tables import (
     describe_flops,
     describe_seconds,
     describe_share,
-    describe_text,
     markdown_table,
     print_line,
     print_side_by_side,
@@ -139,7 +138,7 @@ def test_a_column_reads_a_field_an_index_or_a_key_and_an_optional_one_without_va
     console = _console()
     print_table(console, COLUMNS, [*STEPS, Step("third", 0, 1.0)])
     assert [line[3:] for line in _cells(console)] == [["hidden"], ["-"], ["-"], ["1 s"]]
-    assert [COLUMNS[0].cell({"name": "a"}), Column("", "other", describe_text).cell({})] == [
+    assert [COLUMNS[0].cell({"name": "a"}), Column("", "other", str).cell({})] == [
         "a",
         "-",
     ]
