@@ -190,7 +190,7 @@ class Chats:
                 last = special[-1]
             tokens[first : last + 1] |= LEARNED
         if not (tokens[1:] & LEARNED).any():
-            raise ValueError("has no answer to learn; expected a message of the assistant")
+            raise ValueError("has no answer to train on; expected a message of the assistant")
         return tokens
 
     def _encode(self, text: str) -> Any:

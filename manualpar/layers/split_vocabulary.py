@@ -166,5 +166,6 @@ def check_same_labels(function: str, labels: jax.Array, axes: tuple[str, ...]) -
     if varying_axes(labels) & set(axes):
         raise ValueError(
             f"{function}: labels vary over {axes} by their type, expected the same "
-            "labels on all devices along it, because each device has some of their columns."
+            "labels on all devices along these axes, because each device has some columns of the "
+            "logits."
         )

@@ -70,9 +70,9 @@ def split_lookup(
     if varying_axes(tokens) & set(axes):
         raise ValueError(
             f"split_lookup: tokens of shape {tokens.shape} vary over {axes} by their type, "
-            "expected the same tokens on all devices along it, because the rows that the devices "
-            "find are added up. Pass the tokens of the full sequence, and let sequence_dim split "
-            "the result."
+            "expected the same tokens on all devices along these axes, because the rows "
+            "that the devices find are added up. Pass the tokens of the full sequence, and let "
+            "sequence_dim split the result."
         )
     # If the table is replicated, the first device looks up all rows.
     parts = jax.lax.axis_size(axes) if has_parts else 1

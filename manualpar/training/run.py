@@ -238,7 +238,7 @@ def _write_report(
         "compiler options": str(experiment.chosen) or "the compiler's defaults",
         "parameters": f"{sum(math.prod(info.shape) for info, _ in program.parameters):,}",
         "state on the fullest device": describe_bytes(state_bytes(program.abstract_state)[0]),
-        **({"what travels": codes} if (codes := describe_codes(program.comm)) else {}),
+        **({"dtypes sent": codes} if (codes := describe_codes(program.comm)) else {}),
         "manualpar": importlib.metadata.version("manualpar"),
         "jax": jax.__version__,
     }

@@ -108,7 +108,7 @@ REFUSED = [
             {"messages": [{"role": "user", "content": ["a"]}]},
             r"has a message 1 whose content is of type list, expected a text",
         ),
-        ({"messages": CHAT[:2]}, r"has no answer to learn"),
+        ({"messages": CHAT[:2]}, r"has no answer to train on"),
         (
             answer("a <|im_end|>"),
             r"has a message 3 whose content spells out the special token '<\|im_end\|>'",
@@ -153,7 +153,7 @@ REFUSED = [
         (
             {"messages": CHAT[:2]},
             DamagedDataError,
-            r"^chats\.jsonl, line 121: has no answer to learn",
+            r"^chats\.jsonl, line 121: has no answer to train on",
         ),
     ),
     *rows("chats", load_chats, ({}, r"config\.data\.tokenizer is '', expected the directory")),

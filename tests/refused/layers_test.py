@@ -234,7 +234,7 @@ REFUSED = [
         *(
             (
                 loss,
-                rf"loss_fn: {name} has a type that varies over \['model'\], expected the same value",
+                rf"loss_fn: {name} has a type that varies over \['model'\], expected the same",
             )
             for loss, name in (
                 (class_loss, "the loss"),

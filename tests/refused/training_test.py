@@ -35,7 +35,7 @@ def resume(changes):
 
 def differences(*lines):
     listed = "".join(f"\n  {re.escape(line)}" for line in lines)
-    return rf"^config: .* changes the model or the data of the run.*{listed}\Z"
+    return rf"^the config changes the model or the data of the run.*{listed}\Z"
 
 
 def read_text(text):

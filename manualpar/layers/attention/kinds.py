@@ -160,5 +160,5 @@ def _misfit(
             return f"the devices are {platform}s, and no TPUs"
         return splash_misfit(query, key)
     if kind in ("cudnn", "xla") and scoring.soft_cap is not None:
-        return f"soft_cap is {scoring.soft_cap}, which it does not have"
+        return f"soft_cap is {scoring.soft_cap}, but this kind has no soft cap"
     return cudnn_misfit(query, key, documents) if kind == "cudnn" else None

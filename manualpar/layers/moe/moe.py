@@ -359,7 +359,7 @@ def _check(moe: MoE, x: jax.Array, mask: jax.Array | None) -> None:
     if x.ndim != 3:
         raise ValueError(
             f"MoE: x has the shape {x.shape}, expected [batch, sequence, features]. Capacity and "
-            "balance refer to a sequence, so give a single one a leading dimension of 1."
+            "balance refer to a sequence; add a leading dimension of 1 to a single sequence."
         )
     if moe.capacity_factor is None and any(jax.typeof(x).sharding.spec):
         raise ValueError(

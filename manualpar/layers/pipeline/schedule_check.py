@@ -179,7 +179,7 @@ class _Run:
                 )
         if sorted(self.events) != sorted(table.events):
             odd = sorted(set(self.events) ^ set(table.events)) or [max(table.events)]
-            raise ValueError(f"{odd[0]} is not in both the events and the rows, or twice in one")
+            raise ValueError(f"{odd[0]} is not in both the events and the rows, or is there twice")
 
 
 def _describe(value: _Value) -> str:

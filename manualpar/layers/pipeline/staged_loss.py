@@ -83,9 +83,9 @@ class StagedLoss:
             if is_stacked != (i in cut.stacked):
                 raise ValueError(
                     f"pipeline: parameter {path!r} has {'a' if is_stacked else 'no'} layer in each "
-                    "entry of dim 0, and here the scan over layers runs over "
-                    f"{'others' if is_stacked else 'it'}; expected the same scan in training and "
-                    "evaluation."
+                    "entry of dim 0, but here the scan over layers "
+                    f"{'does not run' if is_stacked else 'runs'} over this dim; expected the same "
+                    "scan in training and evaluation."
                 )
         check_divides(cut.length, num_stages, chunks)
         self.chunk_layers = cut.length // (num_stages * chunks)

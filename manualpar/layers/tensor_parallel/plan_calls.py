@@ -95,9 +95,9 @@ class PlannedCalls:
         for x in jax.tree.leaves((args, kwargs)):
             if _is_activation(x) and self._is_whole(x):
                 raise ValueError(
-                    f"{where} has an input of shape {x.shape} that is whole on every device, "
-                    "expected one whose features are split. Give the module that makes it the "
-                    "style Column."
+                    f"{where} has an input of shape {x.shape} that is the same on every "
+                    "device, expected an input whose features are split. Give the module that "
+                    "computes this input the style Column."
                 )
         x = [*args, *kwargs.values()][0]
         if self._overlaps(module, x):

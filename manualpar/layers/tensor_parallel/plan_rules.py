@@ -105,8 +105,8 @@ def plan_from_rules(
         reasons = f" ({whole})" if whole else ""
         raise ValueError(
             f"plan_from_rules: the rules {rules} split no module of {type(model).__name__} over "
-            f"{axis!r}{reasons}, expected one at least. Annotate kernels with "
-            "nn.with_logical_partitioning, and give their names rules."
+            f"{axis!r}{reasons}, expected rules that split at least one module. Annotate kernels "
+            "with nn.with_logical_partitioning, and give their names rules."
         )
     return plan
 

@@ -77,9 +77,10 @@ def local_sizes(where: str, module: nn.Module, style: PerDevice, devices: int) -
                 continue
             if not isinstance(whole, int):
                 raise ValueError(
-                    f"{where}: the module has no number {name}, expected one that it "
-                    "has in a call: a field, an attribute that setup sets, or an entry of one, "
-                    f"such as {', '.join(_numbers(module))}."
+                    f"{where}: the module has no number {name}, expected a number "
+                    "that the module has during a call: a field, an attribute that setup sets, or "
+                    "an entry of a field or attribute, such as "
+                    f"{', '.join(_numbers(module))}."
                 )
             if whole % devices:
                 raise ValueError(
@@ -94,8 +95,8 @@ def local_sizes(where: str, module: nn.Module, style: PerDevice, devices: int) -
             if _look_up(module, name) != share:
                 raise ValueError(
                     f"{where}: {name} cannot be set in a copy of a {type(before).__name__}, "
-                    "expected one of a dataclass, a dict, or another object whose attributes can "
-                    f"be set. Have setup set an attribute, as in self.num_heads = self.{name}."
+                    "expected a dataclass, a dict, or another object whose attributes can be set. "
+                    f"Let setup set an attribute, as in self.num_heads = self.{name}."
                 )
         yield
 

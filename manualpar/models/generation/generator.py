@@ -277,7 +277,7 @@ class Generator:
         if tokens.ndim != 1 or not tokens.size:
             raise ValueError(
                 f"generate: prompt {index} has the shape {tokens.shape}, expected at least one "
-                "token; begin with the token that begins documents."
+                "token; begin with the BOS token."
             )
         if not np.issubdtype(tokens.dtype, np.integer):
             raise TypeError(

@@ -255,7 +255,7 @@ def _rotations(keys: "_Keys", family: str, *, has_windows: bool) -> dict[str, An
     else:
         fields = _rotation(keys, both or scaling, base)
     if partial != 1:
-        raise keys.refuse("partial_rotary_factor", partial, "1: all features of a head turn")
+        raise keys.refuse("partial_rotary_factor", partial, "1: all features of a head are rotated")
     if has_windows and family != "gemma3_text" and "rope_scaling" in fields:
         raise keys.refuse("rope_scaling", scaling or both, "none with layers of two kinds")
     if has_windows and family == "gemma3_text":
@@ -275,7 +275,7 @@ def _rotation(keys: "_Keys", given: Any, base: Any) -> dict[str, Any]:
     keys.check("rope_theta", base, float, lambda x: x > 1, "more than 1")
     fields: dict[str, Any] = {"rope_base": float(base)}
     if given.pop("partial_rotary_factor", 1.0) != 1:
-        raise keys.refuse("partial_rotary_factor", given, "1: all features of a head turn")
+        raise keys.refuse("partial_rotary_factor", given, "1: all features of a head are rotated")
     if kind not in ("default", "linear", "llama3"):
         raise keys.refuse("rope_type", kind, "'default', 'linear' or 'llama3'")
     if kind == "default":
@@ -289,7 +289,7 @@ def _rotation(keys: "_Keys", given: Any, base: Any) -> dict[str, Any]:
     # With `linear` scaling this key has no effect; with `llama3` it has been read above.
     given.pop("original_max_position_embeddings", None)
     if given:
-        raise keys.refuse("rope_scaling", given, f"no such keys in one of type {kind!r}")
+        raise keys.refuse("rope_scaling", given, f"no other keys for the type {kind!r}")
     return fields
 
 

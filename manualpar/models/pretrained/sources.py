@@ -77,7 +77,7 @@ def find_sources(
         pieces = _pieces_by_name(names, shapes)
     if missing == "error" and (without := sorted(shapes.keys() - pieces)):
         raise ValueError(
-            f"load_hf: names has no {' and no '.join(list_some(without))}, expected every "
+            f"load_hf: names lacks {' and '.join(list_some(without))}, expected every "
             "parameter of the model, or missing='init'."
         )
     files = TensorFiles(directory)

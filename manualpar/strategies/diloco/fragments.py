@@ -31,7 +31,7 @@ class Fragments:
         if number > len(leaves):
             raise ValueError(
                 f"diloco: fragments={number}, expected at most {len(leaves)}, the number of "
-                "trained parameters: the layers of a scan are one parameter each."
+                "trained parameters. (The layers of a scan are stacked in the same parameters.)"
             )
         sizes = [math.prod(x.shape) * x.dtype.itemsize for x in leaves]
         totals, chosen = [0] * number, [0] * len(leaves)

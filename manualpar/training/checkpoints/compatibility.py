@@ -103,7 +103,7 @@ def check_resumable(
             lines.append(f"{name}: {old} -> {new}")
     if refused:
         raise ValueError(
-            "config: it changes the model or the data of the run in the workdir; expected the "
+            "the config changes the model or the data of the run in the workdir; expected the "
             "saved values. Set them again, or choose another workdir (saved -> asked for):\n"
             + "\n".join(f"  {line}" for line in refused)
         )

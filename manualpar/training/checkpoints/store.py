@@ -125,7 +125,7 @@ class Checkpoints:
             if not self._place.has_mark(mark):
                 failure = (
                     f"checkpoints cannot be saved: process {jax.process_index()} on {host} does "
-                    f"not find in {self.folder} what process 0 on {first_host} has written there; "
+                    f"not see in {self.folder} the file that process 0 on {first_host} wrote; "
                     "give the absolute path of a folder on a file system that all hosts share."
                 )
             failure = first_failure(failure)

@@ -84,10 +84,12 @@ def test_what_is_chosen_is_said():
         f"the compiler's defaults (TPU v5 lite, gradients over 8 and 2 devices; {only})"
     )
     assert str(choose_options(V5E, [8], ["replica", "model"])) == (
-        f"the compiler's defaults (TPU v5 lite, gradients over 8 devices and also replica, model; {only})"
+        "the compiler's defaults (TPU v5 lite, gradients over 8 devices and also replica, model; "
+        f"{only})"
     )
     assert str(choose_options(V5E, [512])) == (
-        "the compiler's defaults (TPU v5 lite, gradients over 512 devices; the other options are faster for at most 256 devices)"
+        "the compiler's defaults (TPU v5 lite, gradients over 512 devices; the other options are "
+        "faster for at most 256 devices)"
     )
     assert (
         str(choose_options(V5E, [8], overlap="none"))

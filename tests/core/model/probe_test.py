@@ -276,7 +276,7 @@ class Weight(nn.Module):
 
 @pytest.mark.parametrize("model", [Normalised(), Raw(), Weight()], ids=["map", "raw", "WeightNorm"])
 def test_a_model_that_reads_shards_is_refused_and_runs_replicated(devices8, model):
-    with pytest.raises(ValueError, match=r"nn.map_variables .* whole: use replicate=\('"):
+    with pytest.raises(ValueError, match=r"nn.map_variables .* not be sharded: use replicate=\('"):
         build(model)
     x = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
     batch = Batch(x, np.zeros(16, np.int32))

@@ -187,7 +187,9 @@ def test_functions_over_what_is_stored_are_refused_with_what_to_write(devices8, 
             **options,
         )
 
-    expected = r"fsdp: parameters .* of 'dense', would be sharded, but they .* use replicate=\('dense',\) with fsdp"
+    expected = (
+        r"parameters of 'dense' would be sharded, but .* use replicate=\('dense',\) with fsdp"
+    )
     with pytest.raises(ValueError, match=expected):
         build()
     build(replicate=("dense",))

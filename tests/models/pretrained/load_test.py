@@ -98,7 +98,7 @@ def test_a_model_of_ones_own_is_named_parameter_by_parameter(tmp_path):
         load_hf(
             program, tmp_path, names={"encoder/kernel": names["encoder/kernel"]}, missing="init"
         )
-    with pytest.raises(ValueError, match="names has no encoder/bias, expected every"):
+    with pytest.raises(ValueError, match="names lacks encoder/bias, expected every"):
         load_hf(program, tmp_path, names={"encoder/kernel": names["encoder/kernel"]})
     with pytest.raises(ValueError, match="names has decoder, expected paths"):
         load_hf(program, tmp_path, names={"decoder": "w"})
