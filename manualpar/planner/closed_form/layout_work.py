@@ -195,7 +195,7 @@ def _kept_by_layer(x: DeviceSizes, layout: Layout) -> int:
     sizes = {
         "in": HALF * x.tokens * x.H * (x.N + 2 * x.K),  # query, key, value
         "scores": HALF * x.tokens * x.H * x.N,  # The output of attention.
-        # A checkpoint keeps the product's result before it is scattered.
+        # With remat, the result of the output product is kept before the reduce-scatter.
         "out": HALF * x.tokens * x.D if again else layer_input,
         "mlp": 0 if x.experts_per_device else HALF * 2 * x.tokens * x.F,
     }
