@@ -49,7 +49,7 @@ def sample_tokens(
       prompt: `int[P]`, or `int[B, P]` for several prompts of one length; the same in every process.
         The model sees only the end of a prompt that is longer than the window.
       num_tokens: How many tokens to draw, `T`.
-      sequence_length: The number of positions of the window, `S`; use the number of training.
+      sequence_length: The length of the window, `S`; use the sequence length of the training.
       temperature: The divisor of the logits; 0 takes the likeliest token.
       rng: A key; the same key draws the same tokens.
       collections: The other collections that the model reads, such as `state.collections`.
