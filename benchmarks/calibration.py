@@ -43,7 +43,7 @@ from benchmarks.results import note_conditions, write_results
 from manualpar.planner.closed_form.layout_estimate import estimate_layout
 from manualpar.planner.hardware import FITTED_ATTENTION, FITTED_PRODUCTS, SAME_PRODUCTS
 from manualpar.planner.plan import StepEstimate
-from manualpar.system.reports.tables import describe_share, print_table
+from manualpar.system.reports.tables import Column, describe_share, print_table
 
 RESULTS = Path(__file__).parent / "calibration.json"
 Shares = Mapping[str, float]  # Each share by its name, such as "products v5p", "attention torus".
@@ -203,32 +203,20 @@ def summarize(results: Mapping[str, Any]) -> list[str]:
     return sentences
 
 
+COLUMNS: Sequence[Column[Mapping[str, Any]]] = (
+    Column("published", "name"),
+    Column("mesh", "mesh"),
+    Column("computed again", "remat"),
+    Column("half", "half"),
+    Column("MFU", "published_mfu", describe_share),
+    Column("here", "mfu", describe_share),
+    *(Column(name, name, "{:.2f}".format) for name in ("before", "ratio", "exchanged")),
+)
+
+
 def print_calibration(console: rich.console.Console, results: Mapping[str, Any]) -> None:
     """Prints all rows and the errors of estimates."""
-    cells = [
-        [
-            row["name"],
-            row["mesh"],
-            row["remat"],
-            row["half"],
-            describe_share(row["published_mfu"]),
-            describe_share(row["mfu"]),
-            *(f"{row[column]:.2f}" for column in ("before", "ratio", "exchanged")),
-        ]
-        for row in results["rows"]
-    ]
-    headers = (
-        "published",
-        "mesh",
-        "computed again",
-        "half",
-        "MFU",
-        "here",
-        "before",
-        "ratio",
-        "exchanged",
-    )
-    print_table(console, headers, cells, words=4)
+    print_table(console, COLUMNS, results["rows"])
     for sentence in summarize(results):
         console.print(sentence, soft_wrap=True, highlight=False)
 

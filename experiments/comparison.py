@@ -4,6 +4,7 @@ A row is a dict with the measurements of a program, see `Trial.row` in `experime
 last row is the program on a single device.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,24 +15,19 @@ import rich.console
 from manualpar.strategies import strategy_kinds
 from manualpar.system.reports import pictures
 from manualpar.system.reports.pictures import Bar
-from manualpar.system.reports.tables import UNKNOWN, describe_bytes, print_table, print_wrapped
+from manualpar.system.reports.tables import (
+    UNKNOWN,
+    Column,
+    describe_bytes,
+    markdown_table,
+    print_table,
+    print_wrapped,
+)
 
 Row = dict[str, Any]
 
 PICTURE = "comparison.png"
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
-HEADERS = (
-    "",
-    "final loss",
-    "minus one device",
-    "state KiB",
-    "tempor. KiB",
-    "sent KiB/step",
-    "formula KiB/step",
-    "collectives",
-    "compile s",
-    "step ratio",
-)
 DASHES: dict[str, Any] = {
     "manual": (0, ()),
     "auto": (0, (5, 2)),
@@ -45,37 +41,46 @@ def name(row: Row) -> str:
     return f"{row['strategy']} {row['mode']}"
 
 
-def cells(row: Row) -> list[str]:
-    """Formats a row as the cells of the table, in the order of `HEADERS`."""
+def _counts(row: Row) -> str:
     counts = [row["collectives"].get(kind, 0) for kind in KINDS]
     if others := sum(row["collectives"].values()) - sum(counts):
         counts.append(others)
-    return [
-        name(row),
-        f"{row['losses'][-1]:.6f}",
-        f"{row['difference']:+.1e}",
-        _kib(row["state_bytes"]),
-        _kib(row["temporary_bytes"]),
-        _kib(row["bytes_sent"]),
-        ("≤ " if row["formula_is_bound"] else "") + _kib(row["formula_bytes"]),
-        "/".join(map(str, counts)),
-        f"{row['compile_seconds']:.1f}",
-        f"{row['step_ratio']:.2f}",
-    ]
+    return "/".join(map(str, counts))
+
+
+def _kib(size: float | None) -> str:
+    return UNKNOWN if size is None else f"{size / 1024:,.1f}"
+
+
+COLUMNS: Sequence[Column[Row]] = (
+    Column("", name),
+    Column("final loss", lambda row: row["losses"][-1], "{:.6f}".format),
+    Column("minus one device", "difference", "{:+.1e}".format),
+    Column("state KiB", "state_bytes", _kib),
+    Column("tempor. KiB", "temporary_bytes", _kib),
+    Column("sent KiB/step", "bytes_sent", _kib),
+    Column(
+        "formula KiB/step",
+        lambda row: "≤ " * row["formula_is_bound"] + _kib(row["formula_bytes"]),
+        str,
+    ),
+    Column("collectives", _counts, str),
+    Column("compile s", "compile_seconds", "{:.1f}".format),
+    Column("step ratio", "step_ratio", "{:.2f}".format),
+)
 
 
 def print_rows(console: rich.console.Console, rows: Sequence[Row], notes: Sequence[str]) -> None:
     """Prints the table and the footnotes; a line separates the row of the single device."""
-    *pairs, reference = map(cells, rows)
-    print_table(console, [header.replace(" ", "\n") for header in HEADERS], pairs, last=reference)
+    *pairs, reference = rows
+    columns = [dataclasses.replace(x, name=x.name.replace(" ", "\n")) for x in COLUMNS]
+    print_table(console, columns, pairs, last=reference)
     print_wrapped(console, *notes)
 
 
 def markdown(rows: Sequence[Row], notes: Sequence[str]) -> str:
     """Formats the table in Markdown, with the footnotes below it."""
-    alignments = ["---:" if header else "---" for header in HEADERS]
-    lines = [f"| {' | '.join(line)} |" for line in (HEADERS, alignments, *map(cells, rows))]
-    return "\n".join([*lines, "", *(f"- {note}" for note in notes), ""])
+    return "\n".join([markdown_table(COLUMNS, rows), "", *(f"- {note}" for note in notes), ""])
 
 
 def footnotes(rows: Sequence[Row], *, repetitions: int) -> list[str]:
@@ -103,13 +108,12 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     mesh = " x ".join(f"{axis}={size}" for axis, size in rows[0]["mesh"].items())
     title = f"One config under {len(rows) - 1} strategies and modes ({mesh})"
     size = (15, max(6.4, 2.6 + 0.34 * len(rows)))
-    with pictures.new_figure(path.name, size, title=title) as figure:
+    with pictures.saved_figure(path, size, title=title) as figure:
         grid = figure.add_gridspec(2, 3, width_ratios=(1.35, 1, 1), height_ratios=(2.2, 1))
         losses = figure.add_subplot(grid[0, 0])
         _draw_losses(losses, figure.add_subplot(grid[1, 0], sharex=losses), rows)
         _draw_memory(figure.add_subplot(grid[:, 1]), rows)
         _draw_bytes(figure.add_subplot(grid[:, 2]), rows)
-        figure.savefig(path)
 
 
 def _draw_losses(losses: Any, differences: Any, rows: Sequence[Row]) -> None:
@@ -142,9 +146,7 @@ def _draw_memory(axes: Any, rows: Sequence[Row]) -> None:
         label = name(row) if row is not rows[-1] else row["strategy"]
         text = f"{describe_bytes(state)} + {describe_bytes(temporaries)}"
         bars.append(Bar(label, [(state, _color(row)), (temporaries, pictures.GREY)], text))
-    pictures.draw_bars(axes, bars)
-    pictures.scale_in_bytes(axes)
-    axes.set_title("Memory of a device: state + temporaries")
+    pictures.draw_bars_of_bytes(axes, bars, title="Memory of a device: state + temporaries")
 
 
 def _draw_bytes(axes: Any, rows: Sequence[Row]) -> None:
@@ -159,9 +161,8 @@ def _draw_bytes(axes: Any, rows: Sequence[Row]) -> None:
         if formula:
             mark = {"marker": "|", "markersize": 13, "markeredgewidth": 2.2}
             axes.plot(formula, y, color=pictures.INK, **mark)
-    pictures.draw_bars(axes, bars)
-    pictures.scale_in_bytes(axes)
-    axes.set_title("Bytes that a device sends in a step (|: the formula)")
+    title = "Bytes that a device sends in a step (|: the formula)"
+    pictures.draw_bars_of_bytes(axes, bars, title=title)
     pictures.add_legend(axes, {"as traced": pictures.DARK, "as compiled": _pale(pictures.DARK)})
 
 
@@ -173,7 +174,3 @@ def _color(row: Row) -> str:
 def _pale(color: str) -> str:
     """Returns the colour halfway between `#RRGGBB` and white."""
     return "#" + "".join(f"{(int(color[i : i + 2], 16) + 255) // 2:02X}" for i in (1, 3, 5))
-
-
-def _kib(size: float | None) -> str:
-    return UNKNOWN if size is None else f"{size / 1024:,.1f}"

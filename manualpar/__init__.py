@@ -1,11 +1,8 @@
 """Flax models, data-parallel or fully sharded, with every collective written by hand."""
 
-# Modules that register themselves: the interfaces to Linen and NNX models, the check of
-# `trainable=`, and the serialization of states.
-import manualpar.core.checks.trainable_check
+# Modules that register themselves: the interfaces to Linen and NNX models.
 import manualpar.core.model.linen.linen_model
-import manualpar.core.model.nnx.nnx_model
-import manualpar.core.state.state_serialization  # noqa: F401
+import manualpar.core.model.nnx.nnx_model  # noqa: F401
 from manualpar._moved import find_old_names, import_moved
 from manualpar.core.mesh.mesh import abstract_mesh, make_mesh
 from manualpar.core.mesh.rng import fold_rng_over_axis

@@ -24,7 +24,7 @@ from manualpar.system.storage import AnyPath, open_for_reading, path_flag, user_
 from manualpar.system.storage.untrusted import parse_object
 from manualpar.training.devices import describe_mesh, simulate_devices
 from manualpar.training.exit_codes import ending_all
-from manualpar.training.stored_run import Trained, load_directory, load_run
+from manualpar.training.load_run import Trained, load_directory, load_run
 
 
 def model_flags(description: str) -> argparse.ArgumentParser:

@@ -20,7 +20,7 @@ from manualpar.errors import UsageError
 from manualpar.models.generation.generator import Generator
 from manualpar.models.generation.scoring import Score, score_completions, score_documents
 from manualpar.system.storage import AnyPath, path_flag
-from manualpar.training.stored_run import Trained
+from manualpar.training.load_run import Trained
 
 # The longest sequence if the model's sequence length in training is not known.
 MAX_LENGTH = 2048

@@ -17,7 +17,7 @@ from manualpar.data.chat import Chats
 from manualpar.errors import UsageError
 from manualpar.models.generation.generator import Answer, Generator, Prompt
 from manualpar.system.storage import path_flag
-from manualpar.training.stored_run import Trained
+from manualpar.training.load_run import Trained
 
 # The fields that the output has for each answer, after the fields of the prompt's line.
 ADDED = ("text", "ending", "tokens")

@@ -37,8 +37,8 @@ from manualpar.training.devices import simulate_devices
 from manualpar.training.exit_codes import exit_code
 from manualpar.training.experiment import prepare
 from manualpar.training.imported_model import fill_from_hf
+from manualpar.training.load_run import prepare_saved, restore_saved, saved_config
 from manualpar.training.monitoring.run_files import PLACED_FILES
-from manualpar.training.saved_run import prepare_saved, restore_saved, saved_config
 from manualpar.training.workdir import FOLDER, check_folder, open_checkpoints
 from manualpar.training.workdir_lock import lock_workdir
 

@@ -56,8 +56,8 @@ from manualpar.inspect.budgets import (
 from manualpar.inspect.communication import as_number, bytes_by_axes, total_bytes
 from manualpar.inspect.ledger_difference import Json, compare_ledgers
 from manualpar.inspect.scope_parsing import OTHER
+from manualpar.inspect.state_layout import trained_parts
 from manualpar.inspect.step_ledger import ledger
-from manualpar.inspect.trained_parts import trained_parts
 from manualpar.models import Transformer
 from manualpar.models.transformer_collectives import transformer_sends
 from manualpar.system.reports.tables import print_line

@@ -84,7 +84,7 @@ def draw_ledgers(
         "Lines: closed form of the strategy (solid), compiled step (dotted), bound (dashed)"
     )
     size = (15, 0.33 * sum(lines) + 0.85 * len(lines) + 1.2)
-    with pictures.new_figure(path.name, size, title=title) as figure:
+    with pictures.saved_figure(path, size, title=title) as figure:
         grid = figure.subplots(len(panels), 2, squeeze=False, height_ratios=lines)
         for row, (name, ledger) in enumerate(ledgers.items()):
             for column in (0, 1):
@@ -94,7 +94,6 @@ def draw_ledgers(
             mesh = " x ".join(f"{axis}={size:,}" for axis, size in ledger["mesh"].items())
             heading = f"{name}: {ledger['name']}, {mesh}"
             grid[row, 0].set_title(heading, fontweight="bold", pad=20)
-        figure.savefig(path)
 
 
 def _sent(ledger: Json) -> _Panel:
@@ -140,8 +139,7 @@ def _panel(label: str, parts: Sequence[tuple[str, float, str]], marks: list[_Mar
 
 
 def _draw_panel(axes: Any, panel: _Panel, end: float) -> None:
-    pictures.draw_bars(axes, panel.bars, end=end)
-    pictures.scale_in_bytes(axes)
+    pictures.draw_bars_of_bytes(axes, panel.bars, end=end)
     axes.get_yticklabels()[0].set_fontweight("bold")
     for x, line, _ in panel.marks:
         if x <= end:

@@ -1,13 +1,15 @@
 """Prints ledgers and their differences as tables. Every number is per device and per step.
 
 The tables show the JSON that is also written to files, see `manualpar.commands.inspect_command`.
+Each table is a list of columns over some rows of this JSON.
 """
 
 import functools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import rich.console
 
@@ -15,9 +17,12 @@ from manualpar.core.tracing.scopes import CAST_SCOPE
 from manualpar.inspect.budgets import Verdict
 from manualpar.inspect.expected_bytes import is_of_parameters
 from manualpar.inspect.ledger_difference import (
+    NAMES,
+    NOTHING,
     Difference,
     Json,
     Sent,
+    bytes_more,
     name_module,
     sent_by,
     totals,
@@ -25,6 +30,7 @@ from manualpar.inspect.ledger_difference import (
 from manualpar.inspect.scope_parsing import LAYER_SCOPES
 from manualpar.system.reports.tables import (
     UNKNOWN,
+    Column,
     describe_bytes,
     describe_count,
     describe_difference,
@@ -32,22 +38,39 @@ from manualpar.system.reports.tables import (
     describe_share,
     print_line,
     print_table,
+    share_of,
+    text_columns,
 )
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute")
 MOST_MODULES = 24  # Rows of a table; the JSON file has all of them.
 MOST_CHANGES = 40
 _OF_LAYERS = (*LAYER_SCOPES, CAST_SCOPE)
-# The columns of the table of all configs: header -> the ledger's total.
-SUMMARY = {
-    "collectives": "collectives",
-    "sent": "bytes sent",
-    "closed form": "",  # The closed form is not one of the totals.
-    "compiled": "compiled: bytes sent",
-    "FLOPs": "FLOPs",
-    "memory": "memory: peak",
-    "temporaries": "compiled: temporaries",
-}
+PARTS: Sequence[Column[Json]] = (
+    Column("parameters", "name"),
+    Column("arrays", "arrays", describe_count),
+    Column("elements", "elements", describe_count),
+    Column("held", "bytes", describe_bytes),
+    Column("optimizer state", "optimizer", describe_bytes),
+    Column("gradients sent", "sent", describe_bytes),
+)
+READINGS: Sequence[Column[Json]] = (
+    Column("reading", "name"),
+    Column("sent", "sent", str),
+    *(Column(x.replace("_", "-\n", 1), x, describe_count, is_optional=True) for x in KINDS),
+    Column("FLOPs", "flops", describe_flops),
+    Column("memory", "memory", str),
+)
+SUMMARY: Sequence[Column[Json]] = (
+    Column("", "name"),
+    Column("collectives", "collectives", describe_count),
+    Column("sent", "bytes sent", describe_bytes),
+    Column("closed form", "closed form", str),
+    Column("compiled", "compiled: bytes sent", describe_bytes),
+    Column("FLOPs", "FLOPs", describe_flops),
+    Column("memory", "memory: peak", describe_bytes),
+    Column("temporaries", "compiled: temporaries", describe_bytes),
+)
 
 
 def print_ledger(console: rich.console.Console, name: str, ledger: Json) -> None:
@@ -77,13 +100,11 @@ def print_ledger(console: rich.console.Console, name: str, ledger: Json) -> None
 
 def print_summary(console: rich.console.Console, ledgers: Mapping[str, Json]) -> None:
     """Prints a table that compares the configs, with a line for each."""
-    rows = []
-    for name, ledger in ledgers.items():
-        numbers = totals(ledger)
-        cells = {header: _describe(total, numbers.get(total)) for header, total in SUMMARY.items()}
-        cells["closed form"] = _closed_form(ledger)
-        rows.append([name, *cells.values()])
-    print_table(console, ["", *SUMMARY], rows, title="side by side")
+    rows = [
+        {"name": name, "closed form": _closed_form(ledger), **totals(ledger)}
+        for name, ledger in ledgers.items()
+    ]
+    print_table(console, SUMMARY, rows, title="side by side")
 
 
 def print_difference(
@@ -95,25 +116,21 @@ def print_difference(
         return
     rows = [
         (
-            change.what,
-            change.purpose,
-            name_module(change.module),
-            change.kind,
-            change.axes,
-            _describe_sent(change.before, change.after),
-            _describe_sent(change.after, change.before),
-            describe_difference(change.bytes_more, describe_bytes),
+            _describe_change(before, after),
+            *(purpose, name_module(module), *others),
+            *(_describe_sent(before, after), _describe_sent(after, before)),
+            describe_difference(bytes_more(before, after), describe_bytes),
         )
-        for change in found.collectives
+        for (purpose, module, *others), (before, after) in found.collectives.items()
     ]
-    headers = ("", "purpose", "module", "kind", "axes", "before", "after", "bytes")
+    columns = text_columns(("", *NAMES, "before", "after", "bytes"), words=1 + len(NAMES))
     title = f"{name}: difference to {against}"
-    print_table(console, headers, rows, title=title, words=5, most=MOST_CHANGES)
+    print_table(console, columns, rows, title=title, most=MOST_CHANGES)
     numbers = [
         (total, *(_describe(total, each) for each in pair), _describe_more(total, *pair))
         for total, pair in found.totals.items()
     ]
-    print_table(console, ("", "before", "after", "difference"), numbers)
+    print_table(console, text_columns(("", "before", "after", "difference")), numbers)
 
 
 def print_verdict(console: rich.console.Console, name: str, verdict: Verdict) -> None:
@@ -190,77 +207,75 @@ def explain_closed_form(ledger: Json) -> str:
 
 def _print_purposes(console: rich.console.Console, ledger: Json, title: str) -> None:
     sums = sent_by(read_collectives(ledger), "purpose", "axes")
+    rows = [(*names, *x) for names, x in sorted(sums.items(), key=lambda item: -item[1].bytes)]
     times, total = sum(x.times for x in sums.values()), sum(x.bytes for x in sums.values())
-    rows = [
-        (*names, f"{x.times:,}", describe_bytes(x.bytes), describe_share(x.bytes, total))
-        for names, x in sorted(sums.items(), key=lambda item: -item[1].bytes)
+    columns = [Column("purpose", 0), Column("axes", 1), *_sent_columns(2, total)]
+    print_table(console, columns, rows, title=title, last=("total", "", times, total))
+
+
+def _sent_columns(index: int, total: float) -> list[Column[Any]]:
+    """Returns columns for a number of collectives, at `index` in a row, and their bytes."""
+    return [
+        Column("collectives", index, describe_count),
+        Column("sent", index + 1, describe_bytes),
+        Column("share", index + 1, share_of(total), is_summed=False),
     ]
-    headers = ("purpose", "axes", "collectives", "sent", "share")
-    last = ("total", "", f"{times:,}", describe_bytes(total), "")
-    print_table(console, headers, rows, title=title, words=2, last=last)
 
 
 def _print_axes(console: rich.console.Console, ledger: Json) -> None:
-    sent = ledger["bytes"]["by_axes"]
+    sent, mesh = ledger["bytes"]["by_axes"], ledger["mesh"]
     predicted = (ledger["predicted_bytes"] or {}).get("by_axes", {})
     predicted = predicted | (ledger.get("predicted_layers") or {}).get("by_axes", {})
     rows = [
         (
             axes,
-            f"{math.prod(ledger['mesh'].get(axis, 1) for axis in axes.split(',')):,}",
-            describe_bytes(sent.get(axes, 0)),
-            describe_share(sent.get(axes, 0), ledger["bytes"]["total"]),
-            _closed_form(ledger, axes) if axes in predicted else UNKNOWN,
+            math.prod(mesh.get(axis, 1) for axis in axes.split(",")),
+            sent.get(axes, 0),
+            _closed_form(ledger, axes) if axes in predicted else None,
         )
         for axes in sorted(sent.keys() | predicted.keys(), key=lambda x: (-sent.get(x, 0), x))
     ]
-    print_table(console, ("axes", "devices", "sent", "share", "closed form"), rows)
+    columns: list[Column[Any]] = [
+        Column("axes", 0),
+        Column("devices", 1, describe_count),
+        Column("sent", 2, describe_bytes),
+        Column("share", 2, share_of(ledger["bytes"]["total"])),
+        Column("closed form", 3, str),
+    ]
+    print_table(console, columns, rows)
 
 
 def _print_trained(console: rich.console.Console, parts: Json) -> None:
     """Prints a table of the trained and the frozen parameters."""
-    rows = []
-    for name in ("trained", "frozen"):
-        part, is_trained = parts[name], name == "trained"
-        rows.append(
-            (
-                name,
-                *(f"{part['arrays']:,}", f"{part['elements']:,}", describe_bytes(part["bytes"])),
-                describe_bytes(parts["optimizer"] if is_trained else 0),
-                describe_bytes(parts["gradients_sent"] if is_trained else 0),
-            )
-        )
-    headers = ("parameters", "arrays", "elements", "held", "optimizer state", "gradients sent")
-    print_table(console, headers, rows)
+    of_trained = {"optimizer": parts["optimizer"], "sent": parts["gradients_sent"]}
+    rows = [
+        {"name": "trained", **parts["trained"], **of_trained},
+        {"name": "frozen", **parts["frozen"], "optimizer": 0, "sent": 0},
+    ]
+    print_table(console, PARTS, rows)
 
 
 def _print_modules(console: rich.console.Console, ledger: Json) -> None:
     """Prints the bytes and FLOPs of each module, largest first; equal modules share a line."""
     sums = {module: sent for (module,), sent in sent_by(read_collectives(ledger), "module").items()}
     flops: Mapping[str, int] = ledger["flops"]["by_module"]
-    alike: defaultdict[tuple[str, int, float, int], list[str]] = defaultdict(list)
+    alike: defaultdict[tuple[str, Sent, int], list[str]] = defaultdict(list)
     for module in sums.keys() | flops.keys():
-        sent = sums.get(module, Sent(0, 0.0))
-        glob = re.sub(r"\d+", "*", module)
-        alike[glob, sent.times, sent.bytes, flops.get(module, 0)].append(module)
-    found = []
-    for (glob, times, sent_bytes, own_flops), modules in alike.items():
+        sent, glob = sums.get(module, NOTHING), re.sub(r"\d+", "*", module)
+        alike[glob, Sent(sent.times, sent.bytes), flops.get(module, 0)].append(module)
+    rows = []
+    for (glob, sent, own_flops), modules in alike.items():
         n = len(modules)
         name = f"{glob} ({n})" if n > 1 else name_module(modules[0])
-        found.append((name, n * times, n * sent_bytes, n * own_flops))
-    found.sort(key=lambda row: (-row[2], -row[3], row[0]))
-    total = sum(row[2] for row in found)
-    rows = [
-        (
-            name,
-            f"{times:,}",
-            *(describe_bytes(sent_bytes), describe_share(sent_bytes, total)),
-            *(describe_flops(own_flops), describe_share(own_flops, ledger["flops"]["total"])),
-        )
-        for name, times, sent_bytes, own_flops in found
+        rows.append((name, n * sent.times, n * sent.bytes, n * own_flops))
+    rows.sort(key=lambda row: (-row[2], -row[3], row[0]))
+    columns = [
+        Column("module", 0),
+        *_sent_columns(1, sum(row[2] for row in rows)),
+        Column("FLOPs", 3, describe_flops),
+        Column("share", 3, share_of(ledger["flops"]["total"])),
     ]
-    headers = ("module", "collectives", "sent", "share", "FLOPs", "share")
-    print_table(console, headers, rows, most=MOST_MODULES)
+    print_table(console, columns, rows, most=MOST_MODULES)
 
 
 def _print_parts(
@@ -270,32 +285,34 @@ def _print_parts(
     describe: Callable[[float | None], str],
 ) -> None:
     """Prints numbers, of which the last is the sum of the others."""
-    *parts, (last, total) = numbers.items()
-    rows = [(name, describe(part), describe_share(part, total)) for name, part in parts]
-    print_table(console, (title, "", "share"), rows, last=(last, describe(total), ""))
+    *parts, total = numbers.items()
+    share: Column[Any] = Column("share", 1, share_of(total[1]), is_summed=False)
+    print_table(console, [Column(title, 0), Column("", 1, describe), share], parts, last=total)
 
 
 def _print_readings(console: rich.console.Console, ledger: Json) -> None:
     """Prints the closed form, the traced step and the compiled step side by side."""
-    compiled, memory = ledger["compiled"], ledger["memory"]
-    memory_text = f"{describe_bytes(memory['peak'])} peak" if memory else UNKNOWN
-    flops, sent = ledger["flops"]["total"], ledger["bytes"]["total"]
-    readings = [("jaxpr", sent, ledger["counts"], flops, memory_text)]
-    if compiled:
-        memory_text = " + ".join(
-            describe_bytes(compiled[name]) for name in ("arguments", "temporaries")
-        )
-        numbers = compiled["bytes"], compiled["counts"], compiled["flops"]
-        readings.append(("compiled", *numbers, f"{memory_text} temporaries"))
-    kinds = [kind for kind in KINDS if any(kind in counts for _, _, counts, _, _ in readings)]
-    rows = []
+    rows: list[Json] = []
+    none, compiled, memory = dict.fromkeys(KINDS, 0), ledger["compiled"], ledger["memory"]
     if ledger["predicted_bytes"]:
-        rows.append(["closed form", _closed_form(ledger), *[UNKNOWN] * (len(kinds) + 2)])
-    for name, sent, counts, flops, memory_text in readings:
-        times = (f"{counts.get(kind, 0):,}" for kind in kinds)
-        rows.append([name, describe_bytes(sent), *times, describe_flops(flops), memory_text])
-    headers = [kind.replace("_", "-\n", 1) for kind in kinds]
-    print_table(console, ("reading", "sent", *headers, "FLOPs", "memory"), rows)
+        rows.append({"name": "closed form", "sent": _closed_form(ledger)})
+    traced = {
+        "name": "jaxpr",
+        "sent": describe_bytes(ledger["bytes"]["total"]),
+        "flops": ledger["flops"]["total"],
+        "memory": f"{describe_bytes(memory['peak'])} peak" if memory else None,
+    }
+    rows.append(none | ledger["counts"] | traced)
+    if compiled:
+        sizes = (describe_bytes(compiled[name]) for name in ("arguments", "temporaries"))
+        found = {
+            "name": "compiled",
+            "sent": describe_bytes(compiled["bytes"]),
+            "flops": compiled["flops"],
+            "memory": f"{' + '.join(sizes)} temporaries",
+        }
+        rows.append(none | compiled["counts"] | found)
+    print_table(console, READINGS, rows)
 
 
 def _closed_form(ledger: Json, axes: str = "") -> str:
@@ -323,11 +340,17 @@ def _describe_more(total: str, before: float | None, after: float | None) -> str
     return f"{text} ({(after - before) / before:+.1%})" if before and after != before else text
 
 
-def _describe_sent(sent: Sent | None, other: Sent | None) -> str:
+def _describe_change(before: Sent, after: Sent) -> str:
+    if NOTHING in (before, after):
+        return "added" if before == NOTHING else "removed"
+    return "changed"
+
+
+def _describe_sent(sent: Sent, other: Sent) -> str:
     """Describes some collectives: count, dtypes, and shapes if `other` has other shapes."""
-    if sent is None:
+    if sent == NOTHING:
         return UNKNOWN
     text = f"{sent.times:,} x {', '.join(sent.dtypes)}"
-    if other and other.shapes != sent.shapes:
+    if other != NOTHING and other.shapes != sent.shapes:
         text += " " + ", ".join("x".join(map(str, shape)) or "()" for shape in sent.shapes)
     return text

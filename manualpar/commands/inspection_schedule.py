@@ -1,17 +1,22 @@
 """Shows the schedule of a config's pipeline: its table as text, and each stage's compute time."""
 
-from typing import Any
-
 import rich.console
 
 from manualpar.core.program.program import Program
 from manualpar.inspect.ledger_difference import Json
-from manualpar.inspect.stage_costs import stage_costs
+from manualpar.inspect.tick_parts import stage_costs
 from manualpar.layers.pipeline.executor import PipelineRun
 from manualpar.layers.pipeline.schedule_table import Costs, Table
 from manualpar.layers.pipeline.schedule_text import describe_schedule
 from manualpar.layers.pipeline.schedules import make_table
-from manualpar.system.reports.tables import describe_flops, describe_share, print_line, print_table
+from manualpar.system.reports.tables import (
+    Column,
+    describe_flops,
+    describe_share,
+    print_line,
+    print_table,
+    share_of,
+)
 
 MOST_TICKS = 100  # A table with more ticks is not printed.
 
@@ -55,15 +60,19 @@ def print_schedule(console: rich.console.Console, name: str, schedule: Json) -> 
     if table.num_ticks > MOST_TICKS:
         lines = [*lines[:2], f"{table.num_ticks} ticks are too many for text; see the picture."]
     print_line(console, "\n".join([f"{name}: {lines[0]}", *lines[1:], ""]))
-    busy, times = table.busy(costs).sum(axis=(0, 1)), table.tick_times(costs)
-    rows = []
-    for stage in range(table.num_stages):
-        ticks = [event.tick for event in table.events if event.stage == stage]
-        cells: list[Any] = [stage, min(ticks), max(ticks), table.in_flight[stage]]
-        shares = describe_share(busy[stage], times.sum())
-        rows.append([*map(str, cells), describe_flops(busy[stage]), shares])
-    headers = ["stage", "first tick", "last tick", "in flight", "computes", "of the time"]
-    print_table(console, headers, rows)
+    busy = table.busy(costs).sum(axis=(0, 1))
+    ticks = {
+        stage: [x.tick for x in table.events if x.stage == stage] for stage in range(len(busy))
+    }
+    columns: list[Column[int]] = [
+        Column("stage", str),
+        Column("first tick", lambda stage: min(ticks[stage]), str),
+        Column("last tick", lambda stage: max(ticks[stage]), str),
+        Column("in flight", lambda stage: table.in_flight[stage], str),
+        Column("computes", lambda stage: busy[stage], describe_flops),
+        Column("of the time", lambda stage: busy[stage], share_of(table.tick_times(costs).sum())),
+    ]
+    print_table(console, columns, list(ticks))
     print_line(
         console,
         f"A device idles for {describe_share(schedule['idle_share'])} of the time. It would be "

@@ -33,7 +33,7 @@ def draw_schedule(table: Table, path: Path, *, title: str, costs: Costs | None =
       MissingExtraError: matplotlib is not installed.
     """
     height = 1.2 + 0.4 * table.num_stages
-    with pictures.new_figure(path.name, (13, 3.6 + height), title=title) as figure:
+    with pictures.saved_figure(path, (13, 3.6 + height), title=title) as figure:
         stages, kept = figure.subplots(2, 1, sharex=True, height_ratios=(height, 1.6))
         _draw_stages(stages, table, costs or Costs())
         _draw_inputs(kept, table, costs or Costs())
@@ -41,8 +41,7 @@ def draw_schedule(table: Table, path: Path, *, title: str, costs: Costs | None =
             "time, in forward passes of a chunk" if costs is None else "operations of a device"
         )
         if costs:
-            kept.xaxis.set_major_formatter(lambda flops, position: describe_flops(flops))
-        figure.savefig(path)
+            pictures.format_ticks(kept.xaxis, describe_flops)
 
 
 def _starts(table: Table, costs: Costs) -> np.ndarray:

@@ -39,7 +39,7 @@ from typing import Any, NamedTuple
 
 from manualpar.core.tracing.scopes import REGATHER, SCOPES
 from manualpar.errors import UsageError
-from manualpar.inspect.ledger_difference import Json, Sent, name_module, sent_by, totals
+from manualpar.inspect.ledger_difference import NOTHING, Json, name_module, sent_by, totals
 from manualpar.inspect.scope_parsing import OTHER
 
 # Name of a limit on the whole step -> name of this number in the totals of a ledger.
@@ -207,7 +207,7 @@ def amounts(ledger: Json) -> dict[BudgetKey, int]:
         sums = sent_by(ledger["collectives"], field)
         # First the names with collectives, then the known names without collectives.
         for (name,) in dict.fromkeys([*sums, *((name,) for name in known[group])]):
-            sent = sums.get((name,), Sent(0, 0.0))
+            sent = sums.get((name,), NOTHING)
             found[BudgetKey(group, name, "bytes")] = whole(sent.bytes)
             found[BudgetKey(group, name, "collectives")] = sent.times
             if group == "modules":

@@ -58,7 +58,11 @@ SILENT_PRIMITIVES = TYPE_CASTS | {"axis_index"}
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """A collective of a traced program.
+    """One operand of a collective, as a program writes it or a closed form expects it.
+
+    `manualpar.inspect.compiled.CompiledCollective` is an instruction that XLA makes of one or
+    several of these. The planner adds seconds to both
+    (`manualpar.planner.timed_collectives.TimedCollective`).
 
     Attributes:
       axis_size: The number of devices that the axes span together.

@@ -32,7 +32,14 @@ from manualpar.inspect.hlo import (
     parse_module,
     trip_count,
 )
-from manualpar.inspect.scope_parsing import compiled_scopes, module_of, purpose_in
+from manualpar.inspect.scope_parsing import (
+    OTHER,
+    Phase,
+    compiled_scopes,
+    module_of,
+    phase_of,
+    purpose_in,
+)
 
 KIND_OF_OPCODE: Mapping[str, Kind] = {
     "all-gather": "all_gather",
@@ -53,7 +60,11 @@ FUSED_START, FUSED_DONE = "AsyncCollectiveStart", "AsyncCollectiveDone"
 
 @dataclasses.dataclass(frozen=True)
 class CompiledCollective:
-    """A collective of a compiled program.
+    """A collective instruction of a compiled program, or a pair of a start and a done.
+
+    It is not a `Collective`, because XLA merges several of these into one instruction with several
+    operands and source operations, and because HLO has groups of devices instead of mesh axes.
+    `manualpar.inspect.xla_changes` pairs the two.
 
     Attributes:
       group_size: The number of devices in its largest group; a group of a permutation is a set of
@@ -62,6 +73,9 @@ class CompiledCollective:
       dtypes: The dtype of each operand, as HLO writes it: `"f32"`, `"bf16"`, `"pred"`.
       times: How many times a step runs the collective.
       scope: The name stack of its source operation, "" if XLA kept none.
+      name: The instruction that starts it.
+      axes: The mesh axes that it runs over; empty if the reader has no mesh, or if the groups of
+        devices follow no axes.
     """
 
     kind: Kind
@@ -70,6 +84,8 @@ class CompiledCollective:
     dtypes: tuple[str, ...]
     times: int
     scope: str
+    name: str = dataclasses.field(default="", repr=False)
+    axes: tuple[str, ...] = dataclasses.field(default=(), repr=False)
 
     @property
     def operand_bytes(self) -> int:
@@ -80,6 +96,21 @@ class CompiledCollective:
     def bytes_sent(self) -> Fraction:
         """The bytes that a device sends for all operands in a step."""
         return self.times * ring_bytes(self.kind, self.operand_bytes, self.group_size)
+
+    @property
+    def purpose(self) -> str:
+        """The purpose of its first source operation, see `purpose_in`."""
+        return next((purpose for purpose, _ in self.names("")), OTHER)
+
+    @property
+    def module(self) -> str:
+        """The path of the module of its first source operation, with the name of the model."""
+        return next((module for _, module in self.names("")), "")
+
+    @property
+    def phase(self) -> Phase:
+        """The part of a step in which the collective runs, see `phase_of`."""
+        return phase_of(self.scope)
 
     def names(self, root: str) -> list[tuple[str, str]]:
         """Returns purpose and module of each source operation, in a model named `root`."""
@@ -362,5 +393,6 @@ class Reading:
         size = max(map(len, device_groups(self.module, inner)), default=1)
         operands = [array for name in inner.operands for array in arrays(where[name].shape)]
         dtypes, shapes = zip(*operands, strict=True)
-        found = CompiledCollective(kind, size, shapes, dtypes, self.times, inner.op_name)
+        of_step: Any = {"times": self.times, "scope": inner.op_name, "name": by.name}
+        found = CompiledCollective(kind, size, shapes, dtypes, **of_step)
         self.begin(key, by, inner, found)

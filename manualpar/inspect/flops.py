@@ -20,7 +20,7 @@ half either. Both compute the scores again in the backward pass; these operation
 import math
 from collections.abc import Iterable, Iterator
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -33,6 +33,8 @@ from manualpar.core.tracing.attention_blocks import (
 from manualpar.inspect.communication import summed
 from manualpar.inspect.equations import Around, EquationReader
 from manualpar.inspect.scope_parsing import PHASES, Phase, module_of, phase_of
+
+Number = TypeVar("Number", Fraction, float)
 
 # Primitives that multiply matrices, with an unknown number of operations.
 _UNCOUNTED = """
@@ -50,24 +52,36 @@ REDUCTIONS = frozenset(
 )
 
 
-class CountedProduct(NamedTuple):
-    """A product of a traced program; or a reduction, whose operations are not counted.
+class Product(NamedTuple, Generic[Number]):
+    """A product, or a reduction: the work of a device for all its runs in a step.
 
-    Its operations in a step are spread evenly over `spread` devices, and `flops` are per device.
-    `traffic` is the number of bytes that a device reads and writes for it. `dtype` is the dtype of
-    its widest operand. `is_fused` says whether it is part of a fused kernel of attention.
+    A traced program gives exact fractions. The planner adds up equal products, and its closed form
+    makes products of layers that were not traced, both in floats.
+
+    Attributes:
+      scope: The named scopes and transformations around it, outermost first.
+      flops: Its operations; 0 for a reduction, whose operations are not counted.
+      traffic: The bytes that it reads and writes.
+      dtype: The dtype of its widest operand.
+      is_fused: Whether it is part of a fused kernel of attention.
+      spread: The number of devices over which its operations are spread evenly.
     """
 
     scope: str
-    flops: Fraction
-    spread: int
+    flops: Number
+    traffic: Number
     dtype: str = ""
-    traffic: Fraction = Fraction(0)
     is_fused: bool = False
+    spread: int = 1
+
+    @property
+    def phase(self) -> Phase:
+        """The part of a step in which the product runs, see `phase_of`."""
+        return phase_of(self.scope)
 
 
 class Computation(NamedTuple):
-    """The products of a module in one phase of a step.
+    """The sum of a module's products in one phase of a step.
 
     `flops` are per device, rounded up where devices share them unevenly.
     """
@@ -111,25 +125,25 @@ def product_dtype(eqn: Any, *, is_fused: bool = False) -> str:
     return str(widest(dtypes, key=lambda dtype: dtype.itemsize))
 
 
-class ProductReader(EquationReader[CountedProduct]):
+class ProductReader(EquationReader[Product[Fraction]]):
     """Collects the products of a program."""
 
     verb = "computes"
     refuses_several = False
 
-    def find(self, eqn: Any, around: Around) -> tuple[CountedProduct, ...] | None:
+    def find(self, eqn: Any, around: Around) -> tuple[Product[Fraction], ...] | None:
         """Returns the product, if the equation is one; products inside a kernel do not count."""
         flops = flops_of(eqn, around.scope)
         if flops is not None:
             share = Fraction(around.times * flops, around.spread)
-            return (CountedProduct(around.scope, share, around.spread),)
+            return (Product(around.scope, share, Fraction(0), spread=around.spread),)
         return () if eqn.primitive.name == "pallas_call" else None
 
-    def cost(self, findings: tuple[CountedProduct, ...]) -> Fraction:
+    def cost(self, findings: tuple[Product[Fraction], ...]) -> Fraction:
         """Returns the operations of the products."""
         return sum((product.flops for product in findings), Fraction(0))
 
-    def describe(self, findings: tuple[CountedProduct, ...]) -> str:
+    def describe(self, findings: tuple[Product[Fraction], ...]) -> str:
         """Says where the first product is."""
         return f"products (first in scope {findings[0].scope or 'none'})"
 
@@ -139,7 +153,7 @@ class TrafficReader(ProductReader):
 
     fused_attention = False
 
-    def find(self, eqn: Any, around: Around) -> tuple[CountedProduct, ...] | None:
+    def find(self, eqn: Any, around: Around) -> tuple[Product[Fraction], ...] | None:
         """Returns the product or the reduction, if the equation is one."""
         flops: int | Fraction | None = flops_of(eqn, around.scope)
         is_product = flops is not None
@@ -158,10 +172,8 @@ class TrafficReader(ProductReader):
         dtype = product_dtype(eqn, is_fused=is_fused)
         share = Fraction(around.times, around.spread)
         flops, traffic = (flops or 0) * share, sum(sizes) * share
-        count = CountedProduct(
-            around.scope, flops, around.spread, dtype, traffic, is_fused or is_kernel
-        )
-        return (count,)
+        is_fused |= is_kernel
+        return (Product(around.scope, flops, traffic, dtype, is_fused, around.spread),)
 
 
 def _is_of_scores(eqn: Any, is_product: bool) -> bool:
@@ -179,12 +191,11 @@ def uncounted(eqns: Iterable[Any]) -> Iterator[str]:
 
 
 def by_phase_and_module(
-    products: Iterable[CountedProduct], root: str = ""
+    products: Iterable[Product[Fraction]], root: str = ""
 ) -> tuple[Computation, ...]:
     """Adds up products by phase (in the order of `PHASES`) and module (in the program's order)."""
     totals = summed(
-        ((phase_of(product.scope), module_of(product.scope, root)), product.flops)
-        for product in products
+        ((product.phase, module_of(product.scope, root)), product.flops) for product in products
     )
     return tuple(
         Computation(phase, module, math.ceil(flops))

@@ -52,6 +52,7 @@ FLOAT32 = jnp.dtype("float32")  # The dtype of norms' scales and of losses in ev
 INT32 = jnp.dtype("int32")
 # The scopes that JAX writes around a model's operations in the two passes.
 FORWARD, BACKWARD = "jvp(Transformer)", "transpose(jvp(Transformer))"
+RECOMPUTED = f"{BACKWARD}/rematted_computation"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

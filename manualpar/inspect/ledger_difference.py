@@ -14,7 +14,7 @@ Json = Mapping[str, Any]
 
 
 class Sent(NamedTuple):
-    """The sums over a group of collectives.
+    """The sums over the collectives of a ledger's JSON that have the same names.
 
     Attributes:
       times: The number of these collectives that a step runs.
@@ -29,39 +29,21 @@ class Sent(NamedTuple):
     shapes: tuple[tuple[int, ...], ...] = ()
 
 
-class Changed(NamedTuple):
-    """Collectives that differ between two ledgers; `None` where a ledger has none of them."""
-
-    purpose: str
-    module: str
-    kind: str
-    axes: str
-    before: Sent | None
-    after: Sent | None
-
-    @property
-    def what(self) -> str:
-        """`"added"`, `"removed"` or `"changed"`."""
-        if self.before is None:
-            return "added"
-        return "removed" if self.after is None else "changed"
-
-    @property
-    def bytes_more(self) -> float:
-        """The bytes that a device sends for them in the new ledger, minus the bytes in the old."""
-        return (self.after.bytes if self.after else 0) - (self.before.bytes if self.before else 0)
+NOTHING = Sent(0, 0.0)
+NAMES = ("purpose", "module", "kind", "axes")  # Collectives of two ledgers are compared by these.
 
 
 class Difference(NamedTuple):
     """How a ledger differs from an older one.
 
     Attributes:
-      collectives: The collectives that differ, the largest difference in bytes first.
+      collectives: The values of `NAMES` of the collectives that differ, with their sums before and
+        after (`NOTHING` where the ledger has none of them), the largest difference in bytes first.
       totals: Every number's name, with its values before and after (also if they are equal); `None`
         where the ledger lacks it.
     """
 
-    collectives: tuple[Changed, ...]
+    collectives: Mapping[tuple[str, ...], tuple[Sent, Sent]]
     totals: Mapping[str, tuple[float | None, float | None]]
 
     @property
@@ -72,18 +54,18 @@ class Difference(NamedTuple):
 
 def compare_ledgers(before: Json, after: Json) -> Difference:
     """Compares an old ledger with a new one."""
-    names = ("purpose", "module", "kind", "axes")
-    old, new = (sent_by(ledger["collectives"], *names) for ledger in (before, after))
-    changed = [
-        Changed(purpose, module, kind, axes, old.get(name), new.get(name))
-        for name in dict.fromkeys([*new, *old])
-        for purpose, module, kind, axes in [name]
-        if old.get(name) != new.get(name)
-    ]
-    changed.sort(key=lambda change: -abs(change.bytes_more))
+    old, new = (sent_by(ledger["collectives"], *NAMES) for ledger in (before, after))
+    sums = {x: (old.get(x, NOTHING), new.get(x, NOTHING)) for x in dict.fromkeys([*new, *old])}
+    changed = [(names, pair) for names, pair in sums.items() if pair[0] != pair[1]]
+    changed.sort(key=lambda change: -abs(bytes_more(*change[1])))
     was, now = totals(before), totals(after)
     pairs = {name: (was.get(name), now.get(name)) for name in dict.fromkeys([*was, *now])}
-    return Difference(tuple(changed), pairs)
+    return Difference(dict(changed), pairs)
+
+
+def bytes_more(before: Sent, after: Sent) -> float:
+    """Returns the bytes that a device sends in the new ledger, minus the bytes in the old one."""
+    return after.bytes - before.bytes
 
 
 def sent_by(collectives: Iterable[Json], *names: str) -> dict[tuple[str, ...], Sent]:

@@ -86,7 +86,11 @@ class _DimGather(NamedTuple):
     def gather(
         self, times: int, scope: str, comm: CommPolicy, dtype: Any, sent: Any, parts: int = 1
     ) -> Collective:
-        """Returns `times` gathers of a parameter of `dtype`, whose values are sent as `sent`."""
+        """Returns the all-gathers of this round, if the parameter is gathered `times` times.
+
+        `dtype` is the parameter's dtype, and `sent` the dtype in which values are sent that no
+        quantizer encodes.
+        """
         n = self.elements // self.rows // self.calls
         code = comm.gather.quantizer_for(n, dtype) if self.is_data else None
         size, sent = (code.row_bytes(n), UINT8) if code else (n, sent)

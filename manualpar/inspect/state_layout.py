@@ -1,8 +1,11 @@
-"""Shows where a program's state is stored: its bytes, a table, and drawings of the parameters."""
+"""Shows where a program's state is stored: its bytes, a table, and drawings of the parameters.
+
+It also counts trained and frozen parameters, and the bytes that a step sends for them.
+"""
 
 import difflib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -11,9 +14,14 @@ from rich import box
 from rich.table import Table
 
 from manualpar.core.mesh.axes import AxisName, axes_size, axis_tuple
+from manualpar.core.parameters.trainable import partition
 from manualpar.core.program.program import Program
+from manualpar.core.tracing.scopes import GATHER_SCOPE, REDUCE_SCOPE, REGATHER, SCATTER_SCOPE
 from manualpar.core.trees import path_name
+from manualpar.inspect.communication import Collective, as_number, total_bytes
 
+GRADIENTS = (SCATTER_SCOPE, REDUCE_SCOPE)
+GATHERS = (GATHER_SCOPE, REGATHER)
 ALL = "all"  # Stands for all parameters, in place of a path.
 MAX_WIDTH = 80  # Columns of the output, as jax assumes.
 HEIGHT = 10  # Lines that jax gives a drawing.
@@ -33,6 +41,39 @@ def state_bytes(tree: Any) -> tuple[int, int]:
     leaves = jax.tree.leaves(tree)
     per_device = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
     return per_device, sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
+
+
+def trained_parts(program: Program, collectives: Iterable[Collective]) -> dict[str, Any]:
+    """Counts the trained and the frozen parameters; all numbers except `elements` are per device.
+
+    Args:
+      program: The program.
+      collectives: The collectives of its traced step; none in modes other than `manual`.
+
+    Returns:
+      `trained` and `frozen`, each with the number of `arrays`, all their `elements` and their
+      `bytes`; `optimizer`, the bytes of the optimizer's state; `gradients_sent` and `gathers_sent`,
+      the bytes that a step sends for gradients and for gathered parameters, `None` if XLA chooses
+      the collectives.
+    """
+    counts: dict[str, Any] = {}
+    parts = partition(program.placements, program.abstract_state.params)
+    infos = [info for info, _ in program.parameters]
+    for name, part in zip(("trained", "frozen"), parts, strict=True):
+        members = [info for info in infos if info.trainable == (name == "trained")]
+        counts[name] = {
+            "arrays": len(jax.tree.leaves(part)),
+            "elements": sum(math.prod(info.shape) for info in members),
+            "bytes": state_bytes(part)[0],
+        }
+    counts["optimizer"] = state_bytes(program.abstract_state.opt_state)[0]
+    collectives = list(collectives)
+    for name, purposes in (("gradients_sent", GRADIENTS), ("gathers_sent", GATHERS)):
+        sent = total_bytes(
+            collective for collective in collectives if collective.purpose in purposes
+        )
+        counts[name] = as_number(sent) if program.mode == "manual" else None
+    return counts
 
 
 def layout_table(program: Program) -> Table:

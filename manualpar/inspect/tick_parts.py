@@ -1,4 +1,4 @@
-"""Finds the parts of a pipeline's tick in a traced step.
+"""Finds the parts of a pipeline's tick in a traced step, and their operations.
 
 The named scopes of `manualpar.core.tracing.tick_scopes` say in how many ticks each stage runs a
 part. This number distinguishes a chunk of layers, which all stages run, from the operations before
@@ -9,9 +9,12 @@ has to run it.
 
 import itertools
 
+import jax
+
 from manualpar.core.tracing.tick_scopes import innermost_ticks, ticks_run, ticks_scope
+from manualpar.inspect.flops import ProductReader
 from manualpar.inspect.scope_parsing import phase_of
-from manualpar.layers.pipeline.schedule_table import Table
+from manualpar.layers.pipeline.schedule_table import Costs, Table
 
 # Name of a part, as in `Costs` -> row of the table that says which stages run it.
 ROWS = {
@@ -59,3 +62,24 @@ class TickParts:
         ticks = ticks_run(innermost_ticks(scope))
         assert ticks
         return ticks.runs[stage]
+
+
+def stage_costs(traced: jax.stages.Traced, table: Table) -> Costs:
+    """Returns the operations that a stage does in a tick.
+
+    Args:
+      traced: The traced train step of a program with a pipeline, such as
+        `program.train_step.trace(program.abstract_state, program.abstract_batch)`.
+      table: The schedule of the pipeline.
+
+    Returns:
+      The costs. With one stage, all operations count as operations of chunks.
+    """
+    costs: dict[str, float] = dict.fromkeys(Costs._fields, 0.0)
+    parts = TickParts(table)
+    for stage in sorted({0, table.num_stages - 1}):
+        for product in ProductReader("stage_costs", stage=stage).read(traced.jaxpr.jaxpr):
+            part = parts.of(product.scope)
+            if part and (part == "after" or not stage):  # Chunks are the same on all stages.
+                costs[part] += float(product.flops / parts.runs(product.scope, stage))
+    return Costs(**costs)

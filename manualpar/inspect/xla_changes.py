@@ -121,7 +121,10 @@ class _Written:
 
 @dataclasses.dataclass
 class _Running:
-    """An operand of a compiled collective, with the number of its unpaired runs and its sources."""
+    """An operand of a compiled collective, which runs `times` times.
+
+    `left` of these runs have no partner in the jaxpr yet; `sources` are the partners.
+    """
 
     collective: CompiledCollective
     elements: int

@@ -10,15 +10,15 @@ from typing import Any
 
 from manualpar.core.mesh.mesh_order import in_order
 from manualpar.inspect.communication import summed
-from manualpar.inspect.scope_parsing import OTHER, phase_of
+from manualpar.inspect.compiled import CompiledCollective
 from manualpar.planner.hardware import Chip
 from manualpar.planner.kernels import Kernel, kernel_clock, kernel_efficiency
 from manualpar.planner.link_timeline import wire_by_links
 from manualpar.planner.out_of_memory import read_out_of_memory
-from manualpar.planner.plan import PlannedCollective, StepEstimate, merge_alike
+from manualpar.planner.plan import StepEstimate
+from manualpar.planner.timed_collectives import TimedCollective, planned_collectives
 from manualpar.planner.topology import Topology, ring_over
 from manualpar.planner.tpu_timeline import (
-    ScheduledCollective,
     Timeline,
     on_all_links,
     read_timeline,
@@ -26,6 +26,7 @@ from manualpar.planner.tpu_timeline import (
 from manualpar.training.monitoring.throughput import Throughput
 
 NUM_NOTED = 5
+MODEL = "Transformer"  # Flax begins every scope with the model's name.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +80,9 @@ def plan_of(step: CompiledStep) -> StepEstimate:
         memory=_memory(facts["memory"], facts["state"]),
         peak_bytes=facts["memory"]["peak"],
         fits=True,
-        collectives=merge_alike(_planned(x, chip) for x in timeline.collectives),
+        collectives=planned_collectives(
+            dataclasses.replace(x, network=chip.network.names[0]) for x in timeline.collectives
+        ),
         compute_seconds=timeline.compute_seconds,
         exposed_seconds=timeline.exposed_seconds,
         overlapped_seconds=timeline.hidden_seconds,
@@ -110,7 +113,7 @@ def schedule_of(step: CompiledStep, *, by_links: bool = False) -> Timeline:
     topology, mesh, facts = step.topology, step.facts["mesh"], step.facts
     ordered = in_order(mesh, facts["order"])
 
-    def wire_seconds(collective: ScheduledCollective) -> float:
+    def wire_seconds(collective: CompiledCollective) -> float:
         if collective.group_size < 2:
             return 0.0
         axes = collective.axes or tuple(axis for axis, size in mesh.items() if size > 1)
@@ -143,24 +146,9 @@ def _memory(memory: Mapping[str, int], state: Mapping[str, int]) -> dict[str, in
     }
 
 
-def purpose_and_module(collective: ScheduledCollective) -> tuple[str, str]:
+def purpose_and_module(timed: TimedCollective) -> tuple[str, str]:
     """Returns a collective's purpose and its module, as far as its scope names them."""
-    return next(iter(collective.names(root="Transformer")), (OTHER, ""))
-
-
-def _planned(collective: ScheduledCollective, chip: Chip) -> PlannedCollective:
-    return PlannedCollective(
-        kind=collective.kind,
-        axes=collective.axes,
-        purpose=purpose_and_module(collective)[0],
-        phase=phase_of(collective.scope),
-        times=collective.times,
-        bytes_sent=float(collective.bytes_sent),
-        seconds=collective.wire_seconds,
-        hidden_seconds=collective.hidden_seconds,
-        is_async=collective.is_async,
-        network=chip.network.names[0],
-    )
+    return timed.collective.purpose, timed.collective.module.removeprefix(f"{MODEL}/")
 
 
 def _assumptions(step: CompiledStep) -> tuple[str, ...]:
@@ -201,7 +189,7 @@ def _of_kernels(schedule: Timeline, chip: Chip) -> Iterator[str]:
 def _notes(schedule: Timeline) -> Iterator[str]:
     """Yields sentences about the longest waits of the step, and about missing estimates."""
     exposed = summed(
-        ((x.kind, *purpose_and_module(x)), x.wire_seconds - x.hidden_seconds)
+        ((x.collective.kind, *purpose_and_module(x)), x.seconds - x.hidden_seconds)
         for x in schedule.collectives
     )
     longest = sorted(exposed.items(), key=lambda item: -item[1])[:NUM_NOTED]

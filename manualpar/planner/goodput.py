@@ -56,7 +56,11 @@ class CheckpointCosts:
 
     @property
     def recovery(self) -> float:
-        """The time from a failure to training, plus the loss of an unfinished save: `R`."""
+        """The seconds that a failure costs: `R`.
+
+        These are the seconds until training continues, and the seconds of training that are lost
+        because a save in the background had not ended.
+        """
         return self.restart + self.restore + self.background
 
 

@@ -5,6 +5,7 @@ A process has the devices of a node, or four chips of a TPU.
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import rich.console
@@ -22,11 +23,33 @@ from manualpar.planner.goodput import (
     young_interval,
 )
 from manualpar.planner.topology import Topology
-from manualpar.system.reports.tables import describe_share, print_table, print_wrapped
+from manualpar.system.reports.tables import (
+    Column,
+    describe_share,
+    print_side_by_side,
+    print_wrapped,
+)
 
 HOUR = 3600.0
 CHIPS_OF_A_HOST = 4
 INTERVALS = {"Young": young_interval, "Daly": daly_interval, "exact": best_interval}
+
+
+def describe_time(seconds: float) -> str:
+    """Formats a time in the unit that suits it, such as `3.09 h`."""
+    for unit, size in (("d", 24 * HOUR), ("h", HOUR), ("min", 60.0)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.3g} s"
+
+
+SHARES: Sequence[Column[Goodput]] = (
+    Column("a save every", "interval", describe_time),
+    Column("trains", "training", describe_share),
+    Column("waits for saves", "saving", describe_share),
+    Column("computes again", "repeating", describe_share),
+    Column("restarts and restores", "recovering", describe_share),
+)
 
 
 class PlannedGoodput(NamedTuple):
@@ -89,20 +112,13 @@ def plan_goodput(
 
 def print_goodput(console: rich.console.Console, planned: PlannedGoodput) -> None:
     """Prints how a run spends its time with each of the intervals."""
-    goodputs, costs = list(planned.intervals.values()), planned.costs
-    lines = {
-        "a save every": [describe_time(each.interval) for each in goodputs],
-        "trains": [describe_share(each.training) for each in goodputs],
-        "waits for saves": [describe_share(each.saving) for each in goodputs],
-        "computes again": [describe_share(each.repeating) for each in goodputs],
-        "restarts and restores": [describe_share(each.recovering) for each in goodputs],
-    }
-    rows = [[name, *values] for name, values in lines.items()]
+    costs = planned.costs
     title = (
         f"goodput: a device fails every {planned.device_mtbf / HOUR:,.0f} h, the run every "
         f"{describe_time(planned.mtbf)}"
     )
-    print_table(console, ["", *planned.intervals], rows, title=title)
+    goodputs, names = list(planned.intervals.values()), list(planned.intervals)
+    print_side_by_side(console, SHARES, goodputs, names=names, title=title)
     print_wrapped(
         console,
         f"The loop waits {describe_time(costs.blocked)} for a save, which is complete "
@@ -111,11 +127,3 @@ def print_goodput(console: rich.console.Console, planned: PlannedGoodput) -> Non
         f"From a failure until then {describe_time(costs.restart)} are assumed. See "
         "manualpar.planner.goodput.",
     )
-
-
-def describe_time(seconds: float) -> str:
-    """Formats a time in the unit that suits it, such as `3.09 h`."""
-    for unit, size in (("d", 24 * HOUR), ("h", HOUR), ("min", 60.0)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds:.3g} s"

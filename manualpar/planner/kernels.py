@@ -47,7 +47,7 @@ class Kernel(NamedTuple):
 
 
 def kernels_in(jaxpr: Jaxpr, scope: str = "") -> Iterator[Kernel]:
-    """Yields the kernels of a traced program whose operations are known."""
+    """Yields the kernels of a traced program, except those with an unknown number of operations."""
     for eqn in jaxpr.eqns:
         inside = f"{scope}/{eqn.source_info.name_stack}"
         if eqn.primitive.name != "pallas_call":

@@ -9,11 +9,12 @@ dimensions that its devices span. A collective that crosses slices occupies all 
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
+from manualpar.inspect.compiled import CompiledCollective
 from manualpar.inspect.hlo import Groups, Instruction, permuted_pairs
 from manualpar.planner.topology import Topology, is_closed
-from manualpar.planner.tpu_timeline import OnWire, ScheduledCollective, SendModel, WireSeconds
+from manualpar.planner.tpu_timeline import SendModel, WireSeconds
 
 TorusPlace = tuple[int, ...]  # The slice of a device, then its coordinates in the torus.
 Link = tuple[TorusPlace, int, int]  # From a place along a dimension, in a direction: 1 or -1.
@@ -37,12 +38,14 @@ def wire_by_links(
     def links_along(dims: set[int]) -> frozenset[Link]:
         return frozenset((at, dim, step) for at in devices for dim in dims for step in (1, -1))
 
-    def wire(collective: ScheduledCollective, instruction: Instruction, groups: Groups) -> OnWire:
+    def wire(
+        collective: CompiledCollective, instruction: Instruction, groups: Groups
+    ) -> tuple[Collection[Link], float]:
         is_crossing = any(len({devices[i][0] for i in group}) > 1 for group in groups)
         if is_crossing:
-            return OnWire(links_along(set(range(1, len(sizes)))), wire_seconds(collective))
+            return links_along(set(range(1, len(sizes)))), wire_seconds(collective)
         if collective.kind != "permute":
-            return OnWire(links_along(_dims_spanned(devices, groups)), wire_seconds(collective))
+            return links_along(_dims_spanned(devices, groups)), wire_seconds(collective)
         ways = [
             list(_way(devices[source], devices[target], sizes, closed))
             for source, target in permuted_pairs(instruction)
@@ -50,7 +53,7 @@ def wire_by_links(
         loads = Counter(link for way in ways for link in way)
         hops = max(map(len, ways), default=0)
         sent = max(loads.values(), default=0) * collective.operand_bytes
-        return OnWire(loads, network.launch + hops * network.latency + sent / bandwidth)
+        return loads, network.launch + hops * network.latency + sent / bandwidth
 
     return wire
 

@@ -8,7 +8,7 @@ assumptions. Seconds are per step, bytes per device.
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from manualpar.training.monitoring.throughput import Throughput
@@ -16,7 +16,9 @@ from manualpar.training.monitoring.throughput import Throughput
 
 @dataclasses.dataclass(frozen=True)
 class PlannedCollective:
-    """Collectives of a step that differ only in numbers.
+    """The sum of the collectives of a step that differ only in numbers: a line of a plan.
+
+    `manualpar.planner.timed_collectives` adds up single collectives.
 
     Attributes:
       axes: The mesh axes; empty if a compiled program does not name them.
@@ -40,27 +42,6 @@ class PlannedCollective:
     is_async: bool | None = None
     network: str = ""
     slow_bytes: float = 0.0
-
-
-def merge_alike(collectives: Iterable[PlannedCollective]) -> tuple[PlannedCollective, ...]:
-    """Adds up collectives that differ only in numbers, and sorts them, the longest first."""
-    groups: dict[PlannedCollective, list[PlannedCollective]] = {}
-    for x in collectives:
-        nothing: Any = {"times": 0, "bytes_sent": 0.0, "slow_bytes": 0.0}
-        key = dataclasses.replace(x, seconds=None, hidden_seconds=None, **nothing)
-        groups.setdefault(key, []).append(x)
-    merged = [
-        dataclasses.replace(
-            key,
-            times=sum(x.times for x in alike),
-            bytes_sent=sum(x.bytes_sent for x in alike),
-            slow_bytes=sum(x.slow_bytes for x in alike),
-            seconds=sum(x.seconds or 0.0 for x in alike),
-            hidden_seconds=sum(x.hidden_seconds or 0.0 for x in alike),
-        )
-        for key, alike in groups.items()
-    ]
-    return tuple(sorted(merged, key=lambda x: -(x.seconds or 0.0)))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,11 +22,10 @@ def draw_plans(plans: Sequence[StepEstimate], path: Path) -> None:
     """Draws plans of one step into a PNG file: a bar of time and one of memory for each."""
     title = f"{plans[0].name} on {plans[0].topology}: estimated, not measured"
     names = [f"{plan.source}\n(a model)" if plan.is_model else plan.source for plan in plans]
-    with pictures.new_figure(path.name, (13, 2.6 + 0.9 * len(plans)), title=title) as figure:
+    with pictures.saved_figure(path, (13, 2.6 + 0.9 * len(plans)), title=title) as figure:
         time, memory = figure.subplots(1, 2, width_ratios=(1.1, 1))
         _draw_times(time, plans, names, title="Step time")
         _draw_memory(memory, plans)
-        figure.savefig(path)
 
 
 def draw_search(
@@ -45,7 +44,7 @@ def draw_search(
     fitting = [(x.candidate, x.plan) for x in outcomes if x.plan and not x.reason][:SHOWN]
     labels = [f"{candidate.name}\n{candidate.details}" for candidate, _ in fitting]
     heading = f"The fastest of those that fit ({len(outcomes)} compared)"
-    with pictures.new_figure(path.name, (15, 6.4), title=title) as figure:
+    with pictures.saved_figure(path, (15, 6.4), title=title) as figure:
         ranking, *rest = figure.subplots(
             1, 1 + bool(curves), width_ratios=(1, 1.25)[: 1 + bool(curves)], squeeze=False
         )[0]
@@ -53,7 +52,6 @@ def draw_search(
         for scaling in rest:
             _draw_curves(scaling, curves)
             scaling.set_title(f"Step time against devices, {per_device} on each (weak scaling)")
-        figure.savefig(path)
 
 
 def _draw_times(
@@ -70,7 +68,7 @@ def _draw_times(
         bars.append(Bar(label, parts, describe_seconds(plan.step_seconds) + mfu))
         axes.barh(place + 0.41, plan.overlapped_seconds or 0, height=0.12, color=HIDDEN)
     pictures.draw_bars(axes, bars)
-    axes.xaxis.set_major_formatter(_describe_tick)
+    pictures.format_ticks(axes.xaxis, describe_seconds)
     axes.set_title(title)
     axes.set_xlabel("step time, estimated")
     colors = {"computing": pictures.BLUE, "sending, exposed": pictures.RED}
@@ -89,11 +87,14 @@ def _draw_memory(axes: Any, plans: Sequence[StepEstimate]) -> None:
         bars.append(Bar("", parts, text))
         seen |= {name: colors[name] for name in colors if plan.memory[name] > 0.002 * largest}
     is_near = largest > 0.2 * bound
-    pictures.draw_bars(axes, bars, end=pictures.ROOM * max(bound, largest) if is_near else 0)
+    pictures.draw_bars_of_bytes(
+        axes,
+        bars,
+        end=pictures.ROOM * max(bound, largest) if is_near else 0,
+        title="Memory of a device at the step's peak",
+    )
     if is_near:
         axes.axvline(bound, color=pictures.INK, linewidth=1.2, linestyle="--")
-    pictures.scale_in_bytes(axes)
-    axes.set_title("Memory of a device at the step's peak")
     pictures.add_legend(axes, seen)
 
 
@@ -116,11 +117,7 @@ def _draw_curves(axes: Any, curves: Mapping[str, Sequence[tuple[int, StepEstimat
     axes.set_xscale("log", base=2)
     axes.set_xticks(counts, [f"{count:,}" for count in counts], rotation=30)
     axes.set_ylim(bottom=0)
-    axes.yaxis.set_major_formatter(_describe_tick)
+    pictures.format_ticks(axes.yaxis, describe_seconds)
     axes.set_xlabel("devices")
     axes.set_ylabel("step time, estimated")
     axes.legend()
-
-
-def _describe_tick(seconds: float, position: int | None) -> str:
-    return describe_seconds(seconds) if seconds else "0"

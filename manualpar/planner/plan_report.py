@@ -1,6 +1,7 @@
 """Prints plans and searches as tables, and converts searches to plain values."""
 
 import dataclasses
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,39 +13,73 @@ from manualpar.core.parameters.quantized_collectives import BlockQuantizer
 from manualpar.inspect.step_ledger import describe_codes
 from manualpar.planner.closed_form.layout import AnyCode
 from manualpar.planner.hardware import Chip
-from manualpar.planner.plan import StepEstimate
+from manualpar.planner.plan import PlannedCollective, StepEstimate
 from manualpar.planner.sweep import Compared, Outcome
 from manualpar.system.reports.tables import (
+    Column,
     describe_bytes,
     describe_count,
     describe_seconds,
     describe_share,
     print_line,
+    print_side_by_side,
     print_table,
     print_wrapped,
+    text_columns,
 )
 
 SHOWN = 12  # Rows of each part of a search.
 CURVE_FIELDS = ("topology", "step_seconds", "compute_seconds", "exposed_seconds", "fits", "mfu")
-BY_LINKS = "  with each link by itself"
+
+
+def _tokens_of_a_device(plan: StepEstimate) -> float | None:
+    return plan.tokens_per_second and plan.tokens_per_second / plan.num_devices
+
+
+_optional = functools.partial(Column, is_optional=True)
 # The lines of the table of plans after the classes of memory.
-LINES: Sequence[tuple[str, Callable[[StepEstimate], str]]] = (
-    ("  all, at the peak", lambda plan: describe_bytes(plan.peak_bytes)),
-    ("  of", lambda plan: describe_bytes(plan.hbm_bytes)),
-    ("step, estimated", lambda plan: describe_seconds(plan.step_seconds)),
-    (BY_LINKS, lambda plan: describe_seconds(plan.step_seconds_by_links)),
-    ("  computing", lambda plan: describe_seconds(plan.compute_seconds)),
-    ("    of it waiting for memory", lambda plan: describe_seconds(plan.hbm_seconds)),
-    ("  sending, exposed", lambda plan: describe_seconds(plan.exposed_seconds)),
-    ("  sending, overlapped", lambda plan: describe_seconds(plan.overlapped_seconds)),
-    ("  waiting for other stages", lambda plan: describe_seconds(plan.bubble_seconds)),
-    ("  sending over slow links", lambda plan: describe_seconds(plan.slow_seconds)),
-    ("bytes sent a device", lambda plan: describe_bytes(plan.bytes_sent)),
-    ("  over slow links", lambda plan: describe_bytes(plan.slow_bytes)),
-    ("tokens/s", lambda plan: describe_count(plan.tokens_per_second)),
-    ("  a device", lambda plan: describe_count(plan.tokens_per_second, plan.num_devices)),
-    ("examples/s", lambda plan: describe_count(plan.examples_per_second)),
-    ("MFU", lambda plan: describe_share(plan.mfu)),
+LINES: Sequence[Column[StepEstimate]] = (
+    Column("  all, at the peak", "peak_bytes", describe_bytes),
+    Column("  of", "hbm_bytes", describe_bytes),
+    Column("step, estimated", "step_seconds", describe_seconds),
+    _optional("  with each link by itself", "step_seconds_by_links", describe_seconds),
+    Column("  computing", "compute_seconds", describe_seconds),
+    Column("    of it waiting for memory", "hbm_seconds", describe_seconds),
+    Column("  sending, exposed", "exposed_seconds", describe_seconds),
+    Column("  sending, overlapped", "overlapped_seconds", describe_seconds),
+    _optional("  waiting for other stages", "bubble_seconds", describe_seconds),
+    _optional("  sending over slow links", "slow_seconds", describe_seconds),
+    Column("bytes sent a device", "bytes_sent", describe_bytes),
+    _optional("  over slow links", "slow_bytes", describe_bytes),
+    _optional("tokens/s", "tokens_per_second", describe_count),
+    _optional("  a device", _tokens_of_a_device, describe_count),
+    _optional(
+        "examples/s",
+        lambda x: None if x.tokens_per_second else x.examples_per_second,
+        describe_count,
+    ),
+    Column("MFU", "mfu", describe_share),
+)
+# The columns of the outcomes of a search that fit.
+FITTING: Sequence[Column[Any]] = (
+    Column("mesh", lambda x: x.candidate.name),
+    Column("how", lambda x: x.candidate.details),
+    Column("step", lambda x: x.plan.step_seconds, describe_seconds),
+    Column("computing", lambda x: x.plan.compute_seconds, describe_seconds),
+    Column("exposed", lambda x: x.plan.exposed_seconds, describe_seconds),
+    _optional("bubble", lambda x: x.plan.bubble_seconds or 0.0, describe_seconds),
+    Column("MFU", lambda x: x.plan.mfu, describe_share),
+)
+COLLECTIVES: Sequence[Column[PlannedCollective]] = (
+    Column("collective", "kind"),
+    Column("for", "purpose"),
+    Column("in", "phase"),
+    Column("over", lambda x: ",".join(x.axes)),
+    Column("by", "network"),
+    Column("times", "times", describe_count),
+    Column("bytes", "bytes_sent", describe_bytes),
+    Column("takes", "seconds", describe_seconds),
+    Column("hidden", lambda x: describe_share(x.hidden_seconds or 0, x.seconds or 0), str),
 )
 
 
@@ -54,23 +89,13 @@ def print_plans(console: rich.console.Console, plans: Sequence[StepEstimate]) ->
     mesh = " x ".join(f"{axis}={size}" for axis, size in first.mesh.items())
     title = f"{first.name} on {first.topology} ({first.num_devices:,} devices, {mesh})"
     headers = [f"{plan.source}, a model" if plan.is_model else plan.source for plan in plans]
-    rows = [["fits", *map(_describe_fit, plans)]]
-    for name in dict.fromkeys(name for plan in plans for name in plan.memory):
-        sizes = [plan.memory.get(name) for plan in plans]
-        if any(sizes):
-            rows.append([f"  {name}", *map(describe_bytes, sizes)])
-    has_tokens = any(plan.tokens_per_second for plan in plans)
-    left_out = {"examples/s"} if has_tokens else {"tokens/s", "  a device"}
-    if all(plan.bubble_seconds is None for plan in plans):
-        left_out.add("  waiting for other stages")
-    if all(plan.step_seconds_by_links is None for plan in plans):
-        left_out.add(BY_LINKS)
-    if not any(plan.slow_bytes for plan in plans):
-        left_out |= {"  sending over slow links", "  over slow links"}
-    rows += [[label, *map(text, plans)] for label, text in LINES if label not in left_out]
-    print_table(console, ["", *headers], rows, title=title)
+    classes = dict.fromkeys(name for plan in plans for name in plan.memory)
+    sizes = (_optional(f"  {x}", _size_of(x), describe_bytes) for x in classes)
+    lines = [Column("fits", _describe_fit, str), *sizes, *LINES]
+    print_side_by_side(console, lines, plans, names=headers, title=title)
     for plan in plans:
-        _print_collectives(console, plan)
+        title = f"{plan.source}: collectives of a step"
+        print_table(console, COLLECTIVES, plan.collectives, title=title, most=SHOWN)
         kind = "The model assumes" if plan.is_model else "The estimate assumes"
         print_wrapped(console, *(f"! {note}" for note in plan.notes), f"{kind}:")
         print_assumptions(console, plan)
@@ -92,25 +117,8 @@ def _describe_fit(plan: StepEstimate) -> str:
     return f"yes, {spare} spare" if plan.fits else f"NO, {spare} too much"
 
 
-def _print_collectives(console: rich.console.Console, plan: StepEstimate) -> None:
-    """Prints the collectives of a plan, the longest first."""
-    rows = [
-        (
-            x.kind,
-            x.purpose,
-            x.phase,
-            ",".join(x.axes),
-            x.network,
-            f"{x.times:,}",
-            describe_bytes(x.bytes_sent),
-            describe_seconds(x.seconds),
-            describe_share(x.hidden_seconds or 0, x.seconds or 0),
-        )
-        for x in plan.collectives
-    ]
-    headers = ("collective", "for", "in", "over", "by", "times", "bytes", "takes", "hidden")
-    title = f"{plan.source}: collectives of a step"
-    print_table(console, headers, rows, title=title, words=5, most=SHOWN)
+def _size_of(name: str) -> Callable[[StepEstimate], int | None]:
+    return lambda plan: plan.memory.get(name)
 
 
 def print_search(
@@ -120,26 +128,16 @@ def print_search(
 
     A memory that was not read off the candidate's own program has a tilde.
     """
-    fitting = [(x, x.plan) for x in outcomes if not x.reason and x.plan]
-    has_stages = any(plan.bubble_seconds is not None for _, plan in fitting)
-    are_traced = any(outcome.is_traced for outcome, _ in fitting)
-    rows = [
-        (
-            outcome.candidate.name,
-            outcome.candidate.details,
-            describe_seconds(plan.step_seconds),
-            describe_seconds(plan.compute_seconds),
-            describe_seconds(plan.exposed_seconds),
-            *([describe_seconds(plan.bubble_seconds or 0.0)] if has_stages else []),
-            describe_share(plan.mfu),
-            ("~" if are_traced and not outcome.is_traced else "") + describe_bytes(plan.peak_bytes),
-        )
-        for outcome, plan in fitting
-    ]
-    headers = ("mesh", "how", "step", "computing", "exposed", *["bubble"] * has_stages)
+    fitting = [x for x in outcomes if not x.reason and x.plan]
+    are_traced = any(x.is_traced for x in fitting)
+
+    def memory(x: Any) -> str:
+        return "~" * (are_traced and not x.is_traced) + describe_bytes(x.plan.peak_bytes)
+
     title = title or f"{len(fitting)} of {len(outcomes)} fit; the fastest, by a model"
-    print_table(console, (*headers, "MFU", "memory"), rows, title=title, words=2, most=SHOWN)
-    if are_traced and not all(outcome.is_traced for outcome, _ in fitting[:SHOWN]):
+    columns = (*FITTING, Column("memory", memory, str))
+    print_table(console, columns, fitting, title=title, most=SHOWN)
+    if are_traced and not all(x.is_traced for x in fitting[:SHOWN]):
         print_line(console, "~: scaled from another candidate's, not traced.\n")
     if refused := [x for x in outcomes if x.reason]:
         _print_refused(console, refused)
@@ -154,8 +152,8 @@ def _print_refused(console: rich.console.Console, refused: Sequence[Outcome[Comp
     for name, members in groups.items():
         nearest = min(members, key=lambda x: x.plan.peak_bytes if x.plan else 0)
         rows.append((name, str(len(members)), f"{nearest.candidate.details}: {nearest.reason}"))
-    headers = ("mesh", "how many", "the one that lacks least")
-    print_table(console, headers, rows, title=f"{len(refused)} do not run", words=3)
+    columns = text_columns(("mesh", "how many", "the one that lacks least"), words=3)
+    print_table(console, columns, rows, title=f"{len(refused)} do not run")
 
 
 def print_closed_form(

@@ -32,12 +32,18 @@ import numpy as np
 
 from manualpar.core.tracing.scopes import PIPELINE_SCOPE
 from manualpar.inspect.communication import summed
+from manualpar.inspect.flops import Product
 from manualpar.inspect.tick_parts import ROWS
 from manualpar.layers.pipeline.schedule_table import Costs
 from manualpar.planner.hardware import Chip
-from manualpar.planner.plan import StepEstimate, merge_alike
-from manualpar.planner.step_work import Load, PipelineWork, StepWork
-from manualpar.planner.timed_collectives import Clock, Rings, TimedCollective
+from manualpar.planner.plan import StepEstimate
+from manualpar.planner.step_work import PipelineWork, StepWork
+from manualpar.planner.timed_collectives import (
+    Clock,
+    Rings,
+    TimedCollective,
+    planned_collectives,
+)
 from manualpar.planner.topology import Topology, describe_axes
 
 # The phases of each pass; their compute hides the pass's collectives.
@@ -105,7 +111,7 @@ def estimate(
         memory=memory,
         peak_bytes=peak_bytes,
         fits=peak_bytes <= chip.hbm_bytes,
-        collectives=() if brief else merge_alike(x.planned() for x in timed),
+        collectives=() if brief else planned_collectives(timed),
         compute_seconds=computing,
         hbm_seconds=computing - flops_seconds,
         exposed_seconds=sent - overlapped,
@@ -128,7 +134,11 @@ def estimate(
 
 def _outside_ticks(work: StepWork) -> StepWork:
     """Returns the work outside the ticks of a pipeline, which all stages do."""
-    return dataclasses.replace(work, loads=tuple(load for load in work.loads if not load.part))
+    if work.pipeline is None:
+        return work
+    parts = work.pipeline.parts
+    outside = tuple(product for product in work.products if not parts.of(product.scope))
+    return dataclasses.replace(work, products=outside)
 
 
 def _time_outer_steps(work: StepWork, clock: Clock) -> list[TimedCollective]:
@@ -160,7 +170,7 @@ def _in_ticks(
     costs: dict[str, float] = {}
     seconds = np.zeros(4)
     for part, of_part in pipeline.works.items():
-        work_of_part = dataclasses.replace(work, loads=of_part.loads)
+        work_of_part = dataclasses.replace(work, products=of_part.products)
         compute = compute_seconds(work_of_part, chip, (*PASSES[0], *PASSES[1]))
         collectives = clock.time(of_part.collectives)
         share = _hide([x for x in collectives if x.is_inside], compute, runs=of_part.runs)
@@ -183,26 +193,27 @@ def _in_ticks(
 
 def _flops_seconds(work: StepWork, chip: Chip) -> float:
     """Returns the time of the products if they were compute-bound."""
-    return sum(load.flops / _flops_rate(chip, load) for load in work.loads)
+    return sum(product.flops / _flops_rate(chip, product) for product in work.products)
 
 
 def compute_seconds(work: StepWork, chip: Chip, phases: Iterable[str]) -> float:
     """Returns the compute time of some phases; each operation takes the longer of its two times."""
     phases, hbm = set(phases), chip.hbm_bandwidth * chip.hbm_efficiency
     total = 0.0
-    for load in work.loads:
-        if load.phase in phases:
-            passing = load.traffic / hbm
-            total += max(load.flops / _flops_rate(chip, load), passing)
-            total += passing if load.flops else 0.0  # The elementwise operations around a product.
+    for product in work.products:
+        if product.phase in phases:
+            passing = product.traffic / hbm
+            total += max(product.flops / _flops_rate(chip, product), passing)
+            # The elementwise operations around a product, of which a reduction has none.
+            total += passing if product.flops else 0.0
     return total
 
 
-def _flops_rate(chip: Chip, load: Load) -> float:
+def _flops_rate(chip: Chip, product: Product[float]) -> float:
     """Returns the FLOP/s that products reach; products of integers are negligible."""
-    known = load.dtype if load.dtype in chip.flops or "float" in load.dtype else "float32"
-    return chip.peak(known) * (
-        chip.attention_efficiency if load.is_fused else chip.flops_efficiency
+    is_known = product.dtype in chip.flops or "float" in product.dtype
+    return chip.peak(product.dtype if is_known else "float32") * (
+        chip.attention_efficiency if product.is_fused else chip.flops_efficiency
     )
 
 
@@ -246,8 +257,8 @@ def _assumptions(work: StepWork, topology: Topology, unhidden: float) -> tuple[s
 
 def _of_kernels(work: StepWork, chip: Chip) -> str:
     parts = work.pipeline.works.values() if work.pipeline else ()
-    loads = (*work.loads, *(load for part in parts for load in part.loads))
-    if not any(load.is_fused for load in loads):
+    products = (*work.products, *(product for part in parts for product in part.products))
+    if not any(product.is_fused for product in products):
         return ""
     return f", a kernel of attention {chip.attention_efficiency:.0%}"
 

@@ -17,8 +17,8 @@ minibatch are not counted. So a sweep traces the programs that it ranks first.
 
 import dataclasses
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -32,9 +32,9 @@ from manualpar.core.tracing.scopes import GATHER_SCOPE, REDUCE_SCOPE, REGATHER, 
 from manualpar.inspect import state_bytes, trace_outer_steps
 from manualpar.inspect.communication import Collective, read_stage, summed
 from manualpar.inspect.equations import Around
-from manualpar.inspect.flops import CountedProduct, TrafficReader
+from manualpar.inspect.flops import Product, TrafficReader
 from manualpar.inspect.memory import Memory, step_memory
-from manualpar.inspect.scope_parsing import LAYER_SCOPES, phase_of
+from manualpar.inspect.scope_parsing import LAYER_SCOPES
 from manualpar.inspect.tick_parts import TickParts
 from manualpar.training.monitoring.throughput import Throughput
 from manualpar.training.task import CONTEXT_AXIS
@@ -42,28 +42,12 @@ from manualpar.training.task import CONTEXT_AXIS
 MINIBATCH = re.compile(r"\bminibatch(_\d+)?\b")
 
 
-class Load(NamedTuple):
-    """The work of a device for a product, or for a reduction, which has no FLOPs.
-
-    `dtype` is the wider of its operands' dtypes, `traffic` is the bytes that it reads and writes,
-    and `part` is its part of a pipeline's tick, see `PipelineWork`. `is_fused` says whether it is
-    part of a fused kernel of attention.
-    """
-
-    phase: str
-    dtype: str
-    flops: float
-    traffic: float
-    part: str = ""
-    is_fused: bool = False
-
-
 class PartWork(NamedTuple):
     """The work of a pipeline's stage in all its runs of a part of a tick."""
 
     runs: int
     collectives: tuple[Collective, ...]
-    loads: tuple[Load, ...]
+    products: tuple[Product[float], ...]
 
 
 class PipelineWork(NamedTuple):
@@ -82,7 +66,7 @@ class _Read(NamedTuple):
     """The collectives and products of a stage, and the runs of each part of a tick."""
 
     collectives: tuple[Collective, ...]
-    loads: tuple[Load, ...]
+    products: tuple[Product[float], ...]
     runs: Mapping[str, int]
     notes: list[str]
 
@@ -97,8 +81,8 @@ class StepWork:
       throughput: Turns the time of a step into rates; without devices and their peak.
       update_traffic: Bytes that the update reads and writes.
       overlap: The compiler options assumed by the plan, see `manualpar.core.mesh.compiler_options`.
-      pipeline: The work of the stages if the step has a pipeline. `collectives` and `loads` are
-        then the numbers of the stage that sends the most.
+      pipeline: The work of the stages if the step has a pipeline. `collectives` and `products`
+        are then those of the stage that sends the most.
       outer_collectives: The collectives of DiLoCo's outer steps, with each fragment once.
       every: The number of steps in which all `outer_collectives` run once.
       notes: Choices and assumptions of the readers.
@@ -110,7 +94,7 @@ class StepWork:
     throughput: Throughput
     num_minibatches: int
     collectives: tuple[Collective, ...]
-    loads: tuple[Load, ...]
+    products: tuple[Product[float], ...]
     update_traffic: int
     memory: Memory
     notes: tuple[str, ...] = ()
@@ -123,12 +107,12 @@ class StepWork:
     @property
     def flops(self) -> float:
         """The FLOPs of a device in a step."""
-        return sum(load.flops for load in self.loads)
+        return sum(product.flops for product in self.products)
 
     @property
     def dtype(self) -> str:
         """The dtype with the most FLOPs."""
-        totals = summed((load.dtype, load.flops) for load in self.loads)
+        totals = summed((product.dtype, product.flops) for product in self.products)
         return max(totals, key=lambda dtype: totals[dtype], default="float32")
 
 
@@ -169,20 +153,14 @@ def read_work(
         sending, sent = read_stage("roofline", jaxpr, around, stage=stage, data_axes=data_axes)
         computing = TrafficReader("roofline", stage=sending.stage)
         computing.fused_attention = fused_attention
-        products = computing.read(jaxpr, around)
-        # An unrolled model has many equal loads.
-        alike = Counter(_load(x, parts.of(x.scope) if parts else "") for x in products)
-        loads = (
-            load._replace(flops=n * load.flops, traffic=n * load.traffic)
-            for load, n in alike.items()
-        )
+        products = _merged(computing.read(jaxpr, around), parts)
         runs = {}
         for scope in {*(x.scope for x in products), *(x.scope for x in sent)}:
             if parts and (part := parts.of(scope)):
                 runs[part] = parts.runs(scope, sending.stage)
-        return _Read(sent, tuple(loads), runs, [*sending.notes, *computing.notes])
+        return _Read(sent, products, runs, [*sending.notes, *computing.notes])
 
-    collectives, loads, _, notes = read(None)
+    collectives, products, _, notes = read(None)
     # With DiLoCo, count the state of one replica.
     inner = program if program.outer is None else program.outer.inner
     state = inner.abstract_state
@@ -194,7 +172,7 @@ def read_work(
         throughput=throughput,
         num_minibatches=program.num_minibatches,
         collectives=collectives,
-        loads=loads,
+        products=products,
         # Parameters and optimizer state are read and written; a gradient of the parameters' size is
         # read.
         update_traffic=3 * parameters + 2 * optimizer,
@@ -218,9 +196,18 @@ def has_kernel(config: ml_collections.ConfigDict) -> bool:
     return is_kernel and CONTEXT_AXIS not in config.parallel.mesh
 
 
-def _load(product: CountedProduct, part: str) -> Load:
-    phase, flops = phase_of(product.scope), float(product.flops)
-    return Load(phase, product.dtype, flops, float(product.traffic), part, product.is_fused)
+def _merged(
+    products: Iterable[Product[Fraction]], parts: TickParts | None
+) -> tuple[Product[float], ...]:
+    """Adds up products that differ only in their module; an unrolled model has many of these."""
+    groups: dict[Any, list[Product[Fraction]]] = {}
+    for product in products:
+        part = parts.of(product.scope) if parts else ""
+        groups.setdefault((product.phase, part, *product[1:]), []).append(product)
+    return tuple(
+        Product(x.scope, n * float(x.flops), n * float(x.traffic), x.dtype, x.is_fused)
+        for x, n in ((alike[0], len(alike)) for alike in groups.values())
+    )
 
 
 def _works(parts: TickParts, read: Callable[[int], _Read]) -> dict[str, PartWork]:
@@ -230,9 +217,14 @@ def _works(parts: TickParts, read: Callable[[int], _Read]) -> dict[str, PartWork
         stage_work = read(stage)
         for part, runs in stage_work.runs.items():
             sent = tuple(x for x in stage_work.collectives if parts.of(x.scope) == part)
-            computed = tuple(load for load in stage_work.loads if load.part == part)
+            computed = tuple(x for x in stage_work.products if parts.of(x.scope) == part)
             works[part] = PartWork(runs, sent, computed)
     return works
+
+
+def repeated(product: Product[float], times: float) -> Product[float]:
+    """Returns the work of `times` as many runs of a product."""
+    return product._replace(flops=times * product.flops, traffic=times * product.traffic)
 
 
 def with_minibatches(work: StepWork, num_minibatches: int) -> StepWork:
@@ -269,12 +261,7 @@ def with_repeats(work: StepWork, times: int) -> StepWork:
             else x
             for x in work.collectives
         ),
-        loads=tuple(
-            x
-            if x.phase == "update"
-            else x._replace(flops=times * x.flops, traffic=times * x.traffic)
-            for x in work.loads
-        ),
+        products=tuple(x if x.phase == "update" else repeated(x, times) for x in work.products),
     )
 
 

@@ -1,17 +1,20 @@
-"""Times the collectives of a step on the rings of a topology, before anything is hidden.
+"""Collectives with their seconds, and a clock that times them on the rings of a topology.
 
-A collective runs on one ring over its mesh axes (`manualpar.planner.topology`). Whether compute can
-hide it follows from its purpose and its scope.
+The roofline times the collectives of a traced program or a closed form with `Clock`. A collective
+runs on one ring over its mesh axes (`manualpar.planner.topology`). Whether compute can hide it
+follows from its purpose and its scope. The timeline of a compiled program
+(`manualpar.planner.tpu_timeline`) times the instructions that it follows.
 """
 
 import dataclasses
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from manualpar.core.mesh.compiler_options import KEEPING_SCATTERS, Overlap, choose_options
 from manualpar.core.tracing.scopes import PIPELINE_SCOPE
 from manualpar.core.tracing.tick_scopes import innermost_ticks
 from manualpar.inspect.communication import Collective
+from manualpar.inspect.compiled import CompiledCollective
 from manualpar.inspect.scope_parsing import LAYER_SCOPES
 from manualpar.planner.plan import PlannedCollective
 from manualpar.planner.step_work import MINIBATCH, StepWork
@@ -22,15 +25,33 @@ Rings = dict[tuple[str, ...], Ring]  # The axes of a ring -> the ring.
 
 @dataclasses.dataclass
 class TimedCollective:
-    """A collective, with the seconds of all its runs, and the seconds hidden behind compute."""
+    """A collective, traced or compiled, with the seconds of all its runs in a step.
 
-    collective: Collective
-    network: str
+    Attributes:
+      collective: The collective.
+      seconds: The time to send it, without overlap.
+      network: The names of the links that it runs on.
+      slow_bytes: See `PlannedCollective`.
+      hidden_seconds: The part of `seconds` that is hidden behind compute.
+      cycles_between: The cycles of compute between its start and the wait for it, in each run;
+        `None` if it was not compiled.
+      is_doubled: Whether it sends twice its bytes, see `is_made_an_all_reduce`.
+      share: The share of it that counts for one step.
+    """
+
+    collective: Collective | CompiledCollective
     seconds: float
-    is_doubled: bool
-    slow_bytes: float
+    network: str = ""
+    slow_bytes: float = 0.0
     hidden_seconds: float = 0.0
-    share: float = 1.0  # The share that counts for one step.
+    cycles_between: int | None = None
+    is_doubled: bool = False
+    share: float = 1.0
+
+    @property
+    def is_async(self) -> bool | None:
+        """Whether there is compute between its start and the wait; `None` if not compiled."""
+        return None if self.cycles_between is None else self.cycles_between > 0
 
     @property
     def is_awaited(self) -> bool:
@@ -55,21 +76,31 @@ class TimedCollective:
         names = [name for name in self.collective.module.split("/") if name][:2]
         return (found.group() if found else "", *names)
 
-    def planned(self) -> PlannedCollective:
-        """Returns the collective as a plan lists it."""
-        collective = self.collective
-        return PlannedCollective(
-            kind=collective.kind,
-            axes=collective.axes,
-            purpose=collective.purpose,
-            phase=collective.phase,
-            times=collective.times,
-            bytes_sent=float(collective.bytes_sent) * self.share,
-            slow_bytes=self.slow_bytes,
-            seconds=self.seconds,
-            hidden_seconds=self.hidden_seconds,
-            network=self.network,
+
+def planned_collectives(timed: Iterable[TimedCollective]) -> tuple[PlannedCollective, ...]:
+    """Adds up collectives that differ only in numbers, and sorts them, the longest first."""
+    groups: dict[Any, list[TimedCollective]] = {}
+    for x in timed:
+        sent = x.collective
+        names = (sent.kind, sent.axes, sent.purpose, sent.phase, x.network, x.is_async)
+        groups.setdefault(names, []).append(x)
+    sums = [
+        PlannedCollective(
+            kind=kind,
+            axes=axes,
+            purpose=purpose,
+            phase=phase,
+            times=sum(x.collective.times for x in alike),
+            bytes_sent=sum(float(x.collective.bytes_sent) * x.share for x in alike),
+            seconds=sum(x.seconds for x in alike),
+            hidden_seconds=sum(x.hidden_seconds for x in alike),
+            is_async=is_async,
+            network=network,
+            slow_bytes=sum(x.slow_bytes for x in alike),
         )
+        for (kind, axes, purpose, phase, network, is_async), alike in groups.items()
+    ]
+    return tuple(sorted(sums, key=lambda x: -(x.seconds or 0.0)))
 
 
 class Clock(NamedTuple):
@@ -97,7 +128,9 @@ class Clock(NamedTuple):
         )
         sent = float(collective.bytes_sent) * (2 if is_doubled else 1)
         seconds = ring.seconds(sent, collective.times)
-        return TimedCollective(collective, network, seconds, is_doubled, ring.crossing_bytes(sent))
+        return TimedCollective(
+            collective, seconds, network, ring.crossing_bytes(sent), is_doubled=is_doubled
+        )
 
 
 def is_made_an_all_reduce(topology: Topology, ring: Ring) -> bool:

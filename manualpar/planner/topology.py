@@ -8,9 +8,10 @@ fastest part.
 `ring_over` computes the speed of a ring over mesh axes. In a torus a mesh axis takes complete
 dimensions if the sizes allow it: `k` dimensions carry `k` rings at once. A dimension that is closed
 to a ring carries data in both directions; a dimension that is open, or of size two, counts one
-link. Axes that share a dimension take its inner and its outer part: neighbours on the outer part
-are not adjacent, and their rings share links. The part of an axis that does not fit into a slice or
-a node crosses the slow network, which all devices of the slice or node on the axis share.
+link. If several axes share a dimension, the last of them takes its inner part. Neighbours along the
+other axes are then not adjacent, and the rings of these axes share links. If an axis does not fit
+into a slice or node, its ring crosses the slow network. The devices of the ring that are in one
+slice or node then share its slow links.
 """
 
 import dataclasses

@@ -17,7 +17,7 @@ are compute, and the caller gives the time and the links of a collective, and th
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -36,6 +36,7 @@ from manualpar.inspect.hlo import (
     scope_of,
 )
 from manualpar.planner.kernels import kernel_name
+from manualpar.planner.timed_collectives import TimedCollective
 
 # Opcodes that take no time, or copy ahead of use between HBM and the chip's own memory.
 _FREE_WORDS = """
@@ -45,35 +46,6 @@ tuple copy-start copy-done slice-start slice-done
 FREE_OPCODES = frozenset(_FREE_WORDS.split())
 MIN_NOTED_BYTES = 2**20  # Smaller instructions without an estimate are not noted.
 ALL_LINKS = "all links"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ScheduledCollective(CompiledCollective):
-    """A collective of a scheduled program; `name` is the instruction that starts it.
-
-    Attributes:
-      axes: The mesh axes that it runs over; none if its groups of devices follow no axes.
-      cycles_between: The cycles of compute between its start and the wait for it, in each run.
-      wire_seconds: The time to send it in all its runs.
-      exposed_seconds: The time that the step waits for it in all its runs.
-    """
-
-    name: str
-    axes: tuple[str, ...]
-    cycles_between: int = 0
-    wire_seconds: float = 0.0
-    exposed_seconds: float = 0.0
-
-    @property
-    def is_async(self) -> bool:
-        """Whether there is compute between the start of the collective and the wait for it."""
-        return self.cycles_between > 0
-
-    @property
-    def hidden_seconds(self) -> float:
-        """The part of `wire_seconds` for which the step does not wait; 0 if negligible."""
-        is_exposed = self.exposed_seconds > self.wire_seconds * (1 - 1e-9)
-        return 0.0 if is_exposed else self.wire_seconds - self.exposed_seconds
 
 
 class KernelRuns(NamedTuple):
@@ -89,9 +61,10 @@ class Timeline:
     """A scheduled program.
 
     Attributes:
-      collectives: Its collectives, in the order of the program.
+      collectives: Its collectives with their time, in the order of the program.
       compute_cycles: The cycles of all compute in a step, kernels included.
       compute_seconds: The time of these cycles.
+      exposed_seconds: The time that the step waits for collectives, also for links to become free.
       kernels: The kernels in this compute, each once.
       unestimated: The number of runs, by opcode, of instructions that work on a MiB or more and
         have no estimate of their cycles. They count as 0 cycles.
@@ -99,17 +72,13 @@ class Timeline:
         the next. They are assumed to end with the turn in which they start.
     """
 
-    collectives: tuple[ScheduledCollective, ...]
+    collectives: tuple[TimedCollective, ...]
     compute_cycles: int
     compute_seconds: float
+    exposed_seconds: float
     kernels: tuple[KernelRuns, ...]
     unestimated: Mapping[str, int]
     num_carried: int
-
-    @property
-    def exposed_seconds(self) -> float:
-        """The time that the step waits for collectives."""
-        return sum(collective.exposed_seconds for collective in self.collectives)
 
     @property
     def hidden_seconds(self) -> float:
@@ -122,23 +91,17 @@ class Timeline:
         return self.compute_seconds + self.exposed_seconds
 
 
-class OnWire(NamedTuple):
-    """The links that a collective occupies, and for how many seconds."""
-
-    links: Iterable[Hashable]
-    seconds: float
-
-
-WireSeconds = Callable[[ScheduledCollective], float]
+WireSeconds = Callable[[CompiledCollective], float]
 # Arguments: a collective, the instruction that names its devices, and the groups of devices.
-SendModel = Callable[[ScheduledCollective, Instruction, Groups], OnWire]
+# Results: the links that the collective occupies, and for how many seconds.
+SendModel = Callable[[CompiledCollective, Instruction, Groups], tuple[Collection[Hashable], float]]
 # Arguments: an instruction without cycles, and its computation; `None` if it is no known kernel.
 KernelSeconds = Callable[[Instruction, Instructions], float | None]
 
 
 def on_all_links(wire_seconds: WireSeconds) -> SendModel:
     """Returns a model in which collectives use all links, one after the other."""
-    return lambda collective, *_: OnWire((ALL_LINKS,), wire_seconds(collective))
+    return lambda collective, *_: ((ALL_LINKS,), wire_seconds(collective))
 
 
 def read_timeline(
@@ -185,6 +148,7 @@ def read_timeline(
         collectives=tuple(block.collectives),
         compute_cycles=block.cycles,
         compute_seconds=block.cycles / clock,
+        exposed_seconds=block.exposed_seconds,
         kernels=tuple(_merged(block.kernels)),
         unestimated=dict(block.unestimated),
         num_carried=block.num_carried,
@@ -207,9 +171,9 @@ class _TimedModule(HloModule):
 
 
 class _Begun(NamedTuple):
-    """A collective that is being sent: its position, its end, and the cycles at its start."""
+    """A collective that is being sent, the time of its end, and the cycles at its start."""
 
-    position: int
+    collective: TimedCollective
     ends: float
     cycles: int
 
@@ -230,7 +194,7 @@ class _Block(Reading):
         links_free: Mapping[Hashable, float] | None = None,
         **ticks: Any,
     ) -> None:
-        self.now, self.cycles, self.num_carried = now, 0, 0
+        self.now, self.cycles, self.num_carried, self.exposed_seconds = now, 0, 0, 0.0
         self.links_free = dict(links_free or {})
         self.kernels: list[KernelRuns] = []
         self.unestimated: Counter[str] = Counter()
@@ -241,7 +205,7 @@ class _Block(Reading):
 
     @property
     def cost(self) -> tuple[int, Fraction]:
-        return self.cycles, total_bytes(self.collectives)
+        return self.cycles, total_bytes(timed.collective for timed in self.collectives)
 
     def called(self, name: str) -> "_Block":
         return _Block(self.module, name, self.times, self.now, self.links_free, runs=self.runs)
@@ -251,6 +215,7 @@ class _Block(Reading):
         # A call ends when all of its collectives have ended.
         self.now = inner.now if turns is None else self.now + float(turns) * inner.now
         self.cycles += inner.cycles if turns is None else round(turns * inner.cycles)
+        self.exposed_seconds += inner.exposed_seconds
         self.kernels += inner.kernels
         self.unestimated += inner.unestimated
         self.num_carried += inner.num_carried
@@ -268,24 +233,23 @@ class _Block(Reading):
         scope = inner.op_name or scope_of(self.module, self.computation, by)
         groups = device_groups(self.module, inner)
         axes = axes_of(groups, self.module.mesh)
-        fields = vars(found) | {"scope": scope, "name": by.name, "axes": axes}
-        collective = ScheduledCollective(**fields)
+        collective = dataclasses.replace(found, scope=scope, axes=axes)
         links, seconds = self.module.wire(collective, inner, groups)
         starts = max([self.now, *(self.links_free.get(link, 0.0) for link in links)])
         self.links_free |= dict.fromkeys(links, starts + seconds)
-        self.begun[key] = _Begun(len(self.collectives), starts + seconds, self.cycles)
-        wire_seconds = seconds * self.times
-        self.collectives.append(dataclasses.replace(collective, wire_seconds=wire_seconds))
+        timed = TimedCollective(collective, seconds * self.times, cycles_between=0)
+        self.begun[key] = _Begun(timed, starts + seconds, self.cycles)
+        self.collectives.append(timed)
 
     def wait(self, key: str) -> None:
         if begun := self.begun.pop(key, None):
             late = max(0.0, begun.ends - self.now)
             self.now += late
-            self.collectives[begun.position] = dataclasses.replace(
-                self.collectives[begun.position],
-                cycles_between=self.cycles - begun.cycles,
-                exposed_seconds=self.times * late,
-            )
+            exposed, timed = self.times * late, begun.collective
+            self.exposed_seconds += exposed
+            timed.cycles_between = self.cycles - begun.cycles
+            is_hidden = exposed <= timed.seconds * (1 - 1e-9)  # Rounding hides nothing.
+            timed.hidden_seconds = timed.seconds - exposed if is_hidden else 0.0
 
     def compute(self, instruction: Instruction) -> None:
         """Advances the clock by an instruction, or notes that the compiler does not estimate it."""

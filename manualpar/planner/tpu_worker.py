@@ -28,7 +28,8 @@ from manualpar.strategies import strategy_kinds
 from manualpar.training.experiment import Experiment
 
 REQUEST, RESULT, PROGRAM = "request.json", "result.json", "program.txt"
-# The stage in which an error occurred; the parent has another sentence for each.
+# The stages of the worker. The result names the stage in which an error occurred, so that the
+# parent process can choose its message.
 LIBRARY, TOPOLOGY, PREPARE, COMPILE = "library", "topology", "prepare", "compile"
 LIBTPU = "libtpu"
 MEMORY = {

@@ -24,7 +24,6 @@ from manualpar.models.transformer_fields import size_of_vocabulary
 from manualpar.strategies import strategy_kinds
 from manualpar.strategies.fields import fields_of_manual_mode, values_of_options
 from manualpar.training.config import check_config, complete_config, flatten_config, nearest
-from manualpar.training.fine_tuning import fine_tuned
 from manualpar.training.imported_model import fill_from_hf
 from manualpar.training.model_flops import flops_of_example
 from manualpar.training.monitoring.profiling import parse_profile
@@ -35,6 +34,7 @@ from manualpar.training.task import (
     SPLIT_AXIS,
     STAGE_AXIS,
     Task,
+    fine_tuned,
     make_task,
     splits_layers,
 )

@@ -57,10 +57,10 @@ def _products(
     The step is traced on one device. `argnums` are the positions of the loss's arguments for which
     gradients are computed.
     """
-    adapter, batch = interface_of(model), program.abstract_batch
+    interface, batch = interface_of(model), program.abstract_batch
     key = jax.eval_shape(lambda: jax.random.key(0))
     params = jax.eval_shape(
-        lambda key: strip_boxes(init_variables(adapter, key, batch)["params"]), key
+        lambda key: strip_boxes(init_variables(interface, key, batch)["params"]), key
     )
 
     def part(is_wanted: bool) -> Any:
@@ -70,7 +70,7 @@ def _products(
         return jax.tree.map_with_path(choose, params)
 
     def loss(trained: Any, batch: Any, frozen: Any, collections: Any, key: jax.Array) -> Any:
-        apply_fn = CarryingApply(adapter, collections)
+        apply_fn = CarryingApply(interface, collections)
         return task.loss_fn(combine((trained, frozen)), apply_fn, batch, key)[0]
 
     collections = program.whole_state.collections

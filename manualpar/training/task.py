@@ -1,8 +1,11 @@
-"""The task of a config: a model, its loss, its data, and its metrics."""
+"""The task of a config: a model, its loss, its data, and its metrics.
+
+The model is the model of `config.model` without LoRA and int8 weights. `fine_tuned` adds them.
+"""
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import flax.linen as nn
@@ -20,14 +23,17 @@ from manualpar.models.cross_entropy import (
     language_model_loss,
     mixture_of_experts_loss,
 )
+from manualpar.models.finetuning.lora import lora
+from manualpar.models.finetuning.quantized import quantized
 from manualpar.models.flat_fields import nest_fields
 from manualpar.models.generation.sampling import sample_tokens
 from manualpar.models.transformer_fields import flops_per_token
 from manualpar.training.config import complete_config
-from manualpar.training.fine_tuning import FINE_TUNING_FIELDS
 
 # For each weight: a multiplication and an addition forward, and twice as many backward.
 FLOPS_PER_WEIGHT = 6
+# The fields of `config.model` that `fine_tuned` takes. The others are arguments of the model.
+FINE_TUNING_FIELDS = ("lora", "lora_alpha", "int8")
 # The mesh axes of tensor, expert, context and pipeline parallelism, in this order.
 SPLIT_AXIS, EXPERT_AXIS, CONTEXT_AXIS, STAGE_AXIS = "model", "expert", "context", "stage"
 
@@ -181,6 +187,48 @@ def split_of(config: ml_collections.ConfigDict) -> Split:
     return Split(SPLIT_AXIS, sequence, config.parallel.layer_overlap if sequence else "none")
 
 
+def fine_tuned(model: nn.Module, config: ml_collections.ConfigDict) -> Any:
+    """Adds LoRA and int8 weights to a model; returns the model unchanged if the config has neither.
+
+    `config` is the group `config.model` of a config.
+
+    Raises:
+      ValueError: An entry of `lora` or `int8` is not `glob:number`, or repeats a glob. Or
+        `lora_alpha` is 0.
+    """
+    blocks = _numbers_by_glob(
+        "int8",
+        config.int8,
+        "a glob on parameter paths and a block length of at least 1, such as '*kernel:64'",
+    )
+    ranks = _numbers_by_glob(
+        "lora",
+        config.lora,
+        "a glob on module paths and a rank of at least 1, such as '*/attention/query:8'",
+    )
+    tuned: Any = quantized(model, blocks) if blocks else model
+    if not ranks:
+        return tuned
+    if not config.lora_alpha:
+        raise ValueError(
+            "config.model.lora_alpha is 0, expected a number above 0, such as twice the rank, "
+            "because the output of an adapter is multiplied by lora_alpha / rank."
+        )
+    return lora(tuned, ranks, alpha=config.lora_alpha)
+
+
 def _fields(config: ml_collections.ConfigDict) -> dict[str, Any]:
     others = {"name", "from_hf", *FINE_TUNING_FIELDS}
     return {name: value for name, value in config.to_dict().items() if name not in others}
+
+
+def _numbers_by_glob(field: str, targets: Iterable[str], expected: str) -> dict[str, int]:
+    """Parses a field's entries `glob:number`."""
+    found: dict[str, int] = {}
+    for target in targets:
+        glob, _, number = target.rpartition(":")
+        if not glob or not number.isdecimal() or int(number) < 1 or glob in found:
+            again = ", which is there already" if glob in found else ""
+            raise ValueError(f"config.model.{field} has {target!r}{again}, expected {expected}.")
+        found[glob] = int(number)
+    return found

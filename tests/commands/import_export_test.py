@@ -150,7 +150,7 @@ def test_a_model_takes_the_tokenizer_of_its_token_files_along(
 
 def test_a_run_of_no_language_model_is_refused(tmp_path, monkeypatch, capsys):
     extra = {"config": fsdp.get_config().to_dict()}
-    monkeypatch.setattr("manualpar.training.saved_run.read_extra", lambda path: extra)
+    monkeypatch.setattr("manualpar.training.load_run.read_extra", lambda path: extra)
     (tmp_path / "checkpoints" / "3").mkdir(parents=True)
     assert export_command(["", f"--workdir={tmp_path}", f"--to={tmp_path / 'out'}"]) == 2
     assert "a run of config.model.name='classifier', expected 'tran" in capsys.readouterr().err

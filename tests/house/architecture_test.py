@@ -327,7 +327,7 @@ def _closure(*starts: str) -> dict[str, str]:
     return found
 
 
-def test_the_core_knows_no_adapter():
+def test_the_core_knows_neither_nnx_nor_pipelines():
     """NNX models register themselves, and pipelines reach the core through an interface."""
     closure = _closure("manualpar.core.program.program", "manualpar.strategies.fsdp")
     assert "manualpar.core.modes.manual" in closure

@@ -40,7 +40,7 @@ def test_a_batch_is_split_by_the_axes_of_each_dim():
 def test_an_axis_has_a_role():
     axes = ("data", "context", "model", "expert")
     roles = [TOKENS.role_of(axis) for axis in axes]
-    assert roles == ["data", "context", "storage", "model"]
+    assert roles == ["data", "context", "shard_only", "model"]
     assert TOKENS.data_axes == ("data", "context")
 
 
@@ -54,7 +54,7 @@ def test_a_placement_follows_from_the_roles():
     names = ("expert", ("data", "context"), "model")
     placement = route_parameter(Placement(names), parameter(names), TOKENS, mesh)
     assert placement.mean_axes == ("data", "context")
-    assert placement.storage_axes == ("model",)
+    assert placement.shard_only_axes == ("model",)
     assert (placement.sum_axes, placement.divisor) == ((), 1)
 
 
@@ -69,8 +69,8 @@ def test_the_layers_of_a_stage_are_its_own_and_the_rest_is_summed_over_stages():
     assert infos["layers"].unsharded_dims == frozenset()
     layers = route_parameter(Placement(("stage", "data")), infos["layers"], roles, mesh)
     head = route_parameter(Placement((None, "data")), infos["head"], roles, mesh)
-    assert (layers.sum_axes, layers.storage_axes, layers.mean_axes) == ((), (), ("data",))
-    assert (head.sum_axes, head.storage_axes, head.mean_axes) == (("stage",), (), ("data",))
+    assert (layers.sum_axes, layers.shard_only_axes, layers.mean_axes) == ((), (), ("data",))
+    assert (head.sum_axes, head.shard_only_axes, head.mean_axes) == (("stage",), (), ("data",))
 
 
 def test_a_split_parameter_is_neither_gathered_nor_averaged_over_its_axes():
@@ -78,7 +78,7 @@ def test_a_split_parameter_is_neither_gathered_nor_averaged_over_its_axes():
     info = parameter(("context", None, "model"), {"context", "model"})
     placement = route_parameter(Placement(("context", "data", "model")), info, TOKENS, mesh)
     assert placement.mean_axes == ("data",)
-    assert placement.storage_axes == ()
+    assert placement.shard_only_axes == ()
     assert placement.divisor == 4
 
 

@@ -19,7 +19,7 @@ from manualpar.core.modes.strategy import MODES
 from manualpar.core.trees import path_name
 from manualpar.inspect import bytes_by_axes, ledger, of_parameters, state_bytes, step_bytes
 from manualpar.inspect.memory import step_memory
-from manualpar.inspect.trained_parts import trained_parts
+from manualpar.inspect.state_layout import trained_parts
 from manualpar.models import Context, Experts, Split, Transformer
 from manualpar.models.cross_entropy import language_model_loss, mixture_of_experts_loss
 from manualpar.training.replicas import ReplicaSentinel

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from manualpar.planner.plan import PlannedCollective, StepEstimate, merge_alike
+from manualpar.planner.plan import PlannedCollective, StepEstimate
 from manualpar.training.monitoring.throughput import Throughput
 
 COLLECTIVE = PlannedCollective(
@@ -50,11 +50,3 @@ def test_rates_of_a_step_time():
     tokenless = dataclasses.replace(throughput, tokens_per_example=None)
     assert plan.with_rates(tokenless).tokens_per_second is None
     assert PLAN.with_rates(throughput) == PLAN  # It has no step time.
-
-
-def test_collectives_that_differ_only_in_numbers_are_one():
-    longer = dataclasses.replace(COLLECTIVE, times=1, bytes_sent=5.0, seconds=2.0)
-    other = dataclasses.replace(COLLECTIVE, phase="recomputed", seconds=1.0)
-    first, second = merge_alike([other, COLLECTIVE, longer])
-    assert (first.times, first.bytes_sent, first.seconds, first.hidden_seconds) == (4, 35, 2.5, 0.8)
-    assert second == other

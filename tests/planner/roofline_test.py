@@ -9,13 +9,14 @@ from hypothesis import strategies as st
 
 from manualpar.core.tracing.tick_scopes import ticks_scope
 from manualpar.inspect.communication import Collective
+from manualpar.inspect.flops import Product
 from manualpar.inspect.memory import Memory
 from manualpar.inspect.scope_parsing import LAYER_SCOPES
-from manualpar.inspect.tick_parts import TickParts
+from manualpar.inspect.tick_parts import ROWS, TickParts
 from manualpar.layers.pipeline.schedules import make_table
 from manualpar.planner.hardware import Chip, Network
 from manualpar.planner.roofline import compute_seconds, estimate
-from manualpar.planner.step_work import Load, PartWork, PipelineWork, StepWork
+from manualpar.planner.step_work import PartWork, PipelineWork, StepWork
 from manualpar.planner.timed_collectives import is_made_an_all_reduce
 from manualpar.planner.topology import Topology, parse_topology, ring_over
 from manualpar.training.monitoring.throughput import Throughput
@@ -47,8 +48,15 @@ CHIP = Chip(
     source="made up",
 )
 NODE = Topology(CHIP, (8,))
+TICKS = TickParts(make_table("1f1b", 2, 2))
 INSIDE = "minibatch_0/jvp(Model)/layer_{}/gather_params"
 BACKWARD = "minibatch_0/transpose(jvp(Model))/layer_{}/scatter_gradients"
+SCOPES = {
+    "forward": "jvp(Model)",
+    "backward": "transpose(jvp(Model))",
+    "recomputed": "transpose(jvp(Model))/rematted_computation",
+    "update": "optimizer",
+}
 
 
 def _collective(kind, elements, scope, times=1):
@@ -56,24 +64,30 @@ def _collective(kind, elements, scope, times=1):
     return Collective(kind, ("data",), 8, (elements,), jnp.dtype("float32"), times, scope)
 
 
-def _work(collectives=(), loads=(), *, memory=(100, 0, 0, 0, 0, 0, 0), update=0, tokens=0):
+def _product(phase, flops, traffic=0.0, part=""):
+    """A product in a phase of a step, or of a part of a tick of two stages."""
+    scope = f"{TICKS.scope(part, together=False)}/{SCOPES[phase]}" if part else SCOPES[phase]
+    return Product(scope, flops, traffic, "float32")
+
+
+def _work(collectives=(), products=(), *, memory=(100, 0, 0, 0, 0, 0, 0), update=0, tokens=0):
     return StepWork(
         name="fsdp manual",
         mesh={"data": 8},
         throughput=Throughput(16, tokens or None, 50.0),
         num_minibatches=1,
         collectives=tuple(collectives),
-        loads=tuple(loads),
+        products=tuple(products),
         update_traffic=update,
         memory=Memory(*memory),
     )
 
 
 def test_a_product_takes_the_longer_of_operations_and_bytes_and_what_is_around_it_a_pass():
-    by_operations = Load("forward", "float32", 1000.0, 20.0)  # 10 s, and 2 s of memory
-    by_bytes = Load("forward", "float32", 100.0, 50.0)  # 1 s and 5 s
-    reduction = Load("backward", "float32", 0.0, 30.0)  # 3 s
-    work = _work(loads=(by_operations, by_bytes, reduction))
+    by_operations = _product("forward", 1000.0, 20.0)  # 10 s, and 2 s of memory
+    by_bytes = _product("forward", 100.0, 50.0)  # 1 s and 5 s
+    reduction = _product("backward", 0.0, 30.0)  # 3 s
+    work = _work(products=(by_operations, by_bytes, reduction))
     assert compute_seconds(work, CHIP, ("forward",)) == pytest.approx(10 + 2 + 5 + 5)
     assert compute_seconds(work, CHIP, ("backward",)) == pytest.approx(3)
     plan = estimate(dataclasses.replace(work, update_traffic=40), NODE)
@@ -88,12 +102,12 @@ def test_a_product_takes_the_longer_of_operations_and_bytes_and_what_is_around_i
 def test_gathers_hide_behind_compute_but_for_the_first_layers():
     # Each of four gathers sends 7 x 4 bytes: 28 s, 112 s together.
     gathers = [_collective("all_gather", 1, INSIDE.format(i)) for i in range(4)]
-    long = Load("forward", "float32", 20_000.0, 0.0)  # 200 s
+    long = _product("forward", 20_000.0)  # 200 s
     plan = estimate(_work(gathers, (long,)), NODE)
     assert plan.exposed_seconds == pytest.approx(28)
     assert plan.overlapped_seconds == pytest.approx(112 - 28)
     assert plan.step_seconds == pytest.approx(200 + 28)
-    short = Load("forward", "float32", 5_000.0, 0.0)  # 50 s
+    short = _product("forward", 5_000.0)  # 50 s
     plan = estimate(_work(gathers, (short,)), NODE)
     assert plan.exposed_seconds == pytest.approx(112 - 50)
     assert plan.step_seconds == pytest.approx(112)
@@ -104,9 +118,9 @@ def test_gathers_hide_behind_compute_but_for_the_first_layers():
 
 def test_the_passes_do_not_hide_one_anothers_collectives():
     scatter = _collective("reduce_scatter", 8, BACKWARD.format(0))  # 7/8 x 32 bytes: 28 s
-    forward = Load("forward", "float32", 20_000.0, 0.0)
+    forward = _product("forward", 20_000.0)
     assert estimate(_work([scatter], [forward]), NODE).overlapped_seconds == 0
-    backward = forward._replace(phase="recomputed")
+    backward = _product("recomputed", 20_000.0)
     others = [_collective("reduce_scatter", 8, BACKWARD.format(1)), scatter]
     plan = estimate(_work(others, [backward]), NODE)
     assert plan.overlapped_seconds == pytest.approx(28)
@@ -114,7 +128,7 @@ def test_the_passes_do_not_hide_one_anothers_collectives():
 
 @pytest.mark.parametrize("scope", ["sync_gradients", "optimizer/gather_new_params", "sync_metrics"])
 def test_what_stands_outside_of_the_model_is_exposed(scope):
-    long = Load("backward", "float32", 1e6, 0.0)
+    long = _product("backward", 1e6)
     others = [_collective("all_reduce", 8, f"{scope}/{name}") for name in "ab"]
     plan = estimate(_work(others, [long]), NODE)
     assert plan.exposed_seconds == pytest.approx(2 * 2 * 28)
@@ -129,7 +143,7 @@ SPLIT = "minibatch_0/jvp(Model)/layer_0/{}"
 
 @pytest.mark.parametrize("purpose", LAYER_SCOPES)
 def test_layers_wait_for_activations_but_not_for_the_steps_of_a_ring(purpose):
-    long = Load("forward", "float32", 20_000.0, 0.0)  # 200 s
+    long = _product("forward", 20_000.0)  # 200 s
     sums = [_collective("all_reduce", 8, SPLIT.format(purpose), times=2)]  # 56 s each
     plan = estimate(_work(sums, [long]), NODE)
     assert (plan.exposed_seconds, plan.overlapped_seconds) == pytest.approx((112, 0))
@@ -168,12 +182,12 @@ def test_what_does_not_fit_says_by_how_much_and_why():
 
 def test_too_few_tokens_a_device_are_called_communication_bound():
     gathers = [_collective("all_gather", 1, INSIDE.format(i)) for i in range(4)]  # 112 s
-    few = estimate(_work(gathers, [Load("forward", "float32", 2_800.0, 0.0)], tokens=4), NODE)
+    few = estimate(_work(gathers, [_product("forward", 2_800.0)], tokens=4), NODE)
     [note] = [note for note in few.notes if note.startswith("Communication-bound")]
     # 16 examples of 4 tokens on 8 devices, and 112 s to 28 s: four times as many.
     assert "with 8 tokens a device" in note
     assert "about 32 would" in note
-    many = estimate(_work(gathers, [Load("forward", "float32", 28_000.0, 0.0)], tokens=4), NODE)
+    many = estimate(_work(gathers, [_product("forward", 28_000.0)], tokens=4), NODE)
     assert not many.notes
 
 
@@ -225,19 +239,13 @@ _COLLECTIVES = st.builds(
     st.sampled_from([INSIDE.format(0), INSIDE.format(1), BACKWARD.format(1), "sync_gradients"]),
     st.integers(1, 5),
 )
-_LOADS = st.builds(
-    Load,
-    st.sampled_from(["forward", "backward", "recomputed", "update"]),
-    st.just("float32"),
-    st.floats(0, 1e6),
-    st.floats(0, 1e5),
-)
+_PRODUCTS = st.builds(_product, st.sampled_from(list(SCOPES)), st.floats(0, 1e6), st.floats(0, 1e5))
 
 
 @pytest.mark.slow
-@hypothesis.given(st.lists(_COLLECTIVES, max_size=6), st.lists(_LOADS, max_size=6))
-def test_a_step_takes_no_less_than_its_parts_and_no_more_than_all_in_a_row(collectives, loads):
-    plan = estimate(_work(collectives, loads), NODE)
+@hypothesis.given(st.lists(_COLLECTIVES, max_size=6), st.lists(_PRODUCTS, max_size=6))
+def test_a_step_takes_no_less_than_its_parts_and_no_more_than_all_in_a_row(collectives, products):
+    plan = estimate(_work(collectives, products), NODE)
     sent = sum(each.seconds for each in plan.collectives)
     assert plan.exposed_seconds + plan.overlapped_seconds == pytest.approx(sent)
     assert plan.step_seconds == pytest.approx(plan.compute_seconds + plan.exposed_seconds)
@@ -245,7 +253,7 @@ def test_a_step_takes_no_less_than_its_parts_and_no_more_than_all_in_a_row(colle
     assert plan.overlapped_seconds <= plan.compute_seconds * (1 + 1e-9)
     faster = dataclasses.replace(NETWORK, bandwidth=2.0)
     other = estimate(
-        _work(collectives, loads), Topology(dataclasses.replace(CHIP, network=faster), (8,))
+        _work(collectives, products), Topology(dataclasses.replace(CHIP, network=faster), (8,))
     )
     assert other.step_seconds <= plan.step_seconds * (1 + 1e-9)
 
@@ -260,50 +268,51 @@ def test_every_plan_says_that_it_is_a_model_and_what_it_assumes():
 
 def test_a_fused_kernel_has_a_share_of_its_own():
     chip = dataclasses.replace(CHIP, attention_efficiency=0.5)
-    loads = [Load("forward", "float32", 1000.0, 0.0), Load("forward", "float32", 1000.0, 0.0)]
-    assert estimate(_work((), loads), Topology(chip, (8,))).compute_seconds == pytest.approx(20)
-    fused = [loads[0], loads[1]._replace(is_fused=True)]
+    products = [_product("forward", 1000.0), _product("forward", 1000.0)]
+    assert estimate(_work((), products), Topology(chip, (8,))).compute_seconds == pytest.approx(20)
+    fused = [products[0], products[1]._replace(is_fused=True)]
     plan = estimate(_work((), fused), Topology(chip, (8,)))
     assert plan.compute_seconds == pytest.approx(10 + 20)
     assert "a kernel of attention 50%" in plan.assumptions[0]
 
 
-def _stages(*loads, collectives=()):
-    """Two stages and two microbatches; loads and collectives are those of both runs of a part."""
-    parts = TickParts(make_table("1f1b", 2, 2))
+def _stages(*products, collectives=()):
+    """Two stages and two microbatches; what they do is that of both runs of a part."""
+    of_part = {part: [x for x in products if TICKS.of(x.scope) == part] for part in ROWS}
     works = {
         part: PartWork(
             2,
-            tuple(one for one in collectives if parts.of(one.scope) == part),
-            tuple(load for load in loads if load.part == part),
+            tuple(one for one in collectives if TICKS.of(one.scope) == part),
+            tuple(of_part[part]),
         )
-        for part in dict.fromkeys(load.part for load in loads if load.part)
+        for part in ROWS
+        if of_part[part]
     }
-    return dataclasses.replace(_work(collectives, loads), pipeline=PipelineWork(parts, works))
+    return dataclasses.replace(_work(collectives, products), pipeline=PipelineWork(TICKS, works))
 
 
-FORWARD = Load("forward", "float32", 2 * 1000.0, 0.0, "forward")  # 10 s a run
-STAGE_LOADS = (
+FORWARD = _product("forward", 2 * 1000.0, 0.0, "forward")  # 10 s a run
+STAGE_PRODUCTS = (
     FORWARD,
-    Load("backward", "float32", 2 * 2000.0, 0.0, "backward"),  # 20 s
-    Load("backward", "float32", 2 * 500.0, 0.0, "after"),  # 5 s, of the last stage
+    _product("backward", 2 * 2000.0, 0.0, "backward"),  # 20 s
+    _product("backward", 2 * 500.0, 0.0, "after"),  # 5 s, of the last stage
 )
 
 
 def test_a_tick_lasts_as_long_as_its_slowest_stage():
     #  stage 0  F   F       B   B
     #  stage 1      F L B   F L B
-    plan = estimate(_stages(*STAGE_LOADS), NODE)
+    plan = estimate(_stages(*STAGE_PRODUCTS), NODE)
     assert plan.step_seconds == pytest.approx(10 + 35 + 35 + 20)
     assert plan.compute_seconds == pytest.approx((2 * 30 + 2 * 35) / 2)
     assert plan.bubble_seconds == pytest.approx(100 - 65)
     assert any("Stages wait 35 s of a step for each other" in note for note in plan.notes)
     # What all stages do once a step comes to that, and nothing is counted twice.
-    once = Load("forward", "float32", 300.0, 0.0)
-    longer = estimate(_stages(*STAGE_LOADS, once), NODE)
+    once = _product("forward", 300.0)
+    longer = estimate(_stages(*STAGE_PRODUCTS, once), NODE)
     assert longer.step_seconds == pytest.approx(100 + 3)
     assert longer.bubble_seconds == plan.bubble_seconds
-    assert estimate(_work(loads=STAGE_LOADS[:2]), NODE).bubble_seconds is None
+    assert estimate(_work(products=STAGE_PRODUCTS[:2]), NODE).bubble_seconds is None
 
 
 def test_what_a_stage_waits_for_others_wait_for_too():
@@ -311,7 +320,7 @@ def test_what_a_stage_waits_for_others_wait_for_too():
     # 28 s each, of two layers in two runs; those of each run's first layer are exposed.
     gathers = [_collective("all_gather", 1, f"{forward}/gather_params", times=4)]
     long = FORWARD._replace(flops=2 * 10_000.0)
-    plan = estimate(_stages(long, *STAGE_LOADS[1:], collectives=gathers), NODE)
+    plan = estimate(_stages(long, *STAGE_PRODUCTS[1:], collectives=gathers), NODE)
     assert (plan.exposed_seconds, plan.overlapped_seconds) == (56, 56)
     # A forward pass takes 128 s.
     assert plan.step_seconds == pytest.approx(128 + 153 + 153 + 20)
@@ -319,6 +328,6 @@ def test_what_a_stage_waits_for_others_wait_for_too():
     assert planned.hidden_seconds == 56
     # Hops are exposed, and count once for all stages.
     hop = _collective("permute", 7, "pipeline", times=4)
-    hopping = estimate(_stages(*STAGE_LOADS, collectives=[hop]), NODE)
+    hopping = estimate(_stages(*STAGE_PRODUCTS, collectives=[hop]), NODE)
     assert hopping.exposed_seconds == 4 * 28
     assert hopping.step_seconds == pytest.approx(100 + 4 * 28)

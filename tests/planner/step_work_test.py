@@ -57,8 +57,8 @@ def work(plain):
 
 def _by_phase(work):
     totals = dict.fromkeys(("forward", "backward", "recomputed", "update"), 0.0)
-    for load in work.loads:
-        totals[load.phase] += load.flops
+    for product in work.products:
+        totals[product.phase] += product.flops
     return totals
 
 
@@ -101,7 +101,7 @@ def test_a_product_reads_its_operands_and_writes_its_result():
     )
     work = read_work(program, Throughput(32))
     products = sorted(
-        (load.flops, load.traffic) for load in work.loads if load.phase == "forward" and load.flops
+        (x.flops, x.traffic) for x in work.products if x.phase == "forward" and x.flops
     )
     rows, size = 32 // 8, jnp.dtype(model.dtype).itemsize
     layers = [(16, 64), (64, 8)]
@@ -116,7 +116,7 @@ def test_fused_attention_computes_half_of_the_scores_and_never_writes_them(plain
     scores = EXAMPLES * 4 * SEQUENCE**2
     layers, head = 2, 8
     assert work.flops - fused.flops == pytest.approx(layers * 6 * 2 * head * scores / 2)
-    spared = sum(x.traffic for x in work.loads) - sum(x.traffic for x in fused.loads)
+    spared = sum(x.traffic for x in work.products) - sum(x.traffic for x in fused.products)
     assert spared >= layers * 6 * scores * 4
     assert fused.memory == work.memory
 
@@ -133,7 +133,7 @@ def test_the_update_reads_and_writes_the_state(plain, work):
 def test_an_unrolled_model_has_the_same_work(work):
     unrolled = read_work(*_language_model(scan_layers=False))
     assert unrolled.flops == pytest.approx(work.flops)
-    assert len(unrolled.loads) <= len(work.loads) + 8  # What is alike is added up.
+    assert len(unrolled.products) <= len(work.products) + 8  # What is alike is added up.
 
 
 # Work that was scaled, against the same work traced.
@@ -251,7 +251,7 @@ def test_the_stages_of_a_pipeline_compute_layers_alike_and_the_last_one_the_head
     assert set(work.pipeline.works) == {"forward", "backward", "after"}
     assert {part.runs for part in work.pipeline.works.values()} == {4}
     flops = {
-        name: sum(load.flops for load in part.loads) for name, part in work.pipeline.works.items()
+        name: sum(x.flops for x in part.products) for name, part in work.pipeline.works.items()
     }
     tokens_of_device = 16 * SEQUENCE // 2
     assert flops["after"] == 3 * 2 * tokens_of_device * 32 * 32

@@ -139,7 +139,7 @@ def test_attention_that_the_chips_choose_is_a_kernel(language_builder, attention
     config.model.attention = attention
     builder = Builder(config, make_task(config))
     work = builder.read(Candidate("fsdp", {"data": 8}, 1, "none", ""), 8)
-    assert any(load.is_fused for load in work.loads) == is_fused
+    assert any(product.is_fused for product in work.products) == is_fused
     config.parallel.mesh = {"data": 8, "context": 2}
     assert not has_kernel(config)
 

@@ -195,7 +195,7 @@ REFUSED = [
         "generate",
         functools.partial(generate, tokenizer=ByteTokenizer()),
         (([[]], {}), r"prompt 0 has the shape \(0,\)"),
-        (([[1.5]], {}), TypeError, "prompt 0 is of float64, expected integers or a string"),
+        (([[1.5]], {}), TypeError, "generate: prompt 0 is of float64, expected integers"),
         (([[1], [260]], {}), "prompt 1 has tokens from 260 to 260, expected 0 to 259"),
         (([[1]], {"max_tokens": 0}), "max_tokens is 0, expected at least 1"),
         (([[1]], {"top_p": 2}), "top_p is 2, expected more than 0"),
@@ -220,6 +220,7 @@ REFUSED = [
             begins="sample_tokens: ",
         ),
         (([1.5], {}), TypeError, "sample_tokens: prompt is of float64, expected integers"),
+        (([1], {"rng": 3}), TypeError, "sample_tokens: rng is 3, expected one key"),
     ),
     *rows(
         "score_completions",

@@ -13,7 +13,7 @@ from manualpar.commands.evaluate_command import evaluate_command
 from manualpar.commands.generate_command import generate_command
 from manualpar.commands.train_command import run_command
 from manualpar.data.sources import load_dataset
-from manualpar.training.stored_run import Trained
+from manualpar.training.load_run import Trained
 from tests.data.chats import write_chat_tokenizer
 from tests.paths import ROOT
 

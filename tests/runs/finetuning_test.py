@@ -8,7 +8,7 @@ import pytest
 from jax.tree_util import DictKey
 
 from manualpar.training.checkpoints.saved_state import stored_arrays
-from manualpar.training.saved_run import prepare_saved, saved_config
+from manualpar.training.load_run import prepare_saved, saved_config
 from manualpar.training.workdir import open_checkpoints
 from tests.data.documents import write_documents
 from tests.runs.small_runs import (

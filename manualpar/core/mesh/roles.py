@@ -2,7 +2,7 @@
 
 A *data* axis splits the examples of a batch. A *context* axis splits another dimension of the
 batch. Devices along either axis run the same program on different data, so gradients are averaged
-over both. Devices along any other axis see the same data. A *storage* axis only saves memory: a
+over both. Devices along any other axis see the same data. A *shard-only* axis only saves memory: a
 parameter that is sharded over it is gathered where it is used. A parameter that is sharded over a
 *model* axis is not gathered: the model computes with the shards. A pipeline splits its layers over
 a *stage* axis. A parameter that all stages use gets a part of its gradient on each stage.
@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 
 from manualpar.core.trees import Batch
 
-Role = Literal["data", "context", "storage", "model", "stage"]
+Role = Literal["data", "context", "shard_only", "model", "stage"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +27,8 @@ class AxisRoles:
 
     Attributes:
       batch_dims: For each dimension of the batch's leaves, the mesh axes that split it.
-      others: The role of each axis that splits no dimension of the batch; `"storage"` by default.
+      others: The role of each axis that splits no dimension of the batch; by default
+        `"shard_only"`.
     """
 
     batch_dims: Mapping[int, tuple[str, ...]]
@@ -53,7 +54,7 @@ class AxisRoles:
         for dim, axes in self.batch_dims.items():
             if axis in axes:
                 return "context" if dim else "data"
-        return self.others.get(axis, "storage")
+        return self.others.get(axis, "shard_only")
 
     def batch_specs(self, batch: Batch) -> Any:
         """Returns the `PartitionSpec` of each leaf of a batch; scalars are replicated."""

@@ -49,7 +49,7 @@ class TracedModel:
       sync_collections: How collections that differ between devices are reduced.
       variables: The abstract variables that `create_variables` makes.
       mode: The mode, which decides who writes the collectives.
-      adapter: The interface of the model.
+      interface: The interface of the model.
     """
 
     apply_fn: Callable[..., Any]
@@ -60,7 +60,7 @@ class TracedModel:
     sync_collections: Mapping[str, CollectionSync]
     variables: dict[str, Any]
     mode: Mode
-    adapter: ModelInterface
+    interface: ModelInterface
     _eval_phase: RunPhase
     _init: Init
     _loss_fn: LossFn
@@ -85,7 +85,7 @@ class TracedModel:
           collections by zeros, and an infinite derivative would make the gradient NaN.
         """
         before = {id(x) for x in jax.tree.leaves(collections)}
-        apply_fn = CarryingApply(self.adapter, collections, PartOfDevice(self.parameters, params))
+        apply_fn = CarryingApply(self.interface, collections, PartOfDevice(self.parameters, params))
         with self.mode.context(), tracing_loss():
             result = self._loss_fn(as_whole(params), apply_fn, batch, rng)
         loss, metrics = check_loss(result)
@@ -99,8 +99,8 @@ class TracedModel:
 
     def eval_metrics(self, params: Any, collections: Any, batch: Any, rng: jax.Array) -> Metrics:
         """Calls `train_loss` with training turned off, and returns its metrics."""
-        interface = dataclasses.replace(self.adapter, phase=self._eval_phase)
-        in_evaluation = dataclasses.replace(self, adapter=interface)
+        interface = dataclasses.replace(self.interface, phase=self._eval_phase)
+        in_evaluation = dataclasses.replace(self, interface=interface)
         return in_evaluation.train_loss(params, collections, batch, rng)[1]
 
 
@@ -172,7 +172,7 @@ def trace_model(
         keeps_types=any(jax.tree.leaves(typed_specs(tracer.boxed_params))),
         sync_collections=check_sync_collections(strategy, sync, tracer.collections),
         variables={"params": tracer.params, **tracer.collections},
-        adapter=dataclasses.replace(interface, loop_dims=all_dims),
+        interface=dataclasses.replace(interface, loop_dims=all_dims),
         _eval_phase="eval_dropout" if options["eval_dropout"] else "eval",
         _init=init,
         _loss_fn=loss_fn,

@@ -247,9 +247,9 @@ class Explicit(GlobalArrays):
         """
         names = place.names if place.split_axes else ()
         split_axes = [a for name in names for a in axis_tuple(name) if a in place.split_axes]
-        storage_axes = (*place.storage_axes, *split_axes)
+        shard_only_axes = (*place.shard_only_axes, *split_axes)
         return super().box(
-            dataclasses.replace(place, storage_axes=storage_axes), x, as_state=as_state
+            dataclasses.replace(place, shard_only_axes=shard_only_axes), x, as_state=as_state
         )
 
     def _reshape(self, x: jax.Array, shape: tuple[int, ...], *names: Any) -> jax.Array:
@@ -281,7 +281,7 @@ class GlobalParameter(ShardedParameter, eq=False):
         # gathers over all axes.
         axes = {*self.gather_axes}
         if isinstance(self.mode, Explicit):
-            axes |= {*self.storage_axes}
+            axes |= {*self.shard_only_axes}
         names = tuple(None if set(axis_tuple(n)) & axes else n for n in self.names)
         value = cast_floating(self.value, self.comm.gather.dtype)
         with jax.named_scope(GATHER_SCOPE):

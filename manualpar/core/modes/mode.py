@@ -104,7 +104,7 @@ class Mode(abc.ABC):
             x,
             names,
             gather_axes=place.mean_axes,
-            storage_axes=place.storage_axes,
+            shard_only_axes=place.shard_only_axes,
             shared_names=place.shared_names,
             padding=padding,
             comm=comm,

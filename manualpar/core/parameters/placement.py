@@ -76,7 +76,7 @@ class Route(Placement):
         summed.
       divisor: The number of devices along the data axes over which autodiff has already summed the
         gradient. Dividing by this number makes the sum a mean.
-      storage_axes: The mesh axes along which devices have the same examples and only divide the
+      shard_only_axes: The mesh axes along which devices have the same examples and only divide the
         storage. The parameter is gathered over them where it is used.
       split_axes: The mesh axes over which the model computes with shards of the parameter.
       shared_names: As in `ParameterInfo`.
@@ -86,7 +86,7 @@ class Route(Placement):
     mean_axes: tuple[str, ...] = ()
     sum_axes: tuple[str, ...] = ()
     divisor: int = 1
-    storage_axes: tuple[str, ...] = ()
+    shard_only_axes: tuple[str, ...] = ()
     split_axes: frozenset[str] = frozenset()
     shared_names: Names = ()
     trainable: bool = True
@@ -124,8 +124,8 @@ def route_parameter(
         sum_axes=tuple(axis for axis in roles.stage_axes if axis not in split),
         # Along these axes each shard is used for all devices' examples, so autodiff sums over them.
         divisor=axes_size(mesh, tuple(axis for axis in roles.data_axes if axis in split)),
-        storage_axes=tuple(
-            axis for axis in axes if roles.role_of(axis) == "storage" and axis not in split
+        shard_only_axes=tuple(
+            axis for axis in axes if roles.role_of(axis) == "shard_only" and axis not in split
         ),
         split_axes=split,
         shared_names=parameter.shared_names,

@@ -53,9 +53,9 @@ class ShardedParameter(ArrayBox, eq=False):
       names: For each dimension, the mesh axis or tuple of axes that shards it, or `None`.
       gather_axes: The axes to gather over, along which devices have different examples. The
         gradient is scattered back as the mean over these axes.
-      storage_axes: The axes to gather over, along which devices have the same examples. Each device
-        keeps its shard of the gradient. If an axis is in neither field, a dimension sharded over it
-        stays sharded.
+      shard_only_axes: The axes to gather over, along which devices have the same examples. Each
+        device keeps its shard of the gradient. If an axis is in neither field, a dimension sharded
+        over it stays sharded.
       shared_names: For each dimension, the mesh axes along which several devices use the same
         entry, see `split_parameter.split`; `()` if no dimension has shared entries.
       padding: The number of zeros at the end of each dimension of the gathered array; `()` if there
@@ -65,7 +65,7 @@ class ShardedParameter(ArrayBox, eq=False):
 
     names: Names = flax.struct.field(pytree_node=False)  # type: ignore[assignment]  # Tuples too.
     gather_axes: tuple[str, ...] = flax.struct.field(default=(), pytree_node=False)
-    storage_axes: tuple[str, ...] = flax.struct.field(default=(), pytree_node=False)
+    shard_only_axes: tuple[str, ...] = flax.struct.field(default=(), pytree_node=False)
     shared_names: Names = flax.struct.field(default=(), pytree_node=False)
     padding: tuple[int, ...] = flax.struct.field(default=(), pytree_node=False)
     comm: CommPolicy = flax.struct.field(default=EXACT, pytree_node=False)
@@ -74,14 +74,14 @@ class ShardedParameter(ArrayBox, eq=False):
         """Gathers the parameter inside `shard_map`; outside, the value is the full array already.
 
         Communication:
-          One all-gather for each dimension sharded over `gather_axes` or `storage_axes`, see
+          One all-gather for each dimension sharded over `gather_axes` or `shard_only_axes`, see
           `gather_array_with_mean_grads` and `gather_invariant`. With `is_whole` also one for each
           other sharded dimension. See `take_shared` for shared entries.
         """
         del apply_constraint  # Constraints apply to automatic axes only; these axes are manual.
         shared_axes = tuple(axis for name in self.shared_names for axis in axis_tuple(name))
         axes = boxed_axes(self) if self.is_whole else shared_axes
-        if not any(map(is_axis_bound, (*self.gather_axes, *self.storage_axes, *axes))):
+        if not any(map(is_axis_bound, (*self.gather_axes, *self.shard_only_axes, *axes))):
             return self.value
         value = self.value
         if shared_axes and not self.is_whole:  # Takes the slice first, to gather less data.
@@ -90,7 +90,7 @@ class ShardedParameter(ArrayBox, eq=False):
             axes = axis_tuple(name)
             if set(axes) & set(self.gather_axes):
                 value = gather_array_with_mean_grads(value, dim, axes, comm=self.comm)
-            elif axes and (self.is_whole or set(axes) & set(self.storage_axes)):
+            elif axes and (self.is_whole or set(axes) & set(self.shard_only_axes)):
                 value = gather_invariant(value, dim, axes, comm=self.comm)
         return self.finish(value)
 
@@ -120,7 +120,7 @@ class ShardedParameter(ArrayBox, eq=False):
         """
         index %= len(self.names)
         name = self.names[index]
-        if set(axis_tuple(name)) & {*self.gather_axes, *self.storage_axes}:
+        if set(axis_tuple(name)) & {*self.gather_axes, *self.shard_only_axes}:
             raise ValueError(
                 f"ShardedParameter: nn.scan or nn.vmap runs over dim {index} of a parameter with "
                 f"names {self.names}. This dim is sharded over {name!r}, so no device has all of "

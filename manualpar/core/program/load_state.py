@@ -203,7 +203,7 @@ def plain_leaves(
       The leaves after the replacement, and the encodings by the name of the plain leaf. An encoding
       makes the program's leaves from a plain leaf.
     """
-    encodings = program.model.adapter.encodings(leaves)
+    encodings = program.model.interface.encodings(leaves)
     plain: dict[str, Leaf | None] = {}
     for name, each in encodings.items():
         if only is None or name in only:

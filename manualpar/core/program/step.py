@@ -225,7 +225,7 @@ class Step:
 
     @property
     def _makes_weights_again(self) -> bool:
-        dequantizes = self.model.adapter.decodes_weights or self.mode.comm.gather.quantizer
+        dequantizes = self.model.interface.decodes_weights or self.mode.comm.gather.quantizer
         return self.pipeline is None and bool(self.strategy.reshard_after_forward or dequantizes)
 
     def _scatter_each_minibatch(self, grad_boxes: Params, grads: Grads) -> Grads:

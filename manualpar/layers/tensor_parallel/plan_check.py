@@ -146,10 +146,10 @@ def check_on_shards(
         whole = trace(_WholeCalls(style_of, axis))
     except (FlaxError, TypeError, ValueError) as error:
         raise ValueError(
-            "tensor_parallel: the model runs on shards, but its call on full arrays, with which it "
-            f"is compared, fails: {error} Code that calls enter, leave or split_lookup with a "
-            "sequence_dim cannot be compared. Pass verify=False, and compare with "
-            "manualpar.assert_same_as_one_device."
+            "tensor_parallel: verify=True compares a trace of the model on shards with a trace on "
+            f"full arrays, and the trace on full arrays fails: {error}\nA model that calls enter, "
+            "leave or split_lookup with a sequence_dim cannot be compared: pass verify=False, and "
+            "compare with manualpar.assert_same_as_one_device."
         ) from error
     _compare(shards, whole, axis, devices, "")
 

@@ -60,7 +60,7 @@ def given_variables(program: Program, state: TrainState) -> list[tuple[Leaf, jax
 
     Each device stores only its shards of the variables. The communication is that of `merge_lora`.
     """
-    adapter, leaves = program.model.adapter, variable_leaves(program)
+    interface, leaves = program.model.interface, variable_leaves(program)
     # A state may have arrays on the host, for example from flax's `from_bytes`.
     by_name: dict[str, Any] = {
         leaf.name: x if isinstance(x, jax.Array) else jax.device_put(x, leaf.abstract.sharding)
@@ -72,10 +72,10 @@ def given_variables(program: Program, state: TrainState) -> list[tuple[Leaf, jax
         by_name[name] = each.decode(by_name[each.codes.name], by_name[each.scales.name])
         paddings[name] = each.codes.padding
     by_name = {leaf.name: by_name[leaf.name] for leaf in plain}
-    if isinstance(adapter, LoRAInterface):
+    if isinstance(interface, LoRAInterface):
         shardings = {name: x.sharding for name, x in by_name.items()}
         merge = on_auto_axes(
-            functools.partial(_merge, paddings, adapter.low_rank.alpha),
+            functools.partial(_merge, paddings, interface.low_rank.alpha),
             mesh=program.mesh,
             out_specs={name: x.spec for name, x in shardings.items()},
         )
@@ -86,13 +86,13 @@ def given_variables(program: Program, state: TrainState) -> list[tuple[Leaf, jax
 
 def lora_interface(function: str, program: Program) -> LoRAInterface:
     """Returns the interface of the program's model; refuses a model without LoRA adapters."""
-    adapter = program.model.adapter
-    if not isinstance(adapter, LoRAInterface):
+    interface = program.model.interface
+    if not isinstance(interface, LoRAInterface):
         raise ValueError(
-            f"{function}: the program's model is {adapter!r}, which has no adapters, expected the "
-            "result of lora."
+            f"{function}: the program's model is {interface!r}, which has no adapters, expected "
+            "the result of lora."
         )
-    return adapter
+    return interface
 
 
 def is_adapter(path: str) -> bool:

@@ -106,10 +106,10 @@ class CachedSteps:
           TypeError: The model is not a `Transformer`.
           ValueError: The program's mesh has stages or a context axis, or its mode is not manual.
         """
-        adapter = program.model.adapter
-        _check(program, adapter.module)
-        self.program, self.model = program, _for_generation(adapter.module)
-        self._adapter = dataclasses.replace(adapter, module=self.model, phase="eval")
+        interface = program.model.interface
+        _check(program, interface.module)
+        self.program, self.model = program, _for_generation(interface.module)
+        self._interface = dataclasses.replace(interface, module=self.model, phase="eval")
         axes = program.roles.data_axes
         self._rows, self._data_axes = PartitionSpec(axes), axes
         self.row_devices = 1
@@ -187,7 +187,9 @@ class CachedSteps:
             inputs, labels, marked = batch
             variables = {"params": self._boxes(params), **collections}
             with self.program.step.mode.context():
-                losses, is_best = self._adapter.apply(variables, inputs, train=False, labels=labels)
+                losses, is_best = self._interface.apply(
+                    variables, inputs, train=False, labels=labels
+                )
             total = -jnp.where(marked, losses, 0).sum(axis=1)
             scores: Scores = self._of_all(Scores(total, jnp.all(is_best | ~marked, axis=1)))
             return scores
@@ -214,7 +216,7 @@ class CachedSteps:
         """Computes the logits at each row's last token, and the keys and values for the cache."""
         variables = {"params": self._boxes(params), **collections}
         with self.program.step.mode.context():
-            logits, new = self._adapter.apply(
+            logits, new = self._interface.apply(
                 variables, tokens, train=False, rows=rows, mutable=[NEW_KEYS]
             )
         return logits, new[NEW_KEYS]
@@ -258,7 +260,7 @@ class CachedSteps:
             state = self.program.whole_state
             variables = {"params": params, **state.collections}
             rows = Prompts(jnp.ones(tokens.shape[:1], jnp.int32), size)
-            call = functools.partial(self._adapter.apply, train=False, mutable=[NEW_KEYS])
+            call = functools.partial(self._interface.apply, train=False, mutable=[NEW_KEYS])
             return call(variables, tokens, rows=rows)[1][NEW_KEYS]
 
         cache = jax.eval_shape(keep, self.program.whole_state.params)

@@ -1,13 +1,13 @@
-"""Draws the next token from logits.
+"""Draws the next token from logits, for generation with a cache and without one.
 
 The temperature divides the logits. Then `top_k` keeps the likeliest tokens, and `top_p` keeps the
 fewest tokens whose total probability is at least `top_p` (Holtzman et al.,
 https://arxiv.org/abs/1904.09751). Gumbel noise is added to the logits, and the token with the
 largest sum is drawn. This is a draw from the softmax of the logits.
 
-Invariants: a row's draw depends on its logits, its key and the position, but not on other rows or
-on the mesh. The settings are arguments of the compiled step, so other settings need no new
-compilation.
+Invariants: a row's draw depends on its logits, its key and the position, but not on other rows, on
+the mesh or on a cache. The settings are arguments of the compiled step, so other settings need no
+new compilation.
 
 Symbols: `B` rows, `V` tokens of the vocabulary.
 """
@@ -33,26 +33,62 @@ class Drawing(NamedTuple):
     top_k: int | Any = 0
     top_p: float | Any = 1.0
 
-    def as_arrays(self) -> "Drawing":
+    def as_arrays(self, function: str = "generate") -> "Drawing":
         """Converts the fields to scalar arrays of fixed dtypes.
+
+        Args:
+          function: The name of the caller, for error messages.
 
         Raises:
           ValueError: A number is out of range.
         """
         if not 0 <= float(self.temperature) < math.inf:
             raise ValueError(
-                f"generate: temperature is {self.temperature}, expected a finite number, at least "
-                "0 (0 takes the likeliest token)."
+                f"{function}: temperature is {self.temperature}, expected a finite number, at "
+                "least 0 (0 takes the likeliest token)."
             )
         if self.top_k != int(self.top_k) or self.top_k < 0:
             raise ValueError(
-                f"generate: top_k is {self.top_k}, expected a number of tokens, or 0 for all."
+                f"{function}: top_k is {self.top_k}, expected a number of tokens, or 0 for all."
             )
         if not 0 < float(self.top_p) <= 1:
             raise ValueError(
-                f"generate: top_p is {self.top_p}, expected more than 0 and at most 1 (1 for all)."
+                f"{function}: top_p is {self.top_p}, expected more than 0 and at most 1 (1 for "
+                "all)."
             )
         return Drawing(np.float32(self.temperature), np.int32(self.top_k), np.float32(self.top_p))
+
+
+def as_tokens(name: str, prompt: Any, *, most_dims: int = 1) -> np.ndarray:
+    """Converts a prompt to an array of tokens.
+
+    Args:
+      name: What the caller calls the prompt, for error messages.
+      prompt: `int[P]`, or with `most_dims=2` also `int[B, P]`.
+      most_dims: The most dimensions that the array may have.
+
+    Raises:
+      ValueError: The prompt has another number of dimensions, or no token.
+      TypeError: The prompt has other values than integers.
+    """
+    tokens = np.asarray(prompt)
+    if not 1 <= tokens.ndim <= most_dims or not tokens.size:
+        shapes = "[tokens]" if most_dims == 1 else "[tokens] or [prompts, tokens]"
+        raise ValueError(
+            f"{name} has the shape {tokens.shape}, expected {shapes} with at least one token; "
+            "begin with the BOS token."
+        )
+    if not np.issubdtype(tokens.dtype, np.integer):
+        raise TypeError(
+            f"{name} is of {tokens.dtype}, expected integers, which a tokenizer makes of a text."
+        )
+    return tokens
+
+
+def row_keys(key: jax.Array, rows: np.ndarray) -> jax.Array:
+    """Derives the keys `key[B]` of rows from the key of a call and the rows' numbers `int[B]`."""
+    keys: jax.Array = jax.vmap(jax.random.fold_in, (None, 0))(key, rows.astype(np.uint32))
+    return keys
 
 
 def draw_tokens(

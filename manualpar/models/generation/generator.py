@@ -18,7 +18,7 @@ from manualpar.core.program.program import Program
 from manualpar.core.state.train_state import TrainState
 from manualpar.data.tokenizer import Tokenizer
 from manualpar.models.generation.cached_steps import CachedSteps
-from manualpar.models.generation.drawing import Drawing
+from manualpar.models.generation.drawing import Drawing, as_tokens, row_keys
 from manualpar.models.generation.text_pieces import TextPieces
 
 Prompt = str | Sequence[int]
@@ -238,8 +238,7 @@ class Generator:
         tokens, lengths = self.pad([prompts[row] for row in batch], padded(longest))
         numbers = np.zeros(len(tokens), np.uint32)
         numbers[: len(batch)] = batch
-        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, numbers)
-        given = (steps.put_rows(x) for x in (tokens, lengths, keys))
+        given = (steps.put_rows(x) for x in (tokens, lengths, row_keys(key, numbers)))
         size = padded(longest + max_tokens)
         rows, latest = steps.prefill(params, collections, *given, drawing, size=size)
         for _ in range(max_tokens - 1):
@@ -273,16 +272,7 @@ class Generator:
             encoded: list[int] = self.tokenizer.encode(prompt).tolist()
             begins = self.tokenizer.begins_with_bos or not encoded
             return [self.tokenizer.bos_token, *encoded] if begins else encoded
-        tokens = np.asarray(prompt)
-        if tokens.ndim != 1 or not tokens.size:
-            raise ValueError(
-                f"generate: prompt {index} has the shape {tokens.shape}, expected at least one "
-                "token; begin with the BOS token."
-            )
-        if not np.issubdtype(tokens.dtype, np.integer):
-            raise TypeError(
-                f"generate: prompt {index} is of {tokens.dtype}, expected integers or a string."
-            )
+        tokens = as_tokens(f"generate: prompt {index}", prompt)
         vocabulary = self.steps.model.vocab_size
         if tokens.min() < 0 or tokens.max() >= vocabulary:
             raise ValueError(

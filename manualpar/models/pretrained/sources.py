@@ -94,7 +94,7 @@ def transformer_of(program: Program) -> Transformer:
     Raises:
       ValueError: The program trains another model.
     """
-    model: Any = program.model.adapter.module
+    model: Any = program.model.interface.module
     while model is not None and not isinstance(model, Transformer):
         model = getattr(model, "module", None)
     if model is None:

@@ -29,7 +29,7 @@ from manualpar.core.tracing.scopes import (
     SCATTER_SCOPE,
 )
 from manualpar.inspect.communication import Collective, total_bytes
-from manualpar.inspect.layer_formulas import BACKWARD, FLOAT32, FORWARD, INT32
+from manualpar.inspect.layer_formulas import BACKWARD, FLOAT32, FORWARD, INT32, RECOMPUTED
 from manualpar.inspect.parameter_formulas import ParameterForm
 from manualpar.inspect.tick_parts import ROWS, TickParts
 from manualpar.models import Transformer
@@ -38,7 +38,6 @@ from manualpar.planner.closed_form.layout import DeviceSizes, Layout
 from manualpar.planner.closed_form.layout_parameters import LAYERS
 from manualpar.training.task import CONTEXT_AXIS, STAGE_AXIS
 
-RECOMPUTED = f"{BACKWARD}/rematted_computation"
 BFLOAT16 = jnp.dtype("bfloat16")
 EMBEDDING = "embedding"  # The parameter before the layers.
 # Metrics, each a sum and a number: loss, accuracy and objective; two losses of experts

@@ -35,8 +35,8 @@ from manualpar.planner.closed_form.layout_work import (
     SINGLE,
     STATE,
     state_elements,
-    step_loads,
     step_memory_of,
+    step_products,
 )
 from manualpar.planner.plan import StepEstimate
 from manualpar.planner.roofline import estimate
@@ -114,7 +114,7 @@ class LayoutEstimator:
         ticks = _tick_parts(layout) if layout.stage > 1 else None
         sends = LayoutCollectives(model, layout, x, forms, ticks)
         chunk_runs = sends.chunk_runs if ticks is not None else 0
-        loads = step_loads(x, layout, chunk_runs=chunk_runs)
+        products = step_products(x, layout, ticks=ticks, chunk_runs=chunk_runs)
         pipeline = None
         if ticks is not None:
             runs = {"forward": chunk_runs, "backward": chunk_runs}
@@ -122,7 +122,7 @@ class LayoutEstimator:
                 part: PartWork(
                     runs.get(part, layout.num_minibatches),
                     tuple(of_part),
-                    tuple(load for load in loads if load.part == part),
+                    tuple(product for product in products if ticks.of(product.scope) == part),
                 )
                 for part, of_part in sends.of_ticks().items()
             }
@@ -133,7 +133,7 @@ class LayoutEstimator:
             throughput=self._throughput,
             num_minibatches=layout.num_minibatches,
             collectives=sends.outside_ticks() if brief else sends.of_step(),
-            loads=loads,
+            products=products,
             update_traffic=int(SINGLE * (3 + 2 * STATE) * state_elements(x, layout)),
             memory=step_memory_of(x, layout),
             overlap=self._overlap,

@@ -10,14 +10,16 @@ backward pass, and the arrays that the loss or one layer makes in its backward p
 inputs of these chunks and the activations of the chunk that is run again.
 """
 
+import functools
 from collections.abc import Iterator
-from typing import NamedTuple
 
+from manualpar.inspect.flops import Product
+from manualpar.inspect.layer_formulas import BACKWARD, FORWARD, RECOMPUTED
 from manualpar.inspect.memory import Memory
-from manualpar.inspect.scope_parsing import Phase
+from manualpar.inspect.tick_parts import TickParts
 from manualpar.layers.head_loss import FEWEST_COLUMNS, default_chunk
 from manualpar.planner.closed_form.layout import DeviceSizes, Layout
-from manualpar.planner.step_work import Load
+from manualpar.planner.step_work import repeated
 
 HALF, SINGLE = 2, 4  # Bytes of an element: computed with and sent in bfloat16; stored in float32.
 STATE = 2  # Adam's averages.
@@ -25,66 +27,56 @@ STATE = 2  # Adam's averages.
 LOGIT_READS = 4
 
 
-class Product(NamedTuple):
-    """One or several products of `[m, k]` with `[k, n]`, or a reduction.
-
-    `flops` counts all of them, and is 0 for a reduction; `traffic` is the bytes that they read and
-    write. `part` is their part of the layer, a key of `Layout.recomputed`, which says how much of
-    it remat runs again in the backward pass; "" is never run again.
-    """
-
-    flops: float
-    traffic: float
-    part: str = ""
-
-
-def layer_products(x: DeviceSizes, layout: Layout) -> Iterator[Product]:
+def layer_products(x: DeviceSizes, layout: Layout) -> Iterator[Product[float]]:
     """Yields a layer's products in the forward pass of a minibatch.
 
-    The backward pass has two products for each of them.
+    The backward pass has two products for each of them. The scope of a product is its part of the
+    layer, a key of `Layout.recomputed`, which says how much of the part remat runs again in the
+    backward pass; a part "" is never run again.
     """
     T, D = x.tokens, x.D
-    yield Product(0.0, SINGLE * x.norms * T * D / layout.model, "norms")
+    yield Product("norms", 0.0, SINGLE * x.norms * T * D / layout.model)
     query, key = x.N * x.H, x.K * x.H
-    yield _product(T, D, query)._replace(part="in")
-    yield _product(T, D, key, 2)._replace(part="in")
+    yield _product("in", (T, D, query))
+    yield _product("in", (T, D, key), 2)
     # The scores, and their product with the values. All keys of a sequence are read.
     keys = x.B * x.positions
     flops = 2 * T * x.seen * query
-    yield Product(flops, HALF * 2 * (T * query + keys * key), "scores")
-    yield _product(T, query, D)._replace(part="out")
+    yield Product("scores", flops, HALF * 2 * (T * query + keys * key), is_fused=True)
+    yield _product("out", (T, query, D))
     if not x.experts_per_device:
-        yield _product(T, D, x.F, 2)._replace(part="mlp")
+        yield _product("mlp", (T, D, x.F), 2)
         # Only a norm behind the layer's last product needs its result again.
-        yield _product(T, x.F, D)._replace(part="out" if x.post_norms else "")
+        yield _product("out" if x.post_norms else "", (T, x.F, D))
         return
     rows = x.R // x.experts_per_device
     # The products of several experts have a batch dimension, and `dots` does not keep such
     # products.
     part = "experts" if x.experts_per_device > 1 else "mlp"
-    yield _product(rows, D, x.F, 2 * x.experts_per_device)._replace(part=part)
-    yield _product(rows, x.F, D, x.experts_per_device)._replace(part=part)
+    yield _product(part, (rows, D, x.F), 2 * x.experts_per_device)
+    yield _product(part, (rows, x.F, D), x.experts_per_device)
     # The weighted sum of the experts' outputs, which is no product of matrices.
-    yield Product(0.0, HALF * x.R * D, "experts")
+    yield Product("experts", 0.0, HALF * x.R * D)
     T //= layout.model  # The router reads the positions that a device has between layers.
-    yield Product(2 * T * D * x.router, SINGLE * (T * D + T * x.router), "mlp")
+    yield Product("mlp", 2 * T * D * x.router, SINGLE * (T * D + T * x.router))
 
 
 def head_products(
     x: DeviceSizes, layout: Layout
-) -> tuple[tuple[Product, ...], tuple[Product, ...]]:
+) -> tuple[tuple[Product[float], ...], tuple[Product[float], ...]]:
     """Returns the products of the head, forward and backward; the logits are float32."""
+    head = functools.partial(Product, "head")
     tokens, weights, logits = x.tokens * x.D, x.D * x.V, x.tokens * x.V
     flops = 2 * tokens * x.V
-    reads = Product(0.0, SINGLE * LOGIT_READS * logits)
+    reads = head(0.0, SINGLE * LOGIT_READS * logits)
     if layout.keeps_logits or not is_head_chunked(x):
-        forward = (Product(flops, HALF * (tokens + weights) + SINGLE * logits), reads)
+        forward = (head(flops, HALF * (tokens + weights) + SINGLE * logits), reads)
         return forward, 2 * forward
     # Every chunk of columns reads all tokens, and adds to the gradient of all tokens.
     chunks = -(-x.V // default_chunk(x.tokens))
-    logits_again = Product(flops, HALF * (chunks * tokens + weights) + SINGLE * logits)
-    of_tokens = Product(flops, HALF * (logits + weights) + SINGLE * chunks * tokens)
-    of_weights = Product(flops, HALF * (logits + chunks * tokens) + SINGLE * weights)
+    logits_again = head(flops, HALF * (chunks * tokens + weights) + SINGLE * logits)
+    of_tokens = head(flops, HALF * (logits + weights) + SINGLE * chunks * tokens)
+    of_weights = head(flops, HALF * (logits + chunks * tokens) + SINGLE * weights)
     return (logits_again, reads), (logits_again, of_tokens, of_weights)
 
 
@@ -96,38 +88,41 @@ def is_head_chunked(x: DeviceSizes) -> bool:
     return x.V > FEWEST_COLUMNS
 
 
-def _product(m: int, k: int, n: int, times: int = 1) -> Product:
-    return Product(2 * m * k * n * times, HALF * times * (m * k + k * n + m * n))
+def _product(part: str, sizes: tuple[int, int, int], times: int = 1) -> Product[float]:
+    """Returns `times` products of `[m, k]` with `[k, n]` in a part of a layer."""
+    m, k, n = sizes
+    return Product(part, 2 * m * k * n * times, HALF * times * (m * k + k * n + m * n))
 
 
-def step_loads(x: DeviceSizes, layout: Layout, *, chunk_runs: int = 0) -> tuple[Load, ...]:
-    """Returns the products of a step; with stages, each has its part of a tick.
+def step_products(
+    x: DeviceSizes, layout: Layout, *, ticks: TickParts | None = None, chunk_runs: int = 0
+) -> tuple[Product[float], ...]:
+    """Returns the products of a step; their scopes say in which pass each of them runs.
 
-    A stage's backward pass of a chunk may begin with its forward pass. The head runs forward and
-    backward in one part. A stage runs chunks `chunk_runs` times.
+    With stages, the scopes also name the parts of a tick, `ticks`, and a stage runs chunks
+    `chunk_runs` times. A stage's backward pass of a chunk may begin with its forward pass. The head
+    runs forward and backward in one part.
     """
     m = layout.num_minibatches
     layers = (chunk_runs or m * layout.chunks) * x.L // layout.chunks
-    has_stages = layout.stage > 1
-    loads = []
+    found = []
 
-    def add(phase: Phase, product: Product, times: float, part: str) -> None:
+    def add(scope: str, product: Product[float], times: float, part: str) -> None:
         if times:
-            flops, traffic = times * product.flops, times * product.traffic
-            part = part if has_stages else ""
-            loads.append(Load(phase, "bfloat16", flops, traffic, part, product.part == "scores"))
+            scope = f"{ticks.scope(part, together=False)}/{scope}" if ticks else scope
+            found.append(repeated(product, times)._replace(scope=scope, dtype="bfloat16"))
 
     for product in layer_products(x, layout):
-        again = layout.recomputed.get(product.part, 0.0) + layout.runs_chunks_again
-        add("forward", product, layers, "forward")
-        add("recomputed", product, layers * again, "backward")
-        add("backward", product, 2 * layers, "backward")
+        again = layout.recomputed.get(product.scope, 0.0) + layout.runs_chunks_again
+        add(FORWARD, product, layers, "forward")
+        add(RECOMPUTED, product, layers * again, "backward")
+        add(BACKWARD, product, 2 * layers, "backward")
     forward, backward = head_products(x, layout)
     for product in forward:
-        add("forward", product, m, "after")
+        add(FORWARD, product, m, "after")
     for product in backward:
-        add("backward", product, m, "after")
-    return tuple(loads)
+        add(BACKWARD, product, m, "after")
+    return tuple(found)
 
 
 def state_elements(x: DeviceSizes, layout: Layout) -> float:
@@ -200,7 +195,7 @@ def _kept_by_layer(x: DeviceSizes, layout: Layout) -> int:
     sizes = {
         "in": HALF * x.tokens * x.H * (x.N + 2 * x.K),  # query, key, value
         "scores": HALF * x.tokens * x.H * x.N,  # The output of attention.
-        # A checkpoint keeps the product's result before it is scattered.
+        # With remat, the result of the output product is kept before the reduce-scatter.
         "out": HALF * x.tokens * x.D if again else layer_input,
         "mlp": 0 if x.experts_per_device else HALF * 2 * x.tokens * x.F,
     }

@@ -224,7 +224,9 @@ class ReplicaSteps:
             since = jnp.zeros_like(count) if old is None else count - old.pop("examples")
             if old is None:
                 updated = jax.tree.map(lambda x: cast_to_varying(x, self.axes), common)
-            else:  # Each replica adds its change in the inner step.
+            else:
+                # Each replica adds to the common values the change that it made in the inner step
+                # during the exchange.
                 updated = jax.tree.map(lambda x, now, then: x + (now - then), common, replica, old)
             return to_replica(
                 updated | {"examples": count.at[fragment].set(since[fragment])}, self.axes

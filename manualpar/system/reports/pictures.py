@@ -5,7 +5,8 @@ matplotlib are changed only while a picture is drawn.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from manualpar.errors import require
@@ -86,6 +87,18 @@ def new_figure(user: str, size: tuple[float, float], *, title: str) -> Iterator[
         yield figure
 
 
+@contextlib.contextmanager
+def saved_figure(path: Path, size: tuple[float, float], *, title: str) -> Iterator[Any]:
+    """Makes a figure, see `new_figure`, and writes it into a PNG file when the context ends.
+
+    Raises:
+      MissingExtraError: matplotlib is not installed.
+    """
+    with new_figure(path.name, size, title=title) as figure:
+        yield figure
+        figure.savefig(path)
+
+
 def draw_bars(axes: Any, bars: Sequence[Bar], *, end: float = 0.0) -> None:
     """Draws horizontal bars, the first on top, on an axis from 0 to `end`.
 
@@ -104,6 +117,20 @@ def draw_bars(axes: Any, bars: Sequence[Bar], *, end: float = 0.0) -> None:
     axes.grid(visible=False, axis="y")
     axes.tick_params(left=False)
     axes.spines["left"].set_visible(False)
+
+
+def draw_bars_of_bytes(
+    axes: Any, bars: Sequence[Bar], *, end: float = 0.0, title: str = ""
+) -> None:
+    """Draws bars of bytes, see `draw_bars`, with a title and with bytes on the x axis."""
+    draw_bars(axes, bars, end=end)
+    scale_in_bytes(axes)
+    axes.set_title(title)
+
+
+def format_ticks(axis: Any, describe: Callable[[float], str]) -> None:
+    """Formats the numbers along an axis; 0 has no unit."""
+    axis.set_major_formatter(lambda value, position: describe(value) if value else "0")
 
 
 def scale_in_bytes(axes: Any) -> None:

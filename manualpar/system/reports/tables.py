@@ -1,11 +1,15 @@
-"""Formats numbers, and prints tables of numbers, in one style for all commands.
+"""Formats numbers, and makes tables of them, in one style for all commands.
 
-Numbers are shown with three digits and a unit; `None`, an unknown number, is shown as a dash. In a
-table the columns of words come first, aligned to the left. The columns of numbers follow, aligned
-to the right.
+Numbers are shown with three digits and a unit; `None`, an unknown number, is shown as a dash. A
+report is a list of columns and a list of rows. The same columns make a table on a console, a table
+that compares a few rows side by side, and a table in Markdown. Words are aligned to the left,
+numbers to the right.
 """
 
-from collections.abc import Callable, Sequence
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
 
 import rich.console
 from rich import box
@@ -14,7 +18,54 @@ from rich.text import Text
 
 from manualpar.errors import printable
 
+Row = TypeVar("Row")
+
 UNKNOWN = "-"
+
+
+@dataclasses.dataclass(frozen=True)
+class Column(Generic[Row]):
+    """A column of a table.
+
+    Attributes:
+      name: The name above the column.
+      value: Returns the value of a row; or its index in the row, or the name of the attribute, or
+        its key in a dict, which gives `None` if the key is missing.
+      describe: Formats a number, or other text that is aligned to the right; `None` for words.
+      is_optional: Whether a table leaves the column out if its values are all `None` or 0.
+      is_summed: Whether the separate last row of a table has a cell in this column.
+    """
+
+    name: str
+    value: Callable[[Row], Any] | str | int
+    describe: Callable[[Any], str] | None = None
+    _: dataclasses.KW_ONLY
+    is_optional: bool = False
+    is_summed: bool = True
+
+    def cell(self, row: Row) -> str:
+        """Returns the text of a row; a dash for `None`."""
+        value = self._read(row)
+        return UNKNOWN if value is None else (self.describe or str)(value)
+
+    def is_shown(self, rows: Sequence[Row]) -> bool:
+        """Returns whether a table of the rows has the column."""
+        return not self.is_optional or any(map(self._read, rows))
+
+    def _read(self, row: Any) -> Any:
+        if callable(self.value):
+            return self.value(row)
+        if isinstance(self.value, int):
+            return row[self.value]
+        return row.get(self.value) if isinstance(row, Mapping) else getattr(row, self.value)
+
+
+def text_columns(names: Sequence[str], *, words: int = 1) -> list[Column[Any]]:
+    """Returns columns for rows that are sequences of texts, of which the first `words` are words.
+
+    The other texts are aligned to the right.
+    """
+    return [Column(name, i, None if i < words else str) for i, name in enumerate(names)]
 
 
 def describe_bytes(size: float | None) -> str:
@@ -33,14 +84,19 @@ def describe_seconds(seconds: float | None) -> str:
     return _three_digits(None if seconds is None else seconds * 1e6, ("µs", "ms", "s"), 1000)
 
 
-def describe_count(number: float | None, devices: int = 1) -> str:
-    """Formats `number / devices`, such as `1,024`."""
-    return UNKNOWN if number is None else f"{number / devices:,.0f}"
+def describe_count(number: float | None) -> str:
+    """Formats a whole number, such as `1,024`."""
+    return UNKNOWN if number is None else f"{number:,.0f}"
 
 
 def describe_share(part: float | None, whole: float = 1.0) -> str:
     """Formats `part / whole` as a percentage, such as `12.5%`."""
     return UNKNOWN if part is None or not whole else f"{part / whole:.1%}"
+
+
+def share_of(whole: float) -> Callable[[float | None], str]:
+    """Returns a format of parts as percentages of `whole`."""
+    return functools.partial(describe_share, whole=whole)
 
 
 def describe_difference(more: float, describe: Callable[[float], str]) -> str:
@@ -74,22 +130,20 @@ def print_wrapped(console: rich.console.Console, *paragraphs: str) -> None:
 
 def print_table(
     console: rich.console.Console,
-    headers: Sequence[str],
-    rows: Sequence[Sequence[str]],
+    columns: Sequence[Column[Row]],
+    rows: Sequence[Row],
     *,
     title: str = "",
-    words: int = 1,
-    last: Sequence[str] = (),
+    last: Row | None = None,
     most: int | None = None,
 ) -> None:
     """Prints a title and, if there are rows, a table followed by an empty line.
 
     Args:
       console: The console to print on.
-      headers: The names of the columns.
-      rows: The cells.
+      columns: The columns.
+      rows: The rows.
       title: A line above the table.
-      words: The number of leading columns with words; all other columns have numbers.
       last: A separate row below the other rows, such as their sum.
       most: The number of rows to show; `None` for all.
     """
@@ -98,16 +152,39 @@ def print_table(
     if not rows:
         return
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0), show_edge=False)
-    for index, header in enumerate(headers):
-        is_words = index < words
+    columns = [column for column in columns if column.is_shown(rows)]
+    for column in columns:
+        justify: Any = "right" if column.describe else "left"
         # In a narrow terminal the cells are broken into lines, and no character is left out.
-        table.add_column(Text(header), justify="left" if is_words else "right", overflow="fold")
+        table.add_column(Text(column.name), justify=justify, overflow="fold")
     for row in rows[:most]:
-        table.add_row(*map(Text, row))
-    if last:
+        table.add_row(*(Text(column.cell(row)) for column in columns))
+    if last is not None:
         table.add_section()
-        table.add_row(*map(Text, last))
+        table.add_row(*(Text(x.cell(last) if x.is_summed else "") for x in columns))
     console.print(table)
     if most is not None and len(rows) > most:
         print_line(console, f"and {len(rows) - most:,} more, which are in the files")
     console.print()
+
+
+def print_side_by_side(
+    console: rich.console.Console,
+    columns: Sequence[Column[Row]],
+    rows: Sequence[Row],
+    *,
+    names: Sequence[str],
+    title: str = "",
+) -> None:
+    """Prints a table with a line for each column, in which rows with `names` stand side by side."""
+    lines = [(x.name, *map(x.cell, rows)) for x in columns if x.is_shown(rows)]
+    print_table(console, text_columns(["", *names]), lines, title=title)
+
+
+def markdown_table(columns: Sequence[Column[Row]], rows: Sequence[Row]) -> str:
+    """Formats a table in Markdown, without a newline at its end."""
+    columns = [column for column in columns if column.is_shown(rows)]
+    names = [column.name for column in columns]
+    alignments = ["---:" if column.describe else "---" for column in columns]
+    cells = [[column.cell(row) for column in columns] for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (names, alignments, *cells))

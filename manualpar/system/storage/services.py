@@ -2,18 +2,26 @@
 
 There are two: `read_part` reads one version of an object, and returns the server's data about this
 version. `list_page` lists objects page by page, so that an endless list is noticed.
+
+Requests to S3 follow no redirects, although aiobotocore lets aiohttp follow them. A request is
+signed for one host, so another host could only refuse the request. But the other host would receive
+the session token, and its answer to a list request would be trusted. So here a redirect raises an
+error. The exception is a redirect that names a region, such as Amazon's: it is returned to
+botocore, which signs the request again and sends it to this region.
 """
 
 import dataclasses
+import functools
 import re
 from typing import Any
 
 from manualpar.errors import require
-from manualpar.system.storage.requests import ContentError, has_status
+from manualpar.system.storage.requests import REDIRECTS, ContentError, has_status
 
 MODULES = {"s3": "s3fs", "gs": "gcsfs"}
 CONNECT_SECONDS, READ_SECONDS = 10, 60
 PARTIAL_CONTENT, PRECONDITION_FAILED = 206, 412
+REGION = "x-amz-bucket-region"
 CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 
 
@@ -61,6 +69,15 @@ class Page:
     next_token: str
 
 
+class RedirectError(OSError):
+    """A server has redirected a request to another address."""
+
+    def __init__(self, status: int) -> None:
+        """Makes the error for a redirect with this HTTP status."""
+        super().__init__(f"a redirect ({status})")
+        self.status = status
+
+
 def file_system(scheme: str) -> Any:
     """Returns fsspec's file system for a scheme; repeated calls return the same object."""
     require(f"{scheme}://", MODULES[scheme])
@@ -69,13 +86,11 @@ def file_system(scheme: str) -> Any:
     # No caching of lists, because a cached list would not show later writes of other processes.
     options: dict[str, Any] = {"use_listings_cache": False}
     if scheme == "s3":
-        from manualpar.system.storage.direct_session import direct_session
-
         options["config_kwargs"] = {
             "connect_timeout": CONNECT_SECONDS,
             "read_timeout": READ_SECONDS,
             "retries": {"total_max_attempts": 1},
-            "http_session_cls": direct_session(),
+            "http_session_cls": _direct_session(),
         }
     files = fsspec.filesystem(scheme, **options)
     files.retries = 1  # No repetition here: `request` repeats requests, and reports this.
@@ -179,3 +194,30 @@ def list_page(scheme: str, bucket: str, prefix: str, *, delimiter: str, token: s
 def _whole_size(content_range: str) -> int | None:
     found = CONTENT_RANGE.fullmatch(content_range)
     return int(found[3]) if found else None
+
+
+@functools.cache
+def _direct_session() -> type:
+    """Returns a class of sessions without redirects, for `AioConfig(http_session_cls=...)`."""
+    from aiobotocore.httpsession import AIOHTTPSession
+
+    class DirectSession(AIOHTTPSession):  # type: ignore[misc, unused-ignore]  # Optional.
+        async def _get_session(self, proxy_url: str | None) -> _Direct:
+            return _Direct(await super()._get_session(proxy_url))
+
+    return DirectSession
+
+
+class _Direct:
+    """Wraps a session of aiohttp, so that its requests follow no redirect."""
+
+    def __init__(self, session: Any) -> None:
+        self._session = session
+
+    async def request(self, *args: Any, **options: Any) -> Any:
+        """Sends a request and returns the response; raises a `RedirectError` for a redirect."""
+        response = await self._session.request(*args, **options, allow_redirects=False)
+        if response.status in REDIRECTS and REGION not in response.headers:
+            response.close()
+            raise RedirectError(response.status)
+        return response

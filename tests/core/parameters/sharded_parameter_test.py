@@ -386,12 +386,12 @@ def test_a_wrapped_module_gathers_once_however_often_it_uses_a_parameter(devices
     assert text.count('"stablehlo.all_gather"') == 1
 
 
-@pytest.mark.parametrize("when", ["asked for", "once a step", "shared storage"])
+@pytest.mark.parametrize("when", ["asked for", "once a step", "the same data"])
 @pytest.mark.parametrize("axes", [("data", "model"), ("model", "data")], ids=str)
 def test_a_box_is_gathered_over_a_tuple_of_axes_in_its_order(devices8, axes, when):
     mesh = make_mesh({"data": 4, "model": 2}, devices8)
     x = jnp.arange(32.0).reshape(16, 2)
-    field = "storage_axes" if when == "shared storage" else "gather_axes"
+    field = "shard_only_axes" if when == "the same data" else "gather_axes"
 
     def on_device(x):
         box = ShardedParameter(x, (axes, None), **{field: axes})

@@ -40,9 +40,9 @@ def check(model: nn.Module, sequence: bool = False) -> None:
     """Traces a checked call on devices that nobody has."""
     planned = TensorParallelInterface.wrap(tensor_parallel(model, PLAN, sequence=sequence))
     assert planned is not None
-    adapter = dataclasses.replace(planned, is_checked=True)
+    interface = dataclasses.replace(planned, is_checked=True)
     tokens = jax.ShapeDtypeStruct((4, 8), "int32")
-    boxed = jax.eval_shape(lambda: adapter.init(jax.random.key(0), jnp.zeros((4, 8), int)))
+    boxed = jax.eval_shape(lambda: interface.init(jax.random.key(0), jnp.zeros((4, 8), int)))
 
     def is_split(x: Any) -> bool:
         return isinstance(x, SplitParameter)
@@ -51,7 +51,7 @@ def check(model: nn.Module, sequence: bool = False) -> None:
 
     def call(variables: Any, tokens: jax.Array, key: jax.Array) -> None:
         key = jax.random.fold_in(key, jax.lax.axis_index("data"))
-        adapter.apply(variables, tokens, rngs={"dropout": key, "noise": key})
+        interface.apply(variables, tokens, rngs={"dropout": key, "noise": key})
 
     mesh = abstract_mesh({"data": 2, "model": 4}, num_devices=8)
     run = jax.shard_map(call, mesh=mesh, in_specs=(specs, P("data"), P()), out_specs=P())

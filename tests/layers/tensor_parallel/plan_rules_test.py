@@ -53,7 +53,9 @@ def test_a_plan_says_what_the_rules_say() -> None:
         "split over ('model', 'data')"
         in plan_from_rules(Net(), BATCH, both).whole["embed/embedding"]
     )
-    with pytest.raises(ValueError, match=r"split no module of Net over 'model'.*expected one"):
+    with pytest.raises(
+        ValueError, match=r"split no module of Net over 'model'.*expected rules that split"
+    ):
         plan_from_rules(Net(), BATCH, (("mlp", "data"),))
 
 

@@ -8,7 +8,7 @@ import pytest
 from manualpar.data import load_tokenizer
 from manualpar.models.generation import Generator
 from manualpar.models.generation.lm_eval_model import lm_eval_model
-from manualpar.training.stored_run import load_directory
+from manualpar.training.load_run import load_directory
 
 pytestmark = pytest.mark.slow
 

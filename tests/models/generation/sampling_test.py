@@ -11,7 +11,9 @@ import pytest
 from manualpar import Batch, fsdp, make_mesh
 from manualpar.models import Transformer
 from manualpar.models.cross_entropy import language_model_loss
+from manualpar.models.generation import Generator
 from manualpar.models.generation.sampling import sample_tokens
+from tests.models.generation.programs import SIZES, make_program, make_state
 
 VOCABULARY = 10
 MODEL = Transformer(
@@ -156,3 +158,16 @@ def test_parameters_may_be_sharded(devices8):
     options["rng"] = jax.random.key(0)
     expected = sample_tokens(MODEL.apply, whole, [[3, 1], [0, 2]], **options)
     np.testing.assert_array_equal(tokens, expected)
+
+
+@pytest.mark.slow
+def test_with_a_cache_the_same_tokens_are_drawn(devices8):
+    del devices8
+    program = make_program(Transformer(**SIZES), {"data": 4})
+    state, prompts = make_state(program), [[3, 1, 4], [3, 1, 4]]
+    generator = Generator(program, stop_tokens=())
+    answers = generator.generate(state, prompts, max_tokens=8, temperature=1.0, seed=3)
+    options = {"num_tokens": 8, "sequence_length": 11, "rng": jax.random.key(3)}
+    drawn = sample_tokens(state.apply_fn, state.params, prompts, temperature=1.0, **options)
+    assert drawn.tolist() == [answer.tokens for answer in answers]
+    assert answers[0].tokens != answers[1].tokens

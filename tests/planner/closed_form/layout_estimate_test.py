@@ -180,9 +180,9 @@ def test_memory_is_nearly_that_of_the_traced_program(name, layout):
     assert memory.batch == pytest.approx(work.memory.batch)
     assert memory.peak == pytest.approx(work.memory.peak, rel=0.2)
     if layout.stage == 1:  # And no scores are computed again.
-        flops = summed((load.phase, load.flops) for load in work.loads)
+        flops = summed((product.phase, product.flops) for product in work.products)
         shares = layout.recomputed
-        again = x.L * sum(shares.get(p.part, 0.0) * p.flops for p in layer_products(x, layout))
+        again = x.L * sum(shares.get(p.scope, 0.0) * p.flops for p in layer_products(x, layout))
         assert layout.num_minibatches * again == pytest.approx(flops["recomputed"], rel=1e-3)
 
 

@@ -70,14 +70,14 @@ def collectives(work: StepWork) -> Mapping[Any, Any]:
 
 def operations(work: StepWork) -> Mapping[Any, float]:
     """The operations of products with weights: of a phase, or of one run of a tick's part."""
-    loads = [("", 1, work.loads)]
+    products = [("", 1, work.products)]
     if work.pipeline:
-        loads = [(part, each.runs, each.loads) for part, each in work.pipeline.works.items()]
+        products = [(part, each.runs, each.products) for part, each in work.pipeline.works.items()]
     found = summed(
-        ((part, load.phase), load.flops / runs)
-        for part, runs, of_part in loads
-        for load in of_part
-        if not load.is_fused
+        ((part, product.phase), product.flops / runs)
+        for part, runs, of_part in products
+        for product in of_part
+        if not product.is_fused
     )
     return {key: flops for key, flops in found.items() if flops}
 

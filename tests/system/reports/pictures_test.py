@@ -1,13 +1,17 @@
 """Bars and their scale, in settings that end with the picture."""
 
 import matplotlib
+import pytest
 
 from manualpar.system.reports.pictures import (
     ROOM,
     Bar,
     add_legend,
     draw_bars,
+    draw_bars_of_bytes,
+    format_ticks,
     new_figure,
+    saved_figure,
     scale_in_bytes,
 )
 
@@ -28,6 +32,20 @@ def test_bars_lie_end_to_end_the_first_on_top_with_their_texts():
         assert axes.get_xlim() == (0, ROOM * 8)
         top, bottom = axes.get_ylim()[::-1]
         assert top < 0 < 1 < bottom
+
+
+def test_a_saved_figure_is_a_file_unless_drawing_it_fails(tmp_path):
+    with saved_figure(tmp_path / "drawn.png", (4, 3), title="") as figure:
+        draw_bars_of_bytes(figure.subplots(), [Bar("a", [(2**20, "red")], "one")], title="bytes")
+        [axes] = figure.axes
+        format_ticks(axes.yaxis, "{:.0f} y".format)
+    assert (tmp_path / "drawn.png").read_bytes()[1:4] == b"PNG"
+    assert (axes.get_title(loc="left"), axes.yaxis.get_major_formatter()(2, 0)) == ("bytes", "2 y")
+    assert axes.yaxis.get_major_formatter()(0, 0) == "0"
+    assert "1 MiB" in [label.get_text() for label in axes.get_xticklabels()]
+    with pytest.raises(ZeroDivisionError), saved_figure(tmp_path / "b.png", (4, 3), title=""):
+        raise ZeroDivisionError
+    assert not (tmp_path / "b.png").exists()
 
 
 def test_bytes_are_counted_in_powers_of_two():

@@ -1,19 +1,25 @@
 """Numbers in words, and tables of them."""
 
 import io
+from typing import NamedTuple
 
 import pytest
 import rich.console
 
 from manualpar.system.reports.tables import (
+    Column,
     describe_bytes,
     describe_count,
     describe_difference,
     describe_flops,
     describe_seconds,
     describe_share,
+    markdown_table,
     print_line,
+    print_side_by_side,
     print_table,
+    share_of,
+    text_columns,
 )
 
 
@@ -61,7 +67,6 @@ def test_seconds_have_three_digits(seconds, text):
 def test_a_difference_has_a_sign_and_what_is_unknown_a_dash():
     assert [describe_difference(x, describe_bytes) for x in (3, -3, 0)] == ["+3 B", "-3 B", "="]
     assert describe_count(1024.4) == "1,024"
-    assert describe_count(1024, 8) == "128"
     assert describe_share(1, 8) == "12.5%"
     assert describe_share(1, 0) == "-"
     describers = (describe_bytes, describe_flops, describe_seconds, describe_count, describe_share)
@@ -71,9 +76,8 @@ def test_a_difference_has_a_sign_and_what_is_unknown_a_dash():
 def test_words_stand_on_the_left_and_what_is_too_much_is_counted():
     console = _console()
     rows = [("[a]", "b", "1"), ("c", "d", "22"), ("e", "f", "3")]
-    last = ("all", "", "26")
-    headers = ("first", "second", "n")
-    print_table(console, headers, rows, title="[T]", words=2, last=last, most=2)
+    columns = text_columns(("first", "second", "n"), words=2)
+    print_table(console, columns, rows, title="[T]", last=("all", "", "26"), most=2)
     lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
     assert [line for line in lines if set(line) - {"─"}] == [
         "[T]",
@@ -88,13 +92,72 @@ def test_words_stand_on_the_left_and_what_is_too_much_is_counted():
 
 def test_without_rows_there_is_the_title_alone():
     console = _console()
-    print_table(console, ("a",), [], title="nothing", last=("sum",))
+    print_table(console, text_columns(("a",)), [], title="nothing", last=("sum",))
     assert console.file.getvalue() == "nothing\n"
 
 
 def test_a_narrow_terminal_breaks_words_and_leaves_out_no_digit():
     console = _console(width=20)
-    print_table(console, ("name", "number"), [("gather_params of all", "123,456,789")])
+    columns = text_columns(("name", "number"))
+    print_table(console, columns, [("gather_params of all", "123,456,789")])
     shown = console.file.getvalue()
     assert sum(character.isdigit() for character in shown) == 9
     assert "…" not in shown
+
+
+class Step(NamedTuple):
+    name: str
+    size: int
+    hidden: float | None = None
+
+
+COLUMNS = (
+    Column("step", "name"),
+    Column("bytes", 1, describe_bytes),
+    Column("share", "size", share_of(8), is_summed=False),
+    Column("hidden", lambda step: step.hidden, describe_seconds, is_optional=True),
+)
+STEPS = [Step("first", 2), Step("second", 6)]
+
+
+def _cells(console: rich.console.Console) -> list[list[str]]:
+    lines = [line.split("  ") for line in console.file.getvalue().splitlines()]
+    cells = [[cell for cell in map(str.strip, line) if cell.strip("─ ")] for line in lines]
+    return [line for line in cells if line]
+
+
+def test_a_column_reads_a_field_an_index_or_a_key_and_an_optional_one_without_values_is_left_out():
+    console = _console()
+    print_table(console, COLUMNS, STEPS, last=Step("all", 8))
+    assert _cells(console) == [
+        ["step", "bytes", "share"],
+        ["first", "2 B", "25.0%"],
+        ["second", "6 B", "75.0%"],
+        ["all", "8 B"],
+    ]
+    console = _console()
+    print_table(console, COLUMNS, [*STEPS, Step("third", 0, 1.0)])
+    assert [line[3:] for line in _cells(console)] == [["hidden"], ["-"], ["-"], ["1 s"]]
+    assert [COLUMNS[0].cell({"name": "a"}), Column("", "other", str).cell({})] == [
+        "a",
+        "-",
+    ]
+
+
+def test_the_same_columns_compare_rows_side_by_side():
+    console = _console()
+    print_side_by_side(console, COLUMNS[1:], STEPS, names=[step.name for step in STEPS])
+    assert _cells(console) == [
+        ["first", "second"],
+        ["bytes", "2 B", "6 B"],
+        ["share", "25.0%", "75.0%"],
+    ]
+
+
+def test_the_same_columns_make_a_table_in_markdown():
+    assert markdown_table(COLUMNS, STEPS).splitlines() == [
+        "| step | bytes | share |",
+        "| --- | ---: | ---: |",
+        "| first | 2 B | 25.0% |",
+        "| second | 6 B | 75.0% |",
+    ]

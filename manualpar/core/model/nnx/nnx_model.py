@@ -27,12 +27,12 @@ from flax.traverse_util import unflatten_dict
 
 from manualpar.core.model.evaluation import required
 from manualpar.core.model.interface import ModelInterface, register_interface
-from manualpar.core.model.nnx.dropout import split_dropout
 from manualpar.core.model.nnx.streams import (
     assigning_tracers,
     call_rngs,
     keys_by_stream,
     mark_keyless,
+    split_dropout,
     stream_keys,
     stream_variable,
 )

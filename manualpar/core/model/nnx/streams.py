@@ -8,6 +8,9 @@ Invariants: no two streams share a key; the streams of a stack of layers have on
 layer; a stream without a key is an error only where its key is used. (`nnx.RNN` draws a key for its
 initial carry, but a carry of zeros does not use the key.)
 
+The key that a dropout layer draws differs along a model axis if the layer's input is split over
+this axis, see `manualpar.core.model.split_dropout`.
+
 A stream counts by `count[...] += 1`. For such an assignment flax reads `sharding` of both values.
 Tracers lack this attribute, and to write its error JAX searches all equations so far. So the time
 to trace a model would be quadratic in the number of parameters. `assigning_tracers` does not read
@@ -24,6 +27,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from manualpar.core.model.nnx.variables import Path, path_text
+from manualpar.core.model.split_dropout import SplitAttention, key_like
 from manualpar.core.tracing.thread_patches import replaced_in_thread
 
 
@@ -116,6 +120,30 @@ def mark_keyless(module: nnx.Module) -> None:
     for _, node in nnx.iter_graph(module):
         if isinstance(node, nnx.RngStream) and isinstance(node.key, _NoKey):
             object.__setattr__(node, "__class__", _KeylessStream)
+
+
+class SplitDropout(nnx.Dropout):
+    """An `nnx.Dropout` whose key differs along the axes over which its input varies."""
+
+    def __call__(
+        self, inputs: jax.Array, *, deterministic: bool | None = None, rngs: Any = None
+    ) -> jax.Array:
+        """Calls `nnx.Dropout` with a key that differs along the axes over which `inputs` varies."""
+        rngs = self.rngs if rngs is None else rngs
+        is_off = self.deterministic if deterministic is None else deterministic
+        if rngs is not None and not is_off and self.rate not in (0, 1):
+            stream = rngs[self.rng_collection] if isinstance(rngs, nnx.Rngs) else rngs
+            key = stream() if isinstance(stream, nnx.RngStream) else stream
+            rngs = key_like(key, inputs)
+        return super().__call__(inputs, deterministic=deterministic, rngs=rngs)
+
+
+def split_dropout(module: nnx.Module) -> None:
+    """Changes a module, for one call, so that each shard of split activations has its own mask."""
+    if type(module) is nnx.Dropout:
+        object.__setattr__(module, "__class__", SplitDropout)
+    if isinstance(module, nnx.MultiHeadAttention):
+        module.attention_fn = SplitAttention(module.attention_fn)
 
 
 class _KeylessStream(nnx.RngStream):

@@ -3,12 +3,12 @@
 NNX modules read a parameter through its `nnx.Variable`: `param[...]`, `param.get_value()`, or an
 operator. Therefore a parameter's shard is put into a variable whose type is a subclass of the
 parameter's type, and whose `get_value` gathers the shard, as `unbox()` does for Linen. The variable
-holds an array without a box, so NNX's transformations treat the variable like any other variable.
-The other fields of the box are metadata.
+holds only the array of a box, so NNX's transformations treat the variable like any other variable.
+Its metadata hold the other fields of the box.
 
 A loop (`nnx.scan`, `nnx.vmap`, `jax.lax.scan` over a module) removes dims of an array, but does not
-tell the variable which dims. The removed dims are inferred from the shapes, among the dims that the
-probe has found.
+tell the variable which dims. The removed dims are inferred from the shapes. Only dims that loops
+run over are candidates; `manualpar.core.model.probe` has recorded them.
 
 Invariants: a value that leaves such a variable is gathered; the parameter's type then applies its
 `get_value`; a parameter that is not read is not gathered.

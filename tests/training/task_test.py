@@ -18,7 +18,7 @@ def test_a_config_names_adapters_and_nothing_else_is_trained(devices8):
     program = prepare(_config(lora=("output_dense:4",), lora_alpha=8.0)).program
     trained = {info.path: info.shape for info, place in program.parameters if place.trainable}
     assert trained == {"output_dense/lora_a": (16, 4), "output_dense/lora_b": (4, 10)}
-    assert program.model.adapter.low_rank.alpha == 8
+    assert program.model.interface.low_rank.alpha == 8
 
 
 def test_a_config_names_what_is_stored_in_int8(devices8):

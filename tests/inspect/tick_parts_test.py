@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec
 from manualpar import abstract_mesh
 from manualpar.core.modes.gradients import accumulate
 from manualpar.core.parameters.trainable import empty_part
-from manualpar.inspect.stage_costs import stage_costs
+from manualpar.inspect.tick_parts import stage_costs
 from manualpar.layers.pipeline.executor import PipelineRun
 from manualpar.layers.pipeline.schedule_table import Costs
 
