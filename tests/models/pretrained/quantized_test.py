@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from manualpar import lora, make_mesh, quantized
+from manualpar.models import Split
 from manualpar.models.pretrained import export_hf, load_hf
 from tests.models.finetuning.adapted_models import by_path
 from tests.models.pretrained.llama import assert_same_files, llama, program_of, read, tensors_of
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{"data": 8}, {"data": 4, "model": 2}], ids=str)
 def test_what_is_loaded_and_exported_is_what_init_from_makes(mesh, made, tmp_path):
     directory, params = made
-    plain = llama(directory, split_axis="model", vocab_multiple=8)
+    plain = llama(directory, split=Split("model"), vocab_multiple=8)
     model = lora(quantized(plain, {"*kernel": 4}), {"*/up": 2}, alpha=6)
     program = program_of(model, make_mesh(mesh), pad=True)
     key = jax.random.key(1)
