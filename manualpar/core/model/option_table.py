@@ -89,10 +89,9 @@ class Option:
 
     def describe(self) -> str:
         """Describes the option: its name, type, default and meaning."""
-        members = [" | ".join(map(repr, get_args(x))) if get_origin(x) is Literal else _name(x)
-                   for x in _members(self.kind)]  # fmt: skip
+        kinds = " | ".join(map(_name, _members(self.kind)))
         default = "" if self.required else f" = {self.default!r}"
-        return f"{self.name}: {' | '.join(members)}{default}. {self.meaning}"
+        return f"{self.name}: {kinds}{default}. {self.meaning}"
 
 
 OptionTable = Mapping[str, Option]
@@ -188,12 +187,11 @@ def _is_of(value: Any, kind: Any) -> bool:
 
 
 def _name(kind: Any) -> str:
-    """Returns a type as a user writes it."""
+    """Returns a type as a user writes it, without the modules of its names."""
     if kind is type(None):
         return "None"
-    return kind.__name__ if isinstance(kind, type) and not get_args(kind) else _short(str(kind))
-
-
-def _short(text: str) -> str:
-    """Removes the modules from the names in an annotation."""
-    return re.sub(r"\b(?:\w+\.)+(?=\w)", "", text)
+    if get_origin(kind) is Literal:
+        return " | ".join(map(repr, get_args(kind)))
+    if isinstance(kind, type) and not get_args(kind):
+        return kind.__name__
+    return re.sub(r"\b(?:\w+\.)+(?=\w)", "", str(kind))
