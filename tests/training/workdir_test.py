@@ -42,7 +42,7 @@ def test_the_checkpoint_has_the_config_where_the_file_is_gone(tmp_path):
     assert check_folder(config_with(training__num_steps=7), tmp_path) == [
         "changed since the run began: training.num_steps: 1000 -> 7"
     ]
-    with pytest.raises(ValueError, match=r"holds another run: config: it ch[^$]*  seed: 42 -> 9$"):
+    with pytest.raises(ValueError, match=r"holds another run: the config ch[^$]*  seed: 42 -> 9$"):
         check_folder(config_with(seed=9, model__dropout_rate=0.5), tmp_path)
 
 
