@@ -5,7 +5,7 @@ import io
 
 import pytest
 
-from tests.runs.small_runs import run_here, start_cluster
+from tests.runs.small_runs import flag_of_text, run_here, start_cluster
 
 # Without dropout and in float32 the meshes differ by rounding alone.
 SMALL = (
@@ -46,10 +46,7 @@ def sample_in(output):
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
     """What all runs have in common; the text is a short one."""
-    text = tmp_path_factory.mktemp("text")
-    for number in range(60):
-        (text / f"{number}.txt").write_text(f"{number} and {number**2} and no more\n" * 5)
-    return (*SMALL, f"--config.data.path={text}")
+    return (*SMALL, flag_of_text(tmp_path_factory.mktemp("text")))
 
 
 @pytest.fixture(scope="module")

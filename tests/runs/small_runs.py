@@ -206,3 +206,10 @@ def at_step(monkeypatch, step, act):
 def content(folder):
     """Every file below a folder."""
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def flag_of_text(folder: Path) -> str:
+    """Writes sixty short texts into a folder, and returns the flag that trains on them."""
+    for number in range(60):
+        (folder / f"{number}.txt").write_text(f"{number} and {number**2} and no more\n" * 5)
+    return f"--config.data.path={folder}"

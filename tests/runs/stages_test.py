@@ -11,6 +11,7 @@ import pytest
 from tests.runs.small_runs import (
     assert_close_metrics,
     complete_steps,
+    flag_of_text,
     resumed_from,
     run_here,
     start_cluster,
@@ -47,10 +48,7 @@ def mesh(**axes):
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
     """What all runs have in common; the text is a short one."""
-    text = tmp_path_factory.mktemp("text")
-    for number in range(60):
-        (text / f"{number}.txt").write_text(f"{number} and {number**2} and no more\n" * 5)
-    return (*SMALL, f"--config.data.path={text}")
+    return (*SMALL, flag_of_text(tmp_path_factory.mktemp("text")))
 
 
 @pytest.fixture(scope="module")
