@@ -9,6 +9,7 @@ import json
 import re
 import sys
 import time
+from pathlib import Path
 from unittest import mock
 
 import jax
