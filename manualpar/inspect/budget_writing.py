@@ -1,4 +1,4 @@
-"""Writes budgets from the numbers of a ledger, into a file that may hold other budgets.
+"""Writes the numbers of a ledger as a budget, into a file that may hold other budgets.
 
 The numbers of a traced step are the same on every machine and with every supported version of jax
 and flax, so they are written exactly. The numbers of a compiled step vary, so their limits are
@@ -36,12 +36,12 @@ _HEADER = re.compile(r"((?:^[ \t]*(?:#.*)?\n)*^[ \t]*\[.*\n?)", re.MULTILINE)
 def budget_text(name: str, ledger: Json, earlier: Budget | None = None) -> str:
     """Writes the numbers of a ledger as the TOML tables of a program.
 
-    The tables limit all known totals, the bytes and collectives of every purpose, and the bytes of
-    all axes and modules. Modules whose names differ only in a number, such as the layers of a
-    model, share a line if they send the same number of bytes. The bytes and collectives of the
-    compiled step are limited if the compiler inserts the collectives, or if the `earlier` budget
-    limits these numbers. If nothing was compiled, the earlier budget's limits on the compiled step
-    are kept.
+    The tables limit the totals of the traced step, the bytes and collectives of each purpose, and
+    the bytes of each tuple of axes and of each module. Modules whose names differ only in a number,
+    such as the layers of a model, share a line if they send the same number of bytes. Of a compiled
+    step, the temporaries are always limited. Its bytes and collectives are limited if the compiler
+    inserts all collectives, or if the `earlier` budget limits these numbers. If nothing was
+    compiled, the earlier budget's limits on the compiled step are kept.
     """
     measured = amounts(ledger)
     lines = [f"[{quoted(name)}]", f"devices = {math.prod(ledger['mesh'].values())}"]
@@ -77,9 +77,9 @@ def budget_text(name: str, ledger: Json, earlier: Budget | None = None) -> str:
 
 
 def replace_budget(text: str, name: str, budget: str) -> str:
-    """Puts the result of `budget_text` into a file's text, in place of the program's old budget.
+    """Puts the result of `budget_text` into a file's text, in place of the old budget of `name`.
 
-    The other budgets and all comments above budgets stay.
+    The budgets of other programs and all comments above budgets stay.
 
     Raises:
       BudgetError: The earlier budget cannot be replaced line by line, for example because it is an
@@ -115,7 +115,7 @@ def _globs(by_module: Mapping[str, int]) -> Iterator[tuple[str, int]]:
         alike[re.sub(r"\d+", "*", module)].add(module)
     for glob, modules in sorted(alike.items()):
         amounts_of_glob = {by_module[module] for module in modules}
-        # One line for each module if the amounts differ, or if the stars match other modules, too.
+        # One line for each module if the amounts differ, or if the glob matches other modules, too.
         is_exact = modules == {module for module in by_module if matches(glob, module)}
         if len(amounts_of_glob) == 1 and is_exact and len(modules) > 1:
             yield glob, amounts_of_glob.pop()

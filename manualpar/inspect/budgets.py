@@ -1,15 +1,16 @@
 """Budgets: upper limits for the bytes and operations of a step, in a file under version control.
 
-A budget holds some numbers of an older ledger. A newer ledger is checked against the budget. A
-number above its limit is an error. The file is TOML with a table for each program. Every number is
-an upper limit for one device in one step:
+A ledger (`manualpar.inspect.step_ledger`) holds the numbers of a step. A budget holds some numbers
+of an older ledger as limits, and a newer ledger is checked against them. A number above its limit
+is an error. The file is TOML with a table for each program. Every number is an upper limit for one
+device in one step:
 
     [fsdp]
     devices = 8                  # steps on more or fewer devices are refused
     bytes = 3_022_180            # sent by the traced step; "2.9 MiB" is allowed, too
     collectives = 53             # run by the traced step
     flops = 40_000_000
-    peak_memory = "1 MiB"        # of all classes together, see `manualpar.inspect.memory`
+    peak_memory = "1 MiB"        # the sum of all classes in `manualpar.inspect.memory`
     temporaries = 900_000        # of the compiled step, like the next two limits
     compiled_bytes = 3_100_000
     compiled_collectives = 60
@@ -42,7 +43,7 @@ from manualpar.errors import UsageError
 from manualpar.inspect.ledger_difference import NOTHING, Json, name_module, sent_by, totals
 from manualpar.inspect.scope_parsing import OTHER
 
-# Name of a limit on the whole step -> name of this number in the totals of a ledger.
+# Name of a limit on the whole step -> name of the limited number in the totals of a ledger.
 TOTALS = {
     "bytes": "bytes sent",
     "collectives": "collectives",
@@ -53,13 +54,13 @@ TOTALS = {
     "compiled_collectives": "compiled: collectives",
 }
 COMPILED = ("temporaries", "compiled_bytes", "compiled_collectives")
-# Group of other limits -> the quantities that it may limit.
+# Group of limits on parts of a step -> the quantities that this group may limit.
 QUANTITIES = {
     "purposes": ("bytes", "collectives"),
     "axes": ("bytes", "collectives"),
     "modules": ("bytes", "collectives", "flops"),
 }
-# Groups -> the field of a ledger's collective that holds the name.
+# Group -> the field of a collective in a ledger that contains the purpose, axes or module.
 FIELDS = {"purposes": "purpose", "axes": "axes", "modules": "module"}
 IN_BYTES = ("bytes", "peak_memory", "temporaries", "compiled_bytes")
 UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -68,7 +69,7 @@ NUM_NAMED = 3  # Modules that a message names.
 
 
 class BudgetError(UsageError, ValueError):
-    """A budget that cannot be read, or does not fit the ledger that it is compared with."""
+    """An unreadable budget, or a budget that does not fit the ledger."""
 
 
 class BudgetKey(NamedTuple):
@@ -197,7 +198,7 @@ def check_budget(budget: Budget, ledger: Json, source: object) -> Verdict:
 
 
 def amounts(ledger: Json) -> dict[BudgetKey, int]:
-    """Returns all numbers that a budget may limit; 0 for known names that send nothing."""
+    """Returns all numbers that a budget may limit; 0 for purposes or axes that send nothing."""
     numbers = totals(ledger)
     found = {BudgetKey("", "", key): whole(numbers[x]) for key, x in TOTALS.items() if x in numbers}
     flops = ledger["flops"]["by_module"]
@@ -234,7 +235,7 @@ def quoted(name: str) -> str:
 
 
 def whole(amount: float) -> int:
-    """Rounds up to an integer, because a limit must not be below a fraction of bytes."""
+    """Rounds up to an integer, because a limit that is rounded down would be exceeded."""
     return math.ceil(amount - 1e-6)
 
 
@@ -298,13 +299,17 @@ def _no_such_name(key: BudgetKey, measured: Iterable[BudgetKey]) -> str:
 
 
 def _offenders(budget: Budget, limit: BudgetKey, ledger: Json) -> str:
-    """Names the modules to look at: above their limits or without limits, else the largest."""
+    """Names the modules that may have exceeded a limit, or the largest classes of memory.
+
+    These are the modules above their own limits and the modules without limits. If there are none,
+    these are the largest modules.
+    """
     if limit.quantity in ("peak_memory", "temporaries"):
         classes = ledger["memory"] or {}
         return _most_of_it({name: size for name, size in classes.items() if name != "peak"})
     is_compiled = limit.quantity in COMPILED
     collectives = (ledger["compiled"] if is_compiled else ledger)["collectives"]
-    if is_compiled:  # XLA keeps no axes, but most modules.
+    if is_compiled:  # XLA keeps the names of most modules, but no axes.
         collectives = [{**x, "axes": ""} for x in collectives if "module" in x]
     if limit.group:
         collectives = [x for x in collectives if x[FIELDS[limit.group]] == limit.name]

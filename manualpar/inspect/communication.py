@@ -1,9 +1,9 @@
 """Lists the collectives of a traced step, how often each runs, and the bytes that each sends.
 
-The jaxpr of a program contains exactly the collectives that were written. XLA may still merge them,
-move them out of loops, or drop collectives with an unused result. Outside `shard_map`, and along
-axes that are left to the compiler, XLA inserts other collectives. `manualpar.inspect.compiled`
-reads the collectives of the compiled program.
+The jaxpr of a program contains exactly the collectives that the program writes. XLA may still merge
+them, move them out of loops, or drop collectives with an unused result. Outside `shard_map`, and
+along axes that are left to the compiler, XLA inserts other collectives.
+`manualpar.inspect.compiled` reads the collectives of the compiled program.
 
 Bytes are the bytes that one device sends to its neighbour with ring algorithms on `N` devices
 (Thakur et al., https://doi.org/10.1177/1094342005051521). The devices of a tuple of axes form
@@ -58,19 +58,19 @@ SILENT_PRIMITIVES = TYPE_CASTS | {"axis_index"}
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One operand of a collective, as a program writes it or a closed form expects it.
+    """One operand of a collective that a program writes or a closed form predicts.
 
-    `manualpar.inspect.compiled.CompiledCollective` is an instruction that XLA makes of one or
-    several of these. The planner adds seconds to both
-    (`manualpar.planner.timed_collectives.TimedCollective`).
+    XLA makes an instruction of one or several such operands, see
+    `manualpar.inspect.compiled.CompiledCollective`. The planner adds seconds to operands and to
+    instructions (`manualpar.planner.timed_collectives.TimedCollective`).
 
     Attributes:
       axis_size: The number of devices that the axes span together.
       shape: The operand's shape on one device.
       times: How many times a step runs the collective.
       scope: The `jax.named_scope`s and transformations around the collective, outermost first.
-      root: The name of the top module, `""` if it is not known.
-      data_axes: The mesh axes that split the batch; empty if they are not known.
+      root: The name of the top module, `""` if the name is not known.
+      data_axes: The mesh axes that split the batch; empty if these axes are not known.
     """
 
     kind: Kind
@@ -189,7 +189,7 @@ def count_by_kind(collectives: Iterable[Any]) -> dict[str, int]:
 
 
 def bytes_by_axes(collectives: Iterable[Collective]) -> dict[tuple[str, ...], Fraction]:
-    """Sums the bytes that a device sends in a step over each axis, or each tuple of axes."""
+    """Returns the bytes that a device sends in a step, by axis or tuple of axes."""
     return summed((collective.axes, collective.bytes_sent) for collective in collectives)
 
 
@@ -281,10 +281,13 @@ class CollectiveReader(EquationReader[Collective]):
 def read_stage(
     caller: str, jaxpr: Jaxpr, around: Around = OUTSIDE, *, stage: int | None, **options: Any
 ) -> tuple[CollectiveReader, tuple[Collective, ...]]:
-    """Reads a stage; returns the reader, which gets `options`, and the collectives.
+    """Reads the collectives of a pipeline's stage with a `CollectiveReader`, made with `options`.
 
     A program without a pipeline has one stage. With `stage=None` the stage that sends the most is
     read (if equal, the first stage).
+
+    Returns:
+      The reader and the collectives.
     """
 
     def read(stage: int) -> tuple[CollectiveReader, tuple[Collective, ...]]:

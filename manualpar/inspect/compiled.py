@@ -7,7 +7,7 @@ collectives with an unused result. This module reads the program that runs;
 `manualpar.inspect.communication` reads the program that was written. Both count bytes in the same
 way.
 
-The text is specific to the backend. XLA:CPU turns collectives of bfloat16 into float32, so on the
+The HLO is specific to the backend. XLA:CPU turns collectives of bfloat16 into float32, so on the
 CPU take the dtype of a collective from the traced program. On a GPU a collective is a pair of
 instructions, a start and a done. The pair counts as one collective. This module does not see the
 bytes that kernels send themselves, or callbacks on the host.
@@ -62,20 +62,20 @@ FUSED_START, FUSED_DONE = "AsyncCollectiveStart", "AsyncCollectiveDone"
 class CompiledCollective:
     """A collective instruction of a compiled program, or a pair of a start and a done.
 
-    It is not a `Collective`, because XLA merges several of these into one instruction with several
-    operands and source operations, and because HLO has groups of devices instead of mesh axes.
-    `manualpar.inspect.xla_changes` pairs the two.
+    It is not a `Collective`, because XLA merges several `Collective`s into one instruction with
+    several operands and source operations, and because HLO has groups of devices instead of mesh
+    axes. `manualpar.inspect.xla_changes` pairs the two.
 
     Attributes:
-      group_size: The number of devices in its largest group; a group of a permutation is a set of
-        devices connected by sends.
+      group_size: The number of devices in the collective's largest group; a group of a permutation
+        is a set of devices connected by sends.
       shapes: The shape of each operand on one device.
       dtypes: The dtype of each operand, as HLO writes it: `"f32"`, `"bf16"`, `"pred"`.
       times: How many times a step runs the collective.
-      scope: The name stack of its source operation, "" if XLA kept none.
-      name: The instruction that starts it.
-      axes: The mesh axes that it runs over; empty if the reader has no mesh, or if the groups of
-        devices follow no axes.
+      scope: The name stack of the source operation, "" if XLA kept none.
+      name: The name of the instruction that starts the collective.
+      axes: The mesh axes that the collective runs over; empty if the reader has no mesh, or if the
+        groups of devices follow no axes.
     """
 
     kind: Kind
@@ -99,12 +99,12 @@ class CompiledCollective:
 
     @property
     def purpose(self) -> str:
-        """The purpose of its first source operation, see `purpose_in`."""
+        """The purpose of the first source operation, see `purpose_in`."""
         return next((purpose for purpose, _ in self.names("")), OTHER)
 
     @property
     def module(self) -> str:
-        """The path of the module of its first source operation, with the name of the model."""
+        """The module path of the first source operation; it begins with the name of the model."""
         return next((module for _, module in self.names("")), "")
 
     @property
@@ -226,13 +226,13 @@ def ticks_of(instruction: Instruction) -> TickRuns | None:
 
 
 class Reading:
-    """Collects the collectives of a computation that runs `times` times, and of all that it calls.
+    """Collects the collectives of a computation, which runs `times` times, and of its callees.
 
     A collective is one instruction, or a pair such as `all-gather-start` and `all-gather-done`, or
     XLA:TPU has *fused* it with compute. A fused collective is a fusion that ends in the custom call
-    `AsyncCollectiveStart`, then products that each carry a part of the collective and hold a copy
-    of its instruction, then a fusion with `AsyncCollectiveDone`. All of these instructions name one
-    channel. A subclass in the planner follows the same instructions with a clock
+    `AsyncCollectiveStart`, then products that each run a part of the collective and contain a copy
+    of its instruction, then a fusion with `AsyncCollectiveDone`. All of these instructions name the
+    same channel. A subclass in the planner follows the same instructions with a clock
     (`manualpar.planner.tpu_timeline`).
 
     In the ticks of a pipeline a conditional counts once for each tick in which `stage` runs it. If
@@ -255,7 +255,8 @@ class Reading:
         self.module, self.times, self.stage, self.runs = module, times, stage, runs
         self.computation = module.computations[name]
         self.collectives: list[Any] = []
-        self.begun: dict[str, Any] = {}  # Name or channel -> collective, until it is waited for.
+        # Name or channel -> a collective that has begun and has not been waited for.
+        self.begun: dict[str, Any] = {}
         for instruction in self.computation.values():
             self._follow(instruction)
 
@@ -274,13 +275,13 @@ class Reading:
         return self.turn(name, 1)
 
     def add(self, inner: Self, turns: int | Fraction | None = None) -> None:
-        """Adds a called computation, or `turns` turns of a loop; `inner` is one of the turns."""
+        """Adds a called computation `inner`, or `turns` turns of a loop; `inner` is one of them."""
         self.collectives += inner.collectives
 
     def begin(
         self, key: str, by: Instruction, inner: Instruction, found: CompiledCollective
     ) -> None:
-        """Begins the collective `found`, which is the instruction `inner`; `by` starts it."""
+        """Begins the collective `found`; `inner` is its instruction, and `by` starts `inner`."""
         self.collectives.append(found)
         self.begun[key] = found
 
@@ -353,7 +354,7 @@ class Reading:
     def _follow_fused(
         self, fusion: Instruction, inside: list[tuple[Instructions, Instruction]]
     ) -> None:
-        """Follows a fusion that holds the start, a part, the end, or all of a collective."""
+        """Follows a fusion that contains the start, a part, the end, or all of a collective."""
         called = [self.module.computations[name] for name in fusion.called]
         targets = {inner.target for computation in called for inner in computation.values()}
         channels = [f"channel {x.attribute('channel_id').partition(',')[0]}" for _, x in inside]

@@ -6,9 +6,9 @@ branch of a `cond`, and looks into `jit`, `shard_map`, `jax.checkpoint` and cust
 number of rounds of a `while` is not known before it runs. So a `while` with findings is refused, or
 counted with a number of rounds that the caller gives. The reader notes each of these choices.
 
-In a pipeline a device runs a `cond` only in some of the ticks. The named scope around the `cond`
-gives the number of these ticks for each stage (`manualpar.core.tracing.tick_scopes`), and the
-reader reads one stage.
+A pipeline runs in ticks. A `cond` runs only in some of the ticks, and the stages run it in
+different ticks. The named scope around the `cond` gives the number of these ticks for each stage
+(`manualpar.core.tracing.tick_scopes`), and the reader counts the ticks of one stage.
 """
 
 import math
@@ -25,12 +25,13 @@ Finding = TypeVar("Finding")
 
 
 class Around(NamedTuple):
-    """The surroundings of an equation: the mesh axes of each `shard_map`, and its runs in a step.
+    """The surroundings of an equation, which a step runs `times` times.
 
-    The compiler spreads the equation's values over `spread` devices. Outside of `shard_map` these
-    are all devices. Inside, where shapes are per device, they are the devices along the axes that
-    are left to the compiler. In a pipeline `runs` is the number of ticks in which the stage runs
-    the equation; `None` if no scope gives it.
+    `sizes` are the sizes of the mesh axes of all `shard_map`s around the equation. The compiler
+    spreads the equation's values over `spread` devices. Outside of `shard_map` these are all
+    devices. Inside, where shapes are per device, they are the devices along the axes that are left
+    to the compiler. In a pipeline `runs` is the number of ticks in which the stage runs the
+    equation; `None` if no scope gives it.
     """
 
     sizes: Mapping[str, int] = {}
@@ -53,8 +54,9 @@ class EquationReader(Generic[Finding]):
 
     Error messages name the function `caller`, and `notes` lists the reader's choices and
     assumptions. If several functions of one primitive contain findings, the reader does not know
-    how often each of them runs; it refuses the program or adds the findings up with a note. In a
-    pipeline the reader reads `stage`, and sets `num_stages` to the number of stages.
+    how often each of these functions runs. With `refuses_several` the reader then refuses the
+    program, otherwise it adds the findings up and notes this. In a pipeline the reader reads
+    `stage`, and sets `num_stages` to the number of stages.
     """
 
     verb: str  # For notes: "sends", "computes".
@@ -72,11 +74,11 @@ class EquationReader(Generic[Finding]):
         self.notes: list[str] = []
 
     def find(self, eqn: Any, around: Around) -> tuple[Finding, ...] | None:
-        """Returns the findings of an equation; `None` to look at the jaxprs inside it."""
+        """Returns an equation's findings; `None` if its inner jaxprs have to be read."""
         raise NotImplementedError
 
     def cost(self, findings: tuple[Finding, ...]) -> Any:
-        """Returns the cost of a branch; the most expensive branch counts."""
+        """Returns the cost of a branch's findings; the most expensive branch counts."""
         raise NotImplementedError
 
     def describe(self, findings: tuple[Finding, ...]) -> str:
@@ -167,6 +169,6 @@ def _manual_axes(shard_map: Any) -> frozenset[str]:
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     already = {axis for axis, kind in kinds if kind == AxisType.Manual}
     params = shard_map.params
-    # The older supported versions of jax have another name for this parameter.
+    # Older supported versions of jax call this parameter `manual_axes`.
     newly = params.get("newly_manual_axes", params.get("manual_axes", frozenset()))
     return frozenset(already | newly)

@@ -1,12 +1,12 @@
 """The bytes that a step sends for its parameters and gradients, in closed form.
 
-A strategy says how many times a step gathers a parameter, scatters its gradient and gathers its new
-value, see `manualpar.core.modes.strategy.CommCounts`. This module converts the counts to bytes. A
-parameter has `P` elements (padding included) of `b` bytes and is sharded over `S` devices. For
-each of these collectives a device sends
+A strategy gives the number of times that a step gathers a parameter, scatters its gradient and
+gathers its new value (`manualpar.core.modes.strategy.CommCounts`). This module converts these
+numbers to bytes. A parameter has `P` elements (padding included) of `b` bytes and is sharded over
+`S` devices. For each of these collectives a device sends
 
     all-gather or reduce-scatter                                    b P (S - 1) / S
-    all-reduce over the `R` groups that each have all shards        2 b (P / S) (R - 1) / R
+    all-reduce over the `R` groups that each store all shards       2 b (P / S) (R - 1) / R
 
 The all-reduce happens once a step (`S = 1` under data parallelism). `b` belongs to the dtype that
 is sent: `gather_dtype` for a gather, `reduce_dtype` (else `gather_dtype`) for a reduction, the
@@ -16,7 +16,7 @@ numbers are sent. If `c(n)` is the `quantized_bytes` of `n` numbers, a device th
     all-gather, or all-to-all in place of a reduce-scatter          c(P / S) (S - 1)
     all-to-all and all-gather in place of an all-reduce             2 c(P / S / R) (R - 1)
 
-Each layer of a loop is quantized separately, and only if this makes the bytes fewer.
+Each layer of a loop is quantized separately, and only if quantization saves bytes.
 
 A frozen parameter costs only its gathers. They send the dtype in which the parameter is stored, if
 this dtype is as narrow as `gather_dtype`. If nothing before a frozen parameter is trained, the
@@ -24,30 +24,31 @@ backward pass does not need the parameter either.
 
 Over two axes of sizes `A, B` with `axis_by_axis`, a gather is one gather over `B` of `P / A`
 elements and one gather over `A` of all elements: `b P (1 / A) (B - 1) / B + b P (A - 1) / A`. The
-sum is the same as for one gather over both axes, but more bytes are sent over the major axis.
+sum is the same as for one gather over both axes. Most of these bytes are sent over `A`, the major
+axis.
 
 The closed form assumes that each parameter is used once in a minibatch and needed in the backward
 pass. The result is an upper bound if parameters are dropped after the forward pass, because biases
 and the kernel of the first layer are not gathered again. A parameter that is used several times is
-gathered for each use (once, if it is kept). A replicated parameter costs the same for any number of
-uses.
+gathered for each use (only once, if it stays gathered). A replicated parameter costs the same for
+any number of uses.
 
 A parameter that is split (see `manualpar.core.parameters.split_parameter`) is not gathered over the
-axes that split it, and `P` counts a device's part of it. If `N` devices share `K` entries, `1 / K`
-of the parameter is gathered, and its gradient is summed in each minibatch: `2 b P (N - 1) / N` over
-the axes that split it.
+axes that split it, and `P` counts a device's part of it. If `N` devices share the `K` entries of a
+dim (8 devices and 2 heads), `1 / K` of the parameter is gathered, and the gradient is summed in
+each minibatch: `2 b P (N - 1) / N` over the axes that split the parameter.
 
 In a pipeline `P` of a stacked parameter counts one stage's part.
 `manualpar.inspect.pipeline_formulas` gives the number of uses by each stage. Gradients of
 parameters that are not stacked are summed over the `N` stages once a step: `2 b (P / S) (N - 1) /
 N`.
 
-With `diloco` a step sends the bytes of one replica on its part of the mesh. `outer_step_bytes`
-counts the bytes of the outer step.
+With `diloco` a step sends the same bytes as the step of one replica's program on the part of the
+mesh for one replica. `outer_step_bytes` counts the bytes of the outer step.
 
-The closed form does not count: collectives of split layers, metrics, example counts and
-collections; other values that stages send; collectives that the compiler inserts for an optimizer
-that is not elementwise.
+The closed form does not count: collectives of split layers, of metrics, of example counts, and of
+variables outside `params`; activations that stages send; collectives that the compiler inserts for
+an optimizer that is not elementwise.
 """
 
 from collections.abc import Iterable
@@ -122,7 +123,7 @@ def step_bytes(program: Program, *, stage: int | None = None) -> dict[tuple[str,
 
 
 def _of_stage(program: Program, uses: Iterable[Uses]) -> dict[tuple[str, ...], Fraction]:
-    """Sums the bytes that a device sends for all parameters; `uses` has the counts of each."""
+    """Sums the bytes that a device sends for all parameters; `uses` has one item for each."""
     return bytes_by_axes(
         x
         for (info, place), used in zip(program.parameters, uses, strict=True)
@@ -141,10 +142,9 @@ def outer_step_bytes(
     """Predicts the bytes that a device sends for parameters in outer steps.
 
     A trained parameter has `P` elements, and its optimizer state is sharded over `S` devices. For
-    the mean difference between `R` replicas and this parameter a device sends
-    `2 b (P / S) (R - 1) / R` bytes; or, quantized, `2 c(P / S / R) (R - 1)`, if this is less. If
-    the parameter itself is replicated within a replica, its new value is gathered there:
-    `b P (S - 1) / S`.
+    the mean difference of `R` replicas from this parameter a device sends `2 b (P / S) (R - 1) / R`
+    bytes; or, quantized, `2 c(P / S / R) (R - 1)`, if this is less. If the parameter itself is
+    replicated within a replica, its new value is gathered there: `b P (S - 1) / S`.
 
     Args:
       program: The program that `diloco` returns.
@@ -181,8 +181,8 @@ def of_parameters(collectives: Iterable[Collective]) -> tuple[Collective, ...]:
     """Returns the collectives of a traced step that `step_bytes` predicts.
 
     Collectives of metrics, of collections and of layers are left out. A collective that this
-    package did not write is included, so that it shows as a difference, unless it is known to run
-    over no data axis.
+    package did not write is included, so that the traced step then differs from the prediction. It
+    is left out if it is known to run over no data axis.
     """
     return tuple(x for x in collectives if is_of_parameters(x.scope, x.purpose))
 

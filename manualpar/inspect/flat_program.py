@@ -29,7 +29,7 @@ copy copy_p expand_dims mesh_cast name optimization_barrier relayout reshape res
 stop_gradient transpose
 """
 VIEWS = TYPE_CASTS.union(_VIEW_WORDS.split())
-# Primitives with one jaxpr each, which is inlined.
+# Primitives that contain one jaxpr, which is inlined.
 _INLINED_WORDS = """
 jit pjit closed_call core_call checkpoint remat remat2 custom_jvp_call custom_vjp_call
 custom_vjp_call_jaxpr shard_map xla_metadata_call
@@ -87,7 +87,7 @@ class Operation:
 
 
 class FlatProgram:
-    """Flattens jaxprs; `values` are all values, by number."""
+    """Flattens jaxprs; `values` lists the values of all flattened jaxprs by number."""
 
     def __init__(self) -> None:
         self.values: list[FlatValue] = []
@@ -156,7 +156,7 @@ class FlatProgram:
         made = [self.add_value(v.aval, parts=self._parts(eqn, values)) for v in eqn.outvars]
         bodies: tuple[Body, ...] = ()
         starts = values
-        if name == "while":  # Its condition holds almost no memory.
+        if name == "while":  # A condition holds almost no memory.
             skipped = eqn.params["cond_nconsts"]
             first = skipped + eqn.params["body_nconsts"]
             inner, starts = eqn.params["body_jaxpr"], values[first:]
@@ -252,7 +252,7 @@ class FlatProgram:
 def _with_stores(
     body: list[Operation], outputs: Sequence[int | None], made: Sequence[int], scope: str
 ) -> list[Operation]:
-    """Adds a store of each stacked value to the body of a loop, just after its operation."""
+    """Adds a store of each stacked value to a loop's body, just after the value is computed."""
     stores: dict[int, list[Operation]] = {}
     for value, stacked in zip(outputs, made, strict=True):
         if value is not None:

@@ -6,15 +6,16 @@ zero (the padding of a convolution, the holes of a dilation) do not count. `dot_
 by its shapes. A pallas kernel counts as its own estimate, or else as the products of its body in
 each step of its grid; a kernel of attention counts only the blocks that it computes
 (`manualpar.core.tracing.attention_blocks`). Elementwise operations, reductions, and linear algebra
-such as `cholesky` are not counted, so the figures do not describe a program that spends its time on
-them. `uncounted` names the linear algebra.
+such as `cholesky` are not counted. So the counts do not describe a program that spends its time on
+such operations. `uncounted` names the linear algebra in a program.
 
-The planner also needs memory traffic. It counts the operands and results of products and the
-operands of reductions, because chains of fused elementwise operations read and write these arrays.
-`fused_attention` models a flash attention kernel (https://arxiv.org/abs/2205.14135). The largest
-array of a product with two batch dimensions, which is the scores, stays on the chip. The half of
-the scores that a causal mask hides is not computed. Attention by blocks does not compute the hidden
-half either. Both compute the scores again in the backward pass; these operations are not counted.
+For the planner `TrafficReader` also counts memory traffic: the operands and results of products and
+the operands of reductions, because chains of fused elementwise operations read and write these
+arrays. `fused_attention` models a flash attention kernel (https://arxiv.org/abs/2205.14135). The
+largest array of a product with two batch dimensions, which is the scores, stays on the chip. The
+half of the scores that a causal mask hides is not computed. Blockwise attention
+(`manualpar.core.tracing.attention_blocks`) does not compute the hidden half either. Both kinds of
+attention compute the scores again in the backward pass; this second computation is not counted.
 """
 
 import math
@@ -53,18 +54,18 @@ REDUCTIONS = frozenset(
 
 
 class Product(NamedTuple, Generic[Number]):
-    """A product, or a reduction: the work of a device for all its runs in a step.
+    """A product or a reduction: the work of one device, for all runs in a step.
 
-    A traced program gives exact fractions. The planner adds up equal products, and its closed form
-    makes products of layers that were not traced, both in floats.
+    The numbers of a traced program are exact fractions. The planner uses floats for sums of equal
+    products, and for products that it computes in closed form without a trace.
 
     Attributes:
-      scope: The named scopes and transformations around it, outermost first.
-      flops: Its operations; 0 for a reduction, whose operations are not counted.
-      traffic: The bytes that it reads and writes.
-      dtype: The dtype of its widest operand.
-      is_fused: Whether it is part of a fused kernel of attention.
-      spread: The number of devices over which its operations are spread evenly.
+      scope: The named scopes and transformations around the product, outermost first.
+      flops: The product's operations; 0 for a reduction, because its operations are not counted.
+      traffic: The bytes that the product reads and writes.
+      dtype: The dtype of the widest operand.
+      is_fused: Whether the product is a kernel, or is part of a fused attention kernel.
+      spread: The number of devices over which the operations are spread evenly.
     """
 
     scope: str
@@ -94,7 +95,7 @@ class Computation(NamedTuple):
 def flops_of(eqn: Any, scope: str = "") -> int | None:
     """Returns the operations of one run of a product; `None` if unknown, or if `eqn` is no product.
 
-    The scope says how many blocks of scores a kernel of attention computes.
+    `scope` contains the number of blocks of scores that an attention kernel computes.
     """
     name = eqn.primitive.name
     if name == "dot_general":
@@ -115,7 +116,7 @@ def product_dtype(eqn: Any, *, is_fused: bool = False) -> str:
     """Returns the dtype in which an equation multiplies.
 
     It is the dtype of the widest floating operand; for a kernel, of the first operand; for fused
-    attention, of the narrowest operand, because the kernel keeps wide scores to itself.
+    attention, of the narrowest operand, because wide scores do not leave the kernel.
     """
     floats = [x.aval.dtype for x in eqn.invars if jnp.issubdtype(x.aval.dtype, jnp.floating)]
     dtypes = floats or [x.aval.dtype for x in eqn.invars]
@@ -132,7 +133,7 @@ class ProductReader(EquationReader[Product[Fraction]]):
     refuses_several = False
 
     def find(self, eqn: Any, around: Around) -> tuple[Product[Fraction], ...] | None:
-        """Returns the product, if the equation is one; products inside a kernel do not count."""
+        """Returns the product, if the equation is a product; `()` for a kernel of unknown work."""
         flops = flops_of(eqn, around.scope)
         if flops is not None:
             share = Fraction(around.times * flops, around.spread)
@@ -154,7 +155,7 @@ class TrafficReader(ProductReader):
     fused_attention = False
 
     def find(self, eqn: Any, around: Around) -> tuple[Product[Fraction], ...] | None:
-        """Returns the product or the reduction, if the equation is one."""
+        """Returns the equation as a product or a reduction, if it is either of them."""
         flops: int | Fraction | None = flops_of(eqn, around.scope)
         is_product = flops is not None
         if not is_product and eqn.primitive.name not in REDUCTIONS:
@@ -177,7 +178,7 @@ class TrafficReader(ProductReader):
 
 
 def _is_of_scores(eqn: Any, is_product: bool) -> bool:
-    """Returns whether an equation is a product with two batch dims, or reduces a 4D operand."""
+    """Returns whether a product has 2 or more batch dims, or a reduction's operand 4 or more."""
     if not is_product:
         return len(eqn.invars[0].aval.shape) >= 4
     return eqn.primitive.name == "dot_general" and len(eqn.params["dimension_numbers"][1][0]) > 1
@@ -235,7 +236,7 @@ def _kernel(eqn: Any, scope: str) -> int | None:
 
 
 def _product_of_scores(eqn: Any) -> int:
-    """Counts the product of queries and keys; a causal mask halves it, a window limits the keys."""
+    """Counts one product of queries and keys; a causal mask halves it, a window limits the keys."""
     query, key = (x.aval.shape for x in eqn.invars[:2])
     length, heads = (1, 2) if eqn.params["layout"] == 0 else (2, 1)
     pairs = query[length] * key[length]

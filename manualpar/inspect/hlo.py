@@ -24,17 +24,17 @@ _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\(([^)]*)\)
 _COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) .*\{$")
 # Pallas writes a kernel's metadata as JSON with line breaks, in the middle of a line.
 _METADATA = re.compile(r"(?<=\bkernel_metadata=\{)\n.*?\n(?=\}(\}|,[^\n]))", re.DOTALL)
-# Opcodes that pass a counter on unchanged.
+# Opcodes that do not change the value of a loop counter.
 _COPIES = frozenset({"bitcast", "convert", "copy", "copy-done", "copy-start", "opt-barrier"})
-MAX_SCOPE_STEPS = 64  # Instructions that `scope_of` looks at.
+MAX_SCOPE_STEPS = 64  # Instructions that `scope_of` looks at, at most.
 NO_CYCLES = 2**63 - 1  # XLA:TPU's estimate after an overflow.
 
 
 class Instruction(NamedTuple):
-    """One line of a computation: the name and shape of its result in HLO, and its opcode.
+    """One instruction, a line of a computation: the name and shape of its result, and its opcode.
 
-    `operands` are names (a constant's operand is its value), and `attributes` the rest of the line.
-    The result of the root is the result of the computation.
+    `operands` are names (a constant's operand is its value), and `attributes` is the rest of the
+    line. The result of the root instruction is the result of the computation.
     """
 
     name: str
@@ -69,12 +69,12 @@ class Instruction(NamedTuple):
 
     @property
     def cycles(self) -> int | None:
-        """The cycles that XLA:TPU estimates, `None` if there is no estimate."""
+        """The cycles that XLA:TPU estimates for the instruction, `None` without an estimate."""
         found = self.found(r'"estimated_cycles":"(\d+)"')
         return int(found) if found and int(found) < NO_CYCLES else None
 
     def attribute(self, name: str) -> str:
-        """Returns the rest of the line after `name=`, "" without such an attribute."""
+        """Returns the rest of the line after `name=`, "" if the line does not contain `name=`."""
         return self.found(rf"\b{name}=(.*)")
 
     def found(self, pattern: str) -> str:
@@ -167,7 +167,7 @@ def _root(computation: Instructions) -> Instruction | None:
 
 
 def _origin(computation: Instructions, name: str) -> Instruction | None:
-    """Returns the instruction of that name, or the instruction that it is a copy of."""
+    """Returns the instruction called `name`, or the instruction whose result it copies."""
     found = computation.get(name)
     while found and found.opcode in _COPIES:
         found = computation.get(found.operands[0])
@@ -193,7 +193,7 @@ def _integer(constant: Instruction | None) -> int | None:
 
 
 def _increment(body: Instructions, step: Instruction | None, index: int) -> int | None:
-    """Returns the constant that each turn adds to the counter, `None` if it adds no constant."""
+    """Returns the constant that each turn adds to the counter, `None` without such a constant."""
     if step is None or step.opcode != "add":
         return None
     terms = [term for name in step.operands if (term := _origin(body, name)) is not None]
@@ -205,7 +205,7 @@ def _increment(body: Instructions, step: Instruction | None, index: int) -> int 
 
 
 def device_groups(module: HloModule, collective: Instruction) -> Groups:
-    """Returns a collective's groups of devices, by the devices' places in the program.
+    """Returns a collective's groups of devices; a device's number is its place in the program.
 
     A group of a permutation is a set of devices connected by sends, so a permutation without pairs
     has no groups.
@@ -252,9 +252,9 @@ def _listed(text: str) -> np.ndarray:
 
 
 def _groups_on_mesh(*, sizes: str, device_ids: str | None, axes: str) -> Groups:
-    """Returns the groups along axes, `'a'`, of a mesh, `'a'=4,'b'=2`.
+    """Returns the groups along the axes `axes` (`'a'`) of a mesh with `sizes` (`'a'=4,'b'=2`).
 
-    `'a':(2)2` is the inner half of an axis of size 4.
+    In `axes`, `'a':(2)2` stands for the inner half of the axis `'a'` of size 4.
     """
     wanted = {
         name: (int(outer_size or 0), int(inner_size or 0))
@@ -274,7 +274,7 @@ def _groups_on_mesh(*, sizes: str, device_ids: str | None, axes: str) -> Groups:
 
 
 def permuted_pairs(permute: Instruction) -> list[tuple[int, int]]:
-    """Returns pairs of a device that sends and its receiver, by their places in the program."""
+    """Returns pairs (sender, receiver) of devices, by the devices' places in the program."""
     listed = permute.attribute("source_target_pairs").partition(", ")[0]
     return [(int(a), int(b)) for a, b in re.findall(r"(\d+),(\d+)", listed)]
 
@@ -289,7 +289,7 @@ def _connected(pairs: list[tuple[int, int]]) -> Groups:
 
 
 def axes_of(groups: Groups, mesh: Mapping[str, int]) -> tuple[str, ...]:
-    """Returns the fewest mesh axes whose devices contain the groups; `()` for single devices."""
+    """Returns the fewest mesh axes that join all devices of a group; `()` for single devices."""
     largest = max(groups, key=len, default=())
     if len(largest) < 2:
         return ()
@@ -308,7 +308,7 @@ def axes_of(groups: Groups, mesh: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def scope_of(module: HloModule, computation: Instructions, instruction: Instruction) -> str:
-    """Returns the scope of an instruction, else of a computation that it calls, else of operands.
+    """Returns the scope of an instruction, or of a computation that it calls, or of its operands.
 
     Instructions that the compiler adds, such as padding, have no scope, so they get the scope of
     their operands.

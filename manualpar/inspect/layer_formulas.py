@@ -4,24 +4,24 @@ The table lists the collectives of one minibatch, forward and backward, over `N`
 
     a block, attention and MLP               4 all-reduces
       with sequence parallelism              4 all-gathers and 4 reduce-scatters
-      whose forward pass is run again        1 all-reduce; or 2 all-gathers and 1 reduce-scatter
+      forward pass run again, in addition    1 all-reduce; or 2 all-gathers and 1 reduce-scatter
     a lookup in a split vocabulary           1 all-reduce; or 1 reduce-scatter and 1 all-gather
     a head with a split vocabulary           1 all-reduce; or 1 all-gather and 1 reduce-scatter
-    experts that tokens are sent to          4 all-to-alls of b B C E D bytes, (N - 1) / N each
+    experts, if tokens are sent to them      4 all-to-alls; each sends b B C E D (N - 1) / N bytes
     attention over a context, in a ring      2 (N - 1) permutes of keys and values, N of gradients
       by heads                               8 all-to-alls: of queries, keys, values and results
       with all keys                          2 all-gathers and 2 reduce-scatters
 
 Where the table gives no bytes, the operand is a device's tokens: `A = b B S D` bytes, where `b` is
 the bytes of an element. An all-reduce sends `2 A (N - 1) / N`, an all-gather or a reduce-scatter
-half of that. There are also a few bytes
-for each label of the cross entropy (Megatron-LM, https://arxiv.org/abs/1909.08053; Korthikanti et
-al., https://arxiv.org/abs/2205.05198; GShard, https://arxiv.org/abs/2006.16668).
+half of these bytes. The cross entropy sends a few more bytes for each label (Megatron-LM,
+https://arxiv.org/abs/1909.08053; Korthikanti et al., https://arxiv.org/abs/2205.05198; GShard,
+https://arxiv.org/abs/2006.16668).
 
 A context of `N` devices has `S / N` positions of each sequence on a device. Keys and values are two
 arrays of `[B, S / N, K, H]` in the dtype of activations, and the gradients of both are sent in
-float32 (Liu et al., https://arxiv.org/abs/2310.01889). A forward pass that is run again sends
-again. The forward pass of a ring is not run again, because its result is kept.
+float32 (Liu et al., https://arxiv.org/abs/2310.01889). If remat runs a forward pass again, the
+values are sent again. The forward pass of a ring is not run again, because its result is kept.
 
 With sequence parallelism devices apply the scale of a norm to different positions, so the gradient
 of the scale is summed over the devices: 1 all-reduce of `D` numbers for each norm. The gradient of
@@ -74,7 +74,7 @@ class LayerActivations:
 
     @property
     def part(self) -> tuple[int, int, int]:
-        """`[B, S/axis, D]`."""
+        """The shape of a device's part of the positions: `[B, S / N, D]`."""
         examples, positions, hidden_size = self.shape
         return examples, positions // self.devices, hidden_size
 
@@ -105,8 +105,8 @@ def block_collectives(
 
     `passes` is the number of complete forward passes. `recomputed` says whether the backward pass
     runs the forward pass again. The last sum of this pass is run again only with `post_norms`,
-    because only a norm after the sum needs it. `head_norms` are the sizes of norms that heads of
-    all devices share.
+    because only a norm after the sum needs the sum. `head_norms` are the sizes of the norms of
+    queries or keys, whose scales all heads share.
     """
     yield from _enter(x, 2, forward=2 * (passes + recomputed))
     yield from _leave(x, 2, forward=2 * passes + recomputed * (1 + post_norms))
@@ -118,12 +118,12 @@ def block_collectives(
 def lookup_collectives(
     x: LayerActivations, dtype: Any = FLOAT32, *, passes: int = 1
 ) -> Iterator[Collective]:
-    """Yields the collectives of a lookup in an embedding of this dtype whose rows are split."""
+    """Yields the collectives of a lookup in an embedding of `dtype` with split rows."""
     yield from _leave(dataclasses.replace(x, dtype=jnp.dtype(dtype)), 1, forward=passes)
 
 
 def head_collectives(x: LayerActivations) -> Iterator[Collective]:
-    """Yields the collectives of the last norm and of a head whose columns are split."""
+    """Yields the collectives of the last norm and of a head with split columns."""
     yield from _norm_scales(x, 1)
     yield from _enter(x, 1, forward=1)
 
@@ -133,8 +133,8 @@ def cross_entropy_collectives(
 ) -> Iterator[Collective]:
     """Yields the collectives of the loss and the accuracy of split logits.
 
-    For each label they send the largest logit, two sums (four with label smoothing), and each
-    device's largest logit with its index.
+    For each label the devices reduce the largest logit and two sums (four with label smoothing).
+    For the accuracy they gather each device's largest logit and this logit's index.
     """
     labels, sums = x.shape[:2], 4 if smoothed else 2
     yield x.collective(CROSS_ENTROPY_SCOPE, "all_reduce", 1, labels, FLOAT32)
@@ -170,7 +170,7 @@ def router_collectives(
     passes: int = 1,
     recomputed: bool = False,
 ) -> Iterator[Collective]:
-    """Yields the collectives of experts split over a model axis, beyond those of a block's MLP.
+    """Yields the collectives that experts split over a model axis have in addition to an MLP.
 
     The gradients of the gates and of the shared experts' gate are summed. With sequence parallelism
     the logits of all positions are gathered, and the router's gradient is summed. `dtype` is the
@@ -191,10 +191,11 @@ def router_collectives(
 def routing_collectives(
     x: LayerActivations, *, num_experts: int, top_k: int, passes: int = 1, recomputed: bool = False
 ) -> Iterator[Collective]:
-    """Yields the sums over a context axis, `x.axis`, with which experts are chosen and balanced.
+    """Yields the collectives over a context axis, `x.axis`, that choose and balance experts.
 
-    Choices are counted before and among the device's positions. The forward pass also sums choices
-    and scores for the loss. The backward pass needs only the sums of the choices.
+    An expert's slots are filled in the order of a sequence's positions, so devices exchange the
+    numbers of choices at their positions. The forward pass also sums choices and scores for the
+    balance loss. Of these sums, remat computes only the sums of the choices again.
     """
     examples, forward = x.shape[0], passes + recomputed
     choices = (examples, top_k, num_experts)
@@ -221,7 +222,7 @@ def attention_collectives(
 ) -> Iterator[Collective]:
     """Yields the collectives of attention over a context axis, `x.axis`.
 
-    `heads` is the number of query heads, `K` and `H`; `how` is as in
+    `heads` is (number of query heads, `K`, `H`); `how` is as in
     `manualpar.layers.attention.context.Context`.
     """
     queries, keys, features = heads
@@ -253,12 +254,13 @@ def document_collectives(
 ) -> Iterator[Collective]:
     """Yields the gathers of document numbers over a context axis: for their count, and in layers.
 
-    `counted` says whether the step counts the documents, because the batch has no numbers.
+    `counted` says whether the step counts documents to number them, because the batch does not
+    contain document numbers.
 
-    The body of the loop has `in_loop` layers, and `after` layers are outside of it. All turns
-    of the loop gather the same numbers, so JAX takes these gathers out of the loop and leaves
-    `copies` of them. With `recomputed` it leaves one gather, and one for each layer that is run
-    again.
+    The body of the loop over layers has `in_loop` layers, and `after` layers are outside of it. All
+    turns of the loop gather the same numbers, so JAX takes these gathers out of the loop and leaves
+    `copies` of them for each layer of the body. With `recomputed` it leaves one gather for each
+    layer of the body, and each of the `layers` gathers again when it is run again.
     """
     if counted:
         yield x.collective(CONTEXT_SCOPE, "all_gather", 1, (2, x.part[0]), INT32)

@@ -1,8 +1,8 @@
 """The numbers of a ledger, and the differences between two ledgers.
 
 Everything here reads `Ledger.to_json`, because one of the two ledgers often comes from a file.
-`totals` are numbers of the whole step; `sent_by` adds up collectives by purpose, module, or any
-other of the collectives' fields. A budget (`manualpar.inspect.budgets`) limits the same numbers.
+`totals` returns the numbers of the whole step; `sent_by` adds up collectives by purpose, module, or
+other fields of a collective. A budget (`manualpar.inspect.budgets`) limits the same numbers.
 """
 
 from collections import defaultdict
@@ -14,7 +14,7 @@ Json = Mapping[str, Any]
 
 
 class Sent(NamedTuple):
-    """The sums over the collectives of a ledger's JSON that have the same names.
+    """The sums over a group of collectives in a ledger's JSON, see `sent_by`.
 
     Attributes:
       times: The number of these collectives that a step runs.
@@ -30,17 +30,18 @@ class Sent(NamedTuple):
 
 
 NOTHING = Sent(0, 0.0)
-NAMES = ("purpose", "module", "kind", "axes")  # Collectives of two ledgers are compared by these.
+NAMES = ("purpose", "module", "kind", "axes")  # The fields by which collectives are compared.
 
 
 class Difference(NamedTuple):
     """How a ledger differs from an older one.
 
     Attributes:
-      collectives: The values of `NAMES` of the collectives that differ, with their sums before and
-        after (`NOTHING` where the ledger has none of them), the largest difference in bytes first.
-      totals: Every number's name, with its values before and after (also if they are equal); `None`
-        where the ledger lacks it.
+      collectives: For each group of collectives that differs, the values of its fields `NAMES` and
+        its sums (before, after). A ledger without such collectives has the sums `NOTHING`. The
+        group with the largest difference in bytes is first.
+      totals: For every number of the whole step, its name and its values (before, after), also if
+        both are equal; `None` if a ledger lacks the number.
     """
 
     collectives: Mapping[tuple[str, ...], tuple[Sent, Sent]]
@@ -115,5 +116,5 @@ def totals(ledger: Json) -> dict[str, float]:
 
 
 def name_module(module: str) -> str:
-    """Returns the path of a module as people read it."""
+    """Returns the path of a module for a message, also if there is no module."""
     return module or "(no module)"

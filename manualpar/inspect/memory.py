@@ -16,7 +16,7 @@ The classes, all at the fullest moment:
 
 In modes `auto` and `explicit` XLA decides which arrays are held. The estimate is then the memory of
 the same step in mode `manual`: a parameter is gathered only where it is used, and activations are
-split over the data axes like the batch. XLA is asked to do the same, but may hold more.
+split over the data axes like the batch. The program asks XLA to do the same, but XLA may hold more.
 
 The ratio of the estimated peak to the peak that XLA's compiler for TPUs reports was measured with
 jax 0.10.2 and libtpu 0.0.42.1. On `v5e:2x4`, for a transformer of eight scanned layers of 1,024
@@ -49,12 +49,12 @@ from manualpar.inspect.flat_program import FlatProgram, FlatValue, Operation
 from manualpar.inspect.peak_memory import FUSIONS, find_peak
 from manualpar.inspect.state_layout import state_bytes
 
-# Primitives whose result is a parameter if their operand is a parameter, except all-gathers.
+# Primitives, apart from all-gathers, whose result is a parameter if their operand is a parameter.
 _SAME_WEIGHT_WORDS = """
 broadcast_in_dim convert_element_type dynamic_slice pad reduce_precision sharding_constraint slice
 """
 _SAME_WEIGHT = frozenset(_SAME_WEIGHT_WORDS.split())
-# Primitives whose operands are gradients if their result is a gradient, except collectives.
+# Primitives, apart from collectives, whose operands are gradients if the result is a gradient.
 _SAME_GRADIENT_WORDS = """
 add add_any concatenate cond convert_element_type div dynamic_slice mul neg pad reduce_precision
 scan scatter-add select_n sharding_constraint slice stack store sub while
@@ -103,8 +103,9 @@ def step_memory(program: Program, *, platform: str = "tpu") -> Memory:
       allocations.
 
     Raises:
-      ValueError: XLA is free to choose what it holds: the mode is `auto-unconstrained`, or it is
-        `auto` or `explicit` on a mesh with axes that do not split the batch.
+      ValueError: XLA is free to choose the arrays that a device holds: the mode is
+        `auto-unconstrained`, or it is `auto` or `explicit` on a mesh with axes that do not split
+        the batch.
     """
     if platform not in FUSIONS:
         raise ValueError(
@@ -112,7 +113,7 @@ def step_memory(program: Program, *, platform: str = "tpu") -> Memory:
             f"{', '.join(map(repr, FUSIONS))}, because the fusion of other platforms has not been "
             "measured. Use the more similar one."
         )
-    if program.outer is not None:  # One replica's memory, and the common state.
+    if program.outer is not None:  # One replica's memory, and the state that replicas share.
         state = program.abstract_state
         common, _ = state_bytes((state.params, state.opt_state, state.collections))
         inner = step_memory(program.outer.inner, platform=platform)
@@ -185,7 +186,7 @@ def _label_weights(operations: Sequence[Operation], values: Sequence[FlatValue])
             _label_weights(body.operations, values)
         is_gather = KIND_OF_PRIMITIVE.get(op.name) == "all_gather"
         in_update = OPTIMIZER_SCOPE in op.scope.split("/")
-        # Quantized parameters, and values made of them.
+        # Quantized parameters, and the values decoded from them.
         is_quantized = not {GATHER_SCOPE, DECODE_SCOPE}.isdisjoint(scope_names(op.scope))
         if is_gather or ((op.name in _SAME_WEIGHT or is_quantized) and not in_update):
             of = {values[value].label for value in op.inputs[: None if is_quantized else 1]}

@@ -1,9 +1,10 @@
 """The collectives of a parameter and of its gradient in a step, in closed form.
 
-A strategy says how many times a step gathers a parameter, scatters its gradient and gathers its new
-value (`manualpar.core.modes.strategy.CommCounts`). The placement gives the axes. Neither
-needs a trace. `manualpar.inspect.expected_bytes` explains the bytes, and sums them for a
-program; `manualpar.planner.closed_form` uses the same collectives for layouts without a program.
+A strategy gives the number of times that a step gathers a parameter, scatters its gradient and
+gathers its new value (`manualpar.core.modes.strategy.CommCounts`). The parameter's placement gives
+the axes. Neither needs a trace. `manualpar.inspect.expected_bytes` explains the bytes, and sums
+them for a program; `manualpar.planner.closed_form` uses the same collectives for layouts without a
+program.
 """
 
 import functools
@@ -52,7 +53,7 @@ class Sending(Protocol):
 
     @property
     def comm(self) -> CommPolicy:
-        """How values are sent."""
+        """The dtypes and quantizers with which values are sent."""
 
 
 class Uses(NamedTuple):
@@ -63,11 +64,11 @@ class Uses(NamedTuple):
 
 
 class _DimGather(NamedTuple):
-    """One round of the gather of a dimension.
+    """One round of the gather of a parameter's dimension.
 
     Attributes:
       elements: The number of elements in a device's operand.
-      rows: The number of shards that earlier rounds of the dimension have joined to the operand.
+      rows: The number of shards that earlier rounds have joined to the operand.
       calls: The number of calls that gather the elements: one for each layer of a loop.
     """
 
@@ -88,8 +89,8 @@ class _DimGather(NamedTuple):
     ) -> Collective:
         """Returns the all-gathers of this round, if the parameter is gathered `times` times.
 
-        `dtype` is the parameter's dtype, and `sent` the dtype in which values are sent that no
-        quantizer encodes.
+        `dtype` is the parameter's dtype. `sent` is the dtype in which values are sent if they are
+        not quantized.
         """
         n = self.elements // self.rows // self.calls
         code = comm.gather.quantizer_for(n, dtype) if self.is_data else None
@@ -101,7 +102,7 @@ class _DimGather(NamedTuple):
     def scatter(
         self, times: int, scope: str, comm: CommPolicy, reduced: Any, parts: int = 1
     ) -> Collective:
-        """Returns `times` reduce-scatters of the gradient; quantized, they are all-to-alls."""
+        """Returns `times` reduce-scatters of the gradient, or all-to-alls if it is quantized."""
         n, times = self.elements // self.calls, times * self.calls // parts
         code = comm.reduce_quantizer(n, reduced, self.axes)
         kind: Kind = "all_to_all" if code else "reduce_scatter"
@@ -123,7 +124,7 @@ class ParameterForm:
 
     @property
     def _calls(self) -> int:
-        """How often a use reads the parameter: once for each layer of a loop."""
+        """How often one use gathers the parameter: once for each layer of a loop."""
         names, shape, mesh = self.place.names, self.info.shape, self.program.mesh
         loops = sorted(self.info.loop_dims)
         return math.prod(shape[i] // axes_size(mesh, axis_tuple(names[i])) for i in loops)
@@ -140,7 +141,7 @@ class ParameterForm:
 
     @functools.cached_property
     def _of_state(self) -> list[_DimGather]:
-        """The gathers of the new parameter; before, its gradient is scattered over their axes."""
+        """The gathers of the new parameter, over the axes over which its gradient is scattered."""
         info, place = self.info, self.place
         shard = elements_on_device(self.program, info, place.sharded_names, place.padding)
         names = place.sharded_names
@@ -206,7 +207,7 @@ class ParameterForm:
                     yield gather.gather(times, scope, EXACT, dtype, dtype)
 
     def reductions(self, scope: str = REDUCE_SCOPE) -> Iterator[Collective]:
-        """Yields the reductions of the gradient once a step, over axes that do not shard it."""
+        """Yields the reductions of the gradient once a step, over the axes that do not shard it."""
         program, place = self.program, self.place
         if not place.trainable:
             return
@@ -223,16 +224,17 @@ class ParameterForm:
     def exchanged(
         self, chunks: int, axis: str, scope: str = PIPELINE_SCOPE
     ) -> Iterator[Collective]:
-        """Yields the exchanges of chunks between stages: of a stacked parameter and its gradient.
+        """Yields the permutes between stages of chunks of a stacked parameter and its gradient.
 
-        Stages send each other chunks of layers, because each stage stores a contiguous run of
-        layers.
+        Each stage stores a contiguous run of layers. If stages run several chunks each, they run
+        other layers than they store, so the chunks are sent, see
+        `manualpar.layers.pipeline.exchange`.
         """
         info, place, mesh = self.info, self.place, self.program.mesh
         reduced = dtype_of_sums(info.dtype)
         is_scattered = self.once_a_step or place.state_names is not None
         sharded = {axis for name in place.sharded_names for axis in axis_tuple(name)}
-        if is_scattered and sharded & set(place.mean_axes):  # Its gradient has been scattered.
+        if is_scattered and sharded & set(place.mean_axes):  # The gradient is scattered before.
             reduced = self.reduced
         exchanged = [(place.names, place.parameter_padding, info.dtype)]
         if place.trainable:
@@ -311,7 +313,7 @@ def elements_on_device(
 def mean_collectives(
     comm: CommPolicy, n: int, dtype: Any, axes: tuple[str, ...], size: int, scope: str
 ) -> Iterator[Collective]:
-    """Yields the collectives for the mean over `size` devices of `n` numbers."""
+    """Yields the collectives that compute the mean of `n` numbers over `size` devices."""
     if size > 1 and (code := comm.reduce_quantizer(n / size, dtype, axes)):
         row = code.row_bytes(-(-n // size))
         yield Collective("all_to_all", axes, size, (size * row,), UINT8, 1, scope)

@@ -16,10 +16,10 @@ memory, because XLA *fuses*. The model of XLA's fusion is:
 Compilers differ: XLA:TPU fuses into matrix products, and repeats operations that are not cheap
 (`FUSIONS`). GPUs have not been measured; most of their products are library calls, as on the CPU.
 
-A fusion may write over an operand of the same size that no later operation reads. So may a
-scatter, an all-reduce, and a loop with its carry. A loop's carry stays in its place; a
-new carry that is made before the last read of the old carry takes additional memory. Only the
-fullest branch of a conditional counts. Values that are never read are left out.
+A fusion may write over an operand of the same size that no later operation reads. A scatter, an
+all-reduce, and a loop with its carry may do this too. A loop's carry stays in its place; a new
+carry that is made before the last read of the old carry takes additional memory. Only the fullest
+branch of a conditional counts. Values that are never read are left out.
 
 This is a model: XLA reorders operations, merges equal ones, hoists some out of loops, pads arrays,
 and chooses layouts of its own. `benchmarks/planned_memory.py` measures the error on the CPU.
@@ -61,7 +61,7 @@ class Fusion(NamedTuple):
 
     into_products: bool  # Whether operands are fused into matrix products.
     repeats_dear: bool  # Whether operations that are not cheap are computed again, too.
-    is_eager: bool  # Whether `xla_cpu_schedule` decides what runs, and when.
+    is_eager: bool  # Whether `xla_cpu_schedule` gives the operations and their order.
 
 
 FUSIONS: Mapping[str, Fusion] = {
@@ -107,8 +107,9 @@ def find_peak(
             continue
         read = last_read.get(old, -1)
         if not _takes_place(operations[made_at[new]], read - made_at[new]):
-            dying[read].append(new)  # It is held in addition until the old value is read.
-        # The new value takes the old value's place, and so does the value that it was written over.
+            dying[read].append(new)  # Until the old value is read, both values are held.
+        # The new value takes the old value's place. If the new value was written over another
+        # value, that value takes the place too.
         while new in made_at and _takes_place(operations[made_at[new]], read - made_at[new]):
             in_place.add(new)
             maker = made_at[new]
@@ -132,7 +133,7 @@ def find_peak(
         inside = _inside(op, values, fusion)
         if held_by_label.total() + inside.total() - reused > peak.total():
             peak = held_by_label + inside
-            # Results that were written over operands are counted twice.
+            # Subtract operands that results were written over: `peak` has counted both.
             for value in ends:
                 label = values[value].label
                 taken = min(reused, values[value].size, peak[label])
@@ -146,7 +147,7 @@ def find_peak(
 
 
 def _inside(op: Operation, values: list[FlatValue], fusion: Fusion) -> Counter[str]:
-    """Counts the fullest body of an operation, without the values that are held around it."""
+    """Counts the fullest body of an operation, without the values outside of the body."""
     is_loop = op.name in ("scan", "while")
     fullest: Counter[str] = Counter()
     for body in op.bodies:
@@ -227,7 +228,7 @@ class _Fusing(NamedTuple):
         value = arrays[0]
         if self.values[value].size <= sum(self.values[v].size for v in op.outputs):
             return True
-        # A result that is smaller than its operand is kept, unless the operand has other readers.
+        # A result smaller than its operand is kept, unless the operand has other readers.
         while len(readers[value]) == 1 and value in self.made_at:
             maker = self.operations[self.made_at[value]]
             arrays = self._arrays(maker)

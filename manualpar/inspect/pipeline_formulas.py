@@ -13,10 +13,10 @@ count on a device that sends zeros in this tick or has no neighbour.
 
 A parameter is used in the prefix (on the first stage), in chunks of layers (on each stage), or in
 the suffix (on the last stage). The forward pass of a chunk is not differentiated when it runs. The
-chunk's backward pass gathers parameters again, because slots keep only values that depend on
-activations. The backward pass gathers them a second time if it runs the complete chunk again and
-drops gathered parameters in between. The prefix has a backward pass if a parameter in it is
-trained.
+chunk's backward pass gathers parameters again, because slots (`manualpar.layers.pipeline.slots`)
+keep only values that depend on activations. The backward pass gathers them a second time if it runs
+the complete chunk again and drops gathered parameters in between. The prefix has a backward pass if
+a parameter in it is trained.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ from manualpar.layers.pipeline.staged_loss import StagedLoss
 
 
 class _FoundStages(Exception):  # noqa: N818 (it is no error)
-    """Ends a trace at its pipeline."""
+    """Ends the trace of a step where the step calls its pipeline."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -108,7 +108,7 @@ def assert_same_as_one_device(
         )
 
 
-# Whether it is a mean (else a gradient), the ratio of its error to the allowed error, a sentence.
+# Whether a mean differs (else a gradient), the ratio of its error to the allowed error, a sentence.
 _Difference = tuple[bool, float, str]
 
 
@@ -186,7 +186,7 @@ def _differences(found: Any, expected: Any, rtol: float, atol: float) -> Iterato
 
 
 def _means(sums: StepSums) -> dict[str, jax.Array]:
-    """Returns the means of the loss and of the metrics, under the names for a message."""
+    """Returns the means of the loss and of the metrics by their names in a message."""
     metrics = {f"metrics[{name!r}]": mean(pair) for name, pair in sums.metrics.items()}
     return {"the loss": mean(sums.objective), **metrics}
 
@@ -196,7 +196,7 @@ def _unpadded(x: Any, like: Any) -> Any:
 
 
 def _known_reasons(program: Program) -> str:
-    """Returns the known causes of such a difference that the program may have."""
+    """Returns known causes of a difference that may apply to the program."""
     reasons = " A loss that couples examples must gather them with manualpar.gather_examples."
     if program.num_minibatches > 1:
         reasons += (

@@ -46,10 +46,10 @@ LAYER_SCOPES = (
     CONTEXT_SCOPE,
     PIPELINE_SCOPE,
 )
-OTHER = "other"  # The purpose of a collective if its scope and axes do not show it.
+OTHER = "other"  # The purpose of a collective whose scope and axes do not show a purpose.
 
 _RECOMPUTED = "rematted_computation"
-# Operations on gradients that autodiff does not write; they belong to the backward pass.
+# Scopes of operations on gradients that autodiff does not write. They are in the backward pass.
 _OF_GRADIENTS = frozenset({SCATTER_SCOPE, REDUCE_SCOPE, CAST_SCOPE, NONFINITE_SCOPE})
 # Names that JAX gives to calls; the names of the called function follow.
 _CALL_WORDS = """
@@ -63,7 +63,7 @@ _METHOD = re.compile(r"[A-Za-z_]\w*\.\w+")  # Flax's name for a method of the la
 _MINIBATCH = re.compile(r"minibatch(_\d+)?")
 
 
-# A program has many operations in one scope.
+# Cached, because a program has many operations in one scope.
 @functools.lru_cache(maxsize=4096)
 def module_of(scope: str, root: str = "") -> str:
     """Returns the path of the module or parameter of an operation: `"layers/attention/query"`.
@@ -91,7 +91,7 @@ def module_of(scope: str, root: str = "") -> str:
 
 @functools.lru_cache(maxsize=4096)
 def phase_of(scope: str) -> Phase:
-    """Returns the part of a step that an operation runs in.
+    """Returns the part of a step in which an operation runs.
 
     Transposed operations and operations on gradients are the backward pass. Recomputations by
     `jax.checkpoint` are a separate phase. The update is everything in the optimizer's scope;

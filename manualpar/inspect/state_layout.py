@@ -24,7 +24,7 @@ GRADIENTS = (SCATTER_SCOPE, REDUCE_SCOPE)
 GATHERS = (GATHER_SCOPE, REGATHER)
 ALL = "all"  # Stands for all parameters, in place of a path.
 MAX_WIDTH = 80  # Columns of the output, as jax assumes.
-HEIGHT = 10  # Lines that jax gives a drawing.
+HEIGHT = 10  # Lines of a drawing by jax.
 COLUMNS_PER_LINE = 2.5  # Columns that are as wide as a line is high.
 
 
@@ -87,10 +87,10 @@ def layout_table(program: Program) -> Table:
       device. After the spec the row gives the spec of the gradient and the optimizer's state, if
       this spec differs; the axes that split the parameter for a model that computes with its
       shards; and the axes whose devices share its entries. Then comes the reason why the strategy
-      has sharded the parameter over the data axes along this dimension ("whole tiles", "largest",
-      "only one that divides", "annotated"), or why it has not. A frozen parameter is marked
-      "frozen". The last rows are the totals of parameters, optimizer state and other collections,
-      also as a share of the bytes that a single device would hold.
+      has chosen the sharded dimension ("whole tiles", "largest", "only one that divides",
+      "annotated"), or why the strategy has not sharded the parameter over the data axes. A frozen
+      parameter is marked "frozen". The last rows are the totals of parameters, optimizer state and
+      other collections, also as a share of the bytes that a single device would hold.
     """
     mesh = " x ".join(f"{axis}={size}" for axis, size in program.mesh.shape.items())
     mode = "" if program.mode == "manual" else f", mode {program.mode},"
@@ -135,7 +135,7 @@ def draw_sharding(params: Any, path: str = ALL) -> None:
 
     Args:
       params: A tree of `jax.Array`s, or of `jax.ShapeDtypeStruct`s with shardings such as
-        `program.abstract_state.params`. Nothing is compiled, and no device is asked.
+        `program.abstract_state.params`. Nothing is compiled, and no device is used.
       path: The path of a parameter such as `input_dense/kernel`, or `"all"`.
 
     Raises:
@@ -193,7 +193,7 @@ def _draw(name: str, x: Any) -> None:
 
 
 def _axes_text(words: str, names: Sequence[AxisName | None]) -> str:
-    """Returns a clause with the axes of some dims, `''` if there are none."""
+    """Returns a clause with the axes of some dims, `''` if the dims have no axes."""
     axes = [axis for name in names for axis in axis_tuple(name)]
     return f", {words} {' and '.join(axes)}" if axes else ""
 

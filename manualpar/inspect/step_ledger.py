@@ -54,16 +54,16 @@ class Ledger:
 
     Attributes:
       name: The strategy and the mode, or the name of the function.
-      mesh: The sizes of the mesh axes; empty if the program names none.
+      mesh: The sizes of the mesh axes; empty if the program has no mesh.
       collectives: The collectives of the jaxpr.
       computations: The operations of products, by phase and module.
       predicted: The bytes over each axis, or tuple of axes, by the strategy's closed form; `None`
         if there is no closed form.
-      memory: The memory of the step at its peak; `None` for a function, or if XLA chooses what it
-        holds.
+      memory: The memory of a device at the step's peak; `None` for a function, or if XLA chooses
+        the arrays that a device holds.
       compiled: The compiled step; `None` if it was not compiled.
-      changes: The changes that XLA made. The bytes of `collectives` plus the differences in the
-        bytes of all changes are the bytes of `compiled`.
+      changes: The changes that XLA made. The bytes of `collectives`, plus the difference in bytes
+        of every change, are the bytes of `compiled`.
       notes: The assumptions and choices behind the numbers.
       stage: The pipeline stage of the device; `None` if there are no stages.
     """
@@ -116,7 +116,7 @@ class Ledger:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the ledger as JSON: axes joined with commas, and integers where possible."""
-        predicted = None  # No prediction, which differs from a prediction of 0 bytes.
+        predicted = None  # `None` stands for no prediction, 0 for a prediction of 0 bytes.
         if self.predicted is not None:
             total = as_number(sum(self.predicted.values(), Fraction(0)))
             predicted = {"total": total, "by_axes": _as_numbers(self.predicted)}
@@ -161,8 +161,8 @@ def ledger(
         shardings if these matter. No value is read. A program takes no arguments.
       while_trips: The number of rounds to count for a `while` whose number of rounds is not known.
       stage: The stage of a pipeline to read; `None` for the stage that sends the most.
-      compile: Whether to compile the step with XLA too, and to compare the two programs; this needs
-        the devices of the mesh.
+      compile: Whether to compile the step with XLA too, and to compare the compiled program with
+        the jaxpr; this needs the devices of the mesh.
 
     Returns:
       The ledger.
@@ -238,7 +238,7 @@ def ledger(
 
 
 def trace_outer_steps(program: Program) -> tuple[Collective, ...]:
-    """Traces the collectives of a program's outer steps (`()` without them); each fragment once."""
+    """Returns the collectives of a program's outer steps, one step for each fragment."""
     steps = () if program.outer is None else program.outer.steps
     traced = (step.trace(program.abstract_state) for step in steps)
     return tuple(itertools.chain.from_iterable(map(trace_collectives, traced)))
@@ -256,7 +256,7 @@ def describe_codes(comm: CommPolicy) -> str:
 
 
 def _trace(program: Any, args: tuple[Any, ...]) -> jax.stages.Traced:
-    """Traces a program or a function; refuses one that cannot be traced."""
+    """Traces a program or a function; refuses other objects."""
     if isinstance(program, Program | jax.stages.Traced) and args:
         raise TypeError(
             f"ledger: {_name(program)} was given {len(args)} arguments, expected none, because the "
@@ -359,7 +359,7 @@ def _name(program: Any) -> str:
         return f"{program.strategy.name} {program.mode}"
     if isinstance(program, jax.stages.Traced):
         return program.fun_name
-    function = getattr(program, "func", program)  # Of a functools.partial.
+    function = getattr(program, "func", program)  # A functools.partial has the function as `func`.
     return str(getattr(function, "__name__", type(function).__name__))
 
 

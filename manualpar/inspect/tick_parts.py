@@ -1,10 +1,10 @@
 """Finds the parts of a pipeline's tick in a traced step, and their operations.
 
-The named scopes of `manualpar.core.tracing.tick_scopes` say in how many ticks each stage runs a
-part. This number distinguishes a chunk of layers, which all stages run, from the operations before
-and after the layers. A part and its backward pass run equally often, but in different phases of the
-step. If a part has permutes, all stages run it together, in the ticks in which at least one stage
-has to run it.
+The named scopes of `manualpar.core.tracing.tick_scopes` contain the number of ticks in which each
+stage runs a part. These numbers distinguish a chunk of layers, which all stages run, from the
+operations before and after the layers. A part and its backward pass run equally often, but in
+different phases of the step. If a part has permutes, all stages run it together, in the ticks in
+which at least one stage has to run it.
 """
 
 import itertools
@@ -49,8 +49,8 @@ class TickParts:
     def of(self, scope: str) -> str:
         """Returns the part of an operation; "" if the operation does not depend on the table.
 
-        The operations after the layers are one part, forward and backward. With one stage all parts
-        run as often as a chunk, so all of them count as chunks.
+        Forward and backward operations after the layers are one part. With one stage all parts run
+        as often as a chunk, so all of them count as chunks.
         """
         parts = self._by_scope.get(innermost_ticks(scope), ())
         is_backward = phase_of(scope) in ("backward", "recomputed")
@@ -65,7 +65,7 @@ class TickParts:
 
 
 def stage_costs(traced: jax.stages.Traced, table: Table) -> Costs:
-    """Returns the operations that a stage does in a tick.
+    """Returns the number of operations of each part of a tick.
 
     Args:
       traced: The traced train step of a program with a pipeline, such as

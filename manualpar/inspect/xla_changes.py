@@ -1,10 +1,10 @@
-"""Names the differences between the collectives that a program writes and those that XLA runs.
+"""Names the differences between a program's written collectives and its compiled collectives.
 
 Each operand of a compiled collective is paired with its source, an operand in the jaxpr. The two
-have the same purpose and module (XLA keeps their names), kind, group and number of elements. If
-there is no such operand, an operand with another dtype or another kind is taken. Operands of the
-jaxpr without a partner were hoisted out of a loop, merged with an equal collective, or removed by
-XLA. Operands of the compiled program without a partner were added by XLA.
+have the same purpose and module (XLA keeps their names), kind, group and number of elements. If no
+operand of the jaxpr has all these, an operand with another dtype or another kind is taken. Operands
+of the jaxpr without a partner were hoisted out of a loop, merged with an equal collective, or
+removed by XLA. Operands of the compiled program without a partner were added by XLA.
 
 Invariant: the bytes of the jaxpr, plus `bytes_after - bytes_before` of every change, are the bytes
   of the compiled program. So every part of the difference has a name.
@@ -41,8 +41,8 @@ class Change:
         program did not write it.
       purpose: The collectives' purpose, see `Collective.purpose`.
       modules: The collectives' modules, as far as they have one.
-      bytes_before: The bytes that a device would have sent for them in a step.
-      bytes_after: The bytes that the device sends for the changed collectives.
+      bytes_before: The bytes that a device would send in a step without the change.
+      bytes_after: The bytes that the device sends in a step after the change.
       words: The change as a sentence.
     """
 
@@ -85,7 +85,7 @@ def find_changes(
             if found == difference and w.left and r.left and is_preferred(w, r):
                 notes.extend(_pair(w, r))
 
-    # Among equal pairs, prefer those that run equally often.
+    # Among pairs that match equally well, prefer pairs that run equally often.
     pair_up(0, lambda w, r: w.left == r.left)
     pair_up(0, lambda w, r: not w.found)
     for difference in range(UNLIKE):
@@ -114,7 +114,7 @@ class _Written:
         self.elements = math.prod(self.collective.shape) * words
         self.bytes_each = self.collective.bytes_sent / self.collective.times
         self.noun = _noun(self.collective.kind, self.dtype)
-        # Collectives with equal keys have the same result.
+        # Collectives with equal `result` compute the same values.
         operation = (self.collective.kind, self.collective.axes, self.elements, self.dtype)
         self.result = (_family(self.collective.purpose), self.collective.module, *operation)
 
@@ -162,7 +162,7 @@ def _parts(compiled: CompiledCollective, root: str) -> Iterator[_Running]:
 
 
 def _difference(written: _Written, running: _Running) -> int:
-    """Returns how much the two differ: from 0, for equal ones, to `UNLIKE`, for no pair."""
+    """Returns how much the collectives differ: 0 if they match, `UNLIKE` if they are no pair."""
     traced, compiled, names = written.collective, running.collective, running.names
     same_group = traced.axis_size == compiled.group_size
     is_alike = same_group and traced.kind == compiled.kind and written.elements == running.elements
@@ -184,7 +184,7 @@ def _difference(written: _Written, running: _Running) -> int:
 
 
 def _pair(written: _Written, running: _Running) -> Iterator[Change]:
-    """Matches the runs that both have left, and notes how the two collectives differ."""
+    """Matches as many runs as both collectives have left, and yields how these two differ."""
     runs = min(written.left, running.left)
     written.left -= runs
     written.found += runs
@@ -200,7 +200,7 @@ def _pair(written: _Written, running: _Running) -> Iterator[Change]:
 
 
 def _left_over(written: Sequence[_Written]) -> Iterator[Change]:
-    """Notes what happened to the runs that have no partner."""
+    """Yields the changes of written collectives whose runs have no partner."""
     found = {operand.result for operand in written if operand.found}
     for operand in written:
         if not operand.left:
@@ -247,7 +247,7 @@ def _joined_operands(running: Sequence[_Running]) -> Iterator[Change]:
 
 
 def _summed(notes: Iterable[Change]) -> Iterator[Change]:
-    """Sums notes with the same words into one change."""
+    """Sums changes of equal kind, purpose and words into one change."""
     alike: defaultdict[tuple[ChangeKind, str, str], list[Change]] = defaultdict(list)
     for note in notes:
         alike[note.kind, note.purpose, note.words].append(note)
@@ -273,7 +273,7 @@ def hlo_dtype(dtype: Any) -> str:
 
 
 def _family(purpose: str) -> str:
-    """Returns the purpose as far as XLA keeps it; of equal gathers, it keeps any one name."""
+    """Returns one purpose for both gathers; XLA merges equal gathers and keeps either name."""
     return GATHER_SCOPE if purpose == REGATHER else purpose
 
 

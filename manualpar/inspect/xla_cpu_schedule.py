@@ -3,7 +3,7 @@
 The rules were read off the schedules and live ranges of compiled steps (jax 0.10.2,
 `--xla_dump_to`):
 
-- Operations run breadth first, each as soon as its operands are there, so that many threads have
+- Operations run breadth first, each as soon as its operands are computed, so that many threads have
   work. An operation that needs only arguments runs at the beginning, and its result is held until
   it is read. Such results are all gathers outside of loops, scores that a backward pass computes
   again, and the arrays into which loops stack their results.
@@ -43,7 +43,7 @@ def as_compiled(
 def eager_order(operations: Sequence[Operation], fused: Collection[int]) -> list[int]:
     """Orders operations breadth first; a fused operation comes just before its first user."""
     made_at = {v: i for i, op in enumerate(operations) for v in op.outputs}
-    inside: dict[int, set[int]] = {}  # Place -> the operations of its fusion.
+    inside: dict[int, set[int]] = {}  # Place of an operation -> its fusion.
     awaited: dict[int, set[int]] = {}
     readers: defaultdict[int, list[int]] = defaultdict(list)
     for index, op in enumerate(operations):
