@@ -1,7 +1,7 @@
 """Groups of a model's fields: frozen dataclasses that model, layers and configs share.
 
-A group is defined in the file of the layer that uses it, checks its own fields, and is passed on as
-it is. `config_field` declares a field once: its default, its *flat* name, and the values that a
+A group is defined in the file of the layer that uses it, checks its own fields, and is passed on
+unchanged. `config_field` declares a field once: its default, its *flat* name, and the values that a
 config may have. Flat names are unique among all fields of a model. Configs and the tables of
 `config.json` use them, because a flag sets one number.
 """
@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 
 from manualpar.strategies import Field
 
-# The most repetitions that are traced and compiled one by one. A layer or a minibatch takes 0.1 s.
-# An expert takes 12 ms, because it has a metric that counts how often it is chosen.
+# The most layers, minibatches or experts that are traced and compiled one by one. A layer or a
+# minibatch takes 0.1 s. An expert takes 12 ms, for the metric of how often the expert is chosen.
 MOST_WRITTEN_OUT = 1000
 LARGEST_FLOAT = 1e38  # A float32 can hold it.
 LARGEST_SIZE = 2**31
@@ -28,7 +28,7 @@ def config_field(
     choices: tuple[str, ...] = (),
     required: bool = False,
 ) -> Any:
-    """Declares a field of a model or of a group that `config.model` has too.
+    """Declares a field, of a model or of a group of fields, that is also a field of `config.model`.
 
     Args:
       default: The default; its type is the type of the values.
@@ -46,12 +46,12 @@ def config_field(
 
 
 def flat_field(default: Any, flat: str) -> Any:
-    """Declares a field of a group that `config.model` lacks; `flat` is its flat name."""
+    """Declares a field that `config.model` lacks; `flat` is the field's flat name."""
     return dataclasses.field(default=default, metadata={"flat": flat})
 
 
 class FieldGroup:
-    """A group of fields, which shows those that differ from the defaults.
+    """A group of fields; its `repr` shows only the fields that differ from the defaults.
 
     A subclass is a frozen dataclass with `repr=False`.
     """
@@ -70,7 +70,7 @@ def refuse(group: Any, field: str, expected: str) -> NoReturn:
 
 
 def refuse_unknown(group: Any, field: str, known: tuple[Any, ...]) -> None:
-    """Refuses, with a ValueError, a value of a group that is not in `known`."""
+    """Raises a ValueError if the value of a group's field is not in `known`."""
     if getattr(group, field) not in known:
         refuse(group, field, f"one of {', '.join(map(repr, known))}")
 
@@ -109,11 +109,11 @@ def config_fields(kind: type[Any]) -> Iterator[tuple[str, Field]]:
 
 
 def replace_fields(group: Any, changes: Mapping[tuple[str, ...], Any]) -> Any:
-    """Returns a copy of a group with other values of some fields, also in groups inside of it.
+    """Returns a copy of a group with other values of some fields, also of fields in inner groups.
 
     Args:
       group: The group.
-      changes: The new values by their paths.
+      changes: The new values by the paths of the fields, see `FlatField`.
     """
     values: dict[str, Any] = {}
     inner: dict[str, dict[tuple[str, ...], Any]] = {}

@@ -46,7 +46,7 @@ def classification_loss(
         the logits are sharded over several axes.
 
     Communication:
-      None if the logits are not sharded; otherwise that of `split_cross_entropy` and
+      None if the logits are not sharded; otherwise the communication of `split_cross_entropy` and
       `split_argmax`.
     """
     return _mean_cross_entropy("classification_loss", params, apply_fn, batch, rng)
@@ -144,7 +144,7 @@ def _check_one_each(name: str, batch: Batch, shape: tuple[int, ...], of: str) ->
 
 
 def _checked_pair(name: str, out: Any, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns (losses, correct); refuses a result that is no such pair in the labels' shape."""
+    """Returns `out` as (losses, correct); refuses other results and other shapes than `labels`."""
     shapes = [jnp.shape(x) for x in out] if isinstance(out, tuple) else [jnp.shape(out)]
     if shapes != [labels.shape] * 2:
         raise ValueError(

@@ -1,9 +1,9 @@
 """The flat names of the fields of a `Transformer`, such as `attention_window`.
 
 Configs and the tables of model families name every field by one flat name. A `Transformer` has
-groups, such as `attention=Attention(window=4096)`. The functions of this module convert the names.
-The model itself understands flat names for one more release, with a warning; remove
-`understand_flat_names` then.
+groups, such as `attention=Attention(window=4096)`. The functions of this module convert flat names
+to groups and back. The model itself understands flat names for one more release, with a warning;
+remove `understand_flat_names` then.
 """
 
 import dataclasses
@@ -44,8 +44,8 @@ def nest_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the arguments of a `Transformer` with groups in place of flat names.
 
     Args:
-      fields: Arguments, some of them under flat names. If there is a group too, flat names replace
-        fields of it.
+      fields: Arguments, some of them under flat names. If a group is given too, flat names replace
+        fields of this group.
 
     Raises:
       ValueError: Values are out of range, or do not fit each other.
@@ -83,9 +83,10 @@ def flatten_fields(model: Any) -> dict[str, Any]:
 
 
 def understand_flat_names(cls: ModelClass) -> ModelClass:
-    """Lets a class of modules with all `GROUPS` take and give its fields by their flat names.
+    """Lets flat names set and read the fields of a class of modules that has all `GROUPS`.
 
-    Both warn. `attention` is the group, so its flat name is only taken.
+    Both uses of a flat name warn. `attention` is both a flat name and a group. As an argument it
+    may be either, but the attribute is always the group.
     """
     init: Any = cls.__init__  # type: ignore[misc]
 

@@ -1,4 +1,4 @@
-"""What a layer of a `Transformer` is: groups of fields that model, layers and configs share.
+"""The configuration of a `Transformer`'s layers: groups of fields that model and layers share.
 
 `Experts` is in `manualpar.layers.moe.experts`, `Context` in `manualpar.layers.attention.context`.
 """
@@ -97,10 +97,11 @@ class Split(FieldGroup):
     """How each layer is split over devices.
 
     Attributes:
-      axis: The mesh axis over which each layer is split; `None` for none. The mesh may lack it.
+      axis: The mesh axis over which each layer is split; `None` for none. The mesh may lack the
+        axis.
       sequence_parallel: Whether the residual stream is split over `axis` too, along its positions.
         The number of devices must divide the number of positions.
-      overlap: `"ring"`: attention and MLP send in a ring while they compute; it needs
+      overlap: `"ring"`: attention and MLP send in a ring while they compute; this needs
         `sequence_parallel`. `"none"`: one collective before or after each product. Experts and head
         always use one collective.
     """
@@ -122,13 +123,13 @@ class Split(FieldGroup):
 
     @property
     def sequence_dim(self) -> int | None:
-        """The dim that the residual stream is split along; `None` if it is not split."""
+        """The dim along which the residual stream is split; `None` if the stream is not split."""
         return 1 if self.sequence_parallel else None
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerConfig:
-    """What a layer is: sizes of the model, what the call decides, and the groups of the model.
+    """The configuration of a layer: the model's sizes and groups, and values that the call decides.
 
     Attributes:
       hidden_size: Features between layers.
@@ -136,8 +137,8 @@ class LayerConfig:
       num_kv_heads: Key and value heads, at least 1.
       head_size: Features of a head, at least 2.
       mlp_size: Features inside the MLP, or inside an expert.
-      dropout_rate: 0 outside of training.
-      added_scale: For initial weights whose products are added to the residual stream.
+      dropout_rate: The dropout rate; 0 outside of training.
+      added_scale: The factor of initial weights whose products are added to the residual stream.
       dtype: The dtype of the computation.
       activation: See `ACTIVATIONS`.
       annotate: Whether the dims of parameters have names.

@@ -2,9 +2,8 @@
 
 Layers may be of two kinds (Beltagy et al., https://arxiv.org/abs/2004.05150), in groups of
 `global_every` layers. The last layer of a group is *global* and sees all positions. The other
-layers are *local* and see a window. A loop then runs over groups.
-In a model with experts, the first `dense_layers` layers have an MLP instead, and come before the
-loop.
+layers are *local* and see a window. A loop then runs over groups. In a model with experts, the
+first `dense_layers` layers have an MLP in place of experts, and come before the loop.
 
 Invariants: layer `i` has the same parameters whether layers are written out or scanned, see
 `layer_place`. Remat recomputes single layers, not groups.
@@ -71,10 +70,10 @@ def is_global(layer: int, global_every: int) -> bool:
 def layer_place(model: "Transformer", layer: int) -> LayerPlace:
     """Locates the parameters of layer `layer` of a model, counted from 0.
 
-    They are in `layer_{i}` if layers are written out, and in an entry of `layers` if layers are
-    scanned. With two kinds of layers, `layers/layer_{j}` has layer `j` of every group. Remaining
-    layers that do not fill a group come after the scan and are written out. Dense layers come
-    before the scan and are written out too.
+    The parameters are in `layer_{i}` if layers are written out, and in an entry of `layers` if
+    layers are scanned. With two kinds of layers, `layers/layer_{j}` has layer `j` of every group.
+    Remaining layers that do not fill a group come after the scan and are written out. Dense layers
+    come before the scan and are written out too.
     """
     if layer not in scanned_layers(model):
         return LayerPlace((f"layer_{layer}",), None)
@@ -181,7 +180,7 @@ def _run_loop(
     if config.experts.num_experts:
         variable_axes |= {LOSSES: 0, COUNTS: 0}
     if config.experts.router_bias:
-        # Layers only read the bias. If the loop returned it too, they would seem to change it.
+        # Layers only read the bias. If the loop returned the bias, layers would seem to change it.
         variable_axes[BIAS] = 0 if model.is_initializing() else In(0)
     layers = nn.scan(
         layer,
@@ -199,7 +198,8 @@ def _run_loop(
 def _layer_class(remat: str, *, in_loop: bool) -> Any:
     if remat == "none":
         return Layer
-    # XLA cannot merge a recomputation in a loop with the original, so a loop needs no barrier.
+    # In a loop XLA cannot merge a recomputation with the first computation, so no barrier is
+    # needed.
     return nn.remat(Layer, policy=REMAT_POLICIES[remat], prevent_cse=not in_loop)
 
 

@@ -1,7 +1,6 @@
 """Rotary positions: queries and keys are turned by angles that grow with the position.
 
-So attention depends only on differences of positions (Su et al.,
-https://arxiv.org/abs/2104.09864).
+So attention depends only on differences of positions (Su et al., https://arxiv.org/abs/2104.09864).
 `RotaryScaling` slows rotations down, so that a model can attend over longer sequences than in its
 first training.
 

@@ -1,16 +1,16 @@
 """A decoder-only transformer: a language model over packed documents.
 
-It is written for one device, and strategies over data axes shard it from outside. If the mesh has
-the axis `split.axis`, each device computes a part of every layer, see `transformer_layer`, and of
-the vocabulary, see `manualpar.layers.vocabulary`. If the mesh has the axis `context.axis`, each
-device has a part of every sequence, see `manualpar.layers.attention.context`.
+The model is written for one device, and strategies over data axes shard it from outside. If the
+mesh has the axis `split.axis`, each device computes a part of every layer, see `transformer_layer`,
+and of the vocabulary, see `manualpar.layers.vocabulary`. If the mesh has the axis `context.axis`,
+each device has a part of every sequence, see `manualpar.layers.attention.context`.
 
 A layer is `x += attention(norm(x)); x += mlp(norm(x))`, pre-norm as in LLaMA (Touvron et al.,
 https://arxiv.org/abs/2302.13971): RMSNorm (https://arxiv.org/abs/1910.07467), rotary positions (Su
 et al., https://arxiv.org/abs/2104.09864), attention whose query heads share key and value heads in
 groups (https://arxiv.org/abs/2305.13245) and a gated MLP, SwiGLU
-(https://arxiv.org/abs/2002.05202). Fields turn it into the layers of other families, such as Qwen's
-and Gemma's, see `docs/families.md`.
+(https://arxiv.org/abs/2002.05202). Fields turn this layer into the layers of other families, such
+as Qwen's and Gemma's, see `docs/families.md`.
 
 Symbols: `B` examples, `S` positions, `D` hidden features, `N` query heads, `K` key and value heads,
 `H` features of a head, `F` features inside the MLP, `V` tokens of the vocabulary, `L` layers.
@@ -62,18 +62,17 @@ DTYPES = ("bfloat16", "float16", "float32")
 class Transformer(nn.Module):
     """A causal language model.
 
-    Its parameters are `embedding` `[V, D]`, `final_norm/scale` `[D]`, `head` `[D, V]` unless it is
-    tied, and for every layer `attention_norm/scale` `[D]`, `attention/query/kernel` `[D, N, H]`,
-    `attention/key/kernel` and `attention/value/kernel` `[D, K, H]`, `attention/out/kernel`
-    `[N, H, D]`, `mlp_norm/scale` `[D]`, `mlp/gate/kernel` and `mlp/up/kernel` `[D, F]`,
-    `mlp/down/kernel` `[F, D]`. A layer with experts has the parameters of a `MoE`, `experts`, in
-    place of `mlp`. The layers are `layer_0`, `layer_1`, .... If they are scanned they are `layers`,
-    each leaf has a leading dimension `L`, and the first `experts.dense_layers` layers are
-    separate. Some fields of the model add
-    `attention/query/bias` `[N, H]`, `attention/key/bias` and `attention/value/bias` `[K, H]`;
-    `attention/query_norm/scale` and `attention/key_norm/scale` `[H]`; `attention_post_norm/scale`
-    and `mlp_post_norm/scale` `[D]`. Scanned layers of two kinds form groups, see
-    `manualpar.models.layer_stack`.
+    Its parameters are `embedding` `[V, D]`, `final_norm/scale` `[D]`, `head` `[D, V]` unless the
+    head is tied, and for every layer `attention_norm/scale` `[D]`, `attention/query/kernel`
+    `[D, N, H]`, `attention/key/kernel` and `attention/value/kernel` `[D, K, H]`,
+    `attention/out/kernel` `[N, H, D]`, `mlp_norm/scale` `[D]`, `mlp/gate/kernel` and
+    `mlp/up/kernel` `[D, F]`, `mlp/down/kernel` `[F, D]`. A layer with experts has the parameters of
+    a `MoE`, `experts`, in place of `mlp`. The layers are `layer_0`, `layer_1`, .... Scanned layers
+    are `layers`, each leaf has a leading dimension `L`, and the first `experts.dense_layers` layers
+    are separate. Some fields of the model add `attention/query/bias` `[N, H]`, `attention/key/bias`
+    and `attention/value/bias` `[K, H]`; `attention/query_norm/scale` and `attention/key_norm/scale`
+    `[H]`; `attention_post_norm/scale` and `mlp_post_norm/scale` `[D]`. Scanned layers of two kinds
+    form groups, see `manualpar.models.layer_stack`.
 
     Initial weights are normally distributed with variance 1 / inputs. For weights whose product is
     added to the residual stream, the variance is divided by 2 L, so that the stream does not grow
@@ -96,9 +95,9 @@ class Transformer(nn.Module):
       rotary: The rotary positions, see `Rotary`.
       norm: The norms, see `Norm`.
       experts: The experts that replace MLPs, see `Experts`; none by default.
-      split: How each layer is split over devices, see `Split`; not by default.
-      context: How sequences are split over devices, see `Context`; not by default. The builder's
-        `context_axis` must be the context's axis. The mesh may lack the axis.
+      split: How each layer is split over devices, see `Split`; by default layers are not split.
+      context: How sequences are split over devices, see `Context`; by default sequences are not
+        split. The builder's `context_axis` must be the context's axis. The mesh may lack the axis.
       tied_head: Whether the transposed embedding is also the head.
       scale_embedding: Whether the rows of the embedding are multiplied with `sqrt(D)`.
       vocab_multiple: The vocabulary is padded to `V`, the next multiple of this number, so that the
@@ -109,7 +108,7 @@ class Transformer(nn.Module):
       z_loss: The factor of the squared logarithm of the softmax's denominator in training, in a
         call with `labels`.
       dropout_rate: Share of the outputs of attention and MLP that is dropped in training.
-      dtype: The dtype of the computation, floating, or its name.
+      dtype: The floating-point dtype of the computation, or the name of this dtype.
       remat: The part of a layer that is computed again in the backward pass: `"none"`, `"full"` for
         the whole layer, `"dots"` for everything except its products with weights.
       scan_layers: Whether one layer is compiled and run in a loop, or each layer is compiled.
@@ -200,7 +199,7 @@ class Transformer(nn.Module):
         config.context.check_split(tokens)
         where = self.split.axis, self.split.sequence_dim
         vocabulary, std = size_of_vocabulary(self), self.hidden_size**-0.5
-        # If the embedding is not the head, its variance is 1, as for the sum that layers add to it.
+        # An embedding that is not the head has variance 1, like the sum that all layers add to it.
         embedding_VD = self._table(
             "embedding", ("vocab", "embed"), vocabulary, std if self.tied_head else 1.0
         )

@@ -39,7 +39,7 @@ COPIES = 2 if [*map(int, re.findall(r"\d+", flax.__version__)[:3])] < [0, 12, 9]
 def transformer_sends(
     program: Program, model: Transformer, *, stage: int = 0
 ) -> tuple[Collective, ...]:
-    """Predicts the collectives of a step for activations.
+    """Predicts the collectives that a step runs for activations.
 
     Args:
       program: A program of `model` in mode `manual`, with the loss `language_model_loss` or
@@ -50,9 +50,9 @@ def transformer_sends(
     Returns:
       The collectives between stages, and the collectives over `model.split.axis`,
       `model.experts.axis` and `model.context.axis` if the mesh has these axes. Collectives for
-      parameters and gradients are not included, because `step_bytes` returns them; both results
-      together are all collectives over `split.axis`. With `overlap="ring"` the result lists the
-      layers' all-gathers and reduce-scatters, although permutes send their bytes.
+      parameters and gradients are not included, because `step_bytes` predicts their bytes; the two
+      predictions together cover all collectives over `split.axis`. With `overlap="ring"` the result
+      lists the layers' all-gathers and reduce-scatters, although permutes send their bytes.
 
     Raises:
       ValueError: There is no closed form for documents in a pipeline with a context axis, and none
@@ -99,8 +99,8 @@ def transformer_sends(
 class MinibatchCollectives:
     """The collectives of a minibatch: before the layers, in one layer, and after the layers.
 
-    The collectives called `documents` send document numbers, for all layers.
-    A dense layer is a layer without experts in a model with experts.
+    The collectives in `documents` send the document numbers for all layers. A dense layer is a
+    layer without experts in a model with experts.
 
     Args:
       model: The model.
@@ -108,8 +108,8 @@ class MinibatchCollectives:
       tokens: `[B, S]`, the tokens of a device in a minibatch.
       parameter_dtype: The dtype in which the model gets its parameters.
       passes: How often the layers' forward pass runs, without the runs of remat.
-      recomputed: Whether the backward pass runs the layers' forward pass again; by default as the
-        model's `remat` says.
+      recomputed: Whether the backward pass runs the layers' forward pass again; by default, if the
+        model has `remat`.
       lookups: How often the code before the layers runs.
       documents: How documents are found: in the batch, by counting, or `""` for not at all.
       copies: How many copies of a loop's body a program has.
@@ -201,9 +201,9 @@ class MinibatchCollectives:
 
 
 def slots_of_expert(model: Transformer, sizes: Mapping[str, int], positions: int) -> int:
-    """Returns the slots that an expert has for a device's `positions` of a sequence.
+    """Returns the number of slots that an expert has for a device's `positions` of a sequence.
 
-    Over a context axis any of a device's positions may take the slots of the sequence.
+    If a context axis splits sequences, one device's positions may take all slots of a sequence.
     """
     moe = MoE(**model.experts.of_layer, mlp_size=model.mlp_size)
     return min(capacity_of(moe, positions * sizes.get(model.context.axis or "", 1)), positions)
@@ -218,7 +218,7 @@ def _in_minibatch(program: Program, model: Transformer, *, passes: int) -> Minib
     is_given = isinstance(tokens, Mapping)
     tokens = tokens["tokens"] if is_given else tokens
     examples, positions = tokens.sharding.shard_shape(tokens.shape)
-    # Rows are summed in the dtype in which parameters are used.
+    # Rows of the embedding are summed in the dtype in which parameters are used.
     [stored] = {info.dtype for info, _ in program.parameters if info.path == "embedding"}
     return MinibatchCollectives(
         model,
@@ -240,7 +240,7 @@ def _times(number: int, sends: Iterable[Collective]) -> list[Collective]:
 
 
 def _arranging(program: Program) -> Iterator[Collective]:
-    """Yields the collectives for zig-zag order: two permutes of half of each leaf."""
+    """Yields the collectives for zig-zag order: two permutes of half of each leaf of the batch."""
     axis = program.roles.context_axis
     size = program.mesh.shape.get(axis, 1) if axis else 1
     for leaf in jax.tree.leaves(program.abstract_batch) if size > 1 else ():

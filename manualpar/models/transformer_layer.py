@@ -1,12 +1,12 @@
 """A layer of the transformer: attention and an MLP or experts, each added to the residual stream.
 
-All of these may be split over a mesh axis, as in Megatron-LM (Shoeybi et al.,
+Attention, MLP and experts may be split over a mesh axis, as in Megatron-LM (Shoeybi et al.,
 https://arxiv.org/abs/1909.08053): each device computes some of the heads and some of the MLP's
 features. Attention and MLP call `enter` and `leave` once each, so that a layer and its gradient
 have four all-reduces of the residual stream. With `sequence_dim` the residual stream and its norms
 are split along their positions (https://arxiv.org/abs/2205.05198). With `overlap="ring"` attention
 and MLP then compute while they send, see `manualpar.layers.ring`. Sequences may also be split over
-a context axis; only attention and experts have code for it, see
+a context axis; only attention and experts have code for such sequences, see
 `manualpar.layers.attention.context`.
 
 Symbols: `B` examples, `S` positions, `D` hidden features, `N` query heads, `K` key and value heads,
@@ -54,7 +54,7 @@ class Layer(nn.Module):
         document_BS: jax.Array | None,
         rows: Prompts | Past | None = None,
     ) -> tuple[jax.Array, None]:
-        """Takes and returns the residual stream; the `None` is for `nn.scan`.
+        """Adds to the residual stream and returns it; the `None` in the result is for `nn.scan`.
 
         The stream is `[B, S, D]`, or `[B, S/axis, D]` if it is split. A position sees only keys
         with the same document number; `None` stands for one document. With `rows`, keys and values
@@ -89,7 +89,7 @@ class SelfAttention(nn.Module):
         document_BS: jax.Array | None,
         rows: Prompts | Past | None = None,
     ) -> jax.Array:
-        """Attends: maps the result of `enter_normalized` to the values that `Layer` adds."""
+        """Attends: maps the result of `enter_normalized` to what `Layer` adds to the stream."""
         config, hidden_size = self.config, self.config.hidden_size
         how, window = config.attention, config.attention.window or None
         soft_cap = how.soft_cap or None
@@ -105,7 +105,7 @@ class SelfAttention(nn.Module):
         if how.query_key_norm:
             query_BSNH = _norm("query_norm", None, config)(query_BSNH)
             key_BSKH = _norm("key_norm", None, config)(key_BSKH)
-        # Attention multiplies by `H ** -0.5`.
+        # Attention multiplies scores by `H ** -0.5`, so `how.scale` is divided by this factor.
         scale = how.scale * config.head_size**0.5 or 1.0
         query_BSNH = rotate(query_BSNH, angles_SH, scale=scale)
         key_BSKH = rotate(key_BSKH, angles_SH)
@@ -142,7 +142,7 @@ class GatedMLP(nn.Module):
 
     @nn.compact
     def __call__(self, x_BSD: jax.Array | Chunks) -> jax.Array:
-        """Maps the result of `enter_normalized` to the values that `Layer` adds."""
+        """Maps the result of `enter_normalized` to what `Layer` adds to the stream."""
         config, hidden_size = self.config, self.config.hidden_size
         into = (hidden_size, config.mlp_size), ("embed", "mlp")
         out = (config.mlp_size, hidden_size), ("mlp", "embed")

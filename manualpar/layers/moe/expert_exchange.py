@@ -7,7 +7,7 @@ Without a capacity, no choice is dropped. The rows are sorted by expert, and a g
 (`jax.lax.ragged_dot`; Gale et al., https://arxiv.org/abs/2211.15841) multiplies each group with the
 weights of its expert. If the backend has a ragged all-to-all, each device sends each row to the
 device of its expert. XLA has no ragged all-to-all on CPUs. So on CPUs every device gathers all
-tokens and computes those that chose its experts, and a reduce-scatter returns the results.
+tokens and computes the tokens that chose its experts, and a reduce-scatter returns the results.
 
 Symbols: `B` sequences, `S` positions, `D` features, `F` features inside an expert, `E` experts, `K`
 choices of a token, `C` slots of an expert for a sequence, `N` devices along the expert axis. Inside
@@ -38,8 +38,8 @@ class LocalExperts(NamedTuple):
       weights: `gate` and `up` `[E/N, D, F]`, and `down` `[E/N, F, D]`.
       num_experts: The number of all experts, `E`.
       axes: The bound mesh axes that the experts are divided over.
-      tokens_differ: Whether tokens differ along these axes. If they do, they are sent to their
-        experts.
+      tokens_differ: Whether tokens differ along these axes. If tokens differ, they are sent to
+        their experts.
     """
 
     weights: tuple[jax.Array, jax.Array, jax.Array]
@@ -76,7 +76,7 @@ def compute_with_capacity(
     capacity: int,
     context: Context,
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes the experts' outputs for all choices that find room in their experts.
+    """Computes the experts' outputs for all choices for which the chosen expert has a slot.
 
     Args:
       x_BSD: `[B/data, S, D]`, the tokens.
@@ -99,11 +99,11 @@ def compute_with_capacity(
     K, C = chosen_BSK.shape[-1], min(capacity, S)
     first, H = (0, experts.num_experts) if experts.tokens_differ else experts.on_device()
     place_BSK = places(chosen_BSK, experts.num_experts, context)
-    # The positions of one device may fill all slots of an expert.
+    # Slots are per device: a slot is the place among the choices of this device.
     device_place_BSK = places(chosen_BSK, experts.num_experts) if context.size > 1 else place_BSK
     here_BSK, has_room_BSK = chosen_BSK - first, place_BSK < capacity
     is_computed_BSK = (here_BSK >= 0) & (here_BSK < H) & has_room_BSK
-    # The slot of each choice, and the position in each slot; out of range if there is none.
+    # The slot of each choice, and the position in each slot. An index out of range stands for none.
     slot_BSK = jnp.where(is_computed_BSK, here_BSK * C + device_place_BSK, H * C)
     position_BM = jax.vmap(_positions, (0, None))(slot_BSK, H * C)
     slots_BMD = _take(x_BSD, position_BM)
@@ -125,9 +125,10 @@ def compute_dropless(
 
     Communication:
       If tokens are sent and the backend has a ragged all-to-all: one before the experts and one
-      after them, and two more backward. With equal load, a device sends `(N - 1) / N` of
-      `K B/data S D` elements in each. Each device gathers the `E` counts of all devices too. The
-      receive buffer has room for the worst case, in which one device gets all possible choices.
+      after them, and two more backward. With equal load, a device sends `(N - 1) / N` of `K B/data
+      S D` elements in each. Each device also gathers from every device the `E` numbers of rows for
+      the experts. The receive buffer has room for the worst case, in which one device gets all
+      possible choices.
 
       If the backend has no ragged all-to-all: an all-gather of the tokens, their choices and gates,
       and a reduce-scatter of the results. Backward the all-gather becomes a reduce-scatter, and the
@@ -168,7 +169,8 @@ def _compute_groups(x_TD: jax.Array, expert_TK: jax.Array, experts: LocalExperts
     """
     (T, D), K, (_, H) = x_TD.shape, expert_TK.shape[-1], experts.on_device()
     expert_R = jnp.where((expert_TK >= 0) & (expert_TK < H), expert_TK, H).reshape(T * K)
-    # Choices of other devices' experts come last. A token cannot choose an expert twice.
+    # Choices of other devices' experts come last. A token chooses an expert at most once, so at
+    # most `min(K, H)` of its choices come before.
     order_R = jnp.argsort(expert_R, stable=True)[: T * min(K, H)]
     group_sizes = jnp.bincount(expert_R, length=H + 1)[:H].astype(jnp.int32)
     is_here_R1 = expert_R[order_R][:, None] < H
@@ -223,7 +225,7 @@ def _starts(sizes: jax.Array, dim: int) -> jax.Array:
 
 
 def _put(rows_RD: jax.Array, order_R: jax.Array, count: int) -> jax.Array:
-    """Puts sorted rows back into their places, with zeros elsewhere."""
+    """Puts sorted rows back into the order before sorting; the other rows of `count` are zeros."""
     return jnp.zeros((count, rows_RD.shape[1]), rows_RD.dtype).at[order_R].set(rows_RD)
 
 
@@ -232,7 +234,7 @@ def _weighted(y_BSKD: jax.Array, gates_BSK: jax.Array) -> jax.Array:
 
 
 def _positions(slot_SK: jax.Array, num_slots: int) -> jax.Array:
-    """Returns the position whose choice is in each slot; `S` for an empty slot."""
+    """Returns, for each slot, the position that has taken the slot; `S` for an empty slot."""
     S, K = slot_SK.shape
     position_SK = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32)[:, None], (S, K))
     return jnp.full(num_slots, S, jnp.int32).at[slot_SK].set(position_SK, mode="drop")

@@ -1,4 +1,4 @@
-"""The experts of a model: their number, how tokens choose them, and where they are."""
+"""The experts of a model: their number, how tokens choose them, and how devices divide them."""
 
 import dataclasses
 from typing import Any, get_args
@@ -16,7 +16,7 @@ from manualpar.layers.moe.routing import Gates, GroupScore
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Experts(FieldGroup):
-    """The experts of a model, each of the model's `mlp_size` features.
+    """The experts of a model, each with the model's `mlp_size` features.
 
     Train experts with `mixture_of_experts_loss`.
 
@@ -98,7 +98,7 @@ class Experts(FieldGroup):
 
     @property
     def of_layer(self) -> dict[str, Any]:
-        """The fields of `MoE` that have the same names, with `None` for no capacity."""
+        """The values of the fields that `MoE` has too, with `None` for no capacity."""
         names = {field.name for field in dataclasses.fields(self)}
         names -= {"dense_layers", "dense_mlp_size"}
         fields = {name: getattr(self, name) for name in names}

@@ -1,7 +1,7 @@
 """A mixture of experts: a few of many MLPs compute each token.
 
 On a mesh the experts are divided over an axis: each of `N` devices has `E / N` experts. There are
-two ways to bring tokens and experts together. The types of the tokens decide between them:
+two ways to bring tokens and experts together. The type of the tokens decides which way is used:
 
 - The axis is one of the axes that split the batch, so the tokens differ along it. An all-to-all
   sends the tokens to the experts, and another one sends the results back (GShard, Lepikhin et al.,
@@ -65,8 +65,8 @@ class MoE(nn.Module):
     layer of one device. The parameters and their initial values are the same on every mesh.
     Parameters and routing are float32, and the experts compute in the dtype of their input.
 
-    Capacity, order and balance loss are separate for each sequence, so that the result does
-    not depend on how sequences are divided among devices and minibatches.
+    Capacity, order of choices and balance loss are separate for each sequence, so that the result
+    does not depend on how sequences are divided among devices and minibatches.
 
     The layer sows into `losses`, for each sequence, `load_balance` and `router_z`, and into
     `intermediates` the counts `choices` `[B, E]` and `dropped` `[B]`. `auxiliary_loss` makes a loss
@@ -155,13 +155,14 @@ class MoE(nn.Module):
           ValueError: A field is out of range, or does not fit the input or the mesh.
 
         Communication:
-          If tokens are sent: two all-to-alls forward and two backward. In each a device sends
-          `(N - 1) / N` of `B C E D` elements in the dtype of `x`, see `all_to_all_bytes`. If tokens
-          are not sent: an all-reduce of the outputs forward, and all-reduces of the gradients of
-          `x` and the gates backward. Over a model axis the same all-reduces; with `sequence` the
-          collectives of `enter` and `leave` replace those of `x`, and the logits are gathered. With
-          `bias_rate` an all-reduce of `E` counts. Over a context axis sums for each sequence, see
-          `places`, `load_balance_loss` and `router_z_loss`.
+          If tokens are sent: two all-to-alls forward and two backward. In each a device sends `(N -
+          1) / N` of `B C E D` elements in the dtype of `x`, see `all_to_all_bytes`. If tokens are
+          not sent: an all-reduce of the outputs forward, and all-reduces of the gradients of `x`
+          and the gates backward. Over a model axis: the same all-reduces. With `sequence` the
+          collectives of `enter` and `leave` replace the all-reduces of the outputs and of the
+          gradient of `x`, and the logits are gathered. With `bias_rate`: an all-reduce of `E`
+          counts. Over a context axis: sums for each sequence, see `places`, `load_balance_loss` and
+          `router_z_loss`.
         """
         _check(self, x_BSD, mask_BS)
         x_BSD = jnp.asarray(x_BSD)  # A NumPy array cannot be indexed by traced indices.
@@ -201,7 +202,7 @@ class MoE(nn.Module):
         model_axes = bound_axes("MoE", self.model_axis)
         if not (self.sequence and model_axes):
             return jnp.matmul(x_BSD.astype(jnp.float32), router_DE)
-        # Logits are gathered, because they have fewer bytes than the activations.
+        # Gather logits and not activations, because logits have fewer bytes.
         logits_BSE = jnp.matmul(x_BSD.astype(jnp.float32), enter(router_DE, model_axes))
         return gather_invariant(logits_BSE, 1, model_axes, scope=SEQUENCE_SCOPE)
 
@@ -266,7 +267,7 @@ class MoE(nn.Module):
 def capacity_of(moe: MoE, sequence_length: int) -> int:
     """Computes how many tokens of a sequence an expert may take, `C`.
 
-    It is `capacity_factor` times an equal share, `S K / E`, rounded up, and at most the length of
+    `C` is `capacity_factor` times an equal share, `S K / E`, rounded up, and at most the length of
     the sequence.
     """
     if moe.capacity_factor is None:

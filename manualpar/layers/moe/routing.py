@@ -218,8 +218,9 @@ def auxiliary_loss(
         these collections are ignored.
       weight_B: `[B]`, the weight of each sequence in the main loss. If the main loss is a mean over
         valid tokens, the weight is the number of valid tokens of each sequence. With other weights
-        the sum would depend on how tokens are divided among devices and minibatches. Sequences of
-        weight 0 are not counted in any metric. `None` stands for equal weights.
+        the sum of the main and the balance loss would depend on how tokens are divided among
+        devices and minibatches. Sequences of weight 0 are not counted in any metric. `None` stands
+        for equal weights.
       load_balance: The factor of `load_balance_loss`.
       router_z: The factor of `router_z_loss`.
 
@@ -247,8 +248,8 @@ def auxiliary_loss(
         )
     choices_LBE, dropped_LB = _sown(sown, CHOICES, ndim=2), _sown(sown, DROPPED, ndim=1)
     weight_B = jnp.ones_like(balance_LB[0]) if weight_B is None else weight_B.astype(jnp.float32)
-    # Losses are for whole sequences. Counts that vary over more axes than the losses are for parts
-    # of sequences.
+    # Losses belong to complete sequences. If counts vary over more axes than the losses, the counts
+    # belong to parts of sequences.
     axes = tuple(sorted(varying_axes((weight_B, choices_LBE)) - varying_axes(balance_LB)))
     whole_weight_B = weight_B
     if axes:
@@ -283,9 +284,9 @@ def _sown(sown: Any, name: str, ndim: int) -> jax.Array | None:
 
 
 def _within_groups(score_BSE: jax.Array, groups: int, count: int, best: int) -> jax.Array:
-    """Keeps the `count` groups whose `best` best scores have the largest sums; masks the others.
+    """Keeps the scores of the `count` best groups, and sets all other scores to -inf.
 
-    Masked scores are -inf.
+    Groups are compared by the sums of their `best` best scores.
     """
     B, S, E = score_BSE.shape
     score_BSGE = score_BSE.reshape(B, S, groups, E // groups)
