@@ -8,10 +8,10 @@ more devices: in XLA it is one operation of all devices of the program, so a con
 over any axis makes it hang. (Branches that differ along other axes are allowed: a pipeline's stages
 branch on their index, and gather over the data axes inside a branch.)
 
-The gradient of a gather is a `custom_vjp`, which is right for the derivative that a step takes. A
-model or a loss that differentiates a gathered parameter itself would get the sum over the devices
-instead of the mean. The check finds this mistake in programs that a step does not differentiate:
-the evaluation step, and the training loss without its gradient.
+The gradient of a gather is a `custom_vjp`, which is right for the derivative that a step takes. If
+a model or a loss calls autodiff for a gathered parameter, it gets the sum over the devices instead
+of the mean. The check finds this mistake in programs that a step does not differentiate: the
+evaluation step, and the training loss without its gradient.
 """
 
 from typing import Any
@@ -69,7 +69,7 @@ def check_traced_steps(
 def gathers_parameters(train: ClosedJaxpr) -> bool:
     """Returns whether a traced training step gathers a parameter or scatters its gradient.
 
-    A loss that differentiates a gather does one of the two in its training step.
+    If a loss differentiates a gather, the training step with this loss does one of the two.
     """
     purposes = (GATHER_SCOPE, REGATHER, SCATTER_SCOPE)
     return any(
@@ -80,7 +80,7 @@ def gathers_parameters(train: ClosedJaxpr) -> bool:
 
 
 def _check_condition(name: str, eqn: Any) -> None:
-    """Refuses collectives under a condition that differs between the devices they wait for."""
+    """Refuses a collective under a condition that differs between the collective's devices."""
     varying = _varying_condition(eqn)
     jaxprs = inner_jaxprs(eqn) if varying else ()
     for inner in (inner for _, jaxpr in jaxprs for inner in all_equations(jaxpr)):

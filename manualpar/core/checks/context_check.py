@@ -1,10 +1,11 @@
-"""Refuses models and losses that are wrong if a device has only some positions of a sequence.
+"""Refuses models and losses that compute wrong results from some of a sequence's positions.
 
 With a context axis a device runs the model on a part of each sequence. The part is not one run of
 neighbouring positions. Code that treats every position separately is right. Attention,
 convolutions, sums, shifts and position numbers have to handle the axis, see
-`manualpar.layers.Context`. Shapes and types do not show code that ignores the axis. So the loss is
-traced twice, on a device's positions and on all positions, and both traces are walked side by side.
+`manualpar.layers.Context`. Shapes and types do not show whether code ignores the axis. So the loss
+is traced twice, on a device's positions and on all positions, and both traces are walked side by
+side.
 
 Sums over positions are right if they only contribute to the mean loss and the metrics, because a
 step sums both over the devices. The loss may be `sum / count`, where `count` is the count of
@@ -75,7 +76,7 @@ _MENDS: Mapping[Reason, str] = {
 
 
 def check_context(strategy: str, model: TracedModel, batch: Batch, roles: AxisRoles) -> None:
-    """Refuses a model or a loss that is wrong on some of a sequence's positions.
+    """Refuses a model or a loss that computes wrong results from a part of a sequence.
 
     Nothing is compiled. Code in the scope of context parallelism is trusted.
 
@@ -86,7 +87,7 @@ def check_context(strategy: str, model: TracedModel, batch: Batch, roles: AxisRo
       roles: The roles of all axes. Nothing is checked if no axis splits dim 1 of the batch.
 
     Raises:
-      ValueError: An operation mixes positions, or it is not known whether it does. The message
+      ValueError: An operation mixes positions, or is not known to keep them separate. The message
         names the operation's module.
     """
     axis = roles.context_axis

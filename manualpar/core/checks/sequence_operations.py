@@ -97,7 +97,7 @@ class SequenceOperations:
         ]
 
     def summed(self, value: SplitValue) -> SplitValue:
-        """Sums a value over the devices along the axis."""
+        """Finds the value of the sum of `value` over the devices along the axis."""
         if value.kind == "zero":
             return value
         if value.count is None and value.kind in ("same", "sum"):
@@ -132,7 +132,7 @@ class SequenceOperations:
                 _check_plain(name, values)
             triples = zip(values, part.outvars, outs, strict=True)
             return [x if dim is None else _resized(x, y.aval.shape[dim]) for x, y, dim in triples]
-        if name != "reshape":  # See `_reshaped`.
+        if name != "reshape":  # `_reshaped` checks reshapes.
             check_operation(part, whole, axis=self._axis, devices=self._devices)
         return self._arithmetic(part, values, numbers, ins, outs)
 
@@ -244,7 +244,8 @@ def _sum_over_positions(
 def _random(name: str, key: SplitValue, *, is_split: bool) -> SplitValue:
     """Finds the value of random bits or new keys.
 
-    Refuses split values without a key that differs between devices, and other random bits with one.
+    Refuses split results from a key that is the same on all devices, and results that are not split
+    from a key that differs between devices.
     """
     differs = key.kind in ("device", "split")
     if is_split and not differs:

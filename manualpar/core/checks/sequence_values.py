@@ -161,7 +161,7 @@ def _added(name: str, x: SplitValue, y: SplitValue) -> SplitValue:
         total, other = (x, y) if x.kind == "sum" else (y, x)
         if other.kind == "sum" and (x.power, x.count) == (y.power, y.count):
             return x
-        # The mean of equal values on all devices is this value, so it can be added to a mean.
+        # A value that is the same on all devices is its own mean, so it can be added to a mean.
         shift = 1 if total.count is None else 0
         if other.kind == "same" and other.count is None and other.power + shift == total.power:
             return total
@@ -170,7 +170,7 @@ def _added(name: str, x: SplitValue, y: SplitValue) -> SplitValue:
 
 
 def is_mean(value: SplitValue, count: SplitValue, number: int) -> bool:
-    """Returns whether the mean over devices, weighted by their counts, is the sequence's value.
+    """Returns whether the devices' mean, weighted by their counts, is the full sequence's value.
 
     `number` is the value number of the count.
     """

@@ -109,7 +109,7 @@ class SequenceWalk:
 
     @contextlib.contextmanager
     def _naming(self, eqn: Any, path: str) -> Iterator[str]:
-        """Yields the path of an equation; an error in the context gets the path in its message."""
+        """Yields an equation's path, and adds it to the message of an error in the context."""
         where = "/".join(filter(None, (path, module_of_equation(eqn, _SCOPES))))
         try:
             yield where

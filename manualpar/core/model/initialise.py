@@ -5,8 +5,8 @@ Most models are made and initialised without a mesh. A model that constrains sha
 of such a model fails without a mesh, the model is called on the mode's mesh. The values do not
 depend on the mesh.
 
-A sharded type of an initialiser's result counts as an annotation: the parameter is sharded over
-these axes, as with `nn.with_partitioning`.
+A sharded type of an initialiser's result counts as an annotation: the parameter is sharded over the
+axes of the type, as with `nn.with_partitioning`.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """The functions of a model that a program calls, the same for every model library.
 
 Each library has a subclass of `ModelInterface`, which is registered when its module is imported.
-Linen's is in `manualpar.core.model.linen.linen_model`, NNX's in
+The subclass for Linen is in `manualpar.core.model.linen.linen_model`, the subclass for NNX in
 `manualpar.core.model.nnx.nnx_model`. Modules that call models import only this module.
 """
 

@@ -81,7 +81,7 @@ class LossTracer:
         self._param_specs = computed_specs(self.infos) if mode.writes_collectives else typed
 
     def find_collections(self, init_args: InitArgs | None) -> None:
-        """Finds the collections that a state keeps; applies a model whose calls may add some."""
+        """Finds the collections that a state keeps, with a call if calls may add collections."""
         self.collections = find_carried_collections(
             self._interface, self._variables, self._trace_call, init_args
         )
@@ -112,7 +112,7 @@ class LossTracer:
     def loop_dims(
         self, strategy: str, is_gathered: Callable[[ParameterInfo], bool], *, gathers_in_loss: bool
     ) -> dict[str, frozenset[int]]:
-        """Finds, by path, the dims over which loops run, for parameters that may be sharded.
+        """Finds the dims over which loops run, by path, of all parameters that may be sharded.
 
         Args:
           strategy: The strategy's name, for messages.
@@ -149,7 +149,7 @@ class LossTracer:
         self._trace(on_device, params)
 
     def _trace(self, on_device: Callable[..., None], params: Params) -> None:
-        """Traces a per-device function of the arguments of a loss, without its `apply_fn`."""
+        """Traces a per-device function of a loss's arguments except `apply_fn`."""
         replicated = PartitionSpec()
         in_specs = (self._param_specs, replicated, replicated, self._batch_specs)
         trace(self._mode, on_device, in_specs, params, self.collections, self._key, self._batch)

@@ -221,8 +221,8 @@ def choose_formats(strategy: str, options: Mapping[str, Any]) -> tuple[StoredDty
     """Returns the dtypes in which parameters are stored, and the policy of their communication.
 
     Raises:
-      ValueError: A dtype is not among `WIRE_DTYPES`; gradients are rounded that no quantizer
-        quantizes; or XLA chooses in this mode what an option gives.
+      ValueError: A dtype is not among `WIRE_DTYPES`; an option rounds gradients, but no quantizer
+        is given for gradients; or an option sets what XLA chooses in this mode.
     """
     names: dict[str, str | None] = {}
     for field in ("param_dtype", "frozen_dtype", "gather_dtype", "reduce_dtype"):
@@ -230,7 +230,7 @@ def choose_formats(strategy: str, options: Mapping[str, Any]) -> tuple[StoredDty
         try:
             names[field] = None if value is None else str(jnp.dtype(value))
         except TypeError:
-            names[field] = repr(value)  # JAX does not know it, so it is refused below.
+            names[field] = repr(value)  # JAX does not know this dtype, so it is refused below.
         if value is not None and names[field] not in WIRE_DTYPES:
             raise ValueError(
                 f"{strategy}: {field}={value!r}, expected one of {WIRE_DTYPES} or None. (float16 "

@@ -197,7 +197,7 @@ class _Probe(ArrayBox, eq=False):
         return self.replace(names=tuple(names))
 
     def remove_axis(self, index: int, params: dict[Any, Any]) -> "_Probe":
-        """Records the dim as one that a loop runs over."""
+        """Records that a loop runs over the dim."""
         names = list(self.names)
         dim = names.pop(index % len(names))
         if dim is not None:

@@ -1,10 +1,10 @@
 """Dropout keys for activations that are split over a model axis.
 
 The key of a loss differs over the axes that split the batch, and is the same along a model axis.
-This is right for activations that are replicated along the model axis, because they need the same
-mask on all its devices. But split activations would be dropped at the same positions of every
-shard. Therefore the device's index is folded into their key. The type of the activations tells
-whether they are split.
+This is right for activations that are replicated along the model axis, because all devices along
+the axis need the same mask. But split activations would be dropped at the same positions of every
+shard. Therefore the device's index is folded into the key for split activations. The type of the
+activations tells whether they are split.
 
 Invariants: a key changes only if the activations vary over an axis over which the key does not
 vary. Axes of one device do not count. A key that is the same on all devices does not change either:

@@ -78,7 +78,7 @@ class LossPiece:
         effects, such as prints, of the equations around `cut`.
         """
         invars = [*program.invars, *(cut.outvars if after_cut else ())]
-        # An unused result is a DropVar, which cannot be an input.
+        # An unused output of the cut equation is a DropVar, which cannot be an input.
         invars = [Var(v.aval) if isinstance(v, DropVar) else v for v in invars]
         jaxpr = program.replace(
             invars=invars,
@@ -166,13 +166,13 @@ class Cut:
         """Runs some of the layers.
 
         Args:
-          inputs: The inputs that layers read; stacked parameters have only these layers,
+          inputs: The inputs that layers read; stacked parameters contain only the layers to run,
             `[k, ...]`.
-          carry: The input of the first of these layers.
-          first: The index of the first of these layers.
+          carry: The input of the first layer to run.
+          first: The index of the first layer to run.
 
         Returns:
-          The output of the last of these layers, and their stacked outputs, `[k, ...]`.
+          The output of the last layer, and the stacked outputs of all layers that run, `[k, ...]`.
         """
         params, fewer = self._layers.eqn.params, len(inputs[self.stacked[0]])
         num_consts, num_carry = scan_sizes(params)

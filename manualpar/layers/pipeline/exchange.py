@@ -2,7 +2,8 @@
 
 Each stage stores a contiguous run of layers, because a `PartitionSpec` cannot express interleaving.
 With `v` chunks on each of `S` stages, chunk `k` of `v S` runs on stage `k % S`, as chunk `k // S`
-of that stage. So each chunk is sent to its stage once a step, and its gradient is sent back.
+of that stage. So once a step each chunk is sent to the stage that runs it, and the gradient of the
+chunk is sent back.
 
 In each of `v` rounds every stage sends one chunk and receives one chunk. Stage `a` stores the
 chunks `a v, ..., a v + v - 1`. Let `g` be the greatest common divisor of `S` and `v`. In round `i`
@@ -54,7 +55,7 @@ def exchange(x: Any, axis: str, chunks: int, *, back: bool = False) -> Any:
     for index in range(chunks):
         sent = sent_in_round(num_stages, chunks, index)
         there = [chunk % num_stages for chunk in sent]
-        # The places of the chunk that each stage sends and of the chunk that it receives.
+        # Each stage's places for the chunk that it sends and for the chunk that it receives.
         home = [chunk % chunks for chunk in sent]
         away = [sent[there.index(stage)] // num_stages for stage in range(num_stages)]
         pairs = list(enumerate(there))

@@ -1,11 +1,11 @@
 """Runs a pipeline: several microbatches at once, each in the layers of a different stage.
 
 A pipeline accumulates gradients, and returns the same values as `core.modes.gradients.scanned`.
-Each device along the axis is a stage. A stage has the parameters of some layers, and all parameters
-that do not belong to layers. A table says what each stage computes in each tick, see `schedules`:
-at most one forward pass F of a microbatch through a chunk of layers, and then at most one backward
-pass B. After this, activations are sent to the next stage and gradients to the previous stage. A
-`lax.scan` runs the ticks.
+Each device along the pipeline's axis is a stage. A stage has the parameters of some layers, and all
+parameters that do not belong to layers. A table gives the work of each stage in each tick, see
+`schedules`: at most one forward pass F of a microbatch through a chunk of layers, and then at most
+one backward pass B. After this, activations are sent to the next stage and gradients to the
+previous stage. A `lax.scan` runs the ticks.
 
 The stage of the first chunk runs the prefix of the loss before that chunk. The stage of the last
 chunk runs the suffix of the loss after that chunk, and immediately afterwards the suffix's backward

@@ -16,7 +16,7 @@ class LayerScan(NamedTuple):
     Attributes:
       eqn: The equation of the scan.
       stacked: The indices of the parameters that the scan runs over.
-      weights: For each scanned value, whether it comes from parameters.
+      weights: For each scanned value, whether it is computed from parameters.
     """
 
     eqn: Any
@@ -122,7 +122,7 @@ class _Walk:
     """A walk through a program that follows parameters, layer by layer.
 
     Attributes:
-      scans: The scans over parameters, with the parameters that each runs over.
+      scans: The scans over parameters, each with the indices of the parameters that it runs over.
       reads: Other uses of parameters: (index of the parameter, description of its reader).
     """
 

@@ -31,7 +31,7 @@ BACKWARD_ROWS = (
     "backward_is_first",
 )
 HOP_ROWS = ("arriving_slot", "arriving_gradient_slot")
-# The value that means "no entry", in rows where it is not -1.
+# The value that means "no entry", for the rows in which this value is not -1.
 NOTHING = {"is_first": 0, "is_last": 0, "backward_is_first": 0}
 
 TableRows: TypeAlias = Mapping[str, np.ndarray]
@@ -53,7 +53,7 @@ class Costs(NamedTuple):
 
     Attributes:
       forward: The forward pass of a chunk.
-      backward: The backward pass of a chunk, and its forward pass if this is computed again.
+      backward: The backward pass of a chunk, and the forward pass if it is computed again.
       before: The part of the model before its layers, forward, in the F of the first chunk.
       before_backward: The same part backward, in the B of the first chunk.
       after: The part of the model after its layers, forward and backward, in the last chunk's F.
@@ -77,13 +77,14 @@ class Table:
       chunks: v.
       events: Every F and B, ordered by tick.
       rows: The arrays that an executor reads, each int32[T, S]. -1 means that there is no entry.
-        `is_first`, `is_last` and `backward_is_first` have 0 for no and 1 for yes instead.
+        `is_first`, `is_last` and `backward_is_first` have 0 for no and 1 for yes instead. For an F:
         `forward_microbatch`, `forward_chunk` (of v) and `forward_slot` (the slot of the chunk's
-        input); `is_first` and `is_last` (whether the F is of the first or last chunk of all
-        stages); `last_gradient_slot` (the slot into which the F of the last chunk puts its
-        gradient). `backward_microbatch`, `backward_chunk`, `backward_slot` of the chunk's input,
-        `gradient_slot` of the chunk output's gradient, `backward_is_first`. `arriving_slot` and
-        `arriving_gradient_slot`, the slots into which the hop of the tick puts the arriving values.
+        input); `is_first` and `is_last` (whether the chunk is the first or last of all stages);
+        `last_gradient_slot` (the slot into which the F of the last chunk puts its gradient). For a
+        B: `backward_microbatch`, `backward_chunk`, `backward_slot` (the slot of the chunk's input),
+        `gradient_slot` (the slot of the gradient of the chunk's output), `backward_is_first`. For
+        the hop: `arriving_slot` and `arriving_gradient_slot`, the slots into which the hop puts the
+        arriving values.
       activation_slots: The number of slots that a device needs for inputs of chunks.
       gradient_slots: The number of slots that a device needs for gradients; 0 without backward
         passes.
@@ -109,7 +110,7 @@ class Table:
         return self.gradient_slots > 0
 
     def is_run(self, row: str, *, together: bool = False) -> np.ndarray:
-        """Returns where a row has an entry, `bool[T, S]`; with `together`, for any stage."""
+        """Returns where a row has an entry, `bool[T, S]`; with `together`, on any stage."""
         is_run = self.rows[row] > NOTHING.get(row, -1)
         return is_run | (together & is_run.any(axis=1, keepdims=True))
 

@@ -1,5 +1,8 @@
 """Makes the tables of schedules: simulates the stages, finds slots, and checks the result.
 
+An F is the forward pass of a microbatch through a chunk of layers, a B is the backward pass, see
+`schedule_table`. There are two schedules:
+
 - `gpipe` (https://arxiv.org/abs/1811.06965): a stage computes all its F before its first B.
 - `1f1b` (https://arxiv.org/abs/2104.04473): a stage computes each B as soon as possible. With v > 1
   chunks on a stage, microbatches go through the chunks in groups of at least S, so that no stage
@@ -75,7 +78,7 @@ def make_table(
 def _table_of_events(
     name: str, events: Sequence[Event], num_stages: int, num_microbatches: int, chunks: int
 ) -> Table:
-    """Finds slots, writes rows and checks the table."""
+    """Finds slots for the events, writes the rows, and checks the table."""
     slots, activation_slots, gradient_slots = _allocate(events, num_stages, chunks)
     table = Table(
         name=name,
@@ -92,7 +95,7 @@ def _table_of_events(
 
 
 def _orders(stages: int, microbatches: int, chunks: int) -> dict[PassKind, list[_Place]]:
-    """Returns the order of F, and of B, on every stage; chunks are counted within a stage."""
+    """Returns the orders in which every stage runs its F and its B, with chunks per stage."""
     groups = np.array_split(range(microbatches), max(microbatches // stages, 1))
     return {
         "F": [(int(m), c) for group in groups for c in range(chunks) for m in group],

@@ -60,8 +60,8 @@ def branch(
     """Runs `run` if a condition holds, else `otherwise` (or makes zeros); results have `types`.
 
     A permute may not be in a branch that only some devices take. If `run` contains a permute, give
-    `anywhere`: whether the condition holds on any device. If it does, all devices call `run`.
-    `scope` is the named scope around the `cond`.
+    `anywhere`: whether the condition holds on any device. If it holds on any, all devices call
+    `run`. `scope` is the named scope around the `cond`.
     """
 
     def typed(function: Callable[[], Any]) -> Any:

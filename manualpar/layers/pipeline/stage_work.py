@@ -77,7 +77,7 @@ class StageWork:
           table: The schedule.
           axis: The mesh axis of stages. All inputs vary over this axis.
           stacked: For each parameter, whether layers are stacked in dim 0.
-          trained: For each parameter, whether it is differentiated; `()` with no backward passes.
+          trained: For each parameter, whether it is differentiated; `()` without backward passes.
           keep: What a chunk saves for its backward pass, see `PipelineRun`.
           regathers: Whether the backward passes gather parameters again.
         """
@@ -320,7 +320,7 @@ class StageWork:
         return {i: state.sums[i] for i in numbers if i in self._trained}
 
     def _chunk_params(self, chunk: Any) -> dict[int, Any]:
-        """Collects the parameters that a chunk reads; stacked parameters have only its layers."""
+        """Collects the parameters of a chunk; stacked parameters contain only the chunk's layers."""
         size = self.loss.chunk_layers
         first = jnp.maximum(chunk, 0) * size
         return self._pick(self.loss.chunk_params) | {

@@ -1,9 +1,9 @@
 """A loss whose layers run in chunks: the functions that a stage calls and differentiates.
 
 The activations that are sent from chunk to chunk are the carry of the scan, and a buffer `[L, ...]`
-for each stacked output of the scan. Every chunk fills in the buffer's entries of its layers. So the
-suffix sees the outputs of all layers, and the gradients of the buffers are sent back with the
-gradients of the carry.
+for each stacked output of the scan. Every chunk writes the buffer's entries for the layers of the
+chunk. So the suffix sees the outputs of all layers, and the gradients of the buffers are sent back
+with the gradients of the carry.
 
 Symbols: `S` stages, `L` layers of the model, `k` layers of a chunk.
 """
@@ -135,8 +135,8 @@ class StagedLoss:
     def _typed(self, x: Any, t: Any) -> Any:
         """Casts a value to vary over the axes of a type."""
         if self._axis not in varying_axes(x):
-            # A value that does not vary is a constant, because all inputs vary. The cast's gradient
-            # would be summed over stages.
+            # A value that does not vary is a constant, because all inputs vary. Without
+            # `stop_gradient`, the gradient of the cast would be summed over stages.
             x = jax.lax.stop_gradient(x)
         return cast_to_varying(x, varying_axes(t))
 

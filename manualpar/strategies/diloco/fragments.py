@@ -1,4 +1,4 @@
-"""Fragments: parts of a model that are exchanged at different steps, to send less at a time.
+"""Fragments: parts of a model, exchanged at different steps to send fewer bytes at a time.
 
 A fragment is a set of trained parameters. All fragments have about the same number of bytes, and
 each has its own state of the outer optimizer. With `F` fragments and `H` steps between two
@@ -22,7 +22,7 @@ class Fragments:
 
     Attributes:
       number: The number of fragments.
-      index: A tree with the number of each trained parameter's fragment.
+      index: A tree of the trained parameters, with the number of the fragment at each leaf.
     """
 
     def __init__(self, params: Any, number: int) -> None:
@@ -41,7 +41,7 @@ class Fragments:
         self.number, self.index = number, jax.tree.unflatten(structure, chosen)
 
     def select(self, fragment: int, tree: Any) -> Any:
-        """Masks all leaves of a tree that do not belong to a fragment."""
+        """Returns a tree in which the leaves outside of a fragment are masked."""
         return jax.tree.map(
             lambda i, x: x if i == fragment else optax.MaskedNode(), self.index, tree
         )

@@ -30,7 +30,7 @@ class DiLoCo(OuterSteps):
     """DiLoCo's outer steps.
 
     Attributes:
-      train_step: The train step, which takes an outer step when it is due.
+      train_step: The train step, which also takes the outer steps that are due.
       state: Makes and regroups the state.
     """
 

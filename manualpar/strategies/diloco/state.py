@@ -95,7 +95,7 @@ class DiLoCoState:
         return state.replace(local=self._replicas_of(state.replace(opt_state=opt_state)))
 
     def _replicas_of(self, inner_state: TrainState) -> dict[str, Any]:
-        """Makes the per-replica arrays of replicas that start with the state of `inner`."""
+        """Makes the per-replica arrays of replicas that all start with `inner_state`."""
         return self._for_each_replica(
             {
                 "params": partition(self.placements, inner_state.params)[0],
@@ -106,13 +106,13 @@ class DiLoCoState:
         )
 
     def regroup(self, state: TrainState) -> TrainState:
-        """Converts a state with another number of replicas; all new replicas are equal.
+        """Converts a state from another number of replicas; all new replicas are equal.
 
         Directly after an outer step the new replicas start with the common parameters. Otherwise
-        they start with the mean of the old replicas. The mean is weighted by numbers of examples,
-        like the mean of the next exchange. Floating-point numbers of the inner optimizer's state
-        and of other collections are averaged; integers become the maximum of the old replicas.
-        Directly after an outer step the replicas' collections are equal, so they do not change.
+        they start with the mean of the old replicas. The mean is weighted by the replicas' numbers
+        of examples, as in an exchange. Floating-point numbers of the inner optimizer's state and of
+        other collections are averaged; integers become the maximum of the old replicas. Directly
+        after an outer step the replicas' collections are equal, so they do not change.
         """
         replicas = state.local
         examples = replicas["examples"]

@@ -60,7 +60,7 @@ class ReplicaSteps:
 
     Attributes:
       inner: The program of one replica.
-      replicated_step: The step of all devices that the function `replicated_step` has made.
+      replicated_step: The step of all devices, made by the function `replicated_step`.
       axes: The mesh axes of the replicas.
       state: Makes and shards the state.
     """
@@ -133,7 +133,7 @@ class ReplicaSteps:
     def overlapped_outer_step(
         self, fragment: int, state: TrainState, batch: Any
     ) -> tuple[TrainState, Metrics]:
-        """Takes an inner step, and exchanges a fragment of before this step at the same time.
+        """Takes an inner step while a fragment is exchanged as it was before this step.
 
         The next exchange sends the change that a replica makes in this inner step.
         """

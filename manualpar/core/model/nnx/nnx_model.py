@@ -48,7 +48,7 @@ _NOT_GIVEN: Any = object()
 @register_interface
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class NNXModel(ModelInterface):
-    """An NNX model with the two functions of a Linen module that this package calls.
+    """An NNX model with `init` and `apply`, the functions of Linen that this package calls.
 
     Attributes:
       module: The module with abstract values.

@@ -4,7 +4,7 @@ NNX modules read a parameter through its `nnx.Variable`: `param[...]`, `param.ge
 operator. Therefore a parameter's shard is put into a variable whose type is a subclass of the
 parameter's type, and whose `get_value` gathers the shard, as `unbox()` does for Linen. The variable
 holds only the array of a box, so NNX's transformations treat the variable like any other variable.
-Its metadata hold the other fields of the box.
+The other fields of the box are in the variable's metadata.
 
 A loop (`nnx.scan`, `nnx.vmap`, `jax.lax.scan` over a module) removes dims of an array, but does not
 tell the variable which dims. The removed dims are inferred from the shapes. Only dims that loops
@@ -30,7 +30,7 @@ from manualpar.core.parameters.array_box import OF_SHAPE
 from manualpar.core.parameters.split_parameter import SplitParameter
 
 Path = tuple[Any, ...]
-# The key in a variable's metadata under which its box is stored, without the value.
+# The key in a variable's metadata under which the parameter's box is stored, without its array.
 BOX = "manualpar_box"
 
 
@@ -98,7 +98,7 @@ def _check_split(
 def gathering_variable(
     variable: nnx.Variable[Any], box: Any, *, path: str, loop_dims: frozenset[int] | None
 ) -> nnx.Variable[Any]:
-    """Makes a variable, otherwise like `variable`, that unboxes a parameter where it is read.
+    """Makes a copy of `variable` that unboxes its parameter wherever the parameter is read.
 
     `loop_dims` are the dims that loops run over; `None` before they are known.
     """
