@@ -217,7 +217,7 @@ def amounts(ledger: Json) -> dict[BudgetKey, int]:
 
 
 def parse_size(text: str) -> int | None:
-    """Parses a size such as `"1.5 MiB"` into bytes, rounded down; `None` if it is not a size."""
+    """Parses a size such as `"1.5 MiB"` into bytes, rounded down; `None` for other texts."""
     found = re.fullmatch(rf"\s*([\d_]+(?:\.\d+)?)\s*({'|'.join(UNITS)})\s*", text)
     return math.floor(float(found[1]) * UNITS[found[2]]) if found else None
 

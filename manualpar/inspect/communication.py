@@ -105,7 +105,7 @@ class Collective:
         return phase_of(self.scope)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns plain numbers and names."""
+        """Returns the fields for JSON, as plain numbers and names."""
         return {
             "kind": self.kind,
             "axes": ",".join(self.axes),

@@ -49,7 +49,7 @@ KIND_OF_OPCODE: Mapping[str, Kind] = {
     "collective-permute": "permute",
 }
 
-# Opcodes whose bytes the text does not contain, or for which this module has no formula.
+# Opcodes that send bytes of which the HLO does not contain the number, or without a formula here.
 UNKNOWN_OPCODES = frozenset({"collective-broadcast", "ragged-all-to-all", "recv", "send"})
 
 # XLA:TPU's reduce-scatter is a fusion of an all-reduce and a slice. Its name has this prefix.
@@ -118,7 +118,7 @@ class CompiledCollective:
         return [(purpose_in(scope, ()), module_of(scope, root)) for scope in scopes]
 
     def to_json(self) -> dict[str, Any]:
-        """Returns plain numbers and names."""
+        """Returns the fields for JSON, as plain numbers and names."""
         return {
             "kind": self.kind,
             "group_size": self.group_size,
@@ -151,7 +151,7 @@ class Compiled:
     flops: int | None
 
     def to_json(self) -> dict[str, Any]:
-        """Returns plain numbers and names."""
+        """Returns the fields for JSON, as plain numbers and names."""
         plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {
             "bytes": as_number(total_bytes(self.collectives)),
@@ -236,12 +236,13 @@ class Reading:
     (`manualpar.planner.tpu_timeline`).
 
     In the ticks of a pipeline a conditional counts once for each tick in which `stage` runs it. If
-    `stage` is `None`, it counts once for each tick in which any stage runs it, because a clock
-    follows all stages together. `runs` is the number of ticks in which the computation itself runs.
+    `stage` is `None`, it counts once for each tick in which any stage runs it, because the
+    planner's clock follows all stages together. `runs` is the number of ticks in which the
+    computation itself runs.
     """
 
     reader = "compiled_collectives"  # The caller's name, for error messages.
-    passes_over_hosts = True  # Skips transfers between a device and its host.
+    passes_over_hosts = True  # Whether to skip transfers between a device and its host.
 
     def __init__(
         self,

@@ -19,8 +19,8 @@ numbers are sent. If `c(n)` is the `quantized_bytes` of `n` numbers, a device th
 Each layer of a loop is quantized separately, and only if quantization saves bytes.
 
 A frozen parameter costs only its gathers. They send the dtype in which the parameter is stored, if
-this dtype is as narrow as `gather_dtype`. If nothing before a frozen parameter is trained, the
-backward pass does not need the parameter either.
+this dtype is as narrow as `gather_dtype`, and otherwise `gather_dtype`. If no layer before a frozen
+parameter's layer is trained, the backward pass does not need the parameter.
 
 Over two axes of sizes `A, B` with `axis_by_axis`, a gather is one gather over `B` of `P / A`
 elements and one gather over `A` of all elements: `b P (1 / A) (B - 1) / B + b P (A - 1) / A`. The

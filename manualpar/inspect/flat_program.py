@@ -73,8 +73,8 @@ class Body:
 class Operation:
     """An operation, which reads its inputs (without constants) and makes its outputs.
 
-    Its name is the name of its primitive; `store` writes a part of an existing array.
-    `written_over` pairs an input with an output that may take its place. It is empty for
+    `name` is the name of the primitive; `store` writes a part of an existing array. `written_over`
+    pairs an input with an output that may take the input's place. `written_over` is empty for
     elementwise operations, because any of their outputs may replace any input of the same size.
     """
 

@@ -37,7 +37,7 @@ from manualpar.inspect.scope_parsing import PHASES, Phase, module_of, phase_of
 
 Number = TypeVar("Number", Fraction, float)
 
-# Primitives that multiply matrices, with an unknown number of operations.
+# Primitives that multiply matrices in a number of operations that may be unknown.
 _UNCOUNTED = """
 cholesky custom_linear_solve dot_product_attention_bwd_wrapper dot_product_attention_fwd_wrapper eig
 eigh fft ffi_call geqrf householder_product lu pallas_call qr svd triangular_solve tridiagonal_solve
@@ -54,7 +54,7 @@ REDUCTIONS = frozenset(
 
 
 class Product(NamedTuple, Generic[Number]):
-    """A product or a reduction: the work of one device, for all runs in a step.
+    """A product or a reduction, with the work of one device for all of its runs in a step.
 
     The numbers of a traced program are exact fractions. The planner uses floats for sums of equal
     products, and for products that it computes in closed form without a trace.
@@ -155,7 +155,7 @@ class TrafficReader(ProductReader):
     fused_attention = False
 
     def find(self, eqn: Any, around: Around) -> tuple[Product[Fraction], ...] | None:
-        """Returns the equation as a product or a reduction, if it is either of them."""
+        """Returns the work of an equation that is a product or a reduction."""
         flops: int | Fraction | None = flops_of(eqn, around.scope)
         is_product = flops is not None
         if not is_product and eqn.primitive.name not in REDUCTIONS:

@@ -78,7 +78,7 @@ class Instruction(NamedTuple):
         return self.found(rf"\b{name}=(.*)")
 
     def found(self, pattern: str) -> str:
-        """Returns the group of a pattern in the attributes, "" if nothing matches."""
+        """Returns the first group of a pattern where it matches the attributes, "" if nowhere."""
         match = re.search(pattern, self.attributes)
         return match[1] if match else ""
 

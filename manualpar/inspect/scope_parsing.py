@@ -109,12 +109,12 @@ def phase_of(scope: str) -> Phase:
 def purpose_in(scope: str, axes: tuple[str, ...], data_axes: tuple[str, ...] = ()) -> str:
     """Returns the purpose of a collective, by its scope and its axes; see `scopes.purpose_of`.
 
-    If this package did not write the collective, its axes decide. If they contain no data axis (the
-    data axes split the batch), the collective belongs to a parallel layer: `TENSOR_SCOPE`, or
-    `CAST_SCOPE` in the backward pass. In the backward pass autodiff sums the gradient of a value
-    that is the same on all devices and was combined with values that differ between them. A norm's
-    scale is such a value if the sequence is split. Over data axes, or if the data axes are not
-    known, the purpose is `OTHER`.
+    If this package did not write the collective, its axes give the purpose. If none of them splits
+    the batch (is in `data_axes`), the collective belongs to a parallel layer. Its purpose is then
+    `CAST_SCOPE` in the backward pass and `TENSOR_SCOPE` elsewhere: in the backward pass autodiff
+    sums the gradient of a value that is the same on all devices and was combined with values that
+    differ between devices, such as a norm's scale if the sequence is split. If an axis splits the
+    batch, or if `data_axes` are not known, the purpose is `OTHER`.
     """
     if ours := purpose_of(scope):
         return ours

@@ -16,7 +16,7 @@ from manualpar.inspect.flops import ProductReader
 from manualpar.inspect.scope_parsing import phase_of
 from manualpar.layers.pipeline.schedule_table import Costs, Table
 
-# Name of a part, as in `Costs` -> row of the table that says which stages run it.
+# Name of a part, as in `Costs` -> row of the table that has an entry if a stage runs the part.
 ROWS = {
     "forward": "forward_microbatch",
     "backward": "backward_microbatch",

@@ -54,7 +54,7 @@ class Change:
     words: str
 
     def to_json(self) -> dict[str, Any]:
-        """Returns plain numbers and names."""
+        """Returns the fields for JSON, as plain numbers and names."""
         return {
             "kind": self.kind,
             "purpose": self.purpose,

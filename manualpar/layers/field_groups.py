@@ -3,7 +3,7 @@
 A group is defined in the file of the layer that uses it, checks its own fields, and is passed on
 unchanged. `config_field` declares a field once: its default, its *flat* name, and the values that a
 config may have. Flat names are unique among all fields of a model. Configs and the tables of
-`config.json` use them, because a flag sets one number.
+`config.json` use flat names, because a command-line flag sets one value.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from manualpar.strategies import Field
 # The most layers, minibatches or experts that are traced and compiled one by one. A layer or a
 # minibatch takes 0.1 s. An expert takes 12 ms, for the metric of how often the expert is chosen.
 MOST_WRITTEN_OUT = 1000
-LARGEST_FLOAT = 1e38  # A float32 can hold it.
+LARGEST_FLOAT = 1e38  # Fits into a float32.
 LARGEST_SIZE = 2**31
 
 

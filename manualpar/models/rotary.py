@@ -31,8 +31,9 @@ class RotaryScaling(FieldGroup):
         `factor`, a pair with more than `high_factor` turns not at all, and pairs between these
         limits in proportion (Dubey et al., https://arxiv.org/abs/2407.21783).
       factor: The largest ratio of the old to the new frequency.
-      low_factor: A number of turns, only for `"llama3"`.
-      high_factor: A number of turns, more than `low_factor`, only for `"llama3"`.
+      low_factor: The number of turns below which pairs are slowed by `factor`, for `"llama3"`.
+      high_factor: The number of turns, more than `low_factor`, above which pairs are not slowed,
+        for `"llama3"`.
       original_length: The length of the sequences in the first training, only for `"llama3"`.
     """
 

@@ -89,7 +89,7 @@ def transformer_sends(
     sends = _times(runs * (looped // (run.num_stages * run.chunks)), layers)
     if stage == 0:
         sends += _times(minibatches, before)
-    # If the code after the scan has a ring, it runs on all stages.
+    # If the code after the scan contains a ring, all stages run this code.
     if stage == run.num_stages - 1 or form.loss.cut.suffix.permutes:
         of_rest = _in_minibatch(program, model, passes=1).layer
         sends += _times(minibatches, [*_times(model.num_layers - looped, of_rest), *after])

@@ -97,7 +97,7 @@ class SequenceOperations:
         ]
 
     def summed(self, value: SplitValue) -> SplitValue:
-        """Finds the value of the sum of `value` over the devices along the axis."""
+        """Returns the `SplitValue` of the sum of a value over the devices along the axis."""
         if value.kind == "zero":
             return value
         if value.count is None and value.kind in ("same", "sum"):

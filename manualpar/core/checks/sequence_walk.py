@@ -56,7 +56,8 @@ class SequenceWalk:
     Args:
       axis: The mesh axis over which positions are divided.
       devices: The number of devices along `axis`.
-      mends: For each kind of mistake, the sentence of an error message that tells how to mend it.
+      mends: For each kind of mistake, the sentence of an error message that says how to mend the
+        mistake.
       complaint: The beginning of an error message.
     """
 
@@ -72,7 +73,7 @@ class SequenceWalk:
         self._aliases: dict[Any, Any] = {}
 
     def outputs(self, part: ClosedJaxpr, whole: ClosedJaxpr) -> list[Numbered]:
-        """Finds the values of a program's results.
+        """Finds the `SplitValue` and the value number of each result of a program.
 
         Args:
           part: The trace on a device's positions. An argument is *split* if its shapes in `part`
@@ -88,7 +89,7 @@ class SequenceWalk:
     def _walk(
         self, part: Any, whole: Any, inputs: Sequence[Numbered] | None, path: str
     ) -> list[Numbered]:
-        """Finds the values of a program's results from its inputs' values."""
+        """Finds a program's results, as `outputs` does, from the values and numbers of its inputs."""
         part, whole = (self._record_constants(program) for program in (part, whole))
         if inputs is not None:
             for variable, numbered in zip(part.invars, inputs, strict=True):

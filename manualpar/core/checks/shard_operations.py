@@ -147,7 +147,7 @@ def check_operation(shards: Any, whole: Any, *, axis: str, devices: int) -> None
 
 
 def _shapes(shards: Any, whole: Any, kind: str) -> list[tuple[Shape, Shape]]:
-    """Zips the shapes of each variable on shards and on whole arrays."""
+    """Returns pairs of the shapes of each variable, on shards and on whole arrays."""
     both = [[tuple(x.aval.shape) for x in getattr(eqn, kind)] for eqn in (shards, whole)]
     if shards.primitive.name in _CALLS:  # Two calls may close over different variables.
         return []

@@ -57,7 +57,7 @@ class Option:
 
     @property
     def choices(self) -> tuple[Any, ...]:
-        """All allowed values, if the type lists them; `()` if it does not."""
+        """All allowed values if the type lists them, otherwise `()`."""
         members = _members(self.kind)
         if members == (bool,):
             return (True, False)

@@ -103,7 +103,8 @@ def compute_with_capacity(
     device_place_BSK = places(chosen_BSK, experts.num_experts) if context.size > 1 else place_BSK
     here_BSK, has_room_BSK = chosen_BSK - first, place_BSK < capacity
     is_computed_BSK = (here_BSK >= 0) & (here_BSK < H) & has_room_BSK
-    # The slot of each choice, and the position in each slot. An index out of range stands for none.
+    # The slot of each choice, and the position in each slot. An index out of range stands for no
+    # slot and for no position.
     slot_BSK = jnp.where(is_computed_BSK, here_BSK * C + device_place_BSK, H * C)
     position_BM = jax.vmap(_positions, (0, None))(slot_BSK, H * C)
     slots_BMD = _take(x_BSD, position_BM)
@@ -225,7 +226,7 @@ def _starts(sizes: jax.Array, dim: int) -> jax.Array:
 
 
 def _put(rows_RD: jax.Array, order_R: jax.Array, count: int) -> jax.Array:
-    """Puts sorted rows back into the order before sorting; the other rows of `count` are zeros."""
+    """Returns `count` rows: the sorted rows in the order before sorting, and zeros elsewhere."""
     return jnp.zeros((count, rows_RD.shape[1]), rows_RD.dtype).at[order_R].set(rows_RD)
 
 

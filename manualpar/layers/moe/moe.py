@@ -258,8 +258,8 @@ class MoE(nn.Module):
         if not self.shared_is_gated:
             return y_BSD
         router_D1 = self.param("shared_router", nn.initializers.normal(D**-0.5), (D, 1))
-        # Each device multiplies its term of the sum over the model axis by the factor, which gives
-        # the same result as a factor after the sum.
+        # Each device multiplies its term of the sum over the model axis by the gate. The result is
+        # the same as with a gate after the sum.
         logits_BS1 = jnp.matmul(x_BSD.astype(jnp.float32), enter(router_D1, self.model_axis))
         return y_BSD * jax.nn.sigmoid(logits_BS1).astype(y_BSD.dtype)
 
@@ -282,7 +282,7 @@ def all_to_all_bytes(
     """Computes the bytes that a device sends in one all-to-all of a layer with a capacity.
 
     A training step has four all-to-alls for each layer: two forward and two backward. With
-    `nn.remat` it has six, because the forward pass is computed again.
+    `nn.remat` there are six, because the forward pass is computed again.
 
     Args:
       moe: The layer.

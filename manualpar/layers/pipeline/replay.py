@@ -27,8 +27,8 @@ def run_retyped(jaxpr: Jaxpr, args: Sequence[Any], consts: Sequence[Any] = ()) -
     """Runs a program on arguments that may vary over more axes than the program's traced inputs.
 
     Raises:
-      ValueError: An argument that varies over more axes goes into a loop of unknown length, or into
-        a function with a custom gradient.
+      ValueError: An argument that varies over more axes than its traced input goes into a loop of
+        unknown length, or into a function with a custom gradient.
     """
     if not _are_wider(jaxpr.invars, args):
         return list(jaxpr_as_fun(ClosedJaxpr(jaxpr, consts))(*args))

@@ -116,7 +116,7 @@ def _simulate(schedule: str, stages: int, orders: Mapping[PassKind, list[_Place]
                 if not queue or (kind == "B" and schedule == "gpipe" and queues["F"]):
                     continue
                 microbatch, chunk = queue[0][0], queue[0][1] * stages + stage
-                # A neighbour's pass must be in an earlier tick; this stage's F may be in this tick.
+                # A pass waits for a neighbour's pass in an earlier tick, or for this stage's own F.
                 if kind == "F":
                     ready = chunk == 0 or done.get(("F", microbatch, chunk - 1), tick) < tick
                 elif chunk == last:

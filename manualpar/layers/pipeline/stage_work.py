@@ -320,7 +320,7 @@ class StageWork:
         return {i: state.sums[i] for i in numbers if i in self._trained}
 
     def _chunk_params(self, chunk: Any) -> dict[int, Any]:
-        """Collects the parameters of a chunk; stacked parameters contain only the chunk's layers."""
+        """Collects the parameters of a chunk; of stacked parameters, only the chunk's layers."""
         size = self.loss.chunk_layers
         first = jnp.maximum(chunk, 0) * size
         return self._pick(self.loss.chunk_params) | {

@@ -71,7 +71,7 @@ def mean_difference(
 def mean_collections(
     before: Any, after: Any, axes: tuple[str, ...], rules: Mapping[str, CollectionSync]
 ) -> Any:
-    """Reduces the replicas' collections over the replicas with `sync_collections`.
+    """Reduces the collections of all replicas to common collections.
 
     A variable without a rule is equal on all devices of a replica after a step. Between replicas it
     differs at most because of random numbers. So the replicas' mean is taken if the variable is

@@ -46,7 +46,7 @@ class DiLoCo(OuterSteps):
         return _on_state(program, self.state.start_replicas, state)
 
     def for_replicas_of(self, program: Program, per_device: Mapping[str, Any]) -> Program:
-        """Returns a program that loads states with as many replicas as `per_device` has.
+        """Returns a program that loads states with the number of replicas in `per_device`.
 
         Each device loads its part of every replica. The program is only for loading, and takes no
         steps.

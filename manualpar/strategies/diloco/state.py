@@ -52,7 +52,7 @@ class DiLoCoState:
         outer_tx: optax.GradientTransformation,
         num_fragments: int,
     ) -> None:
-        """Uses one replica's program, and the placements, mesh and axes of all replicas."""
+        """Takes one replica's program, and the placements, mesh and axes of all replicas."""
         self.inner, self.placements, self.fragment_tx = inner, placements, outer_tx
         self.axis_name = axes[0] if len(axes) == 1 else axes
         self._num_replicas = axes_size(mesh, axes)

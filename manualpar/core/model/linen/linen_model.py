@@ -44,8 +44,8 @@ class LinenModel(ModelInterface):
     """A Linen model.
 
     Attributes:
-      interceptors: Functions for `nn.intercept_methods`, in calls and in `init`. The last one is
-        nearest to the modules' methods.
+      interceptors: Functions for `nn.intercept_methods`, in calls and in `init`. The last
+        interceptor is nearest to the modules' methods.
     """
 
     interceptors: tuple[Callable[..., Any], ...] = ()

@@ -100,7 +100,7 @@ def gathering_variable(
 ) -> nnx.Variable[Any]:
     """Makes a copy of `variable` that unboxes its parameter wherever the parameter is read.
 
-    `loop_dims` are the dims that loops run over; `None` before they are known.
+    `loop_dims` are the dims that loops run over; `None` before these dims are known.
     """
     names = variable.get_metadata("out_sharding", None) if variable.get_metadata("split", 0) else ()
     split_dims = frozenset(dim for dim, name in enumerate(names) if name)
