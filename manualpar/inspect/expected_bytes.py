@@ -123,7 +123,7 @@ def step_bytes(program: Program, *, stage: int | None = None) -> dict[tuple[str,
 
 
 def _of_stage(program: Program, uses: Iterable[Uses]) -> dict[tuple[str, ...], Fraction]:
-    """Sums the bytes that a device sends for all parameters; `uses` has one item for each."""
+    """Sums the bytes that a device sends for all parameters, given the uses of each parameter."""
     return bytes_by_axes(
         x
         for (info, place), used in zip(program.parameters, uses, strict=True)

@@ -92,7 +92,7 @@ class PipelineForm:
         backward, sends = 0, CommCounts(0)
 
         def add(times: int, passes: int, *, dropped: bool, differentiated: bool = True) -> None:
-            """Adds `times` uses in each of `passes` undifferentiated and one differentiated pass."""
+            """Adds `times` uses in each of `passes` forward passes and in a differentiated pass."""
             nonlocal backward, sends
             each_pass = [strategy.sends(times, True)] * passes
             if differentiated:

@@ -89,7 +89,7 @@ class SequenceWalk:
     def _walk(
         self, part: Any, whole: Any, inputs: Sequence[Numbered] | None, path: str
     ) -> list[Numbered]:
-        """Finds a program's results, as `outputs` does, from the values and numbers of its inputs."""
+        """Finds the same as `outputs`, from the `SplitValue`s and value numbers of the inputs."""
         part, whole = (self._record_constants(program) for program in (part, whole))
         if inputs is not None:
             for variable, numbered in zip(part.invars, inputs, strict=True):

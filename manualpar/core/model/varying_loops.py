@@ -149,7 +149,7 @@ def _call_branch(
 
 
 def _with_retry(plain: Callable[[], Any], cast: Callable[[], Any], *, at_once: bool = False) -> Any:
-    """Calls `plain`, and `cast` if JAX refuses the types in `plain`; `at_once` calls only `cast`."""
+    """Calls `plain`, and `cast` if JAX refuses its types; with `at_once`, calls only `cast`."""
     if not at_once:
         try:
             return plain()

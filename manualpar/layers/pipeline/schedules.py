@@ -95,7 +95,7 @@ def _table_of_events(
 
 
 def _orders(stages: int, microbatches: int, chunks: int) -> dict[PassKind, list[_Place]]:
-    """Returns the orders in which every stage runs its F and its B, with chunks per stage."""
+    """Returns every stage's order of F, and of B; the chunks are the chunks of one stage."""
     groups = np.array_split(range(microbatches), max(microbatches // stages, 1))
     return {
         "F": [(int(m), c) for group in groups for c in range(chunks) for m in group],

@@ -135,7 +135,8 @@ class ReplicaSteps:
     ) -> tuple[TrainState, Metrics]:
         """Takes an inner step while a fragment is exchanged as it was before this step.
 
-        The next exchange sends the change that a replica makes in this inner step.
+        This exchange lacks the change that a replica makes in this inner step. The next exchange
+        sends this change.
         """
         exchanged = self._exchange(fragment, state)
         after, metrics = self.train(state, batch)

@@ -385,7 +385,7 @@ def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
 
 
 def _parameters_of_call(call: Any) -> Mapping[str, inspect.Parameter]:
-    """Returns the parameters of a module's call; for `nnx.Sequential`, of its first layer's call."""
+    """Returns the parameters of a module's call, in `nnx.Sequential` of the first layer's call."""
     module = getattr(call, "__self__", None)
     if not (isinstance(module, nnx.Sequential) and call == module.__call__ and module.layers):
         return _parameters(call)
