@@ -1,4 +1,4 @@
-"""Reads the equations of a traced program: their surroundings, and how often a step runs each.
+"""Reads each equation of a traced program: its surroundings, and its number of runs in a step.
 
 An `EquationReader` looks at one equation after another and collects findings, such as collectives
 or products. It counts the body of a `scan` once for each iteration, takes the most expensive

@@ -97,8 +97,9 @@ def step_bytes(program: Program, *, stage: int | None = None) -> dict[tuple[str,
       stage: The stage of a pipeline; `None` for the stage that sends the most.
 
     Returns:
-      The bytes over each axis, or tuple of axes. In mode `manual` they equal `bytes_by_axes` of the
-      traced program; they are an upper bound if parameters are gathered again in the backward pass.
+      The bytes over each axis, or tuple of axes. In mode `manual` these bytes equal `bytes_by_axes`
+      of the traced program, or are an upper bound if parameters are gathered again in the backward
+      pass.
 
     Raises:
       ValueError: The mode is `auto-unconstrained`, in which the compiler may send activations

@@ -215,7 +215,7 @@ class FlatProgram:
         return [*made]
 
     def _like(self, variables: Sequence[Any], values: Sequence[int | None]) -> list[int]:
-        """Adds a value for each variable, split like the element of `values` at its position."""
+        """Adds a value for each variable, split like the value at the same position of `values`."""
         return [
             self.add_value(
                 variable.aval,

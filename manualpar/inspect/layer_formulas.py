@@ -252,14 +252,14 @@ def document_collectives(
     counted: bool = True,
     recomputed: bool = False,
 ) -> Iterator[Collective]:
-    """Yields the gathers of document numbers over a context axis: for their count, and in layers.
+    """Yields the gathers over a context axis that count documents, or send layers their numbers.
 
     `counted` says whether the step counts documents to number them, because the batch does not
     contain document numbers.
 
     The body of the loop over layers has `in_loop` layers, and `after` layers are outside of it. All
     turns of the loop gather the same numbers, so JAX takes these gathers out of the loop and leaves
-    `copies` of them for each layer of the body. With `recomputed` it leaves one gather for each
+    `copies` of them for each layer of the body. With `recomputed` JAX leaves one gather for each
     layer of the body, and each of the `layers` gathers again when it is run again.
     """
     if counted:

@@ -18,7 +18,7 @@ class Sent(NamedTuple):
 
     Attributes:
       times: The number of these collectives that a step runs.
-      bytes: The bytes that a device sends for them in a step.
+      bytes: The bytes that a device sends for these collectives in a step.
       dtypes: The dtypes that are sent, sorted; empty for compiled collectives.
       shapes: The shapes of the operands on a device, sorted; empty for compiled collectives.
     """
@@ -97,7 +97,7 @@ def sent_by(collectives: Iterable[Json], *names: str) -> dict[tuple[str, ...], S
 
 
 def totals(ledger: Json) -> dict[str, float]:
-    """Returns the numbers of the whole step by name, as far as the ledger has them."""
+    """Returns the numbers of the whole step by name, without numbers that the ledger lacks."""
     numbers: dict[str, float | None] = {
         "bytes sent": ledger["bytes"]["total"],
         "collectives": sum(ledger["counts"].values()),

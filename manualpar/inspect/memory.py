@@ -211,7 +211,7 @@ def _label_gradients(operations: Sequence[Operation], values: Sequence[FlatValue
 def _trace_back(
     operations: Sequence[Operation], values: Sequence[FlatValue], gradients_found: set[int]
 ) -> None:
-    """Labels `gradients_found` as gradients, and all gradients that they were computed from."""
+    """Labels `gradients_found` as gradients, and the gradients from which these were computed."""
     for op in reversed(operations):
         gradients = [value for value in op.outputs if value in gradients_found]
         if not gradients:
@@ -228,7 +228,7 @@ def _trace_back(
         is_quantized = not {SCATTER_SCOPE, REDUCE_SCOPE}.isdisjoint(scope_names(op.scope))
         if op.bodies:
             gradients_found |= {old for old, new in op.written_over if new in gradients_found}
-        elif is_quantized:  # Quantized gradients, and the values they are made of.
+        elif is_quantized:  # Quantized gradients, and the values that were quantized.
             gradients_found |= {value for value in op.inputs if not values[value].label}
         elif op.name in _SAME_GRADIENT or op.name in KIND_OF_PRIMITIVE:
             size = min(values[value].elements for value in gradients)

@@ -33,7 +33,7 @@ UINT8 = jnp.dtype("uint8")  # The dtype of quantized numbers.
 
 
 class Sending(Protocol):
-    """The fields of a program that decide what it sends for its parameters."""
+    """The fields of a program that determine what devices send for parameters."""
 
     @property
     def strategy(self) -> Strategy:

@@ -238,7 +238,7 @@ class _Fusing(NamedTuple):
         return True
 
     def _arrays(self, op: Operation) -> list[int]:
-        """Returns the inputs of an operation that are not much smaller than its outputs."""
+        """Returns the inputs with over 1/8 of the elements of the operation's largest output."""
         largest = max((self.values[v].elements for v in op.outputs), default=0)
         return [v for v in op.inputs if self.values[v].elements * 8 > largest]
 

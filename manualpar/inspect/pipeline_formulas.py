@@ -14,9 +14,9 @@ count on a device that sends zeros in this tick or has no neighbour.
 A parameter is used in the prefix (on the first stage), in chunks of layers (on each stage), or in
 the suffix (on the last stage). The forward pass of a chunk is not differentiated when it runs. The
 chunk's backward pass gathers parameters again, because slots (`manualpar.layers.pipeline.slots`)
-keep only values that depend on activations. The backward pass gathers them a second time if it runs
-the complete chunk again and drops gathered parameters in between. The prefix has a backward pass if
-a parameter in it is trained.
+keep only values that depend on activations. The backward pass gathers these parameters a second
+time if it runs the complete chunk again and drops gathered parameters in between. The prefix has a
+backward pass if a parameter in it is trained.
 """
 
 import dataclasses

@@ -71,8 +71,8 @@ def module_of(scope: str, root: str = "") -> str:
     Args:
       scope: The operation's scope, from a jaxpr or from a compiled program (there without the
         primitive at the end).
-      root: The name of the top module. The paths of parameters do not contain this name. Paths
-        contain it only for operations that the top module runs itself.
+      root: The name of the top module. The paths of parameters do not contain this name. Other
+        paths contain this name only for operations that the top module runs itself.
 
     Returns:
       The path, `""` for operations in no module.

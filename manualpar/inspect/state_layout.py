@@ -48,7 +48,7 @@ def trained_parts(program: Program, collectives: Iterable[Collective]) -> dict[s
 
     Args:
       program: The program.
-      collectives: The collectives of its traced step; none in modes other than `manual`.
+      collectives: The collectives of the program's traced step; none in modes other than `manual`.
 
     Returns:
       `trained` and `frozen`, each with the number of `arrays`, all their `elements` and their

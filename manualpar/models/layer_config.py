@@ -80,7 +80,8 @@ class Norm(FieldGroup):
     Attributes:
       epsilon: The number that every norm adds to the mean of squares.
       offset: Whether norms multiply by `1 + scale`, where `scale` begins with 0.
-      post: Whether the outputs of attention and MLP are normalized too, before they are added.
+      post: Whether the outputs of attention and MLP are normalized too, before they are added to
+        the stream.
     """
 
     epsilon: float = config_field(1e-6, "norm_epsilon", 0, below=1)

@@ -29,9 +29,10 @@ from manualpar.models.transformer_layer import Layer
 if TYPE_CHECKING:
     from manualpar.models.transformer import Transformer
 
-# The values of a layer that are kept for its backward pass. `dots` keeps the results of products
-# with weights. It does not keep attention's scores, the largest arrays, because their product has a
-# batch dimension. Attention's result is kept too, so that it need not be recomputed from scores.
+# The values of a layer that are kept for the layer's backward pass. `dots` keeps the results of
+# products with weights. It does not keep attention's scores, the largest arrays, because their
+# product has a batch dimension. Attention's result is kept too, so that it need not be recomputed
+# from scores.
 _KEPT = jax.checkpoint_policies.save_only_these_names(ATTENDED)
 REMAT_POLICIES: dict[str, Callable[..., bool]] = {
     "none": jax.checkpoint_policies.everything_saveable,

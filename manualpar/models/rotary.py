@@ -77,8 +77,8 @@ class Rotary(FieldGroup):
     Attributes:
       base: The base of the rotary frequencies, see `rotary_angles`.
       local_base: The base in the layers with a window, if layers are of two kinds; 0 for `base`.
-      scaling: Slows rotations down. With layers of two kinds it applies only to the layers that see
-        all positions.
+      scaling: Slows rotations down. With layers of two kinds only the layers that see all positions
+        are scaled.
     """
 
     base: float = config_field(10_000.0, "rope_base", 1, required=True)

@@ -18,7 +18,7 @@ Symbols: `B` examples, `S` positions, `D` hidden features, `N` query heads, `K` 
 Invariants: the logits at a position depend on no later token, and on no token of another document.
 Parameters, norms, rotations, the softmax of attention and the logits are float32 for every `dtype`.
 Positions count from the beginning of the sequence, not of a document, because attention depends
-only on their differences.
+only on differences of positions.
 """
 
 from collections.abc import Mapping
@@ -78,7 +78,7 @@ class Transformer(nn.Module):
     added to the residual stream, the variance is divided by 2 L, so that the stream does not grow
     with depth (Radford et al., "Language models are unsupervised multitask learners", 2.3).
 
-    Fields that belong together are a group, a frozen dataclass that the layers get as it is.
+    Fields that belong together are a group, a frozen dataclass that the layers get unchanged.
     `manualpar.models.flat_fields.with_fields` changes single fields of a model.
 
     Attributes:
@@ -166,7 +166,7 @@ class Transformer(nn.Module):
             add the z-loss.
           labels: `int[B, S]`, the token after each position; `None` for logits.
           rows: For generation, see `manualpar.layers.attention.key_value_cache`: `Prompts` if the
-            tokens are complete prompts, or `Past` if they are one new token for each row,
+            tokens are complete prompts, or `Past` if `tokens` are one new token for each row,
             `int32[B, 1]`. With `Past` the call reads the keys and values of earlier tokens from the
             collection `cache`. New keys and values go to the collection `new_keys`.
 

@@ -47,8 +47,8 @@ def flops_per_token(model: "Transformer", sequence_length: int) -> int:
     for the `P` weights that a token is multiplied with, and `12 L N H S` for attention's two
     products of every query with every key. Recomputation does not count. Scores hidden by a causal
     mask or by document borders count as if they were computed. The experts that a token chooses
-    count, even if they have no room for it, and so do shared experts. Norms, softmax and the lookup
-    of embeddings do not count.
+    count, even if they have no room for the token. Shared experts count too. Norms, softmax and the
+    lookup of embeddings do not count.
 
     Args:
       model: The model.

@@ -122,8 +122,8 @@ class SequenceWalk:
     def _equations(self, jaxpr: Jaxpr, path: str | None) -> Iterator[Any]:
         """Yields the equations whose results are used, without casts and trusted code.
 
-        Trusted code has no counterpart in the trace of the full sequence. `_trust` checks it in the
-        trace on a device's positions, the only trace for which `path` is given.
+        Trusted code has no counterpart in the trace of the full sequence. `_trust` checks trusted
+        code in the trace on a device's positions, the only trace for which `path` is given.
         """
         used = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
         live = []

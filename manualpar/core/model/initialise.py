@@ -87,7 +87,7 @@ def typed_specs(params: Params) -> Any:
 
 
 def _box_typed(x: Any) -> Any:
-    """Boxes a parameter if its type shards it."""
+    """Boxes a parameter that is sharded by its type."""
     names = () if is_box(x) else tuple(jax.typeof(x).sharding.spec)
     return TypedParameter(x, names=names) if any(map(axis_tuple, names)) else x
 

@@ -1,7 +1,7 @@
 """The functions of a model that a program calls, the same for every model library.
 
-Each library has a subclass of `ModelInterface`, which is registered when its module is imported.
-The subclass for Linen is in `manualpar.core.model.linen.linen_model`, the subclass for NNX in
+Each library has a subclass of `ModelInterface`. Importing the subclass's module registers it. The
+subclass for Linen is in `manualpar.core.model.linen.linen_model`, the subclass for NNX in
 `manualpar.core.model.nnx.nnx_model`. Modules that call models import only this module.
 """
 
@@ -17,7 +17,7 @@ from manualpar.core.trees import Batch, Variables
 
 
 class Applicable(Protocol):
-    """An object with the `apply` of a Linen module that it wraps, such as a module with a plan."""
+    """An object that wraps a Linen module and has `apply`, such as a module with a plan."""
 
     def apply(self, variables: Variables, /, *args: Any, **kwargs: Any) -> Any:
         """Calls the module."""
@@ -33,14 +33,14 @@ RunPhase = Literal["train", "eval", "eval_dropout"]
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class ModelInterface(abc.ABC):
-    """A model, and the settings of a program that change its calls.
+    """A model, and the settings of a program that change the model's calls.
 
     Attributes:
       module: The module.
       phase: Whether calls train or evaluate.
       axis_aliases: Maps axis names in the module to mesh axes.
-      loop_dims: For each parameter's path, the dims over which loops run; `None` until they have
-        been found.
+      loop_dims: For each parameter's path, the dims over which loops run; `None` until these dims
+        have been found.
       makes_variables_in_calls: Whether a call may add to collections, as `sow` does.
     """
 

@@ -38,7 +38,7 @@ LossFn = Callable[[Any, Callable[..., Any], Any, jax.Array], tuple[jax.Array, Ma
 
 
 def call_loss(loss_fn: LossFn, *args: Any) -> tuple[jax.Array, Metrics]:
-    """Calls a loss function while it is traced, and checks what it returns."""
+    """Calls a loss function while it is traced, and checks its result."""
     with tracing_loss():
         result = loss_fn(*args)
     return check_loss(result)

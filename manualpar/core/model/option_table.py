@@ -1,7 +1,8 @@
 """Tables of options: what builders check, configs derive their fields from, and `help` prints.
 
 An option is one entry of a `TypedDict` such as `ProgramOptions`: its annotation gives the type and
-an `Option`, and the docstring of the class explains it. So a new option is written in one place.
+an `Option`, and the docstring of the class explains the option. So a new option is written in one
+place.
 """
 
 import collections.abc

@@ -1,4 +1,4 @@
-"""The options that every builder takes, and the dtypes and quantizers that they choose."""
+"""The options that every builder takes, and the dtypes and quantizers that options choose."""
 
 import contextlib
 import functools
@@ -46,11 +46,11 @@ class ProgramOptions(TypedDict, total=False):
         `nn.BatchNorm(axis_name="batch")`. In modes other than `"manual"` the batch is global, and
         names of the mesh's data axes need no alias.
       context_axis: The mesh axis, if any, that sequences are split over: dim 1 of all leaves of the
-        batch except scalars. It also splits the batch, so parameters are sharded over it too. Each
-        device has two half blocks of each sequence (`mesh.zigzag`). A model or a loss may mix
-        positions only by `manualpar.layers.Context`; otherwise it is refused.
+        batch except scalars. This axis also splits the batch, so parameters are sharded over it
+        too. Each device has two half blocks of each sequence (`mesh.zigzag`). A model or a loss
+        that mixes positions in other ways than by `manualpar.layers.Context` is refused.
       pipeline: A `manualpar.Pipeline`, if any, which spreads the model's scanned layers over an
-        axis of the mesh. The minibatches are its microbatches. For mode `"manual"`.
+        axis of the mesh. The minibatches are the pipeline's microbatches. For mode `"manual"`.
       num_minibatches: The number of minibatches into which a device splits its part of the batch. A
         device holds the activations of only one minibatch.
       use_scan: Whether the minibatches run in a `jax.lax.scan`, which is compiled once, instead of
@@ -82,9 +82,9 @@ class ProgramOptions(TypedDict, total=False):
       reduce_code: The quantizer of gradients that are reduced over the axes of the batch: qgZ of
         ZeRO++. Gradients are summed in float32. `hsdp` quantizes only the reduction over
         `replica_axis`. With `axis_by_axis` the reduction over each axis quantizes.
-      error_feedback: Whether the error of quantizing a device's gradient is added to its gradient
-        in the next step, see `manualpar.core.program.gradient_rounding`. For gradients that are
-        reduced once a step.
+      error_feedback: Whether the error of quantizing a device's gradient is added to the device's
+        gradient in the next step, see `manualpar.core.program.gradient_rounding`. For gradients
+        that are reduced once a step.
       stochastic_rounding: Whether `reduce_code` rounds at random, so that the mean is exact.
       axis_by_axis: Whether a dimension that is sharded over a tuple of axes is gathered and
         scattered over one axis after the other, instead of over all axes at once. Gathers begin
@@ -98,33 +98,32 @@ class ProgramOptions(TypedDict, total=False):
         the global norms of the gradient, of the optimizer's update and of the new parameters.
       nonfinite: The reaction of a training step to a loss or a gradient that is not finite, on any
         device and in any minibatch. An optimizer's update of finite gradients is not checked.
-        `"ignore"`: nothing, at no cost.
-        `"report"`: the metrics contain `nonfinite`, a pair whose sum is 1 in such a step and 0 in
-        other steps, and whose count is 1. If this sum is 0, `metrics["loss"]` is finite. `"skip"`:
-        like `"report"`, and such a step does not change, bit for bit, the parameters, the
-        optimizer's state with its counters and schedules, and the model's other collections.
-        `state.step` and `state.rng` advance, because they count steps and not updates. Norms are of
-        the computed gradient, the computed update, and the unchanged parameters. The device
-        decides, so the host does not wait. In mode `"manual"`, `"report"` and `"skip"` add no
-        collective, but 8 bytes to the all-reduce of the metrics. This all-reduce then waits for the
-        gradients and is not merged with their all-reduces. If parameters are sharded over other
-        axes than the batch's, one all-reduce of 4 bytes is added. In the other modes XLA combines
-        the results of all gradients. `"skip"` needs every gradient before the first parameter
-        changes. If XLA does not fuse the optimizer into one loop, as on CPUs, this takes memory for
-        up to two more shards of the parameters.
+        `"ignore"`: nothing, at no cost. `"report"`: the metrics contain `nonfinite`, a pair whose
+        sum is 1 in such a step and 0 in other steps, and whose count is 1. If this sum is 0,
+        `metrics["loss"]` is finite. `"skip"`: like `"report"`, and such a step does not change, bit
+        for bit, the parameters, the optimizer's state with its counters and schedules, and the
+        model's other collections. `state.step` and `state.rng` advance, because they count steps
+        and not updates. Norms are of the computed gradient, the computed update, and the unchanged
+        parameters. The device decides, so the host does not wait. In mode `"manual"`, `"report"`
+        and `"skip"` add no collective, but 8 bytes to the all-reduce of the metrics. This
+        all-reduce then waits for the gradients and is not merged with the all-reduces of gradients.
+        If parameters are sharded over other axes than the batch's, one all-reduce of 4 bytes is
+        added. In the other modes XLA combines the results of all gradients. `"skip"` needs every
+        gradient before the first parameter changes. If XLA does not fuse the optimizer into one
+        loop, as on CPUs, this takes memory for up to two more shards of the parameters.
       sync_collections: How to synchronise variables outside `params` whose values differ between
         devices after a step, by collection or by path. The longest matching path wins:
-        `{"stats": "sum", "stats/amax": "max"}`.
-        `"mean"`, the mean over the devices, is right for running averages of means, such as those
-        of `nn.BatchNorm`. `"sum"` is right for counters and other totals, also integers: the result
-        is the value before the step plus all increments of all devices in all minibatches. `"max"`
-        and `"min"` are right for running maxima and minima. None of them is right for a running
-        average of *sums*, as in vector quantisers (`decay * old + (1 - decay) * total`): take
-        `jax.lax.psum(total, axis)` in the model. `batch_stats` is averaged by default. If the type
-        of another variable says that it differs, the variable is refused unless this option names
-        it. If the type says that it does not differ, the variable stays as it is. A count taken
-        from a shape (`seen += x.shape[0]`) does not differ by its type, so this option must name
-        it. In modes other than `"manual"` a model gets the global batch, and no variable differs.
+        `{"stats": "sum", "stats/amax": "max"}`. `"mean"`, the mean over the devices, is right for
+        running averages of means, such as those of `nn.BatchNorm`. `"sum"` is right for counters
+        and other totals, also integers: the result is the value before the step plus all increments
+        of all devices in all minibatches. `"max"` and `"min"` are right for running maxima and
+        minima. None of them is right for a running average of *sums*, as in vector quantisers
+        (`decay * old + (1 - decay) * total`): take `jax.lax.psum(total, axis)` in the model.
+        `batch_stats` is averaged by default. Another variable whose type varies over devices is
+        refused unless this option names the variable. A variable whose type does not vary stays as
+        it is. The type of a count taken from a shape (`seen += x.shape[0]`) does not vary, so this
+        option must name such a count. In modes other than `"manual"` a model gets the global batch,
+        and no variable differs.
       eval_dropout: Whether `eval_step` leaves dropout on, as Monte Carlo dropout needs it. Batch
         statistics come from the state in any case, and a `Transformer` smooths no labels and adds
         no z-loss. Everything else that your model does only in training stays on too. If `False`

@@ -4,7 +4,7 @@ The key of a loss differs over the axes that split the batch, and is the same al
 This is right for activations that are replicated along the model axis, because all devices along
 the axis need the same mask. But split activations would be dropped at the same positions of every
 shard. Therefore the device's index is folded into the key for split activations. The type of the
-activations tells whether they are split.
+activations shows whether the activations are split.
 
 Invariants: a key changes only if the activations vary over an axis over which the key does not
 vary. Axes of one device do not count. A key that is the same on all devices does not change either:
@@ -38,7 +38,7 @@ def key_like(key: jax.Array, x: jax.Array) -> jax.Array:
 class SplitAttention:
     """Wraps flax's `attention_fn`, so that its dropout key varies like the queries.
 
-    Attention draws its dropout key before it is known whether its heads are split. With
+    Attention draws its dropout key before the types show whether heads are split. With
     `broadcast_dropout` all heads share one mask on all devices.
     """
 

@@ -128,8 +128,8 @@ def trace_model(
       mode: The mode, which decides who writes the collectives.
       stored_dtypes: The dtypes that floating-point parameters are cast to.
       options: The `ProgramOptions`; only options of the model are read.
-      is_gathered: Returns whether a parameter would be sharded, or cast where it is used, if no
-        loop ran over it and it had no annotation.
+      is_gathered: Returns whether a parameter would be sharded, or cast where it is used, without
+        its annotation and without loops over its dims.
       gathers_in_loss: Whether parameters are gathered where the loss reads them.
     """
     interface = _interface_of(strategy, model, mode, options)
@@ -209,7 +209,7 @@ def _check_same_along_model_axes(loss: Any, metrics: Metrics, data_axes: frozens
 def _interface_of(
     strategy: str, model: Any, mode: Mode, options: Mapping[str, Any]
 ) -> ModelInterface:
-    """Makes the model's interface; a function that makes the model finds a mesh if it needs one."""
+    """Makes the model's interface; a function that makes a model runs on a mesh if needed."""
     aliases = check_axis_aliases(
         strategy,
         options["axis_aliases"],

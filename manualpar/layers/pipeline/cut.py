@@ -113,7 +113,8 @@ class Cut:
       length: The number of layers, `L`.
       stacked: The indices of the parameters that the scan runs over.
       constants: The loss's constants by index.
-      results: For each result of the loss, the index of the input that it equals, or `None`.
+      results: For each result of the loss, the index of the input that the loss returns unchanged,
+        or `None` for a computed result.
       carry: The types of the scan's carry: the activations between layers.
       ys: The types of the scan's stacked outputs, `[L, ...]`.
       prefix: Computes the input of the first layer.

@@ -70,7 +70,7 @@ class StageWork:
         """Traces and cuts a loss.
 
         Args:
-          loss: `loss(params, collections, minibatch, key)`. With backward passes it returns a
+          loss: `loss(params, collections, minibatch, key)`. With backward passes the loss returns a
             scalar and a pair, otherwise metrics.
           params: A stage's parameters; stacked layers are in the order in which they run.
           others: The collections, and the microbatches with their keys, `[M, ...]`.

@@ -73,9 +73,9 @@ def mean_collections(
 ) -> Any:
     """Reduces the collections of all replicas to common collections.
 
-    A variable without a rule is equal on all devices of a replica after a step. Between replicas it
-    differs at most because of random numbers. So the replicas' mean is taken if the variable is
-    floating-point, and the replicas' maximum if the variable is an integer.
+    A variable without a rule is equal on all devices of a replica after a step. Between replicas
+    the variable differs, if at all, because of random numbers. So the replicas' mean is taken if
+    the variable is floating-point, and the replicas' maximum if the variable is an integer.
 
     Communication:
       One all-reduce over `axes` for each leaf.

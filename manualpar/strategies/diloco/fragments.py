@@ -3,8 +3,8 @@
 A fragment is a set of trained parameters. All fragments have about the same number of bytes, and
 each has its own state of the outer optimizer. With `F` fragments and `H` steps between two
 exchanges of a fragment, fragment `f` is exchanged after step `(f + 1) H // F` and then every `H`
-steps. So a device sends `1 / F` of the bytes at a time. In `H` steps it sends as many bytes as
-without fragments (Douillard et al., Streaming DiLoCo, https://arxiv.org/abs/2501.18512).
+steps. So a device sends `1 / F` of the bytes at a time. In `H` steps a device sends as many bytes
+as without fragments (Douillard et al., Streaming DiLoCo, https://arxiv.org/abs/2501.18512).
 """
 
 import functools

@@ -4,7 +4,8 @@ A module's fields are written for one device. While a method of the module runs 
 fields are replaced:
 
 - `axis_name`: by the mesh axes for which the name is an alias, see `axis_names`.
-- Switches that tell the module to train: in evaluation, by their values for it, see `evaluation`.
+- Switches that tell the module to train: in evaluation, by their values for evaluation, see
+  `evaluation`.
 - The method of `nn.Dropout` that draws its key, and the `attention_fn` of attention, so that split
   activations are dropped independently, see `split_dropout`.
 - Initializers, by initializers without annotations. When a model is applied, flax calls the

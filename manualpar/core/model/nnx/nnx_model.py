@@ -117,9 +117,10 @@ class NNXModel(ModelInterface):
     ) -> Any:
         """Calls the module as `flax.linen.Module.apply` does; `stream_keys` describes `rngs`.
 
-        If the called method has an argument `rngs`, it gets the keys as `nnx.Rngs`. A method with
-        `**kwargs` gets them too if the module has no random streams for the keys. If the method has
-        no argument `train`, a value passed as `train` calls `module.train()` or `module.eval()`.
+        If the called method has an argument `rngs`, the method gets the keys as `nnx.Rngs`. A
+        method with `**kwargs` gets these `nnx.Rngs` too if the module has no random streams for the
+        keys. If the method has no argument `train`, a value passed as `train` calls
+        `module.train()` or `module.eval()`.
 
         Raises:
           ValueError: A variable is missing, or the call makes a variable that `mutable` does not

@@ -1,4 +1,4 @@
-"""Variables of an NNX module that gather themselves where they are read.
+"""Variables that gather themselves where an NNX module reads them.
 
 NNX modules read a parameter through its `nnx.Variable`: `param[...]`, `param.get_value()`, or an
 operator. Therefore a parameter's shard is put into a variable whose type is a subclass of the
@@ -181,7 +181,7 @@ class _Gathering:
         return shape
 
     def __len__(self: Any) -> int:
-        """Returns the length without a gather; NNX's layers need it for `if self.bias`."""
+        """Returns the length without a gather; NNX's layers need the length for `if self.bias`."""
         return self.shape[0]
 
     def __getattr__(self: Any, name: str) -> Any:
