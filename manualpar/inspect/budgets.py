@@ -198,7 +198,7 @@ def check_budget(budget: Budget, ledger: Json, source: object) -> Verdict:
 
 
 def amounts(ledger: Json) -> dict[BudgetKey, int]:
-    """Returns all numbers that a budget may limit; 0 for purposes or axes that send nothing."""
+    """Returns all numbers that a budget may limit; 0 if a purpose, axis or module has none."""
     numbers = totals(ledger)
     found = {BudgetKey("", "", key): whole(numbers[x]) for key, x in TOTALS.items() if x in numbers}
     flops = ledger["flops"]["by_module"]

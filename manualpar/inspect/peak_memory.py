@@ -147,7 +147,7 @@ def find_peak(
 
 
 def _inside(op: Operation, values: list[FlatValue], fusion: Fusion) -> Counter[str]:
-    """Counts the fullest body of an operation, without the values outside of the body."""
+    """Counts the bytes in the fullest body of an operation, without values outside of it."""
     is_loop = op.name in ("scan", "while")
     fullest: Counter[str] = Counter()
     for body in op.bodies:

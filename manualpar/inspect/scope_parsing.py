@@ -148,7 +148,7 @@ def _split_outside_parentheses(text: str) -> Iterator[str]:
 
 
 def _segments(scope: str) -> Iterator[list[str]]:
-    """Yields the names in a scope: a list per stretch without a transformation, call or method."""
+    """Yields the names in a scope as lists, split at transformations, calls and methods."""
     scope = _IN_CONTROL_FLOW.sub("closed_call", scope)
     depth_of_jit: list[bool] = []  # For each open parenthesis, whether it holds a function's name.
     names: list[str] = []

@@ -81,7 +81,7 @@ class LossTracer:
         self._param_specs = computed_specs(self.infos) if mode.writes_collectives else typed
 
     def find_collections(self, init_args: InitArgs | None) -> None:
-        """Finds the collections that a state keeps, with a call if calls may add collections."""
+        """Finds the collections that a state keeps; calls a model whose calls may add some."""
         self.collections = find_carried_collections(
             self._interface, self._variables, self._trace_call, init_args
         )

@@ -143,7 +143,7 @@ _refuse_derivative.defvjp(_refuse, lambda _, g: (g,))
 
 
 class _LoopDims:
-    """The dims of a parameter that loops run over; all copies of a box share one object."""
+    """The dims of a parameter that loops run over; all copies of a box share one `_LoopDims`."""
 
     def __init__(self, dims: set[int]) -> None:
         self.dims = dims
