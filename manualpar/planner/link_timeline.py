@@ -3,9 +3,9 @@
 A permutation loads the links on its way, first along x, then y, then z; in a closed dimension it
 goes the shorter way around. It takes as long as its most loaded link, and starts when all of its
 links are free. So permutations in opposite directions run at the same time, and a permutation
-between devices that are no neighbours loads several links. Any other collective takes as long as in
-the timeline in which each collective uses all links, but it occupies only the links along the
-dimensions that its devices span. A collective that crosses slices occupies all links.
+between devices that are no neighbours loads several links. Any other collective takes as long as if
+it used all links, but occupies only the links along the dimensions that its devices span. A
+collective that crosses slices occupies all links.
 """
 
 from collections import Counter
@@ -23,7 +23,7 @@ Link = tuple[TorusPlace, int, int]  # From a place along a dimension, in a direc
 def wire_by_links(
     topology: Topology, places: Sequence[Sequence[int]], wire_seconds: WireSeconds
 ) -> SendModel:
-    """Builds a model of the links that a collective occupies, and for how long.
+    """Builds a function that returns the links that a collective occupies, and the seconds.
 
     Args:
       topology: A torus.
