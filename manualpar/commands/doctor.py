@@ -50,7 +50,7 @@ ACCELERATORS = ("libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-nccl
 SETTINGS = re.compile(r"(JAX|XLA|LIBTPU|TPU|NCCL|CUDA|MANUALPAR)_|OMP_NUM_THREADS$")
 SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|CREDENTIAL")
 WITHIN = "all devices within one host"
-ROWS, FEATURES = 8, 64  # The size of the small step on each device.
+ROWS, FEATURES = 8, 64  # The batch of the small step has this size on each device.
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,7 +23,7 @@ Link = tuple[TorusPlace, int, int]  # From a place along a dimension, in a direc
 def wire_by_links(
     topology: Topology, places: Sequence[Sequence[int]], wire_seconds: WireSeconds
 ) -> SendModel:
-    """Builds a function that returns the links that a collective occupies, and the seconds.
+    """Builds a function that returns which links a collective occupies, and for how long.
 
     Args:
       topology: A torus.

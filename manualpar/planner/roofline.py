@@ -9,8 +9,8 @@ its mesh axes, which are placed on the topology (`manualpar.planner.topology`), 
 latency of each hop.
 
 Collectives inside the differentiated model, which gather parameters and scatter their gradients,
-run while a neighbouring layer computes. In the forward pass and in the backward pass, `max(S - C, S
-of one layer)` is exposed, because no layer hides the collectives of the first layer. Collectives of
+run while a neighbouring layer computes. The time `max(S - C, S of one layer)` is exposed in each of
+the two passes, because no layer hides the collectives of the first layer. Collectives of
 activations, in tensor, sequence and expert parallelism, are exposed, because the next product waits
 for them. The steps of a ring of permutations are hidden like gathers. Collectives outside the model
 are exposed: they reduce complete gradients, gather ZeRO's new parameters, or sum metrics.
@@ -18,8 +18,8 @@ are exposed: they reduce complete gradients, gather ZeRO's new parameters, or su
 The stages of a pipeline take its ticks together, so a tick lasts as long as its slowest stage
 (`manualpar.layers.pipeline.schedule_table.Table.tick_times`). In each part of a tick, such as the
 forward pass of a chunk of layers, collectives are hidden as in a pass. Compute and collectives are
-means over the stages, and the rest of the ticks' time is the *bubble*. At the end of a tick, each
-stage sends to the next stage; this *hop* is exposed.
+means over the stages, and the rest of the ticks' time is the *bubble*. At the end of a tick, stages
+send activations and gradients to their neighbours; this *hop* is exposed.
 
 (Williams et al., "Roofline", https://doi.org/10.1145/1498765.1498785; Austin et al., "How to scale
 your model", https://jax-ml.github.io/scaling-book.)

@@ -10,9 +10,10 @@ other instructions between its start and the wait, which can hide it. A turn of 
 free links, because the turn before has waited for all of its collectives. So one turn is followed,
 and counts once for each turn of the loop.
 
-The compiler estimates no cycles for a collective, and its estimate of a product that carries a part
-of a collective leaves that part out (`tests/planner/tpu_timeline_test.py` shows both). So cycles
-are compute, and the caller gives the time and the links of a collective, and the time of a kernel.
+The compiler estimates no cycles for a collective. If an instruction computes a product and also a
+part of a collective, the compiler estimates only the product (`tests/planner/tpu_timeline_test.py`
+shows both). So all cycles are compute. The caller gives the time and the links of a collective, and
+the time of a kernel.
 """
 
 import dataclasses
@@ -49,7 +50,7 @@ ALL_LINKS = "all links"
 
 
 class KernelRuns(NamedTuple):
-    """A step's runs of a kernel, and their time; the compiler does not estimate its cycles."""
+    """The runs of a kernel in a step, and their time, for which the compiler has no estimate."""
 
     name: str
     times: int
@@ -58,14 +59,14 @@ class KernelRuns(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """A scheduled program.
+    """The times of a scheduled program, for one step.
 
     Attributes:
-      collectives: Its collectives with their time, in the order of the program.
+      collectives: The collectives with their time, in the order of the program.
       compute_cycles: The cycles of all compute in a step, kernels included.
       compute_seconds: The time of these cycles.
       exposed_seconds: The time that the step waits for collectives, also for links to become free.
-      kernels: The kernels in this compute, each once.
+      kernels: The kernels of the step, an entry for each.
       unestimated: The number of runs, by opcode, of instructions that work on a MiB or more and
         have no estimate of their cycles. They count as 0 cycles.
       num_carried: The number of collectives that start in one turn of a loop and are waited for in
