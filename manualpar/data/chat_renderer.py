@@ -42,7 +42,7 @@ BUFFER_BYTES = 1 << 18
 
 
 class Refused(Exception):  # noqa: N818  # A refusal is not an error of this program.
-    """A template or a chat is refused; the caller puts its name before the message."""
+    """A refused template or chat; the caller puts the template's or chat's name first."""
 
 
 class Renderer:

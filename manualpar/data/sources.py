@@ -58,7 +58,7 @@ def load_dataset(
       field: For `jsonl` and `parquet`, the field or column with the text. For `arrayrecord`,
         "text", or the type of the tokens in its records.
       held_out: For `jsonl`, `parquet`, `arrayrecord` and `chat`, the fraction of the documents in
-        eval, and the fraction in test.
+        eval; test has the same fraction.
       cache: For these four sources, the folder of the token cache, see
         `manualpar.data.token_cache`. For `tokens` in a bucket, the folder to which the files are
         copied.

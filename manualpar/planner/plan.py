@@ -16,7 +16,7 @@ from manualpar.training.monitoring.throughput import Throughput
 
 @dataclasses.dataclass(frozen=True)
 class PlannedCollective:
-    """A line of a plan: a sum over collectives of a step that have the same kind, axes and purpose.
+    """A line of a plan: collectives of a step with equal kind, axes, purpose, phase and network.
 
     `manualpar.planner.timed_collectives.planned_collectives` makes these sums.
 

@@ -9,11 +9,11 @@ its mesh axes, which are placed on the topology (`manualpar.planner.topology`), 
 latency of each hop.
 
 Collectives inside the differentiated model, which gather parameters and scatter their gradients,
-run while a neighbouring layer computes. The time `max(S - C, S of one layer)` is exposed in each of
-the two passes, because no layer hides the collectives of the first layer. Collectives of
-activations, in tensor, sequence and expert parallelism, are exposed, because the next product waits
-for them. The steps of a ring of permutations are hidden like gathers. Collectives outside the model
-are exposed: they reduce complete gradients, gather ZeRO's new parameters, or sum metrics.
+run while a neighbouring layer computes. The time `max(S - C, S of one layer)` is exposed in each
+pass, forward and backward, because no layer hides the collectives of the first layer. Collectives
+of activations, in tensor, sequence and expert parallelism, are exposed, because the next product
+waits for them. The steps of a ring of permutations are hidden like gathers. Collectives outside the
+model are exposed: they reduce complete gradients, gather ZeRO's new parameters, or sum metrics.
 
 The stages of a pipeline take its ticks together, so a tick lasts as long as its slowest stage
 (`manualpar.layers.pipeline.schedule_table.Table.tick_times`). In each part of a tick, such as the

@@ -79,7 +79,7 @@ class TimedCollective:
 
 
 def planned_collectives(timed: Iterable[TimedCollective]) -> tuple[PlannedCollective, ...]:
-    """Adds up collectives of the same kind, axes and purpose; the longest sum comes first."""
+    """Adds up the collectives of each `PlannedCollective`; the longest sum comes first."""
     groups: dict[Any, list[TimedCollective]] = {}
     for x in timed:
         sent = x.collective
