@@ -86,7 +86,7 @@ class FileTokenizer:
         tokenizer.no_padding()
         tokenizer.encode_special_tokens = True
         self._tokenizer = tokenizer
-        # Not the count of the tokens, because a vocabulary may not use all numbers.
+        # One more than the largest token; the tokens may be fewer, because numbers may be unused.
         self.vocab_size = 1 + max(tokenizer.get_vocab().values())
         self.bos_token = bos_token
         self.end_token = bos_token if end_token is None else end_token

@@ -61,7 +61,7 @@ class TimedCollective:
 
     @property
     def is_inside(self) -> bool:
-        """Whether a layer's compute can hide the collective: it is in the differentiated model."""
+        """Whether the collective is in the differentiated model, where layers can hide it."""
         scope = self.collective.scope
         return ("jvp(" in scope or bool(innermost_ticks(scope))) and not self.is_awaited
 

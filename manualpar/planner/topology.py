@@ -87,7 +87,7 @@ class Ring:
     def seconds(self, sent: float, times: int = 1) -> float:
         """Returns the time of `times` runs of a collective that send `sent` bytes in all.
 
-        All devices of a group use its slow links together, see `crossing_bytes`.
+        All devices of a slice or a node share its slow links, see `crossing_bytes`.
         """
         network = self.network
         if self.inside * self.outside == 1:
@@ -98,11 +98,11 @@ class Ring:
         return max(fast, slow) + times * (network.launch + waits)
 
     def crossing_bytes(self, sent: float) -> float:
-        """Returns the bytes per device that enter a group, if each device sends `sent` bytes.
+        """Returns the bytes per device that enter a slice or a node, if each sends `sent` bytes.
 
-        A ring over `n` groups of `s` devices on which each device sends `b` bytes (`ring_bytes`)
-        moves `b S / (S - 1)` bytes (`S = n s`) around. Of these bytes `(n - 1) / n` enter a group
-        through its `s` slow links, and the rest stays inside.
+        Let a ring go over `n` groups (slices or nodes) of `s` devices, `S = n s`. If each device
+        sends `b` bytes (`ring_bytes`), `b S / (S - 1)` bytes go around the ring. Of these bytes
+        `(n - 1) / n` enter a group through its `s` slow links, and the rest stays inside.
         """
         size = self.inside * self.outside
         if self.outside == 1:
@@ -128,7 +128,7 @@ def parse_topology(name: str) -> Topology:
 
 
 def _problem(topology: Topology) -> str:
-    """Says why the chip's network does not have this shape; "" if it has."""
+    """Says why the chip's network cannot have the topology's shape; "" if it can."""
     chip, shape, network = topology.chip, topology.shape, topology.chip.network
     if topology.num_devices == 0:
         return f"has a size of 0, expected positive ones, {EXAMPLES}."
@@ -163,8 +163,8 @@ def _fills_nodes(network: Network, num_devices: int) -> bool:
 def topology_of_size(chip: Chip, num_devices: int) -> Topology | None:
     """Returns a topology of `num_devices`; `None` if there is none.
 
-    GPUs fill nodes. The number of TPU chips must be a power of two. They fill one slice, as cubic
-    as possible, whose dimensions are powers of two; or several slices of the largest size.
+    GPUs must fill nodes. The number of TPU chips must be a power of two. The chips fill one slice
+    whose dimensions are powers of two, as cubic as possible; or several slices of the largest size.
     """
     network = chip.network
     if network.kind == "nodes":

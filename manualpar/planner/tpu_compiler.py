@@ -1,4 +1,4 @@
-"""Compiles a config's step for TPUs that are not here, with XLA's own compiler for them.
+"""Compiles a config's step for TPUs that are not here, with XLA's compiler for TPUs.
 
 libtpu contains the compiler and a description of every topology, and neither needs a TPU. The
 compiler runs in a separate process, `manualpar.planner.tpu_worker`, which writes the program's text

@@ -5,10 +5,10 @@ which they start; chip and links work at the same time. A collective uses all li
 caller names the links that it uses (`manualpar.planner.link_timeline`). An instruction computes for
 as many cycles as the compiler estimates. A collective is sent as soon as it has started and its
 links are free. An instruction that waits for a collective stalls the chip until the collective has
-ended: this part of its time is *exposed*, the rest is hidden. An *asynchronous* collective has
-other instructions between its start and the wait, which can hide it. A turn of a loop begins with
-free links, because the turn before has waited for all of its collectives. So one turn is followed,
-and counts once for each turn of the loop.
+ended: this part of the collective's time is *exposed*, and the rest is hidden. Between the start of
+an *asynchronous* collective and the wait for its end, other instructions run, which can hide the
+collective. A turn of a loop begins with free links, because the turn before has waited for all of
+its collectives. So one turn is followed, and counts once for each turn of the loop.
 
 The compiler estimates no cycles for a collective. If an instruction computes a product and also a
 part of a collective, the compiler estimates only the product (`tests/planner/tpu_timeline_test.py`
@@ -253,7 +253,7 @@ class _Block(Reading):
             timed.hidden_seconds = timed.seconds - exposed if is_hidden else 0.0
 
     def compute(self, instruction: Instruction) -> None:
-        """Advances the clock by an instruction, or notes that the compiler does not estimate it."""
+        """Advances the clock by an instruction; notes an instruction whose time is unknown."""
         if instruction.cycles is not None:
             self.pass_cycles(instruction.cycles)
         elif (seconds := self.module.kernel_seconds(instruction, self.computation)) is not None:

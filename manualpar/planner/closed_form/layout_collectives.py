@@ -39,7 +39,7 @@ from manualpar.planner.closed_form.layout_parameters import LAYERS
 from manualpar.training.task import CONTEXT_AXIS, STAGE_AXIS
 
 BFLOAT16 = jnp.dtype("bfloat16")
-EMBEDDING = "embedding"  # The parameter before the layers.
+EMBEDDING = "embedding"  # The name of the parameter before the layers.
 # The number of metrics: loss, accuracy and objective; with experts, two losses and the dropped
 # tokens, and then one metric for each expert (its share of the tokens).
 METRICS, METRICS_OF_EXPERTS = 3, 3
@@ -231,7 +231,7 @@ class LayoutCollectives:
         data = self.forms[0].program.data_axes
         of_data = math.prod(sizes[axis] for axis in data)
         others = tuple(axis for axis in sizes if axis not in data)
-        if sizes.get(CONTEXT_AXIS, 1) > 1:  # The order that balances causal attention.
+        if sizes.get(CONTEXT_AXIS, 1) > 1:  # To the zigzag order of positions.
             rows = (self.x.B * layout.num_minibatches, self.x.S // 2)
             for dtype in (INT32, INT32, FLOAT32):
                 yield Collective(

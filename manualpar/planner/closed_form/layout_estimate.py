@@ -89,7 +89,7 @@ class LayoutEstimator:
         self._on_mesh = functools.cache(self._uncached_on_mesh)
 
     def estimate(self, layout: Layout, *, brief: bool = False) -> StepEstimate:
-        """Estimates a step; `brief` leaves out its collectives, assumptions and notes.
+        """Estimates a step; with `brief`, without collectives, assumptions and notes.
 
         Raises:
           ValueError: The layout does not divide the model or the batch, or the mesh does not fit.

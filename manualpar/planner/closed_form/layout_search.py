@@ -44,8 +44,8 @@ def rank_layouts(
 ) -> list[Outcome[Layout]]:
     """Estimates all layouts that divide model and batch and fit into memory, the fastest first.
 
-    Each has the least remat with which it fits. The estimates have no collectives, assumptions or
-    notes.
+    Each layout has the least remat with which it fits. The estimates have no collectives,
+    assumptions or notes.
 
     Args:
       estimator: The model, the devices and the batch.
