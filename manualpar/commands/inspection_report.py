@@ -110,7 +110,7 @@ def print_summary(console: rich.console.Console, ledgers: Mapping[str, Json]) ->
 def print_difference(
     console: rich.console.Console, name: str, found: Difference, against: object
 ) -> None:
-    """Prints how a ledger differs from an earlier one."""
+    """Prints how a ledger differs from an earlier ledger."""
     if found.is_empty:
         print_line(console, f"{name}: no difference to {against}")
         return
@@ -145,9 +145,9 @@ def print_verdict(console: rich.console.Console, name: str, verdict: Verdict) ->
 
 
 def read_collectives(ledger: Json) -> list[Json]:
-    """Returns the traced collectives, or the compiled ones if the compiler inserts them.
+    """Returns the traced collectives; if the compiler inserts collectives, the compiled ones.
 
-    The axes of a compiled collective are not known; only its number of devices is known.
+    Of the axes of a compiled collective, only the number of devices is known.
     """
     if ledger["collectives"] or not ledger["compiled"]:
         return list(ledger["collectives"])

@@ -22,7 +22,7 @@ MOST_TICKS = 100  # A table with more ticks is not printed.
 
 
 def read_schedule(program: Program) -> Json | None:
-    """Reads a step's schedule, the FLOPs of its parts, and its bubble; `None` without a pipeline.
+    """Reads a pipeline's schedule, its bubble, and the FLOPs of a tick; `None` without a pipeline.
 
     `bubble` is the share of time that a device is idle if only the chunks of layers take time.
     `idle_share` also counts the time of the rest of the model, which only the first and the last

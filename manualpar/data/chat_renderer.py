@@ -167,7 +167,7 @@ def _environment() -> Any:
 
 
 def send_message(file: IO[bytes], message: Any) -> None:
-    """Writes a value to the file's buffer; it may consist of lists, dicts, strings and numbers.
+    """Writes a value of lists, dicts, strings and numbers to the file's buffer.
 
     Raises:
       ValueError: The value contains an object of another type.

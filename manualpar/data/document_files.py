@@ -174,7 +174,7 @@ def lines_of(part: DocumentRange) -> Iterator[tuple[int, bytes]]:
     """Yields the lines that begin in a part, each after its position; skips blank lines."""
     with open_document_file(part.file.path) as file:
         if part.start:
-            # If the byte before `start` ends no line, this line belongs to the previous part.
+            # If a line goes across `start`, the line belongs to the previous part.
             file.seek(part.start - 1)
             while not (piece := file.readline(MAX_BYTES)).endswith(b"\n") and piece:
                 pass

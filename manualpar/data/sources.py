@@ -144,7 +144,7 @@ def make_synthetic(seed: int) -> ClassificationDataset:
     """Draws inputs of MNIST's size as normal noise: 4,096 for training, 512 for each other split.
 
     The labels can be learned: a label is the index of the largest of ten random projections of the
-    input, which are the same in all splits. `seed` determines inputs and labels.
+    input. The projections are the same in all splits. `seed` determines inputs and labels.
     """
     rng = np.random.default_rng(seed)
     projections = rng.standard_normal((784, 10), dtype=np.float32)

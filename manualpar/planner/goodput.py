@@ -39,7 +39,7 @@ class CheckpointCosts:
 
     Attributes:
       blocked: The time that the training loop waits for a save.
-      background: The time from the end of this wait until the checkpoint is complete.
+      background: The time from the end of the wait until the checkpoint is complete.
       restore: The time from the start of restoring to a state on the devices.
       restart: The time from a failure until restoring begins: the failure is noticed, the devices
         are replaced, and all processes run again and have compiled.
@@ -133,7 +133,7 @@ def expected_seconds(interval: float, costs: CheckpointCosts, mtbf: float) -> fl
 
 
 def goodput(interval: float, costs: CheckpointCosts, mtbf: float) -> Goodput:
-    """Returns the shares of a run's time if it saves after every `interval` seconds of training.
+    """Returns the shares of a run's time with a save after every `interval` seconds of training.
 
     Raises:
       ValueError: The interval is not positive, or is shorter than `costs.background`, so that each
@@ -190,9 +190,9 @@ def scaled_costs(
 
 
 def longest_recovery(training: float, *, blocked: float, mtbf: float) -> float:
-    """Returns the longest recovery from a failure with which a run trains a share of its time.
+    """Returns how long a recovery may take if a run is to train a share `training` of its time.
 
-    `training` is this share, and saves come at the best interval.
+    Saves come at the best interval.
 
     Raises:
       ValueError: No recovery is short enough, or the share is not between 0 and 1.

@@ -28,10 +28,11 @@ class Kernel(NamedTuple):
     """A kernel of a traced program.
 
     Attributes:
-      shapes: The shapes of its operands on one device.
-      blocks: The number of blocks of scores that it computes, if its scope gives it.
-      flops: Its operations in one run.
-      dtype: The dtype in which it multiplies.
+      shapes: The shapes of the kernel's operands on one device.
+      blocks: The number of blocks of scores that the kernel computes; `None` if the scope does not
+        give this number.
+      flops: The number of operations in one run.
+      dtype: The dtype in which the kernel multiplies.
     """
 
     name: str

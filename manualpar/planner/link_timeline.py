@@ -68,7 +68,7 @@ def _dims_spanned(devices: Sequence[TorusPlace], groups: Groups) -> set[int]:
 def _way(
     source: TorusPlace, target: TorusPlace, sizes: Sequence[int], closed: Sequence[bool]
 ) -> Iterator[Link]:
-    """Yields the links from a device to another one of its slice, one dimension after the other."""
+    """Yields the links from a device to another device of its slice, dimension by dimension."""
     at = list(source)
     for dim in range(1, len(sizes)):
         ahead = (target[dim] - at[dim]) % sizes[dim]

@@ -234,7 +234,7 @@ def repeated(product: Product[float], times: float) -> Product[float]:
 
 
 def with_minibatches(work: StepWork, num_minibatches: int) -> StepWork:
-    """Derives the work of a step in several minibatches from the work of the step in one."""
+    """Derives the work of a step in several minibatches from the work in one minibatch."""
     assert work.num_minibatches == 1
     assert work.pipeline is None  # A pipeline's schedule of microbatches has to be traced.
     if num_minibatches == 1:

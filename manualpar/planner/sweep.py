@@ -39,7 +39,7 @@ from manualpar.training.task import EXPERT_AXIS, SPLIT_AXIS, Task, split_of, spl
 REMATS = ("none", "dots", "full")
 MINIBATCHES = (1, 2, 4, 8)
 GATHER_DTYPES = ("", "bfloat16")
-# A second axis to shard over, after the first; it suits a torus.
+# The name of a second axis to shard over; two axes suit a torus.
 MINOR_AXIS = "data_minor"
 # A plan with estimated memory is traced if it exceeds the device's memory by at most this share.
 NEARLY = 0.3
@@ -205,8 +205,7 @@ def sweep(
       All candidates: first the candidates that fit, the fastest first, then the others.
 
     Raises:
-      ValueError: The config sets an order of its mesh axes, which does not fit the candidates'
-        meshes.
+      ValueError: The config sets `parallel.mesh_order`, but the candidates' meshes have other axes.
     """
     if order := builder.config.parallel.mesh_order:
         raise ValueError(

@@ -137,9 +137,9 @@ class Clock(NamedTuple):
 def is_made_an_all_reduce(topology: Topology, ring: Ring) -> bool:
     """Returns whether XLA for TPU turns a reduce-scatter on this ring into an all-reduce.
 
-    XLA (libtpu 0.0.42) does this for one flat axis that fills a torus. It was seen on 4x4, 8x8,
-    16x16 and 4x4x8 chips, but not on 8, 4x8 or 8x16; for other shapes in three dimensions it is
-    assumed. Options that `parallel.overlap` chooses may prevent it.
+    XLA (libtpu 0.0.42) does this for a ring that fills a torus of 4x4, 8x8, 16x16 or 4x4x8 chips,
+    but not for 8, 4x8 or 8x16 chips. Other tori of three dimensions are assumed to be like 4x4x8.
+    The options that `parallel.overlap` chooses may prevent the all-reduce.
     """
     if not topology.chip.is_tpu or ring.outside > 1:
         return False

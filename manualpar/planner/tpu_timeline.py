@@ -50,7 +50,7 @@ ALL_LINKS = "all links"
 
 
 class KernelRuns(NamedTuple):
-    """The runs of a kernel in a step, and their time, for which the compiler has no estimate."""
+    """The runs of a kernel in a step, and their time, which the compiler does not estimate."""
 
     name: str
     times: int
@@ -96,7 +96,8 @@ WireSeconds = Callable[[CompiledCollective], float]
 # Arguments: a collective, the instruction that names its devices, and the groups of devices.
 # Results: the links that the collective occupies, and for how many seconds.
 SendModel = Callable[[CompiledCollective, Instruction, Groups], tuple[Collection[Hashable], float]]
-# Arguments: an instruction without cycles, and its computation; `None` if it is no known kernel.
+# Arguments: an instruction without cycles, and the computation that contains the instruction.
+# Result: the seconds; `None` if the instruction runs no known kernel.
 KernelSeconds = Callable[[Instruction, Instructions], float | None]
 
 
@@ -119,8 +120,8 @@ def read_timeline(
       text: The `as_text()` of the compiled program.
       mesh: The sizes of the mesh axes, the major one first.
       clock: Cycles per second.
-      wire: The seconds and links that one run of a collective takes, without overlap.
-      kernel_seconds: The seconds of a kernel, for which the compiler estimates no cycles.
+      wire: Returns the links that one run of a collective occupies, and the seconds.
+      kernel_seconds: Returns the seconds of a kernel, because the compiler estimates none.
 
     Returns:
       The program's timeline. A conditional takes the branch that computes most (if equal, the

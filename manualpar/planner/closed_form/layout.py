@@ -39,12 +39,12 @@ class Layout:
     are kept for the backward pass. A subclass for another library's programs changes both.
 
     Attributes:
-      num_minibatches: Minibatches of a step; with stages, its microbatches.
+      num_minibatches: The number of minibatches in a step; with stages, of microbatches.
       chunks: Chunks of layers on each stage; more chunks make the bubble smaller.
-      remat: A key of `remats`, which names the parts that the backward pass computes again.
+      remat: A key of `remats`: how much of the layers the backward pass computes again.
       communicate: How often FSDP gathers parameters and scatters gradients.
       keep: The values of a chunk that a stage keeps for the backward pass: the values that remat
-        keeps of its layers (`"residuals"`), or the chunk's input, from which the chunk is computed
+        keeps of the layers (`"residuals"`), or the chunk's input, from which the chunk is computed
         again (`"inputs"`).
       gather_code: Quantization of gathered parameters; `""` for bfloat16.
       reduce_code: Quantization of reduced gradients; `""` for float32. If there are several

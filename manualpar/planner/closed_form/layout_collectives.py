@@ -77,7 +77,7 @@ class LayoutCollectives:
         return (*outside, *shared, *max(ends, key=total_bytes))
 
     def outside_ticks(self) -> tuple[Collective, ...]:
-        """Returns the collectives outside of the ticks, which all devices run."""
+        """Returns the collectives that all devices run outside of the ticks."""
         by_layout = self._of_minibatches() if self.ticks is None else self._of_stages()
         return (*self._once_a_step(), *self._of_batch(), *by_layout)
 

@@ -100,8 +100,8 @@ class LayoutEstimator:
     def work(self, layout: Layout, *, brief: bool = False) -> StepWork:
         """Returns the work of a device, as `read_work` reads it off a traced program.
 
-        If `brief` is set, `collectives` leaves out those in a pipeline's ticks; `pipeline` has
-        them in any case.
+        If `brief` is set, `collectives` leaves out the collectives in a pipeline's ticks, which
+        `pipeline` contains in any case.
 
         Raises:
           ValueError: The layout does not divide the model or the batch.

@@ -137,7 +137,7 @@ def _with_remat(
     model: Transformer, layout: Layout, hbm_bytes: int, *, examples: int, positions: int
 ) -> Layout | None:
     """Returns the layout with the least remat that fits into memory; `None` if none fits."""
-    # The sizes are the same for every remat, and the last of them keeps the least.
+    # The sizes are the same for every remat. The last remat keeps the least.
     x = sizes_on_device(model, layout, examples=examples, positions=positions)
     *others, last = Layout.remats
 

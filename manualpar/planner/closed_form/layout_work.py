@@ -153,7 +153,7 @@ def step_memory_of(x: DeviceSizes, layout: Layout) -> Memory:
         activations += activation_slots(layout) * layer_input
     elif layout.stage > 1:
         activations *= activation_slots(layout)
-    # `summed`: the gradients that are held all the time; `gradients_now`: those of the moment.
+    # `summed`: the gradients that are held all the time; `gradients_now`: others at the peak.
     summed = SINGLE * stored if layout.num_minibatches > 1 else 0.0
     gradients_now = SINGLE * layer
     if layout.communicate == "step":
