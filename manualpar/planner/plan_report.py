@@ -84,7 +84,7 @@ COLLECTIVES: Sequence[Column[PlannedCollective]] = (
 
 
 def print_plans(console: rich.console.Console, plans: Sequence[StepEstimate]) -> None:
-    """Prints plans of one step side by side, and below the assumptions of each plan."""
+    """Prints plans of one step side by side, and then the assumptions of each plan."""
     first = plans[0]
     mesh = " x ".join(f"{axis}={size}" for axis, size in first.mesh.items())
     title = f"{first.name} on {first.topology} ({first.num_devices:,} devices, {mesh})"

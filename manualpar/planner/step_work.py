@@ -133,8 +133,8 @@ def read_work(
       throughput: The examples of a step, their tokens and their FLOPs.
       order: The axes of the mesh, the axis on the slowest links first; see `make_mesh`.
       fused_attention: Whether causal attention is timed as one kernel, see `has_kernel` and
-        `manualpar.inspect.flops`. Memory is always
-        the memory of the traced program, which may store scores.
+        `manualpar.inspect.flops`. Memory is always the memory of the traced program, which may
+        store scores.
       overlap: The config's `parallel.overlap`.
 
     Raises:
@@ -229,7 +229,7 @@ def _works(parts: TickParts, read: Callable[[int], _Read]) -> dict[str, PartWork
 
 
 def repeated(product: Product[float], times: float) -> Product[float]:
-    """Returns the work of `times` as many runs of a product."""
+    """Multiplies the work of a product by `times`."""
     return product._replace(flops=times * product.flops, traffic=times * product.traffic)
 
 
@@ -272,7 +272,7 @@ def with_repeats(work: StepWork, times: int) -> StepWork:
 
 
 def _in_minibatches(collective: Collective, num_minibatches: int) -> Collective:
-    """Turns the only minibatch's collective into one that runs in each of several minibatches."""
+    """Turns a collective of the only minibatch into a collective of each of several minibatches."""
     shape, divides = collective.shape, [size % num_minibatches == 0 for size in collective.shape]
     if collective.purpose in LAYER_SCOPES and any(divides):  # A minibatch has fewer tokens.
         dim = divides.index(True)

@@ -280,7 +280,7 @@ def mesh_like(candidate: Candidate, topology: Topology) -> dict[str, int] | None
 
 
 def with_axis(mesh: Mapping[str, int], axis: str, size: int) -> dict[str, int] | None:
-    """Moves devices of a mesh's axis `data` to another axis; `None` if `size` does not divide."""
+    """Moves a factor `size` of a mesh's axis `data` to another axis; `None` if it is no factor."""
     if mesh["data"] % size:
         return None
     return {**mesh, "data": mesh["data"] // size, axis: size}

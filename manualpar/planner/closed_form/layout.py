@@ -84,7 +84,7 @@ class Layout:
 
     @functools.cached_property
     def mesh(self) -> dict[str, int]:
-        """The sizes of `data` and of all axes of more than one device, slowest links first."""
+        """The sizes of `data` and of axes of more than one device; the first has slow links."""
         sizes = {axis: getattr(self, axis) for axis in AXES}
         return {axis: size for axis, size in sizes.items() if size > 1 or axis == "data"}
 
@@ -240,7 +240,7 @@ def find_obstacle(
 def sizes_on_device(
     model: Transformer, layout: Layout, *, examples: int, positions: int
 ) -> DeviceSizes:
-    """Computes the sizes on a device; with stages, on a device of the stage with most layers."""
+    """Computes the sizes of a device's arrays; with stages, on the stage with the most layers."""
     rows = layout.replica * layout.data * layout.expert * layout.num_minibatches
     num_experts = model.experts.num_experts
     positions_per_device = positions // layout.context

@@ -6,8 +6,8 @@ kernel, which keeps its scores on the chip and computes the half that a causal m
 
 Memory is the memory at the fullest moment: the state, the activations that layers keep for their
 backward pass, and the arrays that the loss or one layer makes in its backward pass. A pipeline of
-`S` stages with `v` chunks each keeps the activations of `(v + 1) S - 1` chunks (1F1B), or the
-inputs of these chunks and the activations of the chunk that is run again.
+`P` stages with `v` chunks each keeps the activations of `(v + 1) P - 1` runs of chunks (1F1B), or
+the inputs of these chunks and the activations of the chunk that is run again.
 """
 
 import functools
