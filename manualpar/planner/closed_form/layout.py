@@ -84,7 +84,7 @@ class Layout:
 
     @functools.cached_property
     def mesh(self) -> dict[str, int]:
-        """The sizes of `data` and of axes of more than one device; the first has slow links."""
+        """The sizes of `data` and of axes of more than one device, the slowest links first."""
         sizes = {axis: getattr(self, axis) for axis in AXES}
         return {axis: size for axis, size in sizes.items() if size > 1 or axis == "data"}
 

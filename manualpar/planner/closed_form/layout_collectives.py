@@ -2,8 +2,8 @@
 
 `manualpar.inspect.parameter_formulas` has the formulas for parameters and gradients, and the
 layout's strategy decides how they are sharded. `manualpar.models.transformer_collectives` has the
-formulas for activations. This module counts how often a step runs each collective, and gives it the
-scope that a traced program has, which names the pass.
+formulas for activations. This module counts how often a step runs each collective, and gives each
+the scope that it has in a traced program; the scope names the pass.
 
 `tests/planner/closed_form/layout_law_test.py` compares the collectives with traced programs.
 """
@@ -41,7 +41,7 @@ from manualpar.training.task import CONTEXT_AXIS, STAGE_AXIS
 BFLOAT16 = jnp.dtype("bfloat16")
 EMBEDDING = "embedding"  # The name of the parameter before the layers.
 # The number of metrics: loss, accuracy and objective; with experts, two losses and the dropped
-# tokens, and then one metric for each expert (its share of the tokens).
+# tokens, and then one metric for each expert: the expert's share of the tokens.
 METRICS, METRICS_OF_EXPERTS = 3, 3
 
 

@@ -1,10 +1,10 @@
 """Finds the fastest layouts of a transformer on many devices.
 
 The search estimates in closed form every mesh that uses all devices and divides the model and the
-batch. It combines each mesh with every number of minibatches and every `communicate`, and uses the
-least remat with which the step fits into memory. Without stages, once a step fits without remat,
-larger numbers of minibatches are not tried. `manualpar.planner.sweep` traces programs, so it tries
-fewer candidates.
+batch. It combines each mesh with every number of minibatches and of chunks, every `communicate` and
+every `keep`, and uses the least remat with which the step fits into memory. Without stages, once a
+step fits without remat, larger numbers of minibatches are not tried. `manualpar.planner.sweep`
+traces programs, so it tries fewer candidates.
 
 Layers are split only over devices of a node, or of one slice. Replicas are slices, nodes, or groups
 of nodes, because the network between them is slow.
