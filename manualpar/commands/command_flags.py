@@ -46,7 +46,7 @@ def model_flags(description: str) -> argparse.ArgumentParser:
 def run_with_model(flags: argparse.Namespace, work: Callable[[Trained, Generator], None]) -> int:
     """Loads the model that the flags name, and calls `work(trained, generator)` with it.
 
-    In a cluster each process does this. Returns the exit code.
+    In a cluster each process must call this function. Returns the exit code.
     """
     quiet_absl()
     try:
@@ -143,7 +143,7 @@ def check_lines(
     texts: Collection[str],
     added: Collection[str],
 ) -> None:
-    """Checks the fields of lines read from a file, before they are used and written with results.
+    """Checks the fields of a file's lines, to which the output will add fields.
 
     Args:
       where: The name of the file, for messages.

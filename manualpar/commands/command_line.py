@@ -304,7 +304,10 @@ def _check_fields(config: ml_collections.ConfigDict, overrides: Sequence[str]) -
 
 @contextlib.contextmanager
 def _explained(kind_of: Callable[[str], tuple[type, str] | None]) -> Iterator[None]:
-    """Turns absl's errors into `UsageError`s; `kind_of` returns a flag's type and an example."""
+    """Turns absl's errors into `UsageError`s.
+
+    `kind_of` returns the type of a flag's value and an example, by the flag's name.
+    """
     try:
         yield
     except absl_flags.IllegalFlagValueError as error:
@@ -319,7 +322,7 @@ def _explained(kind_of: Callable[[str], tuple[type, str] | None]) -> Iterator[No
 
 
 def answer(work: Callable[[rich.console.Console], Path]) -> int:
-    """Runs a command that writes a folder of results, and prints the time it took and the folder.
+    """Runs a command that writes a folder of results; prints how long that took, and the folder.
 
     `work` returns the folder, and raises a `UsageError` for a user's mistake. On Ctrl-C it may
     raise a `KeyboardInterrupt` whose argument is a text about the files written so far.

@@ -50,7 +50,7 @@ ACCELERATORS = ("libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-nccl
 SETTINGS = re.compile(r"(JAX|XLA|LIBTPU|TPU|NCCL|CUDA|MANUALPAR)_|OMP_NUM_THREADS$")
 SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|CREDENTIAL")
 WITHIN = "all devices within one host"
-ROWS, FEATURES = 8, 64  # The size of the small step on each device.
+ROWS, FEATURES = 8, 64  # The batch of the small step has this size on each device.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +82,7 @@ def software_facts() -> Iterator[Fact]:
 
 
 def device_facts() -> Iterator[Fact]:
-    """Yields the facts about the devices, their links, and the result of a step over them."""
+    """Yields the facts about the devices and their links, and the result of a step on all."""
     devices = jax.devices()
     kinds = ", ".join(dict.fromkeys(device.device_kind for device in devices))
     yield Fact("devices", f"{len(devices)} of {kinds} ({devices[0].platform})")
@@ -159,7 +159,7 @@ def _prepare_devices(argv: Sequence[str]) -> Any:
 
 
 def _try_step(mesh: jax.sharding.Mesh) -> Fact:
-    """Makes a small step of FSDP over all devices, and compares it with one device."""
+    """Runs a small step of FSDP on all devices, and compares the results with one device's."""
     name = "a step over all devices"
     try:
         program, batch = _small_program(mesh)

@@ -210,7 +210,7 @@ def _check_new(workdir: AnyPath) -> None:
 
 
 def _copy_small_files(source: Path, folder: AnyPath) -> None:
-    """Copies a model's config and tokenizer to a folder; replaces or deletes older such files."""
+    """Copies a model's config and tokenizer to a folder; deletes files that the model lacks."""
     if isinstance(folder, Path):
         folder.mkdir(parents=True, exist_ok=True)
     for name in (CONFIG_FILE, *TOKENIZER_FILES):

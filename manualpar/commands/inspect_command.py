@@ -1,12 +1,12 @@
-"""Shows the communication, memory and FLOPs of configs' steps, before one of them runs.
+"""Shows the communication, memory and FLOPs of configs' steps, without running a step.
 
-Each config is traced, and compiled unless it needs too many devices to simulate. Nothing is
-trained. The ledgers are printed, written as JSON, drawn, and compared with older ledgers and with
-budgets. The folder of the results has
+Each config's step is traced, and compiled unless it needs too many devices to simulate. The result
+is a *ledger*, the list of what the step sends, holds and computes. The ledgers are printed, written
+as JSON, drawn, and compared with older ledgers and with budgets. The folder of the results has
 
     <config>.json   the ledger, see `manualpar.inspect.step_ledger`, and the config
     inspect.png     all ledgers, see `manualpar.commands.inspection_picture`
-    <config>.schedule.png   with --schedule, the schedule of its pipeline
+    <config>.schedule.png   with --schedule, the schedule of the config's pipeline
 
 The exit code is 1 if a budget is broken.
 """
@@ -138,14 +138,15 @@ def read_ledger(
 ) -> dict[str, Any]:
     """Traces the step of a config, and compiles it if `compile` is set.
 
-    The step is for `devices` devices, or for all existing devices if that is `None`.
+    The step is for `devices` devices, or for all existing devices if `devices` is `None`.
 
     Returns:
-      `Ledger.to_json()`, with `config_file`, `config`, `devices` and `jax`. It also has
-      `predicted_is_bound`, whether the closed form is an upper bound; `predicted_layers`, the
-      closed form for the collectives of split layers, or `None`; `schedule`, see `read_schedule`;
-      and `parts`, see `trained_parts`. A compiled collective has a `purpose` and a `module` if XLA
-      has kept them. If XLA merged several collectives, their names are joined with `+`.
+      `Ledger.to_json()` and these keys: `config_file`, `config`, `devices`, `links`, `jax` and
+      `compiler_options`; `predicted_is_bound`, whether the closed form is an upper bound;
+      `predicted_layers`, the closed form for the collectives of split layers, or `None`;
+      `schedule`, see `read_schedule`; and `parts`, see `trained_parts`. A compiled collective has a
+      `purpose` and a `module` if XLA has kept these names. If XLA merged several collectives, the
+      names are joined with `+`.
 
     Raises:
       UsageError: The config contradicts itself or does not fit the devices, the step cannot be
@@ -199,7 +200,10 @@ def _predict_layers(experiment: Experiment, stage: int) -> Json | None:
 
 
 def _inspect(line: CommandLine, console: rich.console.Console, broken: list[str]) -> Path:
-    """Inspects and writes; returns the results' folder. Adds each broken limit to `broken`."""
+    """Inspects the configs, writes the results, and returns the folder of the results.
+
+    Adds a sentence to `broken` for each limit of a budget that a step exceeds.
+    """
     flags, names = line.flags, [named.name for named in line.configs]
     with users_mistakes():  # Checks and reads everything that is possible before tracing.
         require(PICTURE, "matplotlib")

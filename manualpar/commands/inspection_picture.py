@@ -69,7 +69,7 @@ class _Panel(NamedTuple):
 def draw_ledgers(
     ledgers: Mapping[str, Json], path: Path, *, bounds: Mapping[str, Sequence[Bound]]
 ) -> None:
-    """Draws the ledger of each config's step, and the bounds of its memory, into a PNG file.
+    """Draws the ledger of each config's step, and the bounds of memory, into a PNG file.
 
     Raises:
       MissingExtraError: matplotlib is not installed.

@@ -110,7 +110,7 @@ def print_summary(console: rich.console.Console, ledgers: Mapping[str, Json]) ->
 def print_difference(
     console: rich.console.Console, name: str, found: Difference, against: object
 ) -> None:
-    """Prints how a ledger differs from an earlier one."""
+    """Prints how a ledger differs from an earlier ledger."""
     if found.is_empty:
         print_line(console, f"{name}: no difference to {against}")
         return
@@ -134,7 +134,7 @@ def print_difference(
 
 
 def print_verdict(console: rich.console.Console, name: str, verdict: Verdict) -> None:
-    """Prints whether a budget is kept, and which limits have slack; prints no broken limit."""
+    """Prints whether a step keeps its budget, which limits have slack and which are unchecked."""
     if not verdict.broken:
         print_line(console, f"{name}: the budget is kept")
     for key in verdict.unchecked:
@@ -145,9 +145,9 @@ def print_verdict(console: rich.console.Console, name: str, verdict: Verdict) ->
 
 
 def read_collectives(ledger: Json) -> list[Json]:
-    """Returns the traced collectives, or the compiled ones if the compiler inserts them.
+    """Returns the traced collectives; if the compiler inserts collectives, the compiled ones.
 
-    The axes of a compiled collective are not known; only its number of devices is known.
+    Of the axes of a compiled collective, only the number of devices is known.
     """
     if ledger["collectives"] or not ledger["compiled"]:
         return list(ledger["collectives"])
@@ -156,7 +156,7 @@ def read_collectives(ledger: Json) -> list[Json]:
 
 
 def describe_fit(peak: int, name: str, size: int) -> str:
-    """Describes whether a step with this peak fits into the memory `size` of the chip `name`."""
+    """Describes whether a step's peak fits into a memory of `size` bytes, called `name`."""
     there = f"the {name}'s {describe_bytes(size)}"
     if peak > size:
         return f"does not fit {there}, by {describe_bytes(peak - size)}"
@@ -284,7 +284,7 @@ def _print_parts(
     numbers: Mapping[str, int],
     describe: Callable[[float | None], str],
 ) -> None:
-    """Prints numbers, of which the last is the sum of the others."""
+    """Prints a table of numbers; the last number must be the sum of the others."""
     *parts, total = numbers.items()
     share: Column[Any] = Column("share", 1, share_of(total[1]), is_summed=False)
     print_table(console, [Column(title, 0), Column("", 1, describe), share], parts, last=total)
@@ -327,7 +327,7 @@ def _closed_form(ledger: Json, axes: str = "") -> str:
 
 
 def _describe(total: str, number: float | None) -> str:
-    """Formats the number of a ledger's total; `total` is the total's name."""
+    """Formats one of a ledger's totals; `total` is its name, and `number` its value."""
     if total.startswith("FLOPs"):
         return describe_flops(number)
     return (describe_count if total.endswith("collectives") else describe_bytes)(number)
@@ -347,7 +347,7 @@ def _describe_change(before: Sent, after: Sent) -> str:
 
 
 def _describe_sent(sent: Sent, other: Sent) -> str:
-    """Describes some collectives: count, dtypes, and shapes if `other` has other shapes."""
+    """Describes some collectives: count and dtypes, and their shapes if `other`'s differ."""
     if sent == NOTHING:
         return UNKNOWN
     text = f"{sent.times:,} x {', '.join(sent.dtypes)}"

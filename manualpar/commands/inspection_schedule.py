@@ -22,10 +22,11 @@ MOST_TICKS = 100  # A table with more ticks is not printed.
 
 
 def read_schedule(program: Program) -> Json | None:
-    """Reads a step's schedule, the FLOPs of its parts, and its bubble; `None` without a pipeline.
+    """Reads a pipeline's schedule, its bubble, and the FLOPs of a tick; `None` without a pipeline.
 
-    `bubble` is the share of time that a device is idle, counting only the chunks of layers.
-    `idle_share` also counts the rest of the model, which only the first and last stages compute.
+    `bubble` is the share of time that a device is idle if only the chunks of layers take time.
+    `idle_share` also counts the time of the rest of the model, which only the first and the last
+    stage compute.
     """
     run = program.pipeline
     if not isinstance(run, PipelineRun):

@@ -59,8 +59,7 @@ from manualpar.training.monitoring.run_files import CONFIG_FILE, check_workdir
 DEFAULT_TOPOLOGY = "v5e:16x16"
 COMPILERS = ("auto", "tpu", "none")
 Curves = Mapping[str, Sequence[tuple[int, StepEstimate]]]
-# Fields that the closed form of layouts does not cover -> the value for which it holds; "" is the
-# same.
+# Config field -> the value that the closed form of layouts assumes. A field may also be "".
 CLOSED_FORM: Mapping[str, Any] = {
     "optimizer.trainable": (),
     "optimizer.ema_decay": 0.0,
@@ -80,7 +79,7 @@ CLOSED_FORM: Mapping[str, Any] = {
     "parallel.context_attention": "ring",
     "model.lora": (),
 }
-# Number of the fastest layouts to trace.
+# How many of the fastest layouts are traced.
 TRACED = 1
 SEARCHES = ("search", "sweep", "layouts")
 FLAGS: Mapping[str, Flag] = {
@@ -265,8 +264,8 @@ def _search(command: CommandLine, console: rich.console.Console) -> Callable[[Pa
 
 
 def _rank_traced(command: CommandLine, console: rich.console.Console) -> tuple[Any, Curves]:
-    """Compares strategies and meshes by traced programs, and the scaling of some."""
-    # This refuses a config that is wrong for every candidate.
+    """Ranks strategies and meshes by traced programs, and plans how the fastest ones scale."""
+    # `_prepare` refuses a config that is wrong for every candidate.
     builder, topology = Builder(command.config, _prepare(command).task), command.flags.topology
     report = functools.partial(print_line, console)
     outcomes = sweep(builder, topology, report=report)
@@ -283,7 +282,7 @@ def _rank_traced(command: CommandLine, console: rich.console.Console) -> tuple[A
 
 
 def _find_no_closed_form(command: CommandLine) -> str:
-    """Says what of a config has no closed form; "" if it has one."""
+    """Says which field of a config the closed form of layouts does not cover; "" if none."""
     config = command.config
     model = planned_task(config, command.flags.vocab_size).model
     if not isinstance(model, Transformer) or config.parallel.rules:
@@ -311,7 +310,7 @@ def _find_no_closed_form(command: CommandLine) -> str:
 
 
 def _rank_layouts(command: CommandLine, console: rich.console.Console) -> tuple[Any, Curves]:
-    """Ranks all layouts in closed form, and traces the first."""
+    """Ranks all layouts in closed form, and traces the fastest."""
     config, topology = command.config, command.flags.topology
     model: Any = planned_task(config, command.flags.vocab_size).model
     fields = flatten_config(config)

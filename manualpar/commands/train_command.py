@@ -126,7 +126,7 @@ def _prepare(command: CommandLine, cluster: Cluster) -> tuple[Experiment, AnyPat
         return experiment, choose_workdir(command.flags.workdir, name=command.config_path.stem)
     except (UsageError, ValueError) as error:
         mistake = UsageError(describe_mistake(error))
-        # All processes have a `DisagreementError`, but they may not have any other error.
+        # All processes raise a `DisagreementError`, but maybe only this one raises another error.
         if not isinstance(error, DisagreementError):
             end_all(cluster, mistake)
         raise mistake from error

@@ -1,4 +1,4 @@
-"""Yields batches on the devices, which Grain's threads read ahead.
+"""Yields batches on the devices; Grain's threads read the batches ahead.
 
 Training reads an endless stream of examples, see `manualpar.data.order`. The example at position
 `p` depends only on the seed and on `p`, and a batch consists of the next `B` examples. So a batch
@@ -105,8 +105,8 @@ def evaluation_batches(
 
 def abstract_batch(split: Split, batch_size: int) -> Batch:
     """Returns the shapes and dtypes of a batch of `split`, as `jax.ShapeDtypeStruct`s."""
-    # Reads no example if possible: a sequence may be too long for the memory, which is checked
-    # later.
+    # Reads no example if possible, because a sequence may be too long for the memory. The memory is
+    # checked later.
     example = getattr(split, "abstract_example", None) or split[0]
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((batch_size, *x.shape), x.dtype), example)
 
@@ -144,7 +144,7 @@ def _read_ahead(
     sharding: jax.sharding.Sharding,
     prefetch: int,
 ) -> Generator[Batch, None, None]:
-    """Yields batches of consecutive positions, which threads read ahead.
+    """Yields batches of consecutive positions; threads read the batches ahead.
 
     Each batch is put on the devices while the previous batch is used.
     """

@@ -41,7 +41,7 @@ class ChatEncoder:
 
         Args:
           tokenizer: Encodes the texts.
-          held_out: The fraction of the examples in eval, and the fraction in test.
+          held_out: The fraction of the examples in eval; test has the same fraction.
           template: The file with the template; "" for the tokenizer's template.
         """
         self._tokenizer, self._held_out = tokenizer, held_out

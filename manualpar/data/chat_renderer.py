@@ -42,7 +42,7 @@ BUFFER_BYTES = 1 << 18
 
 
 class Refused(Exception):  # noqa: N818  # A refusal is not an error of this program.
-    """A template or a chat is refused; the caller puts its name before the message."""
+    """A refused template or chat; the caller puts the template's or chat's name first."""
 
 
 class Renderer:
@@ -167,7 +167,7 @@ def _environment() -> Any:
 
 
 def send_message(file: IO[bytes], message: Any) -> None:
-    """Writes a value to the file's buffer; it may consist of lists, dicts, strings and numbers.
+    """Writes a value of lists, dicts, strings and numbers to the file's buffer.
 
     Raises:
       ValueError: The value contains an object of another type.

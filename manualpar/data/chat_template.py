@@ -81,7 +81,7 @@ class ChatTemplate:
         return _unwrapped(self.render_all([messages])[0])
 
     def render_all(self, chats: Sequence[Messages]) -> list[Rendered | ValueError]:
-        """Renders chats; if one is refused, the error is the result for it and all later chats."""
+        """Renders chats; the error of a refused chat is also the result for all later chats."""
         return self._answers("render", chats)
 
     def prompt(self, messages: Messages) -> str:

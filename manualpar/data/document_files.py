@@ -3,9 +3,9 @@
 A document is a text in UTF-8, or a list of tokens that another program has made. It is one field of
 a JSON object, one value in a column of a table, or one record.
 
-Files are divided into parts of about `PART_BYTES`, which depend only on the files. Processes read
-parts independently of each other. Only a few documents are in memory at a time: at most a line, a
-batch of rows, or a group of records.
+Files are divided into parts of about `PART_BYTES`. The division depends only on the files.
+Processes read parts independently of each other. Only a few documents are in memory at a time: at
+most a line, a batch of rows, or a group of records.
 
 Everything in a file is checked. A line that is not JSON, a missing field, a value of another type,
 and bytes that are not UTF-8 each raise a `DamagedDataError`. The error names the file, and the
@@ -174,7 +174,7 @@ def lines_of(part: DocumentRange) -> Iterator[tuple[int, bytes]]:
     """Yields the lines that begin in a part, each after its position; skips blank lines."""
     with open_document_file(part.file.path) as file:
         if part.start:
-            # If the byte before `start` ends no line, this line belongs to the previous part.
+            # If a line goes across `start`, the line belongs to the previous part.
             file.seek(part.start - 1)
             while not (piece := file.readline(MAX_BYTES)).endswith(b"\n") and piece:
                 pass

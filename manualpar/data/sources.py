@@ -58,7 +58,7 @@ def load_dataset(
       field: For `jsonl` and `parquet`, the field or column with the text. For `arrayrecord`,
         "text", or the type of the tokens in its records.
       held_out: For `jsonl`, `parquet`, `arrayrecord` and `chat`, the fraction of the documents in
-        eval, and the fraction in test.
+        eval; test has the same fraction.
       cache: For these four sources, the folder of the token cache, see
         `manualpar.data.token_cache`. For `tokens` in a bucket, the folder to which the files are
         copied.
@@ -144,7 +144,7 @@ def make_synthetic(seed: int) -> ClassificationDataset:
     """Draws inputs of MNIST's size as normal noise: 4,096 for training, 512 for each other split.
 
     The labels can be learned: a label is the index of the largest of ten random projections of the
-    input, which are the same in all splits. `seed` determines inputs and labels.
+    input. The projections are the same in all splits. `seed` determines inputs and labels.
     """
     rng = np.random.default_rng(seed)
     projections = rng.standard_normal((784, 10), dtype=np.float32)

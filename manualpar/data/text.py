@@ -1,9 +1,9 @@
 """The source `text`: each file is a document. If there are only one or two files, they are cut up.
 
-A file's split, and its place in the split, are determined only by a hash of the file's name. So
-both are the same in every run, on every file system and in every locale, and stay the same when
-other files are added or removed. The order by hash mixes the files well: the first sequences of a
-split are a fair sample of the split.
+Only a hash of a file's name determines the file's split and position in the split. So both are the
+same in every run, on every file system and in every locale, and stay the same when other files are
+added or removed. The order by hash mixes the files well: the first sequences of a split are a fair
+sample of the split.
 
 If tokens are bytes, loading reads only the names and sizes of files, and each sequence reads only
 the bytes that it needs. With a tokenizer file, loading reads and encodes all files. For more than
@@ -35,7 +35,7 @@ from manualpar.data.places import find_in_bucket, read_range
 from manualpar.data.tokenizer import ByteTokenizer, Tokenizer
 from manualpar.system.storage import AnyPath, BucketPath, open_for_reading, user_path
 
-# The fraction of the files in eval, and the fraction in test.
+# The fraction of the files in eval; test has the same fraction.
 HELD_OUT = 0.02
 # Directories of installed packages inside the standard library's directory.
 INSTALLED = frozenset({"site-packages", "dist-packages"})
@@ -262,7 +262,7 @@ def encode_files(files: Sequence[TextFile], tokenizer: Tokenizer) -> Iterator[np
 
 
 class ByteStream:
-    """A stream whose tokens are the bytes of files, which are read only when they are requested."""
+    """A stream whose tokens are the bytes of files; reads only the bytes that are requested."""
 
     def __init__(self, files: Sequence[TextFile]) -> None:
         self._files = files

@@ -53,12 +53,12 @@ PARTS, JOB, LOCK = "parts", "job.json", "lock"
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """The description of a directory of token files to make: the input and the settings.
+    """The input and the settings from which a directory of token files is made.
 
     Attributes:
       parts: The parts of the input.
       tokenizer: See `load_tokenizer`.
-      held_out: The fraction of the documents in eval, and the fraction in test.
+      held_out: The fraction of the documents in eval; test has the same fraction.
       key: A hash of everything on which the result depends.
       is_chat: Whether the source is `chat`, see `manualpar.data.chat`.
       template: The file with the template of a chat; "" for the tokenizer's template.
@@ -100,7 +100,7 @@ def make_job(
       path: The files; see `find_files` for `text`, otherwise `find_document_files`.
       tokenizer: See `load_tokenizer`.
       field: See `DocumentRange`.
-      held_out: The fraction of the documents in eval, and the fraction in test; not used for
+      held_out: The fraction of the documents in eval; test has the same fraction. Not used for
         `text`.
       template: See `Job`.
 
@@ -141,7 +141,7 @@ def run_job(
     processes: int = 1,
     report: Callable[[TokenProgress], None] = lambda progress: None,
 ) -> TokenFiles:
-    """Makes the directory of token files that a job describes, and returns its description.
+    """Makes a job's directory of token files, and returns the description of the directory.
 
     If an earlier call for an equal job was interrupted, this call completes its directory.
 
@@ -291,7 +291,7 @@ def _join(job: Job, directory: pathlib.Path, parts: pathlib.Path) -> TokenFiles:
 def _concatenate(
     joined: pathlib.Path, sources: Sequence[pathlib.Path], end: bytes, digest: Any
 ) -> None:
-    """Writes the contents of `sources`, and then `end`, to `joined`; updates `digest` with them."""
+    """Writes the contents of `sources`, and then `end`, to `joined`, and adds them to `digest`."""
     with open(joined, "wb") as out:
         for source in sources:
             with open(source, "rb") as file:

@@ -1,8 +1,8 @@
 """Encodes the documents of a part, and writes their tokens for a directory of token files.
 
 A part has a file of tokens for each split, `BOS doc BOS doc ... BOS doc`. When these files are on
-the disk, a small file is written that counts their tokens, bytes and documents. A part without this
-file is not finished.
+the disk, a small file with the numbers of tokens, bytes and documents is written. Without the small
+file, the part is not finished.
 
 A document's split is determined by a hash of its content, if files have many documents. So equal
 documents are in the same split, even if they are in different files. For the source `text`, the
@@ -134,7 +134,7 @@ class DocumentEncoder:
     makes_examples = False
 
     def __init__(self, tokenizer: Tokenizer, held_out: float) -> None:
-        """Makes an encoder; `held_out` is the fraction of documents in eval, and in test."""
+        """Makes an encoder; `held_out` is the fraction of documents in eval, as large in test."""
         self._tokenizer, self._held_out = tokenizer, held_out
         self.dtype = DTYPES[0] if tokenizer.vocab_size <= 2**16 else DTYPES[1]
 

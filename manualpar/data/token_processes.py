@@ -27,7 +27,7 @@ class Work:
     """The parts that still have to be made.
 
     Attributes:
-      parts: Maps the number of each such part to the part.
+      parts: Number of a part -> the part.
       folder: The folder to which the parts are written.
       make_encoder: Makes the encoder; called in each process.
       done: The work that earlier calls have done.

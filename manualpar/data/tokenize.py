@@ -43,7 +43,7 @@ def write_token_files(
     template: str = "",
     processes: int = 1,
 ) -> TokenFiles:
-    """Makes a directory of token files, and returns its description.
+    """Makes a directory of token files, and returns the description of the directory.
 
     Args:
       text: The files; for the source `text`, "" means Python's standard library.
@@ -52,7 +52,7 @@ def write_token_files(
       source: The format of the files: `text`, `jsonl`, `parquet`, `arrayrecord` or `chat`.
       tokenizer: A `tokenizer.json`, a directory with one, or "" for bytes.
       field: The field with the text; see `manualpar.data.document_files.DocumentRange`.
-      held_out: The fraction of the documents in eval, and the fraction in test. For `text` these
+      held_out: The fraction of the documents in eval; test has the same fraction. For `text` these
         fractions are fixed.
       template: The file with the chat template; "" for the tokenizer's template.
       processes: The number of processes that make tokens.

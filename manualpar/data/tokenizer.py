@@ -48,11 +48,11 @@ class ByteTokenizer:
     files: tuple[pathlib.Path, ...] = ()  # The files from which the tokenizer was loaded.
 
     def encode_documents(self, documents: Sequence[bytes]) -> list[np.ndarray]:
-        """Encodes each document as its bytes, `int32[N]` without BOS; they need not be UTF-8."""
+        """Encodes each document as its bytes, `int32[N]` without BOS; also bytes outside UTF-8."""
         return [np.frombuffer(data, np.uint8).astype(np.int32) for data in documents]
 
     def encode(self, text: str) -> np.ndarray:
-        """Encodes a text as its bytes, even if it has bytes that are not UTF-8, as in arguments."""
+        """Encodes a text as its UTF-8 bytes; a surrogate escape becomes the byte it stands for."""
         return self.encode_documents([text.encode(errors="surrogateescape")])[0]
 
     def decode(self, tokens: Iterable[int]) -> str:
@@ -86,7 +86,7 @@ class FileTokenizer:
         tokenizer.no_padding()
         tokenizer.encode_special_tokens = True
         self._tokenizer = tokenizer
-        # Not the count of the tokens, because a vocabulary may not use all numbers.
+        # One more than the largest token; the tokens may be fewer, because numbers may be unused.
         self.vocab_size = 1 + max(tokenizer.get_vocab().values())
         self.bos_token = bos_token
         self.end_token = bos_token if end_token is None else end_token

@@ -33,10 +33,10 @@ MODEL = "Transformer"  # Flax begins every scope with the model's name.
 class CompiledStep:
     """A training step as XLA has compiled it for a topology.
 
-    The worker returns the step's `facts`: name, mesh, sizes, and versions. If the step fits, the
-    worker also returns its `memory`, the bytes on a chip by `arguments`, `outputs`, `aliased`
-    (outputs in the place of arguments), `temporaries`, `code` and `peak`. Otherwise it returns the
-    compiler's message, `out_of_memory`, and `text` is "".
+    `facts` is the result of `manualpar.planner.tpu_worker`: name, mesh, sizes, and versions. If the
+    step fits, `facts["memory"]` has the bytes on a chip by `arguments`, `outputs`, `aliased`
+    (outputs in the place of arguments), `temporaries`, `code` and `peak`, and `text` is the
+    program. Otherwise `facts["out_of_memory"]` is the compiler's message, and `text` is "".
     """
 
     topology: Topology
@@ -46,7 +46,7 @@ class CompiledStep:
 
 
 def plan_of(step: CompiledStep) -> StepEstimate:
-    """Returns the memory and time of a compiled step, in the form that all plans have.
+    """Makes the `StepEstimate` of a compiled step: its memory and its time.
 
     Raises:
       ValueError: The program cannot be followed, see `read_timeline`.
@@ -107,8 +107,8 @@ def schedule_of(step: CompiledStep, *, by_links: bool = False) -> Timeline:
 
     Args:
       step: The step.
-      by_links: Whether every link is a separate resource, see `manualpar.planner.link_timeline`;
-        otherwise each collective uses all links.
+      by_links: Whether every link is a separate resource, see `manualpar.planner.link_timeline`.
+        If not, each collective uses all links.
     """
     topology, mesh, facts = step.topology, step.facts["mesh"], step.facts
     ordered = in_order(mesh, facts["order"])
@@ -147,7 +147,7 @@ def _memory(memory: Mapping[str, int], state: Mapping[str, int]) -> dict[str, in
 
 
 def purpose_and_module(timed: TimedCollective) -> tuple[str, str]:
-    """Returns a collective's purpose and its module, as far as its scope names them."""
+    """Returns the purpose and the module of a collective, as far as its scope names them."""
     return timed.collective.purpose, timed.collective.module.removeprefix(f"{MODEL}/")
 
 

@@ -9,13 +9,15 @@ training goes on `R` seconds after a failure. Then the expected time for `t` sec
 
 This assumes that saves, restarts and recomputed steps can fail too (Daly, "A higher order estimate
 of the optimum checkpoint interval for restart dumps", 2006,
-https://doi.org/10.1016/j.future.2004.11.016). `T(t) / t` is smallest for the `t` with `(1
-- t / M) exp((t + d) / M) = 1`, for any `R`. Young's and Daly's estimates of this interval are
-closed forms.
+https://doi.org/10.1016/j.future.2004.11.016). For any `R`, `T(t) / t` is smallest for the `t` with
+
+    (1 - t / M) exp((t + d) / M) = 1
+
+Young's and Daly's estimates of this interval are closed forms.
 
 In this package a save blocks the loop only while the state is copied, for `blocked` seconds, and is
 complete `background` seconds later. A failure loses the steps since the last complete save was
-begun. This is `background` seconds more than in Daly's model; `R` contains them.
+begun, which are `background` seconds more than in Daly's model. `R` contains these seconds.
 
 The model leaves out simultaneous failures, devices that are only slow, and the time until a person
 reacts.
@@ -37,7 +39,7 @@ class CheckpointCosts:
 
     Attributes:
       blocked: The time that the training loop waits for a save.
-      background: The time from the end of this wait until the checkpoint is complete.
+      background: The time from the end of the wait until the checkpoint is complete.
       restore: The time from the start of restoring to a state on the devices.
       restart: The time from a failure until restoring begins: the failure is noticed, the devices
         are replaced, and all processes run again and have compiled.
@@ -70,7 +72,7 @@ class Goodput:
 
     Attributes:
       interval: Seconds of training between two saves.
-      training: The share of training that is not lost.
+      training: The share in which the run trains, without the training that failures lose.
       saving: The share in which the loop waits for saves.
       repeating: The share in which the run repeats steps that a failure lost.
       recovering: The share in which the run restarts and restores.
@@ -131,11 +133,11 @@ def expected_seconds(interval: float, costs: CheckpointCosts, mtbf: float) -> fl
 
 
 def goodput(interval: float, costs: CheckpointCosts, mtbf: float) -> Goodput:
-    """Returns the shares of a run's time if it saves after every `interval` seconds of training.
+    """Returns the shares of a run's time with a save after every `interval` seconds of training.
 
     Raises:
-      ValueError: The interval is not positive, or shorter than a save is in the background, so that
-        the next save would wait for it.
+      ValueError: The interval is not positive, or is shorter than `costs.background`, so that each
+        save would wait for the previous save.
     """
     if not interval > 0 or interval < costs.background:
         raise ValueError(
@@ -188,7 +190,7 @@ def scaled_costs(
 
 
 def longest_recovery(training: float, *, blocked: float, mtbf: float) -> float:
-    """Returns the longest time from a failure to training that leaves a share of `training`.
+    """Returns how long a recovery may take if a run is to train a share `training` of its time.
 
     Saves come at the best interval.
 

@@ -1,6 +1,6 @@
-"""Plans how often a run should save, and the cost of its failures, as a table and plain values.
+"""Plans how often a run should save, and estimates what its failures cost.
 
-A process has the devices of a node, or four chips of a TPU.
+The plan assumes that a process has all GPUs of a node, or four TPU chips.
 """
 
 import dataclasses

@@ -16,9 +16,9 @@ with a measurement, and the same for all chips of a kind.
 
 Two kinds of numbers are fitted to published speeds (`python -m benchmarks.calibration`): the share
 of the peak that products reach, by chip (`FITTED_PRODUCTS`), and the share that attention kernels
-reach, by kind of network (`FITTED_ATTENTION`). Half of the published rows were left out of the fit,
-and `docs/scale.md` gives the errors of the estimates for these rows. A chip without a published row
-keeps a round number for its products, and says so in its `calibration`.
+reach, by kind of network (`FITTED_ATTENTION`). Half of the published speeds were left out of the
+fit, and `docs/scale.md` gives the errors of the estimates for this half. A chip without a published
+speed keeps a round number for its products, and its `calibration` says so.
 """
 
 import dataclasses
@@ -89,12 +89,13 @@ class Chip:
       hbm_bytes: The bytes of the device's memory that a program can use.
       hbm_bandwidth: Bytes per second between a device and its memory.
       flops_efficiency: The share of the peak that large products reach.
-      attention_efficiency: The share of the peak that a fused kernel of attention reaches, counting
-        operations that a causal mask leaves, two products forward and four backward.
+      attention_efficiency: The share of the peak that a fused kernel of attention reaches. This
+        counts only the operations that a causal mask leaves, of two products forward and four
+        backward.
       hbm_efficiency: The share of the memory's bandwidth that long reads and writes reach.
-      clock: Cycles per second; 0 if it is not used.
+      clock: Cycles per second; 0 for GPUs, because only the compiler for TPUs counts cycles.
       source: The source of the numbers, and which of them are assumed.
-      calibration: The data that estimates for it were calibrated on; "" if there are none.
+      calibration: The published speeds to which the efficiencies were fitted, in words; "" if none.
       devices_per_chip: The number of `jax.Device`s of a chip.
       max_devices: The largest number of devices in a slice, or in a cluster.
     """
@@ -116,7 +117,7 @@ class Chip:
 
     @property
     def is_tpu(self) -> bool:
-        """Whether the chip is a TPU; the compiler for TPUs needs no device."""
+        """Whether the chip is a TPU; XLA can compile for TPUs without a device."""
         return self.network.kind == "torus"
 
     def peak(self, dtype: str) -> float:
@@ -130,10 +131,10 @@ class Chip:
 
 
 # ICI is a chip's bidirectional bandwidth in the documents, the sum over all its links and both
-# directions. DCN is a chip's share of its host's network cards. XLA's TPU compiler says how much
-# memory is usable if a program does not fit (libtpu 0.0.42): "exceeds available HBM (95.74G)".
-# Clocks are assumed. name: kind, usable GiB, HBM GB/s, ICI GB/s, dims, DCN Gbit/s, GHz, devices a
-# chip, largest slice
+# directions. DCN is a chip's share of its host's network cards. The usable memory is from the
+# message of XLA's TPU compiler about a program that does not fit (libtpu 0.0.42): "exceeds
+# available HBM (95.74G)". Clocks are assumed. name: kind, usable GiB, HBM GB/s, ICI GB/s, dims,
+# DCN Gbit/s, GHz, devices a chip, largest slice
 TPUS = {
     "v4": ("TPU v4", 31.25, 1228, 600, 3, 50, 1.05, 1, 4096),
     "v5e": ("TPU v5 lite", 15.75, 819, 400, 2, 25, 1.5, 1, 256),
@@ -224,7 +225,7 @@ def _gpu(name: str) -> Chip:
 
 
 def _shares(name: str, kind: str) -> dict[str, Any]:
-    """Returns the shares of its peaks that a chip reaches, and the data they were calibrated on."""
+    """Returns the fields of a chip with the shares of its peaks, and with their calibration."""
     twin = SAME_PRODUCTS.get(name, name)
     found = "attention on published speeds of chips of its kind"
     if twin in FITTED_PRODUCTS:

@@ -1,9 +1,9 @@
 """Times Mosaic kernels, for which XLA's compiler for TPUs estimates no cycles.
 
-The traced program gives the number of operations of a kernel (`manualpar.inspect.flops`), and the
-compiled program gives the number of its runs. A kernel is found in both by its name, its operands
-and its blocks of scores. A kernel reaches a share of the chip's peak, unless reading and writing
-its bytes takes longer.
+The traced program gives the number of operations in one run of a kernel
+(`manualpar.inspect.flops`), and the compiled program gives the number of runs. The name of the
+kernel, its operands and its number of blocks of scores identify it in both programs. A kernel
+reaches a share of the chip's peak, unless reading and writing its bytes takes longer.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,10 +28,11 @@ class Kernel(NamedTuple):
     """A kernel of a traced program.
 
     Attributes:
-      shapes: The shapes of its operands on one device.
-      blocks: The number of blocks of scores that it computes, if its scope gives it.
-      flops: Its operations in one run.
-      dtype: The dtype in which it multiplies.
+      shapes: The shapes of the kernel's operands on one device.
+      blocks: The number of blocks of scores that the kernel computes; `None` if the scope does not
+        give this number.
+      flops: The number of operations in one run.
+      dtype: The dtype in which the kernel multiplies.
     """
 
     name: str
@@ -42,7 +43,7 @@ class Kernel(NamedTuple):
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """The properties that a kernel shares with its instruction."""
+        """The properties that identify the compiled instruction of the kernel."""
         return self.name, tuple(map(tuple, self.shapes)), self.blocks
 
 
@@ -66,7 +67,7 @@ def kernel_name(instruction: Instruction) -> str:
 
 
 def kernel_efficiency(chip: Chip) -> float:
-    """Returns the share of the peak that a kernel reaches with the operations that it computes."""
+    """Returns the share of the peak that a kernel reaches, counting all that it computes."""
     return min(1.0, chip.attention_efficiency * PRODUCTS_COMPUTED / PRODUCTS_COUNTED)
 
 

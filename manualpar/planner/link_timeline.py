@@ -1,11 +1,12 @@
 """Models every directed link of a torus as a separate resource.
 
-A permutation loads the links on its way, first along x, then y, then z; in a closed dimension it
-goes the shorter way around. It takes as long as its most loaded link, and starts when all of its
-links are free. So permutations in opposite directions run at the same time, and a permutation
-between devices that are no neighbours loads several links. Any other collective takes as long as in
-the timeline in which each collective uses all links, but it occupies only the links along the
-dimensions that its devices span. A collective that crosses slices occupies all links.
+In a permutation, data go from each source to its target, first along x, then y, then z; in a closed
+dimension they go the shorter way around. They load the links on this way. The permutation takes as
+long as its most loaded link, and starts when all of its links are free. So permutations in opposite
+directions run at the same time, and a permutation between devices that are no neighbours loads
+several links. Any other collective takes as long as if it used all links, but occupies only the
+links along the dimensions that its devices span. A collective that crosses slices occupies all
+links.
 """
 
 from collections import Counter
@@ -23,7 +24,7 @@ Link = tuple[TorusPlace, int, int]  # From a place along a dimension, in a direc
 def wire_by_links(
     topology: Topology, places: Sequence[Sequence[int]], wire_seconds: WireSeconds
 ) -> SendModel:
-    """Builds a model of the links that a collective occupies, and for how long.
+    """Builds a function that returns which links a collective occupies, and for how long.
 
     Args:
       topology: A torus.
@@ -67,7 +68,7 @@ def _dims_spanned(devices: Sequence[TorusPlace], groups: Groups) -> set[int]:
 def _way(
     source: TorusPlace, target: TorusPlace, sizes: Sequence[int], closed: Sequence[bool]
 ) -> Iterator[Link]:
-    """Yields the links from a device to another one of its slice, one dimension after the other."""
+    """Yields the links from a device to another device of its slice, dimension by dimension."""
     at = list(source)
     for dim in range(1, len(sizes)):
         ahead = (target[dim] - at[dim]) % sizes[dim]

@@ -1,8 +1,8 @@
 """Reads the TPU compiler's message about a program that does not fit into HBM.
 
-The message has one of two forms. If the compiler has placed all buffers and they exceed HBM, it
-lists the largest of them with their origins. If it sees earlier that no placement will fit, it only
-gives the needed and the available bytes.
+The message has one of two forms. If the compiler has placed all buffers and they exceed HBM, the
+message lists the largest buffers with their origins. If the compiler finds earlier that no
+placement will fit, the message gives only the needed and the available bytes.
 """
 
 import re

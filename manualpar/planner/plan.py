@@ -16,9 +16,9 @@ from manualpar.training.monitoring.throughput import Throughput
 
 @dataclasses.dataclass(frozen=True)
 class PlannedCollective:
-    """The sum of the collectives of a step that differ only in numbers: a line of a plan.
+    """A line of a plan: collectives of a step with equal kind, axes, purpose, phase and network.
 
-    `manualpar.planner.timed_collectives` adds up single collectives.
+    `manualpar.planner.timed_collectives.planned_collectives` makes these sums.
 
     Attributes:
       axes: The mesh axes; empty if a compiled program does not name them.
@@ -28,7 +28,8 @@ class PlannedCollective:
         mean over devices; 0 if no model of the network was used.
       seconds: The time to send all of these, without overlap; `None` if not estimated.
       hidden_seconds: The part of `seconds` hidden behind compute; `None` if not estimated.
-      is_async: Whether compute can run at the same time; `None` if a model assumes it.
+      is_async: Whether compute runs between the start of a collective and the wait for its end;
+        `None` if the collectives are not compiled.
     """
 
     kind: str
@@ -54,7 +55,8 @@ class StepEstimate:
       source: Its source, such as `roofline` or `XLA's TPU compiler, libtpu 0.0.42`.
       hbm_bytes: The bytes of a device's memory that a program can use.
       memory: Bytes at the peak by class: parameters, gradients, optimizer, gathered, activations,
-        batch, other. For a compiled program the classes are arguments, temporaries, outputs.
+        batch, other. For a compiled program the classes are parameters, optimizer, batch, other
+        arguments, outputs, temporaries.
       peak_bytes: The bytes of all classes. If the program does not fit: the needed bytes, as far as
         they are known.
       fits: Whether `peak_bytes` are at most `hbm_bytes`.
@@ -65,11 +67,11 @@ class StepEstimate:
       overlapped_seconds: The time of collectives that is hidden behind compute.
       bubble_seconds: The time in which a stage of a pipeline waits for other stages, on average;
         `None` if there are no stages, or if the time is not known.
-      step_seconds: The estimated step time; `None` if there is none.
-      step_seconds_by_links: The same, with every link of a torus as a separate resource; `None`
+      step_seconds: The estimated step time; `None` if the program does not fit and has no schedule.
+      step_seconds_by_links: The step time if every link of a torus is a separate resource; `None`
         without a compiled program.
-      tokens_per_second: Of all devices; `None` if examples have no tokens.
-      examples_per_second: Of all devices.
+      tokens_per_second: Tokens per second of all devices; `None` if examples have no tokens.
+      examples_per_second: Examples per second of all devices.
       mfu: Model FLOPs of a step divided by the peak FLOPs of the devices; `None` if not known.
       assumptions: The assumptions behind the estimate, in sentences.
       notes: Warnings and hints, in sentences.
@@ -116,11 +118,11 @@ class StepEstimate:
 
     @property
     def slow_seconds(self) -> float:
-        """The seconds of all collectives that cross this network, without overlap."""
+        """The seconds of collectives that cross the network between slices or nodes, not hidden."""
         return sum(each.seconds or 0.0 for each in self.collectives if each.slow_bytes)
 
     def with_rates(self, throughput: Throughput) -> "StepEstimate":
-        """Adds the rates that follow from the step time, if there is one."""
+        """Adds the tokens and examples per second and the MFU, if there is a step time."""
         rates = throughput.rates(1, self.step_seconds or 0.0)
         return dataclasses.replace(
             self,

@@ -38,8 +38,8 @@ def draw_search(
 ) -> None:
     """Draws a search into a PNG file: the fastest candidates, and step time against devices.
 
-    `outcomes` are in the order of the search, `curves` come from `scaling_curves` and may be none,
-    and `per_device` is the load of each device, such as `4 examples`.
+    `outcomes` are in the order of the search. `curves` come from `scaling_curves` and may be empty.
+    `per_device` is the load of each device, such as `4 examples`.
     """
     fitting = [(x.candidate, x.plan) for x in outcomes if x.plan and not x.reason][:SHOWN]
     labels = [f"{candidate.name}\n{candidate.details}" for candidate, _ in fitting]

@@ -37,7 +37,7 @@ def _tokens_of_a_device(plan: StepEstimate) -> float | None:
 
 
 _optional = functools.partial(Column, is_optional=True)
-# The lines of the table of plans after the classes of memory.
+# The lines that follow the classes of memory in the table of plans.
 LINES: Sequence[Column[StepEstimate]] = (
     Column("  all, at the peak", "peak_bytes", describe_bytes),
     Column("  of", "hbm_bytes", describe_bytes),
@@ -60,7 +60,7 @@ LINES: Sequence[Column[StepEstimate]] = (
     ),
     Column("MFU", "mfu", describe_share),
 )
-# The columns of the outcomes of a search that fit.
+# The columns of the table of a search's candidates that fit.
 FITTING: Sequence[Column[Any]] = (
     Column("mesh", lambda x: x.candidate.name),
     Column("how", lambda x: x.candidate.details),
@@ -84,7 +84,7 @@ COLLECTIVES: Sequence[Column[PlannedCollective]] = (
 
 
 def print_plans(console: rich.console.Console, plans: Sequence[StepEstimate]) -> None:
-    """Prints plans of one step side by side, and the assumptions of each below them."""
+    """Prints plans of one step side by side, and then the assumptions of each plan."""
     first = plans[0]
     mesh = " x ".join(f"{axis}={size}" for axis, size in first.mesh.items())
     title = f"{first.name} on {first.topology} ({first.num_devices:,} devices, {mesh})"
@@ -124,9 +124,9 @@ def _size_of(name: str) -> Callable[[StepEstimate], int | None]:
 def print_search(
     console: rich.console.Console, outcomes: Sequence[Outcome[Compared]], *, title: str = ""
 ) -> None:
-    """Prints a search in its order: the first candidates that fit, and why others do not.
+    """Prints the first candidates that fit, in the order of the search, and why others do not.
 
-    A memory that was not read off the candidate's own program has a tilde.
+    A tilde marks a memory that was not read off the candidate's own program.
     """
     fitting = [x for x in outcomes if not x.reason and x.plan]
     are_traced = any(x.is_traced for x in fitting)
@@ -188,7 +188,7 @@ def print_traced(
     traced: StepEstimate | str,
     flags: Sequence[str],
 ) -> None:
-    """Prints the estimate of a layout's traced program, or why there is none, and its flags."""
+    """Prints a layout's flags, and the estimate of its traced program or why there is none."""
     if isinstance(traced, str):
         found = f"no program: {traced}"
     else:

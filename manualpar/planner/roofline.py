@@ -4,21 +4,22 @@ A step is the computation of its devices, `C`, and its collectives, `S`. Each pr
 longer of two times: its operations at the chip's peak, and its bytes at the memory's bandwidth. A
 product reaches only a share of the peak and of the bandwidth; a fused attention kernel reaches
 another share (`manualpar.planner.hardware`). Elementwise operations between products take one more
-pass over the bytes that the products read and write. Each collective takes its bytes on a ring over
-its mesh axes, laid onto the topology (`manualpar.planner.topology`), and waits for each hop.
+pass over the bytes that the products read and write. Each collective sends its bytes on a ring over
+its mesh axes, which are placed on the topology (`manualpar.planner.topology`), and waits for the
+latency of each hop.
 
 Collectives inside the differentiated model, which gather parameters and scatter their gradients,
-run while a neighbouring layer computes. In each of the two passes, `max(S - C, S of one layer)` is
-exposed, because no layer hides the collectives of the first layer. Collectives of activations, in
-tensor, sequence and expert parallelism, are exposed, because the next product waits for them. The
-steps of a ring of permutations are hidden like gathers. Collectives outside the model are exposed:
-they reduce complete gradients, gather ZeRO's new parameters, or sum metrics.
+run while a neighbouring layer computes. The time `max(S - C, S of one layer)` is exposed in each
+pass, forward and backward, because no layer hides the collectives of the first layer. Collectives
+of activations, in tensor, sequence and expert parallelism, are exposed, because the next product
+waits for them. The steps of a ring of permutations are hidden like gathers. Collectives outside the
+model are exposed: they reduce complete gradients, gather ZeRO's new parameters, or sum metrics.
 
 The stages of a pipeline take its ticks together, so a tick lasts as long as its slowest stage
 (`manualpar.layers.pipeline.schedule_table.Table.tick_times`). In each part of a tick, such as the
 forward pass of a chunk of layers, collectives are hidden as in a pass. Compute and collectives are
-means over the stages, and the rest of the ticks' time is the *bubble*. The hop of a tick, its send
-to the next stage, is exposed.
+means over the stages, and the rest of the ticks' time is the *bubble*. At the end of a tick, stages
+send activations and gradients to their neighbours; this *hop* is exposed.
 
 (Williams et al., "Roofline", https://doi.org/10.1145/1498765.1498785; Austin et al., "How to scale
 your model", https://jax-ml.github.io/scaling-book.)
@@ -133,7 +134,7 @@ def estimate(
 
 
 def _outside_ticks(work: StepWork) -> StepWork:
-    """Returns the work outside the ticks of a pipeline, which all stages do."""
+    """Returns the work that all stages do outside of a pipeline's ticks."""
     if work.pipeline is None:
         return work
     parts = work.pipeline.parts
@@ -142,7 +143,7 @@ def _outside_ticks(work: StepWork) -> StepWork:
 
 
 def _time_outer_steps(work: StepWork, clock: Clock) -> list[TimedCollective]:
-    """Times the collectives of outer steps; each step counts its share of them."""
+    """Times the collectives of DiLoCo's outer steps, as the share that counts for one step."""
     share = 1 / work.every
     return [
         dataclasses.replace(
@@ -197,20 +198,23 @@ def _flops_seconds(work: StepWork, chip: Chip) -> float:
 
 
 def compute_seconds(work: StepWork, chip: Chip, phases: Iterable[str]) -> float:
-    """Returns the compute time of some phases; each operation takes the longer of its two times."""
+    """Returns the compute time of some phases.
+
+    A product takes the longer of two times: for its operations, and for its bytes.
+    """
     phases, hbm = set(phases), chip.hbm_bandwidth * chip.hbm_efficiency
     total = 0.0
     for product in work.products:
         if product.phase in phases:
             passing = product.traffic / hbm
             total += max(product.flops / _flops_rate(chip, product), passing)
-            # The elementwise operations around a product, of which a reduction has none.
+            # Adds the elementwise operations around a product; around a reduction there are none.
             total += passing if product.flops else 0.0
     return total
 
 
 def _flops_rate(chip: Chip, product: Product[float]) -> float:
-    """Returns the FLOP/s that products reach; products of integers are negligible."""
+    """Returns the FLOP/s that a product reaches; the few products of integers count as float32."""
     is_known = product.dtype in chip.flops or "float" in product.dtype
     return chip.peak(product.dtype if is_known else "float32") * (
         chip.attention_efficiency if product.is_fused else chip.flops_efficiency

@@ -1,18 +1,19 @@
 """The work of a device in a step: the collectives, products and memory that the roofline adds up.
 
-`read_work` reads the work off the traced program, with the ledger's readers. A sweep also needs the
-work of steps that were not traced, and derives it from the work of a traced step:
+`read_work` reads the work off the traced program, as `manualpar.inspect` does. A sweep also needs
+the work of steps that were not traced, and derives it from the work of a traced step:
 
 - `with_minibatches`: with `m` minibatches a device does the same computation in `m` parts. It runs
   the collectives of parameters `m` times, once in each minibatch, and sends activations in `m`
   parts.
 - `with_repeats`: a step of `m` equal minibatches does `m` times the work of a step of one of them.
-- `with_gather_dtype`: with another dtype the shapes that are sent stay, and their bytes change.
+- `with_gather_dtype`: with another dtype arrays of the same shapes are sent, and only their bytes
+  change.
 
-Both are exact in compute and collectives, with one exception: the rows of a split embedding are
-summed in the other dtype too, which is left out. Memory is estimated: activations are divided by
-`m`, and gathered parameters scale with the ratio of the dtypes. Repeated reads of weights in each
-minibatch are not counted. So a sweep traces the programs that it ranks first.
+FLOPs and collectives are exact, with one exception: the other dtype also changes the sums of a
+split embedding's rows, which is left out. Memory is estimated: activations are divided by `m`, and
+gathered parameters scale with the ratio of the dtypes. Repeated reads of weights in each minibatch
+are not counted. So a sweep traces the programs that it ranks first.
 """
 
 import dataclasses
@@ -43,7 +44,7 @@ MINIBATCH = re.compile(r"\bminibatch(_\d+)?\b")
 
 
 class PartWork(NamedTuple):
-    """The work of a pipeline's stage in all its runs of a part of a tick."""
+    """The work of one part of a tick, such as a forward pass, in all runs of a pipeline's stage."""
 
     runs: int
     collectives: tuple[Collective, ...]
@@ -54,8 +55,8 @@ class PipelineWork(NamedTuple):
     """The work of a pipeline's stages in its ticks.
 
     Attributes:
-      parts: The parts of the pipeline's ticks.
-      works: Name of a part, as in `Costs` -> work of a stage that runs it.
+      parts: The parts of a tick.
+      works: Name of a part, as in `Costs` -> the work of a stage that runs the part.
     """
 
     parts: TickParts
@@ -63,7 +64,7 @@ class PipelineWork(NamedTuple):
 
 
 class _Read(NamedTuple):
-    """The collectives and products of a stage, and the runs of each part of a tick."""
+    """The collectives and products of a stage, and how often it runs each part of a tick."""
 
     collectives: tuple[Collective, ...]
     products: tuple[Product[float], ...]
@@ -78,15 +79,16 @@ class StepWork:
     Attributes:
       name: The strategy and the mode.
       mesh: The sizes of the mesh axes, the axis on the slowest links first.
-      throughput: Turns the time of a step into rates; without devices and their peak.
+      throughput: Turns the time of a step into rates; the devices and their peak are added later.
       update_traffic: Bytes that the update reads and writes.
       overlap: The compiler options assumed by the plan, see `manualpar.core.mesh.compiler_options`.
       pipeline: The work of the stages if the step has a pipeline. `collectives` and `products`
         are then those of the stage that sends the most.
-      outer_collectives: The collectives of DiLoCo's outer steps, with each fragment once.
+      outer_collectives: The collectives of DiLoCo's outer steps; each fragment of the parameters
+        is exchanged once.
       every: The number of steps in which all `outer_collectives` run once.
       notes: Choices and assumptions of the readers.
-      source: How the work is known.
+      source: The source of the estimate: `roofline` for a traced program, or `closed form`.
     """
 
     name: str
@@ -111,7 +113,7 @@ class StepWork:
 
     @property
     def dtype(self) -> str:
-        """The dtype with the most FLOPs."""
+        """The dtype in which products compute the most FLOPs."""
         totals = summed((product.dtype, product.flops) for product in self.products)
         return max(totals, key=lambda dtype: totals[dtype], default="float32")
 
@@ -131,7 +133,8 @@ def read_work(
       throughput: The examples of a step, their tokens and their FLOPs.
       order: The axes of the mesh, the axis on the slowest links first; see `make_mesh`.
       fused_attention: Whether causal attention is timed as one kernel, see `has_kernel` and
-        `manualpar.inspect.flops`. Memory is always the memory of the program itself, with scores.
+        `manualpar.inspect.flops`. Memory is always the memory of the traced program, which may
+        store scores.
       overlap: The config's `parallel.overlap`.
 
     Raises:
@@ -188,9 +191,9 @@ def read_work(
 def has_kernel(config: ml_collections.ConfigDict) -> bool:
     """Returns whether attention runs in a kernel on the config's chips.
 
-    If the config leaves the choice to the chips, the trace, which is made without them, has
-    attention in blocks. The ring of split sequences, which has a kernel only on TPUs, is planned as
-    it is traced.
+    If the config leaves the choice to the chips, the trace contains attention in blocks, because it
+    is made without the chips. Ring attention over split sequences has a kernel only on TPUs, and is
+    planned without the kernel.
     """
     is_kernel = config.model.get("attention") in ("", "splash", "cudnn")
     return is_kernel and CONTEXT_AXIS not in config.parallel.mesh
@@ -211,7 +214,10 @@ def _merged(
 
 
 def _works(parts: TickParts, read: Callable[[int], _Read]) -> dict[str, PartWork]:
-    """Returns the work in each part; the first and the last stage together run all parts."""
+    """Returns the work in each part of a tick, read off the first and the last stage.
+
+    These two stages together run all parts.
+    """
     works: dict[str, PartWork] = {}
     for stage in dict.fromkeys((0, parts.table.num_stages - 1)):
         stage_work = read(stage)
@@ -223,12 +229,12 @@ def _works(parts: TickParts, read: Callable[[int], _Read]) -> dict[str, PartWork
 
 
 def repeated(product: Product[float], times: float) -> Product[float]:
-    """Returns the work of `times` as many runs of a product."""
+    """Multiplies the work of a product by `times`."""
     return product._replace(flops=times * product.flops, traffic=times * product.traffic)
 
 
 def with_minibatches(work: StepWork, num_minibatches: int) -> StepWork:
-    """Derives the work in several minibatches from the work in one; memory is estimated."""
+    """Derives the work of a step in several minibatches from the work in one minibatch."""
     assert work.num_minibatches == 1
     assert work.pipeline is None  # A pipeline's schedule of microbatches has to be traced.
     if num_minibatches == 1:
@@ -246,9 +252,9 @@ def with_minibatches(work: StepWork, num_minibatches: int) -> StepWork:
 
 
 def with_repeats(work: StepWork, times: int) -> StepWork:
-    """Derives the work in several minibatches from the work of a step of one of them.
+    """Derives the work of a step of `times` minibatches from the work of a step of one of these.
 
-    The memory stays that of one minibatch.
+    The memory stays that of the step of one minibatch.
     """
     assert work.num_minibatches == 1
     assert work.pipeline is None
@@ -266,7 +272,7 @@ def with_repeats(work: StepWork, times: int) -> StepWork:
 
 
 def _in_minibatches(collective: Collective, num_minibatches: int) -> Collective:
-    """Turns the only minibatch's collective into one that runs in each of several minibatches."""
+    """Turns a collective of the only minibatch into a collective of each of several minibatches."""
     shape, divides = collective.shape, [size % num_minibatches == 0 for size in collective.shape]
     if collective.purpose in LAYER_SCOPES and any(divides):  # A minibatch has fewer tokens.
         dim = divides.index(True)
@@ -275,7 +281,7 @@ def _in_minibatches(collective: Collective, num_minibatches: int) -> Collective:
 
 
 def with_gather_dtype(work: StepWork, gather_dtype: str, *, reduce_dtype: str = "") -> StepWork:
-    """Derives the work with parameters gathered in another dtype; its memory is an estimate.
+    """Derives the work with parameters gathered in another dtype; the memory is an estimate.
 
     Args:
       work: The work of a step that gathers parameters in the stored dtype. Quantized numbers, which

@@ -5,10 +5,10 @@ other candidates are derived by closed forms (`manualpar.planner.step_work`), wh
 time but not in memory. Then the programs of the candidates that rank first, and of candidates near
 the limit of memory, are traced too.
 
-If a model supports it, its layers are also split over a model axis, the last of the mesh, whose
-devices are neighbours; or its experts are divided over an expert axis. (The sweep does not try both
-together.) The builder refuses a size that does not divide the model or the data; the sweep passes
-its message on.
+If the model supports it, other candidates split its layers over a model axis, or divide its experts
+over an expert axis. (No candidate does both.) This axis is the last of the mesh, so its devices are
+neighbours. If a size does not divide the model or the data, the builder refuses the candidate, and
+the candidate's outcome contains the builder's message.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ from manualpar.training.task import EXPERT_AXIS, SPLIT_AXIS, Task, split_of, spl
 REMATS = ("none", "dots", "full")
 MINIBATCHES = (1, 2, 4, 8)
 GATHER_DTYPES = ("", "bfloat16")
-# A second axis to shard over, after the first; it suits a torus.
+# The name of a second axis to shard over; two axes suit a torus.
 MINOR_AXIS = "data_minor"
 # A plan with estimated memory is traced if it exceeds the device's memory by at most this share.
 NEARLY = 0.3
@@ -101,7 +101,7 @@ class Outcome(Generic[C_co]):
     """The result for a candidate.
 
     Attributes:
-      plan: Its plan; `None` if no program could be built.
+      plan: The candidate's plan; `None` if no program could be built.
       reason: Why the candidate is not ranked, in words; "" if it is ranked.
       is_traced: Whether the candidate's own program was traced; otherwise its plan was derived from
         another candidate's program.
@@ -120,9 +120,9 @@ class Outcome(Generic[C_co]):
 
 
 class Builder(NamedTuple):
-    """Builds and reads programs for candidates, which share a config and a task.
+    """Builds programs for candidates from one config and one task, and reads their work.
 
-    Only the remat of the model may differ.
+    The models of the programs differ only in remat and in how their layers are split.
     """
 
     config: ml_collections.ConfigDict
@@ -140,7 +140,7 @@ class Builder(NamedTuple):
 
     @property
     def layer_axes(self) -> tuple[str, ...]:
-        """The mesh axes over which layers are split or experts divided, one at a time."""
+        """The mesh axes that split layers or divide experts; a mesh has at most one of them."""
         has_experts = self.config.model.get("num_experts")
         return (SPLIT_AXIS,) * self.can_split + (EXPERT_AXIS,) * bool(has_experts)
 
@@ -169,7 +169,7 @@ class Builder(NamedTuple):
         return read_work(program, throughput, fused_attention=fused, overlap=overlap)
 
     def outcome(self, candidate: Candidate, topology: Topology) -> Outcome[Candidate]:
-        """Returns the outcome of a candidate by its own program."""
+        """Traces a candidate's program, and returns the outcome."""
         try:
             work = self.read(candidate, topology.num_devices)
         except ValueError as error:
@@ -178,7 +178,7 @@ class Builder(NamedTuple):
 
 
 def throughput_of(config: ml_collections.ConfigDict, task: Task) -> Throughput:
-    """Returns a converter of a config's step time into rates, without devices and their peak."""
+    """Returns a `Throughput` for a config's step, without the devices and their peak."""
     return Throughput(
         examples_per_step=config.data.batch_size,
         tokens_per_example=task.tokens_per_example or None,
@@ -198,15 +198,14 @@ def sweep(
     Args:
       builder: Builder for a config in mode `manual`; fields that are not swept stay unchanged.
       topology: The devices.
-      traced: How many of the first candidates are traced.
+      traced: The number of candidates, the fastest first, whose own programs are traced.
       report: Called with a line of progress.
 
     Returns:
       All candidates: first the candidates that fit, the fastest first, then the others.
 
     Raises:
-      ValueError: The config sets an order of its mesh axes, which does not fit the candidates'
-        meshes.
+      ValueError: The config sets `parallel.mesh_order`, but the candidates' meshes have other axes.
     """
     if order := builder.config.parallel.mesh_order:
         raise ValueError(
@@ -218,7 +217,7 @@ def sweep(
     for number, base in enumerate(bases, 1):
         report(f"{number}/{len(bases)} {base.name}{', remat ' * bool(base.remat)}{base.remat}")
         outcomes += _family(builder, base, topology)
-    for _ in range(2 * traced):  # A traced candidate may fall back; then the next is traced.
+    for _ in range(2 * traced):  # A traced candidate may turn out slower; then the next is traced.
         ranked = sorted(outcomes, key=lambda outcome: outcome.seconds)
         todo = [x for x in ranked[:traced] if not x.is_traced and x.plan]
         todo += [x for x in outcomes if _nearly_fits(x, fastest=ranked[0].seconds)]
@@ -238,9 +237,9 @@ def scaling_curves(
 ) -> dict[str, list[tuple[int, StepEstimate]]]:
     """Plans candidates on 8 to 4,096 devices of the topology's chip (weak scaling).
 
-    Each device has `config.data.batch_size / topology.num_devices` examples of the builder's
-    config, and each number of devices has its own mesh. Returns a curve for each name in
-    `candidates`: pairs of a number of devices and a plan.
+    Each device has as many examples as with the builder's config on `topology`. The mesh changes
+    with the number of devices. Returns a curve for each name in `candidates`: pairs of a number of
+    devices and a plan.
     """
     per_device = max(builder.config.data.batch_size // topology.num_devices, 1)
     curves: dict[str, list[tuple[int, StepEstimate]]] = {name: [] for name in candidates}
@@ -262,9 +261,9 @@ def scaling_curves(
 
 
 def mesh_like(candidate: Candidate, topology: Topology) -> dict[str, int] | None:
-    """Returns the mesh of a candidate's strategy on another topology; `None` if there is none.
+    """Returns a mesh with a candidate's axes on another topology; `None` if there is none.
 
-    Layers are split over the same number of devices.
+    Layers are split, or experts divided, over as many devices as in the candidate's mesh.
     """
     count, groups = topology.num_devices, group_sizes(topology)
     data_axes = [axis for axis in candidate.mesh if axis not in (SPLIT_AXIS, EXPERT_AXIS)]
@@ -281,7 +280,7 @@ def mesh_like(candidate: Candidate, topology: Topology) -> dict[str, int] | None
 
 
 def with_axis(mesh: Mapping[str, int], axis: str, size: int) -> dict[str, int] | None:
-    """Moves devices of a mesh's axis `data` to another axis; `None` if `size` does not divide."""
+    """Moves a factor `size` of a mesh's axis `data` to another axis; `None` if it is no factor."""
     if mesh["data"] % size:
         return None
     return {**mesh, "data": mesh["data"] // size, axis: size}
@@ -294,9 +293,10 @@ def split_sizes(topology: Topology) -> list[int]:
 
 
 def group_sizes(topology: Topology) -> list[int]:
-    """Returns group sizes to shard within, beginning with the largest in a node or slice.
+    """Returns the sizes of groups of devices over which to shard; each group may be a replica.
 
-    In a single slice the first size leaves one dimension of the torus to the replicas.
+    The first size is a node or a slice. In a single slice it is the slice without one dimension of
+    the torus, which is left to the replicas.
     """
     count, levels = topology.num_devices, levels_of(topology)
     products = [math.prod(levels[i:]) for i in range(1, len(levels))]
@@ -332,7 +332,7 @@ def _meshes(kind: StrategyKind, topology: Topology) -> Iterator[dict[str, int]]:
 
 
 def _meshes_with(axis: str, kind: StrategyKind, topology: Topology) -> Iterator[dict[str, int]]:
-    """Yields a strategy's first mesh with an axis to split layers, for each size of this axis."""
+    """Yields a strategy's first mesh, with `axis` added, for each possible size of `axis`."""
     for data_mesh, size in itertools.product(
         itertools.islice(_meshes(kind, topology), 1), split_sizes(topology)
     ):

@@ -1,9 +1,9 @@
 """Collectives with their seconds, and a clock that times them on the rings of a topology.
 
 The roofline times the collectives of a traced program or a closed form with `Clock`. A collective
-runs on one ring over its mesh axes (`manualpar.planner.topology`). Whether compute can hide it
-follows from its purpose and its scope. The timeline of a compiled program
-(`manualpar.planner.tpu_timeline`) times the instructions that it follows.
+runs on one ring over its mesh axes (`manualpar.planner.topology`). The purpose and the scope of a
+collective decide whether compute can hide it. For a compiled program,
+`manualpar.planner.tpu_timeline` makes the `TimedCollective`s without `Clock`.
 """
 
 import dataclasses
@@ -33,10 +33,11 @@ class TimedCollective:
       network: The names of the links that it runs on.
       slow_bytes: See `PlannedCollective`.
       hidden_seconds: The part of `seconds` that is hidden behind compute.
-      cycles_between: The cycles of compute between its start and the wait for it, in each run;
-        `None` if it was not compiled.
-      is_doubled: Whether it sends twice its bytes, see `is_made_an_all_reduce`.
-      share: The share of it that counts for one step.
+      cycles_between: The cycles of compute between the start of the collective and the wait for its
+        end, in each run; `None` if the collective is not compiled.
+      is_doubled: Whether the collective sends twice its bytes, see `is_made_an_all_reduce`.
+      share: The share of the collective's bytes that counts for one step; less than 1 in DiLoCo's
+        outer steps. `seconds` and `slow_bytes` are this share already.
     """
 
     collective: Collective | CompiledCollective
@@ -50,7 +51,7 @@ class TimedCollective:
 
     @property
     def is_async(self) -> bool | None:
-        """Whether there is compute between its start and the wait; `None` if not compiled."""
+        """Whether there is compute between start and wait; `None` if not compiled."""
         return None if self.cycles_between is None else self.cycles_between > 0
 
     @property
@@ -60,7 +61,7 @@ class TimedCollective:
 
     @property
     def is_inside(self) -> bool:
-        """Whether it is inside the differentiated model, so that a layer's compute can hide it."""
+        """Whether the collective is in the differentiated model, where layers can hide it."""
         scope = self.collective.scope
         return ("jvp(" in scope or bool(innermost_ticks(scope))) and not self.is_awaited
 
@@ -71,14 +72,14 @@ class TimedCollective:
 
     @property
     def layer(self) -> tuple[str, ...]:
-        """The first names of its module's path, in its minibatch."""
+        """An identifier of a layer: minibatch, and the first two names of the module's path."""
         found = MINIBATCH.search(self.collective.scope)
         names = [name for name in self.collective.module.split("/") if name][:2]
         return (found.group() if found else "", *names)
 
 
 def planned_collectives(timed: Iterable[TimedCollective]) -> tuple[PlannedCollective, ...]:
-    """Adds up collectives that differ only in numbers, and sorts them, the longest first."""
+    """Adds up the collectives of each `PlannedCollective`; the longest sum comes first."""
     groups: dict[Any, list[TimedCollective]] = {}
     for x in timed:
         sent = x.collective
@@ -136,9 +137,9 @@ class Clock(NamedTuple):
 def is_made_an_all_reduce(topology: Topology, ring: Ring) -> bool:
     """Returns whether XLA for TPU turns a reduce-scatter on this ring into an all-reduce.
 
-    XLA (libtpu 0.0.42) does this for one flat axis that fills a torus. It was seen on 4x4, 8x8,
-    16x16 and 4x4x8 chips, but not on 8, 4x8 or 8x16; for other shapes in three dimensions it is
-    assumed. Options that `parallel.overlap` chooses may prevent it.
+    XLA (libtpu 0.0.42) does this for a ring that fills a torus of 4x4, 8x8, 16x16 or 4x4x8 chips,
+    but not for 8, 4x8 or 8x16 chips. Other tori of three dimensions are assumed to be like 4x4x8.
+    The options that `parallel.overlap` chooses may prevent the all-reduce.
     """
     if not topology.chip.is_tpu or ring.outside > 1:
         return False

@@ -1,9 +1,9 @@
 """Topologies of devices, such as `v5p:8x8x4`, `2xv5e:16x16`, `h100:128`, and mesh axes on them.
 
-A topology is a chip and a shape: for TPUs the shape of a slice in chips, with a factor for several
-slices; for GPUs the number of GPUs, in nodes of eight. Mesh axes are placed on the topology in the
-order in which they are given (`manualpar.core.mesh.mesh_order.in_order`), the last axis on the
-fastest part.
+A topology is a chip and a shape. For TPUs the shape is the dimensions of a slice, in chips, and a
+prefix gives the number of slices. For GPUs the shape is the number of GPUs, in nodes of eight. Mesh
+axes are placed on the topology in the order in which they are given
+(`manualpar.core.mesh.mesh_order.in_order`), the last axis on the fastest links.
 
 `ring_over` computes the speed of a ring over mesh axes. In a torus a mesh axis takes complete
 dimensions if the sizes allow it: `k` dimensions carry `k` rings at once. A dimension that is closed
@@ -29,7 +29,7 @@ _PATTERN = re.compile(r"(?:(\d+)x)?([a-zA-Z][\w-]*):(\d+(?:x\d+)*)")
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """Devices of one kind and how they are joined.
+    """Devices of one kind, and how the network joins them.
 
     For TPUs `shape` has the dimensions of a slice, in chips. For GPUs it has the number of GPUs,
     which form one slice.
@@ -68,7 +68,7 @@ class Ring:
       fast: Bytes per second that a device sends within a slice or a node.
       inside: The number of devices of the ring in a slice or a node.
       outside: The number of slices or nodes that the ring goes through.
-      steps: The number of fast latencies that a collective waits.
+      steps: The number of hops within a slice or a node, each of which costs a latency.
       torus_dims: Dimensions of the torus that the ring fills completely.
     """
 
@@ -85,9 +85,9 @@ class Ring:
         return self.outside > 1
 
     def seconds(self, sent: float, times: int = 1) -> float:
-        """Returns the time of collectives that run `times` times and send `sent` bytes together.
+        """Returns the time of `times` runs of a collective that send `sent` bytes in all.
 
-        All devices of a group use its slow links together, see `crossing_bytes`.
+        All devices of a slice or a node share its slow links, see `crossing_bytes`.
         """
         network = self.network
         if self.inside * self.outside == 1:
@@ -98,11 +98,11 @@ class Ring:
         return max(fast, slow) + times * (network.launch + waits)
 
     def crossing_bytes(self, sent: float) -> float:
-        """Returns the bytes per device that enter a group, if each device sends `sent` bytes.
+        """Returns the bytes per device that enter a slice or a node, if each sends `sent` bytes.
 
-        A ring over `n` groups of `s` devices on which each device sends `b` bytes (`ring_bytes`)
-        moves `b S / (S - 1)` bytes (`S = n s`) around. Of these bytes `(n - 1) / n` enter a group
-        through its `s` slow links, and the rest stays inside.
+        Let a ring go over `n` groups (slices or nodes) of `s` devices, `S = n s`. If each device
+        sends `b` bytes (`ring_bytes`), `b S / (S - 1)` bytes go around the ring. Of these bytes
+        `(n - 1) / n` enter a group through its `s` slow links, and the rest stays inside.
         """
         size = self.inside * self.outside
         if self.outside == 1:
@@ -128,7 +128,7 @@ def parse_topology(name: str) -> Topology:
 
 
 def _problem(topology: Topology) -> str:
-    """Says why the chip's network does not have this shape; "" if it has."""
+    """Says why the chip's network cannot have the topology's shape; "" if it can."""
     chip, shape, network = topology.chip, topology.shape, topology.chip.network
     if topology.num_devices == 0:
         return f"has a size of 0, expected positive ones, {EXAMPLES}."
@@ -161,10 +161,10 @@ def _fills_nodes(network: Network, num_devices: int) -> bool:
 
 
 def topology_of_size(chip: Chip, num_devices: int) -> Topology | None:
-    """Returns a topology of a power of two of devices, as cubic as possible; `None` if none exists.
+    """Returns a topology of `num_devices`; `None` if there is none.
 
-    GPUs fill nodes. TPUs fill a slice whose dimensions are powers of two, the last the largest, or
-    several slices of the largest size.
+    GPUs must fill nodes. The number of TPU chips must be a power of two. The chips fill one slice
+    whose dimensions are powers of two, as cubic as possible; or several slices of the largest size.
     """
     network = chip.network
     if network.kind == "nodes":
@@ -194,12 +194,13 @@ def levels_of(topology: Topology) -> tuple[int, ...]:
 
 
 def place_axes(topology: Topology, mesh: Mapping[str, int]) -> dict[str, list[tuple[int, int]]]:
-    """Places mesh axes on a topology; the axis on the slowest links comes first.
+    """Places mesh axes on a topology; the first axis of `mesh` gets the slowest links.
 
     The first axes go across slices or nodes as far as the sizes allow, like in `make_mesh`.
 
     Returns:
-      The parts of levels that each axis takes: pairs of a level, see `levels_of`, and a size.
+      Axis -> the parts of levels that the axis takes: pairs of a level, see `levels_of`, and the
+      size of the part.
 
     Raises:
       ValueError: The sizes do not fit.
@@ -231,7 +232,7 @@ def place_axes(topology: Topology, mesh: Mapping[str, int]) -> dict[str, list[tu
 
 
 def describe_axes(topology: Topology, mesh: Mapping[str, int]) -> str:
-    """Names the networks that each axis goes over, and in a torus the sizes of its dimensions.
+    """Names the networks over which each axis goes, and the sizes of the parts that it takes.
 
     Returns:
       Words such as `data 4 over InfiniBand and 2 over NVLink, model 4 over NVLink`.
@@ -247,7 +248,7 @@ def describe_axes(topology: Topology, mesh: Mapping[str, int]) -> str:
 
 
 def _complete_levels(left: list[int], needed: int) -> list[int]:
-    """Returns the fastest complete levels whose sizes make an axis; none if there are none."""
+    """Returns the fastest complete levels whose sizes multiply to `needed`; [] if none do."""
     for bits in range(1, 2 ** len(left)):
         levels = [i for i in range(len(left)) if bits >> (len(left) - 1 - i) & 1 and left[i] > 1]
         if levels and math.prod(left[i] for i in levels) == needed:
@@ -287,7 +288,7 @@ def ring_over(topology: Topology, mesh: Mapping[str, int], axes: tuple[str, ...]
 
 
 def is_closed(topology: Topology, size: int) -> bool:
-    """Returns whether a dimension of `size` chips is a ring; in a 3D torus all are, or none."""
+    """Returns whether a dimension of `size` chips is a ring; a 3D torus has only rings or none."""
     is_flat = topology.chip.network.dims == 2
     sides = (size,) if is_flat else topology.shape
     return size > 2 and closed_sides(sides, is_flat=is_flat)[0]

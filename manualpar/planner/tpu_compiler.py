@@ -1,8 +1,9 @@
-"""Compiles a config's step for TPUs that are not here, with XLA's own compiler for them.
+"""Compiles a config's step for TPUs that are not here, with XLA's compiler for TPUs.
 
-libtpu contains the compiler and a description of every topology, and neither needs a TPU. It runs
-in a separate process, `manualpar.planner.tpu_worker`, which writes the program's text and some
-facts to a folder. `manualpar.planner.compiled_plan` makes a `StepEstimate` of them.
+libtpu contains the compiler and a description of every topology, and neither needs a TPU. The
+compiler runs in a separate process, `manualpar.planner.tpu_worker`, which writes the program's text
+and some facts about the program to a folder. `manualpar.planner.compiled_plan` makes a
+`StepEstimate` of text and facts.
 """
 
 import inspect
@@ -53,8 +54,8 @@ def compile_for_tpu(
     Args:
       config: A training config.
       topology: The topology, or its name, such as `"v5e:4x4"` or `"2xv5p:4x4x4"`.
-      options: Additional compiler options, which override those that `config.parallel.overlap`
-        chooses; see `manualpar.core.mesh.compiler_options`.
+      options: Additional compiler options, which override the options that
+        `config.parallel.overlap` chooses; see `manualpar.core.mesh.compiler_options`.
       vocab_size: The tokens of a language model's vocabulary; 0 for the vocabulary of its data.
 
     Raises:
@@ -99,7 +100,7 @@ def compile_step(
 
 
 def _run_worker(folder: Path, topology: Topology) -> dict[str, Any]:
-    """Runs the worker and reads its result; raises its error if it failed."""
+    """Runs the worker and reads its result; raises an error if the worker failed."""
     package = str(Path(__file__).parents[2])
     paths = filter(None, [package, os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(paths)}

@@ -5,14 +5,15 @@ which they start; chip and links work at the same time. A collective uses all li
 caller names the links that it uses (`manualpar.planner.link_timeline`). An instruction computes for
 as many cycles as the compiler estimates. A collective is sent as soon as it has started and its
 links are free. An instruction that waits for a collective stalls the chip until the collective has
-ended: this part of its time is *exposed*, the rest is hidden. An *asynchronous* collective has
-other instructions between its start and the wait, which can hide it. A turn of a loop begins with
-free links, because the turn before has waited for all of its collectives. So one turn is followed,
-and counts once for each turn of the loop.
+ended: this part of the collective's time is *exposed*, and the rest is hidden. Between the start of
+an *asynchronous* collective and the wait for its end, other instructions run, which can hide the
+collective. A turn of a loop begins with free links, because the turn before has waited for all of
+its collectives. So one turn is followed, and counts once for each turn of the loop.
 
-The compiler estimates no cycles for a collective, and its estimate of a product that carries a part
-of a collective leaves that part out (`tests/planner/tpu_timeline_test.py` shows both). So cycles
-are compute, and the caller gives the time and the links of a collective, and the time of a kernel.
+The compiler estimates no cycles for a collective. If an instruction computes a product and also a
+part of a collective, the compiler estimates only the product (`tests/planner/tpu_timeline_test.py`
+shows both). So all cycles are compute. The caller gives the time and the links of a collective, and
+the time of a kernel.
 """
 
 import dataclasses
@@ -49,7 +50,7 @@ ALL_LINKS = "all links"
 
 
 class KernelRuns(NamedTuple):
-    """A step's runs of a kernel, and their time; the compiler does not estimate its cycles."""
+    """The runs of a kernel in a step, and their time, which the compiler does not estimate."""
 
     name: str
     times: int
@@ -58,14 +59,14 @@ class KernelRuns(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """A scheduled program.
+    """The times of a scheduled program, for one step.
 
     Attributes:
-      collectives: Its collectives with their time, in the order of the program.
+      collectives: The collectives with their time, in the order of the program.
       compute_cycles: The cycles of all compute in a step, kernels included.
       compute_seconds: The time of these cycles.
       exposed_seconds: The time that the step waits for collectives, also for links to become free.
-      kernels: The kernels in this compute, each once.
+      kernels: The kernels of the step, an entry for each.
       unestimated: The number of runs, by opcode, of instructions that work on a MiB or more and
         have no estimate of their cycles. They count as 0 cycles.
       num_carried: The number of collectives that start in one turn of a loop and are waited for in
@@ -95,7 +96,8 @@ WireSeconds = Callable[[CompiledCollective], float]
 # Arguments: a collective, the instruction that names its devices, and the groups of devices.
 # Results: the links that the collective occupies, and for how many seconds.
 SendModel = Callable[[CompiledCollective, Instruction, Groups], tuple[Collection[Hashable], float]]
-# Arguments: an instruction without cycles, and its computation; `None` if it is no known kernel.
+# Arguments: an instruction without cycles, and the computation that contains the instruction.
+# Result: the seconds; `None` if the instruction runs no known kernel.
 KernelSeconds = Callable[[Instruction, Instructions], float | None]
 
 
@@ -118,8 +120,8 @@ def read_timeline(
       text: The `as_text()` of the compiled program.
       mesh: The sizes of the mesh axes, the major one first.
       clock: Cycles per second.
-      wire: The seconds and links that one run of a collective takes, without overlap.
-      kernel_seconds: The seconds of a kernel, for which the compiler estimates no cycles.
+      wire: Returns the links that one run of a collective occupies, and the seconds.
+      kernel_seconds: Returns the seconds of a kernel, because the compiler estimates none.
 
     Returns:
       The program's timeline. A conditional takes the branch that computes most (if equal, the
@@ -252,7 +254,7 @@ class _Block(Reading):
             timed.hidden_seconds = timed.seconds - exposed if is_hidden else 0.0
 
     def compute(self, instruction: Instruction) -> None:
-        """Advances the clock by an instruction, or notes that the compiler does not estimate it."""
+        """Advances the clock by an instruction; notes an instruction whose time is unknown."""
         if instruction.cycles is not None:
             self.pass_cycles(instruction.cycles)
         elif (seconds := self.module.kernel_seconds(instruction, self.computation)) is not None:

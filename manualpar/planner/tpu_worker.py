@@ -4,7 +4,7 @@
 
 The worker reads `request.json` in the folder, and writes the program's text to `program.txt` and
 everything else, also errors, to `result.json`. `manualpar.planner.tpu_compiler` starts the worker,
-with the environment that libtpu needs without a TPU. It is a separate process because this
+with the environment that libtpu needs without a TPU. The worker is a separate process because this
 environment would keep a training process from looking for a TPU, and because a crash in libtpu ends
 the process.
 """
@@ -91,12 +91,12 @@ def _compile(request: dict[str, Any], folder: Path, stage: list[str]) -> dict[st
 
 
 def is_out_of_hbm(message: str) -> bool:
-    """Returns whether the compiler lacks HBM, and not another memory."""
+    """Returns whether an error says that a program needs too much HBM, not too much VMEM."""
     return "RESOURCE_EXHAUSTED" in message and "hbm" in message.lower().partition("vmem")[0]
 
 
 def _facts(experiment: Experiment) -> dict[str, Any]:
-    """Returns the facts of a built program, which the parent cannot build without devices."""
+    """Returns the facts about the program that `manualpar.planner.compiled_plan` needs."""
     program = experiment.program
     state = program.abstract_state
     batch = state_bytes(program.abstract_batch)[0]

@@ -1,7 +1,7 @@
-"""Builds the program of a config with a vocabulary that its data need not have.
+"""Builds the program of a config with any vocabulary size, without a tokenizer of this size.
 
 The vocabulary size of a language model follows from the tokenizer of its data. A model of 32,000
-tokens can be planned without that tokenizer's file, because a program is built from the shapes of
+tokens can be planned without the tokenizer's file, because a program is built from the shapes of
 the data only.
 """
 

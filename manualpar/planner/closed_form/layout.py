@@ -1,14 +1,15 @@
 """Layouts of a transformer on many devices, and the sizes of the arrays on one device.
 
-A `Layout` gives every axis a size: `replica` and `data` split examples, `context` splits
-positions, `model` splits layers (with sequence parallelism), `expert` divides experts and splits
-examples too, and `stage` divides the layers. FSDP shards parameters over `data`, `context` and
-`expert`, and parameters of experts over `data` and `context`.
+A `Layout` gives every axis a size. `replica` and `data` divide the examples, and `context` divides
+the positions of an example. `model` splits each layer (tensor and sequence parallelism). `expert`
+divides the experts, and the examples too. `stage` divides the layers into pipeline stages. FSDP
+shards parameters over `data`, `context` and `expert`, and parameters of experts over `data` and
+`context`.
 
-Symbols: `B` examples of a device in a minibatch, `S` its positions, `T = B S`, `D` hidden features,
-`N` and `K` heads and key and value heads of a device, `H` features of a head, `F` features inside
-an MLP of a device, `V` its tokens of the vocabulary, `L` its layers, `E` experts, `R` the rows that
-the experts of a device compute.
+Symbols, each for one device: `B` examples in a minibatch, `S` positions of an example, `T = B S`
+tokens, `D` hidden features, `N` heads, `K` key and value heads, `H` features of a head, `F`
+features inside an MLP, `V` tokens of the vocabulary, `L` layers, `R` rows that the device's experts
+compute.
 """
 
 import dataclasses
@@ -33,17 +34,17 @@ AXES = ("replica", "stage", "data", "context", "expert", "model")
 class Layout:
     """Sizes of mesh axes, and how a step runs on them.
 
-    `remats` maps a choice of `remat` to the share of each part of a layer that the backward pass
-    runs again. `keeps_logits` says whether the logits of a wide vocabulary are kept for the
-    backward pass. Programs of others differ in both.
+    For each choice of `remat`, `remats` gives the parts of a layer that the backward pass computes
+    again, and the share of each part. `keeps_logits` says whether the logits of a wide vocabulary
+    are kept for the backward pass. A subclass for another library's programs changes both.
 
     Attributes:
-      num_minibatches: Minibatches of a step; with stages, its microbatches.
+      num_minibatches: The number of minibatches in a step; with stages, of microbatches.
       chunks: Chunks of layers on each stage; more chunks make the bubble smaller.
-      remat: A key of `remats`, which names the parts that the backward pass computes again.
+      remat: A key of `remats`: how much of the layers the backward pass computes again.
       communicate: How often FSDP gathers parameters and scatters gradients.
       keep: The values of a chunk that a stage keeps for the backward pass: the values that remat
-        keeps of its layers (`"residuals"`), or the chunk's input, from which the chunk is computed
+        keeps of the layers (`"residuals"`), or the chunk's input, from which the chunk is computed
         again (`"inputs"`).
       gather_code: Quantization of gathered parameters; `""` for bfloat16.
       reduce_code: Quantization of reduced gradients; `""` for float32. If there are several
@@ -73,17 +74,17 @@ class Layout:
 
     @property
     def recomputed(self) -> Mapping[str, float]:
-        """The share of each part of a layer that the backward pass runs again."""
+        """Part of a layer -> the share of this part that the backward pass computes again."""
         return self.remats[self.remat]
 
     @property
     def runs_chunks_again(self) -> bool:
-        """Whether the backward pass of a stage begins with the forward pass of its chunk."""
+        """Whether the backward pass of a chunk first runs the chunk's forward pass again."""
         return self.stage > 1 and self.keep == "inputs"
 
     @functools.cached_property
     def mesh(self) -> dict[str, int]:
-        """The axes with more than one device, on the slowest links first, and `data`."""
+        """The sizes of `data` and of axes of more than one device, the slowest links first."""
         sizes = {axis: getattr(self, axis) for axis in AXES}
         return {axis: size for axis, size in sizes.items() if size > 1 or axis == "data"}
 
@@ -114,11 +115,11 @@ class DeviceSizes:
 
     Attributes:
       positions: Positions of a complete sequence.
-      router: Experts that a token chooses among; 0 without experts.
-      experts_per_device: Experts that this device stores.
+      router: The number of experts that a token chooses among; 0 without experts.
+      experts_per_device: The number of experts that this device stores.
       tied: Whether the embedding is also the head.
       seen: Two times the number of positions that a query sees, as a mean over queries and layers.
-      norms: Norms of a layer that are as large as `D`.
+      norms: The number of a layer's norms over `D` features.
       vectors: The sizes of all norms and biases of a layer.
     """
 
@@ -147,39 +148,39 @@ class DeviceSizes:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a minibatch, `T`."""
+        """The number of tokens in a minibatch, `T`."""
         return self.B * self.S
 
     @functools.cached_property
     def attention_weights(self) -> int:
-        """Weights of a layer's attention, with norms and biases."""
+        """The number of weights in a layer's attention, its norms and its biases."""
         return self.D * self.H * 2 * (self.N + self.K) + sum(self.vectors)
 
     @functools.cached_property
     def mlp_weights(self) -> int:
-        """Weights of a layer's MLP, or of its experts without the router."""
+        """The number of weights in a layer's MLP, or in a layer's experts without the router."""
         return 3 * self.D * self.F * max(self.experts_per_device, 1)
 
     @property
     def router_weights(self) -> int:
-        """Weights of a layer's router."""
+        """The number of weights in a layer's router."""
         return self.D * self.router
 
     @property
     def dense_weights(self) -> int:
-        """Weights of a layer that all data axes shard."""
+        """The number of a layer's weights that are sharded over all data axes."""
         return self.attention_weights + (
             self.router_weights if self.experts_per_device else self.mlp_weights
         )
 
     @property
     def expert_weights(self) -> int:
-        """Weights of a layer that all data axes except `expert` shard."""
+        """The number of a layer's weights that are sharded over all data axes except `expert`."""
         return self.mlp_weights if self.experts_per_device else 0
 
     @property
     def outer_weights(self) -> int:
-        """Weights outside of the layers: embedding, head and last norm."""
+        """The number of weights outside of the layers: embedding, head and last norm."""
         return self.D * self.V * (1 if self.tied else 2) + self.D
 
 
@@ -201,7 +202,7 @@ def check_closed_form(model: Transformer) -> None:
 def find_obstacle(
     model: Transformer, layout: Layout, *, examples: int, positions: int, even: bool = True
 ) -> str:
-    """Says why a model and its batch do not divide by a layout; "" if they do.
+    """Says which size of a model or its batch a layout does not divide; "" if it divides all.
 
     Args:
       model: The model, on one device.
@@ -239,7 +240,7 @@ def find_obstacle(
 def sizes_on_device(
     model: Transformer, layout: Layout, *, examples: int, positions: int
 ) -> DeviceSizes:
-    """Computes the sizes on a device; if stages differ, on the stage with the most layers."""
+    """Computes the sizes of a device's arrays; with stages, on the stage with the most layers."""
     rows = layout.replica * layout.data * layout.expert * layout.num_minibatches
     num_experts = model.experts.num_experts
     positions_per_device = positions // layout.context
@@ -256,7 +257,7 @@ def sizes_on_device(
     size, norms = size_of_head(model), 4 if model.norm.post else 2
     vectors = (model.hidden_size,) * norms + (size, size) * model.attention.query_key_norm
     vectors += (queries * size, keys * size, keys * size) * model.attention.qkv_bias
-    # With a window `w`, the first `w` queries see fewer positions.
+    # With a window `w`, the first queries see fewer than `w` positions.
     kinds = [(min(w or positions, positions), layers) for w, layers in layers_by_window(model)]
     seen = sum(layers * w * (2 - w / positions) for w, layers in kinds)
     return DeviceSizes(

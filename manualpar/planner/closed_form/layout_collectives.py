@@ -1,9 +1,9 @@
-"""The collectives of a step on a layout, in closed form, as a traced step has them.
+"""The collectives of a step on a layout, in closed form.
 
-Nothing is counted here: parameters and gradients are those of
-`manualpar.inspect.parameter_formulas`, for the placements that the strategy of the layout decides,
-and activations are those of `manualpar.models.transformer_collectives`. This module says in which
-pass of the step each of them runs, by its scope.
+`manualpar.inspect.parameter_formulas` has the formulas for parameters and gradients, and the
+layout's strategy decides how they are sharded. `manualpar.models.transformer_collectives` has the
+formulas for activations. This module counts how often a step runs each collective, and gives each
+the scope that it has in a traced program; the scope names the pass.
 
 `tests/planner/closed_form/layout_law_test.py` compares the collectives with traced programs.
 """
@@ -39,9 +39,9 @@ from manualpar.planner.closed_form.layout_parameters import LAYERS
 from manualpar.training.task import CONTEXT_AXIS, STAGE_AXIS
 
 BFLOAT16 = jnp.dtype("bfloat16")
-EMBEDDING = "embedding"  # The parameter before the layers.
-# Metrics, each a sum and a number: loss, accuracy and objective; two losses of experts
-# and their dropped tokens, beside the share of each expert.
+EMBEDDING = "embedding"  # The name of the parameter before the layers.
+# The number of metrics: loss, accuracy and objective; with experts, two losses and the dropped
+# tokens, and then one metric for each expert: the expert's share of the tokens.
 METRICS, METRICS_OF_EXPERTS = 3, 3
 
 
@@ -49,12 +49,15 @@ METRICS, METRICS_OF_EXPERTS = 3, 3
 class LayoutCollectives:
     """The collectives of a step.
 
+    With stages, a step runs in *ticks*, see `manualpar.layers.pipeline.schedule_table`. A tick has
+    parts, such as the forward pass of a chunk of layers.
+
     Attributes:
       model: The model, as `model_on` returns it.
       layout: The layout.
       x: The sizes on a device.
       forms: The collectives of parameters, as `parameter_forms` returns them.
-      ticks: The parts of the ticks of a pipeline; `None` without stages.
+      ticks: The parts of a tick; `None` without stages.
     """
 
     model: Transformer
@@ -64,7 +67,7 @@ class LayoutCollectives:
     ticks: TickParts | None = None
 
     def of_step(self) -> tuple[Collective, ...]:
-        """Returns all collectives; in a pipeline those of the stage that sends the most."""
+        """Returns all collectives; with stages, those of the stage that sends the most."""
         outside = self.outside_ticks()
         if self.ticks is None:
             return outside
@@ -74,12 +77,12 @@ class LayoutCollectives:
         return (*outside, *shared, *max(ends, key=total_bytes))
 
     def outside_ticks(self) -> tuple[Collective, ...]:
-        """Returns the collectives that all devices run, without those in a pipeline's ticks."""
+        """Returns the collectives that all devices run outside of the ticks."""
         by_layout = self._of_minibatches() if self.ticks is None else self._of_stages()
         return (*self._once_a_step(), *self._of_batch(), *by_layout)
 
     def of_ticks(self) -> Mapping[str, list[Collective]]:
-        """Returns the collectives of each part of a pipeline's ticks, in all runs of a stage."""
+        """Returns for each part of a tick the collectives that a stage runs in a step."""
         layout, ticks = self.layout, self.ticks
         assert ticks is not None
         m, runs = layout.num_minibatches, self.chunk_runs
@@ -120,12 +123,15 @@ class LayoutCollectives:
 
     @property
     def _together(self) -> bool:
-        """Whether all stages run a chunk if any stage has to, because a ring goes around in it."""
+        """Whether all stages run a chunk in each tick in which one stage has to run a chunk.
+
+        With context parallelism they do, because the ring in a chunk needs all devices.
+        """
         return bool(self.model.context.axis)
 
     @property
     def chunk_runs(self) -> int:
-        """The number of times that a stage runs a chunk forward."""
+        """The number of times that a stage runs a chunk forward in a step."""
         assert self.ticks is not None
         is_run = self.ticks.table.is_run("forward_microbatch", together=self._together)
         return int(is_run[:, 0].sum())
@@ -151,7 +157,8 @@ class LayoutCollectives:
     ) -> MinibatchCollectives:
         again = bool(self.layout.recomputed) if recomputed is None else recomputed
         has_documents = self.model.bos_token >= 0
-        # A loss whose backward pass gathers parameters again is traced without the second copy.
+        # `COPIES` counts copies of a traced loop. If the backward pass gathers parameters again,
+        # the trace has only one copy.
         copies = 1 if self.layout.communicate == "minibatch" else COPIES
         return MinibatchCollectives(
             self.model,
@@ -166,7 +173,7 @@ class LayoutCollectives:
         )
 
     def _of_minibatches(self) -> Iterator[Collective]:
-        """Yields the collectives of all minibatches, without stages."""
+        """Yields the collectives of all minibatches of a layout without stages."""
         m, sends = self.layout.num_minibatches, self._in_minibatch()
         needed = [form for form in self.forms if self._is_needed_backward(form)]
         yield from self._gathers(self.forms, m, FORWARD)
@@ -179,9 +186,9 @@ class LayoutCollectives:
     def _gathers(
         self, forms: Iterable[ParameterForm], times: int, prefix: str, scope: str = ""
     ) -> Iterator[Collective]:
-        """Yields the gathers in a pass, of parameters that are gathered where they are used.
+        """Yields the gathers of parameters in a pass; none if a step gathers them only once.
 
-        Each run of a chunk gathers its part of the layers.
+        With chunks, each run of a chunk gathers the parameters of the chunk's layers.
         """
         if self.layout.communicate == "minibatch":
             for form in forms:
@@ -192,7 +199,7 @@ class LayoutCollectives:
     def _scatters(
         self, forms: Iterable[ParameterForm], times: int, scope: str = ""
     ) -> Iterator[Collective]:
-        """Yields the scatters in the backward pass, and the sums of what devices share."""
+        """Yields the scatters in the backward pass, and the sums of gradients of shared slices."""
         for form in forms:
             parts = self.layout.chunks if _is_inside(form) else 1
             if self.layout.communicate == "minibatch":
@@ -224,7 +231,7 @@ class LayoutCollectives:
         data = self.forms[0].program.data_axes
         of_data = math.prod(sizes[axis] for axis in data)
         others = tuple(axis for axis in sizes if axis not in data)
-        if sizes.get(CONTEXT_AXIS, 1) > 1:  # The order that balances causal attention.
+        if sizes.get(CONTEXT_AXIS, 1) > 1:  # To the zigzag order of positions.
             rows = (self.x.B * layout.num_minibatches, self.x.S // 2)
             for dtype in (INT32, INT32, FLOAT32):
                 yield Collective(
@@ -241,12 +248,12 @@ class LayoutCollectives:
 
     @property
     def _num_metrics(self) -> int:
-        """The numbers of a minibatch's metrics."""
+        """The number of values in a minibatch's metrics; each metric is a sum and a count."""
         experts = self.model.experts.num_experts
         return 2 * (METRICS + bool(experts) * (METRICS_OF_EXPERTS + experts))
 
     def _of_stages(self) -> Iterator[Collective]:
-        """Yields the collectives between stages, except those of gradients."""
+        """Yields the collectives between stages, except the reductions of gradients."""
         layout, x = self.layout, self.x
         assert self.ticks is not None
         table = self.ticks.table
@@ -263,7 +270,7 @@ class LayoutCollectives:
             yield sent("permute", of_layers, FLOAT32, 3 * 2 * table.num_ticks)
             yield sent("permute", (*of_layers, experts), FLOAT32, 2 * table.num_ticks)
         yield sent("all_reduce", (), FLOAT32, self._num_metrics)
-        if layout.chunks > 1:  # Stages exchange shards of chunks, and back.
+        if layout.chunks > 1:  # Stages exchange the parameters of chunks, then the gradients.
             for form in self._inside:
                 yield from form.exchanged(layout.chunks, STAGE_AXIS)
 
@@ -273,7 +280,7 @@ def _is_inside(form: ParameterForm) -> bool:
 
 
 def _scope(prefix: str, form: ParameterForm, purpose: str) -> str:
-    """Returns the scope of a parameter's collective in a pass: it has the path of its module."""
+    """Returns the scope of a parameter's collective: prefix, path of the module, and purpose."""
     module = form.info.path.rpartition("/")[0]
     return "/".join(filter(None, (prefix, module, purpose)))
 
@@ -291,11 +298,11 @@ def _times(
 
     Args:
       number: The number of runs.
-      sends: The collectives; their scopes have a pass and a purpose.
-      scope: The scope around them, with a slash at its end.
-      module: The module that sends them, `""` for the model.
+      sends: The collectives; the scope of each is a pass and a purpose.
+      scope: The scope around the collectives, with a slash at the end.
+      module: The module that runs the collectives, `""` for the model.
       passes: The passes whose collectives are yielded.
-      again: Whether the backward pass runs the forward pass too.
+      again: Whether the collectives of the forward pass get the scope of the recomputed pass.
     """
     for x in sends:
         if x.times and x.phase in passes:

@@ -62,10 +62,13 @@ def layout_flags(config: ml_collections.ConfigDict, layout: Layout) -> list[str]
 def trace_layout(
     config: ml_collections.ConfigDict, layout: Layout, topology: Topology, *, vocab_size: int = 0
 ) -> StepEstimate:
-    """Estimates the traced program by the roofline; the builder may refuse it with a `ValueError`.
+    """Traces the program of a layout, and estimates it by the roofline.
 
-    For the time, attention is one fused kernel. The minibatches of a step are alike, so without
-    stages one of them is traced; the memory is then that of a step of one minibatch.
+    Attention is timed as one fused kernel. Without stages only one minibatch is traced, because the
+    minibatches of a step are alike; the memory is then that of a step of one minibatch.
+
+    Raises:
+      ValueError: The program cannot be built, or the mesh does not fit into the topology.
     """
     config, repeats = config_of_layout(config, layout), 1
     if layout.stage == 1:

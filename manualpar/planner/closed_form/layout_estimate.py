@@ -3,10 +3,10 @@
 The closed form makes the `StepWork` of a layout: its collectives, its products and its memory. The
 roofline times it, as it times the work of a traced program (`manualpar.planner.roofline`).
 
-What differs from a traced program: the largest products and reductions are counted, and no others.
-All stages are as full as the fullest one. Documents are counted from a token that begins them, and
-a step looks for gradients that are not finite. The bytes of a quantized number are those of its
-row, and quantizing and dequantizing take no time and save no memory.
+The closed form makes these assumptions. Only the largest products and reductions count. All stages
+have as many layers as the fullest stage. If a model has a token that begins documents, each step
+numbers the documents of its batch. A step looks for gradients that are not finite. Quantizing and
+dequantizing take no time, and quantization saves bytes that are sent, but no memory.
 """
 
 import dataclasses
@@ -54,7 +54,8 @@ class LayoutEstimator:
       topology: The devices.
       examples: Examples of a step on all devices.
       positions: Positions of each example.
-      even: Whether all stages must have equally many layers; otherwise the fullest stage counts.
+      even: Whether all stages must have equally many layers. If not, each stage counts as the
+        stage with the most layers.
       min_weight_size: The size from which parameters are sharded, see `ParameterShardingOptions`.
       overlap: The compiler options, see `manualpar.core.mesh.compiler_options`.
 
@@ -83,14 +84,15 @@ class LayoutEstimator:
             flops_per_example=flops_per_token(model, positions) * positions,
         )
         self._rings: dict[str, dict[tuple[str, ...], Ring]] = {}
-        # What layouts share that differ only in minibatches, chunks and remat.
+        # A cache, because layouts that differ only in minibatches, chunks, `keep` and remat have
+        # the same model and the same collectives of parameters.
         self._on_mesh = functools.cache(self._uncached_on_mesh)
 
     def estimate(self, layout: Layout, *, brief: bool = False) -> StepEstimate:
-        """Estimates a step; `brief` leaves out its collectives, assumptions and notes.
+        """Estimates a step; with `brief`, without collectives, assumptions and notes.
 
         Raises:
-          ValueError: Model or batch do not divide, or the mesh does not fit into the topology.
+          ValueError: The layout does not divide the model or the batch, or the mesh does not fit.
         """
         rings = self._rings.setdefault(layout.name, {})
         return estimate(self.work(layout, brief=brief), self.topology, rings=rings, brief=brief)
@@ -98,10 +100,11 @@ class LayoutEstimator:
     def work(self, layout: Layout, *, brief: bool = False) -> StepWork:
         """Returns the work of a device, as `read_work` reads it off a traced program.
 
-        If it is `brief`, a stage's collectives are only among those of its ticks.
+        If `brief` is set, `collectives` leaves out the collectives in a pipeline's ticks, which
+        `pipeline` contains in any case.
 
         Raises:
-          ValueError: Model or batch do not divide.
+          ValueError: The layout does not divide the model or the batch.
         """
         sizes: Any = {"examples": self.examples, "positions": self.positions}
         if problem := find_obstacle(self.model, layout, **sizes, even=self.even):
@@ -144,9 +147,9 @@ class LayoutEstimator:
     def _uncached_on_mesh(
         self, layout: Layout, num_layers: int
     ) -> tuple[Transformer, tuple[ParameterForm, ...]]:
-        """Returns the model of a mesh, and the collectives of its parameters."""
+        """Returns the model as a mesh's program has it, and the collectives of its parameters."""
         model = self.model
-        if layout.stage > 1 and num_layers != model.num_layers:  # All stages are as full.
+        if layout.stage > 1 and num_layers != model.num_layers:  # As if all stages were full.
             model = model.clone(num_layers=num_layers)
         params = abstract_parameters(model)
         forms = parameter_forms(params, layout, min_weight_size=self._min_weight_size)
@@ -156,7 +159,7 @@ class LayoutEstimator:
 def estimate_layout(
     model: Transformer, layout: Layout, topology: Topology, **options: Any
 ) -> StepEstimate:
-    """Estimates one step; `options` are those of `LayoutEstimator`, and so are the errors."""
+    """Estimates one step; see `LayoutEstimator` for `options` and errors."""
     return LayoutEstimator(model, topology, **options).estimate(layout)
 
 

@@ -1,7 +1,7 @@
-"""The parameters of a model on a layout: their places, and the collectives of each of them.
+"""The parameters of a model on a layout: how each parameter is sharded, and its collectives.
 
-Nothing is traced but the shapes of the parameters. The strategy of the layout decides the places,
-as it does for a program.
+Only the shapes of the parameters are traced. The strategy of the layout decides how a parameter is
+sharded, as it does for a program.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ from manualpar.training.experiment import DATA_AXES
 from manualpar.training.task import CONTEXT_AXIS, EXPERT_AXIS, SPLIT_AXIS, STAGE_AXIS
 
 LAYERS = "layers"  # The module of scanned layers.
-# The names of the strategies of layouts, which shard parameters, by whether they replicate them.
+# Whether a layout has replicas -> the name of its strategy.
 STRATEGIES: Mapping[bool, str] = {
     kind.replicates: kind.name
     for kind in BUILT_IN
@@ -56,7 +56,7 @@ def model_on(model: Transformer, layout: Layout) -> Transformer:
 
 @functools.lru_cache(maxsize=32)
 def abstract_parameters(model: Transformer) -> Any:
-    """Returns the model's abstract parameters, in boxes that name all axes that a mesh may have."""
+    """Returns a model's abstract parameters; their boxes name every axis that may split them."""
     tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
     experts = model.experts
     model = model.clone(
@@ -71,7 +71,7 @@ def abstract_parameters(model: Transformer) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class LayoutProgram:
-    """What `ParameterForm` reads of the program of a layout."""
+    """The attributes of a layout's program that `ParameterForm` reads."""
 
     strategy: Strategy
     mesh: Any
@@ -83,9 +83,10 @@ class LayoutProgram:
 def parameter_forms(
     params: Any, layout: Layout, *, min_weight_size: int
 ) -> tuple[ParameterForm, ...]:
-    """Returns the collectives of each of the `abstract_parameters`, as the strategy places it.
+    """Returns the collectives of each parameter, sharded as the layout's strategy decides.
 
-    Only the layout's mesh, `communicate` and its quantizations are read.
+    `params` comes from `abstract_parameters`. The chunks, `keep` and `remat` of the layout do not
+    matter.
     """
     axes = layout.mesh
     replicas = ("replica",) if "replica" in axes else ()

@@ -1,9 +1,10 @@
-"""Finds the fastest layouts of a transformer on many devices, among all layouts that divide.
+"""Finds the fastest layouts of a transformer on many devices.
 
-Every product of axis sizes that makes the number of devices is estimated in closed form, with every
-number of minibatches and way to communicate, and with as little remat as fits into memory. Without
-stages, more minibatches are not tried once nothing is computed again. `manualpar.planner.sweep`
-traces programs, so it tries fewer.
+The search estimates in closed form every mesh that uses all devices and divides the model and the
+batch. It combines each mesh with every number of minibatches and of chunks, every `communicate` and
+every `keep`, and uses the least remat with which the step fits into memory. Without stages, once a
+step fits without remat, larger numbers of minibatches are not tried. `manualpar.planner.sweep`
+traces programs, so it tries fewer candidates.
 
 Layers are split only over devices of a node, or of one slice. Replicas are slices, nodes, or groups
 of nodes, because the network between them is slow.
@@ -30,7 +31,7 @@ from manualpar.planner.sweep import MOST_SPLIT, Outcome
 from manualpar.planner.topology import Topology, levels_of
 
 MOST_CONTEXT, MOST_STAGES, MOST_CHUNKS = 16, 32, 8
-# The most minibatches that are tried.
+# The largest number of minibatches to try.
 MOST_MINIBATCHES = 256
 
 
@@ -41,9 +42,10 @@ def rank_layouts(
     gather_code: AnyCode = "",
     reduce_code: AnyCode = "",
 ) -> list[Outcome[Layout]]:
-    """Estimates the layouts that divide and fit, with the least remat, and sorts the fastest first.
+    """Estimates all layouts that divide model and batch and fit into memory, the fastest first.
 
-    The estimates are brief.
+    Each layout has the least remat with which it fits. The estimates have no collectives,
+    assumptions or notes.
 
     Args:
       estimator: The model, the devices and the batch.
@@ -74,7 +76,7 @@ def rank_layouts(
 
 
 def fastest_of_each_mesh(outcomes: Iterable[Outcome[Layout]]) -> list[Outcome[Layout]]:
-    """Returns the first of the outcomes with each mesh, in their order."""
+    """Returns the first outcome of each mesh; the fastest of `outcomes` must come first."""
     fastest: dict[str, Outcome[Layout]] = {}
     for outcome in outcomes:
         fastest.setdefault(outcome.candidate.name, outcome)
@@ -89,7 +91,7 @@ def factorisations(
     positions: int,
     axes: Iterable[str],
 ) -> Iterator[Layout]:
-    """Yields the layouts in one minibatch that use all devices and divide model and batch."""
+    """Yields the layouts of one minibatch that use all devices and divide model and batch."""
     count, inside = topology.num_devices, topology.num_devices // levels_of(topology)[0]
     axes = tuple(axes)
     choices = {
@@ -135,7 +137,7 @@ def _with_remat(
     model: Transformer, layout: Layout, hbm_bytes: int, *, examples: int, positions: int
 ) -> Layout | None:
     """Returns the layout with the least remat that fits into memory; `None` if none fits."""
-    # The sizes are the same for every remat, and the last of them keeps the least.
+    # The sizes are the same for every remat. The last remat keeps the least.
     x = sizes_on_device(model, layout, examples=examples, positions=positions)
     *others, last = Layout.remats
 

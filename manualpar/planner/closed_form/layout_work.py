@@ -2,12 +2,12 @@
 
 The products are the products of the traced program, forward and backward. Attention is one fused
 kernel, which keeps its scores on the chip and computes the half that a causal mask leaves.
-`tests/planner/closed_form/layout_law_test.py` compares them with `read_work`.
+`tests/planner/closed_form/layout_law_test.py` compares the products with `read_work`.
 
 Memory is the memory at the fullest moment: the state, the activations that layers keep for their
 backward pass, and the arrays that the loss or one layer makes in its backward pass. A pipeline of
-`S` stages with `v` chunks each keeps the activations of `(v + 1) S - 1` chunks (1F1B), or the
-inputs of these chunks and the activations of the chunk that is run again.
+`P` stages with `v` chunks each keeps the activations of `(v + 1) P - 1` runs of chunks (1F1B), or
+the inputs of these chunks and the activations of the chunk that is run again.
 """
 
 import functools
@@ -21,8 +21,8 @@ from manualpar.layers.head_loss import FEWEST_COLUMNS, default_chunk
 from manualpar.planner.closed_form.layout import DeviceSizes, Layout
 from manualpar.planner.step_work import repeated
 
-HALF, SINGLE = 2, 4  # Bytes of an element: computed with and sent in bfloat16; stored in float32.
-STATE = 2  # Adam's averages.
+HALF, SINGLE = 2, 4  # Bytes of an element: bfloat16 (computed and sent) and float32 (stored).
+STATE = 2  # The number of Adam's averages of a parameter.
 # The loss reads the logits for the largest logit, the sum, the label's logit and the accuracy.
 LOGIT_READS = 4
 
@@ -30,9 +30,9 @@ LOGIT_READS = 4
 def layer_products(x: DeviceSizes, layout: Layout) -> Iterator[Product[float]]:
     """Yields a layer's products in the forward pass of a minibatch.
 
-    The backward pass has two products for each of them. The scope of a product is its part of the
-    layer, a key of `Layout.recomputed`, which says how much of the part remat runs again in the
-    backward pass; a part "" is never run again.
+    For each of these products, the backward pass has two. The scope of a product names its part of
+    the layer, a key of `Layout.recomputed`, which says how much of the part the backward pass
+    computes again. The part "" is never computed again.
     """
     T, D = x.tokens, x.D
     yield Product("norms", 0.0, SINGLE * x.norms * T * D / layout.model)
@@ -46,7 +46,7 @@ def layer_products(x: DeviceSizes, layout: Layout) -> Iterator[Product[float]]:
     yield _product("out", (T, query, D))
     if not x.experts_per_device:
         yield _product("mlp", (T, D, x.F), 2)
-        # Only a norm behind the layer's last product needs its result again.
+        # Only a norm after the layer's last product needs the result of this product again.
         yield _product("out" if x.post_norms else "", (T, x.F, D))
         return
     rows = x.R // x.experts_per_device
@@ -99,9 +99,9 @@ def step_products(
 ) -> tuple[Product[float], ...]:
     """Returns the products of a step; their scopes say in which pass each of them runs.
 
-    With stages, the scopes also name the parts of a tick, `ticks`, and a stage runs chunks
-    `chunk_runs` times. A stage's backward pass of a chunk may begin with its forward pass. The head
-    runs forward and backward in one part.
+    With stages, the scopes also name the part of a tick, from `ticks`, and a stage runs chunks
+    `chunk_runs` times. The backward pass of a chunk may first run the chunk's forward pass again.
+    The head's forward and backward pass are in the same part of a tick.
     """
     m = layout.num_minibatches
     layers = (chunk_runs or m * layout.chunks) * x.L // layout.chunks
@@ -133,7 +133,7 @@ def state_elements(x: DeviceSizes, layout: Layout) -> float:
 
 
 def activation_slots(layout: Layout) -> int:
-    """Counts the chunks and microbatches whose activations are kept at once, see `make_table`."""
+    """Counts the runs of chunks whose activations a stage keeps at once, see `make_table`."""
     fewest = (layout.chunks + 1) * layout.stage - 1
     return min(fewest, layout.chunks * layout.num_minibatches)
 
@@ -153,7 +153,7 @@ def step_memory_of(x: DeviceSizes, layout: Layout) -> Memory:
         activations += activation_slots(layout) * layer_input
     elif layout.stage > 1:
         activations *= activation_slots(layout)
-    # Gradients that are held all the time, and gradients of the moment.
+    # `summed`: the gradients that are held all the time; `gradients_now`: others at the peak.
     summed = SINGLE * stored if layout.num_minibatches > 1 else 0.0
     gradients_now = SINGLE * layer
     if layout.communicate == "step":
@@ -164,7 +164,8 @@ def step_memory_of(x: DeviceSizes, layout: Layout) -> Memory:
         gradients_now += HALF * all_weights
     is_gathered_once = layout.communicate != "minibatch"
     logits, head = SINGLE * x.tokens * min(x.V, default_chunk(x.tokens)), x.D * x.V
-    # Logits and their gradient, or the gradients of logits and head; with chunks all three arrays.
+    # Without chunks of logits, the peak has the logits and their gradient, or the gradients of
+    # logits and head. With chunks it has all three arrays.
     of_head = SINGLE * head if is_head_chunked(x) else max(SINGLE * head - logits, 0)
     at_loss = (
         HALF * (all_weights if is_gathered_once else head),

@@ -11,11 +11,11 @@ import pytest
 
 from manualpar import Batch, Pipeline, data_parallel, fsdp, hsdp, make_mesh, zero
 from manualpar.data.tokenizer import ByteTokenizer
-from manualpar.models import Classifier, Experts, Transformer
+from manualpar.models import Classifier, Transformer
 from manualpar.models.cross_entropy import (
     classification_loss,
 )
-from manualpar.models.flat_fields import with_fields
+from manualpar.models.flat_fields import nest_fields, with_fields
 from manualpar.models.generation import Generator
 from tests.models.generation.programs import FAMILIES, SIZES, make_program, make_state
 
@@ -53,7 +53,8 @@ def _without_cache(model, params, prompt, max_tokens):
 
 
 def _assert_same_as_without_cache(name, builder, axes, fields, max_tokens):
-    plain = Transformer(**{**SIZES, **FAMILIES[name]}, experts=Experts(capacity_factor=0.0))
+    fields_of_family = {**SIZES, **FAMILIES[name], "capacity_factor": 0.0}
+    plain = Transformer(**nest_fields(fields_of_family))
     program = make_program(with_fields(plain, **fields), axes, builder)
     state = make_state(program)
     generator = Generator(program, stop_tokens=())
