@@ -287,8 +287,8 @@ def _design(
     )
     check_context(name, traced_model, batch, roles)
     check_trainable(name, traced_model)
-    # If the model keeps types, it computes with shards of the parameters that its initialisers
-    # shard.
+    # If initialisers give parameters a type that is sharded, the model computes with the shards. So
+    # these parameters are not gathered over axes that do not split the batch.
     if traced_model.keeps_types:
         roles = dataclasses.replace(roles, others=dict.fromkeys(mesh.axis_names, "model"))
     placements = jax.tree.map(route, traced_model.parameters)

@@ -4,10 +4,11 @@
 
 Each process reads its number from its environment (`manualpar.system.cluster.initialize`). The
 output of the processes is printed line by line with the prefixes `[0] `, `[1] ` and so on. The
-launcher sends SIGINT and SIGTERM to all processes; after a second signal it kills them. When a
-process ends with an error, the other processes have `--grace` seconds to end by themselves, with a
-sentence that names the failed process. Then they get SIGTERM, and two seconds later SIGKILL. After
-a SIGTERM to the launcher they also have `--grace` seconds, to save and end, before SIGKILL.
+launcher forwards the first SIGINT or SIGTERM that it receives to all processes; at a second signal
+it kills them. When a process ends with an error, the other processes have `--grace` seconds to end
+by themselves, with a sentence that names the failed process. Then they get SIGTERM, and two seconds
+later SIGKILL. After a SIGTERM to the launcher they also have `--grace` seconds, to save and end,
+before SIGKILL.
 
 The processes connect to each other only on the loopback interface, and share a secret token. But
 JAX's CPU collectives (gloo) in every process listen at the address of this host's name, and jax
