@@ -3,7 +3,8 @@
 Devices fail independently and at random: one of `n` devices fails every `M = device_mtbf / n`
 seconds on average. After a failure the run starts again, restores the newest checkpoint and
 computes again the steps after it. A save of `d` seconds follows every `t` seconds of training, and
-a failure costs `R` seconds besides the steps that are computed again. Then the expected time for `t` seconds of training is
+a failure costs `R` seconds besides the steps that are computed again. Then the expected time for
+`t` seconds of training is
 
     T(t) = M exp(R / M) (exp((t + d) / M) - 1)
 
@@ -17,8 +18,8 @@ Young's and Daly's estimates of this interval are closed forms.
 
 In this package a save blocks the loop only while the state is copied, for `blocked` seconds, and is
 complete `background` seconds later. A failure loses the steps since the last complete save was
-begun, which are `background` seconds more than in Daly's model. So `R` is the sum of the seconds until
-training continues and of `background`.
+begun, which are `background` seconds more than in Daly's model. So `R` is the sum of the seconds
+until training continues and of `background`.
 
 The model leaves out simultaneous failures, devices that are only slow, and the time until a person
 reacts.

@@ -34,8 +34,8 @@ MASKED = -1e30  # Not -inf, because a query may see no key of a block, and -inf 
 # The largest number of positions of a block. With the smaller number for CPUs, the scores of a pair
 # of blocks fit into a core's cache.
 CPU_BLOCK, BLOCK = 128, 512
-# The largest number of blocks of a sequence. The program contains the indices of all pairs of blocks
-# as a constant, and their number grows with the square of this number.
+# The largest number of blocks of a sequence. The program contains the indices of all pairs of
+# blocks as a constant, and the number of pairs grows with the square of this number.
 MAX_BLOCKS = 1024
 # Pairs of indices (block of queries, block of keys) to compute, `int32[P, 2]`.
 Pairs = jax.Array | np.ndarray
