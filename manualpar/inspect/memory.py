@@ -160,9 +160,9 @@ def _trace(program: Program) -> ClosedJaxpr:
             raise ValueError(
                 f"step_memory: program has mode={program.mode!r}"
                 f"{f' on a mesh with the axes {others} besides {program.data_axes}' * bool(others)}"
-                ", expected mode 'manual', or 'auto' or 'explicit' with data axes only, because "
-                "here the compiler chooses the layouts. Compile the step and read its "
-                "memory_analysis()."
+                ", expected mode 'manual', or 'auto' or 'explicit' with data axes only. In this "
+                "program the compiler decides how activations are sharded: compile the step and "
+                "read its memory_analysis()."
             )
         asked = program.step
         mode = Manual(asked.mode.mesh, asked.mode.data_axes, asked.mode.comm)

@@ -120,7 +120,7 @@ class Outcome(Generic[C_co]):
 
 
 class Builder(NamedTuple):
-    """Builds programs for candidates from one config and one task, and reads their work.
+    """Builds programs for candidates from one config and one task, and reads their `StepWork`.
 
     The models of the programs differ only in remat and in how their layers are split.
     """

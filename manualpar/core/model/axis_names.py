@@ -48,10 +48,10 @@ class AxisAliases:
         groups = getattr(module, "axis_index_groups", None)
         if set(self.split) - set(axes) or groups is not None:
             raise ValueError(
-                f"model: {type(module).__name__} has axis_name={names!r}, which stands for "
-                f"{axes}{'' if groups is None else ', in groups'}, but in this mode the batch is "
-                f"global along {self.split}. Let the alias stand for all of these axes, or use "
-                "mode='manual'."
+                f"model: {type(module).__name__} has axis_name={names!r}, which stands for {axes}"
+                f"{'' if groups is None else ', and axis_index_groups'}, but in this mode the "
+                f"batch is global along {self.split}, expected an alias for all of these axes"
+                f"{'' if groups is None else ' and no groups'}, or mode='manual'."
             )
         return {"axis_name": None}
 

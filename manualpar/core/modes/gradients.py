@@ -254,7 +254,8 @@ def sync_metrics(metrics: Sums, axis_names: AxisName) -> Sums:
     """Sums `(sum, count)` metrics over mesh axes.
 
     Args:
-      metrics: Pairs of each device's scalars by name, or another tree of scalars.
+      metrics: A dict from each metric's name to this device's pair `(sum, count)`, or any other
+        tree of scalars.
       axis_names: The mesh axis, or tuple of axes, over which examples are split.
 
     Returns:

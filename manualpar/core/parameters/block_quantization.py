@@ -93,8 +93,9 @@ def _scales(peaks: jax.Array, largest: int, *, covers: bool) -> jax.Array:
 def _noise(key: jax.Array, scales: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Draws a number in [0, 1) for each element: a hash of its index, the key and the scales.
 
-    XLA fuses the hash into the operation that uses it. `jax.random` is not used, because its loop
-    on CPUs needs memory for several arrays of this shape.
+    XLA fuses the hash into the operation that uses it. `jax.random` draws
+    only one number here: to draw all numbers it would need memory for several arrays of this shape
+    on CPUs.
     """
     salt = jax.lax.bitcast_convert_type(scales.sum(dtype=jnp.float32), jnp.uint32)
     start = jax.random.bits(key, (), jnp.uint32) ^ _hash(salt)

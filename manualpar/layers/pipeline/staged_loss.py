@@ -1,9 +1,9 @@
 """A loss whose layers run in chunks: the functions that a stage calls and differentiates.
 
-The activations that are sent from chunk to chunk are the carry of the scan, and a buffer `[L, ...]`
-for each stacked output of the scan. Every chunk writes the buffer's entries for the layers of the
-chunk. So the suffix sees the outputs of all layers, and the gradients of the buffers are sent back
-with the gradients of the carry.
+The activations that are sent from chunk to chunk are the carry of the scan over the model's layers,
+and a buffer `[L, ...]` for each stacked output of this scan. Every chunk writes the entries of its
+own layers into the buffers. So the operations after the scan, the suffix (see `cut`), get the
+outputs of all layers. The gradients of the buffers are sent back with the gradients of the carry.
 
 Symbols: `S` stages, `L` layers of the model, `k` layers of a chunk.
 """
