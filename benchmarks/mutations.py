@@ -7,9 +7,11 @@ python -m benchmarks.mutations [--jobs 1] [--only NAME] [--list] [--timeout S] [
 snapshot of the working tree, which is taken when the command begins. In this snapshot `TESTS` run
 in one process until the first failure. A mutant is killed if a test fails (also if JAX refuses to
 trace a program), or if the tests take longer than the timeout. Mutants that are equivalent to the
-original are not run; `EQUIVALENT` lists them with reasons. The tests run first without a mutation.
-They must pass, and they fill a cache of compiled programs. (The cache's key is everything that the
-compiler sees, so a mutant shares only the programs that it does not change.)
+original are not run; `EQUIVALENT` lists them with reasons. Slow tests run only for mutants that
+survive the other tests. The tests also run without a mutation: the fast tests before the first
+mutant, and the slow tests before the first survivor. They must pass, and they fill a cache of
+compiled programs. (The cache's key is everything that the compiler sees, so a mutant shares only
+the programs that it does not change.)
 
 Running all mutants takes hours. With `--results` every outcome is appended to a file in that
 folder, and a later command goes on from there if the package and the tests have not changed. With
@@ -27,6 +29,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -41,6 +44,7 @@ from benchmarks.mutation_sites import Site, find_sites
 from benchmarks.mutation_tests import FIRST, TESTS
 
 ROOT = Path(__file__).parent.parent
+FAST, SLOW = "not slow", "slow"  # Marks of tests.
 NO_TESTS = 5  # Pytest's exit code if no test is selected.
 NOT_COPIED = (".*", "__pycache__", "*.egg-info")
 NOT_COPIED_FROM_ROOT = ("build", "dist", "runs")  # `tests/runs` is copied
@@ -82,9 +86,9 @@ def copy_tree(target: Path) -> None:
 
 
 def run_tests(
-    snapshot: Path, mutant: Mutant | None, *, cache: Path, timeout: float | None
+    snapshot: Path, mutant: Mutant | None, marked: str, *, cache: Path, timeout: float | None
 ) -> Outcome:
-    """Runs the tests in a copy of the snapshot with a mutation.
+    """Runs the fast or the slow tests in a copy of the snapshot with a mutation.
 
     Raises:
       RuntimeError: The tests could not run, so that the outcome is unknown.
@@ -104,24 +108,21 @@ def run_tests(
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         }
         options = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--tb=line"]
-        command = [sys.executable, "-m", "pytest", *options, *select_tests(mutant), "-m"]
+        command = [sys.executable, "-m", "pytest", *options, *select_tests(mutant), "-m", marked]
         begin = time.monotonic()
-        for marked in ("not slow", "slow"):  # Most mutants are killed before the slow tests.
-            try:
-                process = subprocess.run(
-                    [*command, marked],
-                    cwd=copy,
-                    env=environment,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                    timeout=timeout,
-                    check=False,
-                )
-            except subprocess.TimeoutExpired:
-                return Outcome("timeout", "TimeoutExpired", time.monotonic() - begin, "")
-            if process.returncode not in (0, NO_TESTS):
-                break
+        try:
+            process = subprocess.run(
+                command,
+                cwd=copy,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=timeout,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return Outcome("timeout", "TimeoutExpired", time.monotonic() - begin, "")
     seconds = time.monotonic() - begin
     if process.returncode in (0, NO_TESTS):
         return Outcome("", "", seconds, process.stdout)
@@ -149,7 +150,7 @@ def save_outcome(path: Path, sources: str, name: str, outcome: Outcome) -> None:
 
 
 def load_outcomes(path: Path, sources: str) -> dict[str, Outcome]:
-    """Reads the outcomes for these sources by mutant; the key `""` is the original."""
+    """Reads the outcomes for these sources by the name of the mutant; the original has a mark."""
     outcomes = {}
     for line in path.read_text("utf-8").splitlines() if path.exists() else ():
         fields = json.loads(line)
@@ -250,6 +251,54 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+class Runner:
+    """Runs the tests for mutants, and stores the outcomes in a folder."""
+
+    def __init__(self, snapshot: Path, results: Path, timeout: float | None) -> None:
+        """Prepares the runs; without a timeout it is four times the time without a mutation."""
+        results.mkdir(parents=True, exist_ok=True)
+        self._snapshot, self._timeout = snapshot, timeout
+        self._path, self._cache = results / "outcomes.jsonl", results / "compiled"
+        self._sources = hash_sources(snapshot)
+        self._lock = threading.Lock()
+
+    def outcomes(self) -> dict[str, Outcome]:
+        """Returns the outcomes that are known, by the mutant's name."""
+        return load_outcomes(self._path, self._sources)
+
+    def run(self, mutant: Mutant) -> Outcome:
+        """Runs the fast tests for a mutant, and the slow tests if it survives."""
+        seconds = 0.0
+        for marked in (FAST, SLOW):
+            control = self.control(marked)
+            outcome = self._run(mutant, marked, self._timeout or 4 * control.seconds)
+            seconds += outcome.seconds
+            if outcome.killed_by:
+                break
+        outcome = dataclasses.replace(outcome, seconds=seconds)
+        save_outcome(self._path, self._sources, mutant.name, outcome)
+        return outcome
+
+    def control(self, marked: str) -> Outcome:
+        """Returns the outcome without a mutation, which is determined only once.
+
+        Raises:
+          SystemExit: A test fails.
+        """
+        with self._lock:
+            if marked in (known := self.outcomes()):
+                return known[marked]
+            outcome = self._run(None, marked, None)
+            if outcome.killed_by:
+                sys.exit(f"{outcome.output}\nNot mutated, and yet {outcome.killed_by} fails.")
+            save_outcome(self._path, self._sources, marked, outcome)
+            print(f"not mutated, {marked}: all pass, {outcome.seconds:.0f} s", flush=True)
+            return outcome
+
+    def _run(self, mutant: Mutant | None, marked: str, timeout: float | None) -> Outcome:
+        return run_tests(self._snapshot, mutant, marked, cache=self._cache, timeout=timeout)
+
+
 def main() -> None:
     """Runs the mutants and prints a line for each."""
     arguments = parse_arguments()
@@ -263,30 +312,16 @@ def main() -> None:
             for mutant in mutants:
                 print(f"{mutant.site.path}:{mutant.site.line} {mutant.name} {mutant.replacement}")
             return
-        results.mkdir(parents=True, exist_ok=True)
-        path, cache, sources = (
-            results / "outcomes.jsonl",
-            results / "compiled",
-            hash_sources(snapshot),
-        )
-        control = load_outcomes(path, sources).get("")
-        if control is None:
-            control = run_tests(snapshot, None, cache=cache, timeout=None)
-            if control.killed_by:
-                sys.exit(f"{control.output}\nNot mutated, and yet {control.killed_by} fails.")
-            save_outcome(path, sources, "", control)
-        print(f"not mutated: all pass, {control.seconds:.0f} s", flush=True)
-        timeout = arguments.timeout or 4 * control.seconds
+        runner = Runner(snapshot, results, arguments.timeout)
+        runner.control(FAST)
         index, number = arguments.shard
-        known = load_outcomes(path, sources)
+        known = runner.outcomes()
 
         def run(mutant: Mutant) -> tuple[Mutant, Outcome]:
-            outcome = run_tests(snapshot, mutant, cache=cache, timeout=timeout)
-            save_outcome(path, sources, mutant.name, outcome)
-            return mutant, outcome
+            return mutant, runner.run(mutant)
 
         def summarise() -> str:
-            outcomes = load_outcomes(path, sources)
+            outcomes = runner.outcomes()
             chosen = {m.name: outcomes[m.name] for m in mutants if m.name in outcomes}
             return report(sites, chosen, len(mutants), command)
 
