@@ -101,7 +101,8 @@ def _place(error: Exception) -> str:
             text = linecache.getline(code.co_filename, line, frame.f_globals).strip()
             place = f", in {code.co_name} at {Path(code.co_filename).name}:{line}"
             place += f" ({text})" if text else ""
-    return f"{place}: {error}" if str(error).startswith("model: ") else place
+    said = str(error).removesuffix(".")
+    return f"{place}: {said}" if said.startswith("model: ") else place
 
 
 def _find_read(boxed: Any, failure: Callable[[Any], Exception | None]) -> tuple[str, ...]:

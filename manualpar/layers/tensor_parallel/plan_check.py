@@ -12,6 +12,7 @@ Invariant: values of the same shape in both programs are equal, and values of di
 shards, because all earlier operations were right.
 """
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
@@ -65,7 +66,7 @@ _LINEAR = frozenset(
     add broadcast_in_dim convert_element_type jit name neg reduce_sum reshape squeeze sub transpose
     """.split()  # noqa: SIM905
 )
-_WHOLE_SEQUENCES = {"sequence": False, "sequence_dim": None, "sequence_parallel": False}
+_WHOLE_SEQUENCES = {"sequence": False, "sequence_dim": None}
 _WHOLE_SIZE = (
     "Put it behind a Row; a size or a position has to be that of an array that is not split, such "
     "as the tokens"
@@ -219,7 +220,11 @@ def _without_sequence(module: nn.Module) -> dict[str, Any]:
     """Returns field values by which a layer of this package, such as `MoE`, splits no sequence."""
     if type(module).__module__.split(".")[0] != __name__.split(".")[0]:
         return {}
-    return {name: value for name, value in _WHOLE_SEQUENCES.items() if hasattr(module, name)}
+    names = {field.name for field in dataclasses.fields(module)}
+    values: dict[str, Any] = {name: x for name, x in _WHOLE_SEQUENCES.items() if name in names}
+    if hasattr(split := getattr(module, "split", None), "sequence_parallel"):  # A Transformer.
+        values["split"] = dataclasses.replace(split, sequence_parallel=False, overlap="none")
+    return values
 
 
 def _compare(
