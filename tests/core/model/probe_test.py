@@ -181,7 +181,9 @@ def stepped(params, apply_fn, batch, rng):
 
 @pytest.mark.slow
 def test_a_derivative_of_shards_is_refused(devices8):
-    why = "model: .* is differentiated within .* with nn.vjp, .*If you need only .* inputs, .*=False"
+    why = (
+        "model: .* is differentiated within .* with nn.vjp, .*If you need only .* inputs, .*=False"
+    )
     here = r"at probe_test.py:\d+"
     message = rf"of 'Dense_0' .*, in call {here} \(return dense\(x\)\): {why}"
     with pytest.raises(ValueError, match=message):
