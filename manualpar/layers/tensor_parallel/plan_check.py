@@ -222,7 +222,8 @@ def _without_sequence(module: nn.Module) -> dict[str, Any]:
         return {}
     names = {field.name for field in dataclasses.fields(module)}
     values: dict[str, Any] = {name: x for name, x in _WHOLE_SEQUENCES.items() if name in names}
-    if hasattr(split := getattr(module, "split", None), "sequence_parallel"):  # A Transformer.
+    split: Any = getattr(module, "split", None)
+    if hasattr(split, "sequence_parallel"):  # The module is a Transformer.
         values["split"] = dataclasses.replace(split, sequence_parallel=False, overlap="none")
     return values
 
