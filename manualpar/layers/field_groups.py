@@ -108,7 +108,7 @@ def config_fields(kind: type[Any]) -> Iterator[tuple[str, Field]]:
             yield name, field.allowed
 
 
-def replace_fields(group: Any, changes: Mapping[tuple[str, ...], Any]) -> Any:
+def replace_in_groups(group: Any, changes: Mapping[tuple[str, ...], Any]) -> Any:
     """Returns a copy of a group with other values of some fields, also of fields in inner groups.
 
     Args:
@@ -123,5 +123,5 @@ def replace_fields(group: Any, changes: Mapping[tuple[str, ...], Any]) -> Any:
         else:
             values[name] = value
     for name, changed in inner.items():
-        values[name] = replace_fields(getattr(group, name), changed)
+        values[name] = replace_in_groups(getattr(group, name), changed)
     return dataclasses.replace(group, **values)

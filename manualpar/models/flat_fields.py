@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import flax.linen as nn
 
 from manualpar.layers.attention.context import Context
-from manualpar.layers.field_groups import find_fields, replace_fields
+from manualpar.layers.field_groups import find_fields, replace_in_groups
 from manualpar.layers.moe.experts import Experts
 from manualpar.models.layer_config import Attention, Norm, Split
 from manualpar.models.rotary import Rotary
@@ -57,7 +57,7 @@ def nest_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
         is_none = FLAT[name].default is None and value == ""
         changes.setdefault(group, {})[tuple(path)] = None if is_none else value
     for group, changed in changes.items():
-        nested[group] = replace_fields(nested.get(group, GROUPS[group]), changed)
+        nested[group] = replace_in_groups(nested.get(group, GROUPS[group]), changed)
     return nested
 
 
