@@ -7,11 +7,11 @@ python -m benchmarks.mutations [--jobs 1] [--only NAME] [--list] [--timeout S] [
 snapshot of the working tree, which is taken when the command begins. In this snapshot `TESTS` run
 in one process until the first failure. A mutant is killed if a test fails (also if JAX refuses to
 trace a program), or if the tests take longer than the timeout. Mutants that are equivalent to the
-original are not run; `EQUIVALENT` lists them with reasons. Slow tests run only for mutants that
-survive the other tests. The tests also run without a mutation: the fast tests before the first
-mutant, and the slow tests before the first survivor. They must pass, and they fill a cache of
-compiled programs. (The cache's key is everything that the compiler sees, so a mutant shares only
-the programs that it does not change.)
+original are not run; `EQUIVALENT` lists them with reasons. The command first runs the fast tests
+for all mutants, and then the slow tests for the mutants that survived. Tests must pass without a
+mutation: the fast tests run so before the first mutant, and a slow test that killed a mutant runs
+so afterwards. The fast tests then fill a cache of compiled programs. (The cache's key is everything
+that the compiler sees, so a mutant shares only the programs that it does not change.)
 
 Running all mutants takes hours. With `--results` every outcome is appended to a file in that
 folder, and a later command goes on from there if the package and the tests have not changed. With
@@ -45,6 +45,8 @@ from benchmarks.mutation_tests import FIRST, TESTS
 
 ROOT = Path(__file__).parent.parent
 FAST, SLOW = "not slow", "slow"  # Marks of tests.
+LONGEST = {FAST: 4, SLOW: 40}  # In parts of the time of the fast tests without a mutation.
+ORIGINAL = "not mutated"  # The name of the outcome without a mutation.
 NO_TESTS = 5  # Pytest's exit code if no test is selected.
 NOT_COPIED = (".*", "__pycache__", "*.egg-info")
 NOT_COPIED_FROM_ROOT = ("build", "dist", "runs")  # `tests/runs` is copied
@@ -60,12 +62,14 @@ class Outcome:
         wrong, another type if the program was refused.
       seconds: The time of the tests.
       output: The output of the tests, which files of results leave out.
+      marked: The mark of the tests.
     """
 
     killed_by: str
     error: str
     seconds: float
     output: str = ""
+    marked: str = FAST
 
 
 def select_tests(mutant: Mutant | None) -> tuple[str, ...]:
@@ -86,9 +90,17 @@ def copy_tree(target: Path) -> None:
 
 
 def run_tests(
-    snapshot: Path, mutant: Mutant | None, marked: str, *, cache: Path, timeout: float | None
+    snapshot: Path,
+    mutant: Mutant | None,
+    tests: Sequence[str],
+    marked: str,
+    *,
+    cache: Path,
+    timeout: float | None,
 ) -> Outcome:
-    """Runs the fast or the slow tests in a copy of the snapshot with a mutation.
+    """Runs tests with the mark `marked` in a copy of the snapshot, until one of them fails.
+
+    The mutation is applied to the copy, if there is one.
 
     Raises:
       RuntimeError: The tests could not run, so that the outcome is unknown.
@@ -108,7 +120,7 @@ def run_tests(
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         }
         options = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--tb=line"]
-        command = [sys.executable, "-m", "pytest", *options, *select_tests(mutant), "-m", marked]
+        command = [sys.executable, "-m", "pytest", *options, *tests, "-m", marked]
         begin = time.monotonic()
         try:
             process = subprocess.run(
@@ -122,16 +134,16 @@ def run_tests(
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            return Outcome("timeout", "TimeoutExpired", time.monotonic() - begin, "")
+            return Outcome("timeout", "TimeoutExpired", time.monotonic() - begin, "", marked)
     seconds = time.monotonic() - begin
     if process.returncode in (0, NO_TESTS):
-        return Outcome("", "", seconds, process.stdout)
+        return Outcome("", "", seconds, process.stdout, marked)
     failed = re.findall(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", process.stdout, re.MULTILINE)
     if process.returncode not in (1, 2) or not failed:
         raise RuntimeError(f"pytest ended with {process.returncode}:\n{process.stdout}")
     raised = re.findall(r"^/?\S+:\d+: (?:[\w.]+\.)?(assert |\w+)", process.stdout, re.MULTILINE)
     error = "?" if not raised else raised[0].replace("assert ", "AssertionError")
-    return Outcome(failed[0], error, seconds, process.stdout)
+    return Outcome(failed[0], error, seconds, process.stdout, marked)
 
 
 def hash_sources(snapshot: Path) -> str:
@@ -158,6 +170,11 @@ def load_outcomes(path: Path, sources: str) -> dict[str, Outcome]:
         if fields.pop("sources") == sources:
             outcomes[name] = Outcome(**fields)
     return outcomes
+
+
+def is_left(outcome: Outcome, marked: str) -> bool:
+    """Returns whether a mutant survived, and its tests with the mark `marked` have not run yet."""
+    return not outcome.killed_by and (outcome.marked, marked) == (FAST, SLOW)
 
 
 def report(sites: Sequence[Site], outcomes: dict[str, Outcome], total: int, command: str) -> str:
@@ -235,7 +252,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--timeout",
         type=float,
-        help="seconds for a mutant's tests, by default four times those without a mutation",
+        help="seconds for a mutant's tests, by default 4 (slow tests: 40) times those of the fast "
+        "tests without a mutation",
     )
     parser.add_argument(
         "--output",
@@ -255,7 +273,7 @@ class Runner:
     """Runs the tests for mutants, and stores the outcomes in a folder."""
 
     def __init__(self, snapshot: Path, results: Path, timeout: float | None) -> None:
-        """Prepares the runs; without a timeout it is four times the time without a mutation."""
+        """Prepares the runs; without a timeout `LONGEST` decides."""
         results.mkdir(parents=True, exist_ok=True)
         self._snapshot, self._timeout = snapshot, timeout
         self._path, self._cache = results / "outcomes.jsonl", results / "compiled"
@@ -266,37 +284,48 @@ class Runner:
         """Returns the outcomes that are known, by the mutant's name."""
         return load_outcomes(self._path, self._sources)
 
-    def run(self, mutant: Mutant) -> Outcome:
-        """Runs the fast tests for a mutant, and the slow tests if it survives."""
-        seconds = 0.0
-        for marked in (FAST, SLOW):
-            control = self.control(marked)
-            outcome = self._run(mutant, marked, self._timeout or 4 * control.seconds)
-            seconds += outcome.seconds
-            if outcome.killed_by:
-                break
-        outcome = dataclasses.replace(outcome, seconds=seconds)
+    def run(self, mutant: Mutant, marked: str) -> Outcome:
+        """Runs the fast or the slow tests for a mutant.
+
+        Raises:
+          SystemExit: The test that fails also fails without the mutation.
+        """
+        timeout = self._timeout or LONGEST[marked] * self.control().seconds
+        outcome = self._run(mutant, select_tests(mutant), marked, timeout)
+        if marked == SLOW and outcome.killed_by not in ("", "timeout"):
+            self._check_passes(outcome.killed_by)
         save_outcome(self._path, self._sources, mutant.name, outcome)
         return outcome
 
-    def control(self, marked: str) -> Outcome:
-        """Returns the outcome without a mutation, which is determined only once.
+    def control(self) -> Outcome:
+        """Returns the outcome of the fast tests without a mutation; runs them only once.
 
         Raises:
           SystemExit: A test fails.
         """
         with self._lock:
-            if marked in (known := self.outcomes()):
-                return known[marked]
-            outcome = self._run(None, marked, None)
+            if ORIGINAL in (known := self.outcomes()):
+                return known[ORIGINAL]
+            outcome = self._run(None, select_tests(None), FAST, None)
             if outcome.killed_by:
                 sys.exit(f"{outcome.output}\nNot mutated, and yet {outcome.killed_by} fails.")
-            save_outcome(self._path, self._sources, marked, outcome)
-            print(f"not mutated, {marked}: all pass, {outcome.seconds:.0f} s", flush=True)
+            save_outcome(self._path, self._sources, ORIGINAL, outcome)
+            print(f"not mutated, {FAST}: all pass, {outcome.seconds:.0f} s", flush=True)
             return outcome
 
-    def _run(self, mutant: Mutant | None, marked: str, timeout: float | None) -> Outcome:
-        return run_tests(self._snapshot, mutant, marked, cache=self._cache, timeout=timeout)
+    def _check_passes(self, test: str) -> None:
+        """Checks that a slow test passes without a mutation; runs it only once."""
+        with self._lock:
+            if test not in self.outcomes():
+                outcome = self._run(None, [test], SLOW, None)
+                if outcome.killed_by:
+                    sys.exit(f"{outcome.output}\nNot mutated, and yet {test} fails.")
+                save_outcome(self._path, self._sources, test, outcome)
+
+    def _run(
+        self, mutant: Mutant | None, tests: Sequence[str], marked: str, timeout: float | None
+    ) -> Outcome:
+        return run_tests(self._snapshot, mutant, tests, marked, cache=self._cache, timeout=timeout)
 
 
 def main() -> None:
@@ -313,28 +342,31 @@ def main() -> None:
                 print(f"{mutant.site.path}:{mutant.site.line} {mutant.name} {mutant.replacement}")
             return
         runner = Runner(snapshot, results, arguments.timeout)
-        runner.control(FAST)
+        runner.control()
         index, number = arguments.shard
-        known = runner.outcomes()
-
-        def run(mutant: Mutant) -> tuple[Mutant, Outcome]:
-            return mutant, runner.run(mutant)
 
         def summarise() -> str:
             outcomes = runner.outcomes()
             chosen = {m.name: outcomes[m.name] for m in mutants if m.name in outcomes}
             return report(sites, chosen, len(mutants), command)
 
-        mine = [mutant for mutant in mutants[index - 1 :: number] if mutant.name not in known]
-        with ThreadPoolExecutor(arguments.jobs) as executor:
-            for mutant, outcome in executor.map(run, mine):
-                verdict = "SURVIVED"
-                if outcome.killed_by:
-                    verdict = f"killed by {outcome.killed_by} ({outcome.error})"
-                where = f"{mutant.site.path}:{mutant.site.line}"
-                print(f"{where} {mutant.name} {verdict} {outcome.seconds:.1f} s", flush=True)
-                if arguments.output:  # An interrupted run keeps its results.
-                    write_section(arguments.output, summarise())
+        for marked in (FAST, SLOW):
+            known = runner.outcomes()
+            mine = [
+                mutant
+                for mutant in mutants[index - 1 :: number]
+                if mutant.name not in known or is_left(known[mutant.name], marked)
+            ]
+            with ThreadPoolExecutor(arguments.jobs) as executor:
+                outcomes = executor.map(runner.run, mine, [marked] * len(mine))
+                for mutant, outcome in zip(mine, outcomes, strict=True):
+                    verdict = f"survives the tests that are {marked}"
+                    if outcome.killed_by:
+                        verdict = f"killed by {outcome.killed_by} ({outcome.error})"
+                    where = f"{mutant.site.path}:{mutant.site.line}"
+                    print(f"{where} {mutant.name} {verdict} {outcome.seconds:.1f} s", flush=True)
+                    if arguments.output:  # An interrupted run keeps its results.
+                        write_section(arguments.output, summarise())
         if arguments.output:
             write_section(arguments.output, summarise())
         print(summarise())
