@@ -1,15 +1,8 @@
-"""Exports the model of a workdir as .safetensors files, with its config and tokenizer.
-
-python -m experiments.export_hf --workdir=<folder> --to=<directory>
-                                [--like=<directory it came from> | --family=llama]
-                                [--dtype=bfloat16] [--max-shard-bytes=<number>] [--devices=<number>]
-
-If the model was imported, its config, its tokenizer and the dtypes of its tensors are kept.
-"""
+"""Exports the model of a workdir; the same as `manualpar export`."""
 
 import sys
 
-from manualpar.commands.import_export import export_command
+from manualpar.commands.import_export import export_main
 
 if __name__ == "__main__":
-    sys.exit(export_command(sys.argv))
+    sys.exit(export_main(["python -m experiments.export_hf", *sys.argv[1:]]))

@@ -1,19 +1,8 @@
-"""Estimates a config's communication, memory and time on devices that are not available here.
+"""Estimates a config's step on devices that are not here; the same as `manualpar plan`."""
 
-python -m experiments.plan [--config=configs/fsdp_lm.py] [--config.<field>=<value> ...]
-                           [--topology=v5p:8x8x4] [--compiler=auto|tpu|none] [--search]
-                           [--device_mtbf_hours=50000] [--workdir=<folder>]
-"""
+import sys
 
-from pathlib import Path
-
-from absl import app
-
-from manualpar.commands.command_line import flags_parser
-from manualpar.commands.plan_command import PLANNING, plan_command
-
-DEFAULT_CONFIG = Path(__file__).parent.parent / "configs" / "fsdp_lm.py"
-
+from manualpar.commands.plan_command import main
 
 if __name__ == "__main__":
-    app.run(plan_command, flags_parser=flags_parser(__doc__ or "", DEFAULT_CONFIG, PLANNING))
+    main(["python -m experiments.plan", *sys.argv[1:]])

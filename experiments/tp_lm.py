@@ -1,18 +1,8 @@
-"""Trains a language model whose layers are split: each device computes a part of every layer.
+"""Trains a language model whose layers are split: each device computes a part of every layer."""
 
-python -m experiments.tp_lm [--config=configs/tp_lm.py] [--config.<field>=<value> ...]
-                           [--workdir=<folder>] [--devices=<number>]
-"""
+import sys
 
-from pathlib import Path
-
-from absl import app
-
-from manualpar.commands.command_line import flags_parser
-from manualpar.commands.train_command import run_command
-
-DEFAULT_CONFIG = Path(__file__).parent.parent / "configs" / "tp_lm.py"
-
+from manualpar.commands.train_command import main
 
 if __name__ == "__main__":
-    app.run(run_command, flags_parser=flags_parser(__doc__ or "", DEFAULT_CONFIG))
+    main(["python -m experiments.tp_lm", *sys.argv[1:]], __doc__ or "", "tp_lm")

@@ -34,6 +34,8 @@ from manualpar.strategies.fsdp import fsdp
 from manualpar.strategies.hsdp import hsdp
 from manualpar.strategies.zero import zero
 
+__version__ = "0.2.0"
+
 __all__ = [
     "Batch",
     "Column",

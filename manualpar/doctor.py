@@ -5,4 +5,4 @@ import sys
 from manualpar.commands.doctor import main
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    sys.exit(main(["python -m manualpar.doctor", *sys.argv[1:]]))

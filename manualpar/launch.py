@@ -5,4 +5,4 @@ import sys
 from manualpar.system.cluster.launch import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(["python -m manualpar.launch", *sys.argv[1:]]))

@@ -9,7 +9,8 @@ from typing import Any, TextIO
 
 import jax
 
-from manualpar.commands.command_line import quiet_absl, users_mistakes
+from manualpar.commands.arguments import MESH_HELP, parse_mesh
+from manualpar.commands.results import quiet_absl, users_mistakes
 from manualpar.errors import (
     INTERRUPTED_EXIT_CODE,
     USAGE_EXIT_CODE,
@@ -27,19 +28,23 @@ from manualpar.training.exit_codes import ending_all
 from manualpar.training.load_run import Trained, load_directory, load_run
 
 
-def model_flags(description: str) -> argparse.ArgumentParser:
-    """Makes a parser with the flags that choose the model and the devices."""
+def model_flags(program: str, usage: str) -> argparse.ArgumentParser:
+    """Makes a parser with the flags that choose the model and the devices.
+
+    `{program}` in `usage`, the first lines of `--help`, stands for the program's name.
+    """
     parser = OneSentenceParser(
-        description=description,
+        prog=program,
+        description=usage.replace("{program}", program),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--workdir", type=path_flag, help="The folder of a run with a checkpoint.")
     which.add_argument("--hf", type=path_flag, help="A directory with a Hugging Face model.")
-    parser.add_argument("--mesh", default="data=-1", help="The mesh, such as data=4,model=2.")
+    parser.add_argument("--mesh", default="data=-1", help=MESH_HELP)
     parser.add_argument("--devices", type=int, help="The number of CPU devices to simulate.")
-    parser.add_argument("--batch_size", type=int, default=32, help="Rows that run at once.")
+    parser.add_argument("--batch-size", type=int, default=32, help="Rows that run at once.")
     return parser
 
 
@@ -52,7 +57,7 @@ def run_with_model(flags: argparse.Namespace, work: Callable[[Trained, Generator
     try:
         with users_mistakes():
             simulate_devices(flags.devices)
-            mesh = _parse_mesh(flags.mesh)
+            mesh = _mesh_of_data(flags.mesh)
             cluster = initialize()
         with cluster, ending_all(cluster, agreed=()), users_mistakes():
             load: Any = load_run if flags.workdir else load_directory
@@ -178,13 +183,8 @@ def output_line(fields: Mapping[str, Any]) -> str:
     return line
 
 
-def _parse_mesh(text: str) -> dict[str, int]:
-    mesh = {}
-    for part in text.split(","):
-        axis, _, size = part.partition("=")
-        if not axis.isidentifier() or not size.lstrip("-").isdigit():
-            raise UsageError(f"--mesh={text}: expected axes such as data=4,model=2.")
-        mesh[axis] = int(size)
+def _mesh_of_data(text: str) -> dict[str, int]:
+    mesh = parse_mesh(text)
     if "data" not in mesh:
         raise UsageError(f"--mesh={text}: expected an axis 'data', such as data=1,{text}.")
     return mesh

@@ -2,48 +2,50 @@
 
 A command declares its flags in a `Syntax`. `--config` names a Python file with `get_config()`, and
 `--config.<field>=<value>` sets a field, through `ml_collections.config_flags`. If a command has
-several configs, the field is set in all of them. A user's mistake raises a `UsageError`: the
-command prints one sentence and ends with exit code 2. A bug in this package is shown with its
-traceback.
+several configs, the field is set in all of them. `arguments` describes the short forms. A user's
+mistake raises a `UsageError`: the command prints one sentence and ends with exit code 2. A bug in
+this package is shown with its traceback.
 """
 
 import contextlib
 import dataclasses
 import functools
-import json
 import re
 import sys
-import time
 import types
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import ml_collections
-import rich.console
+from absl import app
 from absl import flags as absl_flags
-from absl import logging
 from ml_collections import config_flags
 
+from manualpar.commands.arguments import MESH, MESH_HELP, translate
 from manualpar.commands.help_text import help_text
+from manualpar.commands.results import users_mistakes
 from manualpar.errors import (
-    INTERRUPTED_EXIT_CODE,
     USAGE_EXIT_CODE,
     UsageError,
-    describe_mistake,
     print_error,
 )
-from manualpar.system.reports.tables import print_line
 from manualpar.system.storage import AnyPath, BucketPath, as_path
 from manualpar.training.checkpoints.compatibility import REMOVED
-from manualpar.training.config import flatten_config, load_config, nearest
+from manualpar.training.config import FIELDS, MODEL_FIELDS, flatten_config, load_config, nearest
+from manualpar.training.config_files import find_config
 from manualpar.training.imported_model import fill_from_hf
-from manualpar.training.monitoring.progress import make_console
-from manualpar.training.monitoring.run_files import create_numbered_folder
 
-CONFIG_HELP = "The file to take the config from, a Python file with get_config()."
-NO_CONFIG = "--config has no value, expected a file such as configs/fsdp.py."
+CONFIG_HELP = (
+    "The config: a name, such as fsdp_lm (`manualpar configs` lists them), or a Python file with "
+    "get_config()."
+)
+DEFAULT_CONFIG = "fsdp"  # The name of a config, not of a strategy.
+NO_CONFIG = (
+    "--config has no value, expected a name such as fsdp_lm, or a file such as my_config.py."
+)
+_MODEL_FIELDS = tuple(name for fields in MODEL_FIELDS.values() for name in fields)
 OVERRIDE = re.compile(r"--?(no)?config\.")
 EXPECTED: Mapping[type, str] = {
     int: "an integer without point or exponent",
@@ -68,6 +70,9 @@ WORKDIR = Flag(
     "checkpoint, the run resumes from it.",
     Path,
 )
+
+
+OUTPUT = Flag("Folder of the results, by default a new numbered folder in runs/.", Path)
 
 
 class NamedConfig(NamedTuple):
@@ -103,12 +108,16 @@ class Syntax(NamedTuple):
       flags: The flags by name.
       takes_several: Whether `--config` may be given several times.
       refused: Flags that only other commands have, each with the reason why it is refused here.
+      renamed: Old names of flags, each with its new name.
+      positional: The flag that arguments before the first flag are values of.
       refine: Checks the flags' values, and may change them; raises `UsageError` for a mistake.
     """
 
     flags: Mapping[str, Flag]
     takes_several: bool = False
     refused: Mapping[str, str] = types.MappingProxyType({})
+    renamed: Mapping[str, str] = types.MappingProxyType({})
+    positional: str = "config"
     refine: Callable[[CommandLine], None] = lambda line: None
 
 
@@ -135,8 +144,28 @@ TRAINING = Syntax(
 )
 
 
+def run_absl(
+    work: Callable[[CommandLine], int],
+    argv: Sequence[str],
+    usage: str,
+    default_config: str,
+    syntax: Syntax = TRAINING,
+) -> NoReturn:
+    """Parses a command line with `flags_parser`, runs the command, and ends the process.
+
+    Args:
+      work: Runs a parsed command line; returns the exit code.
+      argv: The command line, the program's name first.
+      usage: The first lines of `--help`; `{program}` in it stands for the program's name.
+      default_config: The config of a command line that names none.
+      syntax: The flags of the command.
+    """
+    parser = flags_parser(usage.replace("{program}", argv[0]), default_config, syntax)
+    app.run(work, argv=list(argv), flags_parser=parser)
+
+
 def flags_parser(
-    description: str, default_config: Path, syntax: Syntax = TRAINING
+    description: str, default_config: str | Path, syntax: Syntax = TRAINING
 ) -> Callable[[list[str]], CommandLine]:
     """Makes the parser for `absl.app.run`; `--help` prints `description` and then the flags.
 
@@ -147,7 +176,8 @@ def flags_parser(
     def parse_or_end(argv: list[str]) -> CommandLine:
         if {"--help", "-help", "-h", "--helpshort"} & set(argv):
             helps = {name: flag.help for name, flag in syntax.flags.items()}
-            print(help_text(description, default_config, {"config": CONFIG_HELP} | helps))
+            helps = {"config": CONFIG_HELP, MESH: MESH_HELP} | helps
+            print(help_text(description, find_config(str(default_config)), helps))
             sys.exit(0)
         try:
             return parse_command_line(
@@ -163,7 +193,7 @@ def flags_parser(
 def parse_command_line(
     argv: Sequence[str],
     *,
-    default_config: Path,
+    default_config: str | Path,
     syntax: Syntax = TRAINING,
     flag_values: absl_flags.FlagValues | None = None,
 ) -> CommandLine:
@@ -173,6 +203,14 @@ def parse_command_line(
     new object.
     """
     flags = syntax.flags
+    arguments = translate(
+        argv[1:],
+        flags=flags,
+        switches=[name for name, flag in flags.items() if flag.kind is bool],
+        renamed=syntax.renamed,
+        positional=syntax.positional,
+    )
+    argv = [*argv[:1], *arguments]
     flag_values = absl_flags.FlagValues() if flag_values is None else flag_values
     absl_flags.DEFINE_multi_string("config", [], CONFIG_HELP, flag_values=flag_values)
     define = {int: absl_flags.DEFINE_integer, bool: absl_flags.DEFINE_boolean}
@@ -222,7 +260,7 @@ def _check_overrides(arguments: list[str], syntax: Syntax) -> None:
             name = argument.lstrip("-").split("=")[0]
             if name in syntax.refused:
                 raise UsageError(f"--{name} is not a flag of this command: {syntax.refused[name]}.")
-            near = nearest(name, {*syntax.flags, "config"})
+            near = nearest(name, {*syntax.flags, MESH, "config", *FIELDS, *_MODEL_FIELDS})
             raise UsageError(f"--{name} is not a known flag; the nearest one is --{near}.")
         if not is_override and not takes_value:
             raise UsageError(
@@ -238,7 +276,7 @@ def _load_configs(paths: Sequence[str], overrides: list[str]) -> tuple[NamedConf
     stems = Counter(Path(path).stem for path in paths)
     configs: list[NamedConfig] = []
     for text in paths:
-        path = Path(text)
+        path = find_config(text)
         # If two files have the same name, their results are named after the folder and the file.
         parts = path.with_suffix("").parts[-2 if stems[path.stem] > 1 else -1 :]
         try:
@@ -319,64 +357,3 @@ def _explained(kind_of: Callable[[str], tuple[type, str] | None]) -> Iterator[No
         raise UsageError(f"{message}.") from error
     except absl_flags.Error as error:
         raise UsageError(f"{error}.") from error
-
-
-def answer(work: Callable[[rich.console.Console], Path]) -> int:
-    """Runs a command that writes a folder of results; prints how long that took, and the folder.
-
-    `work` returns the folder, and raises a `UsageError` for a user's mistake. On Ctrl-C it may
-    raise a `KeyboardInterrupt` whose argument is a text about the files written so far.
-
-    Returns:
-      The exit code.
-    """
-    started = time.perf_counter()
-    quiet_absl()
-    console = make_console()
-    try:
-        results = work(console)
-    except UsageError as error:
-        print_error(error)
-        return USAGE_EXIT_CODE
-    except KeyboardInterrupt as error:
-        print_error(f"interrupted; {str(error) or 'nothing was written'}")
-        return INTERRUPTED_EXIT_CODE
-    print_line(console, f"time: {time.perf_counter() - started:.1f} s")
-    print_line(console, f"results: {results}")
-    return 0
-
-
-def quiet_absl() -> None:
-    """Hides JAX's messages about missing backends, which absl prints by default."""
-    logging.set_verbosity(logging.WARNING)
-
-
-@contextlib.contextmanager
-def users_mistakes(where: str = "") -> Iterator[None]:
-    """Turns a `ValueError` in this context into a `UsageError`; its message begins with `where`."""
-    try:
-        yield
-    except ValueError as error:
-        raise UsageError(f"{where}{describe_mistake(error)}") from error
-
-
-@contextlib.contextmanager
-def results_folder(folder: Path | None, parent: Path, *, flag: str = "--workdir") -> Iterator[Path]:
-    """Creates a folder for results: `folder`, or if `folder` is `None` a numbered one in `parent`.
-
-    Raises:
-      UsageError: The folder cannot be created, or code in the context cannot write to it.
-    """
-    try:
-        folder = folder or create_numbered_folder(parent)
-        folder.mkdir(parents=True, exist_ok=True)
-        yield folder
-    except OSError as error:
-        raise UsageError(
-            f"the results cannot be written: {error}; name another folder with {flag}."
-        ) from error
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Writes a value to a file as indented JSON."""
-    path.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")

@@ -1,8 +1,8 @@
 """Shows the software and devices that a run would use here, to find a fault or to report it.
 
-    python -m manualpar.doctor                                 # this machine
-    python -m manualpar.doctor --config=configs/fsdp_lm.py     # and whether this would run on it
-    python -m manualpar.launch --processes=2 -- python -m manualpar.doctor
+    manualpar doctor                 # this machine
+    manualpar doctor fsdp_lm         # and whether this config would run on it
+    manualpar launch --processes=2 -- manualpar doctor
 
 It prints versions, settings, devices, the mesh and its links. It makes one small step of FSDP over
 all devices, and compares the loss with one device. With a config it does everything that a run does
@@ -145,10 +145,12 @@ def _prepare_devices(argv: Sequence[str]) -> Any:
     """Loads the config of a command line, and simulates the same CPU devices as a run would."""
     if not argv[1:]:
         return None
-    if not any(re.match(r"--?config(=|$)", argument) for argument in argv[1:]):
-        raise UsageError(f"{argv[1]!r} is not understood, expected --config=<file> or no argument.")
+    is_config = argv[1][0] != "-"
+    if not is_config and not any(re.match(r"--?config(=|$)", argument) for argument in argv[1:]):
+        raise UsageError(f"{argv[1]!r} is not understood, expected a config or no argument.")
     require("--config", *TRAIN)
-    from manualpar.commands.command_line import Flag, Syntax, parse_command_line, quiet_absl
+    from manualpar.commands.command_line import Flag, Syntax, parse_command_line
+    from manualpar.commands.results import quiet_absl
     from manualpar.training.devices import simulate_devices
 
     quiet_absl()

@@ -26,9 +26,19 @@ from manualpar.training.load_run import Trained
 MAX_LENGTH = 2048
 
 
-def evaluate_command(argv: Sequence[str], description: str) -> int:
-    """Evaluates a model on the texts that a command line names; returns the exit code."""
-    parser = model_flags(description)
+USAGE = """Evaluates a run's newest checkpoint, or a Hugging Face model, on texts.
+
+{program} --workdir=<folder>                      the run's own test split
+{program} --workdir=<folder> --text=<.txt or .jsonl with "text">
+{program} --hf=<directory> --completions=<.jsonl with "context", "completion">
+    [--max-length=<tokens seen at once>] [--output=<file>]
+    [--mesh=data=4,model=2] [--devices=<number>] [--batch-size=<rows>]
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Evaluates a model on the texts that the command line `argv` names; returns the exit code."""
+    parser = model_flags(argv[0], USAGE)
     texts_group = parser.add_mutually_exclusive_group()
     texts_group.add_argument(
         "--text", type=path_flag, help='A text, or JSONL with "text"; shows the perplexity.'
@@ -38,14 +48,14 @@ def evaluate_command(argv: Sequence[str], description: str) -> int:
         type=path_flag,
         help='JSONL with "context" and "completion"; shows log-likelihoods.',
     )
-    parser.add_argument("--max_length", type=int, default=0, help="The longest sequence in tokens.")
+    parser.add_argument("--max-length", type=int, default=0, help="The longest sequence in tokens.")
     parser.add_argument("--output", type=path_flag, help="The file for the results.")
-    flags = parser.parse_args(argv)
+    flags = parser.parse_args(argv[1:])
 
     def work(trained: Trained, generator: Generator) -> None:
         length = flags.max_length or trained.max_length or MAX_LENGTH
         if length < 1:
-            raise UsageError(f"--max_length={length}: expected at least 1.")
+            raise UsageError(f"--max-length={length}: expected at least 1.")
         if flags.completions:
             _completions(trained, generator, flags, length)
         elif flags.text:

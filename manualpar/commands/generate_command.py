@@ -23,9 +23,22 @@ from manualpar.training.load_run import Trained
 ADDED = ("text", "ending", "tokens")
 
 
-def generate_command(argv: Sequence[str], description: str) -> int:
-    """Generates answers to the prompts of a command line; returns the exit code."""
-    parser = model_flags(description)
+USAGE = """Answers prompts with a run's newest checkpoint, or with a Hugging Face model.
+
+{program} --workdir=<folder> --prompt="Once upon a time" [--temperature=0.8]
+    [--top-k=<number>] [--top-p=<probability>] [--max-tokens=<number>]
+    [--stop=<text> ...] [--seed=<number>] [--chat]
+    [--mesh=data=4,model=2] [--devices=<number>]
+{program} --hf=<directory> --prompts=<lines, .jsonl or -> [--output=<.jsonl>]
+
+The answer to one prompt is streamed to the terminal. Several prompts are answered in batches, as
+JSONL.
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Generates answers to the prompts of the command line `argv`; returns the exit code."""
+    parser = model_flags(argv[0], USAGE)
     prompts = parser.add_mutually_exclusive_group(required=True)
     prompts.add_argument("--prompt", help="The text to continue.")
     prompts.add_argument(
@@ -33,13 +46,13 @@ def generate_command(argv: Sequence[str], description: str) -> int:
     )
     parser.add_argument("--chat", action="store_true", help="Treats each prompt as a chat message.")
     parser.add_argument("--output", type=path_flag, help="The JSONL file of answers to --prompts.")
-    parser.add_argument("--max_tokens", type=int, default=128)
+    parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest token.")
-    parser.add_argument("--top_k", type=int, default=0, help="0: all tokens.")
-    parser.add_argument("--top_p", type=float, default=1.0)
+    parser.add_argument("--top-k", type=int, default=0, help="0: all tokens.")
+    parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--stop", action="append", default=[], help="May be given several times.")
     parser.add_argument("--seed", type=int, default=0)
-    flags = parser.parse_args(argv)
+    flags = parser.parse_args(argv[1:])
 
     def work(trained: Trained, generator: Generator) -> None:
         names = ("max_tokens", "temperature", "top_k", "top_p", "stop", "seed")

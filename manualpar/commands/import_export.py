@@ -4,17 +4,19 @@ An imported model is a checkpoint at step 0. Its `config.json` and tokenizer are
 folder `model` of the workdir, so that training does not need the original directory.
 """
 
+import argparse
 import contextlib
 import resource
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 
-from manualpar.commands.command_line import CommandLine, quiet_absl
+from manualpar.commands.command_line import TRAINING, CommandLine, run_absl
+from manualpar.commands.results import quiet_absl
 from manualpar.errors import (
     USAGE_EXIT_CODE,
     OneSentenceParser,
@@ -43,6 +45,28 @@ from manualpar.training.workdir import FOLDER, check_folder, open_checkpoints
 from manualpar.training.workdir_lock import lock_workdir
 
 MODEL_FOLDER = "model"
+IMPORT_USAGE = """Imports a Hugging Face model into a workdir, as a checkpoint to train from.
+
+{program} DIR --workdir=<folder> [--config=fsdp_lm] [--<field>=<value> ...]
+    [--mesh=<axis>=<size>,...] [--devices=<number>]
+
+DIR contains config.json, tokenizer.json and .safetensors files. The config defines how the model
+will be trained, and on which data. Each process reads only the slices for its devices.
+"""
+EXPORT_USAGE = """Exports the model of a workdir as .safetensors files with config and tokenizer.
+
+{program} --workdir=<folder> --output=<directory>
+    [--like=<directory it came from> | --family=llama]
+    [--dtype=bfloat16] [--max-shard-bytes=<number>] [--devices=<number>]
+
+If the model was imported, its config, its tokenizer and the dtypes of its tensors are kept.
+"""
+IMPORTING = TRAINING._replace(positional="config.model.from_hf")
+
+
+def import_main(argv: Sequence[str]) -> NoReturn:
+    """Runs the command line `argv` of an import and ends the process."""
+    run_absl(import_command, argv, IMPORT_USAGE, "fsdp_lm", IMPORTING)
 
 
 def import_command(command: CommandLine) -> int:
@@ -111,20 +135,24 @@ def _import_into(workdir: AnyPath, command: CommandLine, say: Callable[[str], No
         f"at most {describe_bytes(peak_memory())} of memory in this process"
     )
     say(
-        f"to train it: python -m experiments.fsdp --config={command.config_path} "
-        f"--config.model.from_hf={model_folder} --workdir={workdir}"
+        f"to train it: manualpar train {command.config_path} --model.from_hf={model_folder} "
+        f"--workdir={workdir}"
     )
 
 
-def export_command(argv: Sequence[str]) -> int:
+def export_main(argv: Sequence[str]) -> int:
     """Exports the model of a workdir as a Hugging Face directory; returns the exit code."""
     parser = OneSentenceParser(
-        prog="python -m experiments.export_hf",
-        description="Writes the model in a workdir as safetensors files that transformers loads.",
+        prog=argv[0],
+        description=EXPORT_USAGE.replace("{program}", argv[0]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--workdir", type=path_flag, required=True, help="the folder of the run")
-    parser.add_argument("--to", type=path_flag, required=True, help="the directory to create")
+    # `--to` is the old name.
+    parser.add_argument(
+        "--output", "--to", type=path_flag, required=True, help="the directory to create"
+    )
     parser.add_argument(
         "--like", type=path_flag, help="the directory to take config, tokenizer and dtypes from"
     )
@@ -152,7 +180,7 @@ def export_command(argv: Sequence[str]) -> int:
         target = export_hf(
             experiment.program,
             restored.state,
-            flags.to,
+            flags.output,
             like=like,
             family=flags.family,
             dtype=flags.dtype,

@@ -11,22 +11,20 @@ as JSON, drawn, and compared with older ledgers and with budgets. The folder of 
 The exit code is 1 if a budget is broken.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import rich.console
 
 from manualpar.commands.command_line import (
+    DEFAULT_CONFIG,
     CommandLine,
     Flag,
     NamedConfig,
     Syntax,
-    answer,
-    results_folder,
-    users_mistakes,
-    write_json,
+    run_absl,
 )
 from manualpar.commands.inspection_picture import Bound, draw_ledgers
 from manualpar.commands.inspection_report import (
@@ -41,6 +39,7 @@ from manualpar.commands.inspection_schedule import (
     read_schedule,
     table_and_costs,
 )
+from manualpar.commands.results import answer, results_folder, users_mistakes, write_json
 from manualpar.commands.schedule_picture import draw_schedule
 from manualpar.core.mesh.mesh_order import describe_links
 from manualpar.errors import UsageError, print_error, require
@@ -60,12 +59,25 @@ from manualpar.inspect.state_layout import trained_parts
 from manualpar.inspect.step_ledger import ledger
 from manualpar.models import Transformer
 from manualpar.models.transformer_collectives import transformer_sends
+from manualpar.planner.hardware import chip_named
 from manualpar.system.reports.tables import print_line
 from manualpar.system.storage.untrusted import read_object
 from manualpar.training.devices import simulate_devices
 from manualpar.training.experiment import Experiment, prepare
 from manualpar.training.monitoring.run_files import check_workdir
 
+USAGE = """Shows the communication, memory and FLOPs of each config's step, before any step runs.
+
+{program} [CONFIG ...] [--<field>=<value> ...] [--mesh=<axis>=<size>,...]
+    [--devices=<number>] [--compile | --no-compile]
+    [--output=<folder>] [--against=<ledger.json or folder>]
+    [--budget=configs/budgets.toml [--write-budget]]
+    [--memory=<16GiB or v5p>] [--schedule]
+
+Nothing is trained. With --no-compile nothing is compiled either, so that --devices=4096 needs no
+devices. Exit codes: 0; 1 if a budget is broken; 2 for a mistake on the command line, in a config or
+in a budget.
+"""
 BROKEN_EXIT_CODE = 1
 PICTURE = "inspect.png"
 # The keys that a ledger from a file must have to be compared.
@@ -79,7 +91,7 @@ INSPECT_FLAGS: Mapping[str, Flag] = {
     ),
     "compile": Flag(
         "Whether to compile the steps too (for simulated CPU devices if --devices is given); by "
-        f"default up to {MOST_COMPILED} devices. --nocompile needs no devices.",
+        f"default up to {MOST_COMPILED} devices. --no-compile needs no devices.",
         bool,
     ),
     "output": Flag("Folder of the results, by default a new runs/inspect/<next number>.", Path),
@@ -94,34 +106,34 @@ INSPECT_FLAGS: Mapping[str, Flag] = {
 }
 
 
-def inspect_syntax(chip_memory: Callable[[str], int]) -> Syntax:
-    """Returns the flags of `inspect`.
-
-    After parsing, `compile` is never `None`, and `memory` is a `Bound` if it is given.
-    `chip_memory` returns the memory of a chip by the chip's name, or raises `ValueError`.
-    """
-
-    def refine(line: CommandLine) -> None:
-        flags = line.flags
-        if flags.write_budget and not flags.budget:
-            raise UsageError(
-                "--write_budget needs the name of the file, as in --budget=configs/budgets.toml "
-                "--write_budget."
-            )
-        if flags.compile is None:
-            flags.compile = (flags.devices or 1) <= MOST_COMPILED
-        if flags.memory is not None:
-            flags.memory = _read_memory(flags.memory, chip_memory)
-
-    return Syntax(INSPECT_FLAGS, takes_several=True, refine=refine)
+def _refine(line: CommandLine) -> None:
+    """Decides whether to compile, and turns the text of `--memory` into a `Bound`."""
+    flags = line.flags
+    if flags.write_budget and not flags.budget:
+        raise UsageError(
+            "--write-budget needs the name of the file, as in --budget=configs/budgets.toml "
+            "--write-budget."
+        )
+    if flags.compile is None:
+        flags.compile = (flags.devices or 1) <= MOST_COMPILED
+    if flags.memory is not None:
+        flags.memory = _read_memory(flags.memory)
 
 
-def _read_memory(text: str, chip_memory: Callable[[str], int]) -> Bound:
+INSPECTING = Syntax(INSPECT_FLAGS, takes_several=True, refine=_refine)
+
+
+def main(argv: Sequence[str]) -> NoReturn:
+    """Runs the command line `argv` and ends the process."""
+    run_absl(inspect_command, argv, USAGE, DEFAULT_CONFIG, INSPECTING)
+
+
+def _read_memory(text: str) -> Bound:
     """Parses the memory of a device: a size, or a chip's name."""
     if size := parse_size(text):
         return Bound("device", size)
     with users_mistakes(f"--memory={text}: expected a size such as 16GiB, or a chip: "):
-        return Bound(text, chip_memory(text))
+        return Bound(text, chip_named(text).hbm_bytes)
 
 
 def inspect_command(line: CommandLine) -> int:
@@ -226,7 +238,7 @@ def _inspect(line: CommandLine, console: rich.console.Console, broken: list[str]
         broken += verdict.broken
         if (allowed := budgets[name].most("peak_memory")) is not None:
             bounds[name].insert(0, Bound("budget", allowed))
-    with results_folder(flags.output, Path("runs") / "inspect", flag="--output") as output:
+    with results_folder(flags.output, Path("runs") / "inspect") as output:
         for name, found in ledgers.items():
             write_json(output / f"{name}.json", found)
         draw_ledgers(ledgers, output / PICTURE, bounds=bounds)

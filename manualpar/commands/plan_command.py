@@ -10,21 +10,12 @@ import importlib.util
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import rich.console
 
-from manualpar.commands.command_line import (
-    TRAINING,
-    WORKDIR,
-    CommandLine,
-    Flag,
-    Syntax,
-    answer,
-    results_folder,
-    users_mistakes,
-    write_json,
-)
+from manualpar.commands.command_line import OUTPUT, TRAINING, CommandLine, Flag, Syntax, run_absl
+from manualpar.commands.results import answer, results_folder, users_mistakes, write_json
 from manualpar.errors import UsageError, require
 from manualpar.models import Transformer
 from manualpar.planner.closed_form.layout import check_closed_form
@@ -57,6 +48,12 @@ from manualpar.training.experiment import Experiment
 from manualpar.training.monitoring.run_files import CONFIG_FILE, check_workdir
 
 DEFAULT_TOPOLOGY = "v5e:16x16"
+USAGE = """Estimates a config's communication, memory and time on devices that are not here.
+
+{program} [CONFIG] [--<field>=<value> ...] [--mesh=<axis>=<size>,...]
+    [--topology=v5p:8x8x4] [--compiler=auto|tpu|none] [--search]
+    [--device-mtbf-hours=50000] [--output=<folder>]
+"""
 COMPILERS = ("auto", "tpu", "none")
 Curves = Mapping[str, Sequence[tuple[int, StepEstimate]]]
 # Config field -> the value that the closed form of layouts assumes. A field may also be "".
@@ -111,15 +108,15 @@ FLAGS: Mapping[str, Flag] = {
         0,
     ),
     "restart_seconds": Flag(
-        "Seconds from a failure until all processes run again, with --device_mtbf_hours.", int, 600
+        "Seconds from a failure until all processes run again, with --device-mtbf-hours.", int, 600
     ),
     "storage_bandwidth": Flag(
-        "GB/s that the file system accepts from all processes together, with --device_mtbf_hours; "
+        "GB/s that the file system accepts from all processes together, with --device-mtbf-hours; "
         "0 for no limit.",
         int,
         0,
     ),
-    "workdir": WORKDIR,
+    "output": OUTPUT,
 }
 
 
@@ -152,8 +149,14 @@ def _refine(line: CommandLine) -> None:
 PLANNING = Syntax(
     FLAGS,
     refused=dict.fromkeys(TRAINING.flags.keys() - FLAGS, "--topology gives the devices"),
+    renamed={"workdir": "output"},
     refine=_refine,
 )
+
+
+def main(argv: Sequence[str]) -> NoReturn:
+    """Runs the command line `argv` and ends the process."""
+    run_absl(plan_command, argv, USAGE, "fsdp_lm", PLANNING)
 
 
 def plan_command(command: CommandLine) -> int:
@@ -162,14 +165,14 @@ def plan_command(command: CommandLine) -> int:
     def work(console: rich.console.Console) -> Path:
         with users_mistakes():
             require("the picture of a plan", "matplotlib")
-            if command.flags.workdir:
-                check_workdir(command.flags.workdir)
+            if command.flags.output:
+                check_workdir(command.flags.output, "--output")
             # Writes nothing before all estimates exist.
             flags = command.flags
             work = _search if any(getattr(flags, name) for name in SEARCHES) else _plan
             write = work(command, console)
         parent = Path("runs") / f"plan-{command.configs[0].name}"
-        with results_folder(command.flags.workdir, parent) as workdir:
+        with results_folder(command.flags.output, parent) as workdir:
             write_json(workdir / CONFIG_FILE, command.config.to_dict())
             write(workdir)
         return workdir

@@ -5,9 +5,12 @@
 
 import sys
 import time
+from collections.abc import Sequence
+from typing import NoReturn
 
 from manualpar.commands.agreed_facts import experiment_facts, run_facts
-from manualpar.commands.command_line import CommandLine, quiet_absl
+from manualpar.commands.command_line import DEFAULT_CONFIG, CommandLine, run_absl
+from manualpar.commands.results import quiet_absl
 from manualpar.errors import (
     FILES_EXIT_CODE,
     INTERRUPTED_EXIT_CODE,
@@ -36,10 +39,22 @@ from manualpar.training.run import run
 from manualpar.training.trainer import StoppedError
 from manualpar.training.workdir import check_folder, choose_workdir
 
+USAGE = """{program} [CONFIG] [--<field>=<value> ...]
+    [--workdir=<folder>] [--mesh=<axis>=<size>,...] [--devices=<number>]
+"""
 NONFINITE_MEND = (
     ". config.training.on_nonfinite='skip' leaves out such an update; 'rollback' goes back to the "
     "latest checkpoint and leaves out the batch."
 )
+
+
+def main(
+    argv: Sequence[str],
+    about: str = "Trains a config, or resumes the run in a folder.",
+    default_config: str = DEFAULT_CONFIG,
+) -> NoReturn:
+    """Runs the command line `argv` and ends the process; `about` is the first line of `--help`."""
+    run_absl(run_command, argv, f"{about}\n\n{USAGE}", default_config)
 
 
 def run_command(command: CommandLine) -> int:

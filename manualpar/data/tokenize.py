@@ -1,6 +1,6 @@
 """Makes token files from text, for the source `tokens`.
 
-    python -m manualpar.data.tokenize --input=TEXT --output=DIRECTORY [--source=jsonl]
+    manualpar tokenize --input=TEXT --output=DIRECTORY [--source=jsonl]
         [--tokenizer=tokenizer.json] [--processes=2]
 
 TEXT is a file, a directory or a glob, like `config.data.path`. The source is `text` (each file is a
@@ -8,7 +8,7 @@ document), `jsonl`, `parquet`, `arrayrecord` or `chat`. The splits are the same 
 with this source. The command creates DIRECTORY. TEXT and DIRECTORY may be in a bucket. Without a
 tokenizer, tokens are bytes. The token files have the same bytes with any number of processes. After
 an interruption, run the same command again to continue. To train with the token files, set
-`--config.data.source=tokens --config.data.path=DIRECTORY`.
+`--data.source=tokens --data.path=DIRECTORY`.
 """
 
 import argparse
@@ -66,11 +66,14 @@ def write_token_files(
     return run_job(job, user_path(output), processes=processes)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line: makes token files and prints the size of each split."""
+def main(argv: Sequence[str]) -> int:
+    """Makes token files and prints the size of each split; returns the exit code.
+
+    `argv` is the command line, the program's name first.
+    """
     parser = OneSentenceParser(
-        prog="python -m manualpar.data.tokenize",
-        description=__doc__,
+        prog=argv[0],
+        description=(__doc__ or "").replace("manualpar tokenize", argv[0]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--input", required=True, help='a file, a directory, a glob, or ""')
@@ -81,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--held-out", type=float, default=HELD_OUT, help="for each of eval, test")
     parser.add_argument("--template", default="", help="of chat, a file; else the tokenizer's")
     parser.add_argument("--processes", type=int, default=1)
-    args = parser.parse_args(arguments)
+    args = parser.parse_args(argv[1:])
     if args.processes < 1:
         parser.error(f"--processes={args.processes}: expected at least 1")
     if not 0 < args.held_out < 0.5:
@@ -142,4 +145,4 @@ def _shown(size: int) -> Iterator[Callable[[TokenProgress], None]]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(["python -m manualpar.data.tokenize", *sys.argv[1:]]))

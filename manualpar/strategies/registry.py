@@ -2,7 +2,7 @@
 
 A strategy is one file and one registration. The file has a `StrategyKind`: the builder, the config
 fields that only this strategy has, and its colour. After `register(kind)` configs can name the
-strategy, `experiments.compare` and `experiments.plan` try it, and pictures show it in its colour.
+strategy, `manualpar compare` and `manualpar plan` try it, and pictures show it in its colour.
 (The builder makes a `Strategy`, which counts the collectives in closed form. The ledger of a step
 is compared with these counts.)
 

@@ -12,7 +12,7 @@ import jax
 import pytest
 
 from configs import compare as compare_config
-from experiments import compare as experiment
+from manualpar.commands import compare_command as experiment
 from manualpar.commands.command_line import CommandLine, flags_parser, parse_command_line
 from manualpar.core.mesh.compiler_options import ChosenOptions
 from manualpar.data import train_batches
@@ -31,7 +31,9 @@ TWO_PAIRS = "--config.pairs=(('fsdp', 'manual'), ('hsdp', 'auto'))"
 
 
 def _command(*arguments: str) -> CommandLine:
-    return parse_command_line(["program", *arguments], default_config=experiment.DEFAULT_CONFIG)
+    return parse_command_line(
+        ["program", *arguments], default_config="compare", syntax=experiment.COMPARING
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -211,7 +213,7 @@ def test_a_mode_without_a_formula_and_an_unsharded_strategy(capsys):
         (["--config.data.batch_size=100"], "config.data.batch_size is 100, expected a multiple of"),
         (["--config.parallel.mesh={'data': -1}"], "expected 'replica' too"),
         (["--config.parallel.reduce_dtype=float32"], "config.parallel.mode is 'auto', expected ''"),
-        (["--workdir=old"], "--workdir=old holds an earlier run (config.json)"),
+        (["--workdir=old"], "--output=old holds an earlier run (config.json)"),
         (["--workdir=old/config.json/new"], "the results cannot be written: "),
     ],
 )  # fmt: skip
@@ -229,8 +231,7 @@ def test_what_cannot_be_compared_ends_in_one_sentence(arguments, message, capsys
 
 
 def test_a_config_of_another_experiment_lacks_the_pairs(capsys):
-    path = experiment.DEFAULT_CONFIG.parent / "fsdp.py"
-    assert experiment.compare_command(_command(f"--config={path}")) == 2
+    assert experiment.compare_command(_command("fsdp")) == 2
     assert "config.pairs is missing, expected it as in configs/compare" in capsys.readouterr().err
 
 
@@ -255,16 +256,16 @@ def test_ctrl_c_is_not_a_traceback(monkeypatch, capsys):
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("experiments.compare.prepare", interrupt)
+    monkeypatch.setattr("manualpar.commands.compare_command.prepare", interrupt)
     assert experiment.compare_command(_command(*SMALL, TWO_PAIRS)) == 130
     assert capsys.readouterr().err == "error: interrupted; nothing was written\n"
 
 
 def test_help_lists_flags_and_fields(capsys):
-    parse = flags_parser(experiment.__doc__ or "", experiment.DEFAULT_CONFIG)
+    parse = flags_parser(experiment.USAGE, "compare", experiment.COMPARING)
     with pytest.raises(SystemExit) as ended:
         parse(["program", "--help"])
     assert ended.value.code == 0
     shown = capsys.readouterr().out
-    for text in ("python -m experiments.compare", "pairs", "compare.repetitions", "--workdir"):
+    for text in ("{program} [CONFIG]", "pairs", "compare.repetitions", "--output"):
         assert text in shown

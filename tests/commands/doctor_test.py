@@ -46,8 +46,8 @@ def test_a_config_that_does_not_run_is_said_to_and_so_is_a_wrong_step(capsys, mo
 @pytest.mark.parametrize(
     ("argument", "expected"),
     [
-        ("--confg=a.py", "'--confg=a.py' is not understood, expected --config=<file>"),
-        ("--config.data.batch_size=3", "=3' is not understood, expected --config=<file>"),
+        ("--confg=a.py", "'--confg=a.py' is not understood, expected a config or no argument"),
+        ("--config.data.batch_size=3", "=3' is not understood, expected a config or no argument"),
         ("--config=a.py", "no such file"),
     ],
 )

@@ -40,5 +40,7 @@ def ask(command, flag, lines):
             patch.setattr(module, "run_with_model", fake_run)
         scores = [Score(-1.0, True, 1)]
         patch.setattr(evaluating, "score_completions", lambda *args, **options: scores)
-        assert command(["--workdir=.", f"--{flag}={path}", f"--output={output}"], "") == 0
+        assert (
+            command.main(["command", "--workdir=.", f"--{flag}={path}", f"--output={output}"]) == 0
+        )
     return [json.loads(line) for line in output.read_text().splitlines()]

@@ -7,11 +7,10 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import evaluate, generate
+from manualpar.commands import evaluate_command, generate_command
 from manualpar.commands.command_flags import output_line, read_lines
 from manualpar.commands.command_line import parse_command_line
-from manualpar.commands.evaluate_command import evaluate_command, summary
-from manualpar.commands.generate_command import generate_command
+from manualpar.commands.evaluate_command import summary
 from manualpar.commands.train_command import run_command
 from manualpar.models.generation.scoring import Score
 from tests.commands.fake_model import ask
@@ -46,20 +45,22 @@ def train(folder, *more):
 @pytest.mark.slow
 def test_a_run_answers_and_scores_on_other_devices(workdir, tmp_path, capsys):
     flags = [f"--workdir={workdir}", "--max_tokens=12", "--temperature=0.8", "--seed=3"]
-    assert generate_command([*flags, "--prompt=the "], "") == 0
+    assert generate_command.main(["generate", *flags, "--prompt=the "]) == 0
     streamed = capsys.readouterr().out
     assert streamed.startswith("the ")
     prompts, output = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
     prompts.write_text('{"prompt": "the ", "id": 7}\n{"prompt": "x"}\n')
     files = [f"--prompts={prompts}", f"--output={output}"]
-    assert generate_command([*flags, *files, "--mesh=data=2,model=4"], "") == 0
+    assert generate_command.main(["generate", *flags, *files, "--mesh=data=2,model=4"]) == 0
     answers = [json.loads(line) for line in output.read_text().splitlines()]
     assert [answer.get("id") for answer in answers] == [7, None]
     assert streamed == f"the {answers[0]['text']}\n"
     check_test_split(workdir, tmp_path / "results.json")
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text(json.dumps({"context": "the ", "completion": answers[0]["text"]}) + "\n")
-    assert evaluate_command([f"--workdir={workdir}", f"--completions={pairs}"], "") == 0
+    assert (
+        evaluate_command.main(["evaluate", f"--workdir={workdir}", f"--completions={pairs}"]) == 0
+    )
     (score,) = map(json.loads, capsys.readouterr().out.splitlines()[-1:])
     assert score["log_likelihood"] < 0
     assert not np.isnan(score["log_likelihood"])
@@ -67,7 +68,7 @@ def test_a_run_answers_and_scores_on_other_devices(workdir, tmp_path, capsys):
 
 def check_test_split(workdir, results, rel=1e-5):
     """The test split is as the run has measured it."""
-    assert evaluate_command([f"--workdir={workdir}", f"--output={results}"], "") == 0
+    assert evaluate_command.main(["evaluate", f"--workdir={workdir}", f"--output={results}"]) == 0
     lines = (workdir / "metrics.jsonl").read_text().splitlines()
     test = next(line for line in map(json.loads, lines) if line.get("split") == "test")
     found = json.loads(results.read_text())
@@ -108,7 +109,12 @@ def test_what_was_trained_with_codes_answers_exactly(tmp_path, devices8, capsys,
     # Measured while it was trained, weights are rounded as they travel.
     check_test_split(workdir, tmp_path / "results.json", rel=1e-5 if name == "feedback" else 1e-3)
     capsys.readouterr()
-    assert generate_command([f"--workdir={workdir}", "--max_tokens=4", "--prompt=the "], "") == 0
+    assert (
+        generate_command.main(
+            ["generate", *[f"--workdir={workdir}", "--max_tokens=4", "--prompt=the "]]
+        )
+        == 0
+    )
     assert capsys.readouterr().out.startswith("the ")
 
 
@@ -196,15 +202,14 @@ def test_every_field_of_a_line_is_kept(tmp_path, monkeypatch):
 )
 def test_mistakes_are_a_sentence(arguments, message, capsys, devices8):
     del devices8
-    assert generate_command(arguments, "") == 2
+    assert generate_command.main(["generate", *arguments]) == 2
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", [generate, evaluate])
+@pytest.mark.parametrize("command", [generate_command, evaluate_command])
 def test_the_commands_say_how_they_are_used(command, capsys):
-    run = generate_command if command is generate else evaluate_command
     with pytest.raises(SystemExit) as ended:
-        run(["--help"], command.__doc__)
+        command.main(["manualpar x", "--help"])
     assert ended.value.code == 0
     assert "--workdir" in capsys.readouterr().out
     assert jax.device_count()

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from configs import fsdp
-from manualpar.commands.import_export import export_command
+from manualpar.commands.import_export import export_main
 from manualpar.data.tokenize import write_token_files
 from manualpar.training.workdir_lock import lock_workdir
 from tests.models.pretrained.llama import (
@@ -29,13 +29,13 @@ from tests.runs.small_runs import run_here
 IN_TURN = """
 import sys
 from manualpar.models.pretrained import export, target
-from manualpar.commands.import_export import export_command
+from manualpar.commands.import_export import export_main
 
 class Alone(target.DiskTarget):
     folder = property(lambda self: None, lambda self, value: None)
 
 export.open_target = Alone
-sys.exit(export_command(sys.argv))
+sys.exit(export_main(sys.argv))
 """
 TWO = [
     "-m",
@@ -139,12 +139,12 @@ def test_a_model_takes_the_tokenizer_of_its_token_files_along(
     assert run_here(tmp_path / "run", *flags, config="fsdp_lm.py") == 0
     export = ["", f"--workdir={tmp_path / 'run'}", f"--to={tmp_path / 'out'}"]
     limit_files(4000)
-    assert export_command(export) == 6
+    assert export_main(export) == 6
     error = capsys.readouterr().err
     assert f"error: export_hf: {tmp_path / 'out'} cannot be written: File too large." in error
     assert not list(tmp_path.glob("*out*")) + list(tmp_path.glob(".*out*"))
     limit_files(2**30)
-    assert export_command(export) == 0
+    assert export_main(export) == 0
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == tokenizer.read_bytes()
 
 
@@ -152,5 +152,5 @@ def test_a_run_of_no_language_model_is_refused(tmp_path, monkeypatch, capsys):
     extra = {"config": fsdp.get_config().to_dict()}
     monkeypatch.setattr("manualpar.training.load_run.read_extra", lambda path: extra)
     (tmp_path / "checkpoints" / "3").mkdir(parents=True)
-    assert export_command(["", f"--workdir={tmp_path}", f"--to={tmp_path / 'out'}"]) == 2
+    assert export_main(["", f"--workdir={tmp_path}", f"--to={tmp_path / 'out'}"]) == 2
     assert "a run of config.model.name='classifier', expected 'tran" in capsys.readouterr().err

@@ -11,27 +11,25 @@ from pathlib import Path
 import pytest
 from absl import flags
 
-from experiments import inspect as experiment
 from manualpar.commands import inspect_command as inspection
 from manualpar.commands.command_line import flags_parser, parse_command_line
-from manualpar.commands.inspect_command import inspect_command, inspect_syntax
+from manualpar.commands.inspect_command import INSPECTING, inspect_command
 from manualpar.commands.inspection_report import describe_fit
 from manualpar.core.mesh.compiler_options import ChosenOptions
 from manualpar.inspect.budgets import read_budgets
+from manualpar.planner.hardware import chip_named
 from manualpar.training.experiment import prepare
+from tests.paths import ROOT
 
-CONFIGS = experiment.DEFAULT_CONFIG.parent
+CONFIGS = ROOT / "configs"
 FSDP, DP, HSDP, LM = (f"--config={CONFIGS / name}.py" for name in ("fsdp", "dp", "hsdp", "fsdp_lm"))
 SMALL = ("--config.model.hidden_size=16", "--config.model.num_layers=1")
 WHOLE = (*SMALL, "--config.optimizer.num_minibatches=1")  # Traced in a quarter of the time.
 ABSTRACT = ("--nocompile", "--devices=8")
-SYNTAX = inspect_syntax(experiment.chip_memory)
 
 
 def _parse(*arguments: str):
-    return parse_command_line(
-        ["program", *arguments], default_config=experiment.DEFAULT_CONFIG, syntax=SYNTAX
-    )
+    return parse_command_line(["program", *arguments], default_config="fsdp", syntax=INSPECTING)
 
 
 def _run(*arguments: str) -> int:
@@ -267,7 +265,7 @@ def test_values_are_set_in_every_config_wherever_they_stand():
     after = _parse(FSDP, "--config.training.num_steps", "9", "--devices=4")
     assert after.configs[0].config.training.num_steps == 9
     assert (before.flags.devices, after.flags.devices) == (4, 4)
-    assert _parse().configs[0].path == experiment.DEFAULT_CONFIG
+    assert _parse().configs[0].path == CONFIGS / "fsdp.py"
 
 
 def test_what_is_compiled_depends_on_the_number_of_devices():
@@ -289,7 +287,7 @@ def test_files_of_one_name_are_told_apart_by_their_folders():
 def test_memory_is_a_size_or_a_chip():
     assert _parse("--memory=16GiB").flags.memory == ("device", 2**34)
     assert _parse().flags.memory is None
-    assert _parse("--memory=v5p").flags.memory == ("v5p", experiment.chip_memory("v5p"))
+    assert _parse("--memory=v5p").flags.memory == ("v5p", chip_named("v5p").hbm_bytes)
     assert describe_fit(2**20, "v5p", 2**22) == "25.0% of the v5p's 4 MiB"
     assert describe_fit(2**20, "v5p", 2**34) == "less than 0.1% of the v5p's 16 GiB"
 
@@ -380,12 +378,12 @@ def test_the_devices_there_are_are_eight_simulated_ones_where_there_is_a_cpu():
 def test_help_and_mistakes_end_the_process(capsys, monkeypatch):
     # Other commands define flags of the same names, each in a process of its own.
     monkeypatch.setattr(flags, "FLAGS", flags.FlagValues())
-    parse = flags_parser(experiment.__doc__ or "", experiment.DEFAULT_CONFIG, SYNTAX)
+    parse = flags_parser(inspection.USAGE, "fsdp", INSPECTING)
     with pytest.raises(SystemExit) as ended:
         parse(["program", "--help"])
     assert ended.value.code == 0
     shown = capsys.readouterr().out
-    for text in ("python -m experiments.inspect", "--against", "--write_budget", "Exit codes"):
+    for text in ("{program} [CONFIG ...]", "--against", "--write-budget", "Exit codes"):
         assert text in shown
     with pytest.raises(SystemExit) as ended:
         parse(["program", "--devises=8"])

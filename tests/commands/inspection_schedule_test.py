@@ -6,12 +6,10 @@ from pathlib import Path
 import pytest
 import rich.console
 
-from experiments import inspect as experiment
 from manualpar.commands.command_line import parse_command_line
-from manualpar.commands.inspect_command import inspect_command, inspect_syntax
+from manualpar.commands.inspect_command import INSPECTING, inspect_command
 from manualpar.commands.inspection_schedule import print_schedule
 
-CONFIGS = experiment.DEFAULT_CONFIG.parent
 SMALL = (
     "--config.model.hidden_size=16",
     "--config.model.num_heads=2",
@@ -28,12 +26,9 @@ def _inside(tmp_path, monkeypatch):
 
 
 def _run(name: str, *arguments: str) -> int:
-    flags = [f"--config={CONFIGS / name}.py", "--nocompile", "--devices=8", "--output=out"]
-    syntax = inspect_syntax(experiment.chip_memory)
+    flags = [f"--config={name}", "--nocompile", "--devices=8", "--output=out"]
     line = ["program", *flags, "--schedule", *arguments]
-    return inspect_command(
-        parse_command_line(line, default_config=experiment.DEFAULT_CONFIG, syntax=syntax)
-    )
+    return inspect_command(parse_command_line(line, default_config="fsdp", syntax=INSPECTING))
 
 
 @pytest.mark.slow

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from absl import flags
 
-from experiments import plan as experiment
 from manualpar.commands import plan_command as planner_command
 from manualpar.commands.command_line import flags_parser, parse_command_line
 from manualpar.commands.plan_command import PLANNING, plan_command
@@ -29,7 +28,7 @@ SMALL = (
     "--config.model.num_layers=1",
 )
 
-CLASSIFIER = f"--config={experiment.DEFAULT_CONFIG.with_name('fsdp.py')}"  # Its traces are short.
+CLASSIFIER = "--config=fsdp"  # Its traces are short.
 
 
 @pytest.fixture(autouse=True)
@@ -38,9 +37,7 @@ def _inside(tmp_path, monkeypatch):
 
 
 def _command(*arguments):
-    return parse_command_line(
-        ["program", *arguments], default_config=experiment.DEFAULT_CONFIG, syntax=PLANNING
-    )
+    return parse_command_line(["program", *arguments], default_config="fsdp_lm", syntax=PLANNING)
 
 
 def test_flags_of_the_planner_and_of_the_config_are_told_apart():
@@ -232,7 +229,7 @@ def test_results_that_the_disk_does_not_take_are_one_sentence(capsys, monkeypatc
     assert plan_command(_command(CLASSIFIER, "--topology=h100:8", "--workdir=full")) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: the results cannot be written: [Errno 28] No space left on ")
-    assert error.endswith("; name another folder with --workdir.\n")
+    assert error.endswith("; name another folder with --output.\n")
 
 
 def test_another_mode_is_only_the_compilers(capsys):
@@ -262,7 +259,7 @@ def test_a_search_without_closed_form_traces_and_leaves_a_table_and_a_picture(ca
 
 def test_help_lists_flags_and_fields(capsys):
     with pytest.raises(SystemExit) as raised:
-        flags_parser("About.", experiment.DEFAULT_CONFIG, PLANNING)(["program", "--help"])
+        flags_parser("About.", "fsdp_lm", PLANNING)(["program", "--help"])
     assert raised.value.code == 0
     output = capsys.readouterr().out
     assert "--topology" in output
@@ -272,6 +269,6 @@ def test_help_lists_flags_and_fields(capsys):
 def test_the_parser_ends_with_code_2_and_a_sentence(capsys, monkeypatch):
     monkeypatch.setattr(flags, "FLAGS", flags.FlagValues())
     with pytest.raises(SystemExit) as raised:
-        flags_parser("", experiment.DEFAULT_CONFIG, PLANNING)(["program", "--topology=x"])
+        flags_parser("", "fsdp_lm", PLANNING)(["program", "--topology=x"])
     assert raised.value.code == 2
     assert capsys.readouterr().err.startswith("error: --topology: ")

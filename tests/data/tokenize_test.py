@@ -109,12 +109,12 @@ def test_the_files_are_mapped_and_not_read(tmp_path, corpus):
 
 def test_the_command_line_says_what_it_made(tmp_path, corpus, capsys):
     arguments = [f"--input={corpus}", f"--output={tmp_path / 'tokens'}"]
-    assert main(arguments) == 0
+    assert main(["tokenize", *arguments]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in lines] == list(SPLITS)
     assert sum(int(line.split()[1]) for line in lines) == 30
     with pytest.raises(SystemExit) as ended:
-        main(arguments)
+        main(["tokenize", *arguments])
     assert ended.value.code == 2
     error = capsys.readouterr().err
     assert error.startswith("error: --output=")
@@ -257,7 +257,7 @@ def test_a_damaged_file_ends_the_command_with_a_sentence(tmp_path, capsys):
     path = tmp_path / "x.jsonl"
     path.write_text('{"text": "fine"}\n' * 3 + "{\n")
     arguments = [f"--input={path}", f"--output={tmp_path / 'tokens'}", "--source=jsonl"]
-    assert main(arguments) == 6
+    assert main(["tokenize", *arguments]) == 6
     error = capsys.readouterr().err
     assert error.startswith(f"error: {path}, line 4: is not JSON")
     assert error.count("\n") == 1

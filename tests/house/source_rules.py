@@ -20,7 +20,13 @@ WINGS = ("errors", "core", "strategies", "layers", "inspect", "system")
 WINGS += ("data", "models", "training", "planner", "commands")
 CORE = ("trees", "tracing", "mesh", "parameters", "state", "modes", "model", "checks", "program")
 # Loose files: the public names, those that have moved, and what `python -m` finds.
-FRONT = ("manualpar", "manualpar._moved", "manualpar.launch", "manualpar.doctor")
+FRONT = (
+    "manualpar",
+    "manualpar._moved",
+    "manualpar.launch",
+    "manualpar.doctor",
+    "manualpar.__main__",
+)
 USERS = ("manualpar", "experiments", "benchmarks", "configs")
 # The half hour that CONTRIBUTING promises, in reading order: modules of the core.
 READ = (

@@ -6,12 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from experiments import compare, plan
-from experiments import inspect as inspection
+from manualpar.commands import evaluate_command, generate_command
 from manualpar.commands.command_line import TRAINING, parse_command_line
-from manualpar.commands.evaluate_command import evaluate_command
-from manualpar.commands.generate_command import generate_command
-from manualpar.commands.inspect_command import inspect_syntax
+from manualpar.commands.compare_command import COMPARING
+from manualpar.commands.inspect_command import INSPECTING
 from manualpar.commands.plan_command import PLANNING
 from manualpar.errors import UsageError
 from tests.commands.fake_model import ask
@@ -124,15 +122,15 @@ REFUSED = [
     ),
     *usage_rows(
         "compare",
-        functools.partial(parse, default_config=compare.DEFAULT_CONFIG),
+        functools.partial(parse, default_config="compare", syntax=COMPARING),
         (["--config.parallel.strategy=dp"], "the config has no field 'parallel.strategy'"),
     ),
     *usage_rows(
         "inspect",
         functools.partial(
             parse,
-            default_config=inspection.DEFAULT_CONFIG,
-            syntax=inspect_syntax(inspection.chip_memory),
+            default_config="fsdp",
+            syntax=INSPECTING,
         ),
         (["--config=none.py"], "--config=none.py: there is no such file"),
         ([DP, "--config=none.py"], "--config=none.py: there is no such file"),
@@ -151,7 +149,7 @@ REFUSED = [
     ),
     *usage_rows(
         "plan",
-        functools.partial(parse, default_config=plan.DEFAULT_CONFIG, syntax=PLANNING),
+        functools.partial(parse, default_config="fsdp_lm", syntax=PLANNING),
         (["--topology=v5x:8x8"], "the nearest one is 'v5p'"),
         (["--topolgy=v5e:2x2"], "--topolgy is not a known flag; the nearest one is --topology"),
         (["--compiler=gpu"], "--compiler=gpu: expected one of auto, tpu, none"),
@@ -169,11 +167,11 @@ REFUSED = [
     ),
     *rows(
         "plan",
-        functools.partial(parse, default_config=plan.DEFAULT_CONFIG, syntax=PLANNING),
+        functools.partial(parse, default_config="fsdp_lm", syntax=PLANNING),
         (["--topology=v5p"], UsageError, r"^--topology: topology 'v5p' is not understood.*\Z"),
     ),
     *lines(
-        generate_command,
+        generate_command.main,
         "prompts",
         ({"prompt": "a", "text": "mine"}, "the line has a field 'text', wh"),
         ({"prompt": "a", "tokens": []}, "the line has a field 'tokens'"),
@@ -184,7 +182,7 @@ REFUSED = [
         (5, "it is not a JSON object"),
     ),
     *lines(
-        evaluate_command,
+        evaluate_command.main,
         "completions",
         (5, "it is not a JSON object"),
         ([1], "it is not a JSON object"),
@@ -196,7 +194,7 @@ REFUSED = [
         ('{"a":' * 99999, "it is nested deeper than 64 levels"),
     ),
     *lines(
-        evaluate_command,
+        evaluate_command.main,
         "text",
         ({"text": 5}, "'text' is of type int, expected a text"),
         ("1" * 5000, "it is not JSON"),

@@ -12,7 +12,7 @@ from manualpar import make_mesh
 from manualpar.commands.command_line import parse_command_line
 from manualpar.commands.evaluate_command import evaluate_command
 from manualpar.commands.generate_command import generate_command
-from manualpar.commands.import_export import export_command, import_command
+from manualpar.commands.import_export import export_main, import_command
 from manualpar.commands.train_command import run_command
 from manualpar.models.pretrained import export, export_hf, load_hf, read_architecture
 from manualpar.system.storage import BucketError, lease, requests
@@ -89,7 +89,7 @@ def test_a_model_is_imported_trained_asked_and_exported_there(
     assert import_command(command(there)) == 0
     assert not list(tmp_path.rglob("*.bin"))
     exported = bucket_folder / "same"
-    assert export_command(["", f"--workdir={work}", f"--to={exported}"]) == 0
+    assert export_main(["", f"--workdir={work}", f"--to={exported}"]) == 0
     assert_same_files(read(download(exported, tmp_path / "same")), tensors)
     assert {"config.json", "model.safetensors", "tokenizer.json"} == set(exported.names())
     there.delete_files()

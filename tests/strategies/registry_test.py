@@ -9,9 +9,9 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
-from experiments import compare, comparison, fsdp, inspect, plan
+from manualpar.commands import compare_command, comparison_report
 from manualpar.commands.command_line import parse_command_line
-from manualpar.commands.inspect_command import inspect_command, inspect_syntax
+from manualpar.commands.inspect_command import INSPECTING, inspect_command
 from manualpar.commands.plan_command import PLANNING, plan_command
 from manualpar.commands.train_command import run_command
 from manualpar.inspect import bytes_by_axes, of_parameters, step_bytes, trace_collectives
@@ -19,6 +19,7 @@ from manualpar.planner import sweep
 from manualpar.planner.topology import parse_topology
 from manualpar.strategies import register, registry, strategy_kinds
 from manualpar.training.config import check_config, load_config
+from manualpar.training.config_files import find_config
 from manualpar.training.experiment import prepare
 from manualpar.training.task import make_task
 from tests.paths import ROOT
@@ -60,7 +61,7 @@ def _own_config(*more: str) -> str:
 @pytest.mark.slow
 def test_a_config_trains_with_it_and_saves_what_it_stores(capsys):
     arguments = [_own_config(), *SMALL, "--config.training.num_steps=4", "--workdir=run"]
-    command = parse_command_line(["program", *arguments], default_config=fsdp.DEFAULT_CONFIG)
+    command = parse_command_line(["program", *arguments], default_config="fsdp")
     assert run_command(command) == 0
     assert "test accuracy: " in capsys.readouterr().out
     assert json.loads(Path("run/config.json").read_text())["parallel"]["strategy"] == NAME
@@ -70,8 +71,8 @@ def test_it_is_inspected_and_sends_what_its_closed_form_says(capsys):
     flags = (*SMALL, "--nocompile", "--devices=8")
     command = parse_command_line(
         ["program", _own_config(), *flags],
-        default_config=inspect.DEFAULT_CONFIG,
-        syntax=inspect_syntax(inspect.chip_memory),
+        default_config="fsdp",
+        syntax=INSPECTING,
     )
     assert inspect_command(command) == 0
     assert f"own: {NAME} manual on data=8; of a device in a step" in capsys.readouterr().out
@@ -82,20 +83,24 @@ def test_it_is_inspected_and_sends_what_its_closed_form_says(capsys):
     traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
     sent = bytes_by_axes(of_parameters(trace_collectives(traced)))
     assert sent == step_bytes(program)
-    whole = prepare(load_config(fsdp.DEFAULT_CONFIG.with_name("zero.py"))).program
+    whole = prepare(load_config(find_config("zero"))).program
     assert 2 * sum(sent.values()) == sum(step_bytes(whole).values())
 
 
 @pytest.mark.slow
 def test_it_is_compared_in_its_colour(monkeypatch):
     drawn = []
-    color_of = comparison._color
-    monkeypatch.setattr(comparison, "_color", lambda row: drawn.append(color_of(row)) or drawn[-1])
+    color_of = comparison_report._color
+    monkeypatch.setattr(
+        comparison_report, "_color", lambda row: drawn.append(color_of(row)) or drawn[-1]
+    )
     pairs = f"config.pairs = ({(NAME, 'manual')}, ('zero1', 'manual'))"
     arguments = [_config("pairs.py", "compare", pairs), *SMALL, "--config.training.num_steps=2"]
     arguments += ["--config.compare.repetitions=1", "--workdir=compared"]
-    command = parse_command_line(["program", *arguments], default_config=compare.DEFAULT_CONFIG)
-    assert compare.compare_command(command) == 0
+    command = parse_command_line(
+        ["program", *arguments], default_config="compare", syntax=compare_command.COMPARING
+    )
+    assert compare_command.compare_command(command) == 0
     own, zero1 = json.loads(Path("compared/comparison.json").read_text())["rows"]
     assert own["strategy"] == NAME
     assert own["formula_bytes"] * 2 == zero1["formula_bytes"]
@@ -106,7 +111,7 @@ def test_it_is_compared_in_its_colour(monkeypatch):
 def test_it_is_planned_and_part_of_a_sweep(capsys):
     config = _own_config()
     arguments = ["program", config, *SMALL, "--topology=h100:8", "--workdir=planned"]
-    command = parse_command_line(arguments, default_config=plan.DEFAULT_CONFIG, syntax=PLANNING)
+    command = parse_command_line(arguments, default_config="fsdp_lm", syntax=PLANNING)
     assert plan_command(command) == 0
     assert f"{NAME} manual" in capsys.readouterr().out
     config = load_config(Path("own.py"))
@@ -122,7 +127,7 @@ def test_its_own_field_is_checked_and_other_strategies_need_not_have_it():
     path = Path(_own_config("del config.parallel.stored_dtype").removeprefix("--config="))
     with pytest.raises(ValueError, match=r"config\.parallel\.stored_dtype is missing, expected"):
         check_config(load_config(path))
-    check_config(load_config(fsdp.DEFAULT_CONFIG))
+    check_config(load_config(find_config("fsdp")))
 
 
 def forgetful(model, tx, loss_fn, **options):
@@ -136,7 +141,7 @@ def test_the_same_may_be_registered_again():
 
 def test_a_builder_that_returns_no_program_is_named():
     register(dataclasses.replace(FSDP, name="forgetful", builder=forgetful))
-    config = load_config(fsdp.DEFAULT_CONFIG)
+    config = load_config(find_config("fsdp"))
     config.parallel.strategy = "forgetful"
     with pytest.raises(TypeError, match="strategy='forgetful' returned None, expected a Program"):
         prepare(config)
@@ -158,4 +163,6 @@ def test_nothing_else_knows_strategies_by_name():
         )
         found |= {(path.stem, x.value) for x in constants if x.value in names}
     inside = {path.stem for path in (ROOT / "manualpar" / "strategies").rglob("*.py")}
-    assert {pair for pair in found if pair[0] not in inside} == set()
+    # The name of the default config, and the strategy of the run on one device.
+    expected = {("command_line", "fsdp"), ("compare_command", "dp")}
+    assert {pair for pair in found if pair[0] not in inside} == expected

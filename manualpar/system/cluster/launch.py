@@ -1,6 +1,6 @@
 """Starts several processes of a command on this machine, for development.
 
-    python -m manualpar.launch --processes=2 [--devices-per-process=4] [--grace=15] -- <command ...>
+    manualpar launch --processes=2 [--devices-per-process=4] [--grace=15] -- <command ...>
 
 Each process reads its number from its environment (`manualpar.system.cluster.initialize`). The
 output of the processes is printed line by line with the prefixes `[0] `, `[1] ` and so on. The
@@ -40,13 +40,13 @@ TERMINATE_SECONDS = 2.0
 POLL_SECONDS = 0.05
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the launcher with `argv`, by default this process's arguments; returns the exit code."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+def main(argv: Sequence[str]) -> int:
+    """Runs the launcher; returns the exit code. `argv` begins with the program's name."""
+    arguments = list(argv[1:])
     at = arguments.index("--") if "--" in arguments else len(arguments)
     command = arguments[at + 1 :]
     parser = OneSentenceParser(
-        prog="python -m manualpar.launch",
+        prog=argv[0],
         usage="%(prog)s --processes=N [--devices-per-process=N] [--grace=SECONDS] -- command ...",
         description="Starts several processes of a command on this machine.",
         allow_abbrev=False,
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not 0 <= grace < float("inf"):
         parser.error(f"--grace={options.grace}: expected a number of seconds.")
     if not command:
-        parser.error("no command, expected one after --, such as -- python -m experiments.fsdp.")
+        parser.error("no command, expected one after --, such as -- manualpar train fsdp.")
     return _launch(command, processes, devices, grace)
 
 

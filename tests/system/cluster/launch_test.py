@@ -17,7 +17,7 @@ for name in ("manualpar", "manualpar.system", "manualpar.system.cluster"):
     package = sys.modules[name] = types.ModuleType(name)
     package.__path__ = [{str(ROOT)!r} + "/" + name.replace(".", "/")]
 from manualpar.system.cluster.launch import main
-sys.exit(main())
+sys.exit(main(sys.argv))
 """
 
 
@@ -164,12 +164,12 @@ print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(300)']).p
 )
 def test_mistakes_are_a_sentence(capsys, arguments, message):
     with pytest.raises(SystemExit, match="2"):
-        launch.main(arguments)
+        launch.main(["launch", *arguments])
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")
     assert message in line
 
 
 def test_a_command_that_is_not_there(capsys):
-    assert launch.main(["--processes=2", "--", "/no/such/command"]) == 127
+    assert launch.main(["launch", "--processes=2", "--", "/no/such/command"]) == 127
     assert "'/no/such/command' cannot be started" in capsys.readouterr().err

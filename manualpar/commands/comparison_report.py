@@ -1,7 +1,7 @@
 """Shows a comparison of strategies as a table, as Markdown and as a picture.
 
-A row is a dict with the measurements of a program, see `Trial.row` in `experiments.compare`. The
-last row is the program on a single device.
+A row is a dict with the measurements of a program, see `Trial.row` in
+`compare_command`. The last row is the program on a single device.
 """
 
 import dataclasses

@@ -1,0 +1,330 @@
+"""Trains one config under several strategies and modes, and compares their bytes, memory and time.
+
+A config for this command has the fields `pairs`, the strategies and modes to compare, and
+`compare.repetitions`. The config must not have `parallel.strategy`, `parallel.mode`, or fields that
+only the training loop reads. All other fields are the same as in any config.
+
+The losses are compared with the losses on one device. Steps are timed in rounds: in each round,
+every program runs one step. The times of a round are compared as ratios, because other work on the
+machine slows down all programs of a round. The results folder contains `config.json`,
+`comparison.json`, `comparison.md` and `comparison.png`.
+"""
+
+import itertools
+import json
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jax
+import ml_collections
+import rich.console
+
+from manualpar.commands.command_line import OUTPUT, TRAINING, CommandLine, Flag, Syntax, run_absl
+from manualpar.commands.comparison_report import PICTURE, Row, draw, footnotes, markdown, print_rows
+from manualpar.commands.results import answer, results_folder, users_mistakes, write_json
+from manualpar.core.modes.strategy import MODES
+from manualpar.core.program.program import Program
+from manualpar.core.state.metrics import fetch_metrics
+from manualpar.core.state.train_state import Batch
+from manualpar.data import train_batch
+from manualpar.errors import require
+from manualpar.inspect import (
+    compiled_collectives,
+    count_by_kind,
+    outer_step_bytes,
+    state_bytes,
+    total_bytes,
+    total_step_bytes,
+    trace_collectives,
+    trace_outer_steps,
+)
+from manualpar.inspect.step_ledger import describe_codes
+from manualpar.models import Transformer
+from manualpar.models.transformer_collectives import transformer_sends
+from manualpar.strategies import Field, strategy_kinds
+from manualpar.strategies.fields import fields_of_manual_mode
+from manualpar.system.reports.tables import print_line
+from manualpar.training.config import FIELDS, nearest
+from manualpar.training.devices import describe_mesh, simulate_devices
+from manualpar.training.experiment import Experiment, prepare
+from manualpar.training.memory_check import check_fits
+from manualpar.training.monitoring.run_files import CONFIG_FILE, check_workdir
+
+USAGE = """Trains one config under several strategies and modes, and compares them.
+
+{program} [CONFIG] [--<field>=<value> ...]
+    [--pairs="(('fsdp', 'manual'), ('fsdp', 'auto'))"] [--output=<folder>]
+    [--mesh=<axis>=<size>,...] [--devices=<number>]
+
+The comparison covers losses, bytes, memory and time. A config for this command has the fields
+`pairs`, the strategies and modes to compare, and `compare.repetitions`.
+"""
+FLAGS: Mapping[str, Flag] = {
+    "output": OUTPUT,
+    **{name: flag for name, flag in TRAINING.flags.items() if name != "workdir"},
+}
+COMPARING = Syntax(FLAGS, renamed={"workdir": "output"})
+ONE_DEVICE = "one device"
+REPETITIONS = Field(int, 1)
+# Prefixes of the fields that a comparison's config does not have, because only the training loop
+# reads them.
+UNUSED = (
+    *("profile", "data.prefetch", "training.eval_", "training.log_", "training.on_"),
+    *("checkpoint.", "watch.", "debug."),
+)
+
+
+class Trial:
+    """A program of the comparison, with its state and its measurements."""
+
+    def __init__(self, strategy: str, program: Program) -> None:
+        """Compiles the program's step."""
+        self.strategy, self.program = strategy, program
+        self.name = f"{strategy} {program.mode}"
+        self.losses: list[float] = []
+        self.seconds: list[float] = []
+        started = time.perf_counter()
+        self.traced = program.train_step.trace(program.abstract_state, program.abstract_batch)
+        self.compiled = self.traced.lower().compile()
+        self.compile_seconds = time.perf_counter() - started
+        self._state: Any = None
+        self._number = 0
+
+    def train(self, batches: Sequence[Batch], *, seed: int) -> None:
+        """Trains from the initial state and records the losses."""
+        self._state, self._number = self.program.init(jax.random.key(seed)), 0
+        for batch in batches:
+            self._step(batch)
+            total, count = fetch_metrics(self._metrics)["loss"]
+            self.losses.append(total / count)
+
+    def time_step(self, batch: Batch) -> None:
+        """Runs one more step and records its time."""
+        batch = jax.block_until_ready(jax.device_put(batch, self.program.batch_sharding))
+        started = time.perf_counter()
+        self._step(batch)
+        jax.block_until_ready((self._state, self._metrics))
+        self.seconds.append(time.perf_counter() - started)
+
+    def _step(self, batch: Batch) -> None:
+        batch = jax.device_put(batch, self.program.batch_sharding)
+        self._number += 1
+        # With DiLoCo some steps are followed by an outer step.
+        is_local = self.program.outer is not None
+        step: Any = self.program.step_at(self._number) if is_local else self.compiled
+        self._state, self._metrics = step(self._state, batch)
+
+    def row(self, *, reference: "Trial", first: "Trial") -> Row:
+        """Returns the row of the program in the comparison: all measurements, in bytes and seconds.
+
+        `reference` is the trial on one device. `first` is the trial whose step time is the unit of
+        `step_ratio`.
+
+        `state_bytes` is the size of parameters and optimizer state on the fullest device.
+        `temporary_bytes` is the memory that the compiled step needs in addition. `bytes_sent` and
+        `collectives` are counted for one device in one step. `formula_bytes` is the predicted
+        `bytes_sent` for parameters and gradients, and in mode manual also for split layers. If
+        `formula_is_bound`, it is only an upper bound. With DiLoCo, `bytes_sent` and `formula_bytes`
+        include a step's share of the outer step. `step_ratio` is the median over the rounds of the
+        program's step time, divided by the step time of `first` in the same round.
+        """
+        program, state = self.program, self.program.abstract_state
+        found: Sequence[Any]
+        if program.mode == "manual":
+            found, read_from = trace_collectives(self.traced), "traced"
+        else:
+            # XLA may leave collectives over a single device in the program.
+            found = [c for c in compiled_collectives(self.compiled) if c.group_size > 1]
+            read_from = "compiled"
+        sent = total_bytes(found)
+        if program.outer is not None:
+            sent += total_bytes(trace_outer_steps(program)) / program.outer.every
+        memory = self.compiled.memory_analysis()
+        differences = [x - y for x, y in zip(self.losses, reference.losses, strict=True)]
+        ratios = [x / y for x, y in zip(self.seconds, first.seconds, strict=True)]
+        is_predicted = program.mode != "auto-unconstrained"
+        return {
+            "strategy": self.strategy,
+            "mode": program.mode,
+            "mesh": dict(program.mesh.shape),
+            "losses": self.losses,
+            "final_loss": self.losses[-1],
+            "difference": differences[-1],
+            "largest_difference": max(map(abs, differences)),
+            "state_bytes": state_bytes((state.params, state.opt_state, state.local))[0],
+            "temporary_bytes": None if memory is None else memory.temp_size_in_bytes,
+            "bytes_sent": float(sent),
+            "formula_bytes": float(_predicted_bytes(program)) if is_predicted else None,
+            "formula_is_bound": is_predicted and program.strategy.reshard_after_forward,
+            "collectives": count_by_kind(found),
+            "read_from": read_from,
+            "compile_seconds": self.compile_seconds,
+            "step_seconds": statistics.median(self.seconds),
+            "step_ratio": statistics.median(ratios),
+        }
+
+
+def _predicted_bytes(program: Program) -> Fraction:
+    model = getattr(program.abstract_state.apply_fn, "__self__", None)
+    predicted = total_step_bytes(program)
+    if program.outer is not None:
+        predicted += sum(outer_step_bytes(program).values(), Fraction(0)) / program.outer.every
+    if program.mode == "manual" and isinstance(model, Transformer):
+        predicted += total_bytes(transformer_sends(program, model))
+    return predicted
+
+
+def compare(
+    config: ml_collections.ConfigDict,
+    experiments: Sequence[tuple[str, Experiment]],
+    *,
+    console: rich.console.Console,
+) -> list[Row]:
+    """Trains the programs of `prepare_pairs` on the same batches, then times them in rounds.
+
+    Returns a row for each program, see `Trial.row`.
+    """
+    meshes = {describe_mesh(experiment.program.mesh): None for _, experiment in experiments[:-1]}
+    print_line(console, f"mesh: {'; '.join(meshes)}")
+    for chosen in _compiler_options(experiments):
+        print_line(console, f"compiler options: {chosen}")
+    trials = []
+    for strategy, experiment in experiments:
+        trials.append(Trial(strategy, experiment.program))
+        seconds = trials[-1].compile_seconds
+        print_line(console, f"{trials[-1].name:24s} compiled in {seconds:.1f} s")
+    size, split = config.data.batch_size, experiments[0][1].task.dataset.train
+    batches = [
+        train_batch(split, step * size, batch_size=size, seed=config.seed)
+        for step in range(config.training.num_steps)
+    ]
+    for trial in trials:
+        trial.train(batches, seed=config.seed)
+        print_line(console, f"{trial.name:24s} loss {trial.losses[-1]:.6f}")
+    for batch in itertools.islice(itertools.cycle(batches), config.compare.repetitions):
+        for trial in trials:
+            trial.time_step(batch)
+    return [trial.row(reference=trials[-1], first=trials[0]) for trial in trials]
+
+
+def _compiler_options(experiments: Sequence[tuple[str, Experiment]]) -> list[str]:
+    """Describes each set of compiler options that was chosen for any pair."""
+    chosen = dict.fromkeys(str(experiment.chosen) for _, experiment in experiments[:-1])
+    return [each for each in chosen if each]
+
+
+def prepare_pairs(config: Any) -> list[tuple[str, Experiment]]:
+    """Checks a config, and builds the program of each pair, and last a program for one device.
+
+    Raises:
+      ValueError: The config contradicts itself or does not fit the devices; the message names the
+        field.
+    """
+    for field in ("pairs", "compare", "parallel", "model"):
+        if field not in config:
+            raise ValueError(f"config.{field} is missing, expected it as in configs/compare.py.")
+    rest = config.to_dict()
+    pairs = _check_pairs(rest.pop("pairs"))
+    group = {"repetitions": None} | rest.pop("compare")
+    for field, value in group.items():
+        if field != "repetitions":
+            raise ValueError(f"config.compare.{field} is not a known field, expected repetitions.")
+        if not REPETITIONS.allows(value):
+            expected = REPETITIONS.expectation()
+            raise ValueError(f"config.compare.{field} is {value!r}, expected {expected}.")
+    rate = rest["model"].get("dropout_rate", 0)
+    if isinstance(rate, int | float) and rate > 0:
+        raise ValueError(
+            f"config.model.dropout_rate is {rate}, expected 0: every device draws its own mask, so "
+            "the losses would differ from the losses on one device."
+        )
+    for path, unused in FIELDS.items():
+        if path.startswith(UNUSED):
+            smallest = unused.kind() if unused.minimum is None else unused.kind(unused.minimum)
+            group, _, field = path.rpartition(".")
+            fields = rest.setdefault(group, {}) if group else rest
+            fields.setdefault(field, unused.choices[0] if unused.choices else smallest)
+
+    def build(strategy: str, mode: str, **changes: Any) -> Experiment:
+        parallel = rest["parallel"] | {"strategy": strategy, "mode": mode} | changes
+        return prepare(ml_collections.ConfigDict(rest | {"parallel": parallel}))
+
+    experiments = [(strategy, build(strategy, mode)) for strategy, mode in pairs]
+    # On one device nothing is sent or sharded, so these options are turned off.
+    parts = {"sequence": False, "layer_overlap": "none"} if "sequence" in rest["parallel"] else {}
+    parts |= {"mesh": {"data": 1}, "mesh_order": ()}
+    parts |= {name.removeprefix("parallel."): x for name, x in fields_of_manual_mode().items()}
+    single = build("dp", "auto", **parts)
+    return [*experiments, (ONE_DEVICE, single)]
+
+
+def _check_pairs(pairs: Any) -> list[tuple[str, str]]:
+    example = "expected pairs of a strategy and a mode such as (('fsdp', 'manual'),)"
+    if not isinstance(pairs, tuple | list) or not pairs:
+        raise ValueError(f"config.pairs is {pairs!r}, {example}.")
+    for pair in pairs:
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise ValueError(f"config.pairs contains {pair!r}, {example}.")
+        choices = (("strategy", tuple(strategy_kinds())), ("mode", MODES))
+        for part, (what, known) in zip(pair, choices, strict=True):
+            if part not in known:
+                raise ValueError(
+                    f"config.pairs contains {pair!r}, expected a {what} that is one of "
+                    f"{', '.join(map(repr, known))}; the nearest one is "
+                    f"{nearest(str(part), known)!r}."
+                )
+        if pairs.count(pair) > 1:
+            raise ValueError(f"config.pairs contains {pair!r} twice, expected each pair once.")
+    return [(strategy, mode) for strategy, mode in pairs]
+
+
+def compare_command(line: CommandLine) -> int:
+    """Compares the pairs of a command line's config; returns the exit code for `absl.app.run`."""
+    return answer(lambda console: _compare(line, console))
+
+
+def _compare(line: CommandLine, console: rich.console.Console) -> Path:
+    config, flags = line.config, line.flags
+    with users_mistakes():  # Checks everything that can be checked before compilation.
+        require(PICTURE, "matplotlib")
+        if flags.output:
+            check_workdir(flags.output, "--output")
+        simulate_devices(flags.devices, force=flags.force)
+        experiments = prepare_pairs(config)
+        for _, experiment in () if flags.force else experiments:
+            check_fits(experiment)
+    with results_folder(flags.output, Path("runs") / line.config_path.stem) as workdir:
+        write_json(workdir / CONFIG_FILE, config.to_dict())
+    try:
+        rows = compare(config, experiments, console=console)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"only the config was written to {workdir}") from None
+    notes = footnotes(rows, repetitions=config.compare.repetitions)
+    for name, each in experiments:
+        if outer := each.program.outer:
+            notes.append(
+                f"In {name} an outer step follows every {outer.every} steps. Sent and formula "
+                "include its share; collectives and temporaries do not include the outer step."
+            )
+    told = {name: describe_codes(each.program.comm) for name, each in experiments}
+    notes += [f"Formats sent in {name}: {codes}." for name, codes in told.items() if codes]
+    *pairs, reference = rows
+    about: dict[str, Any] = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
+    about["compiler_options"] = _compiler_options(experiments)
+    # JSON has no NaN or infinity, so they become null.
+    text = json.dumps(about | {"rows": pairs, "one_device": reference})
+    with results_folder(workdir, workdir):
+        write_json(workdir / "comparison.json", json.loads(text, parse_constant=lambda _: None))
+        (workdir / "comparison.md").write_text(markdown(rows, notes), encoding="utf-8")
+        draw(rows, workdir / PICTURE)
+    print_rows(console, rows, notes)
+    return workdir
+
+
+def main(argv: Sequence[str]) -> NoReturn:
+    """Runs the command line `argv` and ends the process."""
+    run_absl(compare_command, argv, USAGE, "compare", COMPARING)

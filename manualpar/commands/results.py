@@ -1,0 +1,83 @@
+"""Runs the work of a command: errors become a sentence and an exit code, results get a folder."""
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import rich.console
+from absl import logging
+
+from manualpar.errors import (
+    INTERRUPTED_EXIT_CODE,
+    USAGE_EXIT_CODE,
+    UsageError,
+    describe_mistake,
+    print_error,
+)
+from manualpar.system.reports.tables import print_line
+from manualpar.training.monitoring.progress import make_console
+from manualpar.training.monitoring.run_files import create_numbered_folder
+
+
+def answer(work: Callable[[rich.console.Console], Path]) -> int:
+    """Runs a command that writes a folder of results; prints how long that took, and the folder.
+
+    `work` returns the folder, and raises a `UsageError` for a user's mistake. On Ctrl-C it may
+    raise a `KeyboardInterrupt` whose argument is a text about the files written so far.
+
+    Returns:
+      The exit code.
+    """
+    started = time.perf_counter()
+    quiet_absl()
+    console = make_console()
+    try:
+        results = work(console)
+    except UsageError as error:
+        print_error(error)
+        return USAGE_EXIT_CODE
+    except KeyboardInterrupt as error:
+        print_error(f"interrupted; {str(error) or 'nothing was written'}")
+        return INTERRUPTED_EXIT_CODE
+    print_line(console, f"time: {time.perf_counter() - started:.1f} s")
+    print_line(console, f"results: {results}")
+    return 0
+
+
+def quiet_absl() -> None:
+    """Hides JAX's messages about missing backends, which absl prints by default."""
+    logging.set_verbosity(logging.WARNING)
+
+
+@contextlib.contextmanager
+def users_mistakes(where: str = "") -> Iterator[None]:
+    """Turns a `ValueError` in this context into a `UsageError`; its message begins with `where`."""
+    try:
+        yield
+    except ValueError as error:
+        raise UsageError(f"{where}{describe_mistake(error)}") from error
+
+
+@contextlib.contextmanager
+def results_folder(folder: Path | None, parent: Path) -> Iterator[Path]:
+    """Creates a folder for results: `folder`, or if `folder` is `None` a numbered one in `parent`.
+
+    Raises:
+      UsageError: The folder cannot be created, or code in the context cannot write to it.
+    """
+    try:
+        folder = folder or create_numbered_folder(parent)
+        folder.mkdir(parents=True, exist_ok=True)
+        yield folder
+    except OSError as error:
+        raise UsageError(
+            f"the results cannot be written: {error}; name another folder with --output."
+        ) from error
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes a value to a file as indented JSON."""
+    path.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
