@@ -38,8 +38,8 @@ class Option:
       xla_chooses: What XLA chooses in modes other than `"manual"`, in words for messages. In these
         modes the option must have its default. `""` if the option is for all modes.
 
-      name: The name.
-      kind: The annotation, without `Required` and `Annotated`.
+      name: The name of the keyword argument.
+      kind: The type in the annotation, without `Required` and `Annotated`.
       required: Whether the option must be given.
       meaning: The first sentence of the option's entry in the docstring.
     """

@@ -33,6 +33,7 @@ from manualpar.core.tracing.thread_patches import replaced_in_thread
 MISMATCH = "manual axis types"
 _NAMES = ("scan", "while_loop", "fori_loop", "cond", "switch")
 
+# For each leaf of a tree, the mesh axes over which the leaf varies.
 Axes = list[frozenset[str]]
 
 
