@@ -104,10 +104,10 @@ def _check_condition(name: str, eqn: Any) -> None:
                     "(jax.lax.pmax)."
                 )
             raise ValueError(
-                f"{found}{differs}some devices would wait in it for ever. A sharded parameter is "
-                "gathered where it is used: call the module outside of the branch or loop and "
-                "choose with jnp.where, make the condition the same on all devices (jax.lax.pmax), "
-                "or use data_parallel."
+                f"{found}{differs}some devices would wait for the others for ever. A sharded "
+                "parameter is gathered where it is used: call the module outside of the branch or "
+                "loop and choose with jnp.where, make the condition the same on all devices "
+                "(jax.lax.pmax), or use data_parallel."
             )
 
 

@@ -165,8 +165,8 @@ def _check_results(complaint: str, loss: Any, metrics: Any) -> None:
     if loss is not None and not is_mean(loss[0], count, number):
         raise ValueError(
             f"{complaint} the loss is {loss[0].description}, which is not a mean over the count of "
-            "metrics['loss']; expected sum / count, where count is that of metrics['loss'] and "
-            "both are sums over this device's positions, or a value that is the same on all "
+            "metrics['loss']; expected sum / count, where count is the count of metrics['loss'] "
+            "and both are sums over this device's positions, or a value that is the same on all "
             "devices along the axis."
         )
     for name, ((total, _), (count, _)) in metrics.items():

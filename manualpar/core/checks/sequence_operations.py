@@ -261,7 +261,7 @@ def _reshaped(eqn: Any, layout: Layout, before: int, dim: int) -> Layout:
     (x,), (y,) = eqn.invars[:1], eqn.outvars
     size = y.aval.shape[dim]
     if layout is None and size < x.aval.shape[before]:
-        return None  # All entries along the dim are equal.
+        return None  # With the layout `None` all entries are equal.
     outer, length, _ = layout or (1, x.aval.shape[before], 1)
     outer *= math.prod(x.aval.shape[:before])
     outside = math.prod(y.aval.shape[:dim])

@@ -126,7 +126,7 @@ def check_operation(shards: Any, whole: Any, *, axis: str, devices: int) -> None
             refuse("draws random numbers for a split array", "random")
     elif not any(dim is not None for dim in (*ins, *outs)):
         if _plain_params(shards) != _plain_params(whole):
-            refuse(f"applies {name} to an unsplit array by the size of a shard", "size")
+            refuse(f"applies {name} to an unsplit array with the size of a shard", "size")
     elif name in _ELEMENTWISE:
         if outs[0] is None:
             refuse(f"applies {name} to a shard and an unsplit array", "mixed")
@@ -149,7 +149,7 @@ def check_operation(shards: Any, whole: Any, *, axis: str, devices: int) -> None
 def _shapes(shards: Any, whole: Any, kind: str) -> list[tuple[Shape, Shape]]:
     """Returns `(shape on shards, shape on whole arrays)` of each of the `invars` or `outvars`."""
     both = [[tuple(x.aval.shape) for x in getattr(eqn, kind)] for eqn in (shards, whole)]
-    if shards.primitive.name in _CALLS:  # Two calls may close over different variables.
+    if shards.primitive.name in _CALLS:  # The calls may close over different arrays.
         return []
     if len(both[0]) != len(both[1]):
         refuse(f"applies {shards.primitive.name} to fewer arrays than on one device", "size")

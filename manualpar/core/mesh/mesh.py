@@ -130,7 +130,7 @@ def _check_enough(axes: Mapping[str, int], devices: Sequence[jax.Device]) -> Non
     elif devices[0].platform == "cpu":  # The number of CPU devices counts only on CPUs.
         needed = (cpu_devices_asked_for() or 0) * jax.process_count()
         reason = "takes all devices, and the environment asks for"
-        mend = "pass devices=jax.devices() to use those there are"
+        mend = "pass devices=jax.devices() to use the devices that JAX has"
     else:
         return
     if needed > len(devices):

@@ -68,7 +68,7 @@ def initialisation(
         variables: dict[str, Any] = run(rng, jax.tree.map(jnp.zeros_like, batch))
         return variables
 
-    key = jax.eval_shape(lambda: jax.random.key(0))  # Abstract: building uses no device.
+    key = jax.eval_shape(lambda: jax.random.key(0))  # Abstract, so that no device is used.
     found: tuple[Init, dict[str, Any]] = with_mesh_if_needed(
         mode,
         lambda: (init, jax.eval_shape(init, key)),

@@ -20,7 +20,7 @@ class Applicable(Protocol):
     """A wrapped Linen module with `apply`, such as a module with a plan for tensor parallelism."""
 
     def apply(self, variables: Variables, /, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module."""
+        """Calls the module, as `flax.linen.Module.apply` does."""
 
 
 # A Linen module, an NNX module, or a function that makes an NNX module.

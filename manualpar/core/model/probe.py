@@ -116,7 +116,7 @@ def _find_read(boxed: Any, failure: Callable[[Any], Exception | None]) -> tuple[
     found: list[str] = []
     while len(found) < 3 and paths and (not found or fails(paths)):
         candidates = paths
-        while len(candidates) > 1:  # Bisects.
+        while len(candidates) > 1:  # Bisects, to find one such parameter.
             half = len(candidates) // 2
             candidates = candidates[:half] if fails(candidates[:half]) else candidates[half:]
         found.append(candidates[0].rpartition("/")[0] or candidates[0])

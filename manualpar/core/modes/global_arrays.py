@@ -144,7 +144,7 @@ class GlobalArrays(Mode):
         return GlobalParameter(x, names, mode=self, **fields)
 
     def unshard(self, x: jax.Array, names: Names, stored_names: Names) -> jax.Array:
-        """Constrains the sharding of a parameter, stored over `stored_names`, to `names`."""
+        """Constrains a parameter that is stored over `stored_names` to be sharded over `names`."""
         del stored_names
         return self.constrain(x, names_to_spec(names))
 

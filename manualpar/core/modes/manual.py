@@ -95,7 +95,7 @@ class Manual(Mode):
         return sync_collections(collections, self.data_axes, before=before, rules=rules)
 
     def replicate(self, placements: Placements, params: Params) -> Any:
-        """Gathers updated parameters from the shardings of their gradients to their own shardings."""
+        """Gathers updated parameters, which the optimizer leaves sharded like their gradients."""
         exact = dataclasses.replace(self, comm=self.comm.exact)
 
         def gather(place: Route, x: Any) -> Any:

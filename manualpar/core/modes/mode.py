@@ -1,6 +1,6 @@
 """Modes decide whether this package or XLA writes the collectives of a step.
 
-A step uses a mode only through the methods below. In mode `manual`, see
+A step uses a mode only through the methods of `Mode`. In mode `manual`, see
 `manualpar.core.modes.manual`, this package writes every collective. In the modes of
 `manualpar.core.modes.global_arrays` the same step runs on global arrays, and XLA derives the
 collectives.
@@ -135,7 +135,7 @@ class Mode(abc.ABC):
 
     @abc.abstractmethod
     def replicate(self, placements: Placements, params: Params) -> Params:
-        """Gathers updated parameters from the shardings of their gradients to their own shardings."""
+        """Gathers updated parameters, which the optimizer leaves sharded like their gradients."""
 
     @abc.abstractmethod
     def _make_box(self, x: jax.Array, names: Names, **fields: Any) -> ShardedParameter:

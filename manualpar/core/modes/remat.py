@@ -9,9 +9,10 @@ A residual is dropped because of *its origin*. A walk through the traced forward
 results of gathers (operations in the scope `GATHER_SCOPE`) and of quantization in both directions
 (`DECODE_SCOPE`). It follows these results through operations that only cast or move elements. All
 other residuals are saved as autodiff would save them. Code in the user's own `jax.checkpoint`
-(`nn.remat`) is recomputed by the user's policy, except that weights gathered over slow links are
-saved. The body of a scan and the branches of a `cond` are treated like the program around them. So
-a scan over layers also gathers one layer at a time in its backward pass.
+(`nn.remat`) is recomputed by the user's policy, except that weights are saved if they were gathered
+over slow links (axes over which the backward pass does not gather again). The body of a scan and
+the branches of a `cond` are treated like the program around them. So a scan over layers also
+gathers one layer at a time in its backward pass.
 """
 
 import functools
@@ -165,7 +166,7 @@ def _nested(is_repeated: _IsRepeated, eqn: Any) -> Callable[..., Any] | None:
 
 
 def _run_nested(name: str, params: dict[str, Any], is_repeated: _IsRepeated, *args: Any) -> Any:
-    """Runs a call, a checkpoint, a scan or a `cond`."""
+    """Runs a call, checkpoint, scan or `cond` so that its backward pass makes the weights again."""
     if name in CALLS:  # Inlines the call, so that the walk finds the casts inside.
         with jax.named_scope(params["name"]):
             return _evaluate(params["jaxpr"], functools.partial(_nested, is_repeated), *args)

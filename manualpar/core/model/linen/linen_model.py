@@ -42,7 +42,7 @@ from manualpar.core.trees import Batch, Variables
 @register_interface
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class LinenModel(ModelInterface):
-    """A Linen model.
+    """The interface of a Linen model.
 
     Attributes:
       interceptors: Functions for `nn.intercept_methods`, in calls and in `init`. The last
@@ -74,7 +74,7 @@ class LinenModel(ModelInterface):
         return initial_call(self.module, batch, init_args)
 
     def init(self, rngs: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Calls `module.init`."""
+        """Calls `module.init` with the interceptors; returns the variables by collection."""
         with self._intercepted():
             return dict(self.module.init(rngs, *args, **kwargs))
 

@@ -123,8 +123,8 @@ class _Use:
         """Returns the parameter, or its slice in the surrounding loops."""
         box = self.box.replace(value=stored)
         if stored.shape != self.shape:
-            # If several dims have the same size, loops may run over any of them: a probe records
-            # all.
+            # If several dims have the same size, loops may run over any of them. Removes each in
+            # turn, so that a probe records all.
             box, *_ = [self._without(box, dims) for dims in self._removed_dims(stored.shape)]
         module = self.path.rpartition("/")[0]
         with jax.named_scope(module) if module else contextlib.nullcontext():
