@@ -1,6 +1,6 @@
 """Errors that are meant for the user: wrong command lines, and packages that are not installed.
 
-A user's mistake on a command line is answered by one sentence and exit code 2, without a traceback.
+A command answers a user's mistake with one sentence and exit code 2, without a traceback.
 
 `import manualpar` needs none of the optional packages. Extras install these packages: `pip install
 'manualpar[train]'`. A module that needs optional packages calls `require` before it imports them.
@@ -31,7 +31,7 @@ class UsageError(Exception):
 
 
 def describe_mistake(error: Exception) -> str:
-    """Describes an error in one sentence, with the line of the user's code that caused it."""
+    """Describes an error in one sentence; names the user's line that raised it, if any."""
     where = ""
     for frame in traceback.extract_tb(error.__traceback__):
         if _is_inside(frame.filename, *OUR_FOLDERS):
@@ -59,7 +59,7 @@ class OneSentenceParser(argparse.ArgumentParser):
         return super().parse_known_args([_with_dashes(x) for x in given], namespace)
 
     def error(self, message: str) -> NoReturn:
-        """Ends the process."""
+        """Prints the message in one line, and ends the process with exit code 2."""
         self.exit(USAGE_EXIT_CODE, f"error: {message}\n")
 
 

@@ -1,17 +1,20 @@
 """Refuses traced programs with mistakes that the types of `check_vma=True` do not catch.
 
-A collective waits for all devices along its axes. If it is inside a `cond` or a `while` whose
-condition varies over such an axis, some devices may not call it. Then the program hangs, or matches
-one device's collective with another collective of the same size and computes nonsense. The types
-allow such a collective, but they show which axes the condition varies over. A permutation waits for
-more devices: in XLA it is one operation of all devices of the program, so a condition that varies
-over any axis makes it hang. (Branches that differ along other axes are allowed: a pipeline's stages
-branch on their index, and gather over the data axes inside a branch.)
+A collective waits for all devices along its axes. If a `cond` or a `while` contains the collective
+and its condition varies over such an axis, some devices may not call the collective. Then the
+program hangs, or matches one device's collective with another collective of the same size and
+computes nonsense. JAX's types allow such a collective. But the type of the condition names the axes
+over which the condition varies, so this module can refuse the collective. A permutation
+(`ppermute`) waits for more devices: in XLA it is one operation of all devices of the program. So it
+is refused if the condition varies over any axis. Other collectives may run inside a branch if the
+condition varies only over other axes: a pipeline's stages branch on their index, and gather
+parameters over the data axes inside a branch.
 
-The gradient of a gather is a `custom_vjp`, which is right for the derivative that a step takes. If
-a model or a loss calls autodiff for a gathered parameter, it gets the sum over the devices instead
-of the mean. The check finds this mistake in programs that a step does not differentiate: the
-evaluation step, and the training loss without its gradient.
+The gather of a parameter has a gradient written by hand (`custom_vjp`): the mean over the devices.
+If the model or the loss itself differentiates a gather (`jax.vjp`), the trace has a plain
+all-gather in its place. The gradient that the step takes of this all-gather is the sum over the
+devices instead of the mean. The check looks for such an all-gather in programs that the step has
+not differentiated: the evaluation step, and the training loss without its gradient.
 """
 
 from typing import Any
@@ -52,9 +55,9 @@ def check_traced_steps(
       data_axes: The mesh axes that split the batch.
 
     Raises:
-      ValueError: Some devices would wait in a collective for ever, the order in which examples are
-        gathered is not the order of the batch, or the model differentiates a gathered parameter.
-        The message names the place.
+      ValueError: Some devices would wait in a collective for ever; the model constrains the
+        sharding of an array inside `shard_map`; examples are gathered in another order than the
+        batch's order; or the model differentiates a gathered parameter.
     """
     for closed in (train, evaluate):
         for eqn in all_equations(closed.jaxpr):
@@ -69,7 +72,8 @@ def check_traced_steps(
 def gathers_parameters(train: ClosedJaxpr) -> bool:
     """Returns whether a traced training step gathers a parameter or scatters its gradient.
 
-    If a loss differentiates a gather, the training step with this loss does one of the two.
+    If the step does neither, its loss differentiates no gather, so `check_derivatives` can be left
+    out.
     """
     purposes = (GATHER_SCOPE, REGATHER, SCATTER_SCOPE)
     return any(
@@ -80,7 +84,7 @@ def gathers_parameters(train: ClosedJaxpr) -> bool:
 
 
 def _check_condition(name: str, eqn: Any) -> None:
-    """Refuses a collective under a condition that differs between the collective's devices."""
+    """Refuses collectives in a `cond` or `while` whose condition differs between their devices."""
     varying = _varying_condition(eqn)
     jaxprs = inner_jaxprs(eqn) if varying else ()
     for inner in (inner for _, jaxpr in jaxprs for inner in all_equations(jaxpr)):
@@ -100,15 +104,15 @@ def _check_condition(name: str, eqn: Any) -> None:
                     "(jax.lax.pmax)."
                 )
             raise ValueError(
-                f"{found}{differs}some devices would wait in it for ever. A sharded parameter is "
-                "gathered where it is used: call the module outside of the branch or loop and "
-                "choose with jnp.where, make the condition the same on all devices (jax.lax.pmax), "
-                "or use data_parallel."
+                f"{found}{differs}some devices would wait for the others for ever. A sharded "
+                "parameter is gathered where it is used: call the module outside of the branch or "
+                "loop and choose with jnp.where, make the condition the same on all devices "
+                "(jax.lax.pmax), or use data_parallel."
             )
 
 
 def _check_constraint(name: str, eqn: Any) -> None:
-    """Refuses a sharding constraint in manual mode; JAX would refuse it only in lowering."""
+    """Refuses a sharding constraint on manual axes, before JAX refuses it in lowering."""
     if eqn.primitive.name != "sharding_constraint":
         return
     sharding = eqn.params["sharding"]
@@ -123,7 +127,7 @@ def _check_constraint(name: str, eqn: Any) -> None:
 
 
 def _check_gathered_order(name: str, eqn: Any, data_axes: tuple[str, ...]) -> None:
-    """Refuses a gather of examples unless its axes are the data axes in the same order."""
+    """Refuses a gather of examples unless its axes are data axes, in the order of `data_axes`."""
     axes = tuple(jax.tree.leaves(eqn.params.get("axis_name")))
     if not axes or purpose_of(str(eqn.source_info.name_stack)) != EXAMPLES_SCOPE:
         return
@@ -135,7 +139,7 @@ def _check_gathered_order(name: str, eqn: Any, data_axes: tuple[str, ...]) -> No
 
 
 def check_derivatives(name: str, jaxpr: Jaxpr) -> None:
-    """Refuses gathers without their `custom_vjp`: the model has differentiated such gathers."""
+    """Refuses gathers of parameters outside a `custom_vjp`: the model has differentiated them."""
     for eqn in jaxpr.eqns:
         scope = str(eqn.source_info.name_stack)
         if eqn.primitive.name == "all_gather" and purpose_of(scope) in (GATHER_SCOPE, REGATHER):

@@ -1,11 +1,11 @@
 """Refuses models and losses that compute wrong results from some of a sequence's positions.
 
 With a context axis a device runs the model on a part of each sequence. The part is not one run of
-neighbouring positions. Code that treats every position separately is right. Attention,
-convolutions, sums, shifts and position numbers have to handle the axis, see
-`manualpar.layers.Context`. Shapes and types do not show whether code ignores the axis. So the loss
-is traced twice, on a device's positions and on all positions, and both traces are walked side by
-side.
+neighbouring positions, but two half blocks (`mesh.zigzag`). Code that treats every position
+separately is right. Attention, convolutions, sums, shifts and position numbers have to handle the
+axis, see `manualpar.layers.Context`. Shapes and types do not show whether code ignores the axis. So
+this check traces the loss twice, on a device's positions and on all positions, and compares the two
+traces operation by operation.
 
 Sums over positions are right if they only contribute to the mean loss and the metrics, because a
 step sums both over the devices. The loss may be `sum / count`, where `count` is the count of
@@ -51,8 +51,8 @@ _SUM = (
     "nn.BatchNorm with all of program.data_axes as its axis_name"
 )
 _MENDS: Mapping[Reason, str] = {
-    "examples": "Each device has some positions of its examples: name only the axes that split "
-    "examples: gather_examples(x, axis_name=...) without the context axis",
+    "examples": "Each device has only some positions of its examples: call gather_examples(x, "
+    "axis_name=...) with the axes that split examples, without the context axis",
     "axis": "Context needs the axis that context_axis names, and split layers need another axis",
     "constant": _POSITIONS,
     "convolution": _ATTENTION,
@@ -63,28 +63,29 @@ _MENDS: Mapping[Reason, str] = {
     "product": _ATTENTION,
     "program": f"The code depends on the length of a sequence. {_POSITIONS}. Put code "
     f"that handles the axis itself in jax.named_scope({CONTEXT_SCOPE!r})",
-    "random": "Draw them for each position, with the key that the model or the loss is given",
+    "random": "Draw random numbers for each position, with the key that the model or the loss gets",
     "reduction": _ATTENTION,
-    "reshape": "Keep positions whole and in one order, and group no neighbours, because they may "
-    "be on other devices",
+    "reshape": "Keep all positions in one dim and in one order, and do not group neighbouring "
+    "positions, because they may be on different devices",
     "size": _POSITIONS,
     "sum": _SUM,
     "two dims": _ATTENTION,
-    "unknown": "It is not known whether that is right for some positions of a sequence. If it is, "
-    f"put it in jax.named_scope({CONTEXT_SCOPE!r})",
+    "unknown": "It is not known whether the operation is right on a part of the positions. If it "
+    f"is right, put it in jax.named_scope({CONTEXT_SCOPE!r})",
 }
 
 
 def check_context(strategy: str, model: TracedModel, batch: Batch, roles: AxisRoles) -> None:
     """Refuses a model or a loss that computes wrong results from a part of a sequence.
 
-    Nothing is compiled. Code in the scope of context parallelism is trusted.
+    Nothing is checked if XLA writes the collectives, or if no axis of several devices splits dim 1
+    of the batch. Code in `named_scope("context_parallel")` is trusted. Nothing is compiled.
 
     Args:
       strategy: The strategy's name, for messages.
-      model: The model and its loss, in a mode in which this package writes the collectives.
+      model: The traced model and its loss.
       batch: The abstract global batch.
-      roles: The roles of all axes. Nothing is checked if no axis splits dim 1 of the batch.
+      roles: The roles of all mesh axes.
 
     Raises:
       ValueError: An operation mixes positions, or is not known to keep them separate. The message
@@ -113,7 +114,10 @@ def check_context(strategy: str, model: TracedModel, batch: Batch, roles: AxisRo
 def _trace_loss(
     model: TracedModel, batch: Batch, roles: AxisRoles, *, training: bool
 ) -> tuple[ClosedJaxpr, Any]:
-    """Returns the jaxpr of a device's loss, and the structure of (loss, metrics, collections)."""
+    """Returns the jaxpr of a device's loss, and the structure of (loss, metrics, collections).
+
+    Without `training`, the loss and the collections are `None`.
+    """
     mode, traces = model.mode, list[tuple[ClosedJaxpr, Any]]()
     variables = dict(model.variables)
     params = variables.pop("params")
@@ -136,7 +140,7 @@ def _trace_loss(
         traces.append((jaxpr, jax.tree.structure(shapes)))
 
     def with_all_layers(info: Any) -> Any:
-        """Removes stage axes, because the loss is written for all layers."""
+        """Removes stage axes from a parameter's names: the loss gets the layers of all stages."""
         names = tuple(None if name in roles.stage_axes else name for name in info.names)
         return dataclasses.replace(info, names=names)
 
@@ -161,8 +165,8 @@ def _check_results(complaint: str, loss: Any, metrics: Any) -> None:
     if loss is not None and not is_mean(loss[0], count, number):
         raise ValueError(
             f"{complaint} the loss is {loss[0].description}, which is not a mean over the count of "
-            "metrics['loss']; expected sum / count, where count is that of metrics['loss'] and "
-            "both are sums over this device's positions, or a value that is the same on all "
+            "metrics['loss']; expected sum / count, where count is the count of metrics['loss'] "
+            "and both are sums over this device's positions, or a value that is the same on all "
             "devices along the axis."
         )
     for name, ((total, _), (count, _)) in metrics.items():

@@ -18,7 +18,7 @@ CASTS = frozenset({"pvary", "pcast"})
 
 
 def paired(shards: Iterator[Any], whole: Iterator[Any]) -> Iterator[tuple[Any, Any]]:
-    """Yields pairs of corresponding operations, with `None` for a missing operation."""
+    """Yields pairs `(on shards, on whole arrays)` of equations; `None` for a missing equation."""
     for eqn in shards:
         whole_eqn = next(whole, None)
         # A broadcast may be in only one trace: a device with one head needs no broadcast over

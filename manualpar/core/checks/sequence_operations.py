@@ -1,9 +1,9 @@
-"""The results of operations on values of a sequence that is divided over devices.
+"""Rules for operations on sequences that are divided over devices: the kind of each result.
 
-`sequence_values` defines the kinds of values, and `shard_operations` defines the operations that
-are right along a split dim. This file handles operations whose result depends on more than shapes:
-sums over positions, comparisons that keep a count from being 0, reshapes, collectives and random
-numbers.
+`sequence_values` defines the kinds of values (*same*, *split*, *sum*, ...), and `shard_operations`
+defines the operations that are right along a split dim. This file handles operations whose result
+depends on more than shapes: sums over positions, comparisons that keep a count from being 0,
+reshapes, collectives and random numbers.
 """
 
 import dataclasses
@@ -34,15 +34,16 @@ _LINEAR = frozenset(
     reduce_sum reshape rev slice split squeeze stop_gradient transpose unstack
     """.split()  # noqa: SIM905
 )
+# The result of one of these operations on a scalar is the scalar, cast or repeated.
 _OF_ONE_NUMBER = frozenset(
     "broadcast_in_dim convert_element_type copy reshape squeeze stop_gradient".split()  # noqa: SIM905
 )
 # The results of these operations are integers if all operands are integers.
 _INTEGRAL = _LINEAR | {"add", "concatenate", "dot_general", "max", "min", "mul", "select_n", "sub"}
-# For a comparison `count <op> 0`: whether it is true if the count is not 0.
+# Comparisons `count <op> 0`, and whether the comparison is true if the count is not 0.
 _TESTS = {"gt": True, "ne": True, "eq": False, "le": False}
 # The largest constant that may keep a count from being 0. `max` with 1 changes no count that is not
-# 0, and adding 1e-5 changes it by at most a hundred-thousandth.
+# 0, and adding 1e-5 changes a count by at most a hundred-thousandth.
 _LARGEST_GUARDS = {"max": 1.0, "add": 1e-5}
 SUMS = frozenset({"psum", "psum_invariant"})
 _COLLECTIVES = SUMS | frozenset(
@@ -54,7 +55,7 @@ _COLLECTIVES = SUMS | frozenset(
 
 
 class SequenceOperations:
-    """The rules for operations that contain no inner program.
+    """Finds the kinds of the results of operations that contain no inner program.
 
     Args:
       axis: The mesh axis over which positions are divided.
@@ -177,7 +178,7 @@ class SequenceOperations:
         return results
 
     def _guard(self, eqn: Any, values: list[SplitValue], numbers: list[int]) -> SplitValue | None:
-        """Finds the result of an operation that keeps a count from being 0; else `None`.
+        """Finds the `SplitValue` of a result that keeps a count from being 0; else `None`.
 
         Such operations are comparisons like `count > 0`, `max(count, 1)`, `count + 1e-8`, `count +
         (count == 0)`, `where(count > 0, count, 1)`, `where(count > 0, total / count, 0)`, and casts
@@ -227,7 +228,7 @@ def named_axes(eqn: Any) -> list[str]:
 def _sum_over_positions(
     eqn: Any, values: list[SplitValue], numbers: list[int], ins: Sequence[int | None]
 ) -> SplitValue | None:
-    """Finds the result of a sum over the split dim; `None` for other operations."""
+    """Finds the `SplitValue` of a sum over the split dim; `None` for other operations."""
     name, product = eqn.primitive.name, values[0] if values else SplitValue()
     if name == "dot_general":
         contracted = zip(ins, eqn.params["dimension_numbers"][0], strict=True)
@@ -242,7 +243,7 @@ def _sum_over_positions(
 
 
 def _random(name: str, key: SplitValue, *, is_split: bool) -> SplitValue:
-    """Finds the value of random bits or new keys.
+    """Finds the `SplitValue` of random bits or of new keys.
 
     Refuses split results from a key that is the same on all devices, and results that are not split
     from a key that differs between devices.
@@ -256,11 +257,11 @@ def _random(name: str, key: SplitValue, *, is_split: bool) -> SplitValue:
 
 
 def _reshaped(eqn: Any, layout: Layout, before: int, dim: int) -> Layout:
-    """Finds the layout of `dim` after a reshape, from the layout `before` of the positions."""
+    """Finds the layout of `dim` after a reshape; `layout` is that of the operand's dim `before`."""
     (x,), (y,) = eqn.invars[:1], eqn.outvars
     size = y.aval.shape[dim]
     if layout is None and size < x.aval.shape[before]:
-        return None  # All entries along the dim are equal.
+        return None  # With the layout `None` all entries are equal.
     outer, length, _ = layout or (1, x.aval.shape[before], 1)
     outer *= math.prod(x.aval.shape[:before])
     outside = math.prod(y.aval.shape[:dim])
@@ -272,7 +273,7 @@ def _reshaped(eqn: Any, layout: Layout, before: int, dim: int) -> Layout:
 
 
 def _resized(value: SplitValue, size: int) -> SplitValue:
-    """Updates the layout after a collective over another axis, which may resize the split dim."""
+    """Updates a layout after a collective over another axis has changed the split dim to `size`."""
     if value.kind != "split" or value.layout is None or math.prod(value.layout) == size:
         return value
     return dataclasses.replace(value, layout=(1, size, 1))
@@ -285,7 +286,7 @@ def _check_plain(name: str, values: Sequence[SplitValue]) -> None:
 
 
 def _keeps_value(eqn: Any, value: SplitValue) -> bool:
-    """Returns whether a cast changes no value, as a cast of a mask or an integer to float32."""
+    """Returns whether a cast keeps all values, such as a cast of a mask or of counts to float32."""
     new = np.dtype(eqn.params["new_dtype"])
     return value.is_integral and new != np.bool_ and new.itemsize >= 4
 

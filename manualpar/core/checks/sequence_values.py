@@ -7,15 +7,17 @@ kinds:
 - *split*: a device has the entries of its positions.
 - *sum*: the devices' values add up to the value of the whole sequence.
 - *device*: a property of the device, such as its key, that does not depend on the sequence.
-- *zero*: a constant that is all of these.
+- *zero*: the constant 0, which satisfies the definition of each other kind.
 
-Values may be scaled: with a *power* `p` they are `C**p` times as large. For example, the number of
-a device's positions is *same* with power -1, and a mean over the same number of positions on each
-device is a *sum* with power 1. A value may also be divided by a *count*, a sum that differs between
-devices, as in the mean of the valid positions. Multiplying by that count undoes the division. A
-*guarded* value is a count whose value 0 has been replaced, so that a value may be divided by it. A
-*test* is a comparison of a count with 0. An *unpaired* value exists in only one of the traces. Only
-code in the scope of context parallelism may use such a value.
+A value may be scaled: a value with the *power* `p` is `C**p` times as large. For example, the
+number of a device's positions is *same* with power -1: it is the length of the sequence divided by
+`C`. A device's mean over its positions is a *sum* with power 1: the devices' means add up to `C`
+times the mean over the sequence. A value may also be divided by a *count*, a sum that differs
+between devices, such as the number of valid positions. Multiplying by that count undoes the
+division. A *guarded* value is a count in which 0 has been replaced by another number, so that the
+count may be a divisor. A *test* is a comparison of a count with 0. An *unpaired* value exists only
+in the trace on a device's positions, not in the trace on the whole sequence. Only code in
+`named_scope("context_parallel")` may use such a value.
 
 Invariant: the result of an operation has a kind only if the operation is known to be right on every
 device.
@@ -28,9 +30,10 @@ from typing import Literal
 from manualpar.core.checks.shard_operations import Reason, refuse
 
 ValueKind = Literal["same", "split", "sum", "device", "zero", "guarded", "test", "unpaired"]
-# The layout of an array's split dim. A reshape may have merged several dims into this dim, of the
-# sizes (before, positions of a device, behind): `before` and `behind` are products of the sizes of
-# the dims before and behind the positions. `None` if all layouts fit, as for a broadcast constant.
+# The layout of an array's split dim: (before, positions of a device, behind). A reshape may have
+# merged the dim of the positions with other dims. `before` and `behind` are the products of the
+# sizes of the merged dims before and behind it. `None` if all layouts fit, as for a broadcast
+# constant.
 Layout = tuple[int, int, int] | None
 
 
@@ -99,7 +102,10 @@ def merged_layout(name: str, values: Sequence[SplitValue]) -> Layout:
 def multiplied(
     name: str, values: tuple[SplitValue, SplitValue], numbers: tuple[int, int]
 ) -> SplitValue:
-    """Multiplies two values, or contracts them over a dim that is not split."""
+    """Finds the `SplitValue` of a product, or of a contraction over a dim that is not split.
+
+    `name` is the operation's name, for messages; `numbers` are the value numbers of the operands.
+    """
     x, y = values
     for mean, other, number in ((x, y, numbers[1]), (y, x, numbers[0])):
         is_count = other.kind == "sum" and other.count is None and mean.count == number
@@ -125,9 +131,10 @@ def multiplied(
 def divided(
     name: str, x: SplitValue, y: SplitValue, number_of_y: int, *, is_scalar: bool
 ) -> SplitValue:
-    """Divides `x` by `y`.
+    """Finds the `SplitValue` of `x / y`.
 
-    `number_of_y` is the value number of `y`; `is_scalar` says whether `y` is one number.
+    `name` is the operation's name, for messages. `number_of_y` is the value number of `y`.
+    `is_scalar` says whether `y` is a scalar or a broadcast scalar.
     """
     if y.kind in ("sum", "guarded"):
         is_mean = y.kind == "sum" and y.count is not None
@@ -142,7 +149,7 @@ def divided(
 
 
 def added(name: str, values: Sequence[SplitValue]) -> SplitValue:
-    """Adds values; the rules for selecting among values and concatenating them are the same."""
+    """Finds the `SplitValue` of a sum; the same rules hold for a selection or a concatenation."""
     values = [value for value in values if value.kind != "zero"] or list(values[:1])
     result = values[0]
     for value in values[1:]:
@@ -170,19 +177,19 @@ def _added(name: str, x: SplitValue, y: SplitValue) -> SplitValue:
 
 
 def is_mean(value: SplitValue, count: SplitValue, number: int) -> bool:
-    """Returns whether the devices' mean, weighted by their counts, is the full sequence's value.
+    """Returns whether the mean of `value` over the devices is the value of the whole sequence.
 
-    `number` is the value number of the count.
+    A step weights the mean by the devices' `count`. `number` is the value number of the count.
     """
     if value.count is not None:
         return value.kind == "sum" and value.count == number and not value.power
-    if value.kind == "sum":  # The same number of positions on each device.
+    if value.kind == "sum":  # Right if the count is the same on each device.
         return value.power == 1 and count.kind in ("same", "zero")
     return value.kind == "zero" or (value.kind == "same" and not value.power)
 
 
 def power_of_sum(value: SplitValue) -> int | None:
-    """Returns the power of a value that is a sum over the devices; `None` for other values."""
+    """Returns the power of the sum of a value over the devices; `None` if the sum has none."""
     if value.count is not None or value.kind not in ("same", "sum"):
         return None
     return value.power + (value.kind == "same")

@@ -2,7 +2,7 @@
 
 Invariants: an operation that is not known to be right is refused. Code inside
 `named_scope("context_parallel")` is trusted, because its author handles the axis: a result is
-*split* if its shapes in both traces differ, and *same* otherwise. The collectives of sequence
+*split* if its shapes in the two traces differ, and *same* otherwise. The collectives of sequence
 parallelism over another axis are trusted too. A sum over the context axis turns a value of kind
 *sum* into the kind *same*, also in trusted code.
 """
@@ -46,19 +46,19 @@ _INLINE = frozenset(
     """.split()  # noqa: SIM905
 )
 
-# A value and its value number.
+# A value's kind, and its value number, see `value_numbers`.
 Numbered = tuple[SplitValue, int]
 
 
 class SequenceWalk:
-    """One walk through a pair of traces.
+    """Walks through a pair of traces: on a device's positions, and on the full sequence.
 
     Args:
       axis: The mesh axis over which positions are divided.
       devices: The number of devices along `axis`.
-      mends: For each kind of mistake, the sentence of an error message that says how to mend the
+      mends: For each `Reason`, the sentence of an error message that says how to correct the
         mistake.
-      complaint: The beginning of an error message.
+      complaint: The beginning of each error message.
     """
 
     def __init__(
@@ -89,7 +89,11 @@ class SequenceWalk:
     def _walk(
         self, part: Any, whole: Any, inputs: Sequence[Numbered] | None, path: str
     ) -> list[Numbered]:
-        """Finds the same as `outputs`, from the `SplitValue`s and value numbers of the inputs."""
+        """Finds what `outputs` finds, for a program in the module at `path`.
+
+        `inputs` are the `SplitValue`s and value numbers of the program's arguments; `None` to
+        derive them from the shapes.
+        """
         part, whole = (self._record_constants(program) for program in (part, whole))
         if inputs is not None:
             for variable, numbered in zip(part.invars, inputs, strict=True):
@@ -110,7 +114,7 @@ class SequenceWalk:
 
     @contextlib.contextmanager
     def _naming(self, eqn: Any, path: str) -> Iterator[str]:
-        """Yields an equation's path, and adds it to the message of an error in the context."""
+        """Yields the path of an equation's module; adds the path to errors in the context."""
         where = "/".join(filter(None, (path, module_of_equation(eqn, _SCOPES))))
         try:
             yield where
@@ -180,7 +184,7 @@ class SequenceWalk:
             self._set(variable, numbered)
 
     def _inputs(self, part: Any, whole: Any) -> list[Numbered]:
-        """Finds the values of an operation's operands.
+        """Finds the `SplitValue`s and value numbers of an operation's operands.
 
         In the trace on a device's positions, a loop may have additional constants that only trusted
         code uses. These constants are *unpaired*.
@@ -224,9 +228,10 @@ class SequenceWalk:
     def _loop(
         self, name: str, bodies: Any, inputs: Any, consts: int, carry: int, where: str
     ) -> list[SplitValue]:
-        """Finds the values of a loop's results: walks its body until the carry does not change.
+        """Finds the `SplitValue`s of a loop's results.
 
-        `consts` and `carry` are the numbers of the body's constants and carried values.
+        Walks the loop's body until the kinds of the carry do not change. `consts` and `carry` are
+        the numbers of the body's constants and carried values.
         """
         values = [value for value, _ in inputs]
         while True:
@@ -245,7 +250,7 @@ class SequenceWalk:
         self._numbers.set(variable, numbered[1])
 
     def _read(self, part: Any, whole: Any) -> Numbered:
-        """Finds the value of a variable or a constant, from both programs."""
+        """Finds the `SplitValue` and the value number of a variable or a constant."""
         part, whole = self._origin(part), self._origin(whole)
         return self._value(part, whole), self._numbers.of(part)
 
@@ -264,7 +269,7 @@ class SequenceWalk:
         return SplitValue("split", layout=(1, shape[dim], 1), is_integral=is_integral)
 
     def _known(self, variable: Any) -> SplitValue | None:
-        """Returns the value of a variable if a visited operation made it; `None` otherwise."""
+        """Returns a variable's `SplitValue` if the walk has set it; `None` otherwise."""
         variable = self._origin(variable)
         return None if isinstance(variable, Literal) else self._values.get(variable)
 
@@ -300,7 +305,7 @@ def _with_inner(eqn: Any) -> Iterator[Any]:
 
 
 def _joined(name: str, values: Sequence[SplitValue]) -> SplitValue:
-    """Finds the value of a result that is one of `values`."""
+    """Finds the `SplitValue` of a result that is one of `values`, as after a branch."""
     return dataclasses.replace(
         added(name, values), is_integral=all(value.is_integral for value in values)
     )

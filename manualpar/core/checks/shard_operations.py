@@ -5,8 +5,8 @@ shapes differ is the split dim. An operation is right along the split dim if it 
 product that does not contract this dim, a reduction over other dims, or a reshape that keeps this
 dim in front of the dims with which it is merged.
 
-How to mend a mistake depends on the axis that splits the arrays. So each check provides its own
-advice: a sentence for each `Reason`.
+How to correct a mistake depends on the axis that splits the arrays. So each check that uses this
+module provides its own advice: a sentence for each `Reason`.
 
 Invariant: an operation that is not known to be right is refused.
 """
@@ -88,7 +88,7 @@ _CALLS = frozenset(
 class WrongOnShardsError(Exception):
     """An operation on shards does not give the shard of the result on unsharded arrays.
 
-    The message begins with a verb.
+    The message begins with a verb, because the name of a module comes before it.
     """
 
     def __init__(self, mistake: str, reason: Reason) -> None:
@@ -126,7 +126,7 @@ def check_operation(shards: Any, whole: Any, *, axis: str, devices: int) -> None
             refuse("draws random numbers for a split array", "random")
     elif not any(dim is not None for dim in (*ins, *outs)):
         if _plain_params(shards) != _plain_params(whole):
-            refuse(f"applies {name} to an unsplit array by the size of a shard", "size")
+            refuse(f"applies {name} to an unsplit array with the size of a shard", "size")
     elif name in _ELEMENTWISE:
         if outs[0] is None:
             refuse(f"applies {name} to a shard and an unsplit array", "mixed")
@@ -147,9 +147,9 @@ def check_operation(shards: Any, whole: Any, *, axis: str, devices: int) -> None
 
 
 def _shapes(shards: Any, whole: Any, kind: str) -> list[tuple[Shape, Shape]]:
-    """Returns pairs of the shapes of each variable, on shards and on whole arrays."""
+    """Returns `(shape on shards, shape on whole arrays)` of each of the `invars` or `outvars`."""
     both = [[tuple(x.aval.shape) for x in getattr(eqn, kind)] for eqn in (shards, whole)]
-    if shards.primitive.name in _CALLS:  # Two calls may close over different variables.
+    if shards.primitive.name in _CALLS:  # The calls may close over different arrays.
         return []
     if len(both[0]) != len(both[1]):
         refuse(f"applies {shards.primitive.name} to fewer arrays than on one device", "size")

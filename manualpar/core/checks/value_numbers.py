@@ -2,8 +2,8 @@
 
 A trace repeats a computation that the code repeats, such as the count `mask.sum()`. So two
 variables may be the same count. Value numbers show whether a loss divides by the count that it
-returns (https://en.wikipedia.org/wiki/Value_numbering). The sum of all entries of an array has the
-same number in any order of summation, such as `mask.sum(-1).sum()`.
+returns (https://en.wikipedia.org/wiki/Value_numbering). The sum of all entries of an array has one
+number, whatever the order of summation: `mask.sum()` and `mask.sum(-1).sum()` have the same number.
 """
 
 import itertools
@@ -19,7 +19,7 @@ _SUM_PRESERVING = frozenset({"reduce_sum", "reshape", "squeeze", "transpose"})
 
 
 class ValueNumbers:
-    """The numbers of the values that a walk through a program has visited."""
+    """The value numbers of all values that a walk through a program has visited."""
 
     def __init__(self) -> None:
         self._numbers: dict[Any, int] = {}
@@ -32,11 +32,11 @@ class ValueNumbers:
         self._fresh = itertools.count(1)
 
     def fresh(self) -> int:
-        """Returns a number that no value has yet."""
+        """Returns a value number that no value has yet."""
         return next(self._fresh)
 
     def of(self, variable: Any) -> int:
-        """Returns the number of a variable or a constant."""
+        """Returns the value number of a variable or a constant."""
         if not isinstance(variable, Literal):
             return self._numbers.setdefault(variable, self.fresh())
         number = self._of_expression(("literal", str(variable.aval), str(variable.val)))
@@ -65,11 +65,11 @@ class ValueNumbers:
         self._numbers[variable] = number
 
     def is_scalar(self, number: int) -> bool:
-        """Returns whether a value is a scalar or a broadcast scalar."""
+        """Returns whether the value with a number is a scalar or a broadcast scalar."""
         return number in self._scalars
 
     def constant(self, number: int) -> float | None:
-        """Returns the value of a scalar constant; `None` for other values."""
+        """Returns the scalar constant that has a number; `None` if it belongs to no constant."""
         return self._constants.get(number)
 
     def _of_expression(self, expression: Any) -> int:

@@ -112,7 +112,7 @@ def check_mesh_has(function: str, mesh: Mesh | AbstractMesh, axes: tuple[str, ..
 
 
 def written_with(mesh: Mesh | AbstractMesh, missing: list[str]) -> str:
-    """Writes, for messages, the `make_mesh` call for the mesh with the missing axes of size 1."""
+    """Formats, for messages, the `make_mesh` call that adds `missing` axes of size 1 to a mesh."""
     sizes: dict[str, int] = dict.fromkeys(missing or ["data"], 1)
     return f"make_mesh({sizes | dict(mesh.shape)})"
 

@@ -43,14 +43,15 @@ KEEPING_SCATTERS = frozenset({_SCATTER, _WINDOWS})
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The options for a kind of chip.
+    """Compiler options for one kind of chip, and the meshes for which they are used.
 
     Attributes:
       device_kind: A regular expression that must match `jax.Device.device_kind` completely.
       most: The size of the largest ring for which the options make a step faster.
       options: The options, as `jax.jit` takes them.
-      measured: Step times without and with the options.
-      beside: The axes that may have more than one device besides the axis of the ring.
+      measured: Estimated step times without and with the options, by topology.
+      beside: The other mesh axes that may have more than one device, in addition to the axis of the
+        ring.
     """
 
     device_kind: str
@@ -139,7 +140,7 @@ def choose_options(
       overlap: `"auto"` for the options in `CHOICES`, `"none"` for the compiler's default options.
 
     Raises:
-      ValueError: `overlap` is not known.
+      ValueError: `overlap` is neither `"auto"` nor `"none"`.
     """
     if overlap not in OVERLAPS:
         raise ValueError(
@@ -165,10 +166,11 @@ def choose_options(
 
 
 def keep_if_known(chosen: ChosenOptions, device: jax.Device) -> ChosenOptions:
-    """Drops options that a device's compiler refuses; `why` names them with the compiler's message.
+    """Drops options that a device's compiler refuses.
 
-    A program of one operation is compiled for this device with all options. If the compiler refuses
-    them, the program is compiled once more for each option, with the options accepted so far.
+    Compiles a program of one operation for this device with all options. If the compiler refuses
+    them, compiles the program once more for each option, with the options accepted so far. `why` of
+    the result names each refused option with the compiler's message.
     """
     if not chosen.options or not _refusal(chosen.options, device):
         return chosen

@@ -32,7 +32,7 @@ def make_mesh(
       devices: The devices to use, by default all of `jax.devices()`. If no size is -1, the mesh may
         have fewer devices: the first devices are used.
       order: The names of all axes, the axis on the slowest links first. By default: replica, stage,
-        data, context, expert, model. An axis with another name keeps its position.
+        data, data_minor, context, expert, model. An axis with another name keeps its position.
 
     Returns:
       A `jax.sharding.Mesh` whose axes are all of `AxisType.Auto`. With several hosts, the first
@@ -84,7 +84,7 @@ def abstract_mesh(axes: Mapping[str, int], num_devices: int) -> AbstractMesh:
 
 
 def _fill_sizes(function: str, axes: Mapping[str, int], num_devices: int) -> list[int]:
-    """Replaces a size of -1 by the rest of the devices; refuses sizes that do not fit."""
+    """Returns the sizes of the axes, with -1 replaced; refuses sizes that do not fit."""
     sizes = list(axes.values())
     if not axes:
         raise ValueError(
@@ -127,10 +127,10 @@ def _check_enough(axes: Mapping[str, int], devices: Sequence[jax.Device]) -> Non
     if -1 not in sizes:
         needed, reason = math.prod(sizes), "needs"
         mend = "use smaller sizes, or -1 for the rest of the devices"
-    elif devices[0].platform == "cpu":  # Only then does the number of CPU devices matter.
+    elif devices[0].platform == "cpu":  # The number of CPU devices counts only on CPUs.
         needed = (cpu_devices_asked_for() or 0) * jax.process_count()
         reason = "takes all devices, and the environment asks for"
-        mend = "pass devices=jax.devices() to use those there are"
+        mend = "pass devices=jax.devices() to use the devices that JAX has"
     else:
         return
     if needed > len(devices):

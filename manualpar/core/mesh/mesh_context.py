@@ -34,7 +34,8 @@ _CONSTRUCTS = (
     ),
     (r"Going from `Manual` AxisType", "jax.sharding.auto_axes or explicit_axes", "explicit"),
 )
-# The mode allows such shardings, but this one is wrong: a pattern in JAX's message, and the mend.
+# Errors about a sharding of a kind that the mode allows: a pattern in JAX's message, and how to
+# correct the sharding.
 _MENDS = (
     (r"does not evenly divide the dimension", "Shard a dim that divides, or build another mesh"),
     (r"ambiguous how the output should be", "Say so with out_sharding= there, or use mode='auto'"),
@@ -66,14 +67,14 @@ class OutsideMeshes:
     """A jitted function that is called, traced and lowered with no mesh set around it.
 
     Attributes:
-      jitted: The function itself.
+      jitted: The function that `jax.jit` made.
     """
 
     def __init__(self, jitted: Any) -> None:
         self.jitted = jitted
 
     def __call__(self, *args: Any) -> Any:
-        """Calls the function."""
+        """Calls the jitted function with no mesh set."""
         with no_mesh():
             return self.jitted(*args)
 
@@ -85,9 +86,10 @@ class OutsideMeshes:
 def on_auto_axes(
     function: Callable[..., Any], *, mesh: Mesh, out_specs: Specs
 ) -> Callable[..., Any]:
-    """Wraps a function to run on automatic axes, even if its arrays' mesh has explicit axes.
+    """Wraps a function to run on automatic axes, even if the axes of `mesh` are explicit.
 
-    No mesh is set inside the function. All axes of `mesh` must have the same type.
+    No mesh is set inside the function. All axes of `mesh` must have the same type. `out_specs` are
+    the shardings of the results if the axes are explicit.
     """
     if AxisType.Explicit not in mesh.axis_types:
         return function

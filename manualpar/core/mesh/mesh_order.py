@@ -123,7 +123,7 @@ def sizes_across(sizes: Iterable[int], num_hosts: int) -> list[int]:
 
 
 def describe_links(mesh: Mesh) -> str:
-    """Describes the links of each axis in one line; "" for one host without TPUs.
+    """Describes, in one line, the links along each axis of a mesh; "" for one host without TPUs.
 
     Returns:
       A line such as `4 hosts; data: 2 within a host x 4 across, model: within a host`. For a slice

@@ -1,11 +1,12 @@
 """The role of each mesh axis.
 
 A *data* axis splits the examples of a batch. A *context* axis splits another dimension of the
-batch. Devices along either axis run the same program on different data, so gradients are averaged
-over both. Devices along any other axis see the same data. A *shard-only* axis only saves memory: a
-parameter that is sharded over it is gathered where it is used. A parameter that is sharded over a
-*model* axis is not gathered: the model computes with the shards. A pipeline splits its layers over
-a *stage* axis. A parameter that all stages use gets a part of its gradient on each stage.
+batch, the positions of its sequences. Devices along either axis run the same program on different
+data, so gradients are averaged over both. Devices along any other axis see the same data. A
+*shard-only* axis only saves memory: a parameter that is sharded over it is gathered where it is
+used. A parameter that is sharded over a *model* axis is not gathered: the model computes with the
+shards. A pipeline splits its layers over a *stage* axis. A parameter that all stages use gets a
+part of its gradient on each stage.
 """
 
 import dataclasses
@@ -62,5 +63,5 @@ class AxisRoles:
 
     @property
     def batch_spec(self) -> PartitionSpec:
-        """The `PartitionSpec` of a leaf that has every split dimension."""
+        """The `PartitionSpec` of a leaf that has all dimensions that the mesh splits."""
         return PartitionSpec(*map(self.batch_dims.get, range(max(self.batch_dims) + 1)))

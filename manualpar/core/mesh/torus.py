@@ -23,7 +23,8 @@ from jax.experimental import mesh_utils
 
 NAMES = ("x", "y", "z", "core")
 FAR = 2**30  # Larger than the number of hops in any slice.
-# Chips whose torus has two dimensions. Other chips have three.
+# Words in the `device_kind` of chips whose torus has two dimensions. The torus of other chips has
+# three.
 FLAT = ("lite", "v5e", "v6e")
 
 
@@ -126,7 +127,7 @@ def closed_sides(sides: Sequence[int], *, is_flat: bool) -> list[bool]:
 
 
 def _wraps(array: np.ndarray) -> np.ndarray:
-    """Returns the number of hops around each dimension of a slice; `FAR` if it is no ring."""
+    """Returns the number of hops around each dimension of a slice; `FAR` if it has no ring."""
     sides = np.ptp(_coords_of(array).reshape(-1, len(NAMES)), 0) + 1
     is_flat = any(word in array.flat[0].device_kind for word in FLAT)
     closed = [*closed_sides(sides[:-1], is_flat=is_flat), False]  # The last side counts cores.

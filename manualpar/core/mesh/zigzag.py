@@ -30,6 +30,7 @@ def to_zigzag(batch: Batch, axis: str) -> Any:
         return batch
 
     def home(block: int) -> int:
+        """Returns the index of the device that gets a half block."""
         return min(block, 2 * size - 1 - block)
 
     sends = [[(c, home(2 * c + half)) for c in range(size)] for half in (0, 1)]

@@ -6,8 +6,8 @@ model runs inside `shard_map`, the field `axis_name` of its modules (in NNX the 
 these axes. In the other modes arrays are global, so the field is set to `None` and nothing is
 reduced. All modes give the same result if the alias stands for all axes that split the batch.
 
-Only such fields are replaced. If a model calls a collective, the axis argument of the call does not
-change.
+Only fields with the name `axis_name` are replaced. If a model calls a collective, the axis argument
+of the call does not change.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ class AxisAliases:
     """Maps names that a model uses to mesh axes.
 
     Attributes:
-      axes: Maps each name to mesh axes.
+      axes: For each name, the mesh axes that it stands for.
       split: The mesh axes of more than one device over which the batch is split.
     """
 
@@ -32,7 +32,9 @@ class AxisAliases:
     split: tuple[str, ...]
 
     def resolve(self, module: Any) -> dict[str, AxisName | None]:
-        """Returns `{"axis_name": value}` for a module; `{}` if no alias fits the module.
+        """Returns the new field of a module, `{"axis_name": axes}`; `{}` if no alias fits it.
+
+        If the mesh axes are not bound, because arrays are global, the new value is `None`.
 
         Raises:
           ValueError: The module gets global arrays, but the alias stands for only some of the

@@ -61,7 +61,7 @@ def overrule(
     kwargs: Mapping[str, Any],
     switches: Mapping[str, bool],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Sets the arguments of a call that are switches.
+    """Replaces those arguments of a call that are switches by their values in `switches`.
 
     A switch that is not passed is not added. A switch that is `None` stays `None`, so that a field
     of the module decides. `signature` is the signature of the called method, without `self`.

@@ -51,7 +51,7 @@ def initialisation(
     init_args: InitArgs | None,
     cast: Callable[[Any], Any],
 ) -> tuple[Init, dict[str, Any]]:
-    """Makes a model's initialisation a function of a key.
+    """Makes the function that initialises a model from a key, and traces it once.
 
     Returns:
       A function from a key to the variables by collection, and the abstract variables. Both have
@@ -68,7 +68,7 @@ def initialisation(
         variables: dict[str, Any] = run(rng, jax.tree.map(jnp.zeros_like, batch))
         return variables
 
-    key = jax.eval_shape(lambda: jax.random.key(0))  # Abstract: building uses no device.
+    key = jax.eval_shape(lambda: jax.random.key(0))  # Abstract, so that no device is used.
     found: tuple[Init, dict[str, Any]] = with_mesh_if_needed(
         mode,
         lambda: (init, jax.eval_shape(init, key)),
@@ -78,7 +78,7 @@ def initialisation(
 
 
 def typed_specs(params: Params) -> Any:
-    """Returns, for each parameter, the spec in the type of its initialiser's result."""
+    """Returns, for each parameter, the `PartitionSpec` in the type that its initialiser gave it."""
     return jax.tree.map(
         lambda x: PartitionSpec(*x.names) if isinstance(x, TypedParameter) else PartitionSpec(),
         params,

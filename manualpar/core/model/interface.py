@@ -17,10 +17,10 @@ from manualpar.core.trees import Batch, Variables
 
 
 class Applicable(Protocol):
-    """An object that wraps a Linen module and has `apply`, such as a module with a plan."""
+    """A wrapped Linen module with `apply`, such as a module with a plan for tensor parallelism."""
 
     def apply(self, variables: Variables, /, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module."""
+        """Calls the module, as `flax.linen.Module.apply` does."""
 
 
 # A Linen module, an NNX module, or a function that makes an NNX module.
@@ -73,14 +73,15 @@ class ModelInterface(abc.ABC):
 
     @property
     def decodes_weights(self) -> bool:
-        """Whether calls compute weights from parameters, in the scope `DECODE_SCOPE`."""
+        """Whether calls dequantize stored parameters, in the named scope `DECODE_SCOPE`."""
         return False
 
     def encodings(self, leaves: Sequence[Any]) -> dict[str, Any]:
-        """Returns the encodings of arrays that a program stores quantized, by the array's name.
+        """Returns, for each array that a program stores quantized, an object that quantizes it.
 
-        `leaves` are the program's leaves. An encoding has `plain`, the `Leaf` of the unquantized
-        array, and `encode(array)`, which returns the program's arrays by name.
+        The keys are the names of the unquantized arrays. `leaves` are the `Leaf`s of the program's
+        state. An object has `plain`, the `Leaf` of the unquantized array, and `encode(array)`,
+        which returns by name the arrays that the state stores instead, such as codes and scales.
         """
         del leaves
         return {}
@@ -101,7 +102,7 @@ class ModelInterface(abc.ABC):
 
     @abc.abstractmethod
     def init(self, rngs: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Makes the variables by collection, from a key or from `{"params": key}`."""
+        """Initialises the variables, by collection, from a key or from `{"params": key}`."""
 
     @abc.abstractmethod
     def apply(self, variables: Variables, *args: Any, **kwargs: Any) -> Any:

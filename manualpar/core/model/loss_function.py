@@ -13,7 +13,8 @@ like `model.apply`. `rng` is a key that differs between devices, minibatches and
   less than 1. The same rules hold over a context axis, see `context_check`.
 - A loss that uses collectives may be the same on all devices (`jax.lax.pmean(loss, axes)`, a ratio
   of `psum`s). Then the gradient is the gradient of one device's loss. The program sums metrics over
-  the devices. If a loss has already summed metrics, their means are right but their counts wrong.
+  the devices. If a loss has already summed metrics, their means are right, but their counts are
+  wrong.
 - Sharded `params` are boxes, which `apply_fn` accepts. A penalty on parameters reads
   `flax.linen.unbox(params)`, which gathers all parameters, including experts and split layers.
 - A loop or a conditional may combine constants with data, see `varying_loops`.
@@ -112,11 +113,11 @@ def _explain_constant(error: Exception) -> str | None:
     return mismatch and (
         f"loss_fn: in the model or the loss function{_place(error)} a loop or a conditional has a "
         "constant where it expected an array that varies over the devices as the batch does: "
-        f"{mismatch} Constants are cast where it is called as jax.lax.scan, jax.lax.while_loop, "
-        "jax.lax.fori_loop, jax.lax.cond or jax.lax.switch. Call it so, or make the constant from "
-        "data, jnp.zeros_like(x, shape=(...)) instead of jnp.zeros((...)): the numbers are the "
-        "same, on one device too. If it is called within a library, build the program with "
-        "mode='auto'."
+        f"{mismatch} Constants are cast in calls by the names jax.lax.scan, jax.lax.while_loop, "
+        "jax.lax.fori_loop, jax.lax.cond and jax.lax.switch. Call the loop or the conditional by "
+        "such a name, or make the constant from data, jnp.zeros_like(x, shape=(...)) instead of "
+        "jnp.zeros((...)): the numbers are the same, on one device too. If a library calls it, "
+        "build the program with mode='auto'."
     )
 
 

@@ -70,7 +70,7 @@ class LossTracer:
         self.describe: Callable[..., Infos] = functools.partial(
             describe_parameters, mesh=mode.mesh, rules=mode.rules, data_axes=mode.data_axes
         )
-        # The dims of loops are not known yet, and annotations may have names for these dims.
+        # Leaves out annotations: they may name dims of loops, which are not known yet.
         unannotated = jax.tree.map(
             lambda x: x if isinstance(x, SplitParameter) else strip_boxes(x),
             self.boxed_params,
@@ -81,7 +81,7 @@ class LossTracer:
         self._param_specs = computed_specs(self.infos) if mode.writes_collectives else typed
 
     def find_collections(self, init_args: InitArgs | None) -> None:
-        """Finds the collections that a state keeps; calls a model whose calls may add some."""
+        """Finds the collections that a state keeps; traces a call if the call may add some."""
         self.collections = find_carried_collections(
             self._interface, self._variables, self._trace_call, init_args
         )
@@ -112,7 +112,7 @@ class LossTracer:
     def loop_dims(
         self, strategy: str, is_gathered: Callable[[ParameterInfo], bool], *, gathers_in_loss: bool
     ) -> dict[str, frozenset[int]]:
-        """Finds the dims over which loops run, by path, of all parameters that may be sharded.
+        """Finds the dims that loops run over, by path, for each parameter that may be sharded.
 
         Args:
           strategy: The strategy's name, for messages.
@@ -134,7 +134,7 @@ class LossTracer:
     def trace_loss(
         self, params: Params, box: Callable[[Any], Any], model: ModelInterface | None = None
     ) -> None:
-        """Traces the loss with `box(params)`; `model` replaces the model."""
+        """Traces the loss with `box(params)` as its parameters; `model`, if given, is the model."""
         mode, model = self._mode, model or self._interface
 
         def on_device(
@@ -149,13 +149,13 @@ class LossTracer:
         self._trace(on_device, params)
 
     def _trace(self, on_device: Callable[..., None], params: Params) -> None:
-        """Traces a per-device function of a loss's arguments except `apply_fn`."""
+        """Traces `on_device(params, collections, rng, batch)` as one device of the mesh runs it."""
         replicated = PartitionSpec()
         in_specs = (self._param_specs, replicated, replicated, self._batch_specs)
         trace(self._mode, on_device, in_specs, params, self.collections, self._key, self._batch)
 
     def _trace_call(self, call: Callable[..., None], variables: Mapping[str, Any]) -> None:
-        """Traces a per-device function of variables, a key and a batch."""
+        """Traces `call(variables, rng, batch)` as one device of the mesh runs it."""
 
         def with_shards(variables: Any, *args: Any) -> None:
             call({**variables, "params": self._model_shards(variables["params"])}, *args)
@@ -166,7 +166,7 @@ class LossTracer:
         trace(self._mode, with_shards, in_specs, variables, self._key, self._batch)
 
     def _model_shards(self, params: Params) -> Params:
-        """Takes from parameters the shards with which the model computes."""
+        """Takes this device's slice of each parameter with shared entries, see `take_shared`."""
         if not self._mode.writes_collectives:
             return params
         return jax.tree.map(lambda info, x: take_shared(x, info.shared_names), self.infos, params)

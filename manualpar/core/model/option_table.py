@@ -1,8 +1,9 @@
-"""Tables of options: what builders check, configs derive their fields from, and `help` prints.
+"""Tables of the options of builders, the functions such as `manualpar.fsdp` that build a program.
 
-An option is one entry of a `TypedDict` such as `ProgramOptions`: its annotation gives the type and
-an `Option`, and the docstring of the class explains the option. So a new option is written in one
-place.
+A builder checks its arguments with its table, a config derives fields from the table, and `help`
+prints the table. An option is one entry of a `TypedDict` such as `ProgramOptions`: its annotation
+gives the type and an `Option`, and the docstring of the class explains the option. So a new option
+is written in one place.
 """
 
 import collections.abc
@@ -23,7 +24,7 @@ _ENTRY = re.compile(r"^  (\w+): (.*(?:\n    .*)*)", re.MULTILINE)
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """A keyword argument of a builder.
+    """A keyword argument of a builder, such as `num_minibatches` of `manualpar.fsdp`.
 
     The annotation of an entry contains an `Option` with the first group of attributes;
     `option_table` adds the second group.
@@ -38,8 +39,8 @@ class Option:
       xla_chooses: What XLA chooses in modes other than `"manual"`, in words for messages. In these
         modes the option must have its default. `""` if the option is for all modes.
 
-      name: The name.
-      kind: The annotation, without `Required` and `Annotated`.
+      name: The name of the keyword argument.
+      kind: The type in the annotation, without `Required` and `Annotated`.
       required: Whether the option must be given.
       meaning: The first sentence of the option's entry in the docstring.
     """

@@ -41,10 +41,10 @@ class ProgramOptions(TypedDict, total=False):
         model is called with `batch.inputs`. NNX models are not called.
       axis_name: The mesh axis, or tuple of axes, that the batch is split over and that a strategy
         shards over.
-      axis_aliases: The mesh axis, or tuple of axes, for each name that a module of the model has in
-        a field `axis_name` and the mesh lacks. An example is `{"batch": "data"}` for
-        `nn.BatchNorm(axis_name="batch")`. In modes other than `"manual"` the batch is global, and
-        names of the mesh's data axes need no alias.
+      axis_aliases: The mesh axes of axis names in the model's modules: a dict from a module's
+        `axis_name`, which the mesh lacks, to a mesh axis or a tuple of axes. An example is
+        `{"batch": "data"}` for `nn.BatchNorm(axis_name="batch")`. In modes other than `"manual"`
+        the batch is global, and names of the mesh's data axes need no alias.
       context_axis: The mesh axis, if any, that sequences are split over: dim 1 of all leaves of the
         batch except scalars. This axis also splits the batch, so parameters are sharded over it
         too. Each device has two half blocks of each sequence (`mesh.zigzag`). A model or a loss
@@ -81,11 +81,12 @@ class ProgramOptions(TypedDict, total=False):
         `"manual"`, like the next three options.
       reduce_code: The quantizer of gradients that are reduced over the axes of the batch: qgZ of
         ZeRO++. Gradients are summed in float32. `hsdp` quantizes only the reduction over
-        `replica_axis`. With `axis_by_axis` the reduction over each axis quantizes.
+        `replica_axis`. With `axis_by_axis` gradients are quantized again for each axis.
       error_feedback: Whether the error of quantizing a device's gradient is added to the device's
         gradient in the next step, see `manualpar.core.program.gradient_rounding`. For gradients
         that are reduced once a step.
-      stochastic_rounding: Whether `reduce_code` rounds at random, so that the mean is exact.
+      stochastic_rounding: Whether `reduce_code` rounds up or down at random, so that the expected
+        rounding error is 0.
       axis_by_axis: Whether a dimension that is sharded over a tuple of axes is gathered and
         scattered over one axis after the other, instead of over all axes at once. Gathers begin
         with the last axis. The bytes are the same, and there are more collectives. Use it on TPUs:
@@ -104,13 +105,13 @@ class ProgramOptions(TypedDict, total=False):
         for bit, the parameters, the optimizer's state with its counters and schedules, and the
         model's other collections. `state.step` and `state.rng` advance, because they count steps
         and not updates. Norms are of the computed gradient, the computed update, and the unchanged
-        parameters. The device decides, so the host does not wait. In mode `"manual"`, `"report"`
-        and `"skip"` add no collective, but 8 bytes to the all-reduce of the metrics. This
-        all-reduce then waits for the gradients and is not merged with the all-reduces of gradients.
-        If parameters are sharded over other axes than the batch's, one all-reduce of 4 bytes is
-        added. In the other modes XLA combines the results of all gradients. `"skip"` needs every
-        gradient before the first parameter changes. If XLA does not fuse the optimizer into one
-        loop, as on CPUs, this takes memory for up to two more shards of the parameters.
+        parameters. The device decides whether to skip, so the host does not wait. In mode
+        `"manual"`, `"report"` and `"skip"` add no collective, but 8 bytes to the all-reduce of the
+        metrics. This all-reduce then waits for the gradients and is not merged with the all-reduces
+        of gradients. If parameters are sharded over other axes than the batch's, one all-reduce of
+        4 bytes is added. In the other modes XLA combines the results of all gradients. `"skip"`
+        needs every gradient before the first parameter changes. If XLA does not fuse the optimizer
+        into one loop, as on CPUs, this takes memory for up to two more shards of the parameters.
       sync_collections: How to synchronise variables outside `params` whose values differ between
         devices after a step, by collection or by path. The longest matching path wins:
         `{"stats": "sum", "stats/amax": "max"}`. `"mean"`, the mean over the devices, is right for

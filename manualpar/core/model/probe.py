@@ -5,8 +5,8 @@ records the dims that `nn.scan` and `nn.vmap` run over, because these dims must 
 
 The box contains an array of random keys instead of the parameter. Code that reads the content
 without `unbox()` would compute with a shard. Such code fails here, because arithmetic on keys
-fails. The box also contains zeros, which detect a loss that differentiates a parameter. This would
-be wrong: a gather's handwritten gradient is the gradient of a mean over devices.
+fails. The box also contains zeros, which detect a loss that differentiates a parameter. Such a loss
+would be wrong: a gather's handwritten gradient is the gradient of a mean over devices.
 """
 
 import linecache
@@ -25,9 +25,9 @@ from manualpar.core.parameters.collectives import cast_to_varying, varying_axes
 from manualpar.core.parameters.shard_rules import is_inside
 from manualpar.core.trees import path_name
 
-# Libraries: all other packages are the user's code.
+# Packages whose code is not the user's.
 LIBRARIES = frozenset({"flax", "jax", "jaxlib", "manualpar", "numpy", "optax"})
-# Applies a function to abstract parameters, and traces the loss with the result as a step does.
+# `trace_loss(params, box)` traces the loss with the parameters `box(params)`, as a step does.
 TraceLoss = Callable[[Any, Callable[[Any], Any]], None]
 
 
@@ -76,7 +76,7 @@ def find_loop_dims(
 
     error = failure(boxed)
     if error is not None:
-        trace_loss(params, lambda params: params)  # Raises the error if boxes do not cause it.
+        trace_loss(params, lambda params: params)  # Raises the loss's own error, if any.
         read = _find_read(boxed, failure)
         raise ValueError(
             f"{strategy}: parameters of {', '.join(map(repr, read))} would be sharded, but they "
@@ -116,7 +116,7 @@ def _find_read(boxed: Any, failure: Callable[[Any], Exception | None]) -> tuple[
     found: list[str] = []
     while len(found) < 3 and paths and (not found or fails(paths)):
         candidates = paths
-        while len(candidates) > 1:  # Bisects.
+        while len(candidates) > 1:  # Bisects, to find one such parameter.
             half = len(candidates) // 2
             candidates = candidates[:half] if fails(candidates[:half]) else candidates[half:]
         found.append(candidates[0].rpartition("/")[0] or candidates[0])
@@ -187,7 +187,7 @@ class _Probe(ArrayBox, eq=False):
         return cast_to_varying(zeros, varying_axes(self.value))
 
     def of_one_array(self) -> "_Probe":
-        """Returns the box with only the keys, which cannot be differentiated."""
+        """Returns a copy of the box without the zeros: only the array of keys is left."""
         self.unbox()
         return self.replace(zeros=None)
 

@@ -8,7 +8,7 @@ activations shows whether the activations are split.
 
 Invariants: a key changes only if the activations vary over an axis over which the key does not
 vary. Axes of one device do not count. A key that is the same on all devices does not change either:
-programs make no such key, so the user wants the same key everywhere.
+a program gives no such key to a loss, so the user has made this key to get one mask everywhere.
 """
 
 import dataclasses

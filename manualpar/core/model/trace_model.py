@@ -45,7 +45,7 @@ class TracedModel:
       parameters: The tree of parameters with a `ParameterInfo` at each leaf.
       trainable: Globs over the paths of the trained parameters.
       stored_dtypes: The dtypes, if given, in which frozen and trained parameters are stored.
-      keeps_types: Whether the model's initialisers type its parameters as sharded.
+      keeps_types: Whether an initialiser gives a parameter a type that is sharded.
       sync_collections: How collections that differ between devices are reduced.
       variables: The abstract variables that `create_variables` makes.
       mode: The mode, which decides who writes the collectives.
@@ -128,8 +128,8 @@ def trace_model(
       mode: The mode, which decides who writes the collectives.
       stored_dtypes: The dtypes that floating-point parameters are cast to.
       options: The `ProgramOptions`; only options of the model are read.
-      is_gathered: Returns whether a parameter would be sharded, or cast where it is used, without
-        its annotation and without loops over its dims.
+      is_gathered: Returns whether the program would shard a parameter, or cast it where it is used,
+        if the parameter had no annotation and no loop ran over its dims.
       gathers_in_loss: Whether parameters are gathered where the loss reads them.
     """
     interface = _interface_of(strategy, model, mode, options)

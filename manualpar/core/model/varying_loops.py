@@ -33,6 +33,7 @@ from manualpar.core.tracing.thread_patches import replaced_in_thread
 MISMATCH = "manual axis types"
 _NAMES = ("scan", "while_loop", "fori_loop", "cond", "switch")
 
+# For each leaf of a tree, the mesh axes over which the leaf varies.
 Axes = list[frozenset[str]]
 
 
@@ -137,7 +138,7 @@ def _call_branch(
     def cast_and_choose() -> Any:
         axes = [_traced_axes(branch, *operands) for branch in branches]
         if len({len(leaves) for leaves in axes}) > 1:
-            return choose(branches)  # JAX raises the error.
+            return choose(branches)  # JAX refuses the different structures.
         joined = [index_axes.union(*of_leaf) for of_leaf in zip(*axes, strict=True)]
 
         def casting(branch: Any) -> Any:
@@ -164,7 +165,7 @@ def _fixed_point(after: Callable[[Any], Any], carry: Any) -> Any:
     while True:
         found = _traced_axes(after, carry)
         if len(found) != len(jax.tree.leaves(carry)):
-            return carry  # JAX raises the error.
+            return carry  # JAX refuses the different structures.
         before, carry = _axes(carry), _cast(carry, found)
         if _axes(carry) == before:
             return carry
@@ -190,6 +191,6 @@ def _axes(tree: Any) -> Axes:
 def _cast(tree: Any, axes: Axes) -> Any:
     leaves, structure = jax.tree.flatten(tree)
     if len(leaves) != len(axes):
-        return tree  # JAX raises the error.
+        return tree  # JAX refuses the different structures.
     cast = [cast_to_varying(x, of_leaf) for x, of_leaf in zip(leaves, axes, strict=True)]
     return jax.tree.unflatten(structure, cast)

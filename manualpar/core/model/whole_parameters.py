@@ -31,7 +31,7 @@ def as_whole(params: Params) -> Any:
 
 
 def boxed_parts(infos: Infos, params: Params) -> Any:
-    """Boxes the parts of split parameters that are in no box."""
+    """Boxes this device's shards of split parameters, unless they are in boxes already."""
 
     def box(info: Any, x: Any) -> Any:
         names = split_names(info)

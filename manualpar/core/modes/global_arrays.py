@@ -54,7 +54,7 @@ class GlobalArrays(Mode):
 
     @property
     def varying_axes(self) -> tuple[str, ...]:
-        """Always `()`, because the code gets all examples."""
+        """Always `()`, because the code runs on the global batch."""
         return ()
 
     def run(
@@ -73,11 +73,11 @@ class GlobalArrays(Mode):
         return constrained
 
     def fold(self, rng: jax.Array) -> jax.Array:
-        """Returns the key unchanged, because the code gets all examples."""
+        """Returns the key unchanged, because the code runs on the global batch."""
         return rng
 
     def to_zigzag(self, batch: Batch, roles: AxisRoles) -> Any:
-        """Returns the batch unchanged, because the code gets full sequences."""
+        """Returns the batch unchanged, because the code runs on full sequences."""
         del roles
         return batch
 
@@ -106,7 +106,7 @@ class GlobalArrays(Mode):
         return self.constrain(jax.lax.reshape(x, shape), _full_spec(shape, names))
 
     def scatter(self, place: Route, shard: Any, g: Any) -> Any:
-        """Constrains a gradient to be sharded, so that XLA scatters it."""
+        """Constrains a gradient to the sharding of its optimizer state, so that XLA scatters it."""
         if boxed_axes(g) == boxed_axes(shard):
             return g
         g = pad_leaf(g.value if is_box(g) else g, place.padding)
@@ -144,13 +144,13 @@ class GlobalArrays(Mode):
         return GlobalParameter(x, names, mode=self, **fields)
 
     def unshard(self, x: jax.Array, names: Names, stored_names: Names) -> jax.Array:
-        """Constrains the sharding of a parameter, stored over `stored_names`, to `names`."""
+        """Constrains a parameter that is stored over `stored_names` to be sharded over `names`."""
         del stored_names
         return self.constrain(x, names_to_spec(names))
 
 
 class Auto(GlobalArrays):
-    """Mode `auto`."""
+    """Mode `auto`: constrains the shardings of parameters and gradients; types have none."""
 
     name: ClassVar[ModeName] = "auto"
 
@@ -189,7 +189,7 @@ class Auto(GlobalArrays):
 
 
 class Unconstrained(GlobalArrays):
-    """Mode `auto-unconstrained`."""
+    """Mode `auto-unconstrained`: lets XLA choose all shardings inside a step."""
 
     name: ClassVar[ModeName] = "auto-unconstrained"
 
@@ -200,7 +200,7 @@ class Unconstrained(GlobalArrays):
 
 
 class Explicit(GlobalArrays):
-    """Mode `explicit`."""
+    """Mode `explicit`: the type of each array has its sharding, and `reshard` changes it."""
 
     name: ClassVar[ModeName] = "explicit"
 
@@ -217,7 +217,7 @@ class Explicit(GlobalArrays):
 
     @contextlib.contextmanager
     def context(self) -> Iterator[None]:
-        """Lets dropout run although shardings are part of the types."""
+        """Lets `nn.Dropout` run on arrays with explicit shardings, see `_keep_dropout_sharded`."""
         with nn.logical_axis_rules(()), nn.intercept_methods(_keep_dropout_sharded):
             yield
 
@@ -240,7 +240,7 @@ class Explicit(GlobalArrays):
         return run
 
     def box(self, place: Route, x: jax.Array, *, as_state: bool = False) -> Any:
-        """Boxes a parameter so that it is also gathered over the axes that split it.
+        """Boxes a parameter so that it is gathered over `place.split_axes` too.
 
         In this mode layers do not compute with shards, because their products would contract a dim
         that is sharded by its type.

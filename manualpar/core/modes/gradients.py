@@ -240,7 +240,7 @@ def reduce_gradient(
     """
     is_exact = (
         comm_policy(g).reduce.quantizer is None
-    )  # A quantizer must get the value before it is rounded to `dtype`.
+    )  # A quantizer must get the gradient before it is rounded to `dtype`.
     if (set(mean_axes) - set(boxed_axes(g)) and is_exact) or sum_axes:
         g = jax.tree.map(lambda x: x.astype(dtype), g)
     if sum_axes:
@@ -278,7 +278,7 @@ def sync_metrics(metrics: Sums, axis_names: AxisName) -> Sums:
 
 
 def _mean_count(count: jax.Array, outer_axes: tuple[str, ...]) -> jax.Array:
-    """Returns the mean number of examples per device; 1 without examples (zero gradients)."""
+    """Returns the mean number of examples per device; 1 if there are none, to avoid 0 / 0."""
     axes = tuple(sorted(varying_axes(count) - set(outer_axes)))
     manual_axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
     if manual_axes and not is_vma_checked(manual_axes[0]):

@@ -1,6 +1,7 @@
-"""Mode `manual`: each device runs the code on its part of the arrays; we write the collectives.
+"""Mode `manual`: a step runs in `shard_map`, and this package writes the collectives.
 
-This is the package's main mode, and the only mode whose traced program shows all communication.
+Each device runs the step on its part of the arrays. This is the package's main mode, and the only
+mode whose traced program shows all communication.
 `manualpar.core.modes.mode` explains modes.
 """
 
@@ -36,7 +37,7 @@ from manualpar.core.trees import Batch, Collections, Params, Placements, Specs
 
 
 class Manual(Mode):
-    """Mode `manual`."""
+    """Mode `manual`: runs a step in `shard_map`, with the collectives of this package."""
 
     name: ClassVar[ModeName] = "manual"
     writes_collectives: ClassVar[bool] = True
@@ -94,7 +95,7 @@ class Manual(Mode):
         return sync_collections(collections, self.data_axes, before=before, rules=rules)
 
     def replicate(self, placements: Placements, params: Params) -> Any:
-        """Gathers updated parameters: from the gradients' specs to the parameters' specs."""
+        """Gathers updated parameters, which the optimizer leaves sharded like their gradients."""
         exact = dataclasses.replace(self, comm=self.comm.exact)
 
         def gather(place: Route, x: Any) -> Any:

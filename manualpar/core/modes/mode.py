@@ -1,7 +1,7 @@
 """Modes decide whether this package or XLA writes the collectives of a step.
 
-A step uses a mode only through the methods below. In mode `manual`, see
-`manualpar.core.modes.manual`, we write every collective. In the modes of
+A step uses a mode only through the methods of `Mode`. In mode `manual`, see
+`manualpar.core.modes.manual`, this package writes every collective. In the modes of
 `manualpar.core.modes.global_arrays` the same step runs on global arrays, and XLA derives the
 collectives.
 """
@@ -59,7 +59,7 @@ class Mode(abc.ABC):
     def run(
         self, function: Callable[..., Any], *, in_specs: Specs, out_specs: Specs
     ) -> Callable[..., Any]:
-        """Turns the code of a step into a function of global arrays."""
+        """Makes a function of global arrays, sharded by the specs, that runs the code of a step."""
 
     def context(self) -> contextlib.AbstractContextManager[Any]:
         """Returns the context in which a model is applied, inside `run`."""
@@ -114,8 +114,9 @@ class Mode(abc.ABC):
     def scatter(self, place: Route, shard: Any, g: Any) -> Any:
         """Divides a gradient by its placement's divisor, and scatters it.
 
-        `shard` is the box that `box(..., as_state=True)` makes of the parameter. A gradient that
-        the backward pass has scattered is only divided.
+        `place` is the placement of the parameter, and `g` its gradient. `shard` is the box that
+        `box(..., as_state=True)` makes of the parameter. A gradient that the backward pass has
+        scattered is only divided.
         """
 
     @abc.abstractmethod
@@ -134,7 +135,7 @@ class Mode(abc.ABC):
 
     @abc.abstractmethod
     def replicate(self, placements: Placements, params: Params) -> Params:
-        """Gathers updated parameters: from the gradients' specs to the parameters' specs."""
+        """Gathers updated parameters, which the optimizer leaves sharded like their gradients."""
 
     @abc.abstractmethod
     def _make_box(self, x: jax.Array, names: Names, **fields: Any) -> ShardedParameter:

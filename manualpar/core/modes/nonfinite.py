@@ -1,4 +1,4 @@
-"""Finds losses and gradients that are not finite; all devices get the same answer."""
+"""Checks whether the loss and the gradients of a step are finite."""
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +14,8 @@ def find_nonfinite(grads: Grads, axis_names: AxisName) -> jax.Array:
     """Returns whether a gradient is not finite; checks each element, because a norm may overflow.
 
     Args:
-      grads: A tree of gradients without boxes, after they are summed and cast, because both may
-        overflow. Integers and empty arrays are finite.
+      grads: A tree of gradients without boxes. They must be summed and cast already, because the
+        sum and the cast may overflow. Integers and empty arrays are finite.
       axis_names: The mesh axes that split the batch.
 
     Returns:
@@ -35,7 +35,8 @@ def find_nonfinite(grads: Grads, axis_names: AxisName) -> jax.Array:
 def is_finite(sums: StepSums) -> jax.Array:
     """Returns whether the loss and all gradients of a step are finite, `bool[]`.
 
-    `sums` are the sums of all devices, with the result of `find_nonfinite` as `nonfinite`.
+    `sums` are summed over all devices, so all devices get the same result. `sums.nonfinite` is the
+    pair of the sum of `find_nonfinite` and the number of devices.
     """
     assert sums.nonfinite is not None
     means = jnp.stack([mean(sums.objective), mean(sums.metrics["loss"])])

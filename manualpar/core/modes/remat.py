@@ -7,11 +7,12 @@ backward pass makes these weights again from the shards.
 
 A residual is dropped because of *its origin*. A walk through the traced forward pass starts at the
 results of gathers (operations in the scope `GATHER_SCOPE`) and of quantization in both directions
-(`DECODE_SCOPE`). It follows them through operations that only cast or move elements. All other
-residuals are saved as autodiff would save them. Code in the user's own `jax.checkpoint`
-(`nn.remat`) is recomputed by the user's policy, except that weights gathered over slow links are
-saved. The body of a scan and the branches of a `cond` are treated like the program around them. So
-a scan over layers also gathers one layer at a time in its backward pass.
+(`DECODE_SCOPE`). It follows these results through operations that only cast or move elements. All
+other residuals are saved as autodiff would save them. Code in the user's own `jax.checkpoint`
+(`nn.remat`) is recomputed by the user's policy, except that weights are saved if they were gathered
+over slow links (axes over which the backward pass does not gather again). The body of a scan and
+the branches of a `cond` are treated like the program around them. So a scan over layers also
+gathers one layer at a time in its backward pass.
 """
 
 import functools
@@ -103,7 +104,7 @@ def regather_for_backward(
 
 
 class _IsRepeated(NamedTuple):
-    """Decides which equations make weights, so that the backward pass runs them again."""
+    """Selects the equations that gather or dequantize weights, which the backward pass repeats."""
 
     keep_gathered: bool
     axes: tuple[str, ...] | None
@@ -116,7 +117,7 @@ class _IsRepeated(NamedTuple):
         return gathers or DECODE_SCOPE in scope_names(name_stack)
 
     def is_saved(self, primitive: Any, *_: Any, **params: Params) -> bool:
-        """Returns whether an equation is a gather over slow links, whose result is saved.
+        """Returns whether an equation gathers over an axis not in `axes`; its result is then saved.
 
         The method also serves as a policy for the user's checkpoints.
         """
@@ -165,7 +166,7 @@ def _nested(is_repeated: _IsRepeated, eqn: Any) -> Callable[..., Any] | None:
 
 
 def _run_nested(name: str, params: dict[str, Any], is_repeated: _IsRepeated, *args: Any) -> Any:
-    """Runs a call, a checkpoint, a scan or a `cond`."""
+    """Runs a call, checkpoint, scan or `cond` so that its backward pass makes the weights again."""
     if name in CALLS:  # Inlines the call, so that the walk finds the casts inside.
         with jax.named_scope(params["name"]):
             return _evaluate(params["jaxpr"], functools.partial(_nested, is_repeated), *args)
@@ -231,7 +232,7 @@ def _drop_weights(
 
 
 def _put(new: Iterable[Any], indices: Sequence[int], values: Iterable[Any]) -> tuple[Any, ...]:
-    """Replaces the values at `indices`."""
+    """Returns `values` with `new` at `indices`."""
     by_index = dict(zip(indices, new, strict=True))
     return tuple(by_index.get(i, x) for i, x in enumerate(values))
 
@@ -258,7 +259,11 @@ class _Residuals:
         self._inputs = list(dict.fromkeys(operands))
 
     def compute(self, consts: Sequence[Any], args: Sequence[Any]) -> tuple[Any, Any, Any]:
-        """Runs the forward pass; returns results, saved residuals, and the weights' inputs."""
+        """Runs the forward pass.
+
+        Returns:
+          The results, the saved residuals, and the arrays from which `restore` makes the weights.
+        """
         outvars = [*self._out, *self._saved, *self._inputs]
         jaxpr = self._jaxpr.replace(
             eqns=_needed(self._jaxpr.eqns, outvars),
@@ -322,7 +327,10 @@ def _variables(eqn: Any) -> list[Var]:
 
 
 def _unused_rule(is_repeated: _IsRepeated, eqn: Any) -> Callable[..., Any] | None:
-    """Returns the body of a gather whose gradient rule is unused, because its weight is frozen."""
+    """Returns the body of a gather whose gradient rule is unused; `None` for other equations.
+
+    The rule is unused if the weight is frozen.
+    """
     if "custom_vjp" not in eqn.primitive.name or not _makes_inside(eqn, is_repeated):
         return None
     (closed,) = (x for x in eqn.params.values() if isinstance(x, ClosedJaxpr))
@@ -332,7 +340,11 @@ def _unused_rule(is_repeated: _IsRepeated, eqn: Any) -> Callable[..., Any] | Non
 def _makes_weights(
     jaxpr: Jaxpr, is_repeated: _IsRepeated, *, but_not_in: frozenset[str] = frozenset()
 ) -> bool:
-    """Returns whether a program makes weights outside of the user's own checkpoints."""
+    """Returns whether a program has equations that `is_repeated` selects, except in checkpoints.
+
+    If weights are gathered again over only some axes, equations in the user's checkpoints count
+    too. Primitives in `but_not_in` are not searched.
+    """
     return any(
         is_repeated(eqn)
         or (eqn.primitive.name not in but_not_in and _makes_inside(eqn, is_repeated))

@@ -41,7 +41,7 @@ class CommCounts(NamedTuple):
 
     Attributes:
       uses: The number of times that the forward and the backward pass read the parameter. Each
-        time, it is gathered over those of its axes that do not split the batch.
+        read gathers the parameter over its axes that do not split the batch.
       gathers: All-gathers of the parameter.
       scatters: Reduce-scatters of its gradient.
       new_gathers: All-gathers of the updated parameter, if only its optimizer state is sharded.

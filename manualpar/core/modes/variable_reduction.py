@@ -112,7 +112,7 @@ def sync_collections(
 def choose_sync(
     path: Any, x: Any, rules: Mapping[str, CollectionSync], axes: tuple[str, ...]
 ) -> CollectionSync:
-    """Returns the rule with the longest name that fits a variable that varies over `axes`.
+    """Chooses the rule for a variable whose type varies over `axes`: the longest fitting name wins.
 
     If no name fits and `axes` is empty, the rule is `"mean"`, which changes nothing. If no name
     fits a variable that varies, or if its dtype does not allow the rule, the variable is refused.

@@ -167,7 +167,7 @@ WRONG = {
     ),
     "unstacked": (lambda x, m, k: sum(jnp.unstack(x, axis=1)), "unstack"),
     "fft": (lambda x, m, k: jnp.fft.fft(x, axis=1).real, "fft to a split array. It is not known"),
-    "pairs": (lambda x, m, k: x.reshape(2, -1, 2, 2).sum(2), "by reshape. Keep positions whole"),
+    "pairs": (lambda x, m, k: x.reshape(2, -1, 2, 2).sum(2), "by reshape. Keep all positions in"),
     "one order and another": (
         lambda x, m, k: flat(x) + flat(x.swapaxes(0, 1)),
         "add to positions in different orders",

@@ -42,7 +42,7 @@ from manualpar.core.trees import Batch, Variables
 @register_interface
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class LinenModel(ModelInterface):
-    """A Linen model.
+    """The interface of a Linen model.
 
     Attributes:
       interceptors: Functions for `nn.intercept_methods`, in calls and in `init`. The last
@@ -70,11 +70,11 @@ class LinenModel(ModelInterface):
     def initial_call(
         self, batch: Batch, init_args: InitArgs | None
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns `call_arguments.initial_call` of the module."""
+        """Returns the arguments that initialise the module, see `call_arguments.initial_call`."""
         return initial_call(self.module, batch, init_args)
 
     def init(self, rngs: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Calls `module.init`."""
+        """Calls `module.init` with the interceptors; returns the variables by collection."""
         with self._intercepted():
             return dict(self.module.init(rngs, *args, **kwargs))
 
@@ -83,7 +83,10 @@ class LinenModel(ModelInterface):
         return dataclasses.replace(self, interceptors=(*self.interceptors, interceptor))
 
     def annotated(self, path: str, kernel: Any) -> Any:
-        """Puts the kernel of the module at `path` into the box that `init` makes; here, no box."""
+        """Returns the kernel of the module at `path` as `init` does: boxed if it is to be split.
+
+        A subclass with a plan for tensor parallelism boxes kernels. This class boxes none.
+        """
         del path
         return kernel
 

@@ -65,10 +65,10 @@ class NNXModel(ModelInterface):
         """Returns the interface of an NNX model; `None` for anything else.
 
         Args:
-          model: An `nnx.Module`, whose values are the initial values for every key. Or the class of
-            a module, or a function that makes a module from `rngs`. Then the parameters for a key
-            are the parameters of `model(rngs=nnx.Rngs(key))`, and no array is materialised before
-            it is sharded.
+          model: An `nnx.Module`, the class of a module, or a function that makes a module from
+            `rngs`. The values of an `nnx.Module` are the initial values for every key. With a class
+            or a function, the parameters for a key are the parameters of
+            `model(rngs=nnx.Rngs(key))`, and no array is materialised before it is sharded.
 
         Raises:
           TypeError: A class needs more arguments than `rngs`, a function does not make a module, or
@@ -203,7 +203,7 @@ class NNXModel(ModelInterface):
         return module
 
     def _variable(self, path: Path, leaf: Any, value: Any) -> Any:
-        """Replaces the value of a leaf; a boxed value gives a variable that gathers."""
+        """Returns a leaf with a new value; for a boxed value, a variable that unboxes when read."""
         if not isinstance(leaf, nnx.Variable):
             return value
         if isinstance(value, nn.Partitioned):

@@ -13,8 +13,8 @@ this axis, see `manualpar.core.model.split_dropout`.
 
 A stream counts by `count[...] += 1`. For such an assignment flax reads `sharding` of both values.
 Tracers lack this attribute, and to write the error message JAX searches all equations so far. So
-the time to trace a model would be quadratic in the number of parameters. `assigning_tracers` does
-not read the attribute.
+the time to trace a model would be quadratic in the number of parameters. In the context of
+`assigning_tracers` an assignment does not read the attribute.
 """
 
 import contextlib

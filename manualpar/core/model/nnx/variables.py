@@ -111,7 +111,7 @@ def gathering_variable(
 
 @dataclasses.dataclass(frozen=True, eq=False)  # `==` would compare the arrays of boxes.
 class _Use:
-    """Makes the parameter that a module reads from a stored array."""
+    """Makes a parameter from its stored array, where a module reads the parameter."""
 
     box: Any  # A box without its value.
     shape: tuple[int, ...]  # The shape of the stored array before any loop.
@@ -123,8 +123,8 @@ class _Use:
         """Returns the parameter, or its slice in the surrounding loops."""
         box = self.box.replace(value=stored)
         if stored.shape != self.shape:
-            # If several dims have the same size, loops may run over any of them: a probe records
-            # all.
+            # If several dims have the same size, loops may run over any of them. Removes each in
+            # turn, so that a probe records all.
             box, *_ = [self._without(box, dims) for dims in self._removed_dims(stored.shape)]
         module = self.path.rpartition("/")[0]
         with jax.named_scope(module) if module else contextlib.nullcontext():
@@ -157,12 +157,12 @@ class _Use:
 
 
 class _Gathering:
-    """The methods of variable types that gather."""
+    """The methods of variables that gather their parameter where it is read."""
 
     __slots__ = ()
 
     def get_value(self: Any, **kwargs: Any) -> Any:
-        """Gathers the array, and returns `get_value` of the parameter's type."""
+        """Gathers the array, and returns the value that the parameter's own type makes of it."""
         return self._gathered().get_value(**kwargs)
 
     def set_value(self: Any, value: Any, **kwargs: Any) -> None:
