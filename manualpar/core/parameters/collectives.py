@@ -30,11 +30,14 @@ def is_vma_checked(axis: str) -> bool:
 
 
 def cast_to_varying(tree: Any, axes: tuple[str, ...] | frozenset[str]) -> Any:
-    """Casts the type of every leaf to varying over `axes`, so that autodiff sums no gradient.
+    """Casts the type of every leaf to varying over `axes`.
+
+    Cast before the function that is differentiated: then autodiff does not sum gradients over
+    `axes`.
 
     Communication:
-      None. The *transpose* of this cast is a `psum`: a cast inside a differentiated function costs
-      an all-reduce in the backward pass. Cast before that function.
+      None. The *transpose* of this cast is a `psum`: a cast inside the differentiated function
+      costs an all-reduce in the backward pass.
     """
 
     def cast(x: Any) -> Any:

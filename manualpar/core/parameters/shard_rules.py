@@ -88,12 +88,12 @@ def choose_shard_dim(
 
     The candidates are the free dimensions (their name is `None`) that `axis_size` divides. If there
     are none, `pad` makes every free dimension a candidate. Dimensions whose shards are complete
-    tiles (`TILE`) are preferred, because TPUs have to copy partial tiles before sending. Among
-    these, the largest dimension is chosen; among equal ones the first, whose shards are contiguous.
-    The rule is the same on every platform, so a simulation on CPUs has the layout of TPUs. A
-    parameter of fewer than `min_weight_size` elements is not worth a collective and stays
-    replicated. `excluded_dims` are not sharded, because each use of the parameter gets only one
-    slice of them (as in `nn.scan`).
+    tiles (`TILE`) are preferred, because TPUs have to copy partial tiles before sending. The
+    largest preferred dimension is chosen. If several have this size, the first is chosen, because
+    its shards are contiguous. The rule is the same on every platform, so a simulation on CPUs has
+    the layout of TPUs. A parameter of fewer than `min_weight_size` elements is not worth a
+    collective and stays replicated. `excluded_dims` are not sharded, because each use of the
+    parameter gets only one slice along them (as in `nn.scan`).
 
     Returns:
       The dimension, or `None` if no dimension is sharded, and the reason.
@@ -135,6 +135,6 @@ def check_named(
             known = [*paths, *{path.split("/")[0] for path in paths}]
             near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0)
             raise ValueError(
-                f"{builder}: {field} names {name!r}, expected a parameter or a module with some, "
-                f"such as {near[0]!r}; inspect.layout_table shows all."
+                f"{builder}: {field} names {name!r}, expected a parameter or a module with "
+                f"parameters, such as {near[0]!r}; inspect.layout_table shows all parameters."
             )

@@ -83,7 +83,7 @@ class JittedSteps:
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)
 
     def jit_init(self, create: Callable[[jax.Array], TrainState]) -> Callable[..., TrainState]:
-        """Jits a function from a key to a state."""
+        """Jits `create`, which makes a state from a key. The result also takes raw keys."""
         jitted = self._jit(create, self._layout, out_shardings=self.shardings)
 
         def init(rng: Any) -> TrainState:

@@ -41,8 +41,8 @@ def replaced_in_thread(
     finally:
         for call in calls:
             vars(call)["has_ended"] = True
-        # Another thread may have replaced this replacement. When the call of that thread ends, it
-        # removes its own replacement and the ended ones below.
+        # Another thread may have replaced this replacement. When the context of that thread ends,
+        # the thread removes its own replacement, and all replacements below it that have ended.
         for owner, name in targets:
             while getattr(vars(owner)[name], "has_ended", False):
                 setattr(owner, name, vars(owner)[name].__wrapped__)
