@@ -45,7 +45,7 @@ class ParameterInfo:
 
     @property
     def unsharded_dims(self) -> frozenset[int]:
-        """The dims that must not be sharded: loops run over them, or devices share their entries."""
+        """The dims that must not be sharded, because of loops or of entries that devices share."""
         loops = frozenset(dim for dim in self.loop_dims if self.names[dim] is None)
         return loops | {dim for dim, name in enumerate(self.shared_names) if name}
 
