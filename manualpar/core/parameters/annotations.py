@@ -145,7 +145,7 @@ def mesh_names(
 
 
 def with_all_names(boxes: Iterable[tuple[Any, frozenset[int]]], mesh: Mesh, rules: Rules) -> str:
-    """Writes `rules=` with the user's rules, and `None` for each logical name without a rule.
+    """Writes, for messages, `rules=` with `None` added for each logical name without a rule.
 
     Args:
       boxes: The annotations of all parameters, each with the dimensions that loops run over.

@@ -67,8 +67,8 @@ def gather_array_with_mean_grads(
 
     Communication:
       Forward: an all-gather over `axis_name`; a device sends `(N - 1) / N` of the gathered bytes on
-      a ring of `N`. Backward: a reduce-scatter of the same size. `comm.axis_by_axis` makes one
-      all-gather and one reduce-scatter for each axis, with the same bytes.
+      a ring of `N` devices. Backward: a reduce-scatter of the same size. `comm.axis_by_axis` makes
+      one all-gather and one reduce-scatter for each axis, with the same bytes in total.
 
     Gradient:
       `psum_scatter(g) / N`, written by hand; the transpose of an all-gather is `psum_scatter(g)`.

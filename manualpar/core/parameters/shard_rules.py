@@ -68,7 +68,10 @@ def shard_one_dim(
 def shard_state_only(
     parameter: ParameterInfo, axes: tuple[str, ...], axis_size: int, **placing: Any
 ) -> Placement:
-    """Shards the gradient and the optimizer state like `shard_one_dim`, but not the parameter."""
+    """Shards the gradient and the optimizer state like `shard_one_dim`, but not the parameter.
+
+    `placing` has the keyword arguments of `shard_one_dim`.
+    """
     sharded = shard_one_dim(parameter, axes, axis_size, **placing)
     if sharded.names == parameter.names or sharded.keep:
         return sharded
@@ -128,7 +131,10 @@ def check_named(
     parameters: Iterable[tuple[ParameterInfo, Placement]],
     **fields: tuple[str, ...],
 ) -> None:
-    """Refuses a name in `fields` that is not a parameter or module of the model."""
+    """Refuses a name in `fields` that is not a parameter or module of the model.
+
+    `fields` are options of the builder, such as `replicate=("head",)`.
+    """
     paths = [info.path for info, _ in parameters]
     for field, name in ((field, name) for field, names in fields.items() for name in names):
         if not any(is_inside(path, name) for path in paths):

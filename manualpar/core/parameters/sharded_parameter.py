@@ -130,7 +130,10 @@ class ShardedParameter(ArrayBox, eq=False):
     def _with_dims(
         self, change: Callable[[Any, Any], tuple[Any, ...]], name: AxisName | None
     ) -> "ShardedParameter":
-        """Applies `change(entries, new)` to each field that has an entry for each dimension."""
+        """Applies `change(entries, new)` to each field that has an entry for each dimension.
+
+        `name` is the new entry of `names`.
+        """
         return self.replace(
             names=change(self.names, name),
             shared_names=change(self.shared_names, None) if self.shared_names else (),

@@ -33,7 +33,7 @@ class OuterSteps(abc.ABC):
         The state is donated.
       overlapped_steps: For each fragment, a train step `(state, batch) -> (state, metrics)` that
         also exchanges the fragment; `()` without overlap.
-      comm: The format in which differences of parameters are exchanged.
+      comm: The format in which the replicas' differences from the common parameters are sent.
     """
 
     inner: "Program"

@@ -3,7 +3,7 @@
 The forward pass, the backward pass and the reductions of gradients and metrics run inside
 `shard_map`. Read `Step._gradients_on_device` first. This method has three parts: *box* the
 parameters, so that they gather themselves; *accumulate* the gradients of the loss over minibatches;
-*reduce* gradients over the devices. This package writes every collective in it.
+*reduce* gradients over the devices. In mode `manual`, this package writes all its collectives.
 
 The optimizer's *update* runs outside, on global arrays. There the norm of a gradient is the norm
 of the global gradient, and an elementwise update needs no collective. Gradients have the specs of
@@ -74,7 +74,7 @@ class Step:
       update: Applies the optimizer to the gradients.
       num_minibatches: The number of minibatches into which a device splits its part of a batch.
       schedule: Runs the minibatches one after another, see `modes.gradients`.
-      pipeline: Replaces `schedule` if stages split the layers.
+      pipeline: Runs the minibatches in place of `schedule` if stages split the layers.
       nonfinite: What to do if a loss or a gradient is not finite, see `ProgramOptions`.
       rounding: How quantized gradients are rounded.
     """

@@ -1,7 +1,7 @@
-"""Replaces functions of other packages during a call, only in the calling thread.
+"""Replaces functions of other packages temporarily, and only in the calling thread.
 
-Other threads keep the old functions. Calls of several threads may overlap: the call that begins
-first may also end first.
+Other threads keep the old functions. Replacements by several threads may overlap: the one that
+begins first may also end first.
 """
 
 import contextlib

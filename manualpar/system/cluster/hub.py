@@ -9,9 +9,9 @@ differing facts before any process waits in a collective. The hub listens on the
 and frees the port for JAX's coordination service when all processes have connected. So one port is
 enough, and no stranger can reach the hub during the training.
 
-Invariant: the hub sends the last message, which ends a process, to process 0 after all others. It
-waits until the other processes have ended, at most `LEAVING_SECONDS`. JAX's coordination service
-runs in process 0, and XLA aborts the other processes if this service ends first.
+Invariant: process 0 gets the last message, which makes a process end, after all other processes.
+Before this, the hub waits until they have ended, at most `LEAVING_SECONDS`. JAX's coordination
+service runs in process 0, and XLA aborts the other processes if this service ends first.
 """
 
 import asyncio
@@ -49,7 +49,8 @@ from manualpar.system.cluster.messages import (
 
 # The time that process 0 waits for the other processes to end before it ends itself.
 LEAVING_SECONDS = 2.0
-# The time that a new connection has for its introduction, and the most connections without one.
+# The time that a new connection has to introduce itself, and the maximum number of connections that
+# have not introduced themselves.
 STRANGER_SECONDS = 10.0
 MAX_STRANGERS = 64
 

@@ -28,7 +28,8 @@ from manualpar.system.cluster.hub import Hub
 from manualpar.system.cluster.messages import TOKEN_VARIABLE, Terms
 
 BIND_VARIABLE = "JAX_COORDINATOR_BIND_ADDRESS"
-# The timeouts of JAX are longer than the timeouts of this package by these seconds.
+# The timeouts of JAX are longer than the timeouts of this package by these seconds, so that this
+# package reports a lost process first.
 JAX_EXTRA_SECONDS = 20
 # Process 0 starts JAX this much earlier, because JAX repeats a refused connection only after a
 # second.
