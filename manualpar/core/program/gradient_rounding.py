@@ -184,7 +184,8 @@ class GradientRounding:
     Attributes:
       infos: The tree of trained parameters with a `ParameterInfo` at each leaf. It is read only
         with error feedback or stochastic rounding.
-      residuals: The residual of each parameter that has error feedback, by its path.
+      residuals: The shape and spec of each residual, by the path of its parameter; `{}` without
+        error feedback.
       is_stochastic: Whether gradients are rounded stochastically.
     """
 

@@ -216,7 +216,10 @@ def plain_leaves(
 def state_with(
     program: Any, leaves: list[Leaf], placed: dict[str, jax.Array], rng: jax.Array
 ) -> TrainState:
-    """Makes a state from variables on the devices, which are donated; `init` makes the others."""
+    """Makes a state from variables that are already on the program's devices.
+
+    `placed` has these variables by name. They are donated. `init` makes all other arrays.
+    """
 
     def replace_variables(placed: dict[str, jax.Array], state: TrainState) -> TrainState:
         made, structure = jax.tree.flatten(variables_of(state))

@@ -106,9 +106,8 @@ class Program(StartsFromArrays):
         placements.
       outer: The outer steps if replicas train separately, see `manualpar.diloco`; otherwise `None`.
         With outer steps, `step` is only for evaluation: it treats the common parameters as
-        replicated. `train_step` runs `outer.inner.step`, and makes an outer step every
-        `outer.every` steps of the state's counter. `train_step.trace` and `lower` show the inner
-        step.
+        replicated. `train_step` runs `outer.inner.step`, and also takes the outer steps that are
+        due at the state's step number. `train_step.trace` and `lower` show the inner step.
     """
 
     strategy: Strategy
@@ -178,7 +177,7 @@ class Program(StartsFromArrays):
         return self if self.outer is None else self.outer.for_replicas_of(self, per_device)
 
     def regroup(self, state: TrainState) -> TrainState:
-        """Converts a state that `for_replicas_of(...)` has loaded to this program's replicas."""
+        """Converts a state with another number of replicas to this program's number."""
         return state if self.outer is None else self.outer.regroup(self, state)
 
 
@@ -245,7 +244,7 @@ def _design(
     """Decides the shardings of the state and the operations of a step.
 
     Returns:
-      The abstract batch, the functions of a step, and the training state.
+      The abstract batch, the functions of a step, and the maker of the initial state.
     """
     name = strategy.name
     check_strategy(strategy, options["num_minibatches"])

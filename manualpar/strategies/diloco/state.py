@@ -32,7 +32,7 @@ from manualpar.strategies.diloco.fragments import Fragments
 
 
 class DiLoCoState:
-    """Makes the state of all replicas. Each replica has a state of one replica's program, `inner`.
+    """Makes the state of all replicas from the states of `inner`, the program of one replica.
 
     Attributes:
       placements: The tree of parameters with a `Route` at each leaf.

@@ -60,7 +60,7 @@ class ReplicaSteps:
 
     Attributes:
       inner: The program of one replica.
-      replicated_step: The step of all devices, made by the function `replicated_step`.
+      replicated_step: The step on the mesh of all devices, with the state replicated over `axes`.
       axes: The mesh axes of the replicas.
       state: Makes and shards the state.
     """
@@ -274,7 +274,7 @@ class ReplicaSteps:
 def replicated_step(
     name: str, inner: Program, mesh: Mesh, roles: AxisRoles, axes: tuple[str, ...]
 ) -> Step:
-    """Makes the step of all devices from one replica's step; replicates the state over `axes`."""
+    """Makes, from one replica's step, a step of all devices; `axes` replicate the state."""
     step = inner.step
     mode = dataclasses.replace(step.mode, mesh=mesh, data_axes=roles.data_axes)
     infos = step.model.parameters

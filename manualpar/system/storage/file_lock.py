@@ -36,7 +36,7 @@ class FileLock(NamedTuple):
     Attributes:
       is_locked: Whether the file system supports such locks.
       check: Checks the lock. If the file was deleted, creates and locks a new file; raises a
-        `HeldError` if another process was faster.
+        `HeldError` if another process has already locked a new file.
     """
 
     is_locked: bool
