@@ -122,7 +122,7 @@ def _killed_early() -> Iterator[Fault]:
     for who in (1, 0):
         says = (
             rf"process {who} (on \S+ \(pid \d+\) )?(was lost: its connection closed|"
-            rf"was ended by SIGKILL|of 2 not connected|is not there)"
+            rf"was ended by SIGKILL|of 2 not connected|does not answer)"
         )
         for seconds in (0.1, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0):
 

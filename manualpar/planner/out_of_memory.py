@@ -42,17 +42,17 @@ def read_out_of_memory(message: str) -> OutOfMemory:
         over = max(0, needed - available)
     if not needed:
         words = " ".join(message.split())[:200]
-        return OutOfMemory(needed, available, (f"Does not fit, says the compiler: {words}",))
+        return OutOfMemory(needed, available, (f"Does not fit. The compiler reports: {words}",))
     is_small = over < 10 * UNITS["M"]
-    too_much = f"{over / UNITS['K']:.0f} KiB" if is_small else _gib(over)
+    missing = f"{over / UNITS['K']:.0f} KiB" if is_small else _gib(over)
     first = (
-        f"Does not fit: {too_much} a chip too much, {_gib(needed)} are needed and "
-        f"{_gib(available)} are there."
+        f"Does not fit: a chip needs {_gib(needed)} and has {_gib(available)}, which is {missing} "
+        "too little."
     )
     buffers = [(_bytes(*found.group(1, 2)), found[3]) for found in _BUFFER.finditer(message)]
     buffers.sort(key=lambda buffer: -buffer[0])
     named = [_describe(size, fields) for size, fields in buffers[:NUM_NAMED]]
-    no_buffers = "The compiler gave up before it placed buffers, so it names none of them."
+    no_buffers = "The compiler stopped before it placed buffers, so it names none of them."
     return OutOfMemory(needed, available, (first, *(named or [no_buffers])))
 
 

@@ -12,7 +12,7 @@ from manualpar.strategies.shared_options import PARAMETER_SHARDING, STATE_SHARDI
 
 @dataclasses.dataclass(frozen=True)
 class Field:
-    """The allowed values of a field.
+    """The allowed values of a config field.
 
     Attributes:
       kind: The type of the values; an integer is allowed for a float.
@@ -61,7 +61,7 @@ class Field:
             return False
         low = -math.inf if self.minimum is None else self.minimum
         high = math.inf if self.below is None else self.below
-        # NaN and infinity fail the second comparison.
+        # NaN fails every comparison, and infinity fails the second.
         return low <= value < high
 
 
@@ -78,7 +78,7 @@ def _is_rule(value: Any) -> bool:
 
 
 def fields_of_options(options: OptionTable) -> dict[str, Field]:
-    """Returns the fields of those options that a config may set, by the option's name."""
+    """Returns a `Field` for each option that a config may set, by the option's name."""
     return {name: _field_of(option) for name, option in options.items() if option.field}
 
 
@@ -99,9 +99,9 @@ def values_of_options(options: OptionTable, values: Mapping[str, Any]) -> dict[s
 
 
 def fields_of_manual_mode() -> dict[str, Any]:
-    """Returns the default of each field about communication that only mode `"manual"` reads.
+    """Returns the defaults of those communication fields that only mode `"manual"` reads.
 
-    The names are dotted names such as `parallel.reduce_code`.
+    The keys are dotted names such as `parallel.reduce_code`. In other modes XLA chooses.
     """
     options = {x.name: x for x in PROGRAM_OPTIONS.values() if x.xla_chooses}
     return {
@@ -110,7 +110,7 @@ def fields_of_manual_mode() -> dict[str, Any]:
 
 
 def _field_of(option: Option) -> Field:
-    """Returns the field that sets an option; a string field has `""` in place of `None`."""
+    """Returns the field for an option; in a string field, `""` stands for the option `None`."""
     choices = option.config_choices or option.choices
     if choices == (True, False):
         return Field(bool, default=option.default)

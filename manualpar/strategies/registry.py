@@ -3,8 +3,8 @@
 A strategy is one file and one registration. The file has a `StrategyKind`: the builder, the config
 fields that only this strategy has, and its colour. After `register(kind)` configs can name the
 strategy, `manualpar compare` and `manualpar plan` try it, and pictures show it in its colour.
-(The builder makes a `Strategy`, which counts the collectives in closed form. The ledger of a step
-is compared with these counts.)
+(The builder makes a `Strategy`. Its function `sends` counts the collectives of a step.
+`manualpar.inspect` computes from these counts the bytes that the step must send.)
 
 Importing a module may change only three tables of the package: the strategies, the modes
 (`manualpar.core.modes.manual`) and the model libraries (`manualpar.core.model.interface`).
@@ -32,7 +32,7 @@ class StrategyKind:
       color: The strategy's colour in pictures, `#RRGGBB`.
       fields: The fields of `config.parallel` that not every strategy has, and the allowed values of
         each. The keys are the names of the builder's options.
-      constants: Options of the builder that a config does not set.
+      constants: The builder's options that a config does not set, by name, with their values.
       replicates: Whether the strategy replicates over the mesh axis `replica` and shards over the
         batch's other axes. The config's mesh must then have this axis.
       fewest_minibatches: The fewest minibatches with which a plan tries the strategy. With fewer
@@ -68,8 +68,8 @@ def register(kind: StrategyKind) -> None:
 
     Raises:
       TypeError: The builder is not a function that takes options, or a field is not a `Field`.
-      ValueError: Another strategy has the same name, or a field with the same name and other
-        allowed values. Or a field or constant is an option of all builders. Or the colour is not
+      ValueError: Another strategy has the same name, or has a field with the same name and other
+        allowed values; or a field or constant is an option of all builders; or the colour is not
         `#RRGGBB`.
     """
     if not inspect.isfunction(kind.builder):
@@ -85,7 +85,7 @@ def register(kind: StrategyKind) -> None:
         )
     if not re.fullmatch("#[0-9A-Fa-f]{6}", str(kind.color)):
         raise ValueError(
-            f"register: color of {kind.name!r} is {kind.color!r}, expected one such as '#D55E00'."
+            f"register: color of {kind.name!r} is {kind.color!r}, expected a code like '#D55E00'."
         )
     if not isinstance(kind.fields, Mapping) or not all(
         isinstance(field, Field) for field in kind.fields.values()
@@ -96,15 +96,15 @@ def register(kind: StrategyKind) -> None:
         )
     for name in sorted(PROGRAM_OPTIONS.keys() & {*kind.fields, *kind.constants}):
         raise ValueError(
-            f"register: {kind.name!r} has {name!r} among its fields or constants, expected only "
-            "options that not every builder takes. Set this option in the builder."
+            f"register: {kind.name!r} has {name!r} among its fields or constants, expected no "
+            "option that every builder takes. Set this option in the builder."
         )
     for other in _KINDS.values():
         if other.name == kind.name:
             if _origin(other) != _origin(kind):
                 raise ValueError(
-                    f"register: there is a strategy {kind.name!r} already, of "
-                    f"{'.'.join(_origin(other))}, expected another name."
+                    f"register: another builder, {'.'.join(_origin(other))}, is registered as "
+                    f"{kind.name!r}, expected another name."
                 )
             continue
         for name, field in kind.fields.items():

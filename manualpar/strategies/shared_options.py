@@ -35,8 +35,8 @@ class StateShardingOptions(ProgramOptions, total=False):
         memory are preferred, and the largest of these dimensions is chosen. Dimensions that
         `nn.scan` or `nn.vmap` runs over are not sharded.
       replicate: The names of parameters or modules to replicate. Their optimizer state is
-        replicated too. Annotations of the model do not change this. Use it for a parameter that the
-        model cannot read from a shard, as in `nn.WeightNorm`.
+        replicated too, even if the model annotates them. Use it for a parameter that the model
+        cannot read from a shard, as in `nn.WeightNorm`.
       pad: Whether a parameter is padded with zeros and sharded if the number of devices divides
         none of its dimensions. The state then has the padded parameter. Losses are the same, and
         the optimizer does not get the zeros.
@@ -51,7 +51,8 @@ class StateShardingOptions(ProgramOptions, total=False):
             expected="a number of elements, 0 or more",
         ),
     ]
-    replicate: Annotated[Names, Option((), expected=_NAMES)]  # No model of a config needs it.
+    # This option has no config field, because no model that a config can name needs it.
+    replicate: Annotated[Names, Option((), expected=_NAMES)]
     pad: Annotated[bool, Option(False, "parallel.pad")]
 
 
@@ -62,11 +63,11 @@ class ParameterShardingOptions(StateShardingOptions, total=False):
       reshard_after_forward: Whether gathered parameters are dropped after the forward pass and
         gathered again for the backward pass, instead of kept.
       communicate_every: When a step gathers parameters and scatters gradients. `"minibatch"`: in
-        each minibatch, so a device has only the gathered layers that it computes. `"step"`: once
-        each, so a device has all parameters and all gradients during the step. `"gather-step"`
-        gathers once and scatters in each minibatch, so a device has all parameters and its shard of
-        the accumulated gradients. `"step"` and `"gather-step"` keep the gathered parameters and
-        ignore `reshard_after_forward`.
+        each minibatch, so a device has only the gathered layers that it computes. `"step"`: once in
+        each step, so a device has all parameters and all gradients during the step. `"gather-step"`
+        gathers once in each step and scatters in each minibatch, so a device has all parameters and
+        its shard of the accumulated gradients. `"step"` and `"gather-step"` keep the gathered
+        parameters and ignore `reshard_after_forward`.
       keep_gathered: The names of parameters or modules (`("head",)` for `head/kernel`) that are
         gathered once in each minibatch and kept until the backward pass. These parameters ignore
         `reshard_after_forward`. Use the option for the last layer, because the backward pass begins
@@ -134,7 +135,7 @@ def build_sharded(
 def _check_regather(
     builder: str, values: Mapping[str, Any], program_options: Mapping[str, Any]
 ) -> None:
-    """Refuses `regather_axes` if nothing is gathered again, or if other axes come first."""
+    """Refuses `regather_axes` unless a step gathers twice, and they begin `axis_name`."""
     axes, names = values["regather_axes"], axis_tuple(program_options.get("axis_name", "data"))
     needed = {
         "mode": "manual",

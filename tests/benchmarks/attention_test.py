@@ -13,7 +13,7 @@ def test_each_kind_has_a_row_and_what_does_not_fit_says_so(
         attention,
         "compile_layer",
         lambda args, name, length, kind: (
-            "Does not fit: 1 GiB a chip too much." if kind == "xla" else (2.0**21, 0.25, 0.125, 1)
+            "Does not fit: 1 GiB too little." if kind == "xla" else (2.0**21, 0.25, 0.125, 1)
         ),
     )
     for name in attention.ENVIRONMENT:

@@ -18,7 +18,7 @@ def test_what_is_placed_is_named_the_largest_first() -> None:
     found = read_out_of_memory(MESSAGE.read_text(encoding="utf-8"))
     assert (found.needed, found.available) == (15 * GIB, 15 * GIB)
     assert found.sentences[:3] == (
-        "Does not fit: 689 KiB a chip too much, 15.00 GiB are needed and 15.00 GiB are there.",
+        "Does not fit: a chip needs 15.00 GiB and has 15.00 GiB, which is 689 KiB too little.",
         "6.25 GiB are f32[40960,40960] of gamma (forward: dot_general).",
         "6.25 GiB are f32[40960,40960] (Argument 0 index {}).",
     )
@@ -32,7 +32,7 @@ def test_what_is_seen_before_has_no_parts() -> None:
     assert found.needed == pytest.approx(29.86 * GIB, rel=1e-9)
     assert found.available == 15.75 * GIB
     first, second = found.sentences
-    assert first.startswith("Does not fit: 14.11 GiB a chip too much, 29.86 GiB are needed")
+    assert first.startswith("Does not fit: a chip needs 29.86 GiB and has 15.75 GiB, which is")
     assert "names none of them" in second
 
 
@@ -48,7 +48,7 @@ def test_another_message_is_handed_on() -> None:
     found = read_out_of_memory("RESOURCE_EXHAUSTED: something\nelse")
     assert found.needed == found.available == 0
     assert found.sentences == (
-        "Does not fit, says the compiler: RESOURCE_EXHAUSTED: something else",
+        "Does not fit. The compiler reports: RESOURCE_EXHAUSTED: something else",
     )
 
 

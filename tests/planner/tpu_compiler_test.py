@@ -132,7 +132,7 @@ def test_what_does_not_fit_says_by_how_much(
     assert not plan.fits
     assert plan.peak_bytes == sum(plan.memory.values()) == 15 * 2**30
     assert plan.step_seconds is None
-    assert "689 KiB a chip too much" in plan.notes[0]
+    assert "which is 689 KiB too little" in plan.notes[0]
     assert "gamma" in plan.notes[1]
 
 
@@ -196,4 +196,4 @@ def test_too_large_a_model_does_not_fit_and_says_so(config: ConfigDict) -> None:
     plan = compile_for_tpu(config.lock(), "v5e:2x2")
     assert not plan.fits
     assert plan.spare_bytes < 0
-    assert "a chip too much" in plan.notes[0]
+    assert "too little" in plan.notes[0]

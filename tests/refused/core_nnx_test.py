@@ -182,7 +182,7 @@ REFUSED = [
         (logical, r"of which \['hidden'\] are not axes of the mesh"),
         (
             functools.partial(Stack, names=(None, "model")),
-            r"expected one for each dimension.*PARTITION_NAME",
+            r"expected one name for each dimension.*PARTITION_NAME",
         ),
     ),
 ]

@@ -105,7 +105,7 @@ WRONG_NAMES = (
         r"nn.with_logical_partitioning",
     ),
     ((("data", "data"),), ".*, which shards it over an axis twice; name each"),
-    ((("data", None, None),), ".*, expected no more than one for each dimension"),
+    ((("data", None, None),), ".*, expected at most one name for each dimension"),
     (
         ((None, ("data", "model")), 1),
         r".*, but dim 1 cannot be sharded over \('data', 'model'\) of size 8: nn.scan "
@@ -134,7 +134,7 @@ WRONG_LOGICAL_NAMES = (
         r".*, of which \['embed'\] stand for more than one dimension, so that rules "
         r"cannot distinguish the dimensions\. Give each dimension its own name, or None\.",
     ),
-    ((("embed", "mlp", None),), ".*, expected no more than one for each dimensio"),
+    ((("embed", "mlp", None),), ".*, expected at most one name for each dimensio"),
     (
         (("embed", "mlp"), 1),
         ".*, but dim 1 cannot be sharded over 'model' of size 2: nn.scan or nn.vmap "
@@ -176,7 +176,7 @@ REFUSED = [
         ((("embed", None),), r"of which \['embed'\] are not axes of the mesh"),
         (((None, ("data", "pipe")),), r"of which \['pipe'\] are not axes of the mesh"),
         ((("data", "data"),), "over an axis twice"),
-        ((("data", None, None),), "expected no more than one for each dimension"),
+        ((("data", None, None),), "expected at most one name for each dimension"),
         (((None, ("data", "model")), 1), "nn.scan or nn.vmap runs over"),
         ((("data", None),), "dim 0 cannot be sharded over 'data' of size 4: does not divide"),
     ),

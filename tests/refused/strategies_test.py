@@ -142,7 +142,7 @@ REFUSED = [
     *rows(
         "register",
         lambda changes: register(dataclasses.replace(FSDP, **changes)),
-        ({"builder": manualpar.zero}, r"'fsdp' already, of manualpar\.\S+\.fsdp, expected"),
+        ({"builder": manualpar.zero}, r"manualpar\.\S+\.fsdp, is registered as 'fsdp', expected"),
         (
             {"builder": functools.partial(fsdp)},
             TypeError,
@@ -153,7 +153,7 @@ REFUSED = [
             "field 'pad' of 'other' is an integer, at least 0, and",
         ),
         ({"builder": no_options}, TypeError, r"\(model, tx, loss_fn\), expected .*\*\*options\)"),
-        ({"color": "pink"}, "color of 'fsdp' is 'pink', expected one such as"),
+        ({"color": "pink"}, "color of 'fsdp' is 'pink', expected a code like"),
         ({"fields": {"pad": bool}}, TypeError, "fields of 'fsdp' are .*expected a dict with a F"),
         ({"fields": STATE_SHARDING}, TypeError, "fields of 'fsdp' are .*STATE_SHARDING_FIELDS"),
         *(

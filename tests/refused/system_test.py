@@ -102,7 +102,7 @@ REFUSED = [
         functools.partial(start, refuse=find_nobody),
         (
             POD,
-            r"JOB_COMPLETION_INDEX=3 says that this is one of.* not find the others \(ValueError: "
+            r"JOB_COMPLETION_INDEX=3 shows that this is one.* not find the others \(ValueError: "
             r"coordinator_address should be defined\.\).*MANUALPAR_COORDINATOR_ADDRESS, "
             "MANUALPAR_NUM_PROCESSES and MANUALPAR_PROCE",
         ),

@@ -241,8 +241,8 @@ REFUSED = [
             ),
             (
                 {"parallel.keep_gathered": ("output_dens",)},
-                "keep_gathered names 'output_dens', expected a parameter or a module with some, "
-                "such as 'output_dense'",
+                "keep_gathered names 'output_dens', expected a parameter or a module with "
+                "parameters, such as 'output_dense'",
             ),
             (
                 {"parallel.rules": (("embed", "modle"),)},

@@ -84,7 +84,8 @@ def mesh_names(
     `all_rules` is the line that `with_all_names` writes, for error messages.
 
     Raises:
-      TypeError: The names are not a tuple of names, or the rules in the box are not rules.
+      TypeError: The names are not a tuple of names, or the box has rules that are not pairs of a
+        name and axes.
       ValueError: A name is unknown, or the annotation does not fit the shape, the mesh or a loop.
     """
     annotation = box.names
@@ -95,7 +96,7 @@ def mesh_names(
     if not is_tuple or not all(_is_axes(name) for name in names):
         raise TypeError(f"{where}, expected a tuple with a name or None for each dimension.")
     if len(names) > len(shape):
-        raise ValueError(f"{where}, expected no more than one for each dimension; remove names.")
+        raise ValueError(f"{where}, expected at most one name for each dimension; remove names.")
     names = (*names, *(None,) * (len(shape) - len(names)))
     if isinstance(box, SplitParameter):
         named = {axis for name in names for axis in axis_tuple(name)}
@@ -112,9 +113,9 @@ def mesh_names(
     if isinstance(box, AxesOrLogicalNames):
         if loop_dims and len(annotation) < len(shape):
             raise ValueError(
-                f"{where}, expected one for each dimension, also for dimensions that loops run "
-                "over. Stack layers with nnx.vmap(..., transform_metadata={nnx.PARTITION_NAME: "
-                "None})."
+                f"{where}, expected one name for each dimension, also for dimensions that loops "
+                "run over. Stack layers with nnx.vmap(..., transform_metadata="
+                "{nnx.PARTITION_NAME: None})."
             )
         # A name without a rule is a mesh axis.
         known = {name for name, _ in rules}
@@ -144,7 +145,7 @@ def mesh_names(
 
 
 def with_all_names(boxes: Iterable[tuple[Any, frozenset[int]]], mesh: Mesh, rules: Rules) -> str:
-    """Writes `rules=` with the user's rules, and `None` for each logical name without a rule.
+    """Writes, for messages, `rules=` with `None` added for each logical name without a rule.
 
     Args:
       boxes: The annotations of all parameters, each with the dimensions that loops run over.

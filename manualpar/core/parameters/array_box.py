@@ -7,8 +7,8 @@ An `ArrayBox` behaves like its unboxed value, so a parameter that gathers itself
 case too.
 
 Invariants: every use unboxes once; shape and dtype are known without unboxing; a box stays a pytree
-whose leaf is the stored array, because flax's transformations need this. So `jax.tree.map` gets the
-stored array, not the parameter; the probe refuses models with such code.
+whose leaf is the stored array, because flax's transformations need this. So `jax.tree.map` over a
+box gets the stored array, not the parameter. `core.model.probe` refuses models with such code.
 """
 
 import functools
@@ -36,10 +36,10 @@ class ArrayBox(nn.Partitioned, eq=False):
 
     Attributes:
       is_whole: Whether a loss reads the parameter. If so, `unbox()` also gathers over the axes over
-        which modules compute with shards, see `whole_parameters`.
+        which modules compute with shards, see `core.model.whole_parameters`.
 
     Communication:
-      That of `unbox()`, at each use.
+      Each use has the communication of `unbox()`.
     """
 
     is_whole: bool = flax.struct.field(default=False, pytree_node=False)

@@ -35,7 +35,7 @@ ROW_BLOCK = 256  # The longest block of a row that is sent.
 
 
 def quantized_block_size(size: int, most: int) -> int:
-    """Returns the length of blocks that divide `size` numbers about evenly; at most `most`."""
+    """Returns a block length of at most `most` that divides `size` numbers about evenly."""
     return -(-size // -(-size // most)) if size else most
 
 
@@ -47,7 +47,7 @@ def quantize(
     Args:
       x: `[..., K]` of floating-point numbers.
       block: The length of the blocks, as `quantized_block_size` returns it for `K`.
-      code: The number of bits of a code.
+      code: The type of the codes, `"int8"` or `"int4"`.
       key: The key for stochastic rounding: the mean over keys is the unrounded number. Arrays with
         different scales get different noise from one key. Without a key, numbers are rounded to the
         nearest.
@@ -78,7 +78,7 @@ def _scales(peaks: jax.Array, largest: int, *, covers: bool) -> jax.Array:
 
     A scale is rounded to bfloat16. So `peak / scale` may exceed the largest code by up to 0.5. When
     rounding to the nearest, the largest code is still the right code. With stochastic rounding, the
-    peak's mean would be too small, so `covers` rounds scales up.
+    mean of the rounded peak would be too small. So with `covers`, scales are rounded up.
     """
     cap = jnp.asarray(LARGEST, peaks.dtype)
     peaks = jnp.where(jnp.isfinite(peaks.astype(jnp.float32)), jnp.minimum(peaks, cap), peaks)
@@ -93,9 +93,8 @@ def _scales(peaks: jax.Array, largest: int, *, covers: bool) -> jax.Array:
 def _noise(key: jax.Array, scales: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Draws a number in [0, 1) for each element: a hash of its index, the key and the scales.
 
-    XLA fuses the hash into the operation that uses it. `jax.random` draws
-    only one number here: to draw all numbers it would need memory for several arrays of this shape
-    on CPUs.
+    XLA fuses the hash into the operation that uses it. `jax.random` draws only one number here. To
+    draw all numbers, it would need memory for several arrays of this shape on CPUs.
     """
     salt = jax.lax.bitcast_convert_type(scales.sum(dtype=jnp.float32), jnp.uint32)
     start = jax.random.bits(key, (), jnp.uint32) ^ _hash(salt)
@@ -148,8 +147,8 @@ def pack_codes(x: jax.Array, code: Quantization, key: jax.Array | None = None) -
 
     Args:
       x: `[..., n]` of floating-point numbers, which are cast to float32.
-      code: The number of bits of a code. With 4 bits, the first half of a block is in the lower
-        bits of the bytes, and the second half is in the upper bits.
+      code: The type of the codes. With `"int4"`, the first half of a block is in the lower bits of
+        the bytes, and the second half is in the upper bits.
       key: As in `quantize`.
 
     Returns:

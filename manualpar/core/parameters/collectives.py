@@ -30,11 +30,14 @@ def is_vma_checked(axis: str) -> bool:
 
 
 def cast_to_varying(tree: Any, axes: tuple[str, ...] | frozenset[str]) -> Any:
-    """Casts the type of every leaf to varying over `axes`, so that autodiff sums no gradient.
+    """Casts the type of every leaf to varying over `axes`.
+
+    Cast before the function that is differentiated: then autodiff does not sum gradients over
+    `axes`.
 
     Communication:
-      None. The *transpose* of this cast is a `psum`: a cast inside a differentiated function costs
-      an all-reduce in the backward pass. Cast before that function.
+      None. The *transpose* of this cast is a `psum`: a cast inside the differentiated function
+      costs an all-reduce in the backward pass.
     """
 
     def cast(x: Any) -> Any:
@@ -64,8 +67,8 @@ def gather_array_with_mean_grads(
 
     Communication:
       Forward: an all-gather over `axis_name`; a device sends `(N - 1) / N` of the gathered bytes on
-      a ring of `N`. Backward: a reduce-scatter of the same size. `comm.axis_by_axis` makes one
-      all-gather and one reduce-scatter for each axis, with the same bytes.
+      a ring of `N` devices. Backward: a reduce-scatter of the same size. `comm.axis_by_axis` makes
+      one all-gather and one reduce-scatter for each axis, with the same bytes in total.
 
     Gradient:
       `psum_scatter(g) / N`, written by hand; the transpose of an all-gather is `psum_scatter(g)`.

@@ -1,4 +1,7 @@
-"""How values are sent: in which formats, and over all axes at once or axis by axis."""
+"""The formats in which parameters and gradients are sent.
+
+A collective over several mesh axes runs over all axes at once, or over one axis after the other.
+"""
 
 import dataclasses
 import math
@@ -20,7 +23,7 @@ class Quantizer(Protocol):
         """Returns the bytes that are sent for a row of `n` numbers."""
 
     def gather(self, x: jax.Array, dim: int, rounds: Sequence[tuple[str, ...]]) -> jax.Array:
-        """Gathers over the axes of each round in turn; the result is float32."""
+        """Gathers shards along `dim`, over the axes of each round in turn; returns float32."""
 
     def scatter_sum(
         self, x: jax.Array, dim: int, axes: tuple[str, ...]
@@ -44,7 +47,7 @@ class Format:
     quantizer: Quantizer | None = None
 
     def quantizer_for(self, n: float, dtype: Any) -> Quantizer | None:
-        """Returns the quantizer for rows of `n` numbers of a dtype, if it saves bytes."""
+        """Returns the quantizer if it saves bytes for a row of `n` numbers of `dtype`."""
         itemsize = jnp.dtype(self.dtype or dtype).itemsize
         quantizer = self.quantizer
         return quantizer if quantizer and quantizer.row_bytes(math.ceil(n)) < n * itemsize else None
@@ -58,9 +61,8 @@ class CommPolicy:
       gather: The format of parameters that are gathered. The model computes in the dtype of this
         format. The quantizer is used only over the axes that split the batch.
       reduce: The format of gradients that are reduced. Quantized gradients are summed in float32.
-      axis_by_axis: What to do for a dimension that is sharded over a tuple of axes. If true, the
-        dimension is gathered and scattered over one axis after the other; otherwise over all axes
-        at once.
+      axis_by_axis: Whether a dimension that is sharded over a tuple of axes is gathered and
+        scattered over one axis after the other. Otherwise one collective runs over all its axes.
       quantized_axes: The mesh axes over which gradients are quantized; `None` for all.
     """
 
@@ -110,7 +112,11 @@ class CommPolicy:
         return self.reduce.quantizer_for(n, dtype) if is_quantized else None
 
     def reductions(self, axes: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
-        """Divides `axes` into the axes of an exact and the axes of a quantized all-reduce."""
+        """Divides `axes` into the axes outside and the axes inside `quantized_axes`.
+
+        Each group gets its own all-reduce; an empty group is left out. If `quantized_axes` is
+        `None`, there is one group.
+        """
         quantized = tuple(axis for axis in axes if axis in (self.quantized_axes or ()))
         exact = tuple(axis for axis in axes if axis not in quantized)
         return tuple(group for group in (exact, quantized) if group)

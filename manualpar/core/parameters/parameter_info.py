@@ -45,7 +45,7 @@ class ParameterInfo:
 
     @property
     def unsharded_dims(self) -> frozenset[int]:
-        """The dimensions that must not be sharded, because each use gets one slice along them."""
+        """The dims that must not be sharded, because of loops or of entries that devices share."""
         loops = frozenset(dim for dim in self.loop_dims if self.names[dim] is None)
         return loops | {dim for dim, name in enumerate(self.shared_names) if name}
 

@@ -26,7 +26,7 @@ class Placement:
     Attributes:
       names: For each dimension of the parameter, the mesh axis or tuple of axes that shards it
         between steps, or `None`.
-      note: The reason for the sharded dimension, or the reason why no dimension is sharded.
+      note: The reason why this dimension is sharded, or why no dimension is sharded.
       state_names: The same as `names` for the gradient and the optimizer's state; `None` if they
         are sharded like the parameter.
       padding: The number of zeros added at the end of each dimension, so that the axes divide the
@@ -111,7 +111,7 @@ def route_parameter(
     """Returns the route that follows from a strategy's placement and the roles of the axes."""
     axes = [axis for name in placement.names for axis in axis_tuple(name)]
     split = parameter.split_axes
-    if placement.state_names is not None and not parameter.trainable:  # Frozen: without state.
+    if placement.state_names is not None and not parameter.trainable:  # It has no state to shard.
         placement = Placement(placement.names, keep=placement.keep)
     return Route(
         placement.names,

@@ -68,7 +68,10 @@ def shard_one_dim(
 def shard_state_only(
     parameter: ParameterInfo, axes: tuple[str, ...], axis_size: int, **placing: Any
 ) -> Placement:
-    """Shards the gradient and the optimizer state like `shard_one_dim`, but not the parameter."""
+    """Shards the gradient and the optimizer state like `shard_one_dim`, but not the parameter.
+
+    `placing` has the keyword arguments of `shard_one_dim`.
+    """
     sharded = shard_one_dim(parameter, axes, axis_size, **placing)
     if sharded.names == parameter.names or sharded.keep:
         return sharded
@@ -88,12 +91,12 @@ def choose_shard_dim(
 
     The candidates are the free dimensions (their name is `None`) that `axis_size` divides. If there
     are none, `pad` makes every free dimension a candidate. Dimensions whose shards are complete
-    tiles (`TILE`) are preferred, because TPUs have to copy partial tiles before sending. Among
-    these, the largest dimension is chosen; among equal ones the first, whose shards are contiguous.
-    The rule is the same on every platform, so a simulation on CPUs has the layout of TPUs. A
-    parameter of fewer than `min_weight_size` elements is not worth a collective and stays
-    replicated. `excluded_dims` are not sharded, because each use of the parameter gets only one
-    slice of them (as in `nn.scan`).
+    tiles (`TILE`) are preferred, because TPUs have to copy partial tiles before sending. The
+    largest preferred dimension is chosen. If several have this size, the first is chosen, because
+    its shards are contiguous. The rule is the same on every platform, so a simulation on CPUs has
+    the layout of TPUs. A parameter of fewer than `min_weight_size` elements is not worth a
+    collective and stays replicated. `excluded_dims` are not sharded, because each use of the
+    parameter gets only one slice along them (as in `nn.scan`).
 
     Returns:
       The dimension, or `None` if no dimension is sharded, and the reason.
@@ -128,13 +131,16 @@ def check_named(
     parameters: Iterable[tuple[ParameterInfo, Placement]],
     **fields: tuple[str, ...],
 ) -> None:
-    """Refuses a name in `fields` that is not a parameter or module of the model."""
+    """Refuses a name in `fields` that is not a parameter or module of the model.
+
+    `fields` are options of the builder, such as `replicate=("head",)`.
+    """
     paths = [info.path for info, _ in parameters]
     for field, name in ((field, name) for field, names in fields.items() for name in names):
         if not any(is_inside(path, name) for path in paths):
             known = [*paths, *{path.split("/")[0] for path in paths}]
             near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0)
             raise ValueError(
-                f"{builder}: {field} names {name!r}, expected a parameter or a module with some, "
-                f"such as {near[0]!r}; inspect.layout_table shows all."
+                f"{builder}: {field} names {name!r}, expected a parameter or a module with "
+                f"parameters, such as {near[0]!r}; inspect.layout_table shows all parameters."
             )

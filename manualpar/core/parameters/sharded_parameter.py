@@ -7,10 +7,9 @@ slice of a parameter. A gathered parameter can be dropped after its use (ZeRO-3:
 https://arxiv.org/abs/1910.02054; FSDP: Zhao et al., https://arxiv.org/abs/2304.11277).
 
 Invariants: `names[i]` is the mesh axis (or tuple of axes) that dimension `i` is sharded over, or
-`None`. The value is the device's shard inside `shard_map` and the global array outside. A gradient
-`None`. The value is the device's shard inside `shard_map` and the global array outside. A gradient
-is in a box like its parameter's. A dimension that the axes do not divide may be padded with zeros.
-Then the padded array is sharded, and `unbox` removes the padding.
+`None`. The value is the device's shard inside `shard_map` and the global array outside. The
+gradient of a boxed parameter is boxed too. A dimension whose size is not divisible by the number of
+devices may be padded with zeros. Then the padded array is sharded, and `unbox` removes the padding.
 """
 
 from collections.abc import Callable
@@ -97,8 +96,8 @@ class ShardedParameter(ArrayBox, eq=False):
     def finish(self, value: jax.Array) -> jax.Array:
         """Removes the padding of a gathered value and casts it to the dtype that a module gets.
 
-        The result gets no `checkpoint_name`, because with a name a scan would not detect that a
-        value to save is one of the scan's inputs.
+        The result gets no `checkpoint_name`, because a scan does not recognize a named value as one
+        of its inputs.
         """
         return cast_floating(unpad_leaf(value, self.padding), self.comm.gather.dtype)
 
@@ -131,7 +130,10 @@ class ShardedParameter(ArrayBox, eq=False):
     def _with_dims(
         self, change: Callable[[Any, Any], tuple[Any, ...]], name: AxisName | None
     ) -> "ShardedParameter":
-        """Applies `change(entries, new)` to each field that has an entry for each dimension."""
+        """Applies `change(entries, new)` to each field that has an entry for each dimension.
+
+        `name` is the new entry of `names`.
+        """
         return self.replace(
             names=change(self.names, name),
             shared_names=change(self.shared_names, None) if self.shared_names else (),

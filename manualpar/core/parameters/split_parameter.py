@@ -6,8 +6,8 @@ complete the result (tensor and expert parallelism). `split` marks such a parame
 makes it. If the axis is not bound, the module gets the full parameter, as on one device.
 
 A parameter may be too small to split although its module computes in parallel: grouped-query
-attention can have fewer key heads than devices. `shared=True` then replicates the parameter, and a
-group of neighbouring devices uses each slice of it.
+attention can have fewer key heads than devices. `shared=True` then replicates the parameter, and
+all devices of a group of neighbours use the same slice.
 
 Invariants: the tree of parameters and their initial values are the same as on one device, for every
 mesh. An axis that the mesh does not have splits nothing.
@@ -30,7 +30,8 @@ class SplitParameter(nn.Partitioned):
     Attributes:
       value: The parameter: the full array outside of `shard_map`, this device's shard inside.
       names: For each dimension, the mesh axis or tuple of axes that splits it, or `None`.
-      shared: Whether several devices may use the same entry of a dimension with few entries.
+      shared: Whether a dimension with fewer entries than devices is stored replicated, so that
+        several devices use the same entry.
     """
 
     names: Names = flax.struct.field(pytree_node=False)  # type: ignore[assignment]  # Tuples too.
@@ -80,7 +81,8 @@ def split(init: Callable[..., Any], names: Names, *, shared: bool = False) -> Ca
 
     Raises:
       ValueError: The returned initializer raises this error if `names` does not have one entry for
-        each dimension, an axis is named twice, or the devices do not divide a dimension.
+        each dimension, if an axis is named twice, or if the size of a dimension is not divisible by
+        the number of devices along its axes.
       TypeError: The returned initializer raises this error if `init` annotates the parameter too.
 
     Communication:
@@ -130,11 +132,13 @@ def names_on(
       shared: Whether devices may share entries, see `split`.
 
     Returns:
-      For each dimension the axes that split it, and for each dimension the axes along which several
-      devices use the same entry. The second tuple is `()` if no devices share entries.
+      Two tuples with an entry for each dimension: the axes that split the dimension, and the axes
+      along which several devices use the same entry of the dimension. The second tuple is `()` if
+      no devices share entries.
 
     Raises:
-      ValueError: A dimension does not divide over its axes, or an axis is named twice.
+      ValueError: The size of a dimension is not divisible by the number of devices along its axes,
+        or an axis is named twice.
     """
     named = _axes(names)
     if len(set(named)) < len(named):
@@ -147,7 +151,7 @@ def names_on(
         entry = axes if len(axes) > 1 else axes[0] if axes else None
         is_shared = shared and 0 < size < devices and devices % size == 0
         if not is_shared and size % devices:
-            also = f", or to divide it, because it is shared={shared}" if shared else ""
+            also = f", or a divisor of {devices}, because shared={shared}" if shared else ""
             raise ValueError(
                 f"{where}: dim {dim} of size {size} does not divide over the {devices} devices "
                 f"along {entry!r}, expected a multiple of {devices}{also}. Change the size, for "
@@ -159,7 +163,7 @@ def names_on(
 
 
 def take_shared(x: jax.Array, shared_names: Names) -> jax.Array:
-    """Slices out the entry that this device uses, along each dimension with a shared name.
+    """Slices out the entry that this device uses, along each dim named in `shared_names`.
 
     Communication:
       Forward: none. Backward: one `psum` of the gradient of `x` over the axes, because autodiff

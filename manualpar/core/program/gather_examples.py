@@ -18,7 +18,7 @@ def gather_examples(x: Any, axis_name: AxisName | None = None) -> Any:
     function the same loss function has the same value on one device and on many, in every mode.
 
     Args:
-      x: A tree of arrays `[b, ...]` of any dtype; the first dim counts the device's examples.
+      x: A tree of arrays `[b, ...]` of any dtype, with one entry for each of the device's examples.
       axis_name: The mesh axis, or tuple of axes, over which the batch is split, in the order of
         `program.data_axes`. By default the axes over which a leaf of `x` varies, in the order of
         the mesh.
@@ -28,7 +28,8 @@ def gather_examples(x: Any, axis_name: AxisName | None = None) -> Any:
       `num_minibatches` these are the examples of one minibatch: the `m`-th part of every device's
       examples. If no mesh axis is manual, `x` already has all examples and is returned unchanged.
       (No axis is manual on one device, and in the modes in which XLA writes the collectives.) In
-      mode `"explicit"`, `x` is replicated, so that it can be combined with sharded arrays.
+      mode `"explicit"`, dim 0 of the result is not sharded, so that it can be combined with arrays
+      of the sharded batch.
 
     Raises:
       ValueError: A leaf has no dims, an axis is not bound, or the type of `x` varies over no axis.

@@ -42,8 +42,8 @@ def check_feedback(strategy: Strategy, options: Mapping[str, Any]) -> None:
       ValueError: `error_feedback=True` is incompatible with another option, which the message
         names.
     """
-    # If there are replica axes, only the reduction over these axes is quantized. This reduction
-    # runs once a step, in one collective.
+    # If the strategy has replica axes, as HSDP, only the reduction over these axes is quantized.
+    # This reduction runs once a step, in one collective, as error feedback requires.
     quantizes_all = not strategy.replica_axes
     axes = axis_tuple(options["axis_name"])
     axes += axis_tuple(options["context_axis"])  # This axis shards parameters too.
@@ -78,8 +78,8 @@ class Residual(NamedTuple):
 def residual_of(info: ParameterInfo, place: Route, comm: CommPolicy, mesh: Any) -> Residual | None:
     """Returns a parameter's `Residual`; `None` if its gradient is not quantized once a step.
 
-    The residual belongs to the quantized reduce-scatter. Without a reduce-scatter
-    it belongs to the quantized all-reduce over the other axes.
+    The residual is the part of the gradient that the quantized reduce-scatter loses. Without a
+    reduce-scatter, it is the part that the quantized all-reduce over the other axes loses.
     """
     names, comm = place.sharded_names, comm.for_parameter(info.dtype)
     padded = tuple(map(sum, zip(info.shape, place.padding or (0,) * len(names), strict=True)))
@@ -100,7 +100,7 @@ def residual_of(info: ParameterInfo, place: Route, comm: CommPolicy, mesh: Any) 
 
 @dataclasses.dataclass(eq=False)
 class _ReductionQuantizer:
-    """A `Quantizer` that only reduces, for one parameter's gradient in one step.
+    """The base of quantizers for one parameter's gradient in one step; they only reduce.
 
     Attributes:
       quantizer: The wrapped quantizer.
@@ -184,7 +184,8 @@ class GradientRounding:
     Attributes:
       infos: The tree of trained parameters with a `ParameterInfo` at each leaf. It is read only
         with error feedback or stochastic rounding.
-      residuals: The residual of each parameter that has error feedback, by its path.
+      residuals: The shape and spec of each residual, by the path of its parameter; `{}` without
+        error feedback.
       is_stochastic: Whether gradients are rounded stochastically.
     """
 

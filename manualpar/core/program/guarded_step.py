@@ -42,8 +42,8 @@ class GuardedStep(OutsideMeshes):
     A `GuardedStep` is called like the step. The step returns `metrics`, or a tuple
     `(state, metrics)`.
 
-    Checking a state takes 0.4 us for each array. In a training loop this time is saved: if the last
-    call took or returned the same state, only the state's step counter is checked.
+    Checking a state takes 0.4 us for each array. A training loop does not spend this time: if the
+    last call took or returned the same state, only the state's step counter is checked.
 
     Attributes:
       jitted: The jitted step without waiting and without checks.
@@ -164,7 +164,7 @@ def _show_sharding(sharding: Any) -> str:
 
 
 def _has_sharding(x: Any, sharding: Any) -> bool:
-    """Returns whether an array has this sharding, or whether JAX may still place it so."""
+    """Returns whether an array has this sharding, or JAX can still give it this sharding."""
     if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer) or not x.committed:
         return True
     if x.sharding.device_set != sharding.device_set:

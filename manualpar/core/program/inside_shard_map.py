@@ -175,7 +175,9 @@ def accumulate_gradients(
       all devices. In addition, boxed parameters are gathered.
 
     Gradient:
-      The gradient of the float32 product `loss * count`. Minibatches are accumulated in float32.
+      Each minibatch contributes the gradient of `loss * count`, where `count` is the number of its
+      valid examples. Contributions are summed in float32, and divided by the mean count of a
+      device. So the mean over the devices is the gradient of the global mean.
     """
 
     def stateless(

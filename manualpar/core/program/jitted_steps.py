@@ -83,7 +83,7 @@ class JittedSteps:
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)
 
     def jit_init(self, create: Callable[[jax.Array], TrainState]) -> Callable[..., TrainState]:
-        """Jits a function from a key to a state."""
+        """Jits `create`, which makes a state from a key. The result also takes raw keys."""
         jitted = self._jit(create, self._layout, out_shardings=self.shardings)
 
         def init(rng: Any) -> TrainState:
@@ -93,7 +93,7 @@ class JittedSteps:
         return init
 
     def jit_train_step(self, function: Callable[..., Any]) -> TrainStep:
-        """Jits `(state, batch) -> (state, metrics)`, which donates the state."""
+        """Jits a `function(state, batch) -> (state, metrics)`; its calls donate the state."""
         jitted = self._jit(
             function,
             (self._layout, PartitionSpec()),
@@ -105,7 +105,7 @@ class JittedSteps:
         return cast(TrainStep, self._guarded("train_step", jitted))
 
     def jit_eval_step(self, function: Callable[..., Any]) -> EvalStep:
-        """Jits `(state, batch) -> metrics`."""
+        """Jits a `function(state, batch) -> metrics`."""
         jitted = self._jit(
             function,
             PartitionSpec(),
@@ -115,7 +115,7 @@ class JittedSteps:
         return cast(EvalStep, self._guarded("eval_step", jitted))
 
     def jit_update(self, function: Callable[[TrainState], TrainState]) -> OutsideMeshes:
-        """Jits `state -> state`, which donates the state."""
+        """Jits a `function(state) -> state`; its calls donate the state."""
         return self._jit(
             function,
             self._layout,

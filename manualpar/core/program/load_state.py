@@ -154,7 +154,7 @@ class StartsFromArrays:
           TypeError: The argument is not a `TrainState`.
 
         Communication:
-          The same as for `init_from`, but nothing is placed on a device.
+          The same as for `init_from`, but no array is copied to a device.
         """
         program: Any = self
         leaves = leaves_of(program.abstract_state, program.whole_state)
@@ -192,16 +192,17 @@ def variable_leaves(program: Any) -> list[Leaf]:
 def plain_leaves(
     program: Any, leaves: list[Leaf], only: Container[str] | None = None
 ) -> tuple[list[Leaf], dict[str, Any]]:
-    """Replaces quantized leaves by the plain (unquantized) leaves from which a model makes them.
+    """Replaces the codes and scales of each quantized weight by the leaf of the plain weight.
 
     Args:
       program: The program.
       leaves: The program's leaves, as `variable_leaves` returns them.
-      only: If given, only plain leaves with these names replace leaves of the program.
+      only: The names of the plain (unquantized) weights to replace codes and scales by; `None` for
+        all weights.
 
     Returns:
-      The leaves after the replacement, and the encodings by the name of the plain leaf. An encoding
-      makes the program's leaves from a plain leaf.
+      The leaves after the replacement, and the encodings by the name of the plain weight. An
+      encoding quantizes a plain weight to codes and scales.
     """
     encodings = program.model.interface.encodings(leaves)
     plain: dict[str, Leaf | None] = {}
@@ -215,7 +216,10 @@ def plain_leaves(
 def state_with(
     program: Any, leaves: list[Leaf], placed: dict[str, jax.Array], rng: jax.Array
 ) -> TrainState:
-    """Makes a state of placed variables, which are donated; `init` makes the other arrays."""
+    """Makes a state from variables that are already on the program's devices.
+
+    `placed` has these variables by name. They are donated. `init` makes all other arrays.
+    """
 
     def replace_variables(placed: dict[str, jax.Array], state: TrainState) -> TrainState:
         made, structure = jax.tree.flatten(variables_of(state))
@@ -274,7 +278,7 @@ def _by_name(variables: Variables, abstract: TrainState) -> Iterator[tuple[str, 
     has_collections = by_collection is not None or (
         isinstance(inner, Mapping) and ("params" not in abstract.params or "params" in inner)
     )
-    # `model.init` may have sown these collections.
+    # `model.init` may have made these collections with `sow`.
     ignored = SOWN_COLLECTIONS - abstract.collections.keys()
     if not has_collections:
         variables = {"params": variables}

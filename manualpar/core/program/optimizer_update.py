@@ -1,9 +1,9 @@
 """Applies the optimizer's update in a step, to global arrays.
 
 An optimizer gets parameters, gradients and its state as on one device: global arrays without
-padding. So norms, means and matrices are the same as on one device. The compiler handles the
-shardings. Parameters, gradients and state have equal shardings, so an elementwise optimizer sends
-nothing.
+padding. So the norms, means and matrices that it computes are the same as on one device. XLA
+inserts the collectives that the optimizer needs. Parameters, gradients and state have equal
+shardings, so an elementwise optimizer needs none.
 
 With ZeRO-1 and -2 parameters are replicated between steps, and the optimizer's state is sharded.
 These parameters are sliced before the update and gathered after it. The slicing sends nothing.
@@ -44,7 +44,7 @@ class Update:
     """The optimizer's part of a step.
 
     Attributes:
-      mode: The mode: this package or XLA writes the collectives.
+      mode: Decides whether this package or XLA writes the collectives.
       placements: The tree of parameters with a `Route` at each leaf.
       opt_padding: The padding of each leaf of the optimizer's state.
       norm_metrics: Whether to compute norms of the gradient, the update and the parameters.
@@ -103,7 +103,7 @@ class Update:
             with explain_optimizer("adding its updates to the parameters"):
                 new_params = optax.apply_updates(params, updates)
             if is_applied is not None:
-                # Selects before parameters are gathered, to read only a shard of each.
+                # Selects before parameters are gathered, so that only a shard of each is read.
                 select = functools.partial(jax.lax.select, is_applied)
                 new_params = jax.tree.map(select, new_params, params)
                 opt_state = jax.tree.map(select, opt_state, before)
@@ -165,8 +165,9 @@ def _updates(
 ) -> tuple[Any, Any]:
     """Calls the optimizer with the extra arguments that all of its parts accept.
 
-    A chain passes all its arguments to each part. A part such as `optax.contrib.sam` may refuse an
-    argument, which only a call shows. So this function removes a refused argument and calls again.
+    `optax.chain` passes all its arguments to each part. A part such as `optax.contrib.sam` may
+    refuse an argument, and only a call shows this. So this function removes a refused argument and
+    calls the optimizer again.
     """
     parameters = inspect.signature(tx.update).parameters
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
@@ -192,7 +193,7 @@ def explain_optimizer(
     """Explains an error of an optimizer that needs an argument it does not get.
 
     Args:
-      step: The call that raises, for the message.
+      step: The call of the optimizer, for the message, such as `its init`.
       offered: The extra arguments that the optimizer may get.
       lost: The extra arguments that a part of the optimizer refuses.
 
@@ -215,7 +216,7 @@ def explain_optimizer(
 
 
 def _with_gradient(value_and_grad: Callable[[Any], tuple[Any, Any]]) -> Any:
-    """Makes a function of parameters that returns the value and has the given gradient."""
+    """Makes a differentiable function of parameters from one that returns value and gradient."""
     function = jax.custom_vjp(lambda params: value_and_grad(params)[0])
     function.defvjp(value_and_grad, lambda grads, g: (jax.tree.map(lambda x: x * g, grads),))
     return function

@@ -1,4 +1,4 @@
-"""Outer steps: replicas train separately, and after some steps exchange their parameters."""
+"""The interface of outer steps, in which replicas that train separately exchange parameters."""
 
 import abc
 import dataclasses
@@ -25,14 +25,15 @@ class OuterSteps(abc.ABC):
       inner: The program of one replica, on a mesh without the replicas' axes. This program can be
         traced.
       replica_axes: The mesh axes of the replicas.
-      every: The number of steps between two outer steps of the same fragment of the parameters.
+      every: The number of steps between two exchanges of the same fragment. A fragment is a set of
+        parameters that are exchanged in the same outer step.
       fragments: For each of `Program.parameters` the number of its fragment; `None` for a frozen
         parameter.
       steps: For each fragment, a jitted `outer_step(state) -> state` that exchanges the fragment.
         The state is donated.
       overlapped_steps: For each fragment, a train step `(state, batch) -> (state, metrics)` that
         also exchanges the fragment; `()` without overlap.
-      comm: The format in which differences of parameters are exchanged.
+      comm: The format in which the replicas' differences from the common parameters are sent.
     """
 
     inner: "Program"
@@ -45,11 +46,11 @@ class OuterSteps(abc.ABC):
 
     @abc.abstractmethod
     def step_at(self, number: int) -> StepFunction:
-        """Returns the function to call as step `number`, counted from 1."""
+        """Returns the function that takes step `number`, counted from 1."""
 
     @abc.abstractmethod
     def start_replicas(self, program: "Program", state: TrainState) -> TrainState:
-        """Makes all replicas in a state start from the state's parameters."""
+        """Replaces all replicas in a state by new ones that start with the state's parameters."""
 
     @abc.abstractmethod
     def for_replicas_of(self, program: "Program", per_device: Mapping[str, Any]) -> "Program":
@@ -62,4 +63,4 @@ class OuterSteps(abc.ABC):
 
     @abc.abstractmethod
     def regroup(self, program: "Program", state: TrainState) -> TrainState:
-        """Converts a state with another number of replicas to the program's number."""
+        """Converts a state with another number of replicas to a state of `program`."""

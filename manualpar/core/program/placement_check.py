@@ -46,7 +46,7 @@ def place_parameter(
     prefix = f"{strategy.name}: place of parameter {info.path!r} of shape {info.shape}"
     shared = {axis for name in info.shared_names for axis in axis_tuple(name)}
     axes = tuple(axis for axis in axes if axis not in info.split_axes | shared)
-    if not axes:  # The model computes with shards over all axes: none is left.
+    if not axes:  # The model computes with shards over all axes, so the strategy gets none.
         return Placement(info.names)
     try:
         placement = strategy.place(info, axes, axes_size(mesh, axes))

@@ -74,7 +74,7 @@ class Program(StartsFromArrays):
 
     Attributes:
       strategy: The strategy.
-      mode: The mode: this package or XLA writes the collectives.
+      mode: The name of the mode, which decides whether this package or XLA writes the collectives.
       mesh: The program's mesh. With an abstract mesh it can be traced but not run.
       data_axes: The mesh axes that split the examples.
       num_minibatches: The number of minibatches into which a device splits its part of a batch.
@@ -102,12 +102,12 @@ class Program(StartsFromArrays):
         state's step number and key, see `ProgramOptions`.
       eval_step: `eval_step(state, batch) -> metrics`, jitted. The step calls the same loss function
         with training turned off.
-      step: The functions before they are jitted, with the model, the loss and the placements.
+      step: The functions that `train_step` and `eval_step` jit, with the model, the loss and the
+        placements.
       outer: The outer steps if replicas train separately, see `manualpar.diloco`; otherwise `None`.
         With outer steps, `step` is only for evaluation: it treats the common parameters as
-        replicated. `train_step` runs `outer.inner.step`, and makes an outer step every
-        `outer.every` steps of the state's counter. `train_step.trace` and `lower` show the inner
-        step.
+        replicated. `train_step` runs `outer.inner.step`, and also takes the outer steps that are
+        due at the state's step number. `train_step.trace` and `lower` show the inner step.
     """
 
     strategy: Strategy
@@ -150,31 +150,34 @@ class Program(StartsFromArrays):
         return self.step.pipeline
 
     def step_at(self, number: int) -> StepFunction:
-        """Returns the function to call as step `number`, counted from 1.
+        """Returns the function that takes step `number`, counted from 1.
 
-        Without outer steps it is `train_step`. With outer steps it is the function that is due at
-        this step, so that the state's counter need not be read.
+        Without outer steps this is `train_step`. With outer steps, the function takes an outer step
+        only if one is due at step `number`. So the step counter in the state is not read.
         """
         return self.train_step if self.outer is None else self.outer.step_at(number)
 
     def init_from(
         self, params_or_variables: Any, rng: jax.Array | None = None, *, missing: Missing = "error"
     ) -> TrainState:
-        """Starts from parameters, see `StartsFromArrays`; all replicas start with them."""
+        """Makes a state from parameters, see `StartsFromArrays`; all replicas start with them."""
         state = super().init_from(params_or_variables, rng, missing=missing)
         return state if self.outer is None else self.outer.start_replicas(self, state)
 
     def adopt(self, state: TrainState) -> TrainState:
-        """Adopts a state, see `StartsFromArrays`; its number of replicas may differ."""
+        """Converts another program's state, see `StartsFromArrays`; replica counts may differ."""
         program = self.for_replicas_of(getattr(state, "local", {}))
         return self.regroup(StartsFromArrays.adopt(program, state))
 
     def for_replicas_of(self, per_device: Mapping[str, Any]) -> "Program":
-        """Returns a program that loads states with these per-device arrays, see `OuterSteps`."""
+        """Returns a program that loads states with as many replicas as `per_device` has.
+
+        `per_device` is the `TrainState.local` of such a state, see `OuterSteps`.
+        """
         return self if self.outer is None else self.outer.for_replicas_of(self, per_device)
 
     def regroup(self, state: TrainState) -> TrainState:
-        """Converts a state of the program from `for_replicas_of` to this number of replicas."""
+        """Converts a state with another number of replicas to this program's number."""
         return state if self.outer is None else self.outer.regroup(self, state)
 
 
@@ -241,7 +244,7 @@ def _design(
     """Decides the shardings of the state and the operations of a step.
 
     Returns:
-      The abstract batch, the functions of a step, and the training state.
+      The abstract batch, the functions of a step, and the maker of the initial state.
     """
     name = strategy.name
     check_strategy(strategy, options["num_minibatches"])
@@ -287,8 +290,8 @@ def _design(
     )
     check_context(name, traced_model, batch, roles)
     check_trainable(name, traced_model)
-    # If initialisers give parameters a type that is sharded, the model computes with the shards. So
-    # these parameters are not gathered over axes that do not split the batch.
+    # If initialisers make parameters with explicit shardings, the model computes with the shards.
+    # So these parameters are not gathered over axes that do not split the batch.
     if traced_model.keeps_types:
         roles = dataclasses.replace(roles, others=dict.fromkeys(mesh.axis_names, "model"))
     placements = jax.tree.map(route, traced_model.parameters)

@@ -3,7 +3,7 @@
 The forward pass, the backward pass and the reductions of gradients and metrics run inside
 `shard_map`. Read `Step._gradients_on_device` first. This method has three parts: *box* the
 parameters, so that they gather themselves; *accumulate* the gradients of the loss over minibatches;
-*reduce* gradients over the devices. This package writes every collective in it.
+*reduce* gradients over the devices. In mode `manual`, this package writes all its collectives.
 
 The optimizer's *update* runs outside, on global arrays. There the norm of a gradient is the norm
 of the global gradient, and an elementwise update needs no collective. Gradients have the specs of
@@ -68,13 +68,13 @@ class Step:
     Attributes:
       strategy: Decides when parameters are gathered and gradients scattered.
       model: The model with its loss.
-      mode: The mode: this package or XLA writes the collectives.
+      mode: Decides whether this package or XLA writes the collectives.
       roles: The role of each mesh axis.
       placements: The tree of parameters with a `Route` at each leaf.
       update: Applies the optimizer to the gradients.
       num_minibatches: The number of minibatches into which a device splits its part of a batch.
       schedule: Runs the minibatches one after another, see `modes.gradients`.
-      pipeline: Replaces `schedule` if stages split the layers.
+      pipeline: Runs the minibatches in place of `schedule` if stages split the layers.
       nonfinite: What to do if a loss or a gradient is not finite, see `ProgramOptions`.
       rounding: How quantized gradients are rounded.
     """
@@ -133,11 +133,14 @@ class Step:
 
     @property
     def checks_loss(self) -> bool:
-        """Whether tracing `train` checks all that a trace of `loss_only` would show."""
+        """Whether a trace of `train` already checks the loss, so that `loss_only` is not traced."""
         return self._makes_weights_again and self.strategy.gather_every == "minibatch"
 
     def loss_only(self, state: TrainState, batch: Batch) -> Metrics:
-        """Calls the loss as `train` does, without derivatives. Only checks trace this function."""
+        """Calls the loss on one minibatch as `train` does, but without derivatives.
+
+        Only the checks of a program trace this function.
+        """
 
         def first_minibatch(
             boxes: Params, collections: Collections, batch: Batch, rng: jax.Array
@@ -153,10 +156,10 @@ class Step:
     def gradients(
         self, batch: Batch
     ) -> Callable[[Params, Aux, jax.Array, Batch], tuple[Grads, StepSums, Aux]]:
-        """Returns the function that computes the global gradients of batches of these shapes.
+        """Returns a function that computes the global gradients of batches shaped like `batch`.
 
-        The returned function takes global arrays and runs `_gradients_on_device`. Its gradients
-        have the specs of the optimizer's state.
+        The returned function takes global arrays and runs `_gradients_on_device` on each device.
+        Its gradients have the specs of the optimizer's state.
         """
         aux_specs = PartitionSpec(), self.rounding.specs()
         out_specs = (state_specs(trained(self.placements)), PartitionSpec(), aux_specs)
@@ -175,8 +178,8 @@ class Step:
           batch: The device's part of the batch.
 
         Returns:
-          The gradients, sharded like the optimizer's state, the sums of all devices, and the new
-          `aux`.
+          The gradients, sharded like the optimizer's state; the loss and the metrics, summed over
+          all devices; and the new `aux`.
         """
         mode, (collections, per_device) = self.mode, aux
         # Box the parameters twice: with the specs of parameters, and with the specs of gradients.
@@ -243,7 +246,7 @@ class Step:
         return strip_boxes(self._map_trained(self.mode.sync, grad_boxes, grads))
 
     def _with_nonfinite(self, sums: StepSums, grads: Grads) -> StepSums:
-        """Adds to a device's sums whether its gradients are finite, if `nonfinite` needs this."""
+        """Adds to `sums` whether this device's gradients are finite, if `nonfinite` needs this."""
         if self.nonfinite == "ignore":
             return sums
         axes = self.mode.data_axes + self.mode.outer_axes

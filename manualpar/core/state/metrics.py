@@ -1,6 +1,7 @@
 """Metrics: pairs `(sum, count)`, which add up over devices, minibatches, batches and steps.
 
-The mean is computed once, at the end: the mean of the means of parts of unequal size is wrong.
+The mean is computed once, from the final sum and count. The mean of the minibatches' means would be
+wrong if minibatches have different counts.
 """
 
 import math
@@ -52,7 +53,7 @@ def add_metrics(first: Metrics | None, second: Metrics) -> Metrics:
         return second
     if first.keys() != second.keys():
         raise ValueError(
-            f"add_metrics: second has the metrics {sorted(second)}, expected those of first, "
+            f"add_metrics: second has the metrics {sorted(second)}, expected the metrics of first, "
             f"{sorted(first)}."
         )
     is_fetched = not any(isinstance(x, jax.Array) for x in jax.tree.leaves((first, second)))

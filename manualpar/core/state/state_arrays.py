@@ -107,7 +107,7 @@ def place_leaf(function: str, leaf: Leaf, x: Any) -> jax.Array:
     """Copies an array to a program's devices, padded, cast and sharded as `leaf` describes.
 
     Communication:
-      That of `to_host`. A device receives only its shard.
+      The communication of `to_host`. A device receives only its shard.
     """
     value = read_unpadded(function, leaf, x)
 
@@ -136,7 +136,7 @@ def read_unpadded(function: str, leaf: Leaf, x: Any) -> np.ndarray:
       ValueError: The padding is not zeros.
 
     Communication:
-      That of `to_host`.
+      The communication of `to_host`.
     """
     value = to_host(jax.random.key_data(x) if is_key(x) else x)
     if value.shape == leaf.shape:
@@ -146,18 +146,18 @@ def read_unpadded(function: str, leaf: Leaf, x: Any) -> np.ndarray:
     if np.count_nonzero(value) != np.count_nonzero(value[inside]):
         raise ValueError(
             f"{function}: {leaf.name} is {show_leaf(value)}, expected "
-            f"{show_array(leaf.dtype, leaf.shape)}, or a padded array with zeros behind this "
-            "shape; it has other values there. Pass arrays of the same model."
+            f"{show_array(leaf.dtype, leaf.shape)}, or an array padded from this shape with zeros; "
+            "its padding has other values. Pass arrays of the same model."
         )
     return value[inside]
 
 
 def to_host(x: Any) -> np.ndarray:
-    """Copies a NumPy array or a whole `jax.Array` into the memory of every process.
+    """Copies a NumPy array or a complete `jax.Array` into the memory of every process.
 
     Communication:
-      None in one process: each shard is copied to the host separately. With several processes, one
-      all-gather: every device then stores the whole array for a short time.
+      None in one process: each shard is copied to the host separately. One all-gather if the array
+      is sharded over several processes: every device then stores the whole array for a short time.
     """
     if not isinstance(x, jax.Array):
         return np.asarray(x)

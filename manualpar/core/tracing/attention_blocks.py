@@ -6,8 +6,8 @@ jaxpr nor the compiled program shows how many blocks are left.
 
 import re
 
-# Matrix products for each block, forward and backward. A blockwise backward pass computes the
-# scores again. Reported FLOP/s do not count this product.
+# The matrix products for each block, forward and backward: all of them, and those that count in
+# reported FLOP/s. The backward pass computes the scores again, and this product does not count.
 PRODUCTS_COMPUTED, PRODUCTS_COUNTED = 7, 6
 _BLOCKS = re.compile(r"\bscore_blocks_(\d+)\b")
 

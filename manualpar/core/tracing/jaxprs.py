@@ -8,12 +8,12 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
 CALLS = frozenset({"jit", "pjit"})
 REMAT_PRIMITIVES = frozenset({"checkpoint", "remat", "remat2"})
-# Casts between types of check_vma; some have a suffix before jax 0.12.
+# The primitives that cast between the types of `check_vma`, with the names before and in jax 0.12.
 _TYPE_CAST_WORDS = """
 preduced pvary reduced_vary_cast reduced_vary_cast_p vary_unreduced_cast vary_unreduced_cast_p
 """
 TYPE_CASTS = frozenset(_TYPE_CAST_WORDS.split())
-# jax 0.12 lowers these to other primitives at compile time.
+# A primitive of jax 0.12 that is lowered to other primitives at compile time.
 COMPOSITE = "call_hi_primitive"
 
 
@@ -45,7 +45,7 @@ def expanded(eqn: Any) -> ClosedJaxpr:
     """Expands a composite primitive into a program.
 
     Raises:
-      ValueError: The expansion contains a collective, whose axis is not known here.
+      ValueError: The expansion contains a collective, whose axis is not bound here.
     """
     primitive = eqn.params["_prim"]
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), primitive.in_avals)
@@ -54,7 +54,8 @@ def expanded(eqn: Any) -> ClosedJaxpr:
     except NameError as error:
         raise ValueError(
             f"{type(primitive).__name__} ({eqn.source_info.name_stack}) contains a collective, "
-            "expected a composite primitive of jax without one. Write it out in the model."
+            "expected a composite primitive of jax without one. In the model, write the operations "
+            "of the primitive in its place."
         ) from error
 
 
@@ -62,12 +63,12 @@ def scan_sizes(params: Mapping[str, Any]) -> tuple[int, int]:
     """Returns how many of a scan's operands are constants, and how many are carried values."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
-    consts, carry, _ = params["ft_in"].unpack()  # The name in jax 0.12.
+    consts, carry, _ = params["ft_in"].unpack()  # jax 0.12 has both in this parameter.
     return len(consts), len(carry)
 
 
 def has_effects(eqn: Any) -> bool:
-    """Returns whether an equation has effects; the axis names of collectives do not count."""
+    """Returns whether an equation has effects other than the axis name of a collective."""
     return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
 
 
@@ -79,7 +80,7 @@ def without_names(jaxpr: Jaxpr) -> Any:
 def run_equations(
     jaxpr: Jaxpr, eqns: list[Any], invars: Iterable[Any], outvars: list[Any], args: Iterable[Any]
 ) -> list[Any]:
-    """Runs the equations `eqns` on `args`, the values of `invars`; returns the `outvars`."""
+    """Runs the equations `eqns` of `jaxpr`, with `args` as `invars`; returns the `outvars`."""
     operands = {v: x for v, x in zip(invars, args, strict=True) if not isinstance(v, Literal)}
     effects = frozenset[Any]().union(*(eqn.effects for eqn in eqns))
     program = Jaxpr((), list(operands), outvars, eqns, effects, without_names(jaxpr))

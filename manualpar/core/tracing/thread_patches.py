@@ -1,7 +1,7 @@
-"""Replaces functions of other packages during a call, only in the calling thread.
+"""Replaces functions of other packages temporarily, and only in the calling thread.
 
-Other threads keep the old functions. Calls of several threads may overlap: the call that begins
-first may also end first.
+Other threads keep the old functions. Replacements by several threads may overlap: the one that
+begins first may also end first.
 """
 
 import contextlib
@@ -41,8 +41,8 @@ def replaced_in_thread(
     finally:
         for call in calls:
             vars(call)["has_ended"] = True
-        # Another thread may have replaced this replacement. When the call of that thread ends, it
-        # removes its own replacement and the ended ones below.
+        # Another thread may have replaced this replacement. When the context of that thread ends,
+        # the thread removes its own replacement, and all replacements below it that have ended.
         for owner, name in targets:
             while getattr(vars(owner)[name], "has_ended", False):
                 setattr(owner, name, vars(owner)[name].__wrapped__)

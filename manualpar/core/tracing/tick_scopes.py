@@ -1,7 +1,8 @@
 """A named scope that records in how many ticks each stage of a pipeline runs a branch.
 
-All stages of a pipeline run one program. In each tick a stage looks up in a table which branch of a
-`cond` it runs. So neither the jaxpr nor the compiled program shows how often a branch runs.
+All stages of a pipeline run one program, a loop over the ticks of the schedule. In each tick a
+stage looks up in a table which branch of a `cond` it runs. So neither the jaxpr nor the compiled
+program shows how often a branch runs.
 """
 
 import functools

@@ -55,20 +55,20 @@ def diloco(
         state, metrics = program.train_step(state, batch)
     ```
 
-    `train_step` also takes the outer step, each time that the state has counted `every` more steps.
-    `state.params` are the parameters that the replicas last agreed on. `eval_step`, checkpoints and
-    exports use these parameters.
+    `train_step` also takes an outer step in each step whose number is a multiple of `every`, and
+    with several fragments in further steps. `state.params` are the parameters that the replicas
+    last agreed on. `eval_step`, checkpoints and exports use these parameters.
 
     Args:
       model: The model, as in every builder.
       tx: The optimizer of each replica.
       loss_fn: The loss.
       every: The number of inner steps between two outer steps.
-      outer_tx: The optimizer of the outer step. It updates the common parameters. As gradient it
-        gets the mean over replicas of `common - replica`: the common parameters minus the replica's
+      outer_tx: The optimizer of the outer step. It updates the common parameters. Its gradient is
+        the mean over replicas of `common - replica`: the common parameters minus the replica's
         parameters. Each replica is weighted by the number of examples that it has seen since the
-        last outer step. `optax.sgd(1)` takes the mean of the replicas' parameters. The outer
-        optimizer gets no loss.
+        last outer step. With `optax.sgd(1)` the mean of the replicas' parameters becomes the common
+        parameters. The outer optimizer gets no loss.
       inner: The builder of each replica's program: `fsdp`, `data_parallel`, `zero`, or
         `functools.partial(hsdp, replica_axis="group")` with another axis than `replica_axis`.
       outer_code: `"int8"` or `"int4"` quantizes the differences to 8 or 4 bits if that saves bytes.
@@ -209,8 +209,8 @@ def _check_steps(program: Program) -> None:
             outer_step.trace(program.abstract_state)
     except TypeError as error:
         raise TypeError(
-            f"diloco: outer_tx does not take an outer step ({error}), expected an optimizer that "
-            "needs only gradients and parameters, because an outer step has no loss."
+            f"diloco: outer_tx fails in an outer step ({error}), expected an optimizer that needs "
+            "only gradients and parameters, because an outer step has no loss."
         ) from error
     try:
         traced = program.train_step.trace(program.abstract_state, program.abstract_batch)

@@ -1,4 +1,4 @@
-"""Decides by a state's step number whether an outer step follows the inner step.
+"""Decides from a state's step number whether an outer step follows the inner step.
 
 A state counts its steps, so a restored or adopted state continues at the right step. If the host
 read this counter in each step, it would wait for the device each time. So the host also counts the
@@ -85,7 +85,7 @@ class CountedStep:
         return functools.partial(self._with_outer_step, fragment)
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        """Takes the step that follows the state's step number."""
+        """Takes the next step of a state: the step after the number in its step counter."""
         number = self._number
         if state is not self._latest():
             step = getattr(state, "step", None)

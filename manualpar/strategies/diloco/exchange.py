@@ -73,9 +73,9 @@ def mean_collections(
 ) -> Any:
     """Reduces the collections of all replicas to common collections.
 
-    A variable without a rule is equal on all devices of a replica after a step. Between replicas
-    the variable differs, if at all, because of random numbers. So the replicas' mean is taken if
-    the variable is floating-point, and the replicas' maximum if the variable is an integer.
+    A variable without a rule is equal on all devices of a replica after a step. Replicas can differ
+    in such a variable only because they have different random keys. So a floating-point variable
+    becomes the mean over the replicas, and an integer becomes the maximum.
 
     Communication:
       One all-reduce over `axes` for each leaf.
@@ -90,7 +90,7 @@ def to_replica(tree: Any, axes: tuple[str, ...]) -> Any:
 
 
 def _default_rules(collections: Any, names: Iterable[str]) -> Mapping[str, CollectionSync]:
-    """Makes the default rules for leaves that have no rule."""
+    """Makes rules for the leaves that no name in `names` covers: mean for floats, else maximum."""
     leaves = [(path_name(path), x) for path, x in jax.tree_util.tree_leaves_with_path(collections)]
     unnamed = [(path, x) for path, x in leaves if not any(is_inside(path, name) for name in names)]
     return {path: "mean" if jnp.issubdtype(x.dtype, jnp.inexact) else "max" for path, x in unnamed}

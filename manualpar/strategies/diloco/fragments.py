@@ -22,7 +22,7 @@ class Fragments:
 
     Attributes:
       number: The number of fragments.
-      index: A tree of the trained parameters, with the number of the fragment at each leaf.
+      index: A tree like the trained parameters, with the number of its fragment at each leaf.
     """
 
     def __init__(self, params: Any, number: int) -> None:
@@ -30,7 +30,7 @@ class Fragments:
         leaves, structure = jax.tree.flatten(params)
         if number > len(leaves):
             raise ValueError(
-                f"diloco: fragments={number}, expected at most {len(leaves)}, the number of "
+                f"diloco: outer_fragments={number}, expected at most {len(leaves)}, the number of "
                 "trained parameters. (The layers of a scan are stacked in the same parameters.)"
             )
         sizes = [math.prod(x.shape) * x.dtype.itemsize for x in leaves]

@@ -27,10 +27,10 @@ from manualpar.strategies.diloco.steps import ReplicaSteps, replicated_step
 
 @dataclasses.dataclass(frozen=True)
 class DiLoCo(OuterSteps):
-    """DiLoCo's outer steps.
+    """DiLoCo's outer steps, as a program uses them.
 
     Attributes:
-      train_step: The train step, which also takes the outer steps that are due.
+      train_step: The program's train step, which also takes the outer steps that are due.
       state: Makes and regroups the state.
     """
 
@@ -38,11 +38,11 @@ class DiLoCo(OuterSteps):
     state: DiLoCoState
 
     def step_at(self, number: int) -> StepFunction:
-        """Returns the function to call as step `number`, counted from 1."""
+        """Returns the function that takes step `number`, counted from 1."""
         return self.train_step.at(number)
 
     def start_replicas(self, program: Program, state: TrainState) -> TrainState:
-        """Makes the replicas of a state start from the state's common parameters."""
+        """Replaces all replicas by new ones that start with the state's common parameters."""
         return _on_state(program, self.state.start_replicas, state)
 
     def for_replicas_of(self, program: Program, per_device: Mapping[str, Any]) -> Program:
@@ -77,7 +77,7 @@ class DiLoCo(OuterSteps):
 def _on_state(
     program: Program, function: Callable[[TrainState], TrainState], state: TrainState
 ) -> TrainState:
-    """Runs a function of states; donates all arrays except the per-replica arrays."""
+    """Jits and runs `function(state)`; donates all arrays except the per-replica arrays."""
 
     def run(common: TrainState, local: Any) -> TrainState:
         return function(common.replace(local=local))

@@ -32,14 +32,14 @@ from manualpar.strategies.diloco.fragments import Fragments
 
 
 class DiLoCoState:
-    """Makes the state of all replicas. Each replica has a state of one replica's program, `inner`.
+    """Makes the state of all replicas from the states of `inner`, the program of one replica.
 
     Attributes:
       placements: The tree of parameters with a `Route` at each leaf.
       fragments: Divides the parameters into parts that are exchanged at different steps.
       fragment_tx: The outer optimizer of one fragment.
       outer_tx: The outer optimizer of all fragments.
-      opt_placements: The placements of the outer optimizer's state, by fragment.
+      opt_placements: For each fragment, the placements of the outer optimizer's state.
       axis_name: The mesh axis of the replicas, or the tuple of axes.
     """
 
@@ -65,11 +65,11 @@ class DiLoCoState:
         )
 
     def by_fragment(self, opt_state: Any) -> tuple[Any, ...]:
-        """Returns the outer optimizer's state of each fragment."""
+        """Splits the outer optimizer's state into the states of the fragments."""
         return (opt_state,) if self.fragments.number == 1 else opt_state
 
     def with_fragment(self, opt_state: Any, fragment: int, fragment_state: Any) -> Any:
-        """Replaces one fragment's state in the outer optimizer's state."""
+        """Replaces the state of one fragment in the outer optimizer's state."""
         if self.fragments.number == 1:
             return fragment_state
         return (*opt_state[:fragment], fragment_state, *opt_state[fragment + 1 :])
@@ -106,7 +106,7 @@ class DiLoCoState:
         )
 
     def regroup(self, state: TrainState) -> TrainState:
-        """Converts a state from another number of replicas; all new replicas are equal.
+        """Converts a state with another number of replicas; all new replicas are equal.
 
         Directly after an outer step the new replicas start with the common parameters. Otherwise
         they start with the mean of the old replicas. The mean is weighted by the replicas' numbers

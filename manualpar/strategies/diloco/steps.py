@@ -60,7 +60,7 @@ class ReplicaSteps:
 
     Attributes:
       inner: The program of one replica.
-      replicated_step: The step of all devices, made by the function `replicated_step`.
+      replicated_step: The step on the mesh of all devices, with the state replicated over `axes`.
       axes: The mesh axes of the replicas.
       state: Makes and shards the state.
     """
@@ -111,7 +111,7 @@ class ReplicaSteps:
             collections=replica["collections"],
             rng=fold_rng_over_axis(state.rng, self.axes),
         )
-        # Without constraints the compiler may choose another layout inside the outer `shard_map`.
+        # Without constraints XLA may choose another sharding inside the outer `shard_map`.
         inner_state = jax.tree.map(self._constrain, inner_state, self.inner.layout)
         inner_state, metrics = self._replica_step.train(inner_state, batch)
         inner_state = jax.tree.map(self._constrain, inner_state, self.inner.layout)
@@ -133,10 +133,10 @@ class ReplicaSteps:
     def overlapped_outer_step(
         self, fragment: int, state: TrainState, batch: Any
     ) -> tuple[TrainState, Metrics]:
-        """Takes an inner step while a fragment is exchanged as it was before this step.
+        """Takes an inner step, and at the same time exchanges a fragment from before this step.
 
-        This exchange lacks the change that a replica makes in this inner step. The next exchange
-        sends this change.
+        The exchange does not include the change that a replica makes in this inner step. The next
+        exchange includes this change.
         """
         exchanged = self._exchange(fragment, state)
         after, metrics = self.train(state, batch)
@@ -226,8 +226,8 @@ class ReplicaSteps:
             if old is None:
                 updated = jax.tree.map(lambda x: cast_to_varying(x, self.axes), common)
             else:
-                # Each replica adds to the common values the change that it made in the inner step
-                # during the exchange.
+                # The exchange ran during an inner step. Each replica adds the change that it made
+                # in this step to the common values.
                 updated = jax.tree.map(lambda x, now, then: x + (now - then), common, replica, old)
             return to_replica(
                 updated | {"examples": count.at[fragment].set(since[fragment])}, self.axes
@@ -274,7 +274,7 @@ class ReplicaSteps:
 def replicated_step(
     name: str, inner: Program, mesh: Mesh, roles: AxisRoles, axes: tuple[str, ...]
 ) -> Step:
-    """Makes the step of all devices from one replica's step; replicates the state over `axes`."""
+    """Makes, from one replica's step, a step of all devices; `axes` replicate the state."""
     step = inner.step
     mode = dataclasses.replace(step.mode, mesh=mesh, data_axes=roles.data_axes)
     infos = step.model.parameters

@@ -51,7 +51,7 @@ def failing_together() -> Iterator[None]:
     """Raises an error in all processes if one process has an error, so that none waits forever.
 
     Communication:
-      That of `gather`, at the end of the context.
+      The communication of `gather`, at the end of the context.
     """
     try:
         yield

@@ -39,8 +39,8 @@ SHORT_OF_MEMORY_SECONDS = 2.0
 
 
 NO_MEMORY = (
-    "it cannot get memory; give it more (`ulimit -v`, the job's limit), or make the model or the "
-    "batch smaller"
+    "it cannot allocate memory; raise its memory limit (`ulimit -v`, the job's limit), or make the "
+    "model or the batch smaller"
 )
 
 
@@ -188,8 +188,8 @@ async def knock(
     """Connects to the hub as soon as it listens on one of `hosts`, and introduces this process.
 
     Returns the connection on which the hub has admitted this process, and the hub's answer with its
-    host and process id. After half the timeout, a message on standard error names process 0 as
-    missing.
+    host and process id. After half of `terms.timeout_seconds`, a message on standard error says
+    that process 0 does not answer.
 
     Raises:
       ConnectionError: Process 0 did not listen in time.
@@ -214,7 +214,7 @@ async def knock(
         if waited > warn_seconds and not has_warned:
             has_warned = True
             announce(
-                f"process 0 is not there after {warn_seconds:g} s, at port {port} ({reasons}); "
+                f"process 0 does not answer after {warn_seconds:g} s, at port {port} ({reasons}); "
                 f"waiting up to {terms.join_seconds:g} s"
             )
         await asyncio.sleep(KNOCK_SECONDS)

@@ -27,8 +27,8 @@ from manualpar.system.cluster.hub import LEAVING_SECONDS, Hub
 from manualpar.system.cluster.messages import Terms
 from manualpar.system.cluster.stopping import StopGate, on_sigterm
 
-# The exit codes of a process tell a scheduler the cause of the end. This code means: this process
-# had an error, whose traceback is on the screen.
+# A scheduler reads from the exit code why a process ended. This code means that this process had an
+# error, and that its traceback was printed.
 FAILED_EXIT_CODE = 1
 # Another process was lost. Nothing is wrong with this process: start the run again.
 LOST_PROCESS_EXIT_CODE = 4
@@ -129,16 +129,17 @@ class Cluster(contextlib.AbstractContextManager["Cluster", None]):
     def enter(self, phase: str, *, limit: float = 0.0, varies: bool = False) -> None:
         """Records that this process enters a phase of its work, so that a hang can be noticed.
 
-        Every process must enter the same number of phases in the same order. If a process is behind
-        the others, and its phase takes `timeout_seconds` longer than the longest phase so far, the
-        process counts as lost. A call costs a microsecond. The phase `UNWATCHED` has no limit.
+        Every process must enter the same number of phases in the same order. A process counts as
+        lost if it has entered fewer phases than the others, and its phase takes `timeout_seconds`
+        longer than the longest phase so far. A call costs a microsecond. The phase `UNWATCHED` has
+        no limit.
 
         Args:
           phase: The name of the phase, such as `"in a step"`.
-          limit: The seconds that the phase may take the first few times. With 0 the phase may then
-            take ten minutes longer than the longest phase so far, or any time if all processes are
-            in this phase.
-          varies: Whether the limit of the phase is always `limit`, however often it was completed.
+          limit: The seconds that the phase may take the first few times. If it is 0, the phase may
+            these times take ten minutes longer than the longest phase so far, or any time while all
+            processes are in it.
+          varies: Whether `limit` holds every time, not only the first few times.
         """
         self._pace.enter(phase, limit=limit, varies=varies)
 
@@ -225,8 +226,7 @@ class Cluster(contextlib.AbstractContextManager["Cluster", None]):
         Process 0 passes the `hub` that it runs.
         """
         self._hub = hub
-        # The thread starts now, because it may be impossible to start one later, for lack of
-        # memory.
+        # The thread starts now, because later there may be too little memory to start a thread.
         threading.Thread(target=self._flush_at_end, name="cluster-flush", daemon=True).start()
         self._channel = Channel(
             hosts, port, terms, gate=self._gate, pace=self._pace, on_loss=self._end_because_of

@@ -13,7 +13,7 @@ COORDINATOR_VARIABLE = "MANUALPAR_COORDINATOR_ADDRESS"
 COUNT_VARIABLE = "MANUALPAR_NUM_PROCESSES"
 ID_VARIABLE = "MANUALPAR_PROCESS_ID"
 # With this value in place of an address, JAX looks for a cluster even if this module finds no
-# variable of one.
+# variable that a cluster sets.
 AUTO = "auto"
 
 MEND = (
@@ -32,7 +32,7 @@ class Assignment:
     # Whether this process uses all devices of its host. If not, JAX chooses: in Slurm and Open MPI
     # it gives one device to each process.
     sees_all_devices: bool
-    # If JAX has to find the processes: the variable that shows that there are several.
+    # If JAX has to find the processes: the variable or flag that shows that there are several.
     evidence: str = dataclasses.field(default="", compare=False)
 
 
@@ -82,20 +82,24 @@ def find_assignment(
         return found_by_jax
     if jax_address:
         raise ValueError(
-            "initialize: JAX_COORDINATOR_ADDRESS is set, but nothing says how many processes there "
-            f"are and which one this is. Set {COUNT_VARIABLE} and {ID_VARIABLE} too, or unset it."
+            "initialize: JAX_COORDINATOR_ADDRESS is set without the number of processes and the "
+            f"number of this process. Set {COUNT_VARIABLE} and {ID_VARIABLE} too, or unset "
+            "JAX_COORDINATOR_ADDRESS."
         )
     if _number(environment, "OMPI_COMM_WORLD_SIZE") > 1:
         raise ValueError(
             f"initialize: OMPI_COMM_WORLD_SIZE={environment['OMPI_COMM_WORLD_SIZE']} says that "
-            "Open MPI started several processes, but Open MPI 5 does not give the address of the "
-            f"first one. {MEND}; --num_processes=1 makes each process a separate run."
+            "Open MPI started several processes, but Open MPI 5 does not give the address of "
+            f"process 0. {MEND}; --num_processes=1 makes each process a separate run."
         )
     return None
 
 
 def _check(arguments: Mapping[str, str | int | None], sees_all: bool) -> Assignment:
-    """Makes an `Assignment` from address, count and id; the keys of `arguments` are their names."""
+    """Makes an `Assignment` from the coordinator's address, the process count and the process id.
+
+    The keys of `arguments` are the names of these flags or variables, for messages.
+    """
     missing = [name for name, value in arguments.items() if value in (None, "")]
     present = [name for name in arguments if name not in missing]
     if missing:
@@ -119,13 +123,16 @@ def _check(arguments: Mapping[str, str | int | None], sees_all: bool) -> Assignm
     if not 0 <= process < count:
         raise ValueError(
             f"initialize: {id_name}={process} with {count_name}={count}, expected a number from 0 "
-            f"to {count_name} - 1, another one in each process."
+            f"to {count_name} - 1, a different number in each process."
         )
     return Assignment(str(address), count, process, sees_all)
 
 
 def _evidence(environment: Mapping[str, str]) -> str:
-    """Returns the name of a variable set by a cluster that JAX can find, or '' if there is none."""
+    """Returns, as `NAME=value`, a variable that a cluster of several processes has set.
+
+    Returns "" if there is none. Only clusters that JAX can find count.
+    """
     slurm = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_PROCID", "SLURM_LOCALID")
     in_slurm = all(name in environment for name in slurm)
     in_open_mpi = "OMPI_MCA_orte_hnp_uri" in environment

@@ -34,10 +34,10 @@ class LostProcess:
     """A process that is lost, so that the other processes must end."""
 
     process: int | None  # The number of the process; `None` if it is not known.
-    host: str  # The name of the process's host, and its process id there; empty if unknown.
-    pid: int
-    reason: str  # Why the process counts as lost.
-    is_failure: bool = False  # Whether the process reported an error, which is then `reason`.
+    host: str  # The name of the process's host; empty if it is not known.
+    pid: int  # The process id on this host.
+    reason: str  # The reason why the process counts as lost, or the error that it reported.
+    is_failure: bool = False  # Whether `reason` is an error that the process reported.
 
     def __str__(self) -> str:
         if self.process is None:
@@ -65,7 +65,7 @@ class ProcessProgress:
 
     count: int = 0  # The number of phases that the process has entered.
     phase: str = UNWATCHED  # The current phase.
-    is_known: bool = False  # Whether the phase was completed `KNOWN_AFTER` times.
+    is_known: bool = False  # False until it was completed `KNOWN_AFTER` times, or if it varies.
     limit: float = 0.0  # The limit of the phase as long as it is not known; 0 for the default.
     longest: float = 0.0  # The time of the process's longest phase so far.
     stuck: float = 0.0  # The time that the process has spent in the current phase.
@@ -148,14 +148,15 @@ def find_hung(
 
     The number is `None` if all processes have the same count of phases, because then it is not
     known which process hangs. A phase may take `timeout_seconds` longer than the longest phase so
-    far.
+    far, and the first few times much longer, see the module's docstring.
     """
     longest = max(one.longest for one in processes.values())
     lowest = min(one.count for one in processes.values())
     behind = {process: one for process, one in processes.items() if one.count == lowest}
     all_equal = len(behind) == len(processes)
-    # The default limit of a phase that is not known. If all processes are in it, for example in a
-    # long compilation, it may take any time. If a process is ahead, the phase does end.
+    # The default limit of a phase that was completed only a few times. If all processes are in it,
+    # for example in a long compilation, it may take any time. If some process is ahead, it has
+    # completed this phase, so that the time of the phase is limited.
     first = float("inf") if all_equal else longest + max(FIRST_SECONDS, timeout_seconds)
 
     def allowed(one: ProcessProgress) -> float:
@@ -171,7 +172,7 @@ def find_hung(
     seconds = min(processes[process].stuck for process in overdue)
     phase = processes[overdue[0]].phase
     if all_equal:
-        return None, f"none has made progress for {seconds:.0f} s, all are {phase}"
+        return None, f"no process has made progress for {seconds:.0f} s, all are {phase}"
     rest = [process for process in behind if process != overdue[0]]
     beside = f", like {name_processes(rest)}," if rest else ""
     return overdue[0], (

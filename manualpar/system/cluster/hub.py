@@ -9,9 +9,9 @@ differing facts before any process waits in a collective. The hub listens on the
 and frees the port for JAX's coordination service when all processes have connected. So one port is
 enough, and no stranger can reach the hub during the training.
 
-Invariant: process 0 is the last process to which the hub sends the message of the end. It is sent
-after the other processes have ended, or after `LEAVING_SECONDS`. JAX's coordination service runs in
-process 0, and XLA aborts the other processes if this service ends first.
+Invariant: process 0 gets the last message, which makes a process end, after all other processes.
+Before this, the hub waits until they have ended, at most `LEAVING_SECONDS`. JAX's coordination
+service runs in process 0, and XLA aborts the other processes if this service ends first.
 """
 
 import asyncio
@@ -49,7 +49,8 @@ from manualpar.system.cluster.messages import (
 
 # The time that process 0 waits for the other processes to end before it ends itself.
 LEAVING_SECONDS = 2.0
-# The time that a new connection has for its introduction, and the most connections without one.
+# The time that a new connection has to introduce itself, and the maximum number of connections that
+# have not introduced themselves.
 STRANGER_SECONDS = 10.0
 MAX_STRANGERS = 64
 
@@ -74,7 +75,7 @@ class Hub:
         self._members = {process: _Member() for process in range(terms.num_processes)}
         # All connections, the oldest first; each with the task that ends when it has closed.
         self._connections: dict[asyncio.StreamWriter, asyncio.Task[None]] = {}
-        # The messages, by kind and process, that all processes must send before any continues.
+        # Messages by kind and process. The hub answers a kind when all processes have sent it.
         self._said: defaultdict[str, dict[int, Any]] = defaultdict(dict)
         self._waited = 0.0
         self._has_warned = False
@@ -170,7 +171,7 @@ class Hub:
             if "proof" in message and not self._has_warned:
                 self._has_warned = True
                 announce(f"a connection with another {TOKEN_VARIABLE} was refused")
-            return {"kind": "refused", "reason": f"its {TOKEN_VARIABLE} is not that of process 0"}
+            return {"kind": "refused", "reason": f"its {TOKEN_VARIABLE} differs from process 0's"}
         if hello.num_processes != len(self._members):
             counts = {0: len(self._members), hello.process: hello.num_processes}
             facts = {process: {"num_processes": str(count)} for process, count in counts.items()}
@@ -179,11 +180,11 @@ class Hub:
             return answer
         member = self._members.get(hello.process)
         if member is None or member.writer:
-            who = f"on {member.host} (pid {member.pid})" if member else "of no such number"
-            return {
-                "kind": "refused",
-                "reason": f"there is a process {hello.process} {who} already",
-            }
+            reason = f"its number is {hello.process}, expected at most {len(self._members) - 1}"
+            if member:
+                where = f"on {member.host} (pid {member.pid})"
+                reason = f"process {hello.process} is connected already, {where}"
+            return {"kind": "refused", "reason": reason}
         member.writer, member.host, member.pid = writer, hello.host, hello.pid
         if all(member.writer for member in self._members.values()):
             self._server.close()

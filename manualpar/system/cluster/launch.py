@@ -51,12 +51,14 @@ def main(argv: Sequence[str]) -> int:
         description="Starts several processes of a command on this machine.",
         allow_abbrev=False,
     )
-    parser.add_argument("--processes", required=True, help="how many")
-    parser.add_argument("--devices-per-process", help="how many CPU devices each simulates")
+    parser.add_argument("--processes", required=True, help="the number of processes")
+    parser.add_argument(
+        "--devices-per-process", help="the number of CPU devices that each process simulates"
+    )
     parser.add_argument(
         "--grace",
         default="15",
-        help="how long the others may take to end after a failure (seconds, default: 15)",
+        help="the seconds that the other processes have to end after a failure (default: 15)",
     )
     options = parser.parse_args(arguments[:at])
 
@@ -76,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
     if not 0 <= grace < float("inf"):
         parser.error(f"--grace={options.grace}: expected a number of seconds.")
     if not command:
-        parser.error("no command, expected one after --, such as -- manualpar train fsdp.")
+        parser.error("no command, expected a command after --, such as -- manualpar train fsdp.")
     return _launch(command, processes, devices, grace)
 
 
@@ -143,7 +145,7 @@ def _watch(
         if code is None and (code := _first_failure(started)) is not None:
             terminate_at = time.monotonic() + grace
             for number, one in enumerate(started):
-                # A process that was ended by a signal could not report this itself.
+                # A process that a signal ended cannot report this itself.
                 if not num_signals and (one.returncode or 0) < 0:
                     name = signal.Signals(-one.returncode).name
                     print(f"process {number} was ended by {name}", file=sys.stderr, flush=True)

@@ -6,10 +6,9 @@ bytes that the other end does not read, so sending never waits.
 
 The hub sends every new connection a challenge, a number that is used only once. The process answers
 with a hello, and with an HMAC of the challenge and the hello; the key is the token that all
-processes of the run share (`MANUALPAR_TOKEN`). The token itself is never sent, and an answer that
-somebody overhears is useless. Without a token, anybody who can reach the port can answer. Every
-field of a hello is checked, because the sender may be a stranger as long as the proof is not
-verified.
+processes of the run share (`MANUALPAR_TOKEN`). The token itself is never sent, and somebody who
+overhears an answer cannot use it again. Without a token, anybody who can reach the port can answer.
+Every field of a hello is checked, because the sender may be a stranger until the proof is verified.
 """
 
 import asyncio
@@ -46,7 +45,7 @@ class NonsenseError(ConnectionError):
     """The other end sent a message that no process of a run would send."""
 
     def __init__(self) -> None:
-        super().__init__("what answers there is no process of this run")
+        super().__init__("the program that answers there is no process of this run")
 
 
 def send(writer: asyncio.StreamWriter, message: Message) -> None:
@@ -86,11 +85,11 @@ def check_said(message: Message) -> None:
 
 
 async def beats(end: asyncio.Future[Any], timeout_seconds: float) -> AsyncIterator[float]:
-    """Yields regularly, until `end` is done: the seconds since the previous value.
+    """Yields at regular intervals until `end` is done; a value is the seconds since the last one.
 
     The interval is at most an eighth of the timeout, so a process must miss several heartbeats
-    before the timeout is over. The time in which this process itself was stopped does not count,
-    because the other end may have been alive in this time.
+    before the timeout is over. If this process itself was stopped for a time, a value is at most
+    two intervals, because the other end may have been alive in this time.
     """
     interval, last = min(timeout_seconds / 8, 1.0), time.monotonic()
     while not (await asyncio.wait([end], timeout=interval))[0]:

@@ -28,7 +28,8 @@ from manualpar.system.cluster.hub import Hub
 from manualpar.system.cluster.messages import TOKEN_VARIABLE, Terms
 
 BIND_VARIABLE = "JAX_COORDINATOR_BIND_ADDRESS"
-# The timeouts of JAX are longer than the timeouts of this package by these seconds.
+# The timeouts of JAX are longer than the timeouts of this package by these seconds, so that this
+# package reports a lost process first.
 JAX_EXTRA_SECONDS = 20
 # Process 0 starts JAX this much earlier, because JAX repeats a refused connection only after a
 # second.
@@ -179,7 +180,7 @@ def _start_jax(
         if is_given or "must be called before" in str(error):
             raise
         raise ValueError(
-            f"initialize: {own.evidence} says that this is one of several processes, but JAX does "
+            f"initialize: {own.evidence} shows that this is one of several processes, but JAX does "
             f"not find the others ({_in_one_line(error)}). {MEND}, in every process. (In "
             "Kubernetes, JAX finds them itself if jax[k8s] is installed and the pods may be read; "
             "--num_processes=1 makes each process a separate run.)"
@@ -204,19 +205,19 @@ def _in_one_line(error: Exception) -> str:
 
 
 def _not_met(own: Assignment, seconds: float, error: Exception) -> ConnectionError:
-    who = f"all {own.num_processes} processes" if own.coordinator_address else "the processes"
+    who = f"the {own.num_processes} processes" if own.coordinator_address else "the processes"
     return ConnectionError(
-        f"initialize: not {who} met at {own.coordinator_address or 'the coordinator'} within "
-        f"{seconds:g} s; check that all processes were started with the same address and can "
-        f"reach it ({' '.join(str(error).split())[:300]})"
+        f"initialize: {who} did not all connect to {own.coordinator_address or 'the coordinator'} "
+        f"within {seconds:g} s; check that all processes were started with the same address and "
+        f"can reach it ({' '.join(str(error).split())[:300]})"
     )
 
 
 def _meet_before_jax(cluster: Cluster, terms: Terms, address: str, listen_at: str) -> str | None:
     """Connects the processes to the hub, which listens at the coordinator's address.
 
-    Returns, in process 0, the address at which JAX's coordination service must listen. It is the
-    hub's address, because the hub has stopped listening when this function returns.
+    Process 0 gets the address at which JAX's coordination service must listen; others get `None`.
+    It is the hub's address: the hub frees its port when all processes have connected.
     """
     host, port = split_address(address)
     if not cluster.is_main:
@@ -236,7 +237,7 @@ def _meet_before_jax(cluster: Cluster, terms: Terms, address: str, listen_at: st
 
 
 def _meet_after_jax(cluster: Cluster, terms: Terms) -> None:
-    """Connects the processes to the hub, at an address that process 0 sends by a collective."""
+    """Connects the processes to the hub; a collective sends them process 0's address and port."""
     own_name, port, hub = socket.gethostname(), 0, None
     if cluster.is_main:
         terms = dataclasses.replace(terms, token=terms.token or secrets.token_hex(16))

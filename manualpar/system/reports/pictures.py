@@ -47,7 +47,7 @@ STYLE: Any = {
     "xtick.color": INK,
     "ytick.color": INK,
 }
-ROOM = 1.4  # The length of an axis / the longest bar: leaves space for the text after the bar.
+ROOM = 1.4  # The axis is longer than its longest bar by this factor: the bar's text needs space.
 
 
 class Bar(NamedTuple):

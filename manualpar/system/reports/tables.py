@@ -29,11 +29,11 @@ class Column(Generic[Row]):
 
     Attributes:
       name: The name above the column.
-      value: Returns the value of a row; or its index in the row, or the name of the attribute, or
-        its key in a dict, which gives `None` if the key is missing.
+      value: How to read the value from a row: a function of the row, an index, the name of an
+        attribute, or a key if rows are dicts. A missing key gives `None`.
       describe: Formats a number, or other text that is aligned to the right; `None` for words.
       is_optional: Whether a table leaves the column out if its values are all `None` or 0.
-      is_summed: Whether the separate last row of a table has a cell in this column.
+      is_summed: Whether the separate last row of a table, such as a sum, has a text in this column.
     """
 
     name: str
@@ -61,9 +61,9 @@ class Column(Generic[Row]):
 
 
 def text_columns(names: Sequence[str], *, words: int = 1) -> list[Column[Any]]:
-    """Returns columns for rows that are sequences of texts, of which the first `words` are words.
+    """Returns columns for rows that are sequences of texts.
 
-    The other texts are aligned to the right.
+    The first `words` columns are aligned to the left, and the others to the right, like numbers.
     """
     return [Column(name, i, None if i < words else str) for i, name in enumerate(names)]
 
@@ -95,7 +95,7 @@ def describe_share(part: float | None, whole: float = 1.0) -> str:
 
 
 def share_of(whole: float) -> Callable[[float | None], str]:
-    """Returns a format of parts as percentages of `whole`."""
+    """Returns a function that formats a part as a percentage of `whole`."""
     return functools.partial(describe_share, whole=whole)
 
 
@@ -176,7 +176,10 @@ def print_side_by_side(
     names: Sequence[str],
     title: str = "",
 ) -> None:
-    """Prints a table with a line for each column, in which rows with `names` stand side by side."""
+    """Prints a transposed table: a line for each column, and a column for each row.
+
+    `names` are the headings of the rows.
+    """
     lines = [(x.name, *map(x.cell, rows)) for x in columns if x.is_shown(rows)]
     print_table(console, text_columns(["", *names]), lines, title=title)
 

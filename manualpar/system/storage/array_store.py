@@ -1,7 +1,7 @@
 """Describes a folder in a bucket to tensorstore, as the spec of a key-value store.
 
-The spec never contains credentials. tensorstore reads them from the environment, as s3fs and gcsfs
-do: from variables, or else from the files, the machine or the container that these variables name.
+The spec never contains credentials. tensorstore reads them where s3fs and gcsfs read them: from
+environment variables, or else from credential files or from a service of the machine or container.
 """
 
 import os

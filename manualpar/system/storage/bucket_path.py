@@ -303,14 +303,14 @@ def as_path(text: GivenPath) -> AnyPath:
     bucket, _, key = rest.partition("/")
     if scheme not in MODULES:
         raise ValueError(
-            f"a path of the scheme {scheme}:// is not understood, expected s3://, gs:// or a local "
-            "path."
+            f"a path begins with {scheme}://, which is not supported; expected s3://, gs:// or a "
+            "local path."
         )
     if not BUCKET.fullmatch(bucket):
         raise ValueError(
             f"a path on {scheme}:// does not begin with the name of a bucket, expected "
-            f"{scheme}://BUCKET/KEY. Users and passwords do not belong into a path: credentials "
-            "come from the environment."
+            f"{scheme}://BUCKET/KEY. Write no user and no password into a path: credentials come "
+            "from the environment."
         )
     if ".." in key.split("/") or not rest.isprintable():
         raise ValueError(f"a path on {scheme}://{bucket} contains '..' or unprintable characters.")

@@ -120,7 +120,7 @@ def copied_folder(
 
 
 def _copy(file: BucketPath, version: Version, copy: Path) -> None:
-    """Copies an object to a local file, unless this file exists."""
+    """Copies an object to a local file, unless this file exists with the size of the object."""
     if copy.exists() and copy.stat().st_size == version.size:
         return
     draft = copy.with_name(f"{copy.name}.draft")

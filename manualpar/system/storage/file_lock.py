@@ -1,10 +1,10 @@
-"""Locks a file with `flock`; the kernel releases the lock when the process ends.
+"""Locks a file with `flock`.
 
-So a lock file that a killed process left does not keep other processes out. Over NFS (version 4, or
-3 with its lock daemon) the lock is valid for all hosts; if a host crashes, the server keeps its
-lock for about 90 seconds. Programs that the process starts do not inherit the lock. Forked copies
-of the process close the file, because they would otherwise keep the lock after the process was
-killed.
+The kernel releases the lock when the process ends. So other processes can lock a file that a killed
+process left behind. Over NFS (version 4, or version 3 with its lock daemon) the lock is valid on
+all hosts. If a host crashes, the server keeps the host's lock for about 90 seconds. Programs that
+the process starts do not inherit the lock. Forked copies of the process close the file, because
+otherwise they would keep the lock after the process was killed.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ class FileLock(NamedTuple):
     Attributes:
       is_locked: Whether the file system supports such locks.
       check: Checks the lock. If the file was deleted, creates and locks a new file; raises a
-        `HeldError` if another process was faster.
+        `HeldError` if another process has already locked a new file.
     """
 
     is_locked: bool
@@ -53,7 +53,8 @@ def hold_file(
       path: The lock file, which is created if it does not exist.
       folder: The folder that the lock protects, for messages.
       report: Called with a sentence if the file system has no locks.
-      remains: Whether the file is emptied at the end of the context; otherwise it is deleted.
+      remains: Whether the file is kept at the end of the context, but emptied; if not, it is
+        deleted.
 
     Raises:
       HeldError: Another process has the lock; the message names the process.
@@ -76,7 +77,7 @@ def hold_file(
         try:
             yield FileLock(is_locked, check)
         finally:
-            # There is no descriptor in a forked copy of the process, or if the lock was lost.
+            # A forked copy has closed the descriptor, and so has `check` if the lock was lost.
             if descriptors:
                 with contextlib.suppress(OSError):
                     os.ftruncate(descriptors[0], 0)

@@ -50,9 +50,10 @@ def hold(
       folder: The folder.
       report: Called with a sentence if a lock is taken over, or if the server does not support
         this lock.
-      remains: Whether the lock's object stays after the context, marked as free. If it is deleted
-        instead, two other processes may get locks at that moment; `check` then raises an error in
-        the process with the lower number. So test again, in the context, that the folder is free.
+      remains: Whether the lock's object stays after the context, marked as free. If not, the object
+        is deleted. Two other processes may then get locks at that moment; `check` raises an error
+        in the process with the lower number. So inside the context, check once more that no other
+        process has written the folder.
 
     Raises:
       HeldError: Another process has the lock.
@@ -91,7 +92,7 @@ def hold(
     finally:
         ended.set()
         thread.join()
-        with contextlib.suppress(BucketError):  # Then the lease ends after `LEASE_SECONDS`.
+        with contextlib.suppress(BucketError):  # Then the lock expires after `LEASE_SECONDS`.
             if remains:
                 lock.write_bytes(_text(owner, is_free=True))
             else:
@@ -113,11 +114,12 @@ def _acquire(folder: BucketPath, owner: dict[str, Any], report: Callable[[str], 
     mine = folder / f"{PREFIX}{last + 1}"
     if not mine.create(_text(owner)):
         raise HeldError(_show(_read(mine)))
+    # A server that supports this lock refuses to create the object a second time.
     if mine.create(_text(owner, is_second=True)):
         mine.write_bytes(_text(owner))
         report(
-            f"{folder} is not locked, because its server creates what is already there: make sure "
-            "that no other run writes there"
+            f"{folder} is not locked, because its server lets a second request create an object "
+            "that exists: make sure that no other run writes there"
         )
     for number in numbers:
         if 0 < number < last:
@@ -155,7 +157,7 @@ def _read(lock: BucketPath) -> dict[str, Any]:
     except BucketError:
         raise
     except ValueError:
-        return {}  # Content that no manualpar process writes counts as a lock, too.
+        return {}  # An object with any other content counts as a lock too.
 
 
 def _show(owner: dict[str, Any]) -> str:

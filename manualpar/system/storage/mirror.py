@@ -34,9 +34,9 @@ class Mirror:
         left_out: tuple[str, ...],
         check: Callable[[], None],
     ) -> None:
-        """Makes a mirror; `local` must be empty. Prefixes in `left_out` name files not to copy."""
+        """Takes an empty `local`; skips files whose names begin with a prefix in `left_out`."""
         self._folder, self._local, self._left_out, self._check = folder, local, left_out, check
-        # Maps a file in the bucket to size and modification time of the local file at its upload.
+        # Maps the name of a file to the size and modification time that it had at its last upload.
         self._put: dict[str, tuple[int, int]] = {}
         self._lock = threading.Lock()
 
@@ -83,7 +83,7 @@ def mirrored(
     Args:
       folder: The destination of the results.
       left_out: The prefixes of files that are not copied.
-      check: Called before each upload; raises an error if this process must not upload.
+      check: Called before each upload; raises an error if this process no longer owns `folder`.
       is_main: Whether this process writes results. Other processes get an empty folder.
 
     Raises:

@@ -16,8 +16,8 @@ from absl import logging
 T = TypeVar("T")
 
 WAITS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
-# HTTP statuses below 500 of temporary errors: a request that was too slow, two conflicting requests
-# at once, and too many requests.
+# The HTTP statuses below 500 that mean a temporary error: request timeout, conflict with another
+# request, too early, and too many requests.
 PASSING = frozenset({408, 409, 425, 429})
 # Network errors, as pairs of a package's and a class's name, because the packages are optional.
 NETWORK = frozenset(
@@ -81,12 +81,12 @@ def twice(action: Callable[[], T]) -> T:
 
 
 def request(path: Any, action: Callable[[], T]) -> T:
-    """Calls `action`, and repeats the call as long as its error may be temporary.
+    """Calls `action`, and repeats the call after the pauses in `WAITS` while errors are temporary.
 
     Args:
       path: The `BucketPath` of the request, for messages.
-      action: Makes the request. The call may be repeated although the request has succeeded on the
-        server.
+      action: Makes the request. It may be called again although the server has already carried out
+        the request, because the answer may be lost.
 
     Raises:
       FileNotFoundError: There is no such object.
@@ -149,7 +149,7 @@ def _explained(path: Any, error: Exception) -> OSError:
         text = f"there are no credentials in the environment: set {credentials}"
     elif isinstance(error, PermissionError) or statuses & {401, 403}:
         problem = f"access is refused ({_named(codes)})"
-        text = f"{problem}: check {credentials}, and what they allow in this bucket"
+        text = f"{problem}: check {credentials}, and their permissions in this bucket"
     elif redirects := statuses & REDIRECTS:
         text = (
             f"the server redirects to another address ({min(redirects)}), which is not followed "

@@ -132,7 +132,7 @@ def parse_object(text: bytes | str, *, allow_nan: bool = False) -> dict[str, Any
         raise ValueError(f"is not JSON ({error})") from None
     if not isinstance(value, dict):
         raise ValueError(f"is not a JSON object ({type(value).__name__})")
-    # With fewer brackets than `MAX_DEPTH`, the value cannot be nested too deep.
+    # A text with at most `MAX_DEPTH` opening brackets cannot be nested too deep.
     if text.count("{") + text.count("[") > MAX_DEPTH:
         _refuse_depth(value)
     return value

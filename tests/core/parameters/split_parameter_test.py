@@ -180,7 +180,7 @@ def carrying(params, apply_fn, batch, rng):
 
 REFUSED = {
     "does not divide": (ValueError, "'down' .* dim 0 of size 6 does not divide over the 4 devices"),
-    "shared that does not divide": (ValueError, "a multiple of 4, or to divide it, because it is"),
+    "shared that does not divide": (ValueError, "a multiple of 4, or a divisor of 4, because"),
     "too few names": (ValueError, r"split: names=\('model',\) for a parameter of shape \(8, 16\)"),
     "an axis twice": (ValueError, "names an axis twice; name each axis once"),
     "annotated within": (TypeError, "init returned a Partitioned, expected an array"),

@@ -124,7 +124,7 @@ def test_a_first_save_that_nobody_comes_out_of_has_a_limit():
     run.clock[0] += 1.1
     assert run.hung() == (
         None,
-        "none has made progress for 2001 s, all are saving in /runs/1",
+        "no process has made progress for 2001 s, all are saving in /runs/1",
     )
 
 
@@ -159,7 +159,7 @@ def test_all_that_stand_in_the_same_known_place_are_hung_and_nobody_is_named():
     run.go_on("in a step", 11.0)
     assert run.hung() is None
     run.clock[0] += 0.1
-    assert run.hung() == (None, "none has made progress for 11 s, all are in a step")
+    assert run.hung() == (None, "no process has made progress for 11 s, all are in a step")
 
 
 def test_one_that_has_just_come_to_where_the_others_stand_is_given_time():
@@ -170,7 +170,7 @@ def test_one_that_has_just_come_to_where_the_others_stand_is_given_time():
     run.clock[0] += 10.2  # By now the others are here for more than 20.5 s.
     assert run.hung() is None
     run.clock[0] += 10.5
-    assert run.hung() == (None, "none has made progress for 21 s, all are in a step")
+    assert run.hung() == (None, "no process has made progress for 21 s, all are in a step")
 
 
 def test_of_several_that_are_behind_all_are_named():

@@ -276,7 +276,7 @@ def test_a_process_that_cannot_get_memory_says_so_and_ends_all(monkeypatch):
         assert channel.is_over.wait(HANG_SECONDS)
     for loss in meeting.lost.values():
         assert loss.is_failure
-        assert "failed: it cannot get memory; give it more" in str(loss)
+        assert "failed: it cannot allocate memory; raise its" in str(loss)
     assert set(meeting.lost) == {0, 1}
 
 
@@ -299,7 +299,7 @@ def test_a_stranger_without_the_token_is_told_and_the_run_says_it_once(capfd):
     meeting = Meeting()
     meeting.join(0)
     for token in ("", "wrong", "Secret"):
-        with pytest.raises(ValueError, match="its MANUALPAR_TOKEN is not that of process 0"):
+        with pytest.raises(ValueError, match="its MANUALPAR_TOKEN differs from process 0's"):
             meeting.join(1, token=token)
     said = capfd.readouterr().err
     assert said == "a connection with another MANUALPAR_TOKEN was refused\n"
@@ -319,9 +319,9 @@ def test_after_all_have_met_the_port_is_closed(connect):
 def test_another_process_of_the_same_number_is_refused():
     meeting = Meeting()
     meeting.join(0)
-    with pytest.raises(ValueError, match=r"there is a process 0 on .* \(pid \d+\) already"):
+    with pytest.raises(ValueError, match=r"process 0 is connected already, on .* \(pid \d+\)"):
         meeting.join(0)
-    with pytest.raises(ValueError, match="there is a process 2 of no such number"):
+    with pytest.raises(ValueError, match="its number is 2, expected at most 1"):
         meeting.join(2)
 
 
@@ -371,7 +371,7 @@ def test_process_0_may_come_last(capfd):
     while not said and time.monotonic() < deadline:
         time.sleep(0.02)
         said = capfd.readouterr().err
-    assert said.startswith(f"process 0 is not there after 0.3 s, at port {port} (127.0.0.1: ")
+    assert said.startswith(f"process 0 does not answer after 0.3 s, at port {port} (127.0.0.1: ")
     Hub(listen(f"127.0.0.1:{port}"), terms)
     thread.join(HANG_SECONDS)
     assert joined

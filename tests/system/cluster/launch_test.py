@@ -152,8 +152,8 @@ print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(300)']).p
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--processes=2"], "no command, expected one after --"),
-        (["--processes=2", "--"], "no command, expected one after --"),
+        (["--processes=2"], "no command, expected a command after --"),
+        (["--processes=2", "--"], "no command, expected a command after --"),
         (["--processes=0", "--", "x"], "--processes=0: expected a positive integer"),
         (["--processes=two", "--", "x"], "--processes=two: expected a positive integer"),
         (["--", "x"], "required: --processes"),

@@ -64,7 +64,7 @@ def test_messages_come_whole_also_in_pieces():
     ],
 )
 def test_what_is_no_message_ends_the_connection_and_nothing_else(data):
-    expected = [], "what answers there is no process of this run"
+    expected = [], "the program that answers there is no process of this run"
     assert received(data, framed(b'{"a": 1}')) == expected
 
 

@@ -160,4 +160,4 @@ def test_a_server_that_creates_what_is_there_locks_nothing():
     with hold(Objects(creates_twice=True), report=said.append):
         pass
     assert len(said) == 1
-    assert said[0].startswith("s3://bucket/run is not locked, because its server creates what is")
+    assert said[0].startswith("s3://bucket/run is not locked, because its server lets a sec")
