@@ -201,8 +201,8 @@ def _known_reasons(program: Program) -> str:
     reasons = " A loss that couples examples must gather them with manualpar.gather_examples."
     if program.num_minibatches > 1:
         reasons += (
-            " A loss that couples examples sees only the examples of one minibatch, and this program "
-            f"has num_minibatches={program.num_minibatches}."
+            " A loss that couples examples sees only one minibatch at a time, and this program has "
+            f"num_minibatches={program.num_minibatches}."
         )
     if "batch_stats" in program.whole_state.collections:
         reasons += (

@@ -144,7 +144,7 @@ def test_a_kernel_is_what_it_says_of_itself(mesh42):
 
     silent = ledger(on_devices(call, mesh42, check_vma=False), X)
     assert silent.total_flops == 0
-    assert silent.notes == ("FLOPs of pallas_call are not known here and left out",)
+    assert silent.notes == ("FLOPs of pallas_call are unknown and not counted",)
     estimate = pallas.CostEstimate(flops=123, bytes_accessed=0, transcendentals=0)
     known = ledger(on_devices(lambda x: call(x, estimate), mesh42, check_vma=False), X)
     assert (known.total_flops, known.notes) == (123, ())
@@ -161,7 +161,7 @@ def test_global_arrays_are_shared_by_all_devices(mesh42):
     found = ledger(jax.jit(step), jax.ShapeDtypeStruct((64, 8), jnp.float32))
     assert found.total_flops == 2 * 8**3 + 2 * 64 * 64 * 8 // 8
     [note] = found.notes
-    assert note.startswith("FLOPs on global arrays are taken as spread evenly over 8 devices")
+    assert note.startswith("FLOPs on global arrays are assumed to be spread evenly over 8 devices")
 
 
 def test_axes_that_are_left_to_xla_share_too(mesh42):
