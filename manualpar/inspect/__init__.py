@@ -1,4 +1,4 @@
-"""Reads programs: where they store arrays, the bytes that they send, and their operations."""
+"""Reads a step before it runs: where its state is stored, what it sends, its FLOPs and memory."""
 
 from manualpar.inspect.communication import (
     Collective,

@@ -1,9 +1,10 @@
-"""Writes the numbers of a ledger as a budget, into a file that may hold other budgets.
+"""Writes the numbers of a step's ledger as a budget, into a TOML file that may hold other budgets.
 
-The numbers of a traced step are the same on every machine and with every supported version of jax
-and flax, so they are written exactly. The numbers of a compiled step vary, so their limits are
-higher. For example, the temporaries of `configs/fsdp_lm.py` grew from 28.6 MiB with jax 0.10.0 to
-32.7 MiB with jax 0.10.2.
+`manualpar.inspect.step_ledger` explains ledgers, and `manualpar.inspect.budgets` explains budgets
+and the file. The numbers of a traced step are the same on every machine and with every supported
+version of jax and flax, so they are written exactly. The numbers of a compiled step vary, so their
+limits are higher. For example, the temporaries of `configs/fsdp_lm.py` grew from 28.6 MiB with jax
+0.10.0 to 32.7 MiB with jax 0.10.2.
 """
 
 import math
@@ -26,22 +27,24 @@ from manualpar.inspect.budgets import (
 )
 from manualpar.inspect.ledger_difference import Json, sent_by
 
-COMPILED_ROOM = 1.2
-ROUNDED_TO = 1024  # Bytes of a compiled step are rounded up to a multiple of this.
+COMPILED_ROOM = 1.2  # A limit on a compiled step is the measured number times this.
+ROUNDED_TO = 1024  # A limit on bytes of a compiled step is rounded up to a multiple of this.
 
-# The first line of a table, with the empty lines and comments above it.
+# Matches the `[name]` line of a TOML table, with the empty lines and comments above this line.
 _HEADER = re.compile(r"((?:^[ \t]*(?:#.*)?\n)*^[ \t]*\[.*\n?)", re.MULTILINE)
 
 
 def budget_text(name: str, ledger: Json, earlier: Budget | None = None) -> str:
-    """Writes the numbers of a ledger as the TOML tables of a program.
+    """Returns the budget of the program `name` as TOML, with the numbers of a ledger as limits.
 
-    The tables limit the totals of the traced step, the bytes and collectives of each purpose, and
+    The budget limits the totals of the traced step, the bytes and collectives of each purpose, and
     the bytes of each tuple of axes and of each module. Modules whose names differ only in a number,
-    such as the layers of a model, share a line if they send the same number of bytes. Of a compiled
-    step, the temporaries are always limited. Its bytes and collectives are limited if the compiler
-    inserts all collectives, or if the `earlier` budget limits these numbers. If nothing was
-    compiled, the earlier budget's limits on the compiled step are kept.
+    such as the layers of a model, share a line if they send the same number of bytes.
+
+    If the step was compiled, the budget also limits the compiled step's temporaries. It limits the
+    compiled step's bytes and collectives in two cases: the compiler inserts all collectives, or the
+    `earlier` budget limits them. If the step was not compiled, the budget keeps the limits that
+    `earlier` has for the compiled step.
     """
     measured = amounts(ledger)
     lines = [f"[{quoted(name)}]", f"devices = {math.prod(ledger['mesh'].values())}"]
@@ -51,12 +54,12 @@ def budget_text(name: str, ledger: Json, earlier: Budget | None = None) -> str:
         if quantity not in COMPILED:
             lines += [] if amount is None else [f"{quantity} = {amount:_}"]
         elif amount is None:
-            kept = f"{quantity} = {before or 0:_}  # as before: nothing was compiled"
+            kept = f"{quantity} = {before or 0:_}  # as in the earlier budget"
             lines += [] if before is None else [kept]
         elif quantity == "temporaries" or not ledger["collectives"] or before is not None:
             unit = 1 if quantity == "compiled_collectives" else ROUNDED_TO
             room = math.ceil(amount * COMPILED_ROOM / unit) * unit
-            lines.append(f"{quantity} = {room:_}  # as compiled, and {COMPILED_ROOM - 1:.0%}")
+            lines.append(f"{quantity} = {room:_}  # measured, plus {COMPILED_ROOM - 1:.0%}")
     collectives = ledger["collectives"]
     by_module = {key.name: x for key, x in measured.items() if key[0::2] == ("modules", "bytes")}
     tables = {
@@ -77,9 +80,10 @@ def budget_text(name: str, ledger: Json, earlier: Budget | None = None) -> str:
 
 
 def replace_budget(text: str, name: str, budget: str) -> str:
-    """Puts the result of `budget_text` into a file's text, in place of the old budget of `name`.
+    """Replaces the budget of the program `name` in the text of a budget file.
 
-    The budgets of other programs and all comments above budgets stay.
+    `budget` is the result of `budget_text`. It is added at the end if the file has no budget of
+    `name`. The budgets of other programs stay, and so do all comments above budgets.
 
     Raises:
       BudgetError: The earlier budget cannot be replaced line by line, for example because it is an
@@ -102,20 +106,23 @@ def replace_budget(text: str, name: str, budget: str) -> str:
         parse_budgets(changed, name)
     except BudgetError as error:
         raise BudgetError(
-            f"the budget of {name} cannot be replaced in a file like this ({error}); remove it "
-            "by hand first."
+            f"the budget of {name} cannot be replaced line by line ({error}); remove it by hand "
+            "first."
         ) from error
     return changed
 
 
 def _globs(by_module: Mapping[str, int]) -> Iterator[tuple[str, int]]:
-    """Yields amounts by module, with one glob for modules whose names differ only in a number."""
+    """Yields (glob, amount) pairs; modules with equal amounts and similar names share a glob.
+
+    Names are similar if they differ only in numbers.
+    """
     alike: defaultdict[str, set[str]] = defaultdict(set)
     for module in by_module:
         alike[re.sub(r"\d+", "*", module)].add(module)
     for glob, modules in sorted(alike.items()):
         amounts_of_glob = {by_module[module] for module in modules}
-        # One line for each module if the amounts differ, or if the glob matches other modules, too.
+        # If the amounts differ or the glob also matches other modules, each module gets a line.
         is_exact = modules == {module for module in by_module if matches(glob, module)}
         if len(amounts_of_glob) == 1 and is_exact and len(modules) > 1:
             yield glob, amounts_of_glob.pop()

@@ -1,12 +1,12 @@
 """Budgets: upper limits for the bytes and operations of a step, in a file under version control.
 
-A ledger (`manualpar.inspect.step_ledger`) holds the numbers of a step. A budget holds some numbers
-of an older ledger as limits, and a newer ledger is checked against them. A number above its limit
-is an error. The file is TOML with a table for each program. Every number is an upper limit for one
-device in one step:
+A ledger (`manualpar.inspect.step_ledger`) holds the numbers of a step: what it sends, computes and
+holds. A budget holds some numbers of an older ledger as limits. `check_budget` compares a newer
+ledger with these limits. A number above its limit is an error. The file is TOML with a table for
+each program. Every number is an upper limit for one device in one step:
 
     [fsdp]
-    devices = 8                  # steps on more or fewer devices are refused
+    devices = 8                  # a step on another number of devices is an error
     bytes = 3_022_180            # sent by the traced step; "2.9 MiB" is allowed, too
     collectives = 53             # run by the traced step
     flops = 40_000_000
@@ -54,18 +54,18 @@ TOTALS = {
     "compiled_collectives": "compiled: collectives",
 }
 COMPILED = ("temporaries", "compiled_bytes", "compiled_collectives")
-# Group of limits on parts of a step -> the quantities that this group may limit.
+# Group of limits in a budget -> the quantities that a limit of this group may name.
 QUANTITIES = {
     "purposes": ("bytes", "collectives"),
     "axes": ("bytes", "collectives"),
     "modules": ("bytes", "collectives", "flops"),
 }
-# Group -> the field of a collective in a ledger that contains the purpose, axes or module.
+# Group -> the field of a collective, in a ledger's JSON, by which the group adds up collectives.
 FIELDS = {"purposes": "purpose", "axes": "axes", "modules": "module"}
 IN_BYTES = ("bytes", "peak_memory", "temporaries", "compiled_bytes")
 UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 SLACK = 1.25  # A limit above this multiple of the measured number is reported as loose.
-NUM_NAMED = 3  # Modules that a message names.
+NUM_NAMED = 3  # A message names at most this many modules or classes of memory.
 
 
 class BudgetError(UsageError, ValueError):
@@ -115,7 +115,8 @@ class Verdict(NamedTuple):
 
     Attributes:
       broken: A sentence for each limit that is exceeded.
-      slack: A sentence for each limit that is too high to notice a change.
+      slack: A sentence for each limit above `SLACK` times the measured number. Such a limit is too
+        high to notice a change.
       unchecked: The keys of limits on numbers that the ledger lacks, because nothing was compiled
         or the memory is unknown.
     """
@@ -135,7 +136,7 @@ def read_budgets(path: Path) -> dict[str, Budget]:
 
 
 def parse_budgets(text: str, source: object) -> dict[str, Budget]:
-    """Reads the text of a file of budgets, see `read_budgets`."""
+    """Parses the text of a budget file; `source` is the file's name in messages of errors."""
     try:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -156,7 +157,7 @@ def parse_budgets(text: str, source: object) -> dict[str, Budget]:
 
 
 def budget_for(budgets: Mapping[str, Budget], name: str, source: object) -> Budget:
-    """Returns the budget of a program; refuses a file without this budget."""
+    """Returns the budget of the program `name`; raises a `BudgetError` if `source` has none."""
     if name not in budgets:
         nearest = f"; the nearest one is [{_nearest(name, budgets)}]" if budgets else ""
         raise BudgetError(
@@ -189,16 +190,20 @@ def check_budget(budget: Budget, ledger: Json, source: object) -> Verdict:
         if not found:
             unchecked.append(str(key))
         elif not over:
-            # The largest number of the matched modules is the lowest limit that holds.
+            # A limit holds for each matching module, so the largest number decides.
             name, amount = max(found, key=lambda item: item[1])
             of = f" of {name_module(name)}" if key.group == "modules" else ""
             if most > SLACK * amount:
-                slack.append(f"{budget.name}: {key} allows {most:,}, {amount:,}{of} would do")
+                slack.append(f"{budget.name}: {key} allows {most:,}, measured {amount:,}{of}")
     return Verdict(tuple(broken), tuple(slack), tuple(unchecked))
 
 
 def amounts(ledger: Json) -> dict[BudgetKey, int]:
-    """Returns all numbers that a budget may limit; 0 if a purpose, axis or module has none."""
+    """Returns a ledger's numbers by their keys in a budget.
+
+    A known purpose, mesh axis or module without collectives has 0 bytes and 0 collectives. Numbers
+    of the whole step that the ledger lacks are left out.
+    """
     numbers = totals(ledger)
     found = {BudgetKey("", "", key): whole(numbers[x]) for key, x in TOTALS.items() if x in numbers}
     flops = ledger["flops"]["by_module"]
@@ -206,7 +211,7 @@ def amounts(ledger: Json) -> dict[BudgetKey, int]:
     known = {"purposes": purposes, "axes": tuple(ledger["mesh"]), "modules": tuple(flops)}
     for group, field in FIELDS.items():
         sums = sent_by(ledger["collectives"], field)
-        # First the names with collectives, then the known names without collectives.
+        # First the names that have collectives, then the known names that have none.
         for (name,) in dict.fromkeys([*sums, *((name,) for name in known[group])]):
             sent = sums.get((name,), NOTHING)
             found[BudgetKey(group, name, "bytes")] = whole(sent.bytes)
@@ -279,7 +284,7 @@ def _check_key(key: str, known: tuple[str, ...], where: str) -> None:
 
 
 def _too_many(budget: Budget, key: BudgetKey, name: str, amount: int, ledger: Json) -> str:
-    """Says which limit is exceeded, by how much, and where to look."""
+    """Returns the sentence about an exceeded limit: by how much, and which modules to look at."""
     most, more = budget.limits[key], amount - budget.limits[key]
     part = f" (+{more / most:.1%})" if most else ""
     verb, where = " is", _offenders(budget, key, ledger)
@@ -299,17 +304,18 @@ def _no_such_name(key: BudgetKey, measured: Iterable[BudgetKey]) -> str:
 
 
 def _offenders(budget: Budget, limit: BudgetKey, ledger: Json) -> str:
-    """Names the modules that may have exceeded a limit, or the largest classes of memory.
+    """Returns the end of the sentence about an exceeded limit: where the amount comes from.
 
-    These are the modules above their own limits and the modules without limits. If there are none,
-    these are the largest modules.
+    For memory it names the largest classes of memory. For other quantities it names the modules
+    above their own limits and the modules without limits. If there are none, it names the modules
+    with the largest amounts.
     """
     if limit.quantity in ("peak_memory", "temporaries"):
         classes = ledger["memory"] or {}
         return _most_of_it({name: size for name, size in classes.items() if name != "peak"})
     is_compiled = limit.quantity in COMPILED
     collectives = (ledger["compiled"] if is_compiled else ledger)["collectives"]
-    if is_compiled:  # XLA keeps the names of most modules, but no axes.
+    if is_compiled:  # Compiled collectives have no field `axes`.
         collectives = [{**x, "axes": ""} for x in collectives if "module" in x]
     if limit.group:
         collectives = [x for x in collectives if x[FIELDS[limit.group]] == limit.name]

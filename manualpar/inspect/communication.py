@@ -1,17 +1,17 @@
 """Lists the collectives of a traced step, how often each runs, and the bytes that each sends.
 
-The jaxpr of a program contains exactly the collectives that the program writes. XLA may still merge
-them, move them out of loops, or drop collectives with an unused result. Outside `shard_map`, and
-along axes that are left to the compiler, XLA inserts other collectives.
-`manualpar.inspect.compiled` reads the collectives of the compiled program.
+The jaxpr of a program contains exactly the collectives that the program calls. XLA may still merge
+them, move them out of loops, or drop a collective whose result is not used. Outside `shard_map`,
+and along axes that are not manual, XLA inserts other collectives. `manualpar.inspect.compiled`
+reads the collectives of the compiled program.
 
 Bytes are the bytes that one device sends to its neighbour with ring algorithms on `N` devices
-(Thakur et al., https://doi.org/10.1177/1094342005051521). The devices of a tuple of axes form
-one ring. Bytes are exact fractions, because `(N - 1) / N` of an operand need not be an integer.
+(Thakur et al., https://doi.org/10.1177/1094342005051521). The devices of a tuple of axes form one
+ring. Bytes are exact fractions, because `(N - 1) / N` of an operand need not be an integer.
 
-No collective is left out silently. A primitive that names a mesh axis is a collective with a
-formula, or is known to send nothing, or is refused. Copies between devices inside a Pallas kernel
-and callbacks on the host name no axis, so this module does not see them.
+No collective is left out silently. For a primitive that names a mesh axis this module has a
+formula, or knows that the primitive sends nothing, or raises an error. Copies between devices
+inside a Pallas kernel and callbacks on the host name no axis, so this module does not see them.
 """
 
 import dataclasses
@@ -32,9 +32,8 @@ Key = TypeVar("Key")
 Amount = TypeVar("Amount", int, float, Fraction)
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute"]
 
-# JAX primitive -> kind. With check_vma=True a psum of varying values is psum_invariant. There are
-# separate primitives for all_gather(to="invarying"), for all_gather(to="reduced") and for values of
-# the type unreduced.
+# JAX primitive -> kind. JAX has several primitives for one kind, because they have different types
+# under check_vma=True. For example, a psum of values that vary over the axis is psum_invariant.
 KIND_OF_PRIMITIVE: Mapping[str, Kind] = {
     "all_gather": "all_gather",
     "all_gather_invariant": "all_gather",
@@ -58,11 +57,11 @@ SILENT_PRIMITIVES = TYPE_CASTS | {"axis_index"}
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One operand of a collective that a program writes or a closed form predicts.
+    """One operand of a collective that a program calls or a closed form predicts.
 
-    XLA makes an instruction of one or several such operands, see
-    `manualpar.inspect.compiled.CompiledCollective`. The planner adds seconds to operands and to
-    instructions (`manualpar.planner.timed_collectives.TimedCollective`).
+    XLA compiles one or several of these operands to one instruction, which is a
+    `manualpar.inspect.compiled.CompiledCollective`. For either class the planner's
+    `manualpar.planner.timed_collectives.TimedCollective` adds the seconds.
 
     Attributes:
       axis_size: The number of devices that the axes span together.
@@ -168,9 +167,9 @@ def trace_collectives(
 
     Raises:
       TypeError: `program` is neither the result of `trace` nor of `make_jaxpr`.
-      ValueError: A `while` contains a collective, and `while_trips` does not give its number of
-        rounds; or the bytes of a collective are not known here; or no `shard_map` binds the axis of
-        a collective; or the stage does not exist.
+      ValueError: A `while` contains a collective, and `while_trips` is `None`; or a primitive that
+        names a mesh axis has no formula here; or no `shard_map` binds the axis of a collective; or
+        the stage does not exist.
     """
     jaxpr = program.jaxpr if isinstance(program, jax.stages.Traced) else program
     if not isinstance(jaxpr, ClosedJaxpr):
@@ -183,7 +182,7 @@ def trace_collectives(
 
 
 def count_by_kind(collectives: Iterable[Any]) -> dict[str, int]:
-    """Counts the collectives of each kind in a step; kinds that do not run are left out."""
+    """Counts how many collectives of each kind a step runs; kinds with 0 are left out."""
     counts = summed((collective.kind, collective.times) for collective in collectives)
     return {kind: count for kind, count in counts.items() if count}
 
@@ -194,7 +193,7 @@ def bytes_by_axes(collectives: Iterable[Collective]) -> dict[tuple[str, ...], Fr
 
 
 def total_bytes(collectives: Iterable[Any]) -> Fraction:
-    """Sums the bytes that a device sends in a step for all collectives."""
+    """Returns the bytes that a device sends in a step, summed over all collectives."""
     return sum((collective.bytes_sent for collective in collectives), Fraction(0))
 
 
@@ -281,10 +280,10 @@ class CollectiveReader(EquationReader[Collective]):
 def read_stage(
     caller: str, jaxpr: Jaxpr, around: Around = OUTSIDE, *, stage: int | None, **options: Any
 ) -> tuple[CollectiveReader, tuple[Collective, ...]]:
-    """Reads the collectives of a pipeline's stage with a `CollectiveReader`, made with `options`.
+    """Reads the collectives that one stage of a pipeline runs.
 
     A program without a pipeline has one stage. With `stage=None` the stage that sends the most is
-    read (if equal, the first stage).
+    read (if equal, the first stage). `options` are the other arguments of `CollectiveReader`.
 
     Returns:
       The reader and the collectives.
@@ -305,13 +304,13 @@ def read_stage(
     readings = [*([first] if stage is None else []), *map(read, stages)]
     reader, found = max(readings, key=lambda reading: total_bytes(reading[1]))
     if num_stages > 1:
-        which = "which sends the most" if stage is None else "as asked"
-        reader.notes.append(f"of {num_stages} stages it is stage {reader.stage}, {which}")
+        which = "the one that sends the most" if stage is None else "as requested"
+        reader.notes.append(f"the numbers are of stage {reader.stage} of {num_stages}, {which}")
     return reader, found
 
 
 def _named_axes(eqn: Any) -> list[str]:
-    """Returns the mesh axes that an equation's parameters name, without positional axes."""
+    """Returns the mesh axes that an equation's parameters name; axes given as numbers are dims."""
     values = [value for name, value in eqn.params.items() if "axis" in name or "axes" in name]
     values = [sorted(value) if isinstance(value, frozenset) else value for value in values]
     return [axis for axis in jax.tree.leaves(values) if isinstance(axis, str)]

@@ -1,11 +1,10 @@
 """Reads the collectives and the memory of a compiled program from its optimised HLO.
 
 In a plain `jax.jit` over sharded arrays XLA inserts the collectives. No jaxpr contains them: they
-appear when the program is compiled. XLA also changes collectives that the program writes: it merges
-several collectives into one with several operands, moves collectives out of loops, and drops
-collectives with an unused result. This module reads the program that runs;
-`manualpar.inspect.communication` reads the program that was written. Both count bytes in the same
-way.
+appear when the program is compiled. XLA also changes collectives that the program calls itself: it
+merges several collectives into one with several operands, moves collectives out of loops, and drops
+a collective whose result is not used. This module reads the compiled program;
+`manualpar.inspect.communication` reads the jaxpr. Both count bytes in the same way.
 
 The HLO is specific to the backend. XLA:CPU turns collectives of bfloat16 into float32, so on the
 CPU take the dtype of a collective from the traced program. On a GPU a collective is a pair of
@@ -49,7 +48,7 @@ KIND_OF_OPCODE: Mapping[str, Kind] = {
     "collective-permute": "permute",
 }
 
-# Opcodes that send bytes of which the HLO does not contain the number, or without a formula here.
+# Collectives whose bytes are unknown: HLO does not contain them, or this module has no formula.
 UNKNOWN_OPCODES = frozenset({"collective-broadcast", "ragged-all-to-all", "recv", "send"})
 
 # XLA:TPU's reduce-scatter is a fusion of an all-reduce and a slice. Its name has this prefix.
@@ -62,9 +61,9 @@ FUSED_START, FUSED_DONE = "AsyncCollectiveStart", "AsyncCollectiveDone"
 class CompiledCollective:
     """A collective instruction of a compiled program, or a pair of a start and a done.
 
-    It is not a `Collective`, because XLA merges several `Collective`s into one instruction with
-    several operands and source operations, and because HLO has groups of devices instead of mesh
-    axes. `manualpar.inspect.xla_changes` pairs the two.
+    A `Collective` is one operand in the jaxpr. XLA may merge several of them into one instruction
+    with several operands and source operations, and HLO has groups of devices instead of mesh axes.
+    `manualpar.inspect.xla_changes` pairs `Collective`s with the operands of instructions.
 
     Attributes:
       group_size: The number of devices in the collective's largest group; a group of a permutation
@@ -72,7 +71,7 @@ class CompiledCollective:
       shapes: The shape of each operand on one device.
       dtypes: The dtype of each operand, as HLO writes it: `"f32"`, `"bf16"`, `"pred"`.
       times: How many times a step runs the collective.
-      scope: The name stack of the source operation, "" if XLA kept none.
+      scope: The scopes and primitives of its source operations (`op_name`), "" if XLA kept none.
       name: The name of the instruction that starts the collective.
       axes: The mesh axes that the collective runs over; empty if the reader has no mesh, or if the
         groups of devices follow no axes.
@@ -113,7 +112,7 @@ class CompiledCollective:
         return phase_of(self.scope)
 
     def names(self, root: str) -> list[tuple[str, str]]:
-        """Returns purpose and module of each source operation, in a model named `root`."""
+        """Returns (purpose, module) of each source operation; `root` names the top module."""
         scopes = compiled_scopes(self.scope) if self.scope else ()
         return [(purpose_in(scope, ()), module_of(scope, root)) for scope in scopes]
 
@@ -132,7 +131,7 @@ class CompiledCollective:
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """A compiled program: the collectives of a device, and the bytes that the device holds.
+    """The collectives of a compiled program, and the bytes that one device holds while it runs.
 
     Attributes:
       aliased: The bytes of the results that reuse the memory of donated arguments.
@@ -164,11 +163,10 @@ class Compiled:
 def read_compiled(compiled: jax.stages.Compiled, *, stage: int | None = None) -> Compiled:
     """Reads the collectives and the memory of the result of `jax.jit(f).lower(*args).compile()`.
 
-    `stage` is as in `compiled_collectives`.
+    `stage` is the stage of a pipeline to read; `None` for the stage that sends the most.
 
     Raises:
-      ValueError: As in `compiled_collectives`; or the backend does not say how much memory a
-        program holds.
+      ValueError: `compiled_collectives` raises; or the backend has no memory analysis.
     """
     memory = compiled.memory_analysis()
     if memory is None:
@@ -206,8 +204,8 @@ def compiled_collectives(
       is the number of ticks in which the stage runs the collective.
 
     Raises:
-      ValueError: A loop with a collective has no known trip count; a collective's bytes or groups
-        are not known here; or the text is not optimised HLO.
+      ValueError: A loop with a collective has no known trip count; this module cannot read a
+        collective's bytes or groups; or the text is not optimised HLO.
     """
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     module = parse_module(text or "")
@@ -219,26 +217,27 @@ def compiled_collectives(
 
 
 def ticks_of(instruction: Instruction) -> TickRuns | None:
-    """Returns the ticks of a pipeline in which a conditional runs, if its scope names the ticks."""
+    """Returns in how many ticks of a pipeline a conditional runs; `None` outside of a pipeline."""
     if instruction.opcode != "conditional":
         return None
     return ticks_run(instruction.op_name.rpartition("/")[0])
 
 
 class Reading:
-    """Collects the collectives of a computation, which runs `times` times, and of its callees.
+    """Collects the collectives of the computation `name`, and of the computations that it calls.
 
-    A collective is one instruction, or a pair such as `all-gather-start` and `all-gather-done`, or
-    XLA:TPU has *fused* it with compute. A fused collective is a fusion that ends in the custom call
-    `AsyncCollectiveStart`, then products that each run a part of the collective and contain a copy
-    of its instruction, then a fusion with `AsyncCollectiveDone`. All of these instructions name the
-    same channel. A subclass in the planner follows the same instructions with a clock
-    (`manualpar.planner.tpu_timeline`).
+    The computation runs `times` times in a step. In HLO a collective is one instruction, or a pair
+    such as `all-gather-start` and `all-gather-done`, or XLA:TPU has *fused* it with compute. A
+    fused collective consists of several fusions, which name the same channel. The first one ends in
+    the custom call `AsyncCollectiveStart`. The next ones are products; each runs a part of the
+    collective, and contains a copy of its instruction. The last one has `AsyncCollectiveDone`.
 
-    In the ticks of a pipeline a conditional counts once for each tick in which `stage` runs it. If
-    `stage` is `None`, it counts once for each tick in which any stage runs it, because the
-    planner's clock follows all stages together. `runs` is the number of ticks in which the
-    computation itself runs.
+    In a pipeline a conditional counts once for each tick in which `stage` runs it. If `stage` is
+    `None`, it counts once for each tick in which any stage runs it. `runs` is the number of ticks
+    in which the computation itself runs.
+
+    A subclass in the planner computes times from the same instructions
+    (`manualpar.planner.tpu_timeline`). It follows all stages together, with `stage=None`.
     """
 
     reader = "compiled_collectives"  # The caller's name, for error messages.
@@ -263,11 +262,11 @@ class Reading:
 
     @property
     def cost(self) -> Any:
-        """The bytes sent; a conditional lists the branch that costs most."""
+        """The bytes that the computation sends; the branch with the highest cost is counted."""
         return total_bytes(self.collectives)
 
     def turn(self, name: str, turns: int | Fraction, runs: int | None = None) -> Self:
-        """Reads one of the `turns` turns of a loop, or a branch that runs in `runs` ticks."""
+        """Reads `name`: the body of a loop of `turns` iterations, or a branch of `runs` ticks."""
         times, runs = int(self.times * turns), self.runs if runs is None else runs
         return type(self)(self.module, name, times, stage=self.stage, runs=runs)
 
@@ -276,22 +275,22 @@ class Reading:
         return self.turn(name, 1)
 
     def add(self, inner: Self, turns: int | Fraction | None = None) -> None:
-        """Adds a called computation `inner`, or `turns` turns of a loop; `inner` is one of them."""
+        """Adds the collectives of a called computation, or of a loop of `turns` iterations."""
         self.collectives += inner.collectives
 
     def begin(
         self, key: str, by: Instruction, inner: Instruction, found: CompiledCollective
     ) -> None:
-        """Begins the collective `found`; `inner` is its instruction, and `by` starts `inner`."""
+        """Notes that the instruction `by` starts the collective `found`, read from `inner`."""
         self.collectives.append(found)
         self.begun[key] = found
 
     def wait(self, key: str) -> None:
-        """Waits for a collective, which the previous turn of a loop may have begun."""
+        """Notes that a collective ends; the previous iteration of a loop may have started it."""
         self.begun.pop(key, None)
 
     def compute(self, instruction: Instruction) -> None:
-        """Runs an instruction that sends nothing."""
+        """Does nothing; a subclass adds the time of an instruction that sends nothing."""
 
     def refuse_loop(self, loop: Instruction) -> None:
         """Refuses a loop of unknown length if it sends something."""
@@ -345,7 +344,7 @@ class Reading:
             self.add(max(branches, key=lambda branch: branch.cost), share)
 
     def _inside(self, instruction: Instruction) -> list[tuple[Instructions, Instruction]]:
-        """Returns the collectives in called computations, each with the computation around it."""
+        """Returns (computation, instruction) of each collective in the called computations."""
         found = []
         for computation in (self.module.computations[name] for name in instruction.called):
             for inner in computation.values():
@@ -355,7 +354,7 @@ class Reading:
     def _follow_fused(
         self, fusion: Instruction, inside: list[tuple[Instructions, Instruction]]
     ) -> None:
-        """Follows a fusion that contains the start, a part, the end, or all of a collective."""
+        """Follows a fusion that contains a collective, or only its start, a part, or its end."""
         called = [self.module.computations[name] for name in fusion.called]
         targets = {inner.target for computation in called for inner in computation.values()}
         channels = [f"channel {x.attribute('channel_id').partition(',')[0]}" for _, x in inside]
@@ -377,7 +376,7 @@ class Reading:
                     self.wait(channel)
 
     def _sends(self, instruction: Instruction) -> bool:
-        """Returns whether an instruction is a collective; refuses collectives of unknown size."""
+        """Returns whether an instruction is a collective; refuses `UNKNOWN_OPCODES`."""
         opcode = instruction.opcode.removesuffix("-start")
         is_to_host = "is_host_transfer=true" in instruction.attributes
         if opcode in UNKNOWN_OPCODES and not (is_to_host and self.passes_over_hosts):

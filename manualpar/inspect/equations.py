@@ -1,14 +1,15 @@
-"""Reads each equation of a traced program: its surroundings, and its number of runs in a step.
+"""Walks through the equations of a jaxpr, and counts how often a step runs each of them.
 
-An `EquationReader` looks at one equation after another and collects findings, such as collectives
-or products. It counts the body of a `scan` once for each iteration, takes the most expensive
-branch of a `cond`, and looks into `jit`, `shard_map`, `jax.checkpoint` and custom derivatives. The
-number of rounds of a `while` is not known before it runs. So a `while` with findings is refused, or
-counted with a number of rounds that the caller gives. The reader notes each of these choices.
+An `EquationReader` reads one equation after another and collects *findings*, such as collectives or
+matrix products. It counts the body of a `scan` once for each iteration, counts only the most
+expensive branch of a `cond`, and reads the functions in `jit`, `shard_map`, `jax.checkpoint` and
+custom derivatives. The number of rounds of a `while` is not known before it runs. So the reader
+refuses a `while` with findings, unless the caller gives a number of rounds. The reader's `notes`
+list these choices.
 
-A pipeline runs in ticks. A `cond` runs only in some of the ticks, and the stages run it in
-different ticks. The named scope around the `cond` gives the number of these ticks for each stage
-(`manualpar.core.tracing.tick_scopes`), and the reader counts the ticks of one stage.
+A pipeline runs in ticks. Each stage runs a `cond` of the pipeline only in some of the ticks. The
+named scope around the `cond` gives the number of these ticks for each stage
+(`manualpar.core.tracing.tick_scopes`). The reader counts the ticks of one stage.
 """
 
 import math
@@ -28,10 +29,9 @@ class Around(NamedTuple):
     """The surroundings of an equation, which a step runs `times` times.
 
     `sizes` are the sizes of the mesh axes of all `shard_map`s around the equation. The compiler
-    spreads the equation's values over `spread` devices. Outside of `shard_map` these are all
-    devices. Inside, where shapes are per device, they are the devices along the axes that are left
-    to the compiler. In a pipeline `runs` is the number of ticks in which the stage runs the
-    equation; `None` if no scope gives it.
+    spreads the equation's arrays over `spread` devices: over all devices outside of `shard_map`,
+    and inside of it over the devices along the axes that are not manual. In a pipeline `runs` is
+    the number of ticks in which the stage runs the equation; `None` if no scope gives it.
     """
 
     sizes: Mapping[str, int] = {}
@@ -53,13 +53,14 @@ class EquationReader(Generic[Finding]):
     """Collects findings from every equation of a program; subclasses define the findings.
 
     Error messages name the function `caller`, and `notes` lists the reader's choices and
-    assumptions. If several functions of one primitive contain findings, the reader does not know
-    how often each of these functions runs. With `refuses_several` the reader then refuses the
-    program, otherwise it adds the findings up and notes this. In a pipeline the reader reads
-    `stage`, and sets `num_stages` to the number of stages.
+    assumptions. In a pipeline the reader reads the stage `stage`, and sets `num_stages`.
+
+    A primitive other than `cond` and `while` may call several functions. The reader does not know
+    how often it runs each of them. If more than one of them has findings, a reader with
+    `refuses_several` raises an error. Another reader adds up the findings, and notes this.
     """
 
-    verb: str  # For notes: "sends", "computes".
+    verb: str  # What an equation with findings does, for notes: "sends", "computes".
     refuses_several: bool
 
     def __init__(self, caller: str, *, while_trips: int | None = None, stage: int = 0) -> None:
@@ -78,7 +79,7 @@ class EquationReader(Generic[Finding]):
         raise NotImplementedError
 
     def cost(self, findings: tuple[Finding, ...]) -> Any:
-        """Returns the cost of a branch's findings; the most expensive branch counts."""
+        """Returns the cost of a branch's findings, by which branches are compared."""
         raise NotImplementedError
 
     def describe(self, findings: tuple[Finding, ...]) -> str:
@@ -113,8 +114,8 @@ class EquationReader(Generic[Finding]):
         if name == "cond" and parts:
             if len({self.cost(part) for part in read}) > 1:
                 self._note(
-                    f"cond {around.place}: of {len(read)} branches the one that {self.verb} most "
-                    "is counted"
+                    f"cond {around.place}: only the branch that {self.verb} most is counted, of "
+                    f"{len(read)}"
                 )
             return max(parts, key=self.cost)
         if len(parts) > 1 and self.refuses_several:
@@ -133,7 +134,7 @@ class EquationReader(Generic[Finding]):
     def _read_ticks(self, cond: Any, ticks: TickRuns, around: Around) -> tuple[Finding, ...]:
         """Reads a `cond` that the stage runs only in some ticks of a pipeline."""
         self.num_stages = len(ticks.runs)
-        # `times` may already count the ticks of an enclosing `cond`.
+        # If an enclosing `cond` runs in some ticks, `times` already counts these ticks.
         ticks_counted = ticks.ticks if around.runs is None else around.runs
         runs = ticks.runs[self.stage]
         if not runs:

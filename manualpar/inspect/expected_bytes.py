@@ -1,52 +1,53 @@
-"""The bytes that a step sends for its parameters and gradients, in closed form.
+"""Computes the bytes that a step sends for its parameters and gradients, without a trace.
 
-A strategy gives the number of times that a step gathers a parameter, scatters its gradient and
-gathers its new value (`manualpar.core.modes.strategy.CommCounts`). This module converts these
-numbers to bytes. A parameter has `P` elements (padding included) of `b` bytes and is sharded over
-`S` devices. For each of these collectives a device sends
+A strategy gives three counts for each parameter: how often a step gathers it, scatters its gradient
+and gathers its new value (`manualpar.core.modes.strategy.CommCounts`). This module converts the
+counts to bytes. A parameter has `P` elements (padding included) of `b` bytes and is sharded over
+`S` devices. For each collective a device sends
 
     all-gather or reduce-scatter                                    b P (S - 1) / S
     all-reduce over the `R` groups that each store all shards       2 b (P / S) (R - 1) / R
 
-The all-reduce happens once a step (`S = 1` under data parallelism). `b` belongs to the dtype that
-is sent: `gather_dtype` for a gather, `reduce_dtype` (else `gather_dtype`) for a reduction, the
-parameter's dtype for the gather of a new value. With `gather_code` or `reduce_code`, quantized
-numbers are sent. If `c(n)` is the `quantized_bytes` of `n` numbers, a device then sends for each
+The all-reduce of the gradient runs once a step (`S = 1` under data parallelism). `b` is the size of
+the dtype that is sent: `gather_dtype` for a gather, `reduce_dtype` (else `gather_dtype`) for a
+reduction, the parameter's dtype for the gather of a new value. With `gather_code` or `reduce_code`
+devices send quantized numbers. `n` numbers then take `c(n)` bytes
+(`manualpar.core.parameters.block_quantization.quantized_bytes`), and a device sends for each
 
     all-gather, or all-to-all in place of a reduce-scatter          c(P / S) (S - 1)
     all-to-all and all-gather in place of an all-reduce             2 c(P / S / R) (R - 1)
 
 Each layer of a loop is quantized separately, and only if quantization saves bytes.
 
-A frozen parameter costs only its gathers. They send the dtype in which the parameter is stored, if
-this dtype is as narrow as `gather_dtype`, and otherwise `gather_dtype`. If no layer before a frozen
-parameter's layer is trained, the backward pass does not need the parameter.
+For a frozen parameter a step sends only gathers. They send the dtype in which the parameter is
+stored, if this dtype is as narrow as `gather_dtype`, and otherwise `gather_dtype`. If no layer
+before a frozen parameter's layer is trained, the backward pass does not gather the parameter.
 
-Over two axes of sizes `A, B` with `axis_by_axis`, a gather is one gather over `B` of `P / A`
-elements and one gather over `A` of all elements: `b P (1 / A) (B - 1) / B + b P (A - 1) / A`. The
-sum is the same as for one gather over both axes. Most of these bytes are sent over `A`, the major
-axis.
+If the option `axis_by_axis` is set and a parameter is sharded over two axes of sizes `A, B`, its
+gather is one gather over `B` of `P / A` elements and then one over `A` of all elements:
+`b P (1 / A) (B - 1) / B + b P (A - 1) / A`. The sum is the same as for one gather over both axes.
+Most of these bytes are sent over `A`, the major axis.
 
-The closed form assumes that each parameter is used once in a minibatch and needed in the backward
-pass. The result is an upper bound if parameters are dropped after the forward pass, because biases
-and the kernel of the first layer are not gathered again. A parameter that is used several times is
-gathered for each use (only once, if it stays gathered). A replicated parameter costs the same for
-any number of uses.
+The formulas assume that a minibatch uses each parameter once, and that the backward pass needs the
+parameter. If parameters are dropped after the forward pass, the result is an upper bound, because
+the step gathers neither biases nor the kernel of the first layer again. A parameter with several
+uses is gathered for each use (only once, if it stays gathered). For a replicated parameter the
+number of uses does not matter.
 
-A parameter that is split (see `manualpar.core.parameters.split_parameter`) is not gathered over the
-axes that split it, and `P` counts a device's part of it. If `N` devices share the `K` entries of a
-dim (8 devices and 2 heads), `1 / K` of the parameter is gathered, and the gradient is summed in
-each minibatch: `2 b P (N - 1) / N` over the axes that split the parameter.
+A layer may compute with its own part of a parameter (see
+`manualpar.core.parameters.split_parameter`). Such a split parameter is not gathered over the axes
+that split it, and `P` counts a device's part. If `N` devices share the `K` entries of a dim (8
+devices and 2 heads), `1 / K` of the parameter is gathered, and the gradient is summed in each
+minibatch: `2 b P (N - 1) / N` over the axes that split the parameter.
 
 In a pipeline `P` of a stacked parameter counts one stage's part.
-`manualpar.inspect.pipeline_formulas` gives the number of uses by each stage. Gradients of
-parameters that are not stacked are summed over the `N` stages once a step: `2 b (P / S) (N - 1) /
-N`.
+`manualpar.inspect.pipeline_formulas` counts the uses by each stage. Gradients of parameters that
+are not stacked are summed over the `N` stages once a step: `2 b (P / S) (N - 1) / N`.
 
-With `diloco` a step sends the same bytes as the step of one replica's program on the part of the
-mesh for one replica. `outer_step_bytes` counts the bytes of the outer step.
+Under `diloco` the replicas train separately. A step sends the bytes of one replica's program on
+that replica's part of the mesh. `outer_step_bytes` counts the bytes of the outer step.
 
-The closed form does not count: collectives of split layers, of metrics, of example counts, and of
+The formulas do not count: collectives of split layers, of metrics, of example counts, and of
 variables outside `params`; activations that stages send; collectives that the compiler inserts for
 an optimizer that is not elementwise.
 """
@@ -77,7 +78,7 @@ from manualpar.inspect.parameter_formulas import (
 from manualpar.inspect.pipeline_formulas import PipelineForm
 from manualpar.inspect.scope_parsing import LAYER_SCOPES, OTHER
 
-# Scopes of a step's collectives that are not for parameters or gradients.
+# The scopes of collectives that `step_bytes` does not count.
 OTHER_SCOPES = (
     METRICS_SCOPE,
     COUNT_SCOPE,
@@ -92,8 +93,8 @@ def step_bytes(program: Program, *, stage: int | None = None) -> dict[tuple[str,
     """Predicts the bytes that a device sends in a step for parameters and gradients.
 
     Args:
-      program: The program. In modes `auto` and `explicit` the prediction holds for the program that
-        the compiler is asked for; the compiler may make another program.
+      program: The program. In modes `auto` and `explicit` the prediction holds if the compiler
+        gathers and scatters as its sharding constraints ask.
       stage: The stage of a pipeline; `None` for the stage that sends the most.
 
     Returns:
@@ -142,10 +143,11 @@ def outer_step_bytes(
 ) -> dict[tuple[str, ...], Fraction]:
     """Predicts the bytes that a device sends for parameters in outer steps.
 
-    A trained parameter has `P` elements, and its optimizer state is sharded over `S` devices. For
-    the mean difference of `R` replicas from this parameter a device sends `2 b (P / S) (R - 1) / R`
-    bytes; or, quantized, `2 c(P / S / R) (R - 1)`, if this is less. If the parameter itself is
-    replicated within a replica, its new value is gathered there: `b P (S - 1) / S`.
+    An outer step averages, over `R` replicas, how much each replica's parameters differ from the
+    common parameters. A trained parameter has `P` elements, and its optimizer state is sharded over
+    `S` devices. For its average a device sends `2 b (P / S) (R - 1) / R` bytes, or, quantized,
+    `2 c(P / S / R) (R - 1)` if this is less. If only the optimizer state is sharded over the `S`
+    devices, they then gather the new parameter: `b P (S - 1) / S`.
 
     Args:
       program: The program that `diloco` returns.
@@ -181,9 +183,9 @@ def outer_step_bytes(
 def of_parameters(collectives: Iterable[Collective]) -> tuple[Collective, ...]:
     """Returns the collectives of a traced step that `step_bytes` predicts.
 
-    Collectives of metrics, of collections and of layers are left out. A collective that this
-    package did not write is included, so that the traced step then differs from the prediction. It
-    is left out if it is known to run over no data axis.
+    Collectives of metrics, of collections and of layers are left out. A collective from other code
+    than this package is included, unless it is known to run over no data axis. If there is one, the
+    traced step therefore sends more than `step_bytes` predicts.
     """
     return tuple(x for x in collectives if is_of_parameters(x.scope, x.purpose))
 

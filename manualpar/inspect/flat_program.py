@@ -1,14 +1,15 @@
-"""Flattens a traced program to a list of operations on numbered values, each with its bytes.
+"""Flattens a jaxpr to a list of operations on numbered arrays, as input for a model of memory.
 
-A jaxpr nests jitted functions, `shard_map`s, rematerialised functions and custom derivatives, but
-XLA sees one function. This module inlines them. Only the bodies of `scan`, `while` and `cond`,
-which run several times or perhaps never, get separate lists. An equation that only gives an array
-another view (a reshape, a transposition, a cast between types of `check_vma`) is not an operation:
-its result is the value of its operand.
+A jaxpr nests jitted functions, `shard_map`s, rematerialised functions and custom derivatives. XLA
+sees one function, so this module inlines them. Only the bodies of `scan`, `while` and `cond` get
+lists of their own, because they may run several times or never. An equation that only changes the
+view of an array (a reshape, a transposition, a cast between types of `check_vma`) is not an
+operation: its result gets the number of its operand.
 
-Bytes are per device. Shapes inside `shard_map` are per device; shapes outside are global. The
-number of parts of a global array follows from the arguments, from the outputs of `shard_map` and
-from sharding constraints; other results have as many parts as their largest operand.
+Bytes are per device. Shapes inside `shard_map` are per device; shapes outside are global. To get
+the bytes of a global array, this module estimates into how many parts it is split. Arguments,
+outputs of `shard_map` and sharding constraints give this number; other results have as many parts
+as their largest operand.
 """
 
 import dataclasses
@@ -58,10 +59,10 @@ class FlatValue:
 
 @dataclasses.dataclass(frozen=True)
 class Body:
-    """A program, or the function in a loop or a branch.
+    """The operations of a program, of a loop's iteration or of a branch.
 
-    A result is `None` if it is a constant. `carried` pairs an argument with the result that takes
-    its place in the next iteration.
+    `results` are the numbers of the results; `None` stands for a constant. `carried` pairs an
+    argument of a loop's iteration with the result that takes its place in the next iteration.
     """
 
     operations: Sequence["Operation"]
@@ -71,11 +72,11 @@ class Body:
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """An operation, which reads its inputs (without constants) and makes its outputs.
+    """An operation; `inputs` and `outputs` are numbers of arrays, without constants.
 
-    `name` is the name of the primitive; `store` writes a part of an existing array. `written_over`
-    pairs an input with an output that may take the input's place. `written_over` is empty for
-    elementwise operations, because any of their outputs may replace any input of the same size.
+    `name` is the name of the primitive, or `store` for a write into a part of an existing array.
+    `written_over` pairs an input with an output that may be stored in the input's memory. It is
+    empty for elementwise operations, because any output may replace any input of the same size.
     """
 
     name: str
@@ -87,14 +88,14 @@ class Operation:
 
 
 class FlatProgram:
-    """Flattens jaxprs; `values` lists the values of all flattened jaxprs by number."""
+    """Flattens jaxprs; `values` lists the arrays of all flattened jaxprs by number."""
 
     def __init__(self) -> None:
         self.values: list[FlatValue] = []
         self._is_local = False
 
     def add_value(self, aval: Any, *, parts: int = 1, label: str = "") -> int:
-        """Adds a value and returns its number."""
+        """Adds an array that is split into `parts` parts, and returns its number."""
         shape = getattr(aval, "shape", ())
         elements = -(-math.prod(shape) // parts)
         size = elements * getattr(getattr(aval, "dtype", None), "itemsize", 0)
@@ -104,7 +105,7 @@ class FlatProgram:
     def flatten(
         self, jaxpr: AnyJaxpr, inputs: Sequence[int | None], *, scope: str = "", label: str = ""
     ) -> Body:
-        """Flattens a program; its constants get `label`; inputs that are constants are `None`."""
+        """Flattens a jaxpr; its constants get `label`, and `None` in `inputs` is a constant."""
         operations: list[Operation] = []
         return Body(operations, self._inline(jaxpr, inputs, operations, scope=scope, label=label))
 
@@ -117,7 +118,7 @@ class FlatProgram:
         scope: str,
         label: str = "",
     ) -> list[int | None]:
-        """Appends the operations of a jaxpr; returns the values of its results."""
+        """Appends the operations of a jaxpr; returns the numbers of its results."""
         jaxpr = jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
         known: dict[Any, int | None] = dict(zip(jaxpr.invars, inputs, strict=True))
         known |= {v: self.add_value(v.aval, label=label) for v in jaxpr.constvars}
@@ -134,7 +135,7 @@ class FlatProgram:
     def _equation(
         self, eqn: Any, values: list[int | None], operations: list[Operation], scope: str
     ) -> list[int | None]:
-        """Appends the operations of an equation; returns the values of its results."""
+        """Appends the operations of an equation; returns the numbers of its results."""
         name = eqn.primitive.name
         if name in VIEWS or (
             name in ("broadcast_in_dim", "convert_element_type") and _is_view(eqn)
@@ -156,7 +157,7 @@ class FlatProgram:
         made = [self.add_value(v.aval, parts=self._parts(eqn, values)) for v in eqn.outvars]
         bodies: tuple[Body, ...] = ()
         starts = values
-        if name == "while":  # A condition holds almost no memory.
+        if name == "while":  # Without its condition, which holds almost no memory.
             skipped = eqn.params["cond_nconsts"]
             first = skipped + eqn.params["body_nconsts"]
             inner, starts = eqn.params["body_jaxpr"], values[first:]
@@ -193,7 +194,7 @@ class FlatProgram:
     def _scan(
         self, eqn: Any, values: list[int | None], operations: list[Operation], scope: str
     ) -> list[int | None]:
-        """Appends a loop; each iteration stores its part of the stacked results."""
+        """Appends a loop, whose iterations write into the arrays of stacked results."""
         inner: ClosedJaxpr = eqn.params["jaxpr"]
         if eqn.params["length"] == 1:  # Compilers make no loop of one iteration.
             return self._inline(inner, values, operations, scope=scope)
@@ -238,7 +239,7 @@ class FlatProgram:
             if x is not None
         ]
         largest, parts = max(operands, default=(0, 1))
-        # A sum over a split array is replicated.
+        # A much smaller result is probably a sum over the split dim, which is replicated.
         return parts if math.prod(shape) * 2 > largest else 1
 
     def _count_parts(self, outputs: Sequence[int | None], variables: Sequence[Any]) -> None:
@@ -268,7 +269,10 @@ def _with_stores(
 def _written_in_place(
     branches: Sequence[Body], operands: Sequence[int | None], results: int
 ) -> list[int | None]:
-    """Returns, for each result, the operand that every branch returns or writes over, if any."""
+    """Returns, for each result of a `cond`, the operand that all branches return or overwrite.
+
+    It is `None` if the branches differ, or if the result is a new array.
+    """
 
     def origin(body: Body, value: int | None) -> int | None:
         before = {new: old for op in body.operations for old, new in op.written_over}
@@ -287,11 +291,11 @@ def _is_view(eqn: Any) -> bool:
 
 
 def _without_constants(values: Sequence[int | None]) -> tuple[int, ...]:
-    """Drops constants and repeated values."""
+    """Drops constants (`None`) and repeated numbers."""
     return tuple(dict.fromkeys(value for value in values if value is not None))
 
 
 def _pairs(old: Sequence[int | None], new: Sequence[int | None]) -> tuple[tuple[int, int], ...]:
-    """Zips values, and drops pairs with a constant."""
+    """Zips numbers of arrays, and drops pairs with a constant (`None`)."""
     both = zip(old, new, strict=False)
     return tuple((x, y) for x, y in both if x is not None and y is not None)

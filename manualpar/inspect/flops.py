@@ -1,19 +1,22 @@
 """Counts the floating point operations of the products in a traced program.
 
-A multiplication and an addition count as two operations. Operations on numbers that are known to be
+A *product* is a matrix product, a convolution, or a kernel that contains such products. A
+multiplication and an addition count as two operations. Operations on numbers that are known to be
 zero (the padding of a convolution, the holes of a dilation) do not count. `dot_general`,
-`conv_general_dilated` and `ragged_dot_general` are counted exactly. Attention by cuDNN is counted
-by its shapes. A pallas kernel counts as its own estimate, or else as the products of its body in
-each step of its grid; a kernel of attention counts only the blocks that it computes
-(`manualpar.core.tracing.attention_blocks`). Elementwise operations, reductions, and linear algebra
-such as `cholesky` are not counted. So the counts do not describe a program that spends its time on
-such operations. `uncounted` names the linear algebra in a program.
+`conv_general_dilated` and `ragged_dot_general` are counted exactly, and attention by cuDNN by its
+shapes. For a Pallas kernel its `cost_estimate` counts; without one, the products of its body count
+in each step of its grid. A kernel of attention counts only the blocks of scores that it computes
+(`manualpar.core.tracing.attention_blocks`).
 
-For the planner `TrafficReader` also counts memory traffic: the operands and results of products and
-the operands of reductions, because chains of fused elementwise operations read and write these
-arrays. `fused_attention` models a flash attention kernel (https://arxiv.org/abs/2205.14135). The
-largest array of a product with two batch dimensions, which is the scores, stays on the chip. The
-half of the scores that a causal mask hides is not computed. Blockwise attention
+Elementwise operations, reductions, and linear algebra such as `cholesky` are not counted. So the
+counts do not describe a program that spends its time on such operations. `uncounted` names the
+linear algebra in a program.
+
+`TrafficReader` also counts memory traffic, for the planner: the operands and results of products
+and the operands of reductions, because chains of fused elementwise operations read and write these
+arrays. Its `fused_attention` models a flash attention kernel (https://arxiv.org/abs/2205.14135).
+The scores (the largest array of a product with two batch dims) stay on the chip. The half of the
+scores that a causal mask hides is not computed. Blockwise attention
 (`manualpar.core.tracing.attention_blocks`) does not compute the hidden half either. Both kinds of
 attention compute the scores again in the backward pass; this second computation is not counted.
 """
@@ -37,7 +40,7 @@ from manualpar.inspect.scope_parsing import PHASES, Phase, module_of, phase_of
 
 Number = TypeVar("Number", Fraction, float)
 
-# Primitives that multiply matrices in a number of operations that may be unknown.
+# Primitives that multiply matrices, and whose number of operations may be unknown.
 _UNCOUNTED = """
 cholesky custom_linear_solve dot_product_attention_bwd_wrapper dot_product_attention_fwd_wrapper eig
 eigh fft ffi_call geqrf householder_product lu pallas_call qr svd triangular_solve tridiagonal_solve
@@ -56,8 +59,8 @@ REDUCTIONS = frozenset(
 class Product(NamedTuple, Generic[Number]):
     """A product or a reduction, with the work of one device for all of its runs in a step.
 
-    The numbers of a traced program are exact fractions. The planner uses floats for sums of equal
-    products, and for products that it computes in closed form without a trace.
+    `flops` and `traffic` are exact fractions if they are read from a traced program. The planner
+    uses floats for sums of equal products, and for products that it computes without a trace.
 
     Attributes:
       scope: The named scopes and transformations around the product, outermost first.
@@ -84,7 +87,7 @@ class Product(NamedTuple, Generic[Number]):
 class Computation(NamedTuple):
     """The sum of a module's products in one phase of a step.
 
-    `flops` are per device, rounded up where devices share them unevenly.
+    `flops` are per device. If the devices cannot share them evenly, they are rounded up.
     """
 
     phase: Phase
@@ -95,7 +98,8 @@ class Computation(NamedTuple):
 def flops_of(eqn: Any, scope: str = "") -> int | None:
     """Returns the operations of one run of a product; `None` if unknown, or if `eqn` is no product.
 
-    `scope` contains the number of blocks of scores that an attention kernel computes.
+    `scope` is the equation's scope. For an attention kernel it contains the number of blocks of
+    scores that the kernel computes.
     """
     name = eqn.primitive.name
     if name == "dot_general":
@@ -133,7 +137,7 @@ class ProductReader(EquationReader[Product[Fraction]]):
     refuses_several = False
 
     def find(self, eqn: Any, around: Around) -> tuple[Product[Fraction], ...] | None:
-        """Returns the product, if the equation is a product; `()` for a kernel of unknown work."""
+        """Returns the product; `()` for a kernel of unknown work, `None` for other equations."""
         flops = flops_of(eqn, around.scope)
         if flops is not None:
             share = Fraction(around.times * flops, around.spread)
@@ -152,7 +156,7 @@ class ProductReader(EquationReader[Product[Fraction]]):
 class TrafficReader(ProductReader):
     """Collects products and reductions with their memory traffic."""
 
-    fused_attention = False
+    fused_attention = False  # Whether attention runs in one kernel, see the module.
 
     def find(self, eqn: Any, around: Around) -> tuple[Product[Fraction], ...] | None:
         """Returns the work of an equation that is a product or a reduction."""
@@ -178,14 +182,17 @@ class TrafficReader(ProductReader):
 
 
 def _is_of_scores(eqn: Any, is_product: bool) -> bool:
-    """Returns whether a product has 2 or more batch dims, or a reduction's operand 4 or more."""
+    """Returns whether a product or a reduction is of attention scores, by its number of dims.
+
+    These are products with at least 2 batch dims, and reductions of arrays of at least 4 dims.
+    """
     if not is_product:
         return len(eqn.invars[0].aval.shape) >= 4
     return eqn.primitive.name == "dot_general" and len(eqn.params["dimension_numbers"][1][0]) > 1
 
 
 def uncounted(eqns: Iterable[Any]) -> Iterator[str]:
-    """Yields the names of equations that multiply matrices in an unknown number of operations."""
+    """Yields the primitives of `eqns` that multiply matrices, and whose operations are unknown."""
     for eqn in eqns:
         if eqn.primitive.name in UNCOUNTED_PRIMITIVES and flops_of(eqn) is None:
             yield eqn.primitive.name
@@ -207,17 +214,17 @@ def by_phase_and_module(
 
 
 def _dot(eqn: Any, not_free: set[int]) -> int:
-    """Counts a product: each left element is multiplied with each free element on the right."""
+    """Counts a matrix product: each left element meets all indices of the right free dims."""
     left, right = (variable.aval.shape for variable in eqn.invars[:2])
     free = math.prod(size for dim, size in enumerate(right) if dim not in not_free)
     return 2 * math.prod(left) * free
 
 
 def _kernel(eqn: Any, scope: str) -> int | None:
-    """Returns a kernel's own estimate, or the operations of its body in all steps of its grid.
+    """Returns a kernel's `cost_estimate`, or the operations of its body in all steps of its grid.
 
-    An attention kernel takes a step for each block of each head, in an order that it chooses. Its
-    first floating operand is the queries, `[..., S, H]`.
+    An attention kernel runs its body once for each computed block of each head, which may be fewer
+    steps than its grid has. Its first floating operand is the queries, `[..., S, H]`.
     """
     if estimate := eqn.params["cost_estimate"]:
         return int(estimate.flops)

@@ -1,4 +1,4 @@
-"""Reads the text of an optimised HLO module: its computations, its loops, its groups of devices.
+"""Parses the text of an optimised HLO module: its computations, loops and groups of devices.
 
 The text is the only public form of a compiled program. A computation begins in the first column;
 each of its instructions is one indented line, `name = shape opcode(operands), attributes`.
@@ -26,8 +26,8 @@ _COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) .*\{$")
 _METADATA = re.compile(r"(?<=\bkernel_metadata=\{)\n.*?\n(?=\}(\}|,[^\n]))", re.DOTALL)
 # Opcodes that do not change the value of a loop counter.
 _COPIES = frozenset({"bitcast", "convert", "copy", "copy-done", "copy-start", "opt-barrier"})
-MAX_SCOPE_STEPS = 64  # Instructions that `scope_of` looks at, at most.
-NO_CYCLES = 2**63 - 1  # XLA:TPU's estimate after an overflow.
+MAX_SCOPE_STEPS = 64  # `scope_of` looks at no more instructions than this.
+NO_CYCLES = 2**63 - 1  # XLA:TPU writes this number if its estimate of cycles has overflowed.
 
 
 class Instruction(NamedTuple):
@@ -46,7 +46,7 @@ class Instruction(NamedTuple):
 
     @property
     def op_name(self) -> str:
-        """The scope and primitive of the source operation, "" if XLA kept none."""
+        """The scope and primitive of the JAX operation behind the instruction; "" if unknown."""
         return self.found(r'op_name="((?:[^"\\]|\\.)*)"')
 
     @property
@@ -78,7 +78,7 @@ class Instruction(NamedTuple):
         return self.found(rf"\b{name}=(.*)")
 
     def found(self, pattern: str) -> str:
-        """Returns the first group of a pattern where it matches the attributes, "" if nowhere."""
+        """Returns group 1 of a pattern's first match in the attributes, "" without a match."""
         match = re.search(pattern, self.attributes)
         return match[1] if match else ""
 
@@ -89,7 +89,7 @@ Instructions = Mapping[str, Instruction]
 
 @dataclasses.dataclass(frozen=True)
 class HloModule:
-    """A program: its computations by name, the `entry` among them, and the number of devices."""
+    """A program: its computations by name, the name of the `entry`, and the number of devices."""
 
     computations: Mapping[str, Instructions]
     entry: str
@@ -141,8 +141,8 @@ def array_bytes(dtype: str, shape: tuple[int, ...]) -> int:
 def trip_count(module: HloModule, around: Instructions, loop: Instruction) -> int | None:
     """Returns how often the body of a `while` in the computation `around` runs.
 
-    The result is `None` if XLA has written no number, and the loop does not count from a constant
-    to a constant in steps of a constant.
+    The result is `None` if it is unknown: XLA has written no trip count, and the loop does not
+    count from a constant to a constant in steps of a constant.
     """
     if known := loop.found(r'"known_trip_count":\{"n":"(\d+)"'):
         return int(known)
@@ -193,7 +193,7 @@ def _integer(constant: Instruction | None) -> int | None:
 
 
 def _increment(body: Instructions, step: Instruction | None, index: int) -> int | None:
-    """Returns the constant that each turn adds to the counter, `None` without such a constant."""
+    """Returns the constant that `step` adds to the loop's counter; `None` if it does not."""
     if step is None or step.opcode != "add":
         return None
     terms = [term for name in step.operands if (term := _origin(body, name)) is not None]
@@ -211,7 +211,7 @@ def device_groups(module: HloModule, collective: Instruction) -> Groups:
     has no groups.
 
     Raises:
-      ValueError: The groups are missing, or written in a form that is not known here.
+      ValueError: The groups are missing, or written in a form that this function cannot parse.
     """
     is_permute = collective.opcode.startswith("collective-permute")
     name = "source_target_pairs" if is_permute else "replica_groups"
@@ -280,7 +280,7 @@ def permuted_pairs(permute: Instruction) -> list[tuple[int, int]]:
 
 
 def _connected(pairs: list[tuple[int, int]]) -> Groups:
-    """Returns the sets of devices that pairs connect."""
+    """Returns the sets of devices that are connected by pairs (sender, receiver)."""
     joined: dict[int, frozenset[int]] = {}
     for source, target in pairs:
         both = joined.get(source, frozenset({source})) | joined.get(target, frozenset({target}))
@@ -289,7 +289,10 @@ def _connected(pairs: list[tuple[int, int]]) -> Groups:
 
 
 def axes_of(groups: Groups, mesh: Mapping[str, int]) -> tuple[str, ...]:
-    """Returns the fewest mesh axes that join all devices of a group; `()` for single devices."""
+    """Returns the smallest set of mesh axes along which the devices of the largest group lie.
+
+    It is `()` if the largest group has one device.
+    """
     largest = max(groups, key=len, default=())
     if len(largest) < 2:
         return ()
@@ -308,10 +311,10 @@ def axes_of(groups: Groups, mesh: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def scope_of(module: HloModule, computation: Instructions, instruction: Instruction) -> str:
-    """Returns the scope of an instruction, or of a computation that it calls, or of its operands.
+    """Returns the `op_name` of an instruction, or the nearest one if it has none.
 
-    Instructions that the compiler adds, such as padding, have no scope, so they get the scope of
-    their operands.
+    The computations that the instruction calls come first, and then its operands. For example,
+    padding that the compiler adds has no `op_name`, so it gets that of its operand.
     """
     waiting, seen = [instruction], {instruction.name}
     for _ in range(MAX_SCOPE_STEPS):

@@ -1,4 +1,4 @@
-"""The collectives of layers split over a model, an expert or a context axis, in closed form.
+"""Predicts the collectives of layers that are split over a model, expert or context axis.
 
 The table lists the collectives of one minibatch, forward and backward, over `N` devices:
 
@@ -12,16 +12,17 @@ The table lists the collectives of one minibatch, forward and backward, over `N`
       by heads                               8 all-to-alls: of queries, keys, values and results
       with all keys                          2 all-gathers and 2 reduce-scatters
 
-Where the table gives no bytes, the operand is a device's tokens: `A = b B S D` bytes, where `b` is
-the bytes of an element. An all-reduce sends `2 A (N - 1) / N`, an all-gather or a reduce-scatter
-half of these bytes. The cross entropy sends a few more bytes for each label (Megatron-LM,
-https://arxiv.org/abs/1909.08053; Korthikanti et al., https://arxiv.org/abs/2205.05198; GShard,
-https://arxiv.org/abs/2006.16668).
+Except for experts and for attention over a context, the array that is sent is a device's
+activations: `A = b B S D` bytes, with `b` bytes an element. An all-reduce sends `2 A (N - 1) / N`,
+an all-gather or a reduce-scatter half of these bytes. In addition, the cross entropy sends a few
+bytes for each label (Megatron-LM, https://arxiv.org/abs/1909.08053; Korthikanti et al.,
+https://arxiv.org/abs/2205.05198; GShard, https://arxiv.org/abs/2006.16668).
 
 A context of `N` devices has `S / N` positions of each sequence on a device. Keys and values are two
-arrays of `[B, S / N, K, H]` in the dtype of activations, and the gradients of both are sent in
+arrays of `[B, S / N, K, H]` in the dtype of activations, and a ring sends the gradients of both in
 float32 (Liu et al., https://arxiv.org/abs/2310.01889). If remat runs a forward pass again, the
-values are sent again. The forward pass of a ring is not run again, because its result is kept.
+collectives of that pass run again. A ring's forward pass is not run again, because its result is
+kept.
 
 With sequence parallelism devices apply the scale of a norm to different positions, so the gradient
 of the scale is summed over the devices: 1 all-reduce of `D` numbers for each norm. The gradient of
@@ -29,7 +30,7 @@ a norm of queries or keys is summed too, because devices have different heads: 1
 numbers. The collectives of parameters are in `manualpar.inspect.expected_bytes`.
 
 Symbols: `B` examples of a device, `S` positions, `D` features, `K` heads of keys with `H` features,
-  `E` experts, each with a capacity of `C` tokens.
+  `E` experts with a capacity of `C` tokens each.
 """
 
 import dataclasses
@@ -57,11 +58,11 @@ RECOMPUTED = f"{BACKWARD}/rematted_computation"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerActivations:
-    """The tokens of a device between layers, in one minibatch.
+    """The activations of a device between layers, in one minibatch.
 
     Attributes:
-      shape: `[B, S, D]`, all positions.
-      axis: The model axis.
+      shape: `[B, S, D]`, with the positions of all devices along `axis`.
+      axis: The axis that the layers are split over: a model, an expert or a context axis.
       devices: The number of devices along the axis, `N`.
       sequence: Whether the positions between layers are split over the devices.
     """
@@ -103,10 +104,13 @@ def block_collectives(
 ) -> Iterator[Collective]:
     """Yields the collectives of a block: attention and MLP, each after a norm.
 
-    `passes` is the number of complete forward passes. `recomputed` says whether the backward pass
-    runs the forward pass again. The last sum of this pass is run again only with `post_norms`,
-    because only a norm after the sum needs the sum. `head_norms` are the sizes of the norms of
-    queries or keys, whose scales all heads share.
+    Args:
+      x: The activations between blocks.
+      passes: The number of complete forward passes.
+      recomputed: Whether remat runs the forward pass again in the backward pass. It repeats the
+        last sum of the block only with `post_norms`, because only a norm after the sum needs it.
+      post_norms: Whether norms also follow attention and MLP.
+      head_norms: The sizes of the norms of queries and keys, whose scales all heads share.
     """
     yield from _enter(x, 2, forward=2 * (passes + recomputed))
     yield from _leave(x, 2, forward=2 * passes + recomputed * (1 + post_norms))
@@ -118,12 +122,12 @@ def block_collectives(
 def lookup_collectives(
     x: LayerActivations, dtype: Any = FLOAT32, *, passes: int = 1
 ) -> Iterator[Collective]:
-    """Yields the collectives of a lookup in an embedding of `dtype` with split rows."""
+    """Yields the collectives of a lookup in an embedding of `dtype` whose rows are split."""
     yield from _leave(dataclasses.replace(x, dtype=jnp.dtype(dtype)), 1, forward=passes)
 
 
 def head_collectives(x: LayerActivations) -> Iterator[Collective]:
-    """Yields the collectives of the last norm and of a head with split columns."""
+    """Yields the collectives of the model's last norm and of a head whose columns are split."""
     yield from _norm_scales(x, 1)
     yield from _enter(x, 1, forward=1)
 
@@ -150,9 +154,9 @@ def expert_collectives(
     passes: int = 1,
     recomputed: bool = False,
 ) -> Iterator[Collective]:
-    """Yields the all-to-alls of a layer whose experts are split over `x.axis`.
+    """Yields the all-to-alls of an MoE layer whose experts are split over `x.axis`.
 
-    The devices along this axis have different tokens.
+    The devices along `x.axis` have different examples, and send tokens to the experts.
     """
     examples, _, hidden_size = x.shape
     rows = (examples, capacity, num_experts, hidden_size)
@@ -170,11 +174,12 @@ def router_collectives(
     passes: int = 1,
     recomputed: bool = False,
 ) -> Iterator[Collective]:
-    """Yields the collectives that experts split over a model axis have in addition to an MLP.
+    """Yields the router's collectives, if each expert is split over a model axis like an MLP.
 
-    The gradients of the gates and of the shared experts' gate are summed. With sequence parallelism
-    the logits of all positions are gathered, and the router's gradient is summed. `dtype` is the
-    dtype of the weights and of the sums of their gradients.
+    They come in addition to the collectives of an MLP. The devices sum the gradients of the gates
+    and of the shared experts' gate. With sequence parallelism they also gather the router's logits
+    of all positions, and sum the gradient of the router's weights. `dtype` is the dtype of the
+    weights and of the sums of their gradients.
     """
     examples, positions, hidden_size = x.shape
     gates = (examples, positions, top_k)
@@ -193,9 +198,9 @@ def routing_collectives(
 ) -> Iterator[Collective]:
     """Yields the collectives over a context axis, `x.axis`, that choose and balance experts.
 
-    An expert's slots are filled in the order of a sequence's positions, so devices exchange the
-    numbers of choices at their positions. The forward pass also sums choices and scores for the
-    balance loss. Of these sums, remat computes only the sums of the choices again.
+    An expert accepts tokens in the order of a sequence's positions. So the devices tell each other
+    how many of their tokens choose each expert. The forward pass also sums choices and scores for
+    the balance loss. Remat computes only the sums of the choices again.
     """
     examples, forward = x.shape[0], passes + recomputed
     choices = (examples, top_k, num_experts)
@@ -207,7 +212,7 @@ def routing_collectives(
 
 
 def loss_of_experts_collectives(x: LayerActivations, layers: int) -> Iterator[Collective]:
-    """Yields the sums over a context axis, `x.axis`, for the losses that balance experts."""
+    """Yields the collectives, over a context axis `x.axis`, of the losses that balance experts."""
     yield x.collective(CONTEXT_SCOPE, "all_reduce", 1, x.shape[:1], FLOAT32)
     yield x.backward(CONTEXT_SCOPE, "all_reduce", 2, (layers, x.shape[0]), FLOAT32)
 
@@ -252,15 +257,15 @@ def document_collectives(
     counted: bool = True,
     recomputed: bool = False,
 ) -> Iterator[Collective]:
-    """Yields the gathers over a context axis that count documents, or send layers their numbers.
+    """Yields the gathers of document numbers over a context axis, for packed sequences.
 
-    `counted` says whether the step counts documents to number them, because the batch does not
-    contain document numbers.
+    Attention needs the document number of each position of the sequence. `counted` says whether the
+    batch has no document numbers, so that the step counts documents; this takes one more gather.
 
-    The body of the loop over layers has `in_loop` layers, and `after` layers are outside of it. All
-    turns of the loop gather the same numbers, so JAX takes these gathers out of the loop and leaves
-    `copies` of them for each layer of the body. With `recomputed` JAX leaves one gather for each
-    layer of the body, and each of the `layers` gathers again when it is run again.
+    The body of the loop over layers has `in_loop` layers, and `after` layers are outside of the
+    loop. All iterations gather the same numbers, so JAX moves these gathers out of the loop, where
+    each layer of the body has `copies` gathers. With `recomputed` each layer of the body has one
+    gather there, and each of all `layers` gathers once more when remat runs it again.
     """
     if counted:
         yield x.collective(CONTEXT_SCOPE, "all_gather", 1, (2, x.part[0]), INT32)

@@ -1,8 +1,9 @@
-"""The numbers of a ledger, and the differences between two ledgers.
+"""Computes sums over a ledger's collectives, and the differences between two ledgers.
 
-Everything here reads `Ledger.to_json`, because one of the two ledgers often comes from a file.
-`totals` returns the numbers of the whole step; `sent_by` adds up collectives by purpose, module, or
-other fields of a collective. A budget (`manualpar.inspect.budgets`) limits the same numbers.
+A ledger (`manualpar.inspect.step_ledger`) holds the collectives, FLOPs and memory of a step. The
+functions take the result of `Ledger.to_json`, because one of the two ledgers often comes from a
+file. `totals` returns the numbers of the whole step. `sent_by` adds up collectives with the same
+purpose, module, or other field. A budget (`manualpar.inspect.budgets`) limits the same numbers.
 """
 
 from collections import defaultdict
@@ -14,11 +15,11 @@ Json = Mapping[str, Any]
 
 
 class Sent(NamedTuple):
-    """The sums over a group of collectives in a ledger's JSON, see `sent_by`.
+    """The sums over a group of a ledger's collectives, see `sent_by`.
 
     Attributes:
-      times: The number of these collectives that a step runs.
-      bytes: The bytes that a device sends for these collectives in a step.
+      times: How many collectives of the group a step runs.
+      bytes: The bytes that a device sends for the group in a step.
       dtypes: The dtypes that are sent, sorted; empty for compiled collectives.
       shapes: The shapes of the operands on a device, sorted; empty for compiled collectives.
     """
@@ -30,18 +31,19 @@ class Sent(NamedTuple):
 
 
 NOTHING = Sent(0, 0.0)
-NAMES = ("purpose", "module", "kind", "axes")  # The fields by which collectives are compared.
+# Collectives of two ledgers are compared if they have the same values of these fields.
+NAMES = ("purpose", "module", "kind", "axes")
 
 
 class Difference(NamedTuple):
     """How a ledger differs from an older one.
 
     Attributes:
-      collectives: For each group of collectives that differs, the values of its fields `NAMES` and
-        its sums (before, after). A ledger without such collectives has the sums `NOTHING`. The
-        group with the largest difference in bytes is first.
-      totals: For every number of the whole step, its name and its values (before, after), also if
-        both are equal; `None` if a ledger lacks the number.
+      collectives: The groups of collectives whose sums differ. A key is the group's values of the
+        fields `NAMES`, and a value is its sums (before, after), `NOTHING` for a ledger without the
+        group. The group with the largest difference in bytes is first.
+      totals: Every number of the whole step, by its name: (before, after). The two may be equal,
+        and `None` stands for a ledger that lacks the number.
     """
 
     collectives: Mapping[tuple[str, ...], tuple[Sent, Sent]]
@@ -70,10 +72,10 @@ def bytes_more(before: Sent, after: Sent) -> float:
 
 
 def sent_by(collectives: Iterable[Json], *names: str) -> dict[tuple[str, ...], Sent]:
-    """Adds up the collectives, traced or compiled, whose fields `names` have equal values.
+    """Groups collectives, traced or compiled, by their fields `names`, and adds up each group.
 
     Returns:
-      The sums by the values of these fields, in the order in which the values first appear.
+      The sums of each group by the values of these fields, in the order of first appearance.
     """
     alike: defaultdict[tuple[str, ...], list[Json]] = defaultdict(list)
     for collective in collectives:
@@ -81,7 +83,7 @@ def sent_by(collectives: Iterable[Json], *names: str) -> dict[tuple[str, ...], S
     return {
         values: Sent(
             times=sum(collective["times"] for collective in group),
-            # Fractions, because floats would add up differently in another order.
+            # Fractions, because a sum of floats depends on the order.
             bytes=float(sum(Fraction(collective["bytes"]) for collective in group)),
             dtypes=tuple(
                 sorted({collective["dtype"] for collective in group if "dtype" in collective})
@@ -116,5 +118,5 @@ def totals(ledger: Json) -> dict[str, float]:
 
 
 def name_module(module: str) -> str:
-    """Returns the path of a module for a message, also if there is no module."""
+    """Returns the path of a module for a message; `(no module)` for `""`."""
     return module or "(no module)"

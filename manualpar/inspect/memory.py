@@ -1,8 +1,8 @@
-"""Estimates the bytes of a device at the fullest moment of a training step, by class.
+"""Estimates the memory of a device at the fullest moment of a training step, by class.
 
-The layout gives the exact bytes held between steps. The temporaries of a step come from a model of
-the compiler, applied to the traced step (`manualpar.inspect.peak_memory`). Nothing is compiled, so
-the mesh may be an abstract mesh of thousands of devices.
+The shardings of the state and of the batch give the exact bytes held between steps. A model of the
+compiler (`manualpar.inspect.peak_memory`) estimates the temporaries of the traced step. Nothing is
+compiled, so the mesh may be an abstract mesh of thousands of devices.
 
 The classes, all at the fullest moment:
 
@@ -11,14 +11,15 @@ The classes, all at the fullest moment:
     batch        the examples of a device
     gathered     parameters while they are used: gathered, cast, or a layer's slice of a stack
     gradients    of parameters, from the first partial sums to the update
-    activations  everything else that is computed, whether or not it is kept for the backward pass
+    activations  every other array that is computed, kept for the backward pass or not
     other        the step, the key, the model's other collections, and metrics
 
 In modes `auto` and `explicit` XLA decides which arrays are held. The estimate is then the memory of
 the same step in mode `manual`: a parameter is gathered only where it is used, and activations are
-split over the data axes like the batch. The program asks XLA to do the same, but XLA may hold more.
+split over the data axes like the batch. The program's sharding constraints ask XLA for the same,
+but XLA may hold more.
 
-The ratio of the estimated peak to the peak that XLA's compiler for TPUs reports was measured with
+We measured the ratio of the estimated peak to the peak that XLA's compiler for TPUs reports, with
 jax 0.10.2 and libtpu 0.0.42.1. On `v5e:2x4`, for a transformer of eight scanned layers of 1,024
 features and 1,024 positions, the ratio is 0.92 with data parallelism. With FSDP it is 1.14 with
 full rematerialisation, 0.99 with the policy `dots`, 1.06 without rematerialisation, and 1.18 with
@@ -103,17 +104,17 @@ def step_memory(program: Program, *, platform: str = "tpu") -> Memory:
       allocations.
 
     Raises:
-      ValueError: XLA is free to choose the arrays that a device holds: the mode is
-        `auto-unconstrained`, or it is `auto` or `explicit` on a mesh with axes that do not split
-        the batch.
+      ValueError: The platform is unknown; or XLA is free to choose the arrays that a device holds:
+        the mode is `auto-unconstrained`, or it is `auto` or `explicit` on a mesh with axes that do
+        not split the batch.
     """
     if platform not in FUSIONS:
         raise ValueError(
             f"step_memory: platform={platform!r}, expected one of "
-            f"{', '.join(map(repr, FUSIONS))}, because the fusion of other platforms has not been "
-            "measured. Use the more similar one."
+            f"{', '.join(map(repr, FUSIONS))}, because it is not known which operations other "
+            "compilers fuse. Use the more similar platform."
         )
-    if program.outer is not None:  # One replica's memory, and the state that replicas share.
+    if program.outer is not None:  # One replica's step, plus the state that replicas share.
         state = program.abstract_state
         common, _ = state_bytes((state.params, state.opt_state, state.collections))
         inner = step_memory(program.outer.inner, platform=platform)
@@ -211,7 +212,7 @@ def _label_gradients(operations: Sequence[Operation], values: Sequence[FlatValue
 def _trace_back(
     operations: Sequence[Operation], values: Sequence[FlatValue], gradients_found: set[int]
 ) -> None:
-    """Labels `gradients_found` as gradients, and the gradients from which these were computed."""
+    """Labels the values `gradients_found` as gradients, and the gradients summed into them."""
     for op in reversed(operations):
         gradients = [value for value in op.outputs if value in gradients_found]
         if not gradients:

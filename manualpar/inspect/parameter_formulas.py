@@ -1,10 +1,12 @@
-"""The collectives of a parameter and of its gradient in a step, in closed form.
+"""Predicts the collectives of one parameter and of its gradient in a step, without a trace.
 
-A strategy gives the number of times that a step gathers a parameter, scatters its gradient and
-gathers its new value (`manualpar.core.modes.strategy.CommCounts`). The parameter's placement gives
-the axes. Neither needs a trace. `manualpar.inspect.expected_bytes` explains the bytes, and sums
-them for a program; `manualpar.planner.closed_form` uses the same collectives for layouts without a
-program.
+A strategy gives three counts for each parameter: how often a step gathers it, scatters its gradient
+and gathers its new value (`manualpar.core.modes.strategy.CommCounts`). The parameter's placement
+gives the axes. `manualpar.inspect.expected_bytes` explains the bytes, and sums them for a program;
+`manualpar.planner.closed_form` uses the same collectives for layouts without a program.
+
+In a pipeline whose stages run several chunks of layers, one use of a stacked parameter reads only
+one chunk: `1 / parts` of the layers.
 """
 
 import functools
@@ -57,19 +59,22 @@ class Sending(Protocol):
 
 
 class Uses(NamedTuple):
-    """How often a step sends a parameter, and the number of uses that the step differentiates."""
+    """How often a step sends a parameter; `backward` counts the uses with a backward pass."""
 
     sends: CommCounts
     backward: int
 
 
 class _DimGather(NamedTuple):
-    """One round of the gather of a parameter's dimension.
+    """One all-gather of a parameter, along one dimension.
+
+    A dimension that is sharded over several axes may be gathered in several rounds.
 
     Attributes:
-      elements: The number of elements in a device's operand.
-      rows: The number of shards that earlier rounds have joined to the operand.
-      calls: The number of calls that gather the elements: one for each layer of a loop.
+      elements: The number of elements in a device's operand, over all `calls`.
+      is_data: Whether the axes split the batch.
+      rows: The number of shards of the dimension that earlier rounds have joined to the operand.
+      calls: How many all-gathers one use of the parameter takes: one for each layer of a loop.
     """
 
     axes: tuple[str, ...]
@@ -81,13 +86,13 @@ class _DimGather(NamedTuple):
 
     @property
     def sends(self) -> bool:
-        """Whether the round sends anything; a gather over data axes of one device does not."""
+        """Whether the program has the gather; it leaves out gathers over data axes of size 1."""
         return self.axis_size > 1 or not self.is_data
 
     def gather(
         self, times: int, scope: str, comm: CommPolicy, dtype: Any, sent: Any, parts: int = 1
     ) -> Collective:
-        """Returns the all-gathers of this round, if the parameter is gathered `times` times.
+        """Returns the all-gathers of this round, as one `Collective`, for `times` gathers.
 
         `dtype` is the parameter's dtype. `sent` is the dtype in which values are sent if they are
         not quantized.
@@ -124,7 +129,7 @@ class ParameterForm:
 
     @property
     def _calls(self) -> int:
-        """How often one use gathers the parameter: once for each layer of a loop."""
+        """How many gathers one use of the parameter takes: one for each layer of a loop."""
         names, shape, mesh = self.place.names, self.info.shape, self.program.mesh
         loops = sorted(self.info.loop_dims)
         return math.prod(shape[i] // axes_size(mesh, axis_tuple(names[i])) for i in loops)
@@ -141,7 +146,7 @@ class ParameterForm:
 
     @functools.cached_property
     def _of_state(self) -> list[_DimGather]:
-        """The gathers of the new parameter, over the axes over which its gradient is scattered."""
+        """The gathers of the new parameter, over the axes that shard the optimizer's state."""
         info, place = self.info, self.place
         shard = elements_on_device(self.program, info, place.sharded_names, place.padding)
         names = place.sharded_names
@@ -150,12 +155,17 @@ class ParameterForm:
     def shared_sums(
         self, times: int, scope: str = CAST_SCOPE, parts: int = 1
     ) -> Iterator[Collective]:
-        """Yields the sums of the gradients of slices that devices share."""
+        """Yields the all-reduces of gradients that are needed where devices share entries.
+
+        If a dim has fewer entries than there are devices (2 key heads on 8 devices), several
+        devices use the same entry, and its gradient is the sum over these devices.
+        """
         place, mesh = self.place, self.program.mesh
         shared = [axis for name in place.shared_names for axis in axis_tuple(name)]
         summed = tuple(axis for axis in shared if axis not in place.mean_axes)
         if summed and place.trainable:
-            # Each device uses a slice of its part; the gradients of all slices are summed.
+            # Each device uses one slice of the array that it stores. The gradients of all slices
+            # are summed as one array.
             once = self.once_a_step
             elements = self._shard * (_data_shards(self.program, place) if once else 1)
             dtype = self._gathered if once else jnp.dtype(self.info.dtype)
@@ -168,10 +178,7 @@ class ParameterForm:
     def gathers(
         self, sends: CommCounts, scope: str = GATHER_SCOPE, parts: int = 1
     ) -> Iterator[Collective]:
-        """Yields the gathers of the parameter before the model uses it.
-
-        One use reads `1 / parts` of the parameter's layers.
-        """
+        """Yields the gathers of the parameter before the model uses it."""
         strategy, info = self.program.strategy, self.info
         sent = self._gathered if self.once_a_step else jnp.dtype(info.dtype)
         for gather in self._used:
@@ -180,7 +187,7 @@ class ParameterForm:
                 continue
             times = sends.gathers if gather.is_data else sends.uses
             if gather.is_data and not {*gather.axes} <= {*(strategy.regather_axes or gather.axes)}:
-                # The parameter stays gathered over these axes.
+                # Over these axes the parameter stays gathered for the backward pass.
                 times = strategy.sends(self.program.num_minibatches, True).gathers
             yield gather.gather(times, scope, self.comm, info.dtype, sent, parts)
 
@@ -217,24 +224,24 @@ class ParameterForm:
             for axes in self.comm.reductions(others):
                 size = axes_size(program.mesh, axes)
                 yield from mean_collectives(self.comm, shard, self.reduced, axes, size, scope)
-        if stages := place.sum_axes:  # Each stage has a part of the gradient.
+        if stages := place.sum_axes:  # Each stage has computed a term of the gradient.
             size = axes_size(program.mesh, stages)
             yield Collective("all_reduce", stages, size, (shard,), self.reduced, 1, scope)
 
     def exchanged(
         self, chunks: int, axis: str, scope: str = PIPELINE_SCOPE
     ) -> Iterator[Collective]:
-        """Yields the permutes between stages of chunks of a stacked parameter and its gradient.
+        """Yields the permutes that exchange a stacked parameter and its gradient between stages.
 
-        Each stage stores a contiguous run of layers. If stages run several chunks each, they run
-        other layers than they store, so the chunks are sent, see
-        `manualpar.layers.pipeline.exchange`.
+        Each stage stores a contiguous run of layers. If a stage runs several chunks of layers, it
+        runs other layers than it stores. So stages send each other the parameters of chunks, and
+        send the gradients back, see `manualpar.layers.pipeline.exchange`.
         """
         info, place, mesh = self.info, self.place, self.program.mesh
         reduced = dtype_of_sums(info.dtype)
         is_scattered = self.once_a_step or place.state_names is not None
         sharded = {axis for name in place.sharded_names for axis in axis_tuple(name)}
-        if is_scattered and sharded & set(place.mean_axes):  # The gradient is scattered before.
+        if is_scattered and sharded & set(place.mean_axes):  # It is scattered before the permutes.
             reduced = self.reduced
         exchanged = [(place.names, place.parameter_padding, info.dtype)]
         if place.trainable:
@@ -290,7 +297,7 @@ def _gathers(
 
 
 def _data_shards(program: Sending, place: Route) -> int:
-    """Returns the number of shards of a parameter over axes of the batch."""
+    """Returns the number of shards of a parameter along the axes that split the batch."""
     axes = [axis for name in place.names for axis in axis_tuple(name) if axis in place.mean_axes]
     return axes_size(program.mesh, tuple(axes))
 

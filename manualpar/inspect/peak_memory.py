@@ -1,20 +1,23 @@
-"""Finds the arrays that a program holds at its fullest moment.
+"""Estimates which arrays a program holds at the moment when it holds the most bytes.
 
-Operations run in the order of the program, except that a gather runs where its result is first
-read. On CPUs operations run in the order of `manualpar.inspect.xla_cpu_schedule`. An array is held
-from the operation that makes it to the last operation that reads it. Not every value is an array in
-memory, because XLA *fuses*. The model of XLA's fusion is:
+The program is the result of `manualpar.inspect.flat_program`: operations on numbered values. They
+run in the order of the program, except that a gather runs where its result is first read. On CPUs
+they run in the order of `manualpar.inspect.xla_cpu_schedule`. An array is held from the operation
+that makes it to the last operation that reads it. Not every value is an array in memory, because
+XLA *fuses* operations. This module models the fusion as follows:
 
-- An elementwise operation, a broadcast, a cast, a slice or a lookup is computed where it is read,
-  if all of its readers end up in one fusion. Its operands are then held until the fusion runs.
+- An elementwise operation, a broadcast, a cast, a slice or a lookup is computed inside the fusion
+  that reads its result, if all of its readers are in one fusion. Its operands are then held until
+  the fusion runs.
 - An operation with readers in several fusions is computed again in each fusion, if it is cheap (no
-  exponential, division or root), if it reads at most one array, and if keeping this array takes no
-  more memory than keeping the result. Broadcasts of scalars and counters are always computed again.
+  exponential, division or root), if it reads at most one array, and if holding this array takes no
+  more memory than holding the result. Broadcasts of scalars and counters are always computed again.
 - Every other result is an array in memory: a result that a collective or a loop reads, a result of
   the program, and the result of a reduction, a matrix product or any operation not named here.
 
-Compilers differ: XLA:TPU fuses into matrix products, and repeats operations that are not cheap
-(`FUSIONS`). GPUs have not been measured; most of their products are library calls, as on the CPU.
+Compilers differ (`FUSIONS`): XLA:TPU also fuses operands into matrix products, and also computes
+operations again that are not cheap. GPUs have not been measured; most of their matrix products are
+library calls, as on the CPU.
 
 A fusion may write over an operand of the same size that no later operation reads. A scatter, an
 all-reduce, and a loop with its carry may do this too. A loop's carry stays in its place; a new
@@ -79,16 +82,18 @@ def find_peak(
     fusion: Fusion,
     elsewhere: Collection[int] = (),
 ) -> Counter[str]:
-    """Finds the bytes at the fullest moment of operations, by label; arguments do not count.
+    """Counts the bytes at the fullest moment of a list of operations, by the labels of values.
+
+    Arguments (values that no operation makes) do not count.
 
     Args:
       operations: The operations, in their order.
-      values: Every value, by number; the values that a compiler adds are appended.
+      values: Every value, by number. Values that the compiler adds are appended.
       kept: The values that are held to the end.
-      replaced: Pairs of an argument and the value that takes its place; the value is held to the
-        end, too.
+      replaced: Pairs of an argument and the new value that is stored in its memory, such as the old
+        and the new parameters. The new value is held to the end.
       fusion: The operations that the compiler fuses.
-      elsewhere: Values that are stored in the place of existing arrays.
+      elsewhere: Values that are stored in the memory of arrays outside of `operations`.
     """
     kept = {*kept, *(new for _, new in replaced)}
     operations = _needed(operations, kept)
@@ -133,7 +138,7 @@ def find_peak(
         inside = _inside(op, values, fusion)
         if held_by_label.total() + inside.total() - reused > peak.total():
             peak = held_by_label + inside
-            # Subtract operands that results were written over: `peak` has counted both.
+            # Subtract operands whose memory results reuse, because `peak` counts both.
             for value in ends:
                 label = values[value].label
                 taken = min(reused, values[value].size, peak[label])
@@ -147,7 +152,10 @@ def find_peak(
 
 
 def _inside(op: Operation, values: list[FlatValue], fusion: Fusion) -> Counter[str]:
-    """Counts the bytes in the fullest body of an operation, without values outside of it."""
+    """Counts the bytes of a loop's body or of a `cond`'s fullest branch, by label.
+
+    Values from outside of the body do not count.
+    """
     is_loop = op.name in ("scan", "while")
     fullest: Counter[str] = Counter()
     for body in op.bodies:
@@ -166,17 +174,23 @@ def _inside(op: Operation, values: list[FlatValue], fusion: Fusion) -> Counter[s
 
 
 def _makers(operations: Sequence[Operation]) -> dict[int, int]:
-    """Maps each value to the place of the operation that makes it."""
+    """Maps each value to the index of the operation that makes it."""
     return {v: i for i, op in enumerate(operations) for v in op.outputs}
 
 
 def _takes_place(maker: Operation, later: int) -> bool:
-    """Returns whether `maker` writes over a value that is last read `later` operations later."""
+    """Returns whether `maker` may write over an old value.
+
+    The last reader of the old value comes `later` operations after `maker`, or before if negative.
+    """
     return later < 0 or (later == 0 and (bool(maker.written_over) or _is_fusible(maker)))
 
 
 def _reused_bytes(op: Operation, ends: Sequence[int], values: Sequence[FlatValue]) -> int:
-    """Counts the bytes of results that take the place of operands."""
+    """Counts the bytes of results that are stored in the memory of the operands `ends`.
+
+    No later operation reads `ends`.
+    """
     if not _is_fusible(op):
         return sum(values[new].size for old, new in op.written_over if old in ends)
     free = {values[v].size for v in ends}
@@ -193,14 +207,14 @@ class _Fusing(NamedTuple):
     made_at: Mapping[int, int]
 
     def find(self) -> frozenset[int]:
-        """Returns the places of the operations that are fused into their readers."""
+        """Returns the indices of the operations that are fused into their readers."""
         readers: defaultdict[int, list[int]] = defaultdict(list)
         for index, op in enumerate(self.operations):
             for value in op.inputs:
                 readers[value].append(index)
         fused: set[int] = set()
-        # Operation -> the fusions that compute it; a fusion is named by the place of its last
-        # operation.
+        # Index of an operation -> the fusions that compute it. The index of a fusion's last
+        # operation stands for the fusion.
         roots: dict[int, frozenset[int]] = {}
         for index in reversed(range(len(self.operations))):
             op = self.operations[index]
@@ -228,7 +242,8 @@ class _Fusing(NamedTuple):
         value = arrays[0]
         if self.values[value].size <= sum(self.values[v].size for v in op.outputs):
             return True
-        # A result smaller than its operand is kept, unless the operand has other readers.
+        # If the result is smaller than its operand, it is kept, unless the operand (or the array
+        # from which it is computed) has other readers and is held for these.
         while len(readers[value]) == 1 and value in self.made_at:
             maker = self.operations[self.made_at[value]]
             arrays = self._arrays(maker)
@@ -244,7 +259,7 @@ class _Fusing(NamedTuple):
 
 
 def _last_reads(operations: Sequence[Operation], fused: Collection[int]) -> dict[int, int]:
-    """Maps each value to its last reader, after operations are fused into their readers."""
+    """Maps each value to the index of its last reader; a fused operation reads in its fusion."""
     behind: dict[int, frozenset[int]] = {}
     last: dict[int, int] = {}
     for index, op in enumerate(operations):

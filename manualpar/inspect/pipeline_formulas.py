@@ -1,4 +1,4 @@
-"""The collectives of a pipeline's stages, and the uses of each parameter, in closed form.
+"""Predicts what the stages of a pipeline send, and how often each stage uses each parameter.
 
 `S` stages run `M` microbatches through `v S` chunks of layers in `T` ticks. A device sends
 
@@ -11,12 +11,12 @@
 over the axis of stages. The program writes the permutes of a tick once for all stages, so they also
 count on a device that sends zeros in this tick or has no neighbour.
 
-A parameter is used in the prefix (on the first stage), in chunks of layers (on each stage), or in
-the suffix (on the last stage). The forward pass of a chunk is not differentiated when it runs. The
-chunk's backward pass gathers parameters again, because slots (`manualpar.layers.pipeline.slots`)
-keep only values that depend on activations. The backward pass gathers these parameters a second
-time if it runs the complete chunk again and drops gathered parameters in between. The prefix has a
-backward pass if a parameter in it is trained.
+A parameter is used in the prefix (before the layers, on the first stage), in chunks of layers (on
+each stage), or in the suffix (after the layers, on the last stage). The backward pass of a chunk
+gathers the chunk's parameters again, because slots (`manualpar.layers.pipeline.slots`) keep only
+values that depend on activations. If the backward pass also runs the complete chunk again, and
+drops gathered parameters after that, it gathers them a second time. The prefix has a backward pass
+if one of its parameters is trained.
 """
 
 import dataclasses
@@ -36,12 +36,12 @@ from manualpar.layers.pipeline.staged_loss import StagedLoss
 
 
 class _FoundStages(Exception):  # noqa: N818 (it is no error)
-    """Ends the trace of a step where the step calls its pipeline."""
+    """Carries the staged loss out of the trace of a step, and ends the trace."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Seeker:
-    """Replaces the pipeline while a step is traced, and ends the trace with the staged loss."""
+    """Stands in for the pipeline of a step, and raises `_FoundStages` when it is called."""
 
     run: PipelineRun
 
@@ -55,11 +55,11 @@ class _Seeker:
 
 
 class PipelineForm:
-    """The closed form of a program's pipeline.
+    """Predicts the collectives of a program's pipeline.
 
     Attributes:
-      run: The pipeline.
-      loss: The loss, cut into pieces for the stages.
+      run: The program's pipeline.
+      loss: The loss function, cut into a prefix, chunks of layers and a suffix.
     """
 
     def __init__(self, program: Program) -> None:
@@ -82,7 +82,7 @@ class PipelineForm:
         return range(stage, stage + 1)
 
     def uses(self, stage: int) -> list[Uses]:
-        """Returns how often a stage uses each parameter."""
+        """Returns how often a stage uses each parameter, in the program's order of parameters."""
         return [self._uses(index, stage) for index in range(len(self.program.parameters))]
 
     def _uses(self, index: int, stage: int) -> Uses:
@@ -92,7 +92,11 @@ class PipelineForm:
         backward, sends = 0, CommCounts(0)
 
         def add(times: int, passes: int, *, dropped: bool, differentiated: bool = True) -> None:
-            """Adds `times` uses in each of `passes` forward passes and in a differentiated pass."""
+            """Counts `times` uses in each of `passes` forward passes, and in a differentiated pass.
+
+            With `dropped`, the differentiated pass drops gathered parameters after its forward half
+            and gathers them again for its backward half.
+            """
             nonlocal backward, sends
             each_pass = [strategy.sends(times, True)] * passes
             if differentiated:
@@ -121,7 +125,7 @@ class PipelineForm:
         return Uses(sends._replace(new_gathers=once.new_gathers), backward)
 
     def sends(self) -> Iterator[Collective]:
-        """Yields a step's collectives over the axis of stages, except sums of gradients."""
+        """Yields a step's collectives over the axis of stages, without sums of gradients."""
         table, types = self.run.table, self.loss.types
         for activation in (*types.inexact, *types.exact):
             yield self._sent("permute", activation.shape, activation.dtype, table.num_ticks)
@@ -140,10 +144,9 @@ class PipelineForm:
 
 
 def pipeline_collectives(program: Program) -> tuple[Collective, ...]:
-    """Predicts a pipeline step's collectives, except collectives of parameters and layers.
+    """Predicts the collectives of a step over the axis of stages, without sums of gradients.
 
     Returns:
-      The collectives over the axis of stages, except sums of gradients. They are the same on every
-      stage; there are none if the program has no pipeline.
+      The collectives, which are the same on every stage; `()` if the program has no pipeline.
     """
     return tuple(PipelineForm(program).sends()) if program.pipeline else ()

@@ -1,10 +1,11 @@
 """Compares a program's step with the step of plain flax on one device.
 
-Types tell whether values differ between devices, but not whether a number is right. Numbers change
-with the number of devices if the loss couples examples, if the model uses statistics of one
-device's examples, or if the loss is no mean. No type shows this. So this module compares the loss,
-the metrics and the gradient of every parameter, as SGD would apply it, with the values that the
-same model and loss function give on one device with the whole batch.
+JAX's types say whether an array differs between devices, but not whether its numbers are right. The
+loss changes with the number of devices if the loss function couples examples, if the model uses
+statistics of one device's examples, or if the loss is not a mean over examples. No type shows this.
+So this module compares the loss, the metrics and the gradient of every parameter with the numbers
+that the same model and loss function give on one device with the whole batch. The compared
+gradients are those that the program gives its optimizer.
 """
 
 import dataclasses
@@ -42,22 +43,22 @@ def assert_same_as_one_device(
 ) -> None:
     """Asserts that a training step has the same loss, metrics and gradients as one device.
 
-    The one device has the whole batch at once, in plain flax: the model's `apply` on arrays without
-    boxes, `jax.grad`, and no code of the strategy. Mesh axes that the model or the loss names have
-    one device there. Parameters come from `program.init(rng)`, and are cast to `gather_dtype` where
-    they are used if the program does the same.
+    The one device has the whole batch, and runs plain flax: the model's `apply` on plain arrays,
+    `jax.grad`, and no code of the strategy. Mesh axes that the model or the loss names have size 1
+    there. Parameters come from `program.init(rng)`. If the program casts them to `gather_dtype`
+    where they are used, so does the one device.
 
     Args:
       program: The program, on devices of this process. Its optimizer does not matter.
       batch: A batch for `train_step`, of float32 or integers `[B, ...]`.
       rng: The key for the program's `init`.
-      rtol: The largest error of the loss, of each metric's mean and of each gradient, relative to
-        the value on one device. For a gradient, the norm of the difference is compared with the
+      rtol: The largest error of the loss, of each metric's mean and of each gradient, as a fraction
+        of the value on one device. For a gradient, the norm of the difference is compared with the
         norm of the gradient. By default 1e-4, or 0.05 if parameters are stored, gathered or reduced
         in bfloat16. A model that computes in bfloat16 also needs a larger value.
-      atol: An additional error: absolute for a metric; for a gradient, a fraction of the norm of
-        all gradients together. Some gradients are zero except for rounding, such as the gradient of
-        a bias before a softmax.
+      atol: An additional error that is allowed: absolute for the loss and the metrics; for a
+        gradient, a fraction of the norm of all gradients together. It is for gradients that are
+        zero except for rounding, such as the gradient of a bias before a softmax.
 
     Raises:
       AssertionError: Something differs. The message names the loss and the metrics that differ, and
@@ -108,18 +109,18 @@ def assert_same_as_one_device(
         )
 
 
-# Whether a mean differs (else a gradient), the ratio of its error to the allowed error, a sentence.
+# A difference: whether it is of a mean (else of a gradient), its ratio to the allowed difference,
+# and a clause for the message.
 _Difference = tuple[bool, float, str]
 
 
 def _on_one_device(
     program: Program, state: TrainState, batch: Any
 ) -> Callable[[jax.Array], tuple[Any, dict[str, Any]]]:
-    """Builds a function from a key to one device's gradients and means of metrics."""
+    """Builds the step on one device: it maps a key to the gradients and the means of metrics."""
     mesh = program.mesh
     is_manual = program.step.mode.writes_collectives
-    # A layer that is split over an axis computes with its complete weights if the axis is not
-    # bound.
+    # If no `shard_map` binds the axis of a split layer, the layer computes with complete weights.
     split = frozenset[str]().union(*(place.split_axes for _, place in program.parameters))
     unbound = split - set(program.data_axes) if is_manual else frozenset()
     axes = [axis for axis in mesh.axis_names if axis not in unbound]
@@ -141,7 +142,7 @@ def _on_one_device(
 
         params, frozen = partition(step.placements, params)
         grads, sums = jax.grad(loss_fn, has_aux=True)(params)
-        # Add a leading dim for the one device, because the types of some values say that they vary.
+        # By type some of the results vary over mesh axes, so stack them along a new leading dim.
         return jax.tree.map(lambda x: x[None], (grads, _means(sums)))
 
     def spec(info: ParameterInfo) -> PartitionSpec:
@@ -196,12 +197,12 @@ def _unpadded(x: Any, like: Any) -> Any:
 
 
 def _known_reasons(program: Program) -> str:
-    """Returns known causes of a difference that may apply to the program."""
+    """Returns sentences about known causes of a difference that may apply to the program."""
     reasons = " A loss that couples examples must gather them with manualpar.gather_examples."
     if program.num_minibatches > 1:
         reasons += (
-            " A loss that couples examples couples only those of one minibatch, and this program "
-            f"has num_minibatches={program.num_minibatches}."
+            " A loss that couples examples sees only one minibatch at a time, and this program has "
+            f"num_minibatches={program.num_minibatches}."
         )
     if "batch_stats" in program.whole_state.collections:
         reasons += (
@@ -212,7 +213,7 @@ def _known_reasons(program: Program) -> str:
     if any(place.split_axes for _, place in program.parameters):
         reasons += (
             " Layers compute with parts of their parameters. JAX's types do not detect a bias that "
-            "is added before leave, a mean in place of the sum, a product of unsummed parts, or a "
-            "norm over split features."
+            "is added before leave(), a mean in place of the sum of leave(), a product of terms "
+            "that are not summed yet, or a norm over split features."
         )
     return reasons

@@ -1,4 +1,4 @@
-"""Reads the origin of an operation off its scope: its module, its phase, its purpose.
+"""Reads the module, the phase of the step and the purpose of an operation off its scope.
 
 A scope lists the names and transformations around an operation, outermost first, separated by
 slashes. It holds the names of modules (from flax) and of collectives (from this package);
@@ -6,8 +6,8 @@ transformations around some names, such as `transpose(jvp(Model))`; and names th
 such as `jit(train)`, `while/body` and `rematted_computation`. The names of modules form the path of
 a module. The path is the same in the forward pass, in a recomputation, and in the backward pass.
 
-A transformed or rematerialised function is traced with the names around its call, so a scope may
-repeat a prefix of the path for each transformation. The path contains the prefix once.
+JAX traces a transformed or rematerialised function with the names around its call. So the path of
+a module may begin several times in one scope. `module_of` returns this beginning once.
 """
 
 import functools
@@ -49,9 +49,9 @@ LAYER_SCOPES = (
 OTHER = "other"  # The purpose of a collective whose scope and axes do not show a purpose.
 
 _RECOMPUTED = "rematted_computation"
-# Scopes of operations on gradients that autodiff does not write. They are in the backward pass.
+# Scopes of operations on gradients that autodiff does not add. They count as the backward pass.
 _OF_GRADIENTS = frozenset({SCATTER_SCOPE, REDUCE_SCOPE, CAST_SCOPE, NONFINITE_SCOPE})
-# Names that JAX gives to calls; the names of the called function follow.
+# Names of calls. After such a name JAX may repeat names from the beginning of the path.
 _CALL_WORDS = """
 rematted_computation checkpoint closed_call core_call custom_jvp_call custom_vjp_call eval_jaxpr
 remat remat2 shard_map shmap_body
@@ -63,7 +63,7 @@ _METHOD = re.compile(r"[A-Za-z_]\w*\.\w+")  # Flax's name for a method of the la
 _MINIBATCH = re.compile(r"minibatch(_\d+)?")
 
 
-# Cached, because a program has many operations in one scope.
+# These functions are cached, because a program has many operations with the same scope.
 @functools.lru_cache(maxsize=4096)
 def module_of(scope: str, root: str = "") -> str:
     """Returns the path of the module or parameter of an operation: `"layers/attention/query"`.
@@ -71,8 +71,8 @@ def module_of(scope: str, root: str = "") -> str:
     Args:
       scope: The operation's scope, from a jaxpr or from a compiled program (there without the
         primitive at the end).
-      root: The name of the top module. The paths of parameters do not contain this name. Other
-        paths contain this name only for operations that the top module runs itself.
+      root: The name of the top module, which is left out of the path. The path is this name for
+        operations that the top module runs itself, outside of its submodules.
 
     Returns:
       The path, `""` for operations in no module.
@@ -93,9 +93,9 @@ def module_of(scope: str, root: str = "") -> str:
 def phase_of(scope: str) -> Phase:
     """Returns the part of a step in which an operation runs.
 
-    Transposed operations and operations on gradients are the backward pass. Recomputations by
-    `jax.checkpoint` are a separate phase. The update is everything in the optimizer's scope;
-    programs without that scope have no update.
+    Transposed operations and collectives of gradients are the backward pass. Recomputations by
+    `jax.checkpoint` are a separate phase. The update is the optimizer, and the gather of parameters
+    after it.
     """
     parts = set(re.split(r"[/()]", scope))
     if OPTIMIZER_SCOPE in parts or NEW_PARAMS_SCOPE in parts:
@@ -109,12 +109,12 @@ def phase_of(scope: str) -> Phase:
 def purpose_in(scope: str, axes: tuple[str, ...], data_axes: tuple[str, ...] = ()) -> str:
     """Returns the purpose of a collective, by its scope and its axes; see `scopes.purpose_of`.
 
-    If this package did not write the collective, its axes give the purpose. If none of them splits
-    the batch (is in `data_axes`), the collective belongs to a parallel layer. Its purpose is then
-    `CAST_SCOPE` in the backward pass and `TENSOR_SCOPE` elsewhere: in the backward pass autodiff
-    sums the gradient of a value that is the same on all devices and was combined with values that
-    differ between devices, such as a norm's scale if the sequence is split. If an axis splits the
-    batch, or if `data_axes` are not known, the purpose is `OTHER`.
+    A collective that other code added has no scope of this package, so its axes give the purpose.
+    If one of them splits the batch (is in `data_axes`), or if `data_axes` are not known, the
+    purpose is `OTHER`. Otherwise the collective belongs to a parallel layer. Its purpose is then
+    `CAST_SCOPE` in the backward pass, and `TENSOR_SCOPE` in other phases. `CAST_SCOPE` is the sum
+    that autodiff adds for the gradient of a replicated array, such as the scale of a norm if the
+    sequence is split.
     """
     if ours := purpose_of(scope):
         return ours
@@ -124,10 +124,10 @@ def purpose_in(scope: str, axes: tuple[str, ...], data_axes: tuple[str, ...] = (
 
 
 def compiled_scopes(op_name: str) -> tuple[str, ...]:
-    """Splits the `op_name` of a compiled instruction into scopes, which end before the primitive.
+    """Returns the scopes of a compiled instruction, from its `op_name`, without primitives.
 
-    There are several scopes if XLA has merged operations: `prefix/(a/psum:b/psum)` was made from
-    operations in `prefix/a` and in `prefix/b`.
+    There are several scopes if XLA has merged operations: `prefix/(a/psum:b/psum)` gives `prefix/a`
+    and `prefix/b`.
     """
     prefix, is_merged, rest = op_name.partition("/(")
     if not is_merged or not rest.endswith(")"):
@@ -170,7 +170,10 @@ def _segments(scope: str) -> Iterator[list[str]]:
 
 
 def _joined(path: list[str], names: list[str]) -> list[str]:
-    """Appends names to a path, without the names that repeat the end of the path."""
+    """Appends names to a path, without the names that repeat the end of the path.
+
+    Names that begin with the first name of the path replace the path.
+    """
     for index in range(len(path)):
         rest = path[index:]
         if names[: len(rest)] == rest:

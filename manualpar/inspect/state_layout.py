@@ -1,6 +1,6 @@
-"""Shows where a program's state is stored: its bytes, a table, and drawings of the parameters.
+"""Shows how a program's state is sharded: its bytes, a table, and drawings of the parameters.
 
-It also counts trained and frozen parameters, and the bytes that a step sends for them.
+This module also counts trained and frozen parameters, and the bytes that a step sends for them.
 """
 
 import difflib
@@ -23,9 +23,10 @@ from manualpar.inspect.communication import Collective, as_number, total_bytes
 GRADIENTS = (SCATTER_SCOPE, REDUCE_SCOPE)
 GATHERS = (GATHER_SCOPE, REGATHER)
 ALL = "all"  # Stands for all parameters, in place of a path.
-MAX_WIDTH = 80  # Columns of the output, as jax assumes.
-HEIGHT = 10  # Lines of a drawing by jax.
-COLUMNS_PER_LINE = 2.5  # Columns that are as wide as a line is high.
+# The sizes that `jax.debug.visualize_sharding` assumes:
+MAX_WIDTH = 80  # The output has this many columns.
+HEIGHT = 10  # A drawing has this many lines.
+COLUMNS_PER_LINE = 2.5  # A line is as high as this many columns are wide.
 
 
 def state_bytes(tree: Any) -> tuple[int, int]:
@@ -44,17 +45,17 @@ def state_bytes(tree: Any) -> tuple[int, int]:
 
 
 def trained_parts(program: Program, collectives: Iterable[Collective]) -> dict[str, Any]:
-    """Counts the trained and the frozen parameters; all numbers except `elements` are per device.
+    """Counts trained and frozen parameters, and the bytes that are stored and sent for them.
 
     Args:
       program: The program.
       collectives: The collectives of the program's traced step; none in modes other than `manual`.
 
     Returns:
-      `trained` and `frozen`, each with the number of `arrays`, all their `elements` and their
-      `bytes`; `optimizer`, the bytes of the optimizer's state; `gradients_sent` and `gathers_sent`,
-      the bytes that a step sends for gradients and for gathered parameters, `None` if XLA chooses
-      the collectives.
+      `trained` and `frozen`: for each a dict with the number of `arrays`, all their `elements` and
+      their `bytes`. `optimizer`: the bytes of the optimizer's state. `gradients_sent` and
+      `gathers_sent`: the bytes that a step sends for gradients and for gathered parameters, `None`
+      if XLA chooses the collectives. All bytes are those of one device.
     """
     counts: dict[str, Any] = {}
     parts = partition(program.placements, program.abstract_state.params)
@@ -77,20 +78,24 @@ def trained_parts(program: Program, collectives: Iterable[Collective]) -> dict[s
 
 
 def layout_table(program: Program) -> Table:
-    """Makes a table of a program's layout.
+    """Makes a table of the shardings of a program's state.
 
     Args:
       program: The program; it need be neither compiled nor initialised.
 
     Returns:
       A `rich.table.Table` with a row for each parameter: shape, dtype, partition spec, bytes on a
-      device. After the spec the row gives the spec of the gradient and the optimizer's state, if
-      this spec differs; the axes that split the parameter for a model that computes with its
-      shards; and the axes whose devices share its entries. Then comes the reason why the strategy
-      has chosen the sharded dimension ("whole tiles", "largest", "only one that divides",
-      "annotated"), or why the strategy has not sharded the parameter over the data axes. A frozen
-      parameter is marked "frozen". The last rows are the totals of parameters, optimizer state and
-      other collections, also as a share of the bytes that a single device would hold.
+      device. The column of the spec also has:
+
+      - The spec of the gradient and of the optimizer's state, if it is another one.
+      - The axes that split the parameter, if the model computes with its shards, and the axes along
+        which several devices use the same entries.
+      - Why the strategy has chosen the sharded dimension ("whole tiles", "largest", "only one that
+        divides", "annotated"), or why it has not sharded the parameter over the data axes.
+      - "frozen", if the parameter is not trained.
+
+      The last rows are the totals of parameters, optimizer state and other collections, also as a
+      share of the bytes that a single device would hold.
     """
     mesh = " x ".join(f"{axis}={size}" for axis, size in program.mesh.shape.items())
     mode = "" if program.mode == "manual" else f", mode {program.mode},"
@@ -116,7 +121,7 @@ def layout_table(program: Program) -> Table:
         "parameters": state.params,
         "optimizer state": state.opt_state,
         "other collections": state.collections,
-        "of their own": state.local,
+        "per-device state": state.local,
     }
     for name, tree in totals.items():
         per_device, whole = state_bytes(tree)
@@ -128,7 +133,7 @@ def layout_table(program: Program) -> Table:
 
 
 def draw_sharding(params: Any, path: str = ALL) -> None:
-    """Prints, to standard output, which devices store which part of one or of all parameters.
+    """Prints drawings that show which device stores which part of a parameter.
 
     `jax.debug.visualize_sharding` draws arrays of one or two dims. For an array with more dims, the
     sharded dims are drawn; if there are fewer than two, the last of the other dims are added.
@@ -136,7 +141,7 @@ def draw_sharding(params: Any, path: str = ALL) -> None:
     Args:
       params: A tree of `jax.Array`s, or of `jax.ShapeDtypeStruct`s with shardings such as
         `program.abstract_state.params`. Nothing is compiled, and no device is used.
-      path: The path of a parameter such as `input_dense/kernel`, or `"all"`.
+      path: The path of a parameter such as `input_dense/kernel`, or `"all"` for all parameters.
 
     Raises:
       ValueError: There is no such parameter; or a parameter has no sharding.
@@ -187,13 +192,13 @@ def _draw(name: str, x: Any) -> None:
         print(f"{title}: not drawn, {reason}\n")
         return
     print(title)
-    # The drawing keeps the proportions, unless it would be wider than the output.
+    # The drawing keeps the proportions of the array, unless it would be wider than the output.
     width = HEIGHT * COLUMNS_PER_LINE * (shape[1] if len(shape) == 2 else 1) / shape[0]
     jax.debug.visualize_sharding(shape, sharding, scale=min(1.0, MAX_WIDTH / math.ceil(width)))
 
 
 def _axes_text(words: str, names: Sequence[AxisName | None]) -> str:
-    """Returns a clause with the axes of some dims, `''` if the dims have no axes."""
+    """Returns `, WORDS AXIS and AXIS` for the axes in `names`, `''` if there are none."""
     axes = [axis for name in names for axis in axis_tuple(name)]
     return f", {words} {' and '.join(axes)}" if axes else ""
 

@@ -1,13 +1,14 @@
 """The ledger: the collectives and operations of a step, read off the program before it has run.
 
-The ledger reads the same step in three ways. The closed form of the strategy gives the bytes that
-the step must send (`manualpar.inspect.expected_bytes`). The jaxpr shows the program as it was
-written, equation by equation (`manualpar.inspect.communication`, `manualpar.inspect.flops`). The
-compiled program shows the changes by XLA (`manualpar.inspect.compiled`). Every difference between
-the jaxpr and the compiled program has a name (`manualpar.inspect.xla_changes`).
+The ledger describes the same step in three ways. Formulas (the *closed form*) predict the bytes
+that the strategy has to send (`manualpar.inspect.expected_bytes`). The jaxpr shows the program
+before XLA changes it (`manualpar.inspect.communication`, `manualpar.inspect.flops`). The compiled
+program shows the step that runs (`manualpar.inspect.compiled`). `manualpar.inspect.xla_changes`
+names every difference between the jaxpr and the compiled program.
 
-All numbers are per device and step. Bytes are the bytes that a device sends with ring algorithms,
-see `manualpar.inspect.communication.ring_bytes`. Operations are the operations of products.
+All numbers are for one device and one step. Bytes are the bytes that a device sends with ring
+algorithms, see `manualpar.inspect.communication.ring_bytes`. Operations are the floating point
+operations of matrix products and convolutions.
 """
 
 import dataclasses
@@ -62,8 +63,8 @@ class Ledger:
       memory: The memory of a device at the step's peak; `None` for a function, or if XLA chooses
         the arrays that a device holds.
       compiled: The compiled step; `None` if it was not compiled.
-      changes: The changes that XLA made. The bytes of `collectives`, plus the difference in bytes
-        of every change, are the bytes of `compiled`.
+      changes: The changes that XLA made. The bytes of `collectives`, plus the bytes that every
+        change adds or saves, are the bytes of `compiled`.
       notes: The assumptions and choices behind the numbers.
       stage: The pipeline stage of the device; `None` if there are no stages.
     """
@@ -97,7 +98,7 @@ class Ledger:
         return summed((one.module, one.bytes_sent) for one in self.collectives)
 
     def counts(self) -> dict[str, int]:
-        """Returns how many collectives of each kind run."""
+        """Returns how many collectives of each kind a step runs."""
         return count_by_kind(self.collectives)
 
     @property
@@ -115,8 +116,8 @@ class Ledger:
         return summed((one.module, one.flops) for one in self.computations)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the ledger as JSON: axes joined with commas, and integers where possible."""
-        predicted = None  # `None` stands for no prediction, 0 for a prediction of 0 bytes.
+        """Returns the ledger for JSON; a tuple of axes becomes a string with commas."""
+        predicted = None  # No prediction. A prediction of 0 bytes has the total 0.
         if self.predicted is not None:
             total = as_number(sum(self.predicted.values(), Fraction(0)))
             predicted = {"total": total, "by_axes": _as_numbers(self.predicted)}
@@ -170,8 +171,8 @@ def ledger(
     Raises:
       TypeError: `program` is no program and no function, or the arguments do not fit it.
       ValueError: Something in the program cannot be counted: a `while` of unknown length, a
-        collective of unknown bytes, axes that nothing binds, a stage that does not exist. Or the
-        program cannot be compiled here.
+        collective of unknown bytes, or axes that no `shard_map` binds. Or the stage does not exist.
+        Or the program is to be compiled, but its mesh is abstract.
     """
     traced = _trace(program, abstract_args)
     jaxpr = traced.jaxpr.jaxpr
@@ -193,15 +194,15 @@ def ledger(
     if spread := {product.spread for product in products if product.spread > 1 and product.flops}:
         where = "on global arrays" if num_devices in spread else "along axes left to XLA"
         notes.append(
-            f"FLOPs {where} are taken as spread evenly over {max(spread)} devices; a device has "
-            "more of them if XLA repeats a computation on several devices"
+            f"FLOPs {where} are assumed to be spread evenly over {max(spread)} devices; a device "
+            "computes more if XLA repeats a computation on several devices"
         )
     if names := sorted(set(uncounted(all_equations(jaxpr)))):
-        notes.append(f"FLOPs of {', '.join(names)} are not known here and left out")
+        notes.append(f"FLOPs of {', '.join(names)} are unknown and not counted")
     if ours and ours.mode != "manual":
         notes.append(
-            f"mode={ours.mode!r}: the compiler writes the collectives, so only the compiled "
-            "program has them"
+            f"mode={ours.mode!r}: the compiler writes the collectives, so the jaxpr does not "
+            "contain them"
         )
     if ours and (codes := describe_codes(ours.comm)):
         notes.append(f"sent quantized: {codes}")
@@ -211,7 +212,7 @@ def ledger(
             f"{float(n):,.0f} bytes over {','.join(axes)}" for axes, n in by_axes
         )
         notes.append(
-            f"every {ours.outer.every} steps an outer step follows, which sends {sent_by_axes}"
+            f"an outer step follows every {ours.outer.every} steps; it sends {sent_by_axes}"
         )
     result = Ledger(
         name=_name(program),
@@ -238,7 +239,7 @@ def ledger(
 
 
 def trace_outer_steps(program: Program) -> tuple[Collective, ...]:
-    """Returns the collectives of a program's outer steps, one step for each fragment."""
+    """Returns the collectives of a program's outer steps (DiLoCo); `()` if it has none."""
     steps = () if program.outer is None else program.outer.steps
     traced = (step.trace(program.abstract_state) for step in steps)
     return tuple(itertools.chain.from_iterable(map(trace_collectives, traced)))
@@ -284,24 +285,24 @@ def _trace(program: Any, args: tuple[Any, ...]) -> jax.stages.Traced:
             raise
         raise ValueError(
             f"ledger: {name} communicates over a mesh axis that no jax.shard_map around it binds "
-            f"({error}); expected the whole program. Give the function that shard_map returns, "
-            "with global shapes."
+            f"({error}); expected a function that contains the shard_map. Pass the function that "
+            "jax.shard_map returns, and arguments of global shapes."
         ) from error
     return traced
 
 
 def _check_arguments(name: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """Refuses arguments that a function does not take, or that are not arrays."""
+    """Refuses arguments that do not fit the function's signature, or that are not arrays."""
     try:
         signature = inspect.signature(function)
         signature.bind(*args)
     except TypeError as error:
         raise TypeError(
-            f"ledger: {name}{signature} was given {len(args)} arguments: {error}; expected an "
-            "abstract one for each, such as jax.ShapeDtypeStruct((8, 128), 'float32')."
+            f"ledger: {name}{signature} was given {len(args)} arguments: {error}; expected for "
+            "each parameter an array or a jax.ShapeDtypeStruct((8, 128), 'float32')."
         ) from error
     except ValueError:
-        pass  # Some builtins have no signature; jax says what is wrong with their arguments.
+        pass  # Some builtins have no signature. For these jax raises the error.
     for path, leaf in jax.tree_util.tree_leaves_with_path(args):
         is_array = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
         if not is_array and not isinstance(leaf, bool | int | float | complex):
@@ -317,7 +318,7 @@ def _meshes(program: Any, traced: jax.stages.Traced, args: tuple[Any, ...]) -> I
     shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves((args, traced.in_avals))]
     jaxpr = traced.jaxpr.jaxpr
     if not isinstance(program, jax.stages.Traced):
-        jaxpr = _called(program, args)  # The jaxpr of a jitted function's call names the shardings.
+        jaxpr = _called(program, args)  # The jaxpr of the call contains the shardings of a `jit`.
     inside = []
     for eqn in all_equations(jaxpr):
         named = [eqn.params.get(name) for name in ("sharding", "in_shardings", "out_shardings")]
@@ -328,7 +329,7 @@ def _meshes(program: Any, traced: jax.stages.Traced, args: tuple[Any, ...]) -> I
 
 
 def _called(function: Callable[..., Any], args: tuple[Any, ...]) -> Jaxpr:
-    """Returns the jaxpr of a call; arguments that are not arrays are passed without tracing."""
+    """Returns the jaxpr of `function(*args)`; only the arrays in `args` are traced."""
     leaves, tree = jax.tree.flatten(args)
 
     def call(*arrays: Any) -> Any:
@@ -345,7 +346,10 @@ def _called(function: Callable[..., Any], args: tuple[Any, ...]) -> Jaxpr:
 def _unless_refused(
     predict: Callable[[Program], T], program: Program | None, quantity: str, notes: list[str]
 ) -> T | None:
-    """Returns a prediction; if it is refused, returns `None` and notes the reason."""
+    """Returns `predict(program)`; after a `ValueError` returns `None`, and notes the reason.
+
+    Returns `None` also if there is no program. `quantity` is the name of the prediction.
+    """
     try:
         return predict(program) if program else None
     except ValueError as error:
@@ -364,7 +368,7 @@ def _name(program: Any) -> str:
 
 
 def _as_numbers(sent: Mapping[Any, Fraction]) -> dict[str, int | float]:
-    """Converts bytes by name, or by axes, for JSON."""
+    """Converts bytes by name or by tuple of axes for JSON."""
     return {
         name if isinstance(name, str) else ",".join(name): as_number(value)
         for name, value in sent.items()

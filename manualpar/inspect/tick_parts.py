@@ -1,10 +1,12 @@
-"""Finds the parts of a pipeline's tick in a traced step, and their operations.
+"""Counts the operations of each part of a pipeline's tick in a traced step.
 
-The named scopes of `manualpar.core.tracing.tick_scopes` contain the number of ticks in which each
-stage runs a part. These numbers distinguish a chunk of layers, which all stages run, from the
-operations before and after the layers. A part and its backward pass run equally often, but in
-different phases of the step. If a part has permutes, all stages run it together, in the ticks in
-which at least one stage has to run it.
+The parts are a chunk of layers, the model before its layers (first stage) and the model after its
+layers with the loss (last stage), each forward and backward; see
+`manualpar.layers.pipeline.schedule_table.Costs`. The named scopes of
+`manualpar.core.tracing.tick_scopes` contain the number of ticks in which each stage runs a part.
+These numbers tell the parts apart. A part and its backward pass run equally often, but in different
+phases of the step. If a part has permutes, all stages run it together, in the ticks in which at
+least one stage has to run it.
 """
 
 import itertools
@@ -16,7 +18,8 @@ from manualpar.inspect.flops import ProductReader
 from manualpar.inspect.scope_parsing import phase_of
 from manualpar.layers.pipeline.schedule_table import Costs, Table
 
-# Name of a part, as in `Costs` -> row of the table that has an entry if a stage runs the part.
+# Name of a part, as in `Costs` -> the row of the schedule's table that has an entry in the ticks in
+# which a stage runs the part.
 ROWS = {
     "forward": "forward_microbatch",
     "backward": "backward_microbatch",
@@ -27,10 +30,10 @@ ROWS = {
 
 
 class TickParts:
-    """Finds the part of a tick that an operation belongs to.
+    """Finds the part of a tick that an operation belongs to, by the operation's scope.
 
     Attributes:
-      table: The schedule.
+      table: The pipeline's schedule.
     """
 
     def __init__(self, table: Table) -> None:
@@ -43,14 +46,14 @@ class TickParts:
             self._scopes[part, together] = scope
 
     def scope(self, part: str, *, together: bool) -> str:
-        """Returns the scope of a part; `together`: whether all stages run it in the same ticks."""
+        """Returns the scope of a part; with `together` all stages run it in the same ticks."""
         return self._scopes[part, together]
 
     def of(self, scope: str) -> str:
-        """Returns the part of an operation; "" if the operation does not depend on the table.
+        """Returns the part of an operation with this scope; "" outside of a tick's parts.
 
         Forward and backward operations after the layers are one part. With one stage all parts run
-        as often as a chunk, so all of them count as chunks.
+        as often as a chunk, so every operation counts as an operation of a chunk.
         """
         parts = self._by_scope.get(innermost_ticks(scope), ())
         is_backward = phase_of(scope) in ("backward", "recomputed")
@@ -58,7 +61,7 @@ class TickParts:
         return next(fitting, "")
 
     def runs(self, scope: str, stage: int) -> int:
-        """Returns the number of ticks in which a stage runs an operation of a part."""
+        """Returns the number of ticks in which a stage runs an operation with this scope."""
         ticks = ticks_run(innermost_ticks(scope))
         assert ticks
         return ticks.runs[stage]
@@ -73,7 +76,8 @@ def stage_costs(traced: jax.stages.Traced, table: Table) -> Costs:
       table: The schedule of the pipeline.
 
     Returns:
-      The costs. With one stage, all operations count as operations of chunks.
+      The floating point operations of each part in one tick. With one stage, all operations count
+      as operations of chunks.
     """
     costs: dict[str, float] = dict.fromkeys(Costs._fields, 0.0)
     parts = TickParts(table)

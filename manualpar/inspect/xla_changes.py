@@ -1,13 +1,13 @@
-"""Names the differences between a program's written collectives and its compiled collectives.
+"""Names the differences between the collectives in a jaxpr and those of the compiled program.
 
-Each operand of a compiled collective is paired with its source, an operand in the jaxpr. The two
-have the same purpose and module (XLA keeps their names), kind, group and number of elements. If no
-operand of the jaxpr has all these, an operand with another dtype or another kind is taken. Operands
-of the jaxpr without a partner were hoisted out of a loop, merged with an equal collective, or
-removed by XLA. Operands of the compiled program without a partner were added by XLA.
+Each operand of a compiled collective is paired with an operand in the jaxpr. The two have the same
+purpose and module (XLA keeps these names), kind, size of the group, number of elements and dtype.
+If the jaxpr has no such operand, an operand with another dtype or another kind is taken. If a
+collective of the jaxpr has no partner, XLA moved it out of a loop, merged it with an equal
+collective, or removed it. If a collective of the compiled program has no partner, XLA added it.
 
 Invariant: the bytes of the jaxpr, plus `bytes_after - bytes_before` of every change, are the bytes
-  of the compiled program. So every part of the difference has a name.
+  of the compiled program. So every difference in bytes has a name.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from manualpar.inspect.hlo import array_bytes
 from manualpar.inspect.scope_parsing import OTHER
 
 ChangeKind = Literal["merged", "hoisted", "retyped", "replaced", "removed", "added"]
-UNLIKE = 7  # The difference of a pair that does not match, see `_difference`.
+UNLIKE = 7  # What `_difference` returns for two collectives that are no pair.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,14 +35,15 @@ class Change:
     """A change that XLA made to some collectives of one purpose.
 
     Attributes:
-      kind: `"merged"`: several collectives became one, because XLA joined them or because they had
-        the same result; `"hoisted"`: a collective in a loop runs less often; `"retyped"`: another
-        dtype is sent; `"replaced"`: another kind has the same result; `"removed"`; `"added"`: the
-        program did not write it.
+      kind: `"merged"`: XLA made one collective of several, or uses one result several times.
+        `"hoisted"`: XLA moved a collective out of a loop. `"retyped"`: another dtype is sent.
+        `"replaced"`: another kind of collective computes the same result. `"removed"`: a collective
+        of the jaxpr does not run. `"added"`: a collective that runs is not in the jaxpr.
       purpose: The collectives' purpose, see `Collective.purpose`.
-      modules: The collectives' modules, as far as they have one.
-      bytes_before: The bytes that a device would send in a step without the change.
-      bytes_after: The bytes that the device sends in a step after the change.
+      modules: The modules of these collectives; empty if they belong to no module.
+      bytes_before: The bytes that a device would send for these collectives in a step without the
+        change.
+      bytes_after: The bytes that the device sends for them with the change.
       words: The change as a sentence.
     """
 
@@ -68,10 +69,10 @@ class Change:
 def find_changes(
     traced: Iterable[Collective], compiled: Iterable[CompiledCollective], *, root: str = ""
 ) -> tuple[Change, ...]:
-    """Finds every difference between the collectives that were written and those that run.
+    """Finds every difference between the collectives of a jaxpr and of the compiled program.
 
-    The changes are in the order of the program, grouped by kind and purpose. A collective on a
-    ring of one device sends nothing and is left out. `root` is the name of the top module, see
+    Changes of one kind, one purpose and one sentence are added up. A collective on one device sends
+    nothing and is left out. `root` is the name of the top module, see
     `manualpar.inspect.scope_parsing.module_of`.
     """
     written = [_Written(one, left=one.times) for one in traced if one.bytes_sent]
@@ -121,9 +122,9 @@ class _Written:
 
 @dataclasses.dataclass
 class _Running:
-    """An operand of a compiled collective, which runs `times` times.
+    """An operand of a compiled collective; `left` of its runs have no partner in the jaxpr yet.
 
-    `left` of these runs have no partner in the jaxpr yet; `sources` are the partners.
+    `sources` are the partners that have been found.
     """
 
     collective: CompiledCollective
@@ -144,12 +145,15 @@ class _Running:
 def _note(
     kind: ChangeKind, purpose: str, module: str, before: Fraction, after: Fraction, detail: str
 ) -> Change:
-    """Returns a change of one collective, which `_summed` adds to equal changes."""
+    """Returns a change of one collective; `_summed` adds up changes with equal `detail`."""
     return Change(kind, purpose, (module,) if module else (), before, after, detail)
 
 
 def _parts(compiled: CompiledCollective, root: str) -> Iterator[_Running]:
-    """Splits a compiled collective into one part for each operand that the program wrote."""
+    """Yields the operands of a compiled collective.
+
+    XLA may write the operand of an all-to-all as one operand for each device. It counts as one.
+    """
     sizes = [
         (math.prod(shape), dtype, array_bytes(dtype, shape))
         for shape, dtype in zip(compiled.shapes, compiled.dtypes, strict=True)
@@ -162,7 +166,7 @@ def _parts(compiled: CompiledCollective, root: str) -> Iterator[_Running]:
 
 
 def _difference(written: _Written, running: _Running) -> int:
-    """Returns how much the collectives differ: 0 if they match, `UNLIKE` if they are no pair."""
+    """Returns how much two collectives differ: 0 if they match, `UNLIKE` if they are no pair."""
     traced, compiled, names = written.collective, running.collective, running.names
     same_group = traced.axis_size == compiled.group_size
     is_alike = same_group and traced.kind == compiled.kind and written.elements == running.elements
@@ -172,19 +176,19 @@ def _difference(written: _Written, running: _Running) -> int:
     if not is_alike and not is_replaced:
         return UNLIKE
     is_retyped = written.dtype != running.dtype
-    purpose = purpose_of(traced.scope) or OTHER  # The axes of compiled collectives are not known.
+    purpose = purpose_of(traced.scope) or OTHER  # Without axes, because HLO has none.
     if (purpose, traced.module) in names and is_alike and not is_retyped:
         return 0
     if (_family(purpose), traced.module) in [(_family(p), module) for p, module in names]:
         return 5 if is_replaced else 1 + is_retyped
-    # XLA:TPU merges collectives and keeps the name of one of them.
+    # XLA:TPU may keep the name of only one of several merged collectives, or no name.
     if set(names) <= {(OTHER, "")} or len(names) < len(compiled.shapes):
         return 6 if is_replaced else 3 + is_retyped
     return UNLIKE
 
 
 def _pair(written: _Written, running: _Running) -> Iterator[Change]:
-    """Matches as many runs as both collectives have left, and yields how these two differ."""
+    """Pairs as many runs as both collectives have left, and yields the change between the two."""
     runs = min(written.left, running.left)
     written.left -= runs
     written.found += runs
@@ -192,7 +196,7 @@ def _pair(written: _Written, running: _Running) -> Iterator[Change]:
     running.sources.append(written)
     traced, before, after = written.collective, runs * written.bytes_each, runs * running.bytes_each
     if traced.kind != running.collective.kind:
-        detail = f"{written.noun} is {running.noun}"
+        detail = f"{written.noun} runs as {running.noun}"
         yield _note("replaced", traced.purpose, traced.module, before, after, detail)
     elif written.dtype != running.dtype or before != after:
         detail = f"{written.noun} is sent as {running.dtype}"
@@ -200,7 +204,7 @@ def _pair(written: _Written, running: _Running) -> Iterator[Change]:
 
 
 def _left_over(written: Sequence[_Written]) -> Iterator[Change]:
-    """Yields the changes of written collectives whose runs have no partner."""
+    """Yields the changes of collectives of the jaxpr whose runs have no partner."""
     found = {operand.result for operand in written if operand.found}
     for operand in written:
         if not operand.left:
@@ -210,10 +214,11 @@ def _left_over(written: Sequence[_Written]) -> Iterator[Change]:
             operand.found * operand.bytes_each,
         )
         kind: ChangeKind = "removed"
-        detail = "is gone: its result is not used, or is known without sending"
+        detail = "is removed, because its result is not used, or is known without communication"
         if operand.found:
             kind = "hoisted"
-            detail = f"has left a loop and runs {operand.found} of {operand.collective.times} times"
+            runs = f"{operand.found} instead of {operand.collective.times} times"
+            detail = f"is moved out of a loop and runs {runs}"
         elif operand.result in found:
             kind, detail = "merged", "has the result of another, which is used again"
         detail = f"{operand.noun} {detail}"
@@ -228,7 +233,10 @@ def _left_over(written: Sequence[_Written]) -> Iterator[Change]:
 
 
 def _joined_operands(running: Sequence[_Running]) -> Iterator[Change]:
-    """Yields a change for collectives that became operands of one collective; no bytes change."""
+    """Yields a change for each compiled collective that XLA merged from several of the jaxpr.
+
+    The bytes stay the same.
+    """
     by_whole: defaultdict[int, list[_Running]] = defaultdict(list)
     for operand in running:
         by_whole[id(operand.collective)].append(operand)
@@ -240,14 +248,14 @@ def _joined_operands(running: Sequence[_Running]) -> Iterator[Change]:
         purposes = ", ".join(dict.fromkeys(x.purpose for x in written))
         modules = tuple(dict.fromkeys(x.module for x in written if x.module))
         words = (
-            f"{len(written)} times {_noun(compiled.kind)} ({purposes}) run as one with "
+            f"{len(written)} collectives ({purposes}) run as one {_noun(compiled.kind)} with "
             f"{len(parts)} operands."
         )
         yield Change("merged", purposes, modules, compiled.bytes_sent, compiled.bytes_sent, words)
 
 
 def _summed(notes: Iterable[Change]) -> Iterator[Change]:
-    """Sums changes of equal kind, purpose and words into one change."""
+    """Adds up changes of equal kind, purpose and words, and completes their sentences."""
     alike: defaultdict[tuple[ChangeKind, str, str], list[Change]] = defaultdict(list)
     for note in notes:
         alike[note.kind, note.purpose, note.words].append(note)
@@ -273,7 +281,10 @@ def hlo_dtype(dtype: Any) -> str:
 
 
 def _family(purpose: str) -> str:
-    """Returns one purpose for both gathers; XLA merges equal gathers and keeps either name."""
+    """Returns `GATHER_SCOPE` for both purposes of gathers, because XLA may merge equal gathers.
+
+    The merged gather keeps either of the two names.
+    """
     return GATHER_SCOPE if purpose == REGATHER else purpose
 
 

@@ -1,18 +1,18 @@
-"""Models XLA's schedule of a program for CPUs; `manualpar.inspect.peak_memory` counts its arrays.
+"""Models the order in which XLA's compiler for CPUs runs the operations of a program.
 
-The rules were read off the schedules and live ranges of compiled steps (jax 0.10.2,
-`--xla_dump_to`):
+`manualpar.inspect.peak_memory` needs this order to know which arrays are held at the same time. We
+read the rules off the schedules and live ranges of compiled steps (jax 0.10.2, `--xla_dump_to`):
 
 - Operations run breadth first, each as soon as its operands are computed, so that many threads have
-  work. An operation that needs only arguments runs at the beginning, and its result is held until
-  it is read. Such results are all gathers outside of loops, scores that a backward pass computes
-  again, and the arrays into which loops stack their results.
-- A gather or a cast that has run before is not repeated. But a loop does not reuse gathers from
+  work. An operation that needs only arguments of the program runs at the beginning, and its result
+  is held until it is read. Examples are the gathers outside of loops, scores that a backward pass
+  computes again, and the allocations into which loops stack their results.
+- A gather or a cast does not run twice on the same array. But a loop does not use gathers from
   outside of the loop.
-- If reductions over devices do not wait for each other, they become one reduction, which does not
-  write over its operands.
-- A product with a 16-bit result is computed in float32, from operands that are cast. A complete
-  16-bit stack is cast before a loop takes slices of it.
+- All-reduces that do not depend on each other become one all-reduce, which does not write over its
+  operands.
+- A matrix product with a 16-bit result is computed in float32, from operands that are cast. If a
+  loop takes slices of a 16-bit array for a product, the complete array is cast before the loop.
 """
 
 import dataclasses
@@ -29,7 +29,9 @@ _CAST = "convert_element_type"
 def as_compiled(
     operations: Sequence[Operation], values: list[FlatValue], kept: Collection[int]
 ) -> list[Operation]:
-    """Returns the operations after the compiler's changes; appends new values to `values`.
+    """Applies the compiler's changes to a list of operations, except the order.
+
+    The arrays that the changes add are appended to `values`.
 
     Args:
       operations: The operations, in their order.
@@ -41,9 +43,12 @@ def as_compiled(
 
 
 def eager_order(operations: Sequence[Operation], fused: Collection[int]) -> list[int]:
-    """Orders operations breadth first; a fused operation comes just before its first user."""
+    """Returns the indices of operations in breadth-first order.
+
+    The operations in `fused` come just before the first operation that uses them.
+    """
     made_at = {v: i for i, op in enumerate(operations) for v in op.outputs}
-    inside: dict[int, set[int]] = {}  # Place of an operation -> its fusion.
+    inside: dict[int, set[int]] = {}  # Index of an operation -> it and all fused into it.
     awaited: dict[int, set[int]] = {}
     readers: defaultdict[int, list[int]] = defaultdict(list)
     for index, op in enumerate(operations):
@@ -143,7 +148,7 @@ def _widened(operations: Sequence[Operation], values: list[FlatValue]) -> list[O
 
 
 def _with_wide_slices(loop: Operation, cast: Callable[[int], int]) -> Operation:
-    """Makes a loop take its slices from stacks that were cast before the loop."""
+    """Casts the arrays of which a loop takes slices before the loop, by the function `cast`."""
     [body] = loop.bodies
     stacks = {x.inputs[0] for x in body.operations if x.name == "dynamic_slice"} & {*loop.inputs}
     wide = {stack: cast(stack) for stack in loop.inputs if stack in stacks}

@@ -1,4 +1,4 @@
-"""Layers whose parameters are split over devices, and the sums that combine their results."""
+"""Layers whose parameters are split over devices, and the collectives that combine the parts."""
 
 from manualpar.core.parameters.split_parameter import split
 from manualpar.layers.attention.context import Context

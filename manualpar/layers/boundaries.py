@@ -1,18 +1,18 @@
-"""The two ends of the part of a layer that is split over a model axis: `enter` and `leave`.
+"""`enter` and `leave`: the collectives before and after a layer's products with split kernels.
 
-Column-parallel products need the full input on every device along the axis. After row-parallel
-products each device has one term of a sum. Megatron-LM (Shoeybi et al.,
-https://arxiv.org/abs/1909.08053) calls the two ends f and g. `enter` is f: it sends nothing
-forward, and its gradient is an all-reduce. `leave` is g: an all-reduce forward, and its gradient
-sends nothing.
+Column-parallel products need the full input on every device along the model axis. After
+row-parallel products each device has one term of a sum. Megatron-LM (Shoeybi et al.,
+https://arxiv.org/abs/1909.08053) calls the two functions f and g. `enter` is f: it sends nothing
+forward, and all-reduces the gradient backward. `leave` is g: it all-reduces the terms forward, and
+sends nothing backward.
 
-With `sequence_dim` the activations between the split parts are split along the sequence
+With `sequence_dim` the activations from a `leave` to the next `enter` are split along the sequence
 (Korthikanti et al., https://arxiv.org/abs/2205.05198). An all-gather and a reduce-scatter replace
 each all-reduce and send the same bytes. Each device stores only its positions of the activations
 between layers.
 
-Under `check_vma=True` the types say which values differ along the axis. So JAX refuses most
-mistakes, such as a forgotten sum. `enter` and `leave` refuse the mistakes that would compile.
+Under `check_vma=True` the types say which arrays differ along the axis. So JAX refuses most
+mistakes, such as a forgotten sum. `enter` and `leave` refuse those mistakes that would compile.
 
 Symbols: `N` devices along the axis.
 """
@@ -31,7 +31,7 @@ def enter(
     *,
     scope: str = TENSOR_SCOPE,
 ) -> jax.Array:
-    """Makes activations the input of column-parallel products.
+    """Makes the input of column-parallel products: on every device, the activations in full.
 
     Call it once for all products of the same input (query, key and value), because each call adds
     a collective.
@@ -43,7 +43,7 @@ def enter(
         `shard_map` binds are left out. If no axis is bound, nothing is split.
       sequence_dim: The dimension along which `x` is split between layers; `None` if `x` is not
         split.
-      scope: The named scope of the all-reduce, which tells the purpose of the all-reduce.
+      scope: The named scope of the all-reduce; ledgers and profiles show it as the purpose.
 
     Returns:
       The full input, typed as varying over `axis`.
@@ -91,7 +91,7 @@ def leave(
     *,
     scope: str = TENSOR_SCOPE,
 ) -> jax.Array:
-    """Sums the devices' row-parallel products.
+    """Sums the results of a row-parallel product over devices.
 
     Add a bias to the sum. If the bias is added to `x`, the sum contains it once for each device.
 
@@ -100,7 +100,7 @@ def leave(
       axis: The mesh axis, or tuple of axes, that the product is split over, see `enter`.
       sequence_dim: The dimension along which the result is split between layers; `None` if it is
         not.
-      scope: The named scope of the all-reduce, which tells the purpose of the all-reduce.
+      scope: The named scope of the all-reduce; ledgers and profiles show it as the purpose.
 
     Returns:
       The sum, the same on all devices along `axis`; with `sequence_dim` this device's part of the
@@ -141,7 +141,7 @@ def leave(
 
 
 def bound_axes(function: str, axis: AxisName | None) -> tuple[str, ...]:
-    """Returns the axes in `axis` that the enclosing `shard_map` binds; it must check types."""
+    """Returns the axes in `axis` that a `shard_map` binds; refuses one with `check_vma=False`."""
     axes = tuple(axis for axis in axis_tuple(axis or None) if is_axis_bound(axis))
     if axes and not is_vma_checked(axes[0]):
         raise ValueError(
@@ -152,10 +152,11 @@ def bound_axes(function: str, axis: AxisName | None) -> tuple[str, ...]:
 
 
 def has_lost_types(x: jax.Array, axes: tuple[str, ...]) -> bool:
-    """Returns whether `nn.scan` may be tracing its body for the first time, without types.
+    """Returns whether the type of `x` may lack its varying axes, because `nn.scan` dropped them.
 
-    (`nn.scan` traces the body again with types.) With types, `x` varies over the axes that split
-    the batch, if the mesh has axes other than `axes`.
+    `nn.scan` traces its body twice, the first time without varying axes. Otherwise activations vary
+    over the axes that split the batch. So the result is `True` if `x` varies over no axis, although
+    the mesh has manual axes other than `axes`.
     """
     return not varying_axes(x) and set(jax.sharding.get_abstract_mesh().manual_axes) > set(axes)
 
@@ -163,7 +164,8 @@ def has_lost_types(x: jax.Array, axes: tuple[str, ...]) -> bool:
 def platform_traced_for() -> str | None:
     """Returns the platform for which the code is traced, such as `"tpu"`.
 
-    A program for TPUs may be traced on a host without a TPU. Returns `None` if the mesh is
+    It is the platform of the enclosing mesh's devices, because a program for TPUs may be traced on
+    a host without a TPU. Without a mesh it is JAX's default backend. It is `None` if the mesh is
     abstract and names no device.
     """
     mesh = jax.sharding.get_abstract_mesh()

@@ -1,10 +1,10 @@
 """A dense layer whose kernel may be split over a model axis.
 
-The names of the kernel's dims choose between the two products of Megatron-LM (Shoeybi et al.,
-https://arxiv.org/abs/1909.08053). A product with a named output dim is *column-parallel*: each
-device computes its part of the features, and nothing is sent. A product with a named contracted dim
-is *row-parallel*: each device computes a term of every output, and the terms are summed over the
-axis.
+The layer gets a mesh axis or `None` for each dim of the kernel. These names choose between the two
+products of Megatron-LM (Shoeybi et al., https://arxiv.org/abs/1909.08053). A product with a split
+output dim is *column-parallel*: each device computes its part of the features, and nothing is sent.
+A product with a split contracted dim is *row-parallel*: each device computes a term of every
+output, and the terms are summed over the axis.
 
 ```python
 x = enter(x, "model")  # Once for all products of the same input.
@@ -46,7 +46,7 @@ Initializer = Callable[..., Any]
 
 
 class SplitDense(nn.Module):
-    """A dense layer over the last dims of its input; each device computes a part of the product.
+    """A dense layer over the last dims of its input, whose kernel may be split over devices.
 
     Its parameters are `kernel`, of the shape `shape`, and `bias`, of the output dims' shape.
 
@@ -145,17 +145,17 @@ class SplitDense(nn.Module):
         if both := set(contracted) & set(outputs):
             self._refuse(
                 f"names {sorted(both)} among the contracted dims and among the others, expected "
-                "an axis on one side: the product is either a part of a sum or a part of the result"
+                "an axis on one side: it splits either the sum or the result of the product"
             )
         if self.shared and contracted:
             self._refuse(
                 "has shared=True, expected False with a contracted dim that is split: devices that "
-                "share a slice would contribute the same product to the sum more than once"
+                "share an entry would add the same product to the sum more than once"
             )
         if self.sequence_dim is not None and not contracted:
             self._refuse(
                 f"has sequence_dim={self.sequence_dim}, expected None where no contracted dim is "
-                "split: the result is not summed. Give it to enter, for all products of its input"
+                "split: the result is not summed. Give sequence_dim to the enter of the input"
             )
         return contracted, outputs
 

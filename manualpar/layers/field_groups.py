@@ -1,9 +1,9 @@
 """Groups of a model's fields: frozen dataclasses that model, layers and configs share.
 
-A group is defined in the file of the layer that uses it, checks its own fields, and is passed on
-unchanged. `config_field` declares a field once: its default, its *flat* name, and the values that a
-config may have. Flat names are unique among all fields of a model. Configs and the tables of
-`config.json` use flat names, because a command-line flag sets one value.
+A group is defined in the file of the layer that uses it, and checks its own fields. Models pass it
+to their layers unchanged. `config_field` declares a field once: its default, its *flat* name, and
+the values that a config may have. Flat names are unique among all fields of a model. Configs and
+the tables of `config.json` use flat names, because a command-line flag sets one value.
 """
 
 import dataclasses
@@ -12,8 +12,9 @@ from typing import Any, NoReturn
 
 from manualpar.strategies import Field
 
-# The most layers, minibatches or experts that are traced and compiled one by one. A layer or a
-# minibatch takes 0.1 s. An expert takes 12 ms, for the metric of how often the expert is chosen.
+# The largest number of layers, minibatches or experts that the program contains one by one. Tracing
+# and compiling takes 0.1 s for a layer or a minibatch, and 12 ms for an expert, because each expert
+# has a metric of how often it is chosen.
 MOST_WRITTEN_OUT = 1000
 LARGEST_FLOAT = 1e38  # Fits into a float32.
 LARGEST_SIZE = 2**31
@@ -28,11 +29,11 @@ def config_field(
     choices: tuple[str, ...] = (),
     required: bool = False,
 ) -> Any:
-    """Declares a field, of a model or of a group of fields, that is also a field of `config.model`.
+    """Declares a field of a model, or of a group, that `config.model` has too.
 
     Args:
-      default: The default; its type is the type of the values.
-      flat: The flat name; `""` for the field's name.
+      default: The default; its type is the type of the field.
+      flat: The flat name; `""` if it is the field's own name.
       minimum: See `Field`.
       below: See `Field`; by default the largest size or float, if there is a minimum.
       choices: See `Field`.
@@ -91,7 +92,7 @@ class FlatField:
 
 
 def find_fields(kind: type[Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, FlatField]]:
-    """Yields the flat names and fields of a dataclass and of the groups in it."""
+    """Yields the fields with a flat name of a dataclass and of the groups in it: (name, field)."""
     for field in dataclasses.fields(kind):
         inside = (*path, field.name)
         if "flat" in field.metadata:
@@ -102,17 +103,17 @@ def find_fields(kind: type[Any], path: tuple[str, ...] = ()) -> Iterator[tuple[s
 
 
 def config_fields(kind: type[Any]) -> Iterator[tuple[str, Field]]:
-    """Yields the flat names and allowed values of the fields that `config.model` has."""
+    """Yields the fields that `config.model` has: (flat name, allowed values)."""
     for name, field in find_fields(kind):
         if field.allowed is not None:
             yield name, field.allowed
 
 
 def replace_in_groups(group: Any, changes: Mapping[tuple[str, ...], Any]) -> Any:
-    """Returns a copy of a group with other values of some fields, also of fields in inner groups.
+    """Returns a copy of a group, or of a model, with new values for some fields.
 
     Args:
-      group: The group.
+      group: The group. It may contain other groups.
       changes: The new values by the paths of the fields, see `FlatField`.
     """
     values: dict[str, Any] = {}

@@ -1,9 +1,9 @@
 """The head of a language model, and its cross entropy without an array of all logits.
 
 The logits of `T` tokens are `T V` float32 numbers, often the largest array of a step. Autodiff
-keeps this array for the backward pass and makes a second one for the gradients. Here logits are
-computed for a chunk of columns at a time. Only a few numbers are kept for each token: the largest
-logit and the sum of the exponentials so far (Milakov and Gimelshein,
+keeps this array for the backward pass and makes a second one for the gradients. This module
+computes the logits of one chunk of columns at a time. It keeps a few numbers for each token: the
+largest logit and the sum of the exponentials so far (Milakov and Gimelshein,
 https://arxiv.org/abs/1805.02867), and the label's logit. The backward pass computes the chunk's
 logits again, and adds their contribution to the gradients of the input and of the head (Wijmans et
 al., https://arxiv.org/abs/2411.09009).
@@ -38,16 +38,16 @@ from manualpar.layers.split_vocabulary import (
 )
 from manualpar.layers.vocabulary import split_argmax, split_cross_entropy
 
-# The default number of logits that exist at once (64 MiB), and the smallest number of columns of a
-# chunk. A product with fewer columns is limited by the memory's speed.
-CHUNK_ELEMENTS = 2**24
+CHUNK_ELEMENTS = 2**24  # By default a chunk has about this many logits (64 MiB).
+# By default a chunk has at least this many columns, because memory limits the speed of smaller
+# products.
 FEWEST_COLUMNS = 2048
 
 Carry = TypeVar("Carry")
 
 
 class _Static(NamedTuple):
-    """The static arguments of the chunks.
+    """The static arguments of the computation in chunks.
 
     Attributes:
       chunk: The number of columns of a chunk.
@@ -61,7 +61,7 @@ class _Static(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """The numbers that are kept for each token, `[...]` each.
+    """A device's sums over its columns, for each token: arrays `[...]`.
 
     Attributes:
       log_normalizer: `log(sum(exp(logits)))`.
@@ -121,10 +121,10 @@ def head_cross_entropy(
 ) -> tuple[jax.Array, jax.Array]:
     """Computes a head's cross entropy, and whether the label has the largest logit.
 
-    The results equal `split_cross_entropy` and `split_argmax` of `head_logits`, without an array of
-    all logits. All logits are computed at once in two cases: the head has at most `chunk` columns
-    (by default `FEWEST_COLUMNS`), or the program has global arrays (modes `auto` and `explicit`),
-    where a chunk of columns is not a shard.
+    The results are the same as from `split_cross_entropy` and `split_argmax` of `head_logits`, but
+    there is no array of all logits, except in two cases. The head has at most `chunk` columns (by
+    default `FEWEST_COLUMNS`); or the arrays are global (modes `auto` and `explicit`), where a chunk
+    of columns is not a shard.
 
     Args:
       x: Floating `[..., D]`; if the columns are split, the same on all devices along `axis`, or
@@ -204,7 +204,7 @@ def default_chunk(tokens: int) -> int:
 def _logits(
     x: jax.Array, weights: jax.Array, first: Any, visible: Any, soft_cap: float | None
 ) -> jax.Array:
-    """Computes the logits of the columns `weights`; `first` is the index of the first column."""
+    """Computes the logits of some columns of the head; `first` is the index of the first one."""
     return _capped(_product(x, weights), first, visible, soft_cap)
 
 
@@ -235,7 +235,7 @@ def _visible_columns(
 
 
 def _is_of_global_arrays() -> bool:
-    """Returns whether the code sees global arrays of several devices."""
+    """Returns whether arrays in this code are global arrays on several devices."""
     mesh = jax.sharding.get_abstract_mesh()
     kinds = zip(mesh.axis_types, mesh.axis_sizes, strict=True)
     return any(kind != AxisType.Manual and size > 1 for kind, size in kinds)
@@ -245,7 +245,7 @@ def _is_of_global_arrays() -> bool:
 def _summed(
     x: jax.Array, head: jax.Array, index: jax.Array, visible: jax.Array | None, static: _Static
 ) -> _Sums:
-    """Computes a device's sums; `index` is the label's column, which may be on another device."""
+    """Computes a device's sums; `index` is the label's column, counted from the device's first."""
     dtype = jnp.promote_types(x.dtype, jnp.float32)
     zero = jnp.zeros_like(index, dtype)
 

@@ -44,9 +44,9 @@ from manualpar.layers.ring_chunks import (
 def enter_ring(x: jax.Array, axis: AxisName | None, sequence_dim: int) -> jax.Array | Chunks:
     """Sends the chunks of a sequence around a ring, for column-parallel products of the sequence.
 
-    It replaces `enter` with a `sequence_dim`. Call it once for all products of the same input,
-    such as query, key and value, and give the result to `gather_matmul` or to column-parallel
-    `SplitDense`s.
+    Use it in place of `enter` with a `sequence_dim`. Call it once for all products of the same
+    input, such as query, key and value, and give the result to `gather_matmul` or to
+    column-parallel `SplitDense`s.
 
     Args:
       x: This device's chunk, `[..., S/axis, ..., D]`.
@@ -114,7 +114,7 @@ def matmul_scatter(
 ) -> jax.Array:
     """Multiplies by a row-parallel kernel, and scatters the sum of the devices' products.
 
-    It replaces a product and `leave` with a `sequence_dim`.
+    Use it in place of a product and a `leave` with a `sequence_dim`.
 
     Args:
       x: This device's features of the whole sequence, `[..., S, ..., F/axis]`, or its `Chunks`.
@@ -147,7 +147,7 @@ def matmul_scatter(
     dim = sequence_dim + (chunk.ndim + kernel.ndim - 2 * contracted) * (sequence_dim < 0)
     _check_product("matmul_scatter", chunk, dim, kernel, contracted)
     if not isinstance(x, Chunks):
-        _check_varies("matmul_scatter", axes, "what the devices contribute to a sum", x, kernel)
+        _check_varies("matmul_scatter", axes, "different terms of a sum", x, kernel)
         size = jax.lax.axis_size(axes)
         if x.shape[dim] % size:
             raise ValueError(
@@ -166,7 +166,7 @@ def matmul_scatter(
 
 
 def whole_sequence(x: jax.Array | Chunks) -> jax.Array:
-    """Puts `Chunks` together, `[..., S, ...]`; an array is returned as it is.
+    """Joins `Chunks` to an array `[..., S, ...]`; returns an array unchanged.
 
     Communication:
       None.

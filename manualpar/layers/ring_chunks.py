@@ -1,9 +1,10 @@
 """Sends the chunks of a sequence around a ring, or sums chunks on the way around the ring.
 
-Each device has one chunk. Both directions of the ring are used: the chunks of the devices `1, 2,
-...` ahead arrive from one side, and the chunks of the devices `1, 2, ...` behind from the other.
-With even `N` the last chunk is equally far on both sides, and half of it comes from each side. Sums
-take the same paths in reverse. So `gather_chunks` and `scatter_chunks` are each other's gradient.
+Each device has one chunk. `gather_chunks` uses both directions of the ring: the chunks of the
+devices that are 1, 2, ... places ahead arrive from one side, and the chunks of the devices that are
+1, 2, ... places behind from the other side. With even `N` the last chunk is equally far on both
+sides, so one half comes from each side. `scatter_chunks` sends partial sums the same ways back. So
+each of the two functions is the gradient of the other.
 
 Symbols: `N` devices along the axis. The *offset* of a chunk is the distance to the device that it
 comes from: 1 for the next device ahead, 0 for the device's own chunk. Chunks are in the order in
@@ -30,7 +31,7 @@ LAYER_OVERLAPS: tuple[LayerOverlap, ...] = ("none", "ring")
 
 @flax.struct.dataclass
 class Chunks:
-    """A whole sequence in chunks, a pytree.
+    """A full sequence as a tuple of chunks; it is a pytree.
 
     Apply functions that treat each position separately by `jax.tree.map`. For any other function,
     join the chunks by `whole_sequence`.
@@ -66,7 +67,9 @@ def gather_chunks(x: jax.Array, axes: tuple[str, ...], dim: int) -> Chunks:
 
 
 def scatter_chunks(x: Chunks) -> jax.Array:
-    """Sums the values that all devices have for this device's chunk.
+    """Sums, over all devices, the terms of this device's chunk.
+
+    `x` has this device's terms of the chunks of all devices.
 
     Communication:
       The permutes of `gather_chunks` in reverse order. Backward the permutes of `gather_chunks`.
@@ -140,7 +143,7 @@ def join_chunks(parts: tuple[jax.Array, ...], axes: tuple[str, ...], dim: int) -
         return whole
 
 
-# Autodiff would add up one array of the whole sequence for each chunk.
+# Written by hand, because autodiff would make and add up an array of the full sequence per chunk.
 cut.defvjp(
     lambda x, axes, dim: (cut(x, axes, dim), None),
     lambda axes, dim, _, gs: (join_chunks(gs, axes, dim),),

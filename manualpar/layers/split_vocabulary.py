@@ -1,6 +1,7 @@
-"""Combines the devices' results for a split vocabulary: a few numbers for each label.
+"""Combines results over devices that each have some columns of the logits.
 
-If `axes` is `()`, each device has all columns and nothing is sent.
+The devices exchange a few numbers for each label, and no logits. If `axes` is `()`, each device has
+all columns and nothing is sent.
 """
 
 import jax
@@ -11,7 +12,7 @@ from manualpar.core.tracing.scopes import CROSS_ENTROPY_SCOPE
 
 
 def largest_of_all(top: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Returns the largest `top` of all devices, for subtraction before the exponential.
+    """Returns the largest `top` of all devices, to be subtracted from logits in exponents.
 
     Infinite and NaN results are replaced by 0. The result has no gradient.
 
@@ -91,10 +92,10 @@ def first_of_largest(
 
 
 def label_index(labels: jax.Array, size: int, axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
-    """Returns the labels' columns on this device, and which labels this device has.
+    """Returns the labels' columns on this device, and whether this device has the label's column.
 
-    A device has `size` columns. A label outside of the vocabulary is assigned to the first or the
-    last device and gets the index `size`.
+    A device has `size` columns. A label outside of the vocabulary counts as a label of the first or
+    the last device, and gets the index `size`, which is out of bounds.
     """
     parts = jax.lax.axis_size(axes) if axes else 1
     labels = labels.astype(jnp.int32)
@@ -107,10 +108,11 @@ def label_index(labels: jax.Array, size: int, axes: tuple[str, ...]) -> tuple[ja
 def index_here(
     indices: jax.Array, size: int, axes: tuple[str, ...], parts: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns indices into this device's part of a dim, and which indices belong to this device.
+    """Converts indices into a dim that is split into `parts` parts of `size` entries.
 
-    An index outside of the full dim is assigned to the first or the last part, where it is also out
-    of bounds.
+    Returns:
+      The indices into this device's part, and whether each entry is in this part. An index outside
+      of the full dim counts as one in the first or the last part, where it is also out of bounds.
     """
     indices = indices.astype(jnp.int32)
     if not axes:

@@ -173,9 +173,9 @@ def test_memory_that_is_not_known_is_not_checked():
 def test_slack_is_pointed_out_beyond_a_quarter():
     assert not _check("flops = 750").slack
     [sentence] = _check("flops = 751").slack
-    assert sentence == "lm: flops allows 751, 600 would do"
+    assert sentence == "lm: flops allows 751, measured 600"
     [sentence] = _check('modules."layers_*/mlp/up".bytes = 200').slack
-    assert "140 of layers_0/mlp/up would do" in sentence
+    assert "measured 140 of layers_0/mlp/up" in sentence
     assert _check("purposes.regather_params.bytes = 1").slack
 
 
@@ -211,7 +211,7 @@ def test_a_written_budget_is_kept_and_one_byte_more_breaks_it(found, data):
     assert budget.devices == 8
     verdict = check_budget(budget, step, "written")
     assert not verdict.broken
-    measured = [re.search(r" ([\d,]+)( of .*)? would do$", each)[1] for each in verdict.slack]
+    measured = [re.search(r", measured ([\d,]+)( of .*)?$", each)[1] for each in verdict.slack]
     assert not [number for number in measured if int(number.replace(",", "")) > 4]
     if found:
         more = copy.deepcopy(found)
@@ -241,7 +241,7 @@ def test_a_line_for_layers_does_not_reach_others():
 
 def test_what_varies_with_versions_is_given_room():
     text = budget_text("lm", _ledger(compiled=COMPILED))
-    assert "temporaries = 6_144  # as compiled, and 20%" in text  # 6,000 in whole KiB.
+    assert "temporaries = 6_144  # measured, plus 20%" in text  # 6,000 in whole KiB.
     assert "peak_memory = 1_000\n" in text
 
 
@@ -252,13 +252,13 @@ def test_limits_on_what_is_compiled_outlive_a_step_that_is_not():
     assert "compiled_bytes = 1_024  # as before" in text
     assert "compiled_collectives" not in text
     text = budget_text("lm", _ledger(*STEP["collectives"], compiled=COMPILED), earlier)
-    assert "compiled_bytes = 2_048  # as compiled, and 20%" in text  # 1,080 in whole KiB.
+    assert "compiled_bytes = 2_048  # measured, plus 20%" in text  # 1,080 in whole KiB.
     assert "compiled_collectives" not in text
 
 
 def test_where_the_compiler_writes_the_collectives_they_are_limited_as_compiled():
     text = budget_text("lm", _ledger(compiled=COMPILED))
-    assert "compiled_collectives = 5  # as compiled, and 20%" in text
+    assert "compiled_collectives = 5  # measured, plus 20%" in text
     assert "compiled_bytes" not in budget_text("lm", _ledger(STEP["collectives"][0]))
 
 

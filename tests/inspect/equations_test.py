@@ -85,8 +85,8 @@ def test_each_reading_has_its_own_dearest_branch(mesh42):
     found = ledger(on_devices(step, mesh42, check_vma=False), X)
     assert (found.counts(), found.total_flops) == ({"all_reduce": 1}, 2 * PRODUCT)
     assert found.notes == (
-        "cond (scope: choice): of 2 branches the one that sends most is counted",
-        "cond (scope: choice): of 2 branches the one that computes most is counted",
+        "cond (scope: choice): only the branch that sends most is counted, of 2",
+        "cond (scope: choice): only the branch that computes most is counted, of 2",
     )
     three = [lambda x: x @ x, lambda x: x @ x @ x @ x, lambda x: x @ x @ x]
     dearest = on_devices(lambda x: jax.lax.switch(jnp.int32(x[0, 0]), three, x), mesh42)
@@ -144,7 +144,7 @@ def test_a_kernel_is_what_it_says_of_itself(mesh42):
 
     silent = ledger(on_devices(call, mesh42, check_vma=False), X)
     assert silent.total_flops == 0
-    assert silent.notes == ("FLOPs of pallas_call are not known here and left out",)
+    assert silent.notes == ("FLOPs of pallas_call are unknown and not counted",)
     estimate = pallas.CostEstimate(flops=123, bytes_accessed=0, transcendentals=0)
     known = ledger(on_devices(lambda x: call(x, estimate), mesh42, check_vma=False), X)
     assert (known.total_flops, known.notes) == (123, ())
@@ -161,7 +161,7 @@ def test_global_arrays_are_shared_by_all_devices(mesh42):
     found = ledger(jax.jit(step), jax.ShapeDtypeStruct((64, 8), jnp.float32))
     assert found.total_flops == 2 * 8**3 + 2 * 64 * 64 * 8 // 8
     [note] = found.notes
-    assert note.startswith("FLOPs on global arrays are taken as spread evenly over 8 devices")
+    assert note.startswith("FLOPs on global arrays are assumed to be spread evenly over 8 devices")
 
 
 def test_axes_that_are_left_to_xla_share_too(mesh42):
@@ -224,8 +224,8 @@ def test_what_is_in_ticks_counts_as_often_as_a_stage_runs_it(mesh42):
     assert set(first.bytes_by_module()) == {"embed", ""}
     assert set(second.bytes_by_module()) == {""}
     assert first.notes == (
-        "of 2 stages it is stage 0, as asked",
-        "cond (scope: ticks_4_3_in_5_of_5): of 2 branches the one that computes most is counted",
+        "the numbers are of stage 0 of 2, as requested",
+        "cond (scope: ticks_4_3_in_5_of_5): only the branch that computes most is counted, of 2",
     )
 
 
@@ -234,7 +234,7 @@ def test_the_stage_that_sends_the_most_is_read(mesh42):
     found = ledger(function, X)
     assert (found.stage, found.to_json()["stage"]) == (0, 0)
     assert found.collectives == ledger(function, X, stage=0).collectives
-    assert found.notes[0] == "of 2 stages it is stage 0, which sends the most"
+    assert found.notes[0] == "the numbers are of stage 0 of 2, the one that sends the most"
     traced = jax.jit(function).trace(X)
     for stage, sent in ((None, found.collectives), (1, ledger(function, X, stage=1).collectives)):
         assert total_bytes(trace_collectives(traced, stage=stage)) == total_bytes(sent)

@@ -79,7 +79,7 @@ def test_the_stage_that_sends_the_most_is_predicted(devices8):
     assert sent[3] > sent[0] > sent[1] == sent[2] > 0
     with pytest.raises(ValueError, match=r"step_bytes: stage=4, expected one of \[0, 1, 2, 3\]"):
         step_bytes(program, stage=4)
-    assert "of 4 stages it is stage 3, which sends the most" in found.notes
+    assert "the numbers are of stage 3 of 4, the one that sends the most" in found.notes
 
 
 @pytest.mark.slow

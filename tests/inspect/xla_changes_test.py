@@ -76,7 +76,7 @@ def test_put_together(mesh42):
     assert (change.kind, change.purpose) == ("merged", "sync_gradients")
     assert change.modules == ("one", "two", "three")
     assert change.bytes_before == change.bytes_after == 3 * 768
-    assert "3 times all-reduce (sync_gradients) run as one with 3 operands" in change.words
+    assert "3 collectives (sync_gradients) run as one all-reduce with 3 operands" in change.words
 
 
 def test_the_same_result_is_used_again(mesh42):
@@ -102,7 +102,7 @@ def test_out_of_a_loop(mesh42):
     [change] = read(loop, mesh42).changes
     assert (change.kind, change.purpose, change.modules) == ("hoisted", "gather_params", ("layer",))
     assert (change.bytes_before, change.bytes_after) == (5 * 1536, 1536)
-    assert "has left a loop and runs 1 of 5 times" in change.words
+    assert "is moved out of a loop and runs 1 instead of 5 times" in change.words
 
 
 def test_in_another_dtype(mesh42):

@@ -1,11 +1,11 @@
 """Attention from blocks of queries to blocks of keys, one pair of blocks after the other.
 
-The softmax of a query is over all keys that it may see. Its sums are kept for the keys seen so
-far, relative to the largest score so far (Milakov and Gimelshein,
-https://arxiv.org/abs/1805.02867). So the keys may come in any order and from any device. The
-scores of a pair of blocks are computed, used and dropped. The backward pass computes the scores
-again (FlashAttention, Dao et al., https://arxiv.org/abs/2205.14135). So memory grows with the
-number of queries, and not with the number of queries times the number of keys.
+The softmax of a query is over all keys that the query may see. This module keeps the softmax's sums
+over the keys seen so far, relative to the largest score so far (Milakov and Gimelshein,
+https://arxiv.org/abs/1805.02867). So the keys may come in any order and from any device. The scores
+of a pair of blocks are computed, used and dropped. The backward pass computes the scores again
+(FlashAttention, Dao et al., https://arxiv.org/abs/2205.14135). So memory grows with the number of
+queries, and not with the number of queries times the number of keys.
 
 A query sees the keys of its document that are not after the query. Each block has the positions of
 its queries or keys, so the order of the blocks does not matter. The caller leaves out the pairs of
@@ -86,7 +86,7 @@ class Sums(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """The values for each query that a backward pass needs, over all keys that the query has seen.
+    """The arrays that a backward pass needs, for each query over all keys that it has seen.
 
     Attributes:
       log_weights: `float32[n, B, K, G, S]`, `log(sum(exp(score)))`.
@@ -115,7 +115,7 @@ class Scoring(NamedTuple):
 
 
 def block_size(length: int, longest: int = 0) -> int:
-    """Returns the size of a block, for as few blocks of equal size as the limits allow.
+    """Returns the size of the blocks: as few blocks of equal size as the limits allow.
 
     `length` is the length of the sequence to cut. `longest` is the length of the keys' sequence if
     that is longer.
@@ -134,10 +134,11 @@ def cut_queries(
     size: int,
     parts: int = 1,
 ) -> Queries:
-    """Cuts queries `[B, L, N, H]` into blocks, after a split of `L` into `parts` equal parts.
+    """Cuts queries `[B, L, N, H]` into blocks of `size` positions.
 
-    The last block of each part is padded. The padding has positions after all others, and no
-    gradient.
+    First the `L` positions are split into `parts` equal parts, and then each part is cut into
+    blocks. The last block of each part is padded. The padding has positions after all others, and
+    no gradient.
     """
     return Queries(
         cut_heads(query, num_groups, size, parts), *_cut_labels(positions, documents, size, parts)
@@ -219,7 +220,8 @@ def attend(sums: Sums, queries: Queries, keys: Keys, pairs: Pairs, scoring: Scor
         values = _product(
             "bkgst,bkth->bkgsh", weights.astype(key_block.value.dtype), key_block.value
         )
-        # Sums over masked keys are meaningless. They become exactly 0 when the query sees a key.
+        # If the query has seen no key so far, its sums are meaningless. They are multiplied by 0
+        # as soon as it sees a key.
         values += sums.values * fading[..., None]
         sums = Sums(values, sums.weights * fading + weights.sum(-1), largest)
         return _put(all_sums, sums, pair[0]), None

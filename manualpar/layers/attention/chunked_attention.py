@@ -130,13 +130,16 @@ def attend_from_half_blocks(
 
 
 def _pairs_of_devices(devices: int, half: int, size: int, window: int | None) -> np.ndarray:
-    """Returns each device's pairs of blocks, `[C, P, 2]`; a half-block has `half` positions."""
+    """Returns the pairs of blocks that each device computes, `[C, P, 2]`.
+
+    A half-block has `half` positions, and a block has `size` positions.
+    """
     keys, lists = spans(2 * devices * half, size), []
     for device in range(devices):
         halves = [spans(half, size, block * half) for block in (device, 2 * devices - 1 - device)]
         lists.append(seen_pairs(np.concatenate(halves), keys, window))
-    # A device with fewer pairs repeats the pair (first queries, last keys). The pair has no effect,
-    # because none of these queries sees one of these keys.
+    # A device with fewer pairs gets the pair (first queries, last keys) in addition, as often as
+    # needed. This pair has no effect, because none of these queries sees one of these keys.
     most, unseen = max(map(len, lists)), np.array([[0, len(keys) - 1]], np.int32)
     return np.stack([np.concatenate([x, unseen.repeat(most - len(x), 0)]) for x in lists])
 

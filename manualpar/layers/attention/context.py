@@ -1,7 +1,8 @@
-"""Sequences whose positions are split over the devices along a context axis.
+"""Context parallelism: the positions of each sequence are split over devices.
 
-A sequence is cut into `2 C` half-blocks. Each of `C` devices has two half-blocks: device `c` has
-half-blocks `c` and `2 C - 1 - c` (zig-zag). So under a causal mask all devices have equal work.
+A sequence is cut into `2 C` half-blocks. Each of the `C` devices along the context axis has two of
+them: device `c` has half-blocks `c` and `2 C - 1 - c` (zig-zag). So under a causal mask all devices
+have equal work.
 Code that treats each position separately needs no change. Attention and sums along the sequence
 have to use the methods of `Context`.
 
@@ -84,8 +85,8 @@ class Context(FieldGroup):
     def check_split(self, x: jax.Array) -> None:
         """Refuses a sequence that is not split over the axis, if the axis is bound.
 
-        Call it at the beginning of a model, because values in a loop over layers may have lost
-        their types.
+        Call it at the beginning of a model, because `nn.scan` may trace the loop over layers
+        without the varying axes of types.
 
         Args:
           x: This device's part of sequences, `[B, S/axis, ...]`.
@@ -228,9 +229,9 @@ class Context(FieldGroup):
             return self._exchange_heads(attend, query, key, value, documents)
         if kind not in ("", "blockwise"):
             raise ValueError(
-                f"Context: kind (of a model the field attention) is {kind!r}, expected '' or "
-                f"'blockwise' with how={self.how!r}, because this way of attention always computes "
-                "in blocks."
+                f"Context: kind (a model's field attention) is {kind!r}, expected '' or "
+                f"'blockwise' with how={self.how!r}, because 'ring' and 'gather' always compute in "
+                "blocks."
             )
         if self.how == "gather":
             return self._gather_keys(query, key, value, documents, scoring)
@@ -278,7 +279,7 @@ class Context(FieldGroup):
         )
 
     def _gather_in_order(self, x: Any) -> Any:
-        """Gathers sequences `[B, C S, ...]`, with positions in order; returns `None` for `None`."""
+        """Gathers full sequences `[B, C S, ...]`, with positions in order; keeps `None`."""
         if x is None:
             return None
         whole = jnp.concatenate(self._gather(x), axis=1)
@@ -294,7 +295,7 @@ class Context(FieldGroup):
             return jax.lax.all_to_all(x, self.axis, split_dim, concat_dim, tiled=True)
 
     def _half_blocks(self) -> np.ndarray:
-        """Returns the half-blocks of all devices, one device after the other, `[2 C]`."""
+        """Returns the numbers of the half-blocks, `[2 C]`: two for each device, in their order."""
         devices = np.arange(self.size)
         return np.stack([devices, 2 * self.size - 1 - devices], axis=1).ravel()
 

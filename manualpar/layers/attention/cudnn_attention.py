@@ -22,8 +22,8 @@ from manualpar.core.parameters.collectives import cast_to_varying, varying_axes
 from manualpar.layers.attention.blockwise_attention import ATTENDED
 from manualpar.layers.boundaries import platform_traced_for
 
-# The lowest major compute capability that runs the kernel, and the lowest that runs the kernel with
-# large heads.
+# The lowest major compute capability of a GPU that runs the kernel, and the lowest that runs the
+# kernel with heads of more than 128 features.
 FIRST, LARGE = 8, 9
 
 

@@ -1,9 +1,9 @@
 """The cache of keys and values in generation, and attention from one new token to the cache.
 
-The first call runs on the prompts, with a forward pass like in training, and the layers keep the
-keys and values (`Prompts`). Each later call adds one token to each row of the batch (`Past`). The
-new token attends to the cache and to itself. `attend_to_kept` does not write the token's keys and
-values, so that a loop over layers reads the cache and does not copy it.
+The first call (`Prompts`) runs a forward pass like in training on the prompts, and the layers keep
+the keys and values. Each later call (`Past`) adds one token to each row of the batch. The new token
+attends to the cache and to itself. `attend_to_kept` does not write the token's keys and values into
+the cache, so that a loop over layers only reads the cache and does not copy it.
 
 A layer keeps the latest `C` positions of each row in a ring: position `p` is in slot `p % C`. A
 layer with a window keeps only the window. Prompts are padded on the right. No query sees the
@@ -30,7 +30,7 @@ CACHE, NEW_KEYS = "cache", "new_keys"
 
 @flax.struct.dataclass
 class Prompts:
-    """A call with whole prompts, after which the cache has the keys and values of the prompts.
+    """The arguments of a call with complete prompts, whose keys and values the cache keeps.
 
     Attributes:
       length: `int32[B]`, the number of tokens of each prompt; padding follows the tokens.
@@ -42,7 +42,7 @@ class Prompts:
 
 
 class Past(NamedTuple):
-    """A call with one new token for each row.
+    """The arguments of a call with one new token for each row.
 
     Attributes:
       position: `int32[B]`, the position of the new token, which is the number of tokens before it.

@@ -1,4 +1,4 @@
-"""Causal attention over a sequence that is split over devices: a ring sends keys and values.
+"""Causal attention over a sequence that is split over devices: keys and values go around a ring.
 
 Each device computes with the keys and values that it has while it sends them to the next device
 (Liu et al., https://arxiv.org/abs/2310.01889). The `2 C` half-blocks of the sequence are in
@@ -9,9 +9,9 @@ queries see these keys of another device:
 - if the other device has a smaller number, the early queries see the early keys too; otherwise
   the late queries see the late keys.
 
-So in each step after the first, every device computes two products of half-blocks. That is half the
-work of all queries with all keys. `where` chooses the half-blocks, because devices that wait for
-each other in a permute may not be in different branches of a condition.
+So in each step after the first, every device computes attention for two pairs of half-blocks. That
+is half the work of all queries with all keys. `jnp.where` chooses the half-blocks, because devices
+that wait for each other in a permute may not be in different branches of a `cond`.
 
 Symbols: `C` devices along the axis, `B` examples, `S` positions of a device, `N` query heads, `K`
 key and value heads, `G` query heads that share a key head, `H` features of a head.
@@ -108,7 +108,7 @@ class _Rule(NamedTuple):
 
 
 class _Here:
-    """This device's queries, and the positions and documents of all keys."""
+    """This device's blocks of queries, and the computations with the keys of any device."""
 
     def __init__(
         self,

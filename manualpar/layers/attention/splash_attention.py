@@ -1,4 +1,4 @@
-"""Attention on TPUs by JAX's kernel, splash attention, which never writes out the scores.
+"""Attention on TPUs by JAX's kernel, splash attention, which never stores the scores in memory.
 
 It is FlashAttention (Dao et al., https://arxiv.org/abs/2205.14135) over blocks of queries and keys,
 and it skips the blocks that a mask hides. The mask is a function of positions and not an array, so
@@ -33,8 +33,8 @@ from manualpar.layers.attention.unchecked import run_unchecked
 LANES = 128  # Lengths are padded to a multiple of this number.
 BLOCK = 512
 BLOCKS = (BLOCK, 384, 256)
-# A limit, because the fused backward kernel writes a gradient of all queries for each block of
-# keys.
+# The longest sequence for the fused backward kernel. This kernel writes a gradient of all queries
+# for each block of keys, so its output grows with the square of the length.
 LONGEST_FUSED = 4096
 
 
@@ -201,10 +201,10 @@ def _padded_length(length: int) -> tuple[int, int]:
 
 
 def block_sizes(length: int, block: int) -> Any:
-    """Returns the kernels' `BlockSizes`.
+    """Returns the kernels' `BlockSizes` for a sequence of `length` positions in blocks of `block`.
 
-    For at most `LONGEST_FUSED` positions there is one fused backward kernel, otherwise there are
-    two.
+    For at most `LONGEST_FUSED` positions one fused kernel computes all gradients, otherwise two
+    kernels do.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
 

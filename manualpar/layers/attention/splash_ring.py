@@ -1,13 +1,13 @@
-"""Attention to the keys that one step of a ring brings, computed by JAX's kernel for TPUs.
+"""Attention to the keys that arrive in one step of a ring, computed by JAX's kernel for TPUs.
 
-Forward, the kernel returns the result for only these keys, and the logarithm of each query's sum of
-weights. From these two, the keys can be added to the sums over other keys, see
-`blockwise_attention.Sums`.
+Forward, the kernel returns the attention result for only these keys, and the logarithm of each
+query's sum of weights. With these two arrays the keys are added to the sums over the keys of other
+steps, see `blockwise_attention.Sums`.
 
 Backward, the kernel has to weigh these keys by the softmax over all keys. The kernel's gradient
-reads the result and the logarithm that the forward kernel returns. Both have a checkpoint name. So
-this module traces the gradient, and replaces the values with that name by the values for all keys.
-Then nothing uses the forward kernel any more, and it is left out.
+reads the result and the logarithm that the forward kernel returns. Both arrays have a checkpoint
+name. So this module traces the gradient, and replaces the two arrays with that name by the arrays
+for all keys. Then nothing uses the forward kernel any more, and it is left out.
 
 Symbols: `B` examples, `K` key and value heads, `G` query heads that share a key head, `S` queries,
 `T` keys, `H` features of a head.
@@ -153,7 +153,7 @@ def _kernel(
 def _run_with(
     closed: ClosedJaxpr, args: Sequence[Any], replacements: Sequence[jax.Array]
 ) -> list[Any]:
-    """Runs the needed equations of a traced program, and replaces the named values."""
+    """Runs the needed equations of a traced program; `replacements` replace the named arrays."""
     jaxpr = closed.jaxpr
     needed, eqns = {x for x in jaxpr.outvars if isinstance(x, Var)}, []
     for eqn in reversed(jaxpr.eqns):

@@ -3,17 +3,18 @@
 With a capacity, each expert has `C` slots for the tokens of each sequence. All buffers have fixed
 sizes, so that an all-to-all can exchange them.
 
-Without a capacity, no choice is dropped. The rows are sorted by expert, and a grouped product
+Without a capacity, no choice is dropped. The tokens are sorted by expert, and a grouped product
 (`jax.lax.ragged_dot`; Gale et al., https://arxiv.org/abs/2211.15841) multiplies each group with the
-weights of its expert. If the backend has a ragged all-to-all, each device sends each row to the
-device of its expert. XLA has no ragged all-to-all on CPUs. So on CPUs every device gathers all
-tokens and computes the tokens that chose its experts, and a reduce-scatter returns the results.
+weights of its expert. If the backend has a ragged all-to-all, tokens are sent to the devices of
+their experts. XLA has no ragged all-to-all on CPUs. So on CPUs every device gathers all tokens and
+computes the tokens that chose its experts, and a reduce-scatter returns the results.
 
 Symbols: `B` sequences, `S` positions, `D` features, `F` features inside an expert, `E` experts, `K`
 choices of a token, `C` slots of an expert for a sequence, `N` devices along the expert axis. Inside
 `shard_map`, `B`, `S` and `F` are sizes on this device. `H` experts have slots on this device: all
 `E` experts if tokens are sent, otherwise the `E / N` experts of the device. `M = H C` is the number
-of slots of a sequence. `T = B S` is the number of tokens. `R` rows are in the order of the experts.
+of slots of a sequence. `T = B S` is the number of tokens. `R` rows are choices of tokens, sorted by
+expert.
 """
 
 import functools
@@ -99,7 +100,7 @@ def compute_with_capacity(
     K, C = chosen_BSK.shape[-1], min(capacity, S)
     first, H = (0, experts.num_experts) if experts.tokens_differ else experts.on_device()
     place_BSK = places(chosen_BSK, experts.num_experts, context)
-    # Slots are per device: a slot is the place among the choices of this device.
+    # If sequences are split, each device numbers the slots of an expert by its own tokens.
     device_place_BSK = places(chosen_BSK, experts.num_experts) if context.size > 1 else place_BSK
     here_BSK, has_room_BSK = chosen_BSK - first, place_BSK < capacity
     is_computed_BSK = (here_BSK >= 0) & (here_BSK < H) & has_room_BSK
@@ -226,7 +227,7 @@ def _starts(sizes: jax.Array, dim: int) -> jax.Array:
 
 
 def _put(rows_RD: jax.Array, order_R: jax.Array, count: int) -> jax.Array:
-    """Returns `count` rows: the sorted rows in the order before sorting, and zeros elsewhere."""
+    """Returns `count` rows: row `i` of `rows_RD` at `order_R[i]`, and zeros elsewhere."""
     return jnp.zeros((count, rows_RD.shape[1]), rows_RD.dtype).at[order_R].set(rows_RD)
 
 

@@ -24,7 +24,7 @@ class Experts(FieldGroup):
       num_experts: The number of experts in each layer; 0 for an MLP.
       top_k: How many experts compute a token.
       capacity_factor: How many tokens of a sequence an expert takes, in multiples of an equal
-        share; 0 for all tokens. `MoE` explains this field and all that follow, except the last two.
+        share; 0 for all tokens. For details of this field and the following ones, see `MoE`.
       axis: The mesh axis over which the experts are divided; `None` for none.
       gates: How the router's logits become scores.
       normalize_gates: Whether the gates of a token are divided by their sum.

@@ -155,14 +155,16 @@ class MoE(nn.Module):
           ValueError: A field is out of range, or does not fit the input or the mesh.
 
         Communication:
-          If tokens are sent: two all-to-alls forward and two backward. In each a device sends `(N -
-          1) / N` of `B C E D` elements in the dtype of `x`, see `all_to_all_bytes`. If tokens are
-          not sent: an all-reduce of the outputs forward, and all-reduces of the gradients of `x`
-          and the gates backward. Over a model axis: the same all-reduces. With `sequence` the
-          collectives of `enter` and `leave` replace the all-reduces of the outputs and of the
-          gradient of `x`, and the logits are gathered. With `bias_rate`: an all-reduce of `E`
-          counts. Over a context axis: sums for each sequence, see `places`, `load_balance_loss` and
-          `router_z_loss`.
+          If tokens are sent to experts: two all-to-alls forward and two backward. In each a device
+          sends `(N - 1) / N` of `B C E D` elements in the dtype of `x`, see `all_to_all_bytes`.
+
+          If tokens are not sent: an all-reduce of the outputs forward, and all-reduces of the
+          gradients of `x` and of the gates backward. Over a model axis: the same all-reduces. With
+          `sequence` the collectives of `enter` and `leave` replace the all-reduces of the outputs
+          and of the gradient of `x`, and the router's logits are gathered.
+
+          With `bias_rate`: an all-reduce of `E` counts. Over a context axis: sums for each
+          sequence, see `places`, `load_balance_loss` and `router_z_loss`.
         """
         _check(self, x_BSD, mask_BS)
         x_BSD = jnp.asarray(x_BSD)  # A NumPy array cannot be indexed by traced indices.
@@ -302,7 +304,7 @@ def _normal(scale: float) -> Callable[..., jax.Array]:
 
 
 def _tokens_differ(x: jax.Array, axes: tuple[str, ...]) -> bool:
-    """Returns whether, by their type, tokens differ along all axes; `False` if along none.
+    """Returns whether, by the type of `x`, tokens differ along `axes`.
 
     Raises:
       ValueError: The tokens differ along only some of the axes.
@@ -333,7 +335,7 @@ def _check(moe: MoE, x: jax.Array, mask: jax.Array | None) -> None:
         if not getattr(moe, field) >= 0:
             refuse(field, "0 for none, or more")
     if moe.num_shared and moe.shared_size:
-        refuse("shared_size", f"0 with num_shared={moe.num_shared}, which says it in mlp_size")
+        refuse("shared_size", f"0 with num_shared={moe.num_shared}, because both give one size")
     if moe.shared_is_gated and not (moe.num_shared or moe.shared_size):
         refuse("shared_is_gated", "False without num_shared or shared_size")
     for field, kind in (("gates", Gates), ("group_score", GroupScore)):

@@ -1,4 +1,4 @@
-"""Which experts compute each token, and how the experts' load is balanced.
+"""Chooses the experts that compute each token, and balances the experts' load.
 
 A router gives every token a score for each expert. The token goes to the `top_k` experts with the
 highest scores. The scores of these experts, then called gates, are the weights in the sum of the
@@ -11,8 +11,9 @@ expert are dropped.
 Three things balance the load:
 
 - a loss that rises if the load is unequal (Fedus et al., https://arxiv.org/abs/2101.03961),
-- a bias that is added to the scores for the choice of experts, but not to the gates; the bias
-  follows the load without any gradient (Wang et al., https://arxiv.org/abs/2408.15664),
+- a bias that is added to the scores for the choice of experts, but not to the gates; the bias of an
+  expert with too few tokens rises, without any gradient (Wang et al.,
+  https://arxiv.org/abs/2408.15664),
 - and a loss that keeps the logits small (Zoph et al., https://arxiv.org/abs/2202.08906).
 
 Invariants: capacity, order of choices and losses are separate for each sequence. So they do not
@@ -204,7 +205,7 @@ def auxiliary_loss(
     load_balance: float = 0.01,
     router_z: float = 0.001,
 ) -> tuple[jax.Array, Metrics]:
-    """Combines the values that a model's layers have sown into a loss and metrics.
+    """Computes a loss and metrics from the values that a model's `MoE` layers have sown.
 
     ```python
     logits, sown = apply_fn(

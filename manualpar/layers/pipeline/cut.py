@@ -1,8 +1,8 @@
-"""Cuts a traced loss at its scan over layers, into the parts before, in and after the scan.
+"""Cuts a traced loss at its scan over layers: into pieces before, in and after the scan.
 
-Model and loss are written for one device. In the traced loss one `scan` runs over parameters that
-are stacked in dim 0. The loss is cut into pieces at this scan. Each piece has only the equations
-that its results need:
+The user's model and loss function are written for one device. In the traced loss one `scan` runs
+over parameters with layers stacked in dim 0. The loss is cut at this scan. Each piece has only the
+equations that its results need:
 
 - the *prefix* computes the input of the first layer,
 - the *layers* are the body of the scan,
@@ -27,12 +27,12 @@ from manualpar.layers.pipeline.layer_scan import find_layer_scan, written_out
 from manualpar.layers.pipeline.per_layer_ops import for_fewer_layers
 from manualpar.layers.pipeline.replay import run_retyped
 
-# The inputs of a traced loss by index; the loss's constants have the indices after the last input.
+# The inputs of a traced loss by index. Constants of the loss follow as further inputs.
 Inputs = Mapping[int, Any]
 
 
 def find_stacked(jaxpr: ClosedJaxpr, paths: Sequence[str]) -> frozenset[str]:
-    """Finds the parameters with layers in dim 0, over which the scan over layers runs.
+    """Finds the paths of the parameters over which the scan over layers runs, along dim 0.
 
     Args:
       jaxpr: A traced loss. Its first inputs are the full parameters.
@@ -63,7 +63,7 @@ def check_divides(length: int, num_stages: int, chunks: int) -> None:
 
 
 class LossPiece:
-    """The part of a program that computes some values.
+    """The part of a traced loss that computes some of its arrays.
 
     Attributes:
       reads: The indices of the program's inputs that the piece reads.
@@ -74,8 +74,8 @@ class LossPiece:
     ) -> None:
         """Keeps the equations of `program` that `results` need, without the equation `cut`.
 
-        With `after_cut` the outputs of `cut` are further inputs, and the piece also has all
-        effects, such as prints, of the equations around `cut`.
+        With `after_cut` the outputs of `cut` are further inputs, and the piece also keeps all
+        equations with effects, such as prints.
         """
         invars = [*program.invars, *(cut.outvars if after_cut else ())]
         # An unused output of the cut equation is a DropVar, which cannot be an input.
@@ -118,8 +118,8 @@ class Cut:
       carry: The types of the scan's carry: the activations between layers.
       ys: The types of the scan's stacked outputs, `[L, ...]`.
       prefix: Computes the input of the first layer.
-      sides: Computes the values that all layers read, then the scanned values `[L, ...]` that are
-        not parameters.
+      sides: Computes the arrays that all layers read, followed by the arrays `[L, ...]` that the
+        scan runs over and that are not parameters.
       suffix: Computes the loss's results; the outputs of the scan are further inputs.
     """
 
@@ -152,7 +152,7 @@ class Cut:
 
     @property
     def side_params(self) -> frozenset[int]:
-        """The indices of the inputs that layers read, without `stacked`."""
+        """The indices of the inputs that the layers read, except the inputs in `stacked`."""
         return frozenset((*self.sides.reads, *self._weights.reads)) - set(self.stacked)
 
     @property
@@ -196,7 +196,7 @@ class Cut:
         return jax.lax.scan(layer, list(carry), xs, unroll=min(params["unroll"], fewer))
 
     def _run_weights(self, inputs: Inputs, fewer: int) -> list[Any]:
-        """Computes the scanned parameters of `fewer` layers."""
+        """Computes, for `fewer` layers, the arrays of the scan that are made from parameters."""
         jaxpr, reads = self._weights.jaxpr, self._weights.reads
         stacked = {v for v, i in zip(jaxpr.invars, reads, strict=True) if i in self.stacked}
         eqns = []

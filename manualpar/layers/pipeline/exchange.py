@@ -7,8 +7,8 @@ chunk is sent back.
 
 In each of `v` rounds every stage sends one chunk and receives one chunk. Stage `a` stores the
 chunks `a v, ..., a v + v - 1`. Let `g` be the greatest common divisor of `S` and `v`. In round `i`
-stage `a` sends its stored chunk at index `(i // g) g + (i + a g // S) % g`. So no stage receives
-two chunks in a round.
+stage `a` sends the chunk that it stores at index `(i // g) g + (i + a g // S) % g`. With this order
+no stage receives two chunks in a round.
 """
 
 import math
@@ -55,7 +55,8 @@ def exchange(x: Any, axis: str, chunks: int, *, back: bool = False) -> Any:
     for index in range(chunks):
         sent = sent_in_round(num_stages, chunks, index)
         there = [chunk % num_stages for chunk in sent]
-        # Each stage's places for the chunk that it sends and for the chunk that it receives.
+        # For each stage: where it stores the chunk that it sends, and where it puts the chunk that
+        # it receives.
         home = [chunk % chunks for chunk in sent]
         away = [sent[there.index(stage)] // num_stages for stage in range(num_stages)]
         pairs = list(enumerate(there))

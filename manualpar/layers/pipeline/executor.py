@@ -1,22 +1,22 @@
 """Runs a pipeline: several microbatches at once, each in the layers of a different stage.
 
-A pipeline accumulates gradients, and returns the same values as `core.modes.gradients.scanned`.
-Each device along the pipeline's axis is a stage. A stage has the parameters of some layers, and all
-parameters that do not belong to layers. A table gives the work of each stage in each tick, see
-`schedules`: at most one forward pass F of a microbatch through a chunk of layers, and then at most
-one backward pass B. After this, activations are sent to the next stage and gradients to the
-previous stage. A `lax.scan` runs the ticks.
+A pipeline accumulates gradients over microbatches, and returns the same sums as
+`manualpar.core.modes.gradients.scanned`. Each device along the pipeline's axis is a stage. A stage
+has the parameters of some layers, and all parameters that do not belong to layers. A table gives
+the work of each stage in each tick, see `schedules`: at most one forward pass F of a microbatch
+through a chunk of layers, and then at most one backward pass B. After this, activations are sent to
+the next stage and gradients to the previous stage. A `lax.scan` runs the ticks.
 
 The stage of the first chunk runs the prefix of the loss before that chunk. The stage of the last
 chunk runs the suffix of the loss after that chunk, and immediately afterwards the suffix's backward
 pass. All stages differentiate the same loss. So for a parameter outside the layers each stage
 computes a term of the gradient, and the sum over stages is the gradient.
 
-Invariants: all devices send activations and gradients in every tick, outside of any condition.
-Collectives inside a condition run among the devices of one stage. No permute is in a condition that
-differs between devices, because some backends wait in a permute for all devices. If the layers
-contain a permute, and one stage has to compute a chunk in a tick, all stages compute a chunk in
-this tick. The other stages ignore the result.
+Invariants: all devices send activations and gradients in every tick, outside of any `cond`.
+Collectives inside a `cond` run among the devices of one stage. No permute is in a `cond` whose
+condition differs between devices, because some backends wait in a permute for all devices. So if
+the layers contain a permute, and one stage has to compute a chunk in a tick, all stages compute a
+chunk in this tick. The stages that have nothing to compute ignore the result.
 
 Symbols: `S` stages, `v` chunks of layers on a stage, `M` microbatches, `L` layers.
 """
@@ -148,7 +148,7 @@ class PipelineRun:
     def _differentiated(
         self, loss: WeightedLoss, params: Any, collections: Any, parts: Any
     ) -> StageWork:
-        """Makes the work that differentiates a loss; `params` are trained and frozen parameters."""
+        """Makes the `StageWork` with backward passes; `params`: (trained, frozen) parameters."""
 
         def combined_loss(combined: Any, *args: Any) -> Any:
             return loss(*_split_as(params, combined), *args)
@@ -203,7 +203,7 @@ class PipelineRun:
 
 
 def _mark_trained(params: tuple[Any, Any]) -> tuple[Any, Any]:
-    """Replaces each parameter of the two trees by whether it is trained."""
+    """Replaces each trained parameter by `True`, and each frozen parameter by `False`."""
     trained, frozen = params
     return jax.tree.map(lambda _: True, trained), jax.tree.map(lambda _: False, frozen)
 

@@ -16,7 +16,7 @@ class LayerScan(NamedTuple):
     Attributes:
       eqn: The equation of the scan.
       stacked: The indices of the parameters that the scan runs over.
-      weights: For each scanned value, whether it is computed from parameters.
+      weights: For each array that the scan runs over, whether it is computed from parameters.
     """
 
     eqn: Any
@@ -119,7 +119,7 @@ def find_layer_scan(jaxpr: Jaxpr, paths: Sequence[str]) -> LayerScan:
 
 
 class _Walk:
-    """A walk through a program that follows parameters, layer by layer.
+    """Walks through a program, and follows the arrays that have a layer in each entry of dim 0.
 
     Attributes:
       scans: The scans over parameters, each with the indices of the parameters that it runs over.
@@ -136,7 +136,7 @@ class _Walk:
             self.reads += [(i, "the caller, as a result of the loss") for i in self.origin(v)]
 
     def origin(self, variable: Any) -> frozenset[int]:
-        """Returns the indices of the parameters from which a value is computed layer by layer."""
+        """Returns the parameters, by index, from which a variable is computed layer by layer."""
         found = None if isinstance(variable, Literal) else self._origins.get(variable)
         return found or frozenset()
 
@@ -166,7 +166,7 @@ def _keeps_layers(eqn: Any, origins: Sequence[frozenset[int]]) -> bool:
 
 
 def _why_none(jaxpr: Jaxpr, walk: _Walk, paths: Sequence[str]) -> str:
-    """Explains why there is no scan over parameters, and what to do about it."""
+    """Returns the message of the error if no scan over parameters is found."""
     for eqn in jaxpr.eqns:
         for scan, _ in _scans_inside(eqn, [walk.origin(v) for v in eqn.invars]):
             return (

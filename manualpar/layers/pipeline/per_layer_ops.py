@@ -1,14 +1,14 @@
 """Operations on stacked parameters that treat every layer separately.
 
-A model may cast or scale a parameter before the scan over layers. A stage has some of the layers,
-and applies these operations only to its layers. This is right if an operation does not change dim
-0, the layers.
+A model may cast or scale a parameter before the scan over layers. A stage of a pipeline has some of
+the layers, and applies these operations only to its layers. The result is the same only if an
+operation treats every entry of dim 0 (every layer) separately.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
-# For any shapes, these operations treat every element in the same way.
+# These operations treat every element in the same way.
 _ELEMENTWISE = frozenset(
     {
         "abs",
@@ -68,8 +68,8 @@ def keeps_layers(eqn: Any, stacked: Sequence[bool], length: int) -> bool:
 def for_fewer_layers(eqn: Any, length: int, fewer: int) -> Any:
     """Changes an equation for `length` layers into an equation for `fewer` layers.
 
-    Returns `None` if no parameter of the equation contains the number of layers, or if the equation
-    mixes layers.
+    Returns `None` for primitives other than slices, reshapes, broadcasts, transposes, `rev` and
+    `squeeze`, and for equations that change dim 0.
     """
     name, params = eqn.primitive.name, eqn.params
 

@@ -1,8 +1,8 @@
-"""Runs traced programs on values that differ between stages, but were traced as equal.
+"""Runs traced programs on arrays that vary over more mesh axes than when they were traced.
 
 For example, in the user's loss a layer's index is the same on all devices. In a pipeline the index
 differs between stages, because each stage has different layers. The types in the traced program
-would be wrong, so the program's equations are traced again with the types of the values.
+would then be wrong. So the equations of the program are traced again, with the types of the arrays.
 """
 
 from collections.abc import Callable, Sequence
@@ -49,7 +49,7 @@ def run_retyped(jaxpr: Jaxpr, args: Sequence[Any], consts: Sequence[Any] = ()) -
 
 
 def _are_wider(variables: Sequence[Any], values: Sequence[Any]) -> bool:
-    """Returns whether a value varies over an axis over which its traced variable does not vary."""
+    """Returns whether an array varies over an axis over which its traced variable does not."""
     return any(
         not isinstance(v, Literal) and varying_axes(x) - v.aval.mat.varying
         for v, x in zip(variables, values, strict=True)
@@ -84,7 +84,7 @@ def _run_wider(jaxpr: Jaxpr, eqn: Any, operands: list[Any]) -> list[Any]:
             "zero to the value."
         )
     operands = cast_to_varying(operands, varying_axes(operands))
-    variables = [Var(jax.typeof(x)) for x in operands]  # Literals become variables too.
+    variables = [Var(jax.typeof(x)) for x in operands]  # A literal becomes a variable too.
     eqn = eqn.replace(invars=variables)
     return run_equations(jaxpr, [eqn], variables, eqn.outvars, operands)
 

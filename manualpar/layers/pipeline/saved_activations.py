@@ -1,10 +1,10 @@
-"""The values that a stage keeps between the forward and the backward pass of a chunk.
+"""Chooses the arrays that a stage keeps between the forward and the backward pass of a chunk.
 
 With `"inputs"` a stage keeps the input of the chunk, and the backward pass computes the chunk
-again. With `"residuals"` it keeps the residuals of autodiff (a remat policy in the layers chooses
-them), except values that do not depend on the chunk's input: parameters, casts of parameters, masks
-and random bits. These values take no slot, because the backward pass computes them again from the
-parameters and the microbatch.
+again. With `"residuals"` a stage keeps the residuals of autodiff, which a remat policy in the
+layers may choose. It does not keep residuals that do not depend on the chunk's input: parameters,
+casts of parameters, masks and random bits. The backward pass computes these again from the
+parameters and the microbatch, so they take no slot.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,10 +24,10 @@ Chunk = Callable[[Any, list[Any], Any], Activations]
 
 
 class KeptInputs:
-    """Keeps the input of a chunk.
+    """Keeps only the input of a chunk between its forward and its backward pass.
 
     Attributes:
-      types: The types of the kept values other than the input.
+      types: The types of the kept arrays other than the input.
       keeps_input: Whether the backward pass reads the input.
     """
 
@@ -135,7 +135,7 @@ def _vjp(chunk: Chunk, params: Any, inexact: list[Any], fixed: Any) -> Any:
 
 
 def _depends(jaxpr: Jaxpr, result: int, on: Sequence[bool]) -> bool:
-    """Returns whether a result of a program depends on some of the inputs marked in `on`."""
+    """Returns whether result number `result` depends on an input that is marked in `on`."""
     wanted = [i == result for i in range(len(jaxpr.outvars))]
     return any(is_read and i for is_read, i in zip(dce_jaxpr(jaxpr, wanted)[1], on, strict=True))
 

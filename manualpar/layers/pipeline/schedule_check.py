@@ -1,7 +1,8 @@
-"""Checks a table by simulating its passes, without using the code that made the table.
+"""Checks a schedule's table by a simulation, without using the code that made the table.
 
-Here slots hold the names of values. Every F and B has to find the values that it reads, and no
-value may replace a value that is still needed.
+`schedule_table` explains the terms F, B, chunk, hop and slot. In the simulation a slot holds the
+name of an array. Every F and B has to find the arrays that it reads, and no array may replace one
+that is still needed.
 """
 
 from collections.abc import Mapping
@@ -19,7 +20,7 @@ from manualpar.layers.pipeline.schedule_table import (
     Table,
 )
 
-# A microbatch, and the chunk that reads the value.
+# The name of an array: a microbatch, and the chunk that reads the array.
 _Value: TypeAlias = tuple[int, int]
 
 
@@ -27,8 +28,8 @@ def check_table(table: Table) -> None:
     """Refuses a table that an executor could not carry out, or that contradicts itself.
 
     Raises:
-      ValueError: An F or B is missing, comes twice or comes before a pass that it depends on. A
-        value is put where no pass reads it, or replaces a value that is still needed. The table has
+      ValueError: An F or B is missing, comes twice or comes before a pass that it depends on. An
+        array is put where no pass reads it, or replaces one that is still needed. The table has
         more or fewer slots than are used. Rows have an entry where there is no pass, or disagree
         with the events.
     """
@@ -90,7 +91,7 @@ class _Slots:
 
 
 class _Run:
-    """The passes of a table simulated so far, and the contents of the slots."""
+    """A simulation of a table: the passes that have run, and the contents of the slots."""
 
     def __init__(self, table: Table) -> None:
         self.table = table
@@ -100,7 +101,7 @@ class _Run:
         self.gradients = [_Slots(table.gradient_slots) for _ in range(table.num_stages)]
         self.events: list[Event] = []
         self.done: set[tuple[PassKind, int, int]] = set()
-        # Values that arrive in this tick's hop, by the receiving stage.
+        # Arrays that arrive in this tick's hop, by the receiving stage.
         self.arriving: dict[int, _Value] = {}
         self.arriving_gradients: dict[int, _Value] = {}
 
@@ -154,7 +155,7 @@ class _Run:
             self.arriving_gradients[(stage - 1) % self.table.num_stages] = (m, k - 1)
 
     def hop(self, tick: int, stage: int, row: Mapping[str, int]) -> None:
-        """Puts the values that a stage receives in this tick into slots."""
+        """Puts the arrays that a stage receives in this tick into slots."""
         for name, slots, arriving in (
             ("arriving_slot", self.inputs[stage], self.arriving),
             ("arriving_gradient_slot", self.gradients[stage], self.arriving_gradients),

@@ -31,7 +31,7 @@ BACKWARD_ROWS = (
     "backward_is_first",
 )
 HOP_ROWS = ("arriving_slot", "arriving_gradient_slot")
-# The value that means "no entry", for the rows in which this value is not -1.
+# Row -> the number that means "no entry". In rows that are not listed, -1 means it.
 NOTHING = {"is_first": 0, "is_last": 0, "backward_is_first": 0}
 
 TableRows: TypeAlias = Mapping[str, np.ndarray]
@@ -39,7 +39,7 @@ PassKind: TypeAlias = Literal["F", "B"]
 
 
 class Event(NamedTuple):
-    """A stage's F or B of a microbatch; `chunk` is counted over all stages."""
+    """A stage's F or B of a microbatch; `chunk` is the number among the chunks of all stages."""
 
     tick: int
     stage: int
@@ -49,7 +49,7 @@ class Event(NamedTuple):
 
 
 class Costs(NamedTuple):
-    """Times of the parts of a tick, in any unit.
+    """The times that the parts of a tick take, in any unit.
 
     Attributes:
       forward: The forward pass of a chunk.
@@ -71,7 +71,7 @@ class Table:
     """A schedule of S stages, M microbatches, v chunks on each stage and T ticks.
 
     Attributes:
-      name: The schedule.
+      name: The name of the schedule, `gpipe` or `1f1b`.
       num_stages: S.
       num_microbatches: M.
       chunks: v.
@@ -110,13 +110,19 @@ class Table:
         return self.gradient_slots > 0
 
     def is_run(self, row: str, *, together: bool = False) -> np.ndarray:
-        """Returns where a row has an entry, `bool[T, S]`; with `together`, on any stage."""
+        """Returns in which ticks each stage has an entry in a row, `bool[T, S]`.
+
+        With `together`, a stage also counts in ticks in which only other stages have an entry.
+        """
         is_run = self.rows[row] > NOTHING.get(row, -1)
         return is_run | (together & is_run.any(axis=1, keepdims=True))
 
     @property
     def kept(self) -> np.ndarray:
-        """The number of inputs that a stage keeps in each tick, from F to last use: `[T, S]`."""
+        """The number of chunk inputs that each stage keeps in each tick: `[T, S]`.
+
+        An input counts from its F to its B, or only in its F without backward passes.
+        """
         started = np.cumsum(self.rows["forward_microbatch"] >= 0, axis=0)
         ends = "backward_microbatch" if self.has_backward else "forward_microbatch"
         ended = np.cumsum(self.rows[ends] >= 0, axis=0)

@@ -1,7 +1,7 @@
-"""Makes the tables of schedules: simulates the stages, finds slots, and checks the result.
+"""Makes the table of a pipeline's schedule by a simulation of the stages.
 
-An F is the forward pass of a microbatch through a chunk of layers, a B is the backward pass, see
-`schedule_table`. There are two schedules:
+An F is the forward pass of a microbatch through a chunk of layers, and a B is the backward pass.
+`schedule_table` explains this and the table. There are two schedules:
 
 - `gpipe` (https://arxiv.org/abs/1811.06965): a stage computes all its F before its first B.
 - `1f1b` (https://arxiv.org/abs/2104.04473): a stage computes each B as soon as possible. With v > 1
@@ -13,8 +13,8 @@ M, `1f1b` keeps (v + 1) S - 1 inputs for any number of microbatches. `gpipe` kee
 
 A tick has an F *and* a B, although 1F1B is usually drawn with an F or a B in a tick. All devices
 run one program, so a tick lasts as long as its slowest device. If a tick had one F or one B, some
-stage would run a B in almost every tick, and all ticks would last as long as a B. That would lose a
-quarter of the time if a B takes as long as two F.
+stage would run a B in almost every tick, and all ticks would last as long as a B. If a B takes as
+long as two F, that would lose a quarter of the time.
 """
 
 import collections
@@ -50,7 +50,7 @@ def make_table(
     *,
     backward: bool = True,
 ) -> Table:
-    """Makes a table and checks it.
+    """Makes the table of a schedule and checks it.
 
     Args:
       schedule: `gpipe` or `1f1b`.
@@ -95,7 +95,10 @@ def _table_of_events(
 
 
 def _orders(stages: int, microbatches: int, chunks: int) -> dict[PassKind, list[_Place]]:
-    """Returns every stage's order of F, and of B; the chunks are the chunks of one stage."""
+    """Returns the order of F, and of B, which is the same on every stage.
+
+    Chunks are counted within the stage.
+    """
     groups = np.array_split(range(microbatches), max(microbatches // stages, 1))
     return {
         "F": [(int(m), c) for group in groups for c in range(chunks) for m in group],
@@ -134,9 +137,10 @@ def _simulate(schedule: str, stages: int, orders: Mapping[PassKind, list[_Place]
 def _allocate(
     events: Sequence[Event], stages: int, chunks: int
 ) -> tuple[dict[tuple[PassKind, int, int], int], int, int]:
-    """Allocates a slot to each value that an F or B reads, and counts the slots of both kinds.
+    """Allocates a slot to each array that an F or B reads.
 
-    An F reads the input of its chunk. A B reads the input of its chunk and the output's gradient.
+    Returns the slots, the number of slots for inputs, and the number for gradients. An F reads the
+    input of its chunk. A B reads the input of its chunk and the output's gradient.
     """
     tick = {(event.kind, event.microbatch, event.chunk): event.tick for event in events}
     last = stages * chunks - 1

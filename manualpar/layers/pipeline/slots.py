@@ -1,4 +1,4 @@
-"""Buffers of slots, and branches that do not copy these buffers.
+"""Buffers of slots, in which a pipeline's stages keep arrays, and a `cond` that copies no buffer.
 
 XLA copies a buffer if a branch of a `cond` reads a slot of the buffer. So slots are read outside of
 branches, by every stage in every tick. A branch may write a slot if the other branch returns the
@@ -16,7 +16,7 @@ from manualpar.core.parameters.collectives import cast_to_varying, varying_axes
 
 
 def zeros(types: Any) -> Any:
-    """Makes zeros of these types; the zeros vary over the same axes as the types."""
+    """Makes arrays of zeros with the shapes, dtypes and varying axes of `types`."""
     return jax.tree.map(
         lambda t: cast_to_varying(jnp.zeros(t.shape, t.dtype), varying_axes(t)), types
     )
@@ -36,14 +36,14 @@ def read(buffers: Any, slot: Any) -> Any:
 
 
 def put(buffers: Any, slot: Any, values: Any) -> Any:
-    """Puts arrays into an existing slot; returns the buffers."""
+    """Returns the buffers with arrays in a slot; the slot must not be -1."""
     return jax.tree.map(
         lambda buffer, x: jax.lax.dynamic_update_index_in_dim(buffer, x, slot, 0), buffers, values
     )
 
 
 def write(buffers: Any, slot: Any, values: Any) -> Any:
-    """Puts arrays into a slot, or changes nothing if the slot is -1; returns the buffers."""
+    """Returns the buffers with arrays in a slot, or unchanged buffers if the slot is -1."""
     chosen = jax.tree.map(lambda old, x: jnp.where(slot >= 0, x, old), read(buffers, slot), values)
     return put(buffers, jnp.maximum(slot, 0), chosen)
 
@@ -57,11 +57,12 @@ def branch(
     otherwise: Callable[[], Any] | None = None,
     anywhere: Any = None,
 ) -> Any:
-    """Runs `run` if a condition holds, else `otherwise` (or makes zeros); results have `types`.
+    """Calls `run` if a condition holds, otherwise `otherwise`, in a `lax.cond`.
 
-    A permute may not be in a branch that only some devices take. If `run` contains a permute, give
-    `anywhere`: whether the condition holds on any device. If it holds on any, all devices call
-    `run`. `scope` is the named scope around the `cond`.
+    Without `otherwise` the other branch makes zeros. The results have the types `types`. `scope` is
+    the named scope around the `cond`. A permute may not be in a branch that only some devices take.
+    So if `run` contains a permute, pass `anywhere`, which is whether the condition holds on any
+    device. If it holds on any, all devices call `run`.
     """
 
     def typed(function: Callable[[], Any]) -> Any:

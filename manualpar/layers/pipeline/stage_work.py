@@ -1,7 +1,7 @@
-"""The computation of a stage in each tick of a pipeline, see `executor`.
+"""Runs the work of one stage in every tick of a pipeline, see `executor`.
 
 In every tick every stage reads its slots and sends activations and gradients. A stage computes a
-chunk only in the ticks in which the table has an entry.
+chunk only in the ticks in which the schedule's table has an entry for the stage.
 """
 
 import functools
@@ -27,7 +27,7 @@ class _State(NamedTuple):
 
     Attributes:
       inputs: The inputs of chunks, in slots.
-      kept: The other saved values of chunks, in slots.
+      kept: The other arrays that chunks save for their backward passes, in slots.
       gradients: The gradients of the outputs of chunks, in slots.
       sums: The sum of the gradients of each parameter; `optax.MaskedNode` for a frozen parameter.
       results: The sums of the results of the loss.
@@ -41,7 +41,7 @@ class _State(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """The entries of the table for a tick: for this stage, and for all stages, `[S]`."""
+    """The table's entries of a tick by row: for this stage (`mine`), and for all stages, `[S]`."""
 
     mine: Mapping[str, Any]
     of_stages: Mapping[str, Any]
@@ -165,10 +165,10 @@ class StageWork:
         # The slot is read outside of the branch, because XLA copies a buffer if a branch reads it.
         arrived = read(state.inputs, mine["forward_slot"])
         together = cut.layers_permute
-        # The branch writes the kept values. If code after the branch wrote them, XLA would copy the
-        # buffers in every tick. There is one exception: if all stages run the branch, the write
-        # comes after the branch, because a `where` over each full buffer would be needed to discard
-        # the results of idle stages.
+        # The branch itself writes the kept arrays into slots. If code after the branch wrote them,
+        # XLA would copy the buffers in every tick. There is one exception. If all stages run the
+        # branch together, the results of idle stages are discarded by a `where`. In the branch, it
+        # would have to run over each full buffer, so the write comes after the branch.
         before = zeros(self._kept.types) if together else state.kept
 
         def run() -> Any:
@@ -282,7 +282,7 @@ class StageWork:
     def _where(
         self, name: str, row: _Row, run: Any, types: Any, *, permutes: bool, **options: Any
     ) -> Any:
-        """Runs `branch` under the condition that row `name` has an entry for this stage."""
+        """Calls `run` in a `branch` if row `name` of the table has an entry for this stage."""
         nothing = NOTHING.get(name, -1)
         if permutes:
             options["anywhere"] = (row.of_stages[name] > nothing).any()
@@ -320,7 +320,7 @@ class StageWork:
         return {i: state.sums[i] for i in numbers if i in self._trained}
 
     def _chunk_params(self, chunk: Any) -> dict[int, Any]:
-        """Collects the parameters of a chunk; of stacked parameters, only the chunk's layers."""
+        """Collects the parameters of a chunk; stacked parameters have only the chunk's layers."""
         size = self.loss.chunk_layers
         first = jnp.maximum(chunk, 0) * size
         return self._pick(self.loss.chunk_params) | {
@@ -342,7 +342,7 @@ class StageWork:
 
 
 def _summed(t: Any, axes: Any = ()) -> Any:
-    """Returns the type of a sum of values of a type; the sum also varies over `axes`."""
+    """Returns the types of sums of arrays `t`: at least float32, and varying also over `axes`."""
 
     def cast(x: Any) -> Any:
         x = cast_to_varying(x, frozenset(axes))

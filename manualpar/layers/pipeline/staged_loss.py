@@ -1,8 +1,8 @@
 """A loss whose layers run in chunks: the functions that a stage calls and differentiates.
 
-The activations that are sent from chunk to chunk are the carry of the scan over the model's layers,
-and a buffer `[L, ...]` for each stacked output of this scan. Every chunk writes the entries of its
-own layers into the buffers. So the operations after the scan, the suffix (see `cut`), get the
+Two kinds of activations are sent from chunk to chunk: the carry of the scan over the model's
+layers, and a buffer `[L, ...]` for each stacked output of this scan. Every chunk writes the entries
+of its layers into the buffers. So the suffix (the operations after the scan, see `cut`) gets the
 outputs of all layers. The gradients of the buffers are sent back with the gradients of the carry.
 
 Symbols: `S` stages, `L` layers of the model, `k` layers of a chunk.
@@ -40,7 +40,7 @@ class StagedLoss:
       chunk_params: The indices of the parameters that every chunk reads, without the stacked
         parameters.
       suffix_params: The indices of the parameters that the suffix reads.
-      returns: The tree of the types of the results of the loss.
+      returns: The types of the results of the loss, in a tree.
       first_other: The index of the first input that is not a parameter.
     """
 
@@ -133,7 +133,7 @@ class StagedLoss:
         return jax.tree.unflatten(jax.tree.structure(self.returns), results)
 
     def _typed(self, x: Any, t: Any) -> Any:
-        """Casts a value to vary over the axes of a type."""
+        """Casts an array to the varying axes of a type."""
         if self._axis not in varying_axes(x):
             # A value that does not vary is a constant, because all inputs vary. Without
             # `stop_gradient`, the gradient of the cast would be summed over stages.

@@ -1,4 +1,4 @@
-"""The option `pipeline=` of every builder."""
+"""`Pipeline`: the option `pipeline=` of every builder, which divides layers among stages."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -35,14 +35,14 @@ class Pipeline:
     Attributes:
       axis: The mesh axis; each device along it is a stage.
       schedule: `"1f1b"` (the default) begins each microbatch's backward pass as soon as possible,
-        so that the kept values do not grow with the number of microbatches. `"gpipe"` runs all
+        so that memory does not grow with the number of microbatches. `"gpipe"` runs all
         forward passes first. (Narayanan et al., https://arxiv.org/abs/2104.04473, section 2.2;
         Huang et al., https://arxiv.org/abs/1811.06965.)
       chunks: The number of chunks of consecutive layers on a stage. With more chunks a device is
-        idle for less time, but sends more and keeps more values.
-      keep: The values that a stage keeps of a microbatch until its backward pass: `"residuals"`,
-        like autodiff, or `"inputs"`. With `"inputs"` the backward pass computes the stage again
-        from its inputs, which takes a third more operations. 1F1B keeps up to `2 S - 1`
+        idle for less time, but sends more and keeps more activations.
+      keep: What a stage keeps of a microbatch until its backward pass: `"residuals"`, like
+        autodiff, or `"inputs"`. With `"inputs"` the backward pass computes the stage again from its
+        inputs, which takes a third more operations. 1F1B keeps up to `2 S - 1`
         microbatches on a stage, so residuals take much memory, and moving residuals takes time;
         `docs/pipelines.md` has measurements.
     """
@@ -76,14 +76,14 @@ class Pipeline:
             )
         if options["use_scan"]:
             raise ValueError(
-                f"{name}: pipeline= with use_scan=True, expected False: a pipeline runs its "
-                "microbatches in one scan of ticks already."
+                f"{name}: pipeline= with use_scan=True, expected False: a pipeline already runs "
+                "its microbatches in a scan."
             )
         if strategy.reduce_every == "minibatch" and strategy.sends(2, True).gathers < 2:
             raise ValueError(
                 f"{name}: pipeline= with a strategy that reduces gradients in each minibatch but "
-                "does not gather parameters in each, expected gradients that are reduced once a "
-                "step, because a stage adds up full gradients. Use zero with stage=1, or "
+                "does not gather parameters in each of them, expected gradients that are reduced "
+                "once a step, because a stage adds up full gradients. Use zero with stage=1, or "
                 "communicate_every='step' or 'minibatch'."
             )
 

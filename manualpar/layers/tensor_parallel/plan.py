@@ -1,11 +1,12 @@
 """Tensor parallelism for a Linen model that is written for one device.
 
 A *plan* says which modules compute with shards of their parameters. Its keys are globs on module
-paths and its values are styles: `Column` modules compute some of the outputs on each device, `Row`
-modules take some of the inputs and sum their products, and `Vocab` modules are embeddings with some
-rows on each device. A module whose code uses the number of heads has the style `PerDevice`. As in
-Megatron-LM (Shoeybi et al., https://arxiv.org/abs/1909.08053), a `Row` follows a `Column`, and the
-devices share the operations between the two, such as the heads of attention.
+paths and its values are styles. On each device a `Column` module computes some of its outputs; a
+`Row` module multiplies some of its inputs, and the products are summed over devices; a `Vocab`
+module is an embedding with some of the rows. A module whose code uses the number of heads has the
+style `PerDevice`. As in Megatron-LM (Shoeybi et al., https://arxiv.org/abs/1909.08053), a `Row`
+follows a `Column`, and the devices share the operations between the two, such as the heads of
+attention.
 
 ```python
 model = tensor_parallel(
@@ -24,9 +25,9 @@ program = manualpar.fsdp(model, tx, loss_fn, mesh=make_mesh({"data": 2, "model":
 ```
 
 Invariants: outside of a `shard_map` that binds the axis, the model computes the same as the given
-model, and the initial parameters are the same. Types say whether a value differs between devices,
-but not along which dimension it is split. So a mean over split features compiles and is wrong; see
-`plan_check`.
+model, and the initial parameters are the same. JAX's types say whether an array differs between
+devices, but not along which dim it is split. So a mean over split features compiles and is wrong;
+`plan_check` finds such operations.
 """
 
 import dataclasses
@@ -76,11 +77,11 @@ def tensor_parallel(
       axis: The mesh axis that the parameters are split over.
       sequence: Whether activations between the layers, `[B, S, D]`, are split over `axis` along
         the sequence, dim -2 (Korthikanti et al., https://arxiv.org/abs/2205.05198).
-      overlap: `"ring"` (only with `sequence`): products of `nn.Dense` and `nn.DenseGeneral` over
-        the input's last dims send while they compute, see `manualpar.layers.ring`.
+      overlap: `"ring"` (only with `sequence`): the products of `nn.Dense` and `nn.DenseGeneral`
+        over the input's last dims overlap with their communication, see `manualpar.layers.ring`.
       verify: Whether building a program refuses operations of the model that are wrong on shards,
-        such as a norm over split features; see `plan_check`. The loss is not checked this way,
-        because types show its errors.
+        such as a norm over split features; see `plan_check`. The loss function is not checked this
+        way, because JAX's types show its errors.
 
     Returns:
       The model for any builder of a program. Outside of a `shard_map` that binds `axis`, the `init`
@@ -135,8 +136,8 @@ class TensorParallel:
       plan: The pairs of a glob on module paths and a style.
       axis: The mesh axis.
       sequence: Whether activations between layers are split along the sequence.
-      overlap: Whether products send while they compute, see `tensor_parallel`.
-      verify: Whether a program checks the operations of the model on shards.
+      overlap: Whether products overlap with their communication, see `tensor_parallel`.
+      verify: Whether building a program checks the operations of the model on shards.
     """
 
     module: nn.Module
@@ -162,7 +163,7 @@ class TensorParallel:
             return function(*args, **kwargs)
 
     def calls(self) -> PlannedCalls:
-        """Makes the interceptor for one application on shards."""
+        """Makes the interceptor (see `nn.intercept_methods`) for one application on shards."""
         options: Any = {"sequence": self.sequence, "overlap": self.overlap}
         return PlannedCalls(self.style_of, self.axis, **options)
 
@@ -184,7 +185,10 @@ class TensorParallel:
 @register_interface
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class TensorParallelInterface(LinenModel):
-    """Calls a `TensorParallel` for a program."""
+    """How a program calls a `TensorParallel` model.
+
+    With `is_checked`, each call on shards is checked before it runs.
+    """
 
     planned: Any = None
     is_checked: bool = False
@@ -213,7 +217,7 @@ class TensorParallelInterface(LinenModel):
         return _split_param(self.planned, f"{path}/kernel", kernel)
 
     def check(self, trace: Callable[[Any], None]) -> None:
-        """Compares the loss's calls of the model on shards with the same calls on whole arrays."""
+        """Checks every call of the model in a loss: `trace(model)` traces the loss with `model`."""
         if self.planned.verify:
             trace(dataclasses.replace(self, is_checked=True))
 
@@ -285,4 +289,4 @@ def _split_param(planned: TensorParallel, path: str, x: Any) -> Any:
 
 
 class PlannedParameter(SplitParameter):
-    """The annotation of a parameter that a plan splits."""
+    """The box of a parameter that a plan splits."""

@@ -1,8 +1,8 @@
-"""Intercepts the calls of a planned model's modules on shards.
+"""Intercepts the module calls of a model with a tensor parallelism plan, if it runs on shards.
 
-While a module of the plan runs, the interceptor replaces everything that is different on one device
-and on shards: the shapes that the module expects of its parameters, the features to which
-`nn.DenseGeneral` reshapes, the module's input, and its result.
+While a module of the plan runs, the interceptor changes what the module's code assumes about the
+full arrays: the shapes of its parameters, and the features to which `nn.DenseGeneral` reshapes. It
+calls `enter` on the inputs of a `Column`, and `leave` on the result of a `Row`.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ StyleOf = Callable[[str], Style | None]
 
 
 class PlannedCalls:
-    """Intercepts the module calls in one application of a planned model."""
+    """Intercepts the module calls in one application of a model with a plan."""
 
     def __init__(
         self, style_of: StyleOf, axis: str, *, sequence: bool, overlap: LayerOverlap
@@ -47,7 +47,7 @@ class PlannedCalls:
             return next_fun(*args, **kwargs)
         path = "/".join(module.path)
         style = self._style_of(path)
-        # A module in nn.remat or nn.scan only calls the same module without the transform.
+        # A method of nn.remat(Layer) or nn.scan(Layer) only calls the same method of a Layer.
         is_lifted = type(module).__module__ == "flax.linen.transforms"
         is_within = method == "setup" or (is_lifted and method in vars(type(module)))
         if isinstance(style, PerDevice) and not is_within:
@@ -144,7 +144,7 @@ class PlannedCalls:
         return jax.tree.map(lambda x: self._enter(where, x) if _is_activation(x) else x, tree)
 
     def _overlaps(self, module: nn.Module, x: Any) -> bool:
-        """Returns whether to send a module's product while it is computed.
+        """Returns whether a module's product overlaps with its communication.
 
         This is possible only for flax's own products over the last dims.
         """
@@ -157,7 +157,7 @@ class PlannedCalls:
         return is_last and overrides == (None,) * 3 and not getattr(module, "batch_dims", ())
 
     def _enter(self, where: str, x: jax.Array, how: Callable[..., Any] = enter) -> Any:
-        """Calls `how` (`enter` or `enter_ring`) once for all modules with the same input."""
+        """Calls `how` (`enter` or `enter_ring`) on `x`; only once if several modules get `x`."""
         trace = get_opaque_trace_state(convention="flax")
         for before, how_before, trace_before, entered in self._entered:
             if before is x and how_before is how and trace_before == trace:
@@ -165,9 +165,9 @@ class PlannedCalls:
         if not self._sequence and self.axis in varying_axes(x):
             raise ValueError(
                 f"{where} has an input of shape {x.shape} that differs between devices along "
-                f"{self.axis!r}, expected an input that is the same on all devices: its features "
-                "are split, or it is a part of a sum. The module before it has a split input: give "
-                "that module the style Row."
+                f"{self.axis!r}, expected an input that is the same on all devices. Its features "
+                "are split, or it is a term of a sum. Give the module that computes this input the "
+                "style Row."
             )
         if self._sequence and self._is_whole(x):
             raise ValueError(
@@ -190,7 +190,7 @@ class PlannedCalls:
 
     @contextlib.contextmanager
     def _on_shards(self, module: nn.Module, style: Style) -> Iterator[None]:
-        """Makes a module accept shards as its parameters, as a context manager."""
+        """Makes a module accept shards as its parameters, within a `with` block."""
         size = jax.lax.axis_size(self.axis)
         original = module.param
 
@@ -251,12 +251,12 @@ class PlannedCalls:
             ) from error
 
     def _mend(self, module: nn.Module, style: Style | None, error: str) -> str:
-        """Explains how to mend an error that a module raises on shards."""
+        """Returns advice about an error that a module raises on shards."""
         if self._sequence and "reshape" not in error:
             return (
-                "With sequence=True modules outside of the plan get a part of the positions: make "
-                "masks and positions of the tokens, where the model begins, and give them to the "
-                "layers; or say sequence=False."
+                "With sequence=True modules outside of the plan get only a part of the positions. "
+                "Compute masks and positions from the tokens, at the beginning of the model, and "
+                "pass them to the layers; or pass sequence=False."
             )
         if isinstance(style, PerDevice):
             names = numbers_to_name(module, error)
@@ -276,7 +276,7 @@ class PlannedCalls:
 
 @contextlib.contextmanager
 def overridden(module: nn.Module, **methods: Any) -> Iterator[None]:
-    """Replaces methods of a module, as a context manager."""
+    """Replaces methods of a module within a `with` block."""
     vars(module).update(methods)
     try:
         yield
@@ -288,9 +288,9 @@ def overridden(module: nn.Module, **methods: Any) -> Iterator[None]:
 def replace_features(
     module: nn.Module, style: Style, size: Callable[[int], int]
 ) -> contextlib.AbstractContextManager[None]:
-    """Replaces the features of an `nn.DenseGeneral`, as a context manager.
+    """Replaces the field `features` of an `nn.DenseGeneral` within a `with` block.
 
-    An `nn.DenseGeneral` reshapes its bias to these features. Other modules stay unchanged.
+    An `nn.DenseGeneral` reshapes its bias to `features`. Other modules stay unchanged.
     """
     if not (isinstance(style, Column) and isinstance(module, nn.DenseGeneral)):
         return contextlib.nullcontext()

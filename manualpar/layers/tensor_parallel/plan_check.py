@@ -1,15 +1,16 @@
-"""Finds operations that a planned model computes wrongly on shards, before anything runs.
+"""Finds operations of a model that are wrong on shards, before anything runs.
 
-Types say that a value differs between devices, but not along which dimension it is split. So a norm
-over split features, or a reshape that merges them behind another dim, compiles and is wrong. To
-find such an operation, a call of the model is traced twice in the same place, on shards and on
-whole arrays, and the two programs are compared equation by equation. Outside of the plan's products
-both programs have the same operations. On shards each operation must return the shard of its result
-on whole arrays, see `shard_operations`. If the plan names a module of the user, the module's code
-is checked too, because a Row must be linear after its product.
+JAX's types say that an array differs between devices, but not along which dim it is split. So a
+norm over split features, or a reshape that merges them behind another dim, compiles and is wrong.
+To find such an operation, a call of the model is traced twice in the same place: on shards and on
+full arrays. The two programs are compared equation by equation. Outside of the products of the
+modules in the plan, both programs have the same operations. On shards each operation must return
+the shard of its result on full arrays, see `manualpar.core.checks.shard_operations`. If the plan
+names a module that flax did not write, the module's code is checked too: after its product a `Row`
+may contain only linear operations, because the devices' results are summed afterwards.
 
-Invariant: values of the same shape in both programs are equal, and values of different shapes are
-shards, because all earlier operations were right.
+Invariant: arrays of the same shape in both programs are equal, and an array with another shape on
+shards is a shard of the full array, because all earlier operations were right.
 """
 
 import dataclasses
@@ -54,13 +55,15 @@ from manualpar.layers.tensor_parallel.plan_calls import (
 from manualpar.layers.tensor_parallel.plan_styles import PerDevice, Row
 
 _PLANNED_SCOPE = "planned_module"
-# Attention runs in the scope of a context axis, and computes each head separately.
+# Attention of this package runs in the scope of a context axis. It is right on shards, because it
+# computes each head separately.
 _TRUSTED_SCOPES = frozenset({_PLANNED_SCOPE, CONTEXT_SCOPE, SEQUENCE_SCOPE, TENSOR_SCOPE})
-# Modules that are known to be right under any style. The code of all other modules is checked.
+# Modules whose code is known to be right with any style. The code of other modules is checked.
 _PRODUCTS = (nn.Dense, nn.DenseGeneral, nn.Conv, nn.Embed, SplitDense)
 _ROW_SCOPE = "planned_row"
 _SCOPES = frozenset({_ROW_SCOPE})
-# Linear operations. If they are applied to the terms of a sum, the results sum to the right value.
+# Linear operations. If each device applies them to its term of a sum, the results sum to the right
+# array.
 _LINEAR = frozenset(
     """
     add broadcast_in_dim convert_element_type jit name neg reduce_sum reshape squeeze sub transpose
@@ -68,12 +71,12 @@ _LINEAR = frozenset(
 )
 _WHOLE_SEQUENCES = {"sequence": False, "sequence_dim": None}
 _WHOLE_SIZE = (
-    "Put it behind a Row; a size or a position has to be that of an array that is not split, such "
-    "as the tokens"
+    "Put it behind a Row; and take sizes and positions from an array that is not split, such as "
+    "the tokens"
 )
 _MENDS: Mapping[Reason, str] = {
     "axis": "Name the axis of the plan",
-    "constant": "Make it from the size of the array that is not split, or split another dim",
+    "constant": "Compute it from the size of an array that is not split, or split another dim",
     "convolution": "Give the convolution a style, Column() or Row()",
     "examples": "Gather examples over axes that split them",
     "loop": "Scan over dims that are not split",
@@ -83,16 +86,16 @@ _MENDS: Mapping[Reason, str] = {
     "key and value, or split each head into its parts, as in reshape(..., num_heads, 3 * "
     "head_size); or leave the modules before and behind it out of the plan",
     "product": "Give the module that contracts it the style Row",
-    "program": "Have the code not depend on sizes of split arrays",
-    "random": "Have nn.Dropout draw them",
+    "program": "Change the code so that it does not depend on sizes of split arrays",
+    "random": "Let nn.Dropout draw them",
     "reduction": "A norm, a mean or a softmax needs all of it: put it behind a Row",
     "reshape": "A device's part is not contiguous in it. Keep the split dim in front of the dims "
     "that it is merged with: heads before their features, as in reshape(..., -1, head_size); or "
     "give the module that says how many heads there are the style PerDevice('num_heads')",
     "size": _WHOLE_SIZE,
-    "sum": "Have a Row be only a product and a bias",
-    "two dims": "Combine no two split dims: put one of them behind a Row, which makes it whole",
-    "unknown": "It is not known whether that is right",
+    "sum": "A Row may contain only a product and a bias",
+    "two dims": "Only one dim may be split: put the other one behind a Row, which makes it whole",
+    "unknown": "This check does not know whether that is right",
 }
 
 
@@ -104,8 +107,8 @@ def check_on_shards(
     Call this function within a `shard_map`, with the variables and arguments of one device.
 
     Args:
-      apply: Applies the module without the plan.
-      style_of: The styles by module path.
+      apply: Applies the model without the plan.
+      style_of: Returns the style of the module at a path.
       calls: The interceptor of calls on shards.
       *args: The arguments of the call, the variables first.
       **kwargs: The keyword arguments of the call.
@@ -156,7 +159,7 @@ def check_on_shards(
 
 
 def _with_scoped_parameters(module: nn.Module, function: Callable[..., Any]) -> Any:
-    """Wraps a method so that it asks for its module's parameters in `_PLANNED_SCOPE`."""
+    """Wraps a method so that its module's parameters are made in the scope `_PLANNED_SCOPE`."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         param = vars(module)["param"]
@@ -175,7 +178,7 @@ def _with_scoped_parameters(module: nn.Module, function: Callable[..., Any]) -> 
 
 
 class _WholeCalls:
-    """Intercepts calls so that they run as on one device, although the variables are shards."""
+    """Intercepts calls so that they compute with full shapes, although the variables are shards."""
 
     def __init__(self, style_of: StyleOf, axis: str) -> None:
         self._style_of, self._axis = style_of, axis
@@ -206,8 +209,8 @@ class _WholeCalls:
             if isinstance(style, Row) and name == "bias":  # Zero, as on shards.
                 zeros = jnp.zeros(shape, like.dtype)
                 return cast_to_varying(zeros, varying_axes(like) - {self._axis})
-            # The value is made from the shard, so that nn.scan hoists the same values out of a loop
-            # in both programs.
+            # The array is computed from the shard, so that nn.scan moves the same operations out of
+            # a loop in both programs.
             entry = like[(0,) * like.ndim]
             is_varying = self._axis in varying_axes(entry)
             return jnp.broadcast_to(leave(entry, self._axis) if is_varying else entry, shape)
@@ -217,7 +220,7 @@ class _WholeCalls:
 
 
 def _without_sequence(module: nn.Module) -> dict[str, Any]:
-    """Returns field values by which a layer of this package, such as `MoE`, splits no sequence."""
+    """Returns the fields to replace so that a layer of this package splits no sequence."""
     if type(module).__module__.split(".")[0] != __name__.split(".")[0]:
         return {}
     names = {field.name for field in dataclasses.fields(module)}
@@ -231,9 +234,10 @@ def _without_sequence(module: nn.Module) -> dict[str, Any]:
 def _compare(
     shards: Any, whole: Any, axis: str, devices: int, path: str, is_sum: bool = False
 ) -> None:
-    """Refuses a program on shards that differs from the program on whole arrays.
+    """Refuses a program on shards in which an operation is wrong, see the module.
 
-    With `is_sum` the inputs of the program on shards are terms of a sum.
+    `path` is the path of the module around the programs. With `is_sum` the inputs of the program on
+    shards are terms of a sum.
     """
     summed = {path} if is_sum else set[str]()  # The modules whose products are terms of a sum.
     constants: dict[Any, Any] = {}
@@ -254,8 +258,8 @@ def _compare(
             if is_product and stands_in(one, _SCOPES):
                 summed.add(where)
             elif where in summed and not _is_linear(one):
-                action = f"applies {one.primitive.name} to a part of a sum"
-                refuse(f"{action}, before the devices' parts are added up", "sum")
+                action = f"applies {one.primitive.name} to a term of a sum"
+                refuse(f"{action}, before the devices' terms are added up", "sum")
             else:
                 check_operation(one, other, axis=axis, devices=devices)
         except WrongOnShardsError as error:
@@ -287,7 +291,7 @@ def _check_constants(one: Any, other: Any, constants: dict[Any, Any]) -> None:
         a, b = (_constant(x, constants) for x in variables)
         if a is not None and b is not None and not np.array_equal(a, b, equal_nan=_has_nan(a)):
             action = f"applies {one.primitive.name} with a constant"
-            refuse(f"{action} that is made of the size of a split array", "constant")
+            refuse(f"{action} that is computed from the size of a split array", "constant")
 
 
 def _constant(variable: Any, constants: dict[Any, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Derives a plan from the logical names that a model gives the dims of its parameters.
+"""Derives a tensor parallelism plan from the logical names of a model's parameters.
 
 If a model's parameters are annotated for XLA (`nn.with_logical_partitioning`, with rules from names
 to mesh axes), the annotations already say which dims are split. If the product sums over the split
@@ -23,10 +23,10 @@ from manualpar.layers.tensor_parallel.plan_styles import Column, Row, Style, Voc
 
 
 class DerivedPlan(dict[str, Style]):
-    """A plan that has the style of each module under the module's path.
+    """A plan that maps the path of each module to the module's style.
 
     Attributes:
-      whole: The path of each parameter that the rules split but the plan does not, with the reason.
+      whole: The parameters that the rules split but the plan does not: path -> reason.
     """
 
     whole: dict[str, str]
@@ -121,7 +121,7 @@ def _style(module: nn.Module, name: str, dim: int) -> Style | str:
         return f"{kind} does not say which dims of it are summed over"
     if name not in ("kernel", "bias"):
         return f"it is neither the kernel nor the bias of its {kind}"
-    # Devices may share heads. A dim of heads is not the last dim, because features follow it.
+    # Devices may share heads. Any split dim before the last is taken for a dim of heads.
     return Column(dim, shared=dim < -1) if -dim <= outputs else Row(dim)
 
 

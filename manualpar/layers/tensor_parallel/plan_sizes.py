@@ -1,9 +1,10 @@
-"""Replaces numbers of a module, such as the head count, by per-device shares in planned calls.
+"""Replaces numbers in a module's fields, such as the number of heads, by a device's share of them.
 
 A module that reshapes the output of a `Column` to heads needs the number of heads. The number is in
 a field, in an attribute that `setup` sets, or in the module's config. While one of the module's
-methods runs on shards, the number is a `LocalSize`. `setup` and the modules that are made in a call
-get the undivided number, because the plan itself divides the parameters of these modules.
+methods runs on shards, the style `PerDevice` replaces the number by a `LocalSize`. `setup`, and
+modules that are made during the call, get the undivided number, because the plan itself divides the
+parameters of these modules.
 """
 
 import contextlib
@@ -20,11 +21,11 @@ from manualpar.layers.tensor_parallel.plan_styles import PerDevice
 
 
 class LocalSize(int):
-    """This device's share of a number.
+    """This device's share of a number, for example of the number of heads.
 
-    If an undivided number is divided by a share, the divisor is `whole`. So
-    `hidden_size // num_heads` is the size of a head. A multiple of a share, such as
-    `num_heads * head_size`, is a share too.
+    An undivided number divided by a `LocalSize` is divided by `whole`. So
+    `hidden_size // num_heads` is still the size of a head. A multiple of a `LocalSize`, such as
+    `num_heads * head_size`, is a `LocalSize` too.
 
     Attributes:
       whole: The number on all devices together.
@@ -62,7 +63,7 @@ class LocalSize(int):
 
 @contextlib.contextmanager
 def local_sizes(where: str, module: nn.Module, style: PerDevice, devices: int) -> Iterator[None]:
-    """Replaces the numbers that a module's style names by this device's shares; a context manager.
+    """Replaces the numbers that a `PerDevice` style names by shares, within a `with` block.
 
     Raises:
       ValueError: The module has no such number, or the devices do not divide it.
@@ -102,7 +103,7 @@ def local_sizes(where: str, module: nn.Module, style: PerDevice, devices: int) -
 
 
 def forget_shares(module: nn.Module) -> None:
-    """Restores the undivided numbers in the fields of a module that was made with shares."""
+    """Restores the undivided numbers in the fields of a module that was given `LocalSize`s."""
     for field in dataclasses.fields(module):
         value = getattr(module, field.name, None)
         if isinstance(value, LocalSize):

@@ -37,7 +37,7 @@ class Column:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Each device takes some of a module's inputs; the products are summed, then `bias` is added.
+    """Each device multiplies some of a module's inputs; then products are summed, and a bias added.
 
     Attributes:
       dim: The split dimension of the kernel, counted from the end: -2, or -3 for the heads of a
@@ -70,7 +70,7 @@ class Vocab:
 
 @dataclasses.dataclass(frozen=True, init=False)
 class PerDevice:
-    """A module whose code gets the per-device share of some of its numbers.
+    """On each device a module's code gets the device's share of some of the module's numbers.
 
     Some modules reshape the output of their `Column`s, as in `query.reshape(B, S, self.num_heads,
     head_size)` in the module that calls `query`. On shards there are fewer heads. With the style

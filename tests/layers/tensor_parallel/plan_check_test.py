@@ -114,10 +114,13 @@ WRONG = {
         "iota along dim 0",
     ),
     "constant": (lambda x: x * np.ones((1, 1, x.shape[-1]), x.dtype), "mul with a constant"),
-    "size": (lambda x: x / np.float32(x.shape[-1]), "div with a constant that is made of the size"),
+    "size": (
+        lambda x: x / np.float32(x.shape[-1]),
+        "div with a constant that is computed from the size",
+    ),
     "picked": (lambda x: x + x[..., jnp.zeros(1, int)], "add with a constant"),
     "noise": (Noise(), "draws random numbers for a split array.* nn.Dropout"),
-    "unknown": (lambda x: jnp.fft.fft(x).real, "fft to a split array. It is not known"),
+    "unknown": (lambda x: jnp.fft.fft(x).real, "fft to a split array. This check does not know"),
 }
 
 
@@ -219,7 +222,7 @@ def test_modules_of_the_plan_that_are_no_layers_of_flax_are_looked_into() -> Non
     with pytest.raises(ValueError, match=r"'OwnNet/up' .*reduce_max along dim 2"):
         check(OwnNet(up=nn.softmax))
     for wrong in (nn.relu, jax.checkpoint(jnp.tanh), lambda x: x * x):
-        with pytest.raises(ValueError, match=r"'OwnNet/down' .* a part of a sum.* only a product"):
+        with pytest.raises(ValueError, match=r"'OwnNet/down' .* a term of a sum.* only a product"):
             check(OwnNet(down=wrong))
 
 
