@@ -37,11 +37,6 @@ class Command(NamedTuple):
 
 
 COMMANDS: Mapping[str, Command] = {
-    "new": Command(
-        "Writes a small project of your own, which trains at once.",
-        "manualpar.commands.new_project:main",
-        (),
-    ),
     "configs": Command("Lists the configs, or prints one.", "manualpar.commands.list_configs:main"),
     "train": Command("Trains a config, or resumes a run.", "manualpar.commands.train_command:main"),
     "inspect": Command(

@@ -40,7 +40,6 @@ def ask(command, flag, lines):
             patch.setattr(module, "run_with_model", fake_run)
         scores = [Score(-1.0, True, 1)]
         patch.setattr(evaluating, "score_completions", lambda *args, **options: scores)
-        assert (
-            command.main(["command", "--workdir=.", f"--{flag}={path}", f"--output={output}"]) == 0
-        )
+        line = ["command", "--workdir=.", f"--{flag}={path}", f"--output={output}"]
+        assert command(line) == 0
     return [json.loads(line) for line in output.read_text().splitlines()]
