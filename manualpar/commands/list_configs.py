@@ -23,6 +23,5 @@ def main(argv: Sequence[str]) -> int:
     except (UsageError, OSError) as error:
         print_error(error)
         return USAGE_EXIT_CODE
-    for name, path in named_configs():
-        print(f"{name:20s} {first_sentence(path)}")
+    print("\n".join(f"{name:20s} {first_sentence(path)}" for name, path in named_configs()))
     return 0

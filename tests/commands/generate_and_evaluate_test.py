@@ -181,10 +181,10 @@ def test_lines_and_objects_are_read(tmp_path):
 def test_every_field_of_a_line_is_kept(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     line = {"prompt": "a", "id": 7, "note": "\u00e9 \ud800", "x": [None, {"y": 1.5}]}
-    (answer,) = ask(generate_command, "prompts", [json.dumps(line)])
+    (answer,) = ask(generate_command.main, "prompts", [json.dumps(line)])
     assert answer == {**line, "text": "x", "ending": "stop", "tokens": [1, 2]}
     pair = {"context": "a", "completion": "b", "note": "\ud800"}
-    (score,) = ask(evaluate_command, "completions", [json.dumps(pair)])
+    (score,) = ask(evaluate_command.main, "completions", [json.dumps(pair)])
     assert score == {**pair, **Score(-1.0, True, 1)._asdict()}
     assert output_line({"x": "\u00e9"}) == '{"x": "\u00e9"}\n'
 

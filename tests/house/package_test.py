@@ -37,7 +37,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if (ROOT / name).exists():
             ignored = shutil.ignore_patterns("__pycache__")
             shutil.copytree(ROOT / name, source / name, ignore=ignored)
-    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+    for name in ("setup.cfg", "setup.py", "pyproject.toml", "README.md", "LICENSE"):
         if (ROOT / name).exists():
             shutil.copy(ROOT / name, source)
     target = tmp_path_factory.mktemp("wheel")
@@ -58,6 +58,8 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path):
         for path in (ROOT / "manualpar").rglob("*")
         if path.suffix == ".py" or path.name == "py.typed"
     }
+    configs = [path for path in (ROOT / "configs").rglob("*") if path.suffix in (".py", ".toml")]
+    expected |= {f"manualpar/{path.relative_to(ROOT).as_posix()}" for path in configs}
     assert inside == expected
     assert "manualpar/py.typed" in inside
     assert any(name.endswith("licenses/LICENSE") for name in names)
@@ -135,3 +137,9 @@ def test_the_package_alone_trains_a_step_and_names_the_extra_for_more(wheel: Pat
         "import manualpar.commands.train_command, manualpar.models",
         cwd=tmp_path,
     )
+    command = tmp_path / "venv" / binaries / "manualpar"
+    assert "fsdp_lm " in _run(command, "configs", cwd=tmp_path)
+    small = ("--data.source=synthetic", "--training.num_steps=2", "--training.eval_batches=1")
+    shown = _run(command, "train", "dp", *small, "--workdir=run", cwd=tmp_path)
+    assert "test accuracy: " in shown
+    assert (tmp_path / "run" / "metrics.jsonl").exists()

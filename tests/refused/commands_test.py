@@ -84,7 +84,8 @@ REFUSED = [
         (["--devices=0"], "--devices=0: expected at least 1 device to simulate."),
         (["--devices=-8"], "--devices=-8: expected at least 1 device to simulate."),
         (["--devices=two"], "--devices=two: expected an integer"),
-        (["fsdp.py"], "'fsdp.py' is not understood"),
+        (["fsdp.py"], "--config=fsdp.py: there is no such file"),
+        (["--seed=1", "fsdp.py"], "'fsdp.py' is not understood"),
     ),
     *usage_rows(
         "config file",
@@ -161,7 +162,7 @@ REFUSED = [
         ),
         (["--layouts", "--search"], "--layouts with --search: expected only one of these"),
         (["--config.data.batchsize=3"], "the nearest one is --config.data.batch_size"),
-        (["extra"], "'extra' is not understood"),
+        (["extra"], "--config=extra: there is no config of this name"),
     ),
     *rows(
         "plan",
