@@ -24,8 +24,8 @@ def help_text(description: str, default_config: Path, flags: Mapping[str, str]) 
     meanings = {x.field: x.meaning for x in PARAMETER_SHARDING.values()}
     meanings |= {x.field: x.meaning for x in PROGRAM_OPTIONS.values()}
     lines = [f"{description.strip()}\n\nFlags:"]
-    lines += [f"  --{name:20s}  {text}" for name, text in flags.items()]
-    lines.append(f"\nFields of {default_config.name}, each a flag --config.<field>=<value>:")
+    lines += [f"  --{name.replace('_', '-'):20s}  {text}" for name, text in flags.items()]
+    lines.append(f"\nFields of {default_config.name}, each a flag --<field>=<value>:")
     for name, value in flatten_config(config).items():
         expected = f"  ({fields[name].expectation()})" if name in fields else ""
         shown = value.to_dict() if isinstance(value, ml_collections.ConfigDict) else value
