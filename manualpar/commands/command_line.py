@@ -119,8 +119,9 @@ TRAINING = Syntax(
             "The number of CPU devices to simulate; by default 8 if there is only a CPU.", int
         ),
         "coordinator_address": Flag(
-            "Host:port of process 0, if several processes train together and the environment does "
-            "not say so. With auto, JAX finds the address, the number and the id."
+            "Host:port of process 0, if several processes train together and no environment "
+            "variable gives it. With auto, JAX finds this address, --num_processes and "
+            "--process_id."
         ),
         "num_processes": Flag(
             "The number of processes that train together, with --coordinator_address.", int
@@ -306,7 +307,8 @@ def _check_fields(config: ml_collections.ConfigDict, overrides: Sequence[str]) -
 def _explained(kind_of: Callable[[str], tuple[type, str] | None]) -> Iterator[None]:
     """Turns absl's errors into `UsageError`s.
 
-    `kind_of` returns the type of a flag's value and an example, by the flag's name.
+    `kind_of(flag)` returns the type of a flag's value and an example value for the message, or
+    `None` if there is no such flag.
     """
     try:
         yield
@@ -322,7 +324,7 @@ def _explained(kind_of: Callable[[str], tuple[type, str] | None]) -> Iterator[No
 
 
 def answer(work: Callable[[rich.console.Console], Path]) -> int:
-    """Runs a command that writes a folder of results; prints how long that took, and the folder.
+    """Runs a command that writes a folder of results; prints the time it took, and the folder.
 
     `work` returns the folder, and raises a `UsageError` for a user's mistake. On Ctrl-C it may
     raise a `KeyboardInterrupt` whose argument is a text about the files written so far.
