@@ -18,7 +18,7 @@ def test_what_is_placed_is_named_the_largest_first() -> None:
     found = read_out_of_memory(MESSAGE.read_text(encoding="utf-8"))
     assert (found.needed, found.available) == (15 * GIB, 15 * GIB)
     assert found.sentences[:3] == (
-        "Does not fit: 689 KiB a chip too much, 15.00 GiB are needed and 15.00 GiB are there.",
+        "Does not fit: 689 KiB a chip too much, 15.00 GiB are needed and 15.00 GiB are available.",
         "6.25 GiB are f32[40960,40960] of gamma (forward: dot_general).",
         "6.25 GiB are f32[40960,40960] (Argument 0 index {}).",
     )

@@ -231,7 +231,7 @@ class LayoutCollectives:
         data = self.forms[0].program.data_axes
         of_data = math.prod(sizes[axis] for axis in data)
         others = tuple(axis for axis in sizes if axis not in data)
-        if sizes.get(CONTEXT_AXIS, 1) > 1:  # To the zigzag order of positions.
+        if sizes.get(CONTEXT_AXIS, 1) > 1:  # Moves the positions to the zigzag order.
             rows = (self.x.B * layout.num_minibatches, self.x.S // 2)
             for dtype in (INT32, INT32, FLOAT32):
                 yield Collective(
@@ -265,7 +265,7 @@ class LayoutCollectives:
 
         stream = (x.B, x.S // layout.model, x.D)
         yield sent("permute", stream, BFLOAT16, 2 * table.num_ticks)
-        if experts := self.model.experts.num_experts:  # What layers sow: losses and counts.
+        if experts := self.model.experts.num_experts:  # Losses and counts that layers `sow`.
             of_layers = (self.model.num_layers, x.B)
             yield sent("permute", of_layers, FLOAT32, 3 * 2 * table.num_ticks)
             yield sent("permute", (*of_layers, experts), FLOAT32, 2 * table.num_ticks)

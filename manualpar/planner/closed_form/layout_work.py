@@ -1,7 +1,7 @@
 """The products and the memory of a device in a step, in closed form, for an untraced layout.
 
-The products are the products of the traced program, forward and backward. Attention is one fused
-kernel, which keeps its scores on the chip and computes the half that a causal mask leaves.
+The closed form lists the products that a traced program has, forward and backward. Attention is one
+fused kernel, which keeps its scores on the chip and computes the half that a causal mask leaves.
 `tests/planner/closed_form/layout_law_test.py` compares the products with `read_work`.
 
 Memory is the memory at the fullest moment: the state, the activations that layers keep for their

@@ -29,7 +29,7 @@ class CheckpointError(Exception):
 
 
 def explain_failure(error: BaseException) -> str:
-    """Explains an error of the operating system; of any other error, returns type and first line.
+    """Explains an error of the operating system; for another error, gives type and first line.
 
     The function searches the causes of the error and their texts too, because tensorstore names an
     error of the operating system only in a text.

@@ -40,8 +40,8 @@ class RunRecord(NamedTuple):
     """The content of a run's files.
 
     `resumes` are the lines of `discarded.jsonl`: one line for each resume and each rollback.
-    `left_out` has a sentence for each file from which something was left out, because a run would
-    not write it.
+    `left_out` has a sentence for each file that has content which no run writes, so that it was
+    left out.
     """
 
     config: Record
