@@ -50,7 +50,7 @@ def plan_of(step: CompiledStep) -> StepEstimate:
     """Makes the `StepEstimate` of a compiled step: its memory and its time.
 
     Raises:
-      ValueError: The program cannot be followed, see `read_timeline`.
+      ValueError: The program has no known timeline, see `read_timeline`.
     """
     facts, topology, chip = step.facts, step.topology, step.topology.chip
     common: dict[str, Any] = {

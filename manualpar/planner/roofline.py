@@ -334,8 +334,8 @@ def _notes(
         )
     if any(x.is_doubled for x in timed):
         yield (
-            "Reduce-scatters over an axis that fills a torus count twice, because XLA for TPU turns "
-            "them into all-reduces. To avoid this, use hsdp, or a mesh of two axes, data and "
+            "Reduce-scatters over an axis that fills a torus count twice, because XLA for TPU "
+            "turns them into all-reduces. To avoid this, use hsdp, or a mesh of two axes, data and "
             "data_minor, with config.parallel.axis_by_axis."
         )
 

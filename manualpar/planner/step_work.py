@@ -255,7 +255,7 @@ def with_minibatches(work: StepWork, num_minibatches: int) -> StepWork:
 def with_repeats(work: StepWork, times: int) -> StepWork:
     """Derives the work of a step of `times` minibatches from the work of a step of one of these.
 
-    The memory stays that of the step of one minibatch.
+    The memory is not changed, so it is still for a step of one minibatch.
     """
     assert work.num_minibatches == 1
     assert work.pipeline is None

@@ -120,7 +120,7 @@ DICT_FIELDS = frozenset({"parallel.mesh"})
 
 
 def load_config(path: Path) -> ml_collections.ConfigDict:
-    """Runs a config file, and returns what its `get_config()` returns, completed and locked.
+    """Runs a config file, and returns the config of its `get_config()`, completed and locked.
 
     The config is not checked.
 

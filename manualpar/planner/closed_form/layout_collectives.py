@@ -125,7 +125,8 @@ class LayoutCollectives:
     def _together(self) -> bool:
         """Whether all stages run a chunk in each tick in which one stage has to run a chunk.
 
-        With context parallelism they do, because the ring in a chunk needs all devices.
+        This is so with context parallelism, because attention sends keys and values around a ring,
+        and all devices must take part.
         """
         return bool(self.model.context.axis)
 

@@ -1,4 +1,4 @@
-"""Turns an error of saving or restoring into a sentence that says what to do about it.
+"""Turns an error of saving or restoring into a sentence with the reason and the remedy.
 
 Orbax and tensorstore raise many types of errors: an `OSError`, a `ValueError` with the text of a
 C++ status, a bare `Exception`. This package turns them all into `CheckpointError`, except errors

@@ -84,7 +84,7 @@ def _read_lines(
 ) -> Sequence[Record]:
     """Reads the JSON objects of a file, one per line, and ignores an unfinished last line.
 
-    Lines that a run would not write are left out, and a sentence about them is added to `left_out`.
+    Lines that no run writes are left out, and a sentence about these lines is added to `left_out`.
     """
     records, damaged, reason, number = [], [], "", 0
     try:
