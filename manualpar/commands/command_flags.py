@@ -39,7 +39,7 @@ def model_flags(description: str) -> argparse.ArgumentParser:
     which.add_argument("--hf", type=path_flag, help="A directory with a Hugging Face model.")
     parser.add_argument("--mesh", default="data=-1", help="The mesh, such as data=4,model=2.")
     parser.add_argument("--devices", type=int, help="The number of CPU devices to simulate.")
-    parser.add_argument("--batch_size", type=int, default=32, help="Texts computed at once.")
+    parser.add_argument("--batch_size", type=int, default=32, help="Sequences per batch.")
     return parser
 
 

@@ -119,9 +119,9 @@ TRAINING = Syntax(
             "The number of CPU devices to simulate; by default 8 if there is only a CPU.", int
         ),
         "coordinator_address": Flag(
-            "Host:port of process 0, if several processes train together and no environment "
-            "variable gives it. With auto, JAX finds this address, --num_processes and "
-            "--process_id."
+            "Host:port of process 0, if several processes train together and neither environment "
+            "variables nor a cluster manager such as Slurm give it. With auto, JAX finds this "
+            "address, --num_processes and --process_id."
         ),
         "num_processes": Flag(
             "The number of processes that train together, with --coordinator_address.", int
