@@ -1,8 +1,8 @@
 """The facts that must be equal in all processes of a run; `Cluster.agree` compares them.
 
-Processes may have different settings of prefetching, monitoring and profiles, and another patch
-version of Python. They may also have different paths of the data, because the fingerprint and the
-first examples of the data are compared instead.
+Processes may have different settings for prefetching, monitoring and profiles, and different patch
+versions of Python. They may also read the data from different paths, because the fingerprint and
+the first examples of the data are compared instead.
 """
 
 import hashlib

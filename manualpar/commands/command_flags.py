@@ -1,4 +1,4 @@
-"""The flags and files of both `generate` and `evaluate`: loading the model, reading and writing."""
+"""Parses flags, loads the model, and reads and writes files for `generate` and `evaluate`."""
 
 import argparse
 import io
@@ -44,7 +44,7 @@ def model_flags(program: str, usage: str) -> argparse.ArgumentParser:
     which.add_argument("--hf", type=path_flag, help="A directory with a Hugging Face model.")
     parser.add_argument("--mesh", default="data=-1", help=MESH_HELP)
     parser.add_argument("--devices", type=int, help="The number of CPU devices to simulate.")
-    parser.add_argument("--batch-size", type=int, default=32, help="Rows that run at once.")
+    parser.add_argument("--batch-size", type=int, default=32, help="Sequences per batch.")
     return parser
 
 
@@ -148,11 +148,11 @@ def check_lines(
     texts: Collection[str],
     added: Collection[str],
 ) -> None:
-    """Checks the fields of a file's lines, to which the output will add fields.
+    """Checks the fields of a JSONL file's lines, to which the output will add fields.
 
     Args:
       where: The name of the file, for messages.
-      lines: The lines.
+      lines: The object of each line.
       texts: Names of fields that must be strings if a line has them.
       added: Names of fields that the output adds to each line, so a line must not have them.
 

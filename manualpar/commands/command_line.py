@@ -128,13 +128,14 @@ TRAINING = Syntax(
             "The number of CPU devices to simulate; by default 8 if there is only a CPU.", int
         ),
         "coordinator_address": Flag(
-            "Host:port of process 0, if several processes train together and the environment does "
-            "not say so. With auto, JAX finds the address, the number and the id."
+            "Host:port of process 0, if several processes train together and neither environment "
+            "variables nor a cluster manager such as Slurm give it. With auto, JAX finds this "
+            "address, --num-processes and --process-id."
         ),
         "num_processes": Flag(
-            "The number of processes that train together, with --coordinator_address.", int
+            "The number of processes that train together, with --coordinator-address.", int
         ),
-        "process_id": Flag("This process's number, from 0, with --coordinator_address.", int),
+        "process_id": Flag("This process's number, from 0, with --coordinator-address.", int),
         "force": Flag(
             "Starts even if the run does not fit into memory or simulates very many devices.",
             bool,
@@ -344,7 +345,8 @@ def _check_fields(config: ml_collections.ConfigDict, overrides: Sequence[str]) -
 def _explained(kind_of: Callable[[str], tuple[type, str] | None]) -> Iterator[None]:
     """Turns absl's errors into `UsageError`s.
 
-    `kind_of` returns the type of a flag's value and an example, by the flag's name.
+    `kind_of(flag)` returns the type of a flag's value and an example value for the message, or
+    `None` if there is no such flag.
     """
     try:
         yield

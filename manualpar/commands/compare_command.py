@@ -218,7 +218,7 @@ def _compiler_options(experiments: Sequence[tuple[str, Experiment]]) -> list[str
 
 
 def prepare_pairs(config: Any) -> list[tuple[str, Experiment]]:
-    """Checks a config, and builds the program of each pair, and last a program for one device.
+    """Checks a config, builds the program of each pair, and lastly a program for one device.
 
     Raises:
       ValueError: The config contradicts itself or does not fit the devices; the message names the

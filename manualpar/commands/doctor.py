@@ -4,10 +4,11 @@
     manualpar doctor fsdp_lm         # and whether this config would run on it
     manualpar launch --processes=2 -- manualpar doctor
 
-It prints versions, settings, devices, the mesh and its links. It makes one small step of FSDP over
-all devices, and compares the loss with one device. With a config it does everything that a run does
-before it compiles: it checks the fields, opens the data, traces the program and counts its memory.
-It shows only the environment variables that JAX, XLA and this package read, and hides secrets.
+It prints versions, settings, devices, and the links between the devices. It runs one small step of
+FSDP on all devices. If there is only one process, it compares the loss and the gradients with those
+of one device. With a config, it does everything that a run does before it compiles: it checks the
+fields, opens the data, traces the program and counts its memory. It shows only the environment
+variables that JAX, XLA and this package read, and hides secrets.
 
 The exit code is 0, or 2 if something would not run.
 """
@@ -82,7 +83,7 @@ def software_facts() -> Iterator[Fact]:
 
 
 def device_facts() -> Iterator[Fact]:
-    """Yields the facts about the devices and their links, and the result of a step on all."""
+    """Yields the facts about the devices and their links, and the result of one step on them."""
     devices = jax.devices()
     kinds = ", ".join(dict.fromkeys(device.device_kind for device in devices))
     yield Fact("devices", f"{len(devices)} of {kinds} ({devices[0].platform})")

@@ -19,7 +19,7 @@ from manualpar.models.generation.generator import Answer, Generator, Prompt
 from manualpar.system.storage import path_flag
 from manualpar.training.load_run import Trained
 
-# The fields that the output has for each answer, after the fields of the prompt's line.
+# The fields that an output line adds to the fields of the prompt's line.
 ADDED = ("text", "ending", "tokens")
 
 
@@ -50,7 +50,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest token.")
     parser.add_argument("--top-k", type=int, default=0, help="0: all tokens.")
     parser.add_argument("--top-p", type=float, default=1.0)
-    parser.add_argument("--stop", action="append", default=[], help="May be given several times.")
+    parser.add_argument(
+        "--stop", action="append", default=[], help="A text that ends an answer; repeatable."
+    )
     parser.add_argument("--seed", type=int, default=0)
     flags = parser.parse_args(argv[1:])
 

@@ -156,7 +156,9 @@ def export_main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--like", type=path_flag, help="the directory to take config, tokenizer and dtypes from"
     )
-    parser.add_argument("--family", default="", help="the family, such as llama, without --like")
+    parser.add_argument(
+        "--family", default="", help="the model family, such as llama, if --like is not given"
+    )
     parser.add_argument("--dtype", default="", help="the dtype of all tensors, such as bfloat16")
     parser.add_argument("--max-shard-bytes", type=int, default=SHARD_BYTES, help="the largest file")
     parser.add_argument("--devices", type=int, help="the number of CPU devices to simulate")
@@ -238,7 +240,10 @@ def _check_new(workdir: AnyPath) -> None:
 
 
 def _copy_small_files(source: Path, folder: AnyPath) -> None:
-    """Copies a model's config and tokenizer to a folder; deletes files that the model lacks."""
+    """Copies a model's config and tokenizer files to a folder.
+
+    Deletes a file of the same name in `folder` if `source` has no such file.
+    """
     if isinstance(folder, Path):
         folder.mkdir(parents=True, exist_ok=True)
     for name in (CONFIG_FILE, *TOKENIZER_FILES):

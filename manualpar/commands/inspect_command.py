@@ -1,8 +1,8 @@
 """Shows the communication, memory and FLOPs of configs' steps, without running a step.
 
 Each config's step is traced, and compiled unless it needs too many devices to simulate. The result
-is a *ledger*, the list of what the step sends, holds and computes. The ledgers are printed, written
-as JSON, drawn, and compared with older ledgers and with budgets. The folder of the results has
+is a *ledger*: the step's collectives, memory and FLOPs. The ledgers are printed, written as JSON,
+drawn, and compared with older ledgers and with budgets. The folder of the results contains
 
     <config>.json   the ledger, see `manualpar.inspect.step_ledger`, and the config
     inspect.png     all ledgers, see `manualpar.commands.inspection_picture`
@@ -100,8 +100,8 @@ INSPECT_FLAGS: Mapping[str, Flag] = {
     "write_budget": Flag("Writes the measured numbers into the file of --budget.", bool, False),
     "schedule": Flag("Also prints and draws the schedule of each config's pipeline.", bool, False),
     "memory": Flag(
-        "The memory of a device, such as 16GiB, or a chip, such as v5p; it is marked in the "
-        "picture."
+        "The memory of a device, such as 16GiB, or the name of a chip, such as v5p; the picture "
+        "marks this memory."
     ),
 }
 
@@ -156,9 +156,9 @@ def read_ledger(
       `Ledger.to_json()` and these keys: `config_file`, `config`, `devices`, `links`, `jax` and
       `compiler_options`; `predicted_is_bound`, whether the closed form is an upper bound;
       `predicted_layers`, the closed form for the collectives of split layers, or `None`;
-      `schedule`, see `read_schedule`; and `parts`, see `trained_parts`. A compiled collective has a
-      `purpose` and a `module` if XLA has kept these names. If XLA merged several collectives, the
-      names are joined with `+`.
+      `schedule`, see `read_schedule`; and `parts`, see `trained_parts`. A compiled collective also
+      has a `purpose` and a `module`, as far as XLA has kept these names. If XLA merged several
+      collectives, their names are joined with `+`.
 
     Raises:
       UsageError: The config contradicts itself or does not fit the devices, the step cannot be

@@ -15,7 +15,8 @@ from manualpar.system.reports import pictures
 from manualpar.system.reports.pictures import Bar
 from manualpar.system.reports.tables import describe_bytes
 
-# Blue is for parameters, red for gradients, green for activations; other purposes send little.
+# Blue is for parameters, red for gradients, green for activations, pink for the optimizer. Grey is
+# for all other purposes, which send few bytes.
 PURPOSE_COLORS = {
     purposes.GATHER_SCOPE: pictures.BLUE,
     purposes.REGATHER: pictures.SKY,

@@ -1,7 +1,7 @@
 """Prints ledgers and their differences as tables. Every number is per device and per step.
 
-The tables show the JSON that is also written to files, see `manualpar.commands.inspect_command`.
-Each table is a list of columns over some rows of this JSON.
+The tables show the JSON that is also written to files, see `manualpar.commands.inspect_command`. A
+table is declared as a list of `Column`s, each of which takes one value from every row.
 """
 
 import functools
@@ -138,16 +138,17 @@ def print_verdict(console: rich.console.Console, name: str, verdict: Verdict) ->
     if not verdict.broken:
         print_line(console, f"{name}: the budget is kept")
     for key in verdict.unchecked:
-        unchecked = "not checked, because nothing was compiled or it is not known"
+        unchecked = "not checked, because nothing was compiled or the number is not known"
         print_line(console, f"  {unchecked}: {key}")
     for sentence in verdict.slack:
         print_line(console, f"  slack: {sentence}")
 
 
 def read_collectives(ledger: Json) -> list[Json]:
-    """Returns the traced collectives; if the compiler inserts collectives, the compiled ones.
+    """Returns the traced collectives; if the trace has none, returns the compiled collectives.
 
-    Of the axes of a compiled collective, only the number of devices is known.
+    The `axes` of a compiled collective are a text with the number of devices, because the compiled
+    program does not name mesh axes.
     """
     if ledger["collectives"] or not ledger["compiled"]:
         return list(ledger["collectives"])
@@ -192,7 +193,8 @@ def explain_closed_form(ledger: Json) -> str:
     elif less:
         how = "less" if less > 0 else "more"
         words += (
-            f" ({abs(less):,.0f} {how}: some are not used once, or the strategy's `sends` is wrong)"
+            f" ({abs(less):,.0f} {how}: some parameters are not used exactly once, or the "
+            "strategy's `sends` is wrong)"
         )
     if layers and (layers["total"] or sent_by_layers):
         words += (
@@ -347,7 +349,7 @@ def _describe_change(before: Sent, after: Sent) -> str:
 
 
 def _describe_sent(sent: Sent, other: Sent) -> str:
-    """Describes some collectives: count and dtypes, and their shapes if `other`'s differ."""
+    """Describes some collectives: count, dtypes, and shapes if `other` has different shapes."""
     if sent == NOTHING:
         return UNKNOWN
     text = f"{sent.times:,} x {', '.join(sent.dtypes)}"

@@ -93,17 +93,17 @@ FLAGS: Mapping[str, Flag] = {
         "The vocabulary size of a language model; by default the size in its data.", int, 0
     ),
     "search": Flag(
-        "Ranks ways to run on the devices: all layouts of a transformer with sharded parameters "
-        "over replica, stage, data, context, expert and model, in closed form; otherwise "
-        "strategies and meshes, traced.",
+        "Ranks ways to run the config on the devices. For a transformer with sharded parameters, "
+        "estimates all layouts over replica, stage, data, context, expert and model in closed "
+        "form. For another config, traces strategies and meshes.",
         bool,
         False,
     ),
-    "sweep": Flag("The search over traced programs; it goes, use --search.", bool, False),
-    "layouts": Flag("The old name of --search.", bool, False),
+    "sweep": Flag("Deprecated, use --search: ranks traced programs.", bool, False),
+    "layouts": Flag("Deprecated, use --search: ranks layouts in closed form.", bool, False),
     "device_mtbf_hours": Flag(
-        "Hours between two failures of a device. With it the plan says how often to save, and "
-        "which share of the time is spent on training.",
+        "Mean hours between two failures of a device. If given, the plan also gives the best "
+        "interval between saves, and the share of the time that is spent on training.",
         int,
         0,
     ),
@@ -245,12 +245,15 @@ def _search(command: CommandLine, console: rich.console.Console) -> Callable[[Pa
     flags = command.flags
     for name in ("sweep", "layouts"):
         if getattr(flags, name):
-            print_line(console, f"--{name} goes with the next release: --search is in its place.")
+            print_line(console, f"--{name} will be removed in the next release; use --search.")
     obstacle = _find_no_closed_form(command)
     if flags.layouts and obstacle:
-        raise ValueError(f"--layouts: {obstacle}; use --search, which then traces programs.")
+        raise ValueError(
+            f"--layouts: {obstacle}; use --search, which traces programs if there is no closed "
+            "form."
+        )
     if obstacle and flags.search:
-        print_line(console, f"Programs are traced: {obstacle}.")
+        print_line(console, f"There is no closed form, so programs are traced: {obstacle}.")
     outcomes, curves = (_rank_traced if flags.sweep or obstacle else _rank_layouts)(
         command, console
     )
@@ -285,7 +288,7 @@ def _rank_traced(command: CommandLine, console: rich.console.Console) -> tuple[A
 
 
 def _find_no_closed_form(command: CommandLine) -> str:
-    """Says which field of a config the closed form of layouts does not cover; "" if none."""
+    """Returns why the closed form of layouts does not cover a config; "" if it covers it."""
     config = command.config
     model = planned_task(config, command.flags.vocab_size).model
     if not isinstance(model, Transformer) or config.parallel.rules:
@@ -302,8 +305,8 @@ def _find_no_closed_form(command: CommandLine) -> str:
     for field, expected in CLOSED_FORM.items():
         if (value := fields.get(field, expected)) not in (expected, ""):
             return (
-                f"config.{field} is {value!r}, expected {expected!r}, because the closed form is "
-                "that of AdamW on all parameters, sharded by default"
+                f"config.{field} is {value!r}, expected {expected!r}, because the closed form "
+                "assumes AdamW on all parameters and the default sharding"
             )
     try:
         check_closed_form(model)
@@ -329,8 +332,9 @@ def _rank_layouts(command: CommandLine, console: rich.console.Console) -> tuple[
     outcomes = rank_layouts(estimator, **codes)
     if not outcomes:
         raise ValueError(
-            f"--search: no layout on {topology.name} divides and fits, of batch_size="
-            f"{config.data.batch_size}; expected more devices, or a batch that they divide."
+            f"--search: no layout on {topology.name} divides the model and the batch "
+            f"(batch_size={config.data.batch_size}) and fits into memory; expected more devices, "
+            "or a batch size that the number of devices divides."
         )
     fastest = fastest_of_each_mesh(outcomes)
     title = (

@@ -23,7 +23,7 @@ from manualpar.training.monitoring.run_files import create_numbered_folder
 
 
 def answer(work: Callable[[rich.console.Console], Path]) -> int:
-    """Runs a command that writes a folder of results; prints how long that took, and the folder.
+    """Runs a command that writes a folder of results; prints the time it took, and the folder.
 
     `work` returns the folder, and raises a `UsageError` for a user's mistake. On Ctrl-C it may
     raise a `KeyboardInterrupt` whose argument is a text about the files written so far.

@@ -26,8 +26,8 @@ def draw_schedule(table: Table, path: Path, *, title: str, costs: Costs | None =
       table: The schedule's table.
       path: The file to write.
       title: The title of the picture.
-      costs: The operations of each part of a tick. Without costs, a backward pass takes as long as
-        two forward passes, and nothing else takes time.
+      costs: The FLOPs of each part of a tick. Without costs, a backward pass takes as long as two
+        forward passes, and nothing else takes time.
 
     Raises:
       MissingExtraError: matplotlib is not installed.

@@ -2,9 +2,9 @@
 
 In reading order: `hardware` and `topology` describe the devices, `step_work` the work of a traced
 step on each device, `timed_collectives` the seconds of its collectives, and `roofline` makes a
-`StepEstimate` (in `plan`) of the devices and the work. For TPUs `tpu_compiler` lets XLA compile the
-step, in the process of `tpu_worker`. `tpu_timeline` follows the compiled program with a clock, and
-`compiled_plan` makes a `StepEstimate` of the timeline. If the program does not fit, `out_of_memory`
-names the largest buffers. `sweep` compares strategies by the roofline. `plan_report` and
-`plan_picture` show the results.
+`StepEstimate` (in `plan`) from the devices and the work. For TPUs `tpu_compiler` lets XLA compile
+the step, in the process of `tpu_worker`. `tpu_timeline` computes when each instruction of the
+compiled program runs, and `compiled_plan` makes a `StepEstimate` from this timeline. If the program
+does not fit, `out_of_memory` names the largest buffers. `sweep` compares strategies by the
+roofline. `plan_report` and `plan_picture` show the results.
 """

@@ -1,7 +1,8 @@
 """Estimates a step that XLA has compiled for TPUs.
 
-The schedule, its collectives and the memory on a chip are facts. The time is an estimate: compute
-takes the compiler's cycles, and collectives follow from the links' bandwidth.
+The schedule, its collectives and the memory on a chip are read from the compiled program. The time
+is an estimate: the compiler estimates the cycles of compute, and the time of a collective follows
+from the bandwidth of the links.
 """
 
 import dataclasses
@@ -49,7 +50,7 @@ def plan_of(step: CompiledStep) -> StepEstimate:
     """Makes the `StepEstimate` of a compiled step: its memory and its time.
 
     Raises:
-      ValueError: The program cannot be followed, see `read_timeline`.
+      ValueError: The program has no known timeline, see `read_timeline`.
     """
     facts, topology, chip = step.facts, step.topology, step.topology.chip
     common: dict[str, Any] = {
@@ -103,10 +104,10 @@ def plan_of(step: CompiledStep) -> StepEstimate:
 
 
 def schedule_of(step: CompiledStep, *, by_links: bool = False) -> Timeline:
-    """Follows a compiled step that fits, with the clock and the links of its topology.
+    """Computes the timeline of a compiled step on the clock and the links of its topology.
 
     Args:
-      step: The step.
+      step: The step; it must fit into the memory.
       by_links: Whether every link is a separate resource, see `manualpar.planner.link_timeline`.
         If not, each collective uses all links.
     """
@@ -156,17 +157,19 @@ def _assumptions(step: CompiledStep) -> tuple[str, ...]:
     options = ", ".join(f"{name}={value}" for name, value in step.options.items())
     why = step.facts["why_options"]
     return (
-        f"Computing takes the cycles that the compiler estimates, at {chip.clock / 1e9:g} GHz "
-        f"({chip.source}); it estimates none for collectives, and none for what it copies ahead "
-        "between HBM and the chip's own memory, which counts as nothing.",
-        f"On the wire a collective takes its ring's bytes at {network.efficiency:.0%} of "
-        f"{network.bandwidth / 1e9:,.4g} GB/s a link and direction, and {network.launch * 1e6:.0f} "
-        f"µs to start and {network.latency * 1e6:.0f} µs a hop; one is on the wire at a time.",
-        "By links, a permutation occupies those on its way, first along x, then y, then z, and "
-        "runs beside others that need none of them; another collective takes the same time, on the "
-        "links of the dimensions in which its devices lie.",
-        "An asynchronous collective runs behind everything that is computed before it is waited "
-        "for, at no cost to either.",
+        f"Compute takes the cycles that the compiler estimates, at {chip.clock / 1e9:g} GHz "
+        f"({chip.source}). The compiler estimates no cycles for collectives, nor for copies "
+        "between HBM and the chip's own memory. These copies count as 0 seconds.",
+        f"A collective sends its ring's bytes at {network.efficiency:.0%} of "
+        f"{network.bandwidth / 1e9:,.4g} GB/s a link and direction. It also takes "
+        f"{network.launch * 1e6:.0f} µs to start and {network.latency * 1e6:.0f} µs a hop. Only "
+        "one collective is sent at a time.",
+        "With each link by itself, a permutation occupies only the links on its way, first along "
+        "x, then y, then z. Permutations on different links run at the same time. Any other "
+        "collective takes as long as on all links, and occupies the links of the dimensions that "
+        "its devices span.",
+        "An asynchronous collective runs at the same time as all compute between its start and the "
+        "wait for its end, and neither slows the other down.",
         f"Compiled with {options or 'no options but the defaults'}{why and f' ({why})'}; the links "
         f"of the mesh axes: {step.facts['links'] or 'one device'}.",
     )
@@ -179,10 +182,10 @@ def _of_kernels(schedule: Timeline, chip: Chip) -> Iterator[str]:
             for kernel in schedule.kernels
         )
         yield (
-            "Kernels, of which the compiler estimates no cycles, reach "
-            f"{kernel_efficiency(chip):.1%} of the peak in all that they compute, as published "
-            "speeds let them (manualpar.planner.hardware), and take no less than their bytes from "
-            f"and to memory: {listed}."
+            f"Kernels are assumed to reach {kernel_efficiency(chip):.1%} of the peak in all their "
+            "operations, because the compiler estimates no cycles for them. This share is fitted "
+            "to published speeds (manualpar.planner.hardware). A kernel takes at least the time to "
+            f"read and write its bytes. The kernels: {listed}."
         )
 
 
@@ -199,9 +202,9 @@ def _notes(schedule: Timeline) -> Iterator[str]:
             yield f"{seconds * 1e3:,.3g} ms of {kind} ({purpose}) of {where} are exposed."
     if schedule.unestimated:
         listed = ", ".join(f"{runs} x {name}" for name, runs in schedule.unestimated.items())
-        yield f"Without an estimate, and counted as nothing, in a step: {listed}."
+        yield f"The compiler has no estimate for these instructions; they count as 0: {listed}."
     if schedule.num_carried:
         yield (
-            f"{schedule.num_carried} collectives are begun in one turn of a loop and waited for in "
-            "the next; they are counted as waited for in the turn that begins them."
+            f"{schedule.num_carried} collectives start in one iteration of a loop and are waited "
+            "for in the next. The estimate waits for them in the iteration in which they start."
         )

@@ -1,14 +1,13 @@
-"""Computes how often to save on devices that fail, and the share of the time that trains.
+"""Computes how often a run should save if devices fail, and the share of its time that trains.
 
 Devices fail independently and at random: one of `n` devices fails every `M = device_mtbf / n`
-seconds on average. After a failure the run starts again, restores the newest checkpoint and
-computes again the steps after it. A save of `d` seconds follows every `t` seconds of training, and
-a failure costs `R` seconds besides the steps that are computed again. Then the expected time for
-`t` seconds of training is
+seconds on average. After a failure the run starts again, restores the newest checkpoint and repeats
+the steps after it. A save of `d` seconds follows every `t` seconds of training. A failure costs `R`
+seconds, in addition to the repeated steps. Then the expected time for `t` seconds of training is
 
     T(t) = M exp(R / M) (exp((t + d) / M) - 1)
 
-This assumes that saves, restarts and recomputed steps can fail too (Daly, "A higher order estimate
+This assumes that saves, restarts and repeated steps can fail too (Daly, "A higher order estimate
 of the optimum checkpoint interval for restart dumps", 2006,
 https://doi.org/10.1016/j.future.2004.11.016). For any `R`, `T(t) / t` is smallest for the `t` with
 
@@ -17,8 +16,8 @@ https://doi.org/10.1016/j.future.2004.11.016). For any `R`, `T(t) / t` is smalle
 Young's and Daly's estimates of this interval are closed forms.
 
 In this package a save blocks the loop only while the state is copied, for `blocked` seconds, and is
-complete `background` seconds later. A failure loses the steps since the last complete save was
-begun, which are `background` seconds more than in Daly's model. So `R` is the sum of the seconds
+complete `background` seconds later. A failure loses the steps since the start of the last complete
+save. These are `background` seconds more than in Daly's model. So `R` is the sum of the seconds
 until training continues and of `background`.
 
 The model leaves out simultaneous failures, devices that are only slow, and the time until a person
@@ -192,9 +191,9 @@ def scaled_costs(
 
 
 def longest_recovery(training: float, *, blocked: float, mtbf: float) -> float:
-    """Returns how long a recovery may take if a run is to train a share `training` of its time.
+    """Returns the seconds that a recovery may take if a run is to train for a share of its time.
 
-    Saves come at the best interval.
+    `training` is this share. The run saves at the best interval.
 
     Raises:
       ValueError: No recovery is short enough, or the share is not between 0 and 1.

@@ -1,4 +1,4 @@
-"""Plans how often a run should save, and estimates what its failures cost.
+"""Plans how often a run should save, and estimates the time that its failures cost.
 
 The plan assumes that a process has all GPUs of a node, or four TPU chips.
 """

@@ -1,9 +1,9 @@
 """Chips and the networks between them, with the source of each number.
 
-Peaks are not repeated here: they come from `manualpar.training.monitoring.throughput.PEAKS`. Every
-number is per `jax.Device`, so for a chip that is two devices (TPU7x) it is half of the chip's
-number. Bandwidths are bytes per second in one direction. (Vendors mostly print the sum of both
-directions, or bits.)
+Peak FLOP/s come from `manualpar.training.monitoring.throughput.PEAKS`. Every number of a `Chip` is
+per `jax.Device`. A TPU7x chip is two devices, so each device has half of the chip's number.
+Bandwidths are bytes per second in one direction. (Vendors mostly print the sum of both directions,
+or bits.)
 
 There are two kinds of networks. In a *torus* (TPU) every chip has two links for each dimension, to
 its neighbours; slices, each a torus, are joined by the data center's network. In *nodes* (GPU) all
@@ -225,13 +225,13 @@ def _gpu(name: str) -> Chip:
 
 
 def _shares(name: str, kind: str) -> dict[str, Any]:
-    """Returns the fields of a chip with the shares of its peaks, and with their calibration."""
+    """Returns a chip's efficiencies, and a text about the speeds to which they were fitted."""
     twin = SAME_PRODUCTS.get(name, name)
     found = "attention on published speeds of chips of its kind"
     if twin in FITTED_PRODUCTS:
         found = f"products on published speeds of {twin}, {found}"
     else:
-        found = f"{found}, products on nothing, {ASSUMED_PRODUCTS:.0%} are assumed"
+        found = f"{found}, products on no speeds: {ASSUMED_PRODUCTS:.0%} of the peak is assumed"
     return {
         "flops_efficiency": FITTED_PRODUCTS.get(twin, ASSUMED_PRODUCTS),
         "attention_efficiency": FITTED_ATTENTION[kind],

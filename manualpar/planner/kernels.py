@@ -1,9 +1,10 @@
 """Times Mosaic kernels, for which XLA's compiler for TPUs estimates no cycles.
 
 The traced program gives the number of operations in one run of a kernel
-(`manualpar.inspect.flops`), and the compiled program gives the number of runs. The name of the
-kernel, its operands and its number of blocks of scores identify it in both programs. A kernel
-reaches a share of the chip's peak, unless reading and writing its bytes takes longer.
+(`manualpar.inspect.flops`), and the compiled program gives the number of runs. A kernel is
+identified in both programs by its name, the shapes of its operands, and the number of blocks of
+attention scores that it computes. A kernel reaches a share of the chip's peak, unless reading and
+writing its bytes takes longer.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,8 +30,8 @@ class Kernel(NamedTuple):
 
     Attributes:
       shapes: The shapes of the kernel's operands on one device.
-      blocks: The number of blocks of scores that the kernel computes; `None` if the scope does not
-        give this number.
+      blocks: The number of blocks of attention scores that the kernel computes; `None` if the scope
+        does not give this number.
       flops: The number of operations in one run.
       dtype: The dtype in which the kernel multiplies.
     """
@@ -67,7 +68,7 @@ def kernel_name(instruction: Instruction) -> str:
 
 
 def kernel_efficiency(chip: Chip) -> float:
-    """Returns the share of the peak that a kernel reaches, counting all that it computes."""
+    """Returns the share of the peak that a kernel reaches, counting all its operations."""
     return min(1.0, chip.attention_efficiency * PRODUCTS_COMPUTED / PRODUCTS_COUNTED)
 
 

@@ -1,12 +1,12 @@
 """Models every directed link of a torus as a separate resource.
 
-In a permutation, data go from each source to its target, first along x, then y, then z; in a closed
-dimension they go the shorter way around. They load the links on this way. The permutation takes as
-long as its most loaded link, and starts when all of its links are free. So permutations in opposite
-directions run at the same time, and a permutation between devices that are no neighbours loads
-several links. Any other collective takes as long as if it used all links, but occupies only the
-links along the dimensions that its devices span. A collective that crosses slices occupies all
-links.
+In a permutation, each source sends its data to its target, first along x, then y, then z. In a
+dimension that is closed to a ring, the data go the shorter way around. All links on this way carry
+the data. The permutation takes as long as the link that carries the most bytes, and starts when all
+of its links are free. So permutations in opposite directions run at the same time, and a
+permutation between devices that are not neighbours occupies several links. Any other collective
+takes as long as if it used all links, but occupies only the links along the dimensions that its
+devices span. A collective that crosses slices occupies all links.
 """
 
 from collections import Counter

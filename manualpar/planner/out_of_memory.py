@@ -17,14 +17,14 @@ _PLACED = re.compile(rf"Used {_SIZE} of {_SIZE} hbm. Exceeded hbm capacity by {_
 _SEEN_BEFORE = re.compile(
     rf"total memory required[^(]*\({_SIZE}\) exceeds available HBM \({_SIZE}\)"
 )
-# A buffer is a paragraph: its size, then a line for each field, up to a ruler.
+# A buffer is a paragraph: its size, then a line for each field, up to a line of `=====`.
 _BUFFER = re.compile(rf"^\s*\d+\. Size: {_SIZE}[ \t]*$((?:\n(?!.*=====).*)*)", re.MULTILINE)
 
 
 class OutOfMemory(NamedTuple):
     """The bytes that a program needs on a chip, and the available bytes; 0 if not known.
 
-    The sentences give the missing bytes, and name the largest buffers.
+    `sentences` says how many bytes are missing, and names the largest buffers.
     """
 
     needed: int
@@ -57,7 +57,7 @@ def read_out_of_memory(message: str) -> OutOfMemory:
 
 
 def _describe(size: int, paragraph: str) -> str:
-    """Says how large a buffer is, and where it comes from."""
+    """Describes a buffer: its bytes, its shape, and the module and operation that made it."""
     lines = (line.strip().partition(": ") for line in paragraph.splitlines())
     fields = {name: value for name, _, value in lines}
     label = fields.get("XLA label", "")

@@ -2,8 +2,8 @@
 
 Two planners make estimates of the same form. In the first, XLA compiles the step for the topology,
 and `manualpar.planner.compiled_plan` reads the compiled program. In the second,
-`manualpar.planner.roofline` calculates with a traced program. Both estimate time, and state their
-assumptions. Seconds are per step, bytes per device.
+`manualpar.planner.roofline` calculates the estimate from a traced program or from closed forms.
+Both estimate time, and state their assumptions. Seconds are per step, bytes per device.
 """
 
 import dataclasses
@@ -47,12 +47,12 @@ class PlannedCollective:
 
 @dataclasses.dataclass(frozen=True)
 class StepEstimate:
-    """A step on a topology.
+    """The estimate of a step on a topology.
 
     Attributes:
       name: The strategy and the mode, such as `fsdp manual`.
       is_model: Whether the estimate is calculated, and not read off a compiled program.
-      source: Its source, such as `roofline` or `XLA's TPU compiler, libtpu 0.0.42`.
+      source: The source of the estimate: `roofline`, or `XLA's TPU compiler, libtpu 0.0.42`.
       hbm_bytes: The bytes of a device's memory that a program can use.
       memory: Bytes at the peak by class: parameters, gradients, optimizer, gathered, activations,
         batch, other. For a compiled program the classes are parameters, optimizer, batch, other
@@ -60,7 +60,7 @@ class StepEstimate:
       peak_bytes: The bytes of all classes. If the program does not fit: the needed bytes, as far as
         they are known.
       fits: Whether `peak_bytes` are at most `hbm_bytes`.
-      compute_seconds: The time of products and memory without collectives.
+      compute_seconds: The time of products and of memory traffic, without collectives.
       hbm_seconds: The part of `compute_seconds` that waits for memory and not for products; `None`
         if not known.
       exposed_seconds: The time in which the step waits for collectives and computes nothing.
@@ -118,7 +118,7 @@ class StepEstimate:
 
     @property
     def slow_seconds(self) -> float:
-        """The seconds of collectives that cross the network between slices or nodes, not hidden."""
+        """The seconds of collectives between slices or nodes, the hidden part included."""
         return sum(each.seconds or 0.0 for each in self.collectives if each.slow_bytes)
 
     def with_rates(self, throughput: Throughput) -> "StepEstimate":

@@ -126,7 +126,7 @@ def print_search(
 ) -> None:
     """Prints the first candidates that fit, in the order of the search, and why others do not.
 
-    A tilde marks a memory that was not read off the candidate's own program.
+    A tilde marks a memory that was derived from another candidate's program.
     """
     fitting = [x for x in outcomes if not x.reason and x.plan]
     are_traced = any(x.is_traced for x in fitting)
@@ -210,7 +210,7 @@ def _quoted(flag: str) -> str:
 def search_json(
     outcomes: Sequence[Outcome[Any]], curves: Mapping[str, Sequence[tuple[int, StepEstimate]]]
 ) -> dict[str, Any]:
-    """Returns a search as plain values."""
+    """Returns the candidates and the scaling curves of a search as values for JSON."""
     return {
         "candidates": [
             {

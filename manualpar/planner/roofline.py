@@ -1,12 +1,12 @@
-"""Estimates the time of a step by a model, which states its assumptions.
+"""Estimates the time of a step from its operations, its memory traffic and its collectives.
 
-A step is the computation of its devices, `C`, and its collectives, `S`. Each product takes the
-longer of two times: its operations at the chip's peak, and its bytes at the memory's bandwidth. A
-product reaches only a share of the peak and of the bandwidth; a fused attention kernel reaches
-another share (`manualpar.planner.hardware`). Elementwise operations between products take one more
-pass over the bytes that the products read and write. Each collective sends its bytes on a ring over
-its mesh axes, which are placed on the topology (`manualpar.planner.topology`), and waits for the
-latency of each hop.
+Let `C` be the seconds that a device computes, and `S` the seconds of its collectives. Each product
+takes the longer of two times: its operations at the chip's peak, and its bytes at the memory's
+bandwidth. A product reaches only a share of the peak and of the bandwidth; a fused attention kernel
+reaches another share (`manualpar.planner.hardware`). Elementwise operations between products take
+one more pass over the bytes that the products read and write. Each collective sends its bytes on a
+ring over its mesh axes, which are placed on the topology (`manualpar.planner.topology`), and waits
+for the latency of each hop.
 
 Collectives inside the differentiated model, which gather parameters and scatter their gradients,
 run while a neighbouring layer computes. The time `max(S - C, S of one layer)` is exposed in each
@@ -70,7 +70,7 @@ def estimate(
     Args:
       work: The work of a step, on a mesh with as many devices as the topology.
       topology: The devices.
-      rings: Known rings over axes of the work's mesh; new ones are added.
+      rings: A cache of rings by the axes of the work's mesh, to which the function adds rings.
       brief: Whether to leave out the collectives, the assumptions and the notes.
 
     Raises:
@@ -166,7 +166,7 @@ class _InTicks(NamedTuple):
 def _in_ticks(
     work: StepWork, pipeline: PipelineWork, timed: Sequence[TimedCollective], clock: Clock
 ) -> _InTicks:
-    """Times the ticks and waits of stages; hides the collectives of `timed` that are in ticks."""
+    """Times a stage's ticks; sets `hidden_seconds` of the collectives in `timed` in ticks."""
     parts, table, chip = pipeline.parts, pipeline.parts.table, clock.topology.chip
     costs: dict[str, float] = {}
     seconds = np.zeros(4)
@@ -222,7 +222,11 @@ def _flops_rate(chip: Chip, product: Product[float]) -> float:
 
 
 def _hide(inside: Sequence[TimedCollective], compute: float, *, runs: int = 1) -> float:
-    """Hides the collectives of one or more passes behind compute; returns the hidden share."""
+    """Hides the collectives of a pass behind compute, and returns the share that is hidden.
+
+    `inside` are the collectives of `runs` runs of the pass, and `compute` is the seconds of compute
+    in all runs. In each run, the collectives of one layer stay exposed.
+    """
     total = sum(x.seconds for x in inside)
     layers = summed((x.layer, x.seconds / x.collective.times) for x in inside)
     exposed = max(total - compute, runs * max(layers.values(), default=0.0))
@@ -271,17 +275,17 @@ def _of_pipeline(work: StepWork) -> Iterator[str]:
     if work.pipeline:
         table = work.pipeline.parts.table
         yield (
-            f"{table.num_stages} stages take {table.num_ticks} ticks together, each as long as its "
-            "slowest stage, and hop after each; computing and sending are those of a stage on "
-            "average."
+            f"All {table.num_stages} stages run the same {table.num_ticks} ticks. A tick lasts as "
+            "long as its slowest stage, and a hop to the neighbouring stages follows it. Computing "
+            "and sending are means over the stages."
         )
 
 
 def _of_outer_steps(work: StepWork) -> Iterator[str]:
     if work.outer_collectives:
         yield (
-            f"An outer step follows every {work.every} steps; each step is charged with its share "
-            "of the outer collectives, which nothing hides."
+            f"An outer step follows every {work.every} steps. The estimate of a step includes its "
+            "share of the outer step's collectives, and no compute hides them."
         )
 
 
@@ -292,46 +296,47 @@ def _notes(
         largest = max(plan.memory, key=lambda name: plan.memory[name])
         mend = MENDS.get(largest, "Use more devices or a smaller batch.")
         yield (
-            f"Does not fit: {-plan.spare_bytes / 2**30:.2f} GiB a device too much; most of it is "
-            f"{largest}, {plan.memory[largest] / 2**30:.2f} GiB. {mend}"
+            f"Does not fit: {-plan.spare_bytes / 2**30:.2f} GiB a device too much. The largest "
+            f"part is {largest}, {plan.memory[largest] / 2**30:.2f} GiB. {mend}"
         )
     inside = sum(x.seconds for x in timed if x.is_inside)
     if computing and inside > computing:
         tokens = work.throughput.tokens_per_example
         per_device = work.throughput.examples_per_step * (tokens or 1) // plan.num_devices
         yield (
-            f"Communication-bound: gathering and scattering take {_ms(inside)}, computing "
-            f"{_ms(computing)}, with {per_device:,} {'tokens' if tokens else 'examples'} a device "
-            f"and step; about {per_device * inside / computing:,.0f} would make them even. A "
-            "larger batch, fewer minibatches, a narrower gather_dtype, hsdp, or fewer devices "
-            "would help."
+            f"Communication-bound: gathering and scattering take {_ms(inside)}, and computing "
+            f"takes {_ms(computing)}, with {per_device:,} {'tokens' if tokens else 'examples'} a "
+            f"device and step. With about {per_device * inside / computing:,.0f}, both would take "
+            "equally long. A larger batch, fewer minibatches, a narrower gather_dtype, hsdp, or "
+            "fewer devices would help."
         )
     awaited = sum(x.seconds for x in timed if x.is_awaited)
     if awaited > 0.2 * (plan.step_seconds or 1):
         yield (
-            f"Split layers wait {_ms(awaited)} of a step for activations. Fewer devices along "
-            "their axis, on faster links, or a ring of permutations would help."
+            f"Split layers wait {_ms(awaited)} of a step for activations. Fewer devices along the "
+            "axis that splits layers, faster links for this axis, or a ring of permutations would "
+            "help."
         )
     hops = sum(x.seconds for x in timed if x.is_hop)
     bubble = plan.bubble_seconds
     if bubble is not None and bubble + hops > 0.2 * (plan.step_seconds or 1):
         yield (
             f"Stages wait {_ms(bubble)} of a step for each other, and "
-            f"{_ms(hops)} for what they send. More minibatches, fewer stages, or more chunks of "
-            "layers on a stage would help."
+            f"{_ms(hops)} for activations and gradients from their neighbours. More minibatches, "
+            "fewer stages, or more chunks of layers on a stage would help."
         )
     reductions = (x for x in timed if not (x.is_inside or x.is_awaited or x.is_hop))
     outside = sum(x.seconds for x in reductions)
     if outside > 0.2 * (plan.step_seconds or 1) and outside > 0.5 * (plan.exposed_seconds or 0.0):
         yield (
-            "Reductions after the backward pass, which nothing hides, take "
-            f"{_ms(outside)} of a step."
+            f"Reductions after the backward pass take {_ms(outside)} of a step, and no compute "
+            "hides them."
         )
     if any(x.is_doubled for x in timed):
         yield (
-            "Reduce-scatters over an axis that fills a torus count twice: XLA for TPU makes "
-            "all-reduces of them. A mesh of two axes, data and data_minor, avoids it with "
-            "config.parallel.axis_by_axis, and so does hsdp."
+            "Reduce-scatters over an axis that fills a torus count twice, because XLA for TPU "
+            "turns them into all-reduces. To avoid this, use hsdp, or a mesh of two axes, data and "
+            "data_minor, with config.parallel.axis_by_axis."
         )
 
 

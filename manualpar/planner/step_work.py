@@ -10,10 +10,11 @@ the work of steps that were not traced, and derives it from the work of a traced
 - `with_gather_dtype`: with another dtype arrays of the same shapes are sent, and only their bytes
   change.
 
-FLOPs and collectives are exact, with one exception: the other dtype also changes the sums of a
-split embedding's rows, which is left out. Memory is estimated: activations are divided by `m`, and
-gathered parameters scale with the ratio of the dtypes. Repeated reads of weights in each minibatch
-are not counted. So a sweep traces the programs that it ranks first.
+The derived FLOPs and collectives are exact, with one exception: another gather dtype also changes
+the dtype in which the rows of a split embedding are summed, which is left out. The derived memory
+is an estimate: activations are divided by `m`, and gathered parameters scale with the ratio of the
+dtypes. Repeated reads of weights in each minibatch are not counted. So a sweep also traces the
+programs that it ranks first.
 """
 
 import dataclasses
@@ -44,7 +45,7 @@ MINIBATCH = re.compile(r"\bminibatch(_\d+)?\b")
 
 
 class PartWork(NamedTuple):
-    """The work of one part of a tick, such as a forward pass, in all runs of a pipeline's stage."""
+    """The work of one part of a tick, such as a forward pass, in all its runs on one stage."""
 
     runs: int
     collectives: tuple[Collective, ...]
@@ -87,7 +88,7 @@ class StepWork:
       outer_collectives: The collectives of DiLoCo's outer steps; each fragment of the parameters
         is exchanged once.
       every: The number of steps in which all `outer_collectives` run once.
-      notes: Choices and assumptions of the readers.
+      notes: Sentences about the choices and assumptions made when the program was read.
       source: The source of the estimate: `roofline` for a traced program, or `closed form`.
     """
 
@@ -191,9 +192,9 @@ def read_work(
 def has_kernel(config: ml_collections.ConfigDict) -> bool:
     """Returns whether attention runs in a kernel on the config's chips.
 
-    If the config leaves the choice to the chips, the trace contains attention in blocks, because it
-    is made without the chips. Ring attention over split sequences has a kernel only on TPUs, and is
-    planned without the kernel.
+    If `config.model.attention` is "", the program's devices decide the kind of attention. The trace
+    is made without them, so it contains blockwise attention. Ring attention over split sequences
+    has a kernel only on TPUs, and is planned without the kernel.
     """
     is_kernel = config.model.get("attention") in ("", "splash", "cudnn")
     return is_kernel and CONTEXT_AXIS not in config.parallel.mesh
@@ -254,7 +255,7 @@ def with_minibatches(work: StepWork, num_minibatches: int) -> StepWork:
 def with_repeats(work: StepWork, times: int) -> StepWork:
     """Derives the work of a step of `times` minibatches from the work of a step of one of these.
 
-    The memory stays that of the step of one minibatch.
+    The memory is not changed, so it is still for a step of one minibatch.
     """
     assert work.num_minibatches == 1
     assert work.pipeline is None
@@ -284,8 +285,8 @@ def with_gather_dtype(work: StepWork, gather_dtype: str, *, reduce_dtype: str = 
     """Derives the work with parameters gathered in another dtype; the memory is an estimate.
 
     Args:
-      work: The work of a step that gathers parameters in the stored dtype. Quantized numbers, which
-        are bytes, do not change.
+      work: The work of a step that gathers parameters in the stored dtype. Quantized arrays (uint8)
+        do not change.
       gather_dtype: A dtype's name; `""` leaves the work unchanged.
       reduce_dtype: The dtype in which gradients are summed; `""` for `gather_dtype`.
     """

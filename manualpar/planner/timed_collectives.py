@@ -67,7 +67,7 @@ class TimedCollective:
 
     @property
     def is_hop(self) -> bool:
-        """Whether the collective sends between stages."""
+        """Whether the collective sends arrays from one pipeline stage to another."""
         return self.collective.purpose == PIPELINE_SCOPE
 
     @property
@@ -79,7 +79,10 @@ class TimedCollective:
 
 
 def planned_collectives(timed: Iterable[TimedCollective]) -> tuple[PlannedCollective, ...]:
-    """Adds up the collectives of each `PlannedCollective`; the longest sum comes first."""
+    """Sums collectives with equal kind, axes, purpose, phase and network; the slowest comes first.
+
+    Asynchronous and synchronous collectives are summed separately.
+    """
     groups: dict[Any, list[TimedCollective]] = {}
     for x in timed:
         sent = x.collective

@@ -288,7 +288,10 @@ def ring_over(topology: Topology, mesh: Mapping[str, int], axes: tuple[str, ...]
 
 
 def is_closed(topology: Topology, size: int) -> bool:
-    """Returns whether a dimension of `size` chips is a ring; a 3D torus has only rings or none."""
+    """Returns whether a dimension of `size` chips is closed to a ring.
+
+    In a 3D torus, either all dimensions are closed, or none.
+    """
     is_flat = topology.chip.network.dims == 2
     sides = (size,) if is_flat else topology.shape
     return size > 2 and closed_sides(sides, is_flat=is_flat)[0]

@@ -3,7 +3,7 @@
 libtpu contains the compiler and a description of every topology, and neither needs a TPU. The
 compiler runs in a separate process, `manualpar.planner.tpu_worker`, which writes the program's text
 and some facts about the program to a folder. `manualpar.planner.compiled_plan` makes a
-`StepEstimate` of text and facts.
+`StepEstimate` from the text and the facts.
 """
 
 import inspect

@@ -1,4 +1,4 @@
-"""Follows the schedule of a program that XLA has compiled for a TPU, with a clock.
+"""Computes when each instruction and collective runs in a program that XLA compiled for a TPU.
 
 A chip runs one computation at a time, and a link carries one collective at a time, in the order in
 which they start; chip and links work at the same time. A collective uses all links, unless the
@@ -7,8 +7,9 @@ as many cycles as the compiler estimates. A collective is sent as soon as it has
 links are free. An instruction that waits for a collective stalls the chip until the collective has
 ended: this part of the collective's time is *exposed*, and the rest is hidden. Between the start of
 an *asynchronous* collective and the wait for its end, other instructions run, which can hide the
-collective. A turn of a loop begins with free links, because the turn before has waited for all of
-its collectives. So one turn is followed, and counts once for each turn of the loop.
+collective. An iteration of a loop begins with free links, because the iteration before has waited
+for all of its collectives. So only one iteration is followed, and its times are multiplied by the
+number of iterations.
 
 The compiler estimates no cycles for a collective. If an instruction computes a product and also a
 part of a collective, the compiler estimates only the product (`tests/planner/tpu_timeline_test.py`
@@ -69,8 +70,8 @@ class Timeline:
       kernels: The kernels of the step, an entry for each.
       unestimated: The number of runs, by opcode, of instructions that work on a MiB or more and
         have no estimate of their cycles. They count as 0 cycles.
-      num_carried: The number of collectives that start in one turn of a loop and are waited for in
-        the next. They are assumed to end with the turn in which they start.
+      num_carried: The number of collectives that start in one iteration of a loop and are waited
+        for in the next. They are assumed to end with the iteration in which they start.
     """
 
     collectives: tuple[TimedCollective, ...]
@@ -114,7 +115,7 @@ def read_timeline(
     wire: SendModel,
     kernel_seconds: KernelSeconds | None = None,
 ) -> Timeline:
-    """Follows a program that was compiled for a TPU.
+    """Computes the timeline of a program that was compiled for a TPU.
 
     Args:
       text: The `as_text()` of the compiled program.
@@ -128,7 +129,7 @@ def read_timeline(
       branch that sends most).
 
     Raises:
-      ValueError: The text is no scheduled module; a loop has no known number of turns; or a
+      ValueError: The text is no scheduled module; a loop has no known number of iterations; or a
         collective is of a kind whose bytes are not known here.
     """
     header = text.partition("\n")[0]
@@ -181,7 +182,10 @@ class _Begun(NamedTuple):
 
 
 class _Block(Reading):
-    """Follows a computation from the time `now` on; `links_free` says when each link is free."""
+    """The timeline of one computation, from the time `now` on.
+
+    `links_free` gives, for each link, the time at which its last collective ends.
+    """
 
     module: _TimedModule
     reader = "read_timeline"

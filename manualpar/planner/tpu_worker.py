@@ -4,9 +4,9 @@
 
 The worker reads `request.json` in the folder, and writes the program's text to `program.txt` and
 everything else, also errors, to `result.json`. `manualpar.planner.tpu_compiler` starts the worker,
-with the environment that libtpu needs without a TPU. The worker is a separate process because this
-environment would keep a training process from looking for a TPU, and because a crash in libtpu ends
-the process.
+with the environment variables that libtpu needs on a machine without a TPU. The worker is a
+separate process because these variables would keep a training process from looking for a TPU, and
+because a crash in libtpu ends the process.
 """
 
 import importlib.metadata

@@ -1,10 +1,11 @@
 """Loads config files, and checks the fields of a config before anything else happens.
 
-A config file is Python with a `get_config()`, which returns an `ml_collections.ConfigDict`. Its
-values are plain, so that a flag can set every field and JSON can store it (tuples become lists).
-`FIELDS` lists the fields of every config, and `MODEL_FIELDS` the fields that a model adds. A config
-has exactly these fields. It may leave out fields with a default; `complete_config` fills them in. A
-field that only other strategies have is checked but not used.
+A config file is Python with a `get_config()`, which returns an `ml_collections.ConfigDict`. Each
+field is a number, a string, a bool, a tuple or a dict, so that a flag can set it and JSON can store
+it (tuples become lists). `FIELDS` lists the fields of every config, and `MODEL_FIELDS` the fields
+that a model adds. A config has no other fields, except those of registered strategies. It may leave
+out a field with a default; `complete_config` fills in the default. If a config has a field that
+only other strategies use, the field is checked but not used.
 """
 
 import difflib
@@ -33,7 +34,7 @@ from manualpar.strategies.fields import fields_of_options
 from manualpar.training.checkpoints.compatibility import REMOVED, renamed_value
 
 ON_NONFINITE = ("ignore", "stop", "skip", "rollback")
-LONGEST_SECONDS = 1e6  # Every clock and timer accepts it.
+LONGEST_SECONDS = 1e6  # Every clock and timer accepts this duration.
 
 
 FIELDS: Mapping[str, Field] = {
@@ -41,7 +42,7 @@ FIELDS: Mapping[str, Field] = {
     "profile": Field(str),
     "data.source": Field(str),
     "data.batch_size": Field(int, 1, below=2**31),
-    "data.prefetch": Field(int, 1, below=2**10),  # Each batch takes a thread.
+    "data.prefetch": Field(int, 1, below=2**10),  # Each prefetched batch takes a thread.
     "model.name": Field(str, choices=("classifier", "transformer")),
     "model.lora": Field(tuple, holds_names=True, default=()),
     "model.int8": Field(tuple, holds_names=True, default=()),
@@ -119,7 +120,7 @@ DICT_FIELDS = frozenset({"parallel.mesh"})
 
 
 def load_config(path: Path) -> ml_collections.ConfigDict:
-    """Runs a config file, and returns what its `get_config()` returns, completed and locked.
+    """Runs a config file, and returns the config of its `get_config()`, completed and locked.
 
     The config is not checked.
 
@@ -235,7 +236,7 @@ def check_config(config: Any) -> None:
         if name not in values and fields[name].default is None:
             raise ValueError(f"config.{name} is missing, expected {fields[name].expectation()}.")
     for kind in strategy_kinds().values():
-        # Configs of other strategies may have the fields of a registered strategy.
+        # A config may also have fields of a registered strategy that it does not use.
         fields |= {f"parallel.{name}": field for name, field in kind.fields.items()}
     # The model's name comes first, because it decides which other fields there are.
     for name, value in sorted(values.items(), key=lambda item: item[0] != "model.name"):
@@ -274,7 +275,7 @@ def check_config(config: Any) -> None:
 
 
 def _check_written_out(config: ml_collections.ConfigDict) -> None:
-    """Refuses a program that would take hours to trace and compile."""
+    """Refuses a config with so many unrolled layers or minibatches that compiling takes hours."""
     layers = () if config.model.get("scan_layers", False) else ("model.num_layers",)
     for name in (*layers, "optimizer.num_minibatches"):
         group, field = name.split(".")

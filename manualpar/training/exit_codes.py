@@ -49,8 +49,8 @@ def ending_all(
 ) -> Iterator[None]:
     """Ends all processes if this context raises an error that the other processes may not raise.
 
-    Enter it inside every context whose exit waits for the other processes. Errors of the types in
-    `agreed` end nothing, because all processes raise them.
+    Enter this context inside every context whose exit waits for the other processes. An error of a
+    type in `agreed` does not end the other processes, because they raise the same error.
     """
     try:
         yield

@@ -39,8 +39,8 @@ from manualpar.training.task import (
     splits_layers,
 )
 
-# The program's option `nonfinite` for each `config.training.on_nonfinite`. The training loop stops
-# or rolls back when the program reports.
+# `config.training.on_nonfinite` -> the program's option `nonfinite`. If the program reports a
+# non-finite loss or gradient, the training loop stops or rolls back.
 NONFINITE = {"ignore": "ignore", "stop": "report", "skip": "skip", "rollback": "report"}
 # The axes that split the batch, if the mesh has them. `replica` comes first; some strategies
 # replicate parameters over it. `data` and `data_minor` together are the data axis, in two parts for
@@ -74,8 +74,8 @@ def prepare(
 
     Args:
       config: The config.
-      devices: The devices to train on; by default all of `jax.devices()`. A number of devices gives
-        a program that is traced for so many devices and cannot run.
+      devices: The devices to train on; by default all of `jax.devices()`. If this is a number, the
+        program is traced for that number of devices and cannot run.
       task: The model, loss and data; by default `make_task(config)`.
 
     Raises:
@@ -148,8 +148,8 @@ def build_experiment(
     """Traces the program that `config` describes, for batches of the task's data.
 
     Ignores options that the strategy does not have, such as `pad` for `dp`. If the mesh has several
-    of `DATA_AXES`, the strategy shards over all of them as if they were one axis. It leaves out
-    `replica` if it replicates over that axis.
+    of `DATA_AXES`, the strategy shards over all of them as if they were one axis. A strategy that
+    replicates over `replica` does not shard over that axis.
     """
     return _build(config, task, schedule, devices)[0]
 
@@ -236,7 +236,7 @@ def _build(
 
 
 def _check_left_to_xla(values: Mapping[str, Any]) -> None:
-    """Refuses fields about communication in a mode in which XLA chooses it."""
+    """Refuses options of communication in a mode in which XLA chooses the communication."""
     choices = {x.field: x.xla_chooses for x in PROGRAM_OPTIONS.values() if x.xla_chooses}
     choices["parallel.sequence"] = "how activations are sharded"
     for field, default in (fields_of_manual_mode() | {"parallel.sequence": False}).items():
@@ -301,7 +301,7 @@ def _check_split(config: ml_collections.ConfigDict, task: Task, mesh: Mesh | Abs
 def _check_stages_and_context(
     config: ml_collections.ConfigDict, task: Task, mesh: Mesh | AbstractMesh
 ) -> None:
-    """Refuses a config whose layers or sequences do not divide over stages or `context`."""
+    """Refuses a config whose layers do not divide over `stage`, or sequences over `context`."""
     for axis, missing in ((STAGE_AXIS, "layers in a scan"), (CONTEXT_AXIS, "sequences")):
         if axis in mesh.shape and not isinstance(task.model, Transformer):
             raise ValueError(
@@ -316,8 +316,8 @@ def _check_stages_and_context(
                 "expected True: a pipeline is cut at the scan over layers."
             )
         stages, chunks = mesh.shape[STAGE_AXIS], config.parallel.pipeline_chunks
-        # If layers are of two kinds, a pipeline cuts between groups of `every` layers. The last
-        # stage also has the layers that remain.
+        # In a model with `global_every`, a pipeline cuts only between groups of `every` layers. If
+        # some layers remain, the last stage computes them too.
         every = config.model.global_every
         groups = (config.model.num_layers - config.model.dense_layers) // max(every, 1)
         if not groups or groups % (stages * chunks):
@@ -342,10 +342,11 @@ def _check_stages_and_context(
 def _mesh_axes(parallel: ml_collections.ConfigDict, *, is_split: bool) -> dict[str, int]:
     """Returns the sizes of the mesh axes, `DATA_AXES` first, because a config keeps no order.
 
-    So axes whose names `manualpar.core.mesh.mesh_order` does not know get the fastest links.
+    Axes whose names `manualpar.core.mesh.mesh_order` does not know come last. There the links are
+    the fastest. `is_split` is true for a transformer, whose layers may be split over an axis.
     """
     sizes = parallel.mesh.to_dict()
     first = {axis: sizes[axis] for axis in DATA_AXES if axis in sizes}
     if is_split and not first and set(sizes) <= {SPLIT_AXIS, CONTEXT_AXIS, STAGE_AXIS}:
-        first = {"data": 1}  # All devices compute parts of the same examples.
+        first = {"data": 1}  # All devices work on the same examples.
     return first | sizes

@@ -66,7 +66,7 @@ def fill_from_hf(
 def initial_state(
     config: ml_collections.ConfigDict, program: Program, *, report: Callable[[str], None]
 ) -> TrainState:
-    """Loads a run's first state from `config.model.from_hf`, or initializes one if that is ''.
+    """Loads a run's first state from `config.model.from_hf`; if it is '', initializes a state.
 
     Raises:
       UsageError: The files do not fit the model; see `load_hf`.

@@ -2,12 +2,12 @@
 
 A run is loaded in three steps. `saved_config` reads the config of the newest checkpoint,
 `prepare_saved` builds an experiment for the devices at hand, and `restore_saved` restores the
-state. `load_run` takes all three. `load_directory` loads a Hugging Face model instead.
+state. `load_run` does all three. `load_directory` loads a Hugging Face model instead.
 
-The parallelism of the run does not matter, because a checkpoint stores global arrays, of which each
-device reads its own part. Here every parameter is sharded over the data axis, and by default all
-devices are along it. If the run averages its parameters, the average is loaded, because evaluations
-used it too.
+The parallelism of the run does not matter, because a checkpoint stores global arrays, and each
+device reads its own part of each array. The loaded model is sharded over the data axis, and by
+default the mesh has only this axis. If the run kept a moving average of its parameters, the average
+is loaded, because the run evaluated the average too.
 """
 
 import dataclasses
@@ -40,7 +40,8 @@ from manualpar.training.experiment import Experiment, prepare
 from manualpar.training.task import EXPERT_AXIS, SPLIT_AXIS
 from manualpar.training.workdir import FOLDER, open_checkpoints
 
-# Values of `config.parallel`: every parameter is sharded, and communication is exact.
+# The fields of `config.parallel` with which a model is loaded: every parameter is sharded, and
+# communication is exact.
 SPLITS: dict[str, Any] = {
     "strategy": FSDP.name,
     "mode": "manual",
@@ -119,7 +120,8 @@ def load_directory(directory: AnyPath, *, mesh: Mapping[str, int] | None = None)
     """Loads a Hugging Face model from a directory, see `load_hf`; `mesh` is as in `load_run`.
 
     Raises:
-      ValueError: No `Transformer` can be the model in the directory, or there is no tokenizer.
+      ValueError: `Transformer` does not support the model in the directory, or there is no
+        tokenizer.
 
     Communication:
       None.
@@ -184,7 +186,7 @@ def prepare_saved(
     """
     config = config.copy_and_resolve_references().unlock()
     kind = strategy_kinds().get(config.parallel.strategy, FSDP)
-    # Only DiLoCo can load a state with DiLoCo's replicas. So the strategy stays, with one replica.
+    # Only DiLoCo can load the state of a DiLoCo run. So the strategy stays, with one replica.
     strategy_fields = {} if kind.is_exact else {"strategy": kind.name, "inner": FSDP.name}
     for name, value in (SPLITS | strategy_fields).items():
         if name in config.parallel:

@@ -39,7 +39,8 @@ def flops_of_example(task: Task, model: Any, program: Program) -> float:
     if all(place.trainable for _, place in program.parameters):
         return task.flops_per_example
     some = _products(model, task, program, program.model.trainable)
-    # With gradients of `BATCH`, because the closed form also counts the gradients of float inputs.
+    # This also takes the gradient with respect to the batch, because the closed form counts the
+    # gradients of float inputs.
     every = _products(task.model, task, program, ("*",), argnums=(TRAINED, BATCH))
     return task.flops_per_example * float(some / every)
 

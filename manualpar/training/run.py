@@ -60,7 +60,10 @@ class Result(NamedTuple):
 
 
 class ResultsTarget(NamedTuple):
-    """The folder of a run, the local folder for its files, and a function that publishes them."""
+    """The folder of a run, the local folder for its files, and a function that uploads the files.
+
+    If `workdir` is not in a bucket, `folder` is `workdir`, and `publish` uploads nothing.
+    """
 
     workdir: AnyPath
     folder: Path
@@ -184,7 +187,7 @@ def _run(
 
 
 def _no_lock() -> None:
-    """Does nothing; processes without the lock use this in place of a check of the lock."""
+    """Does nothing; a process that does not hold the lock calls this instead of checking it."""
 
 
 def _describe(experiment: Experiment, *, cluster: Cluster, console: rich.console.Console) -> None:
@@ -251,7 +254,7 @@ def _write_report(
 
 
 def _rates(experiment: Experiment) -> Callable[[int, float], dict[str, float]]:
-    """Makes a function that computes the rates to report from (steps, seconds)."""
+    """Makes a function from (steps, seconds) to the rates to report, such as tokens per second."""
     task, devices = experiment.task, experiment.program.mesh.devices
     throughput = Throughput(
         examples_per_step=experiment.config.data.batch_size,

@@ -32,7 +32,7 @@ from manualpar.training.config import complete_config
 
 # For each weight: a multiplication and an addition forward, and twice as many backward.
 FLOPS_PER_WEIGHT = 6
-# The fields of `config.model` that `fine_tuned` takes. The others are arguments of the model.
+# The fields of `config.model` that `fine_tuned` uses. The model takes the others as arguments.
 FINE_TUNING_FIELDS = ("lora", "lora_alpha", "int8")
 # The mesh axes of tensor, expert, context and pipeline parallelism, in this order.
 SPLIT_AXIS, EXPERT_AXIS, CONTEXT_AXIS, STAGE_AXIS = "model", "expert", "context", "stage"
@@ -142,7 +142,7 @@ def _language_modelling(config: ml_collections.ConfigDict) -> Task:
             more["busiest_expert"] = max(shares) * number
         return means | more
 
-    # The prompt is encoded here, so that a bad one is refused before the training.
+    # The prompt is encoded here, so that a bad prompt is refused before the training.
     prompt = np.concatenate([[tokenizer.bos_token], tokenizer.encode(config.sample.prompt)])
 
     def sample(state: TrainState, rng: jax.Array) -> str:
@@ -173,7 +173,8 @@ def _language_modelling(config: ml_collections.ConfigDict) -> Task:
 def splits_layers(config: ml_collections.ConfigDict) -> bool:
     """Returns whether the config's mesh splits the layers of a transformer.
 
-    With `parallel.rules` the axis only shards parameters, and layers gather them before use.
+    With `parallel.rules`, the axis `SPLIT_AXIS` only shards parameters, and layers gather them
+    before use.
     """
     return SPLIT_AXIS in config.parallel.mesh and not config.parallel.rules
 

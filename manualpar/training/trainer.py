@@ -171,8 +171,8 @@ class Trainer:
                 if restored is None:
                     raise
                 state, (step, earlier) = restored
-                # Not counted from the checkpoint's position: after an earlier rollback, which
-                # skipped batches, `position` counts more examples at the same step.
+                # This counts from `position`, because the checkpoint's position may be too small:
+                # an earlier rollback to the same checkpoint skipped batches.
                 failed = position.examples + (error.step - position.step) * batch_size
                 position = Position(step, failed)
                 self.report(
@@ -218,7 +218,7 @@ class Trainer:
         self.cluster.enter(BETWEEN_STEPS)
 
     def _evaluate_on(self, split: str, state: TrainState, step: int) -> None:
-        """Evaluates a split; if the run keeps a moving average of the parameters, evaluates that.
+        """Evaluates a split, with the moving average of the parameters if the run keeps one.
 
         The recorder reports the mean metrics once it has fetched them.
         """
@@ -263,7 +263,7 @@ class Trainer:
     def _wait_for_checkpoint(self) -> None:
         """Waits until the latest save is on disk, even if the disk is slow."""
         work = f"waiting for the checkpoint that was saved last in {self.checkpoints.folder}"
-        # `Checkpoints` has a shorter limit, so that its error, which is more precise, comes first.
+        # `Checkpoints` has a shorter limit, so that its more precise error is raised first.
         limit = self.checkpoints.longest_save + EXTRA_SECONDS
         self.cluster.enter(work, limit=limit, varies=True)
         with self.recorder.leave_out(), self.detector.during(work):

@@ -130,11 +130,11 @@ def check_continues(config: ml_collections.ConfigDict, workdir: AnyPath) -> list
         try:
             check_resumable(saved, written, defaults=field_defaults(config))
         except ValueError:
-            note = f"{CONFIG_FILE} there is not of the run whose checkpoint is the newest"
+            note = f"{CONFIG_FILE} there is from another run than the newest checkpoint"
     earlier = written if saved is None else saved
     changes = [] if earlier is None else _compare(earlier, config, workdir=workdir, note=note)
     lines = [f"changed since the run began: {change}" for change in changes]
-    return [f"{note}; going on as the checkpoint says", *lines] if note else lines
+    return [f"{note}; the checkpoint's config is used", *lines] if note else lines
 
 
 def _read_config(path: AnyPath) -> dict[str, Any]:
@@ -163,12 +163,12 @@ def _compare(
     except ValueError as error:
         raise ValueError(
             f"--workdir={workdir} holds another run: {error}"
-            + (f"\n{note}, and the checkpoint counts." if note else "")
+            + (f"\n{note}; the checkpoint's config is compared." if note else "")
         ) from error
 
 
 def _longest_save(stall_seconds: float) -> float:
-    """Returns the most seconds for a save, by `config.watch.stall_seconds` (0: a week)."""
+    """Returns the time limit of a save in seconds: 600 or more, or a week if the argument is 0."""
     return max(2 * stall_seconds, 600.0) if stall_seconds else 7 * 24 * 3600.0
 
 
@@ -236,8 +236,8 @@ def _check_extra(restored: Restored) -> None:
     except Exception as error:  # The JSON may have any content, so any error is possible.
         why = explain_failure(error)
         raise CheckpointError(
-            f"the checkpoint of step {restored.step} does not hold what a run saves besides its "
-            f"arrays ({why}): delete this checkpoint to go on from an earlier one, or begin "
+            f"the checkpoint of step {restored.step} does not hold the JSON that a run saves with "
+            f"its arrays ({why}): delete this checkpoint to go on from an earlier one, or begin "
             "another run in another workdir."
         ) from error
 

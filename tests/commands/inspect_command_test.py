@@ -253,7 +253,7 @@ def test_a_budget_is_written_kept_and_broken(capsys):
 def test_what_is_compiled_is_not_checked_where_nothing_is(capsys):
     Path("b.toml").write_text("[fsdp]\ntemporaries = 1\n")
     assert _run(FSDP, *WHOLE, *ABSTRACT, "--budget=b.toml") == 0
-    assert "not checked, because nothing was compiled or it is not known: temporaries" in (
+    assert "not checked, because nothing was compiled or the number is not known: temporaries" in (
         capsys.readouterr().out
     )
 

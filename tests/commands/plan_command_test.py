@@ -114,7 +114,7 @@ def test_the_old_names_of_a_search_are_understood(capsys, monkeypatch):
     flags = ("--topology=h100:2", "--layouts")
     assert plan_command(_command(*SMALL, *flags, "--config.data.batch_size=2")) == 0
     output = capsys.readouterr().out
-    assert "--layouts goes with the next release: --search is in its place." in output
+    assert "--layouts will be removed in the next release; use --search." in output
     assert "meshes fit; the fastest, by a closed form" in output
 
 
@@ -251,7 +251,7 @@ def test_a_search_without_closed_form_traces_and_leaves_a_table_and_a_picture(ca
     assert [point["devices"] for point in written["weak_scaling"]["fsdp"]] == [8]
     assert Path("here/search.png").read_bytes().startswith(b"\x89PNG")
     output = capsys.readouterr().out
-    assert "Programs are traced: config.model.name is 'classifier'" in output
+    assert "so programs are traced: config.model.name is 'classifier'" in output
     assert "fit; the fastest, by a model" in output
     command.flags.search = False
     assert plan_command(command) == 2  # The folder is taken.

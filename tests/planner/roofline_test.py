@@ -186,7 +186,7 @@ def test_too_few_tokens_a_device_are_called_communication_bound():
     [note] = [note for note in few.notes if note.startswith("Communication-bound")]
     # 16 examples of 4 tokens on 8 devices, and 112 s to 28 s: four times as many.
     assert "with 8 tokens a device" in note
-    assert "about 32 would" in note
+    assert "With about 32, both would" in note
     many = estimate(_work(gathers, [_product("forward", 28_000.0)], tokens=4), NODE)
     assert not many.notes
 

@@ -55,9 +55,10 @@ def test_the_newest_checkpoint_counts(tmp_path):
 def test_where_the_file_is_of_another_run_the_checkpoint_counts(tmp_path):
     put_checkpoint(tmp_path, config_with())
     put_config(tmp_path, config_with(seed=9))
-    note = "config.json there is not of the run whose checkpoint is the newest"
-    assert check_continues(config_with(), tmp_path) == [f"{note}; going on as the checkpoint says"]
-    with pytest.raises(ValueError, match=rf"  seed: 42 -> 9\n{note}, and the checkpoint counts\."):
+    note = "config.json there is from another run than the newest checkpoint"
+    assert check_continues(config_with(), tmp_path) == [f"{note}; the checkpoint's config is used"]
+    counts = rf"  seed: 42 -> 9\n{note}; the checkpoint's config is compared\."
+    with pytest.raises(ValueError, match=counts):
         check_continues(config_with(seed=9), tmp_path)
 
 
@@ -145,9 +146,9 @@ def test_a_whole_checkpoint_is_compared_again(tmp_path):
     ],
 )
 def test_what_no_run_saves_is_refused(tmp_path, changes):
-    with pytest.raises(CheckpointError, match="of step 20 does not hold what a run saves besides"):
+    with pytest.raises(CheckpointError, match="of step 20 does not hold the JSON that a run saves"):
         restored_with(tmp_path, EXTRA | changes)
     missing = {name: value for name, value in EXTRA.items() if name not in changes}
     if len(missing) < len(EXTRA):
-        with pytest.raises(CheckpointError, match="does not hold what a run saves besides"):
+        with pytest.raises(CheckpointError, match="does not hold the JSON that a run saves"):
             restored_with(tmp_path, missing)

@@ -194,8 +194,8 @@ def check_closed_form(model: Transformer) -> None:
         if (got := fields[field]) != value:
             raise ValueError(
                 f"plan: config.model.{field} is {got}, expected {value} in an estimate in closed "
-                "form, which covers one kind of layer and experts that are chosen and have a "
-                "capacity"
+                "form, which covers neither dense layers before layers with experts, nor shared "
+                "experts, nor experts without a capacity"
             )
 
 

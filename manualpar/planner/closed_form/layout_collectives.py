@@ -125,7 +125,8 @@ class LayoutCollectives:
     def _together(self) -> bool:
         """Whether all stages run a chunk in each tick in which one stage has to run a chunk.
 
-        With context parallelism they do, because the ring in a chunk needs all devices.
+        This is so with context parallelism, because attention sends keys and values around a ring,
+        and all devices must take part.
         """
         return bool(self.model.context.axis)
 
@@ -231,7 +232,7 @@ class LayoutCollectives:
         data = self.forms[0].program.data_axes
         of_data = math.prod(sizes[axis] for axis in data)
         others = tuple(axis for axis in sizes if axis not in data)
-        if sizes.get(CONTEXT_AXIS, 1) > 1:  # To the zigzag order of positions.
+        if sizes.get(CONTEXT_AXIS, 1) > 1:  # Moves the positions to the zigzag order.
             rows = (self.x.B * layout.num_minibatches, self.x.S // 2)
             for dtype in (INT32, INT32, FLOAT32):
                 yield Collective(
@@ -265,7 +266,7 @@ class LayoutCollectives:
 
         stream = (x.B, x.S // layout.model, x.D)
         yield sent("permute", stream, BFLOAT16, 2 * table.num_ticks)
-        if experts := self.model.experts.num_experts:  # What layers sow: losses and counts.
+        if experts := self.model.experts.num_experts:  # Losses and counts that layers `sow`.
             of_layers = (self.model.num_layers, x.B)
             yield sent("permute", of_layers, FLOAT32, 3 * 2 * table.num_ticks)
             yield sent("permute", (*of_layers, experts), FLOAT32, 2 * table.num_ticks)

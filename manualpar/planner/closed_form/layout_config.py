@@ -65,7 +65,7 @@ def trace_layout(
     """Traces the program of a layout, and estimates it by the roofline.
 
     Attention is timed as one fused kernel. Without stages only one minibatch is traced, because the
-    minibatches of a step are alike; the memory is then that of a step of one minibatch.
+    minibatches of a step are alike; the estimated memory is then for a step of one minibatch.
 
     Raises:
       ValueError: The program cannot be built, or the mesh does not fit into the topology.

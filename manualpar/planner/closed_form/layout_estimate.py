@@ -1,11 +1,11 @@
 """Estimates a step on a layout that has not been traced.
 
 The closed form makes the `StepWork` of a layout: its collectives, its products and its memory. The
-roofline times it, as it times the work of a traced program (`manualpar.planner.roofline`).
+roofline then times this work like the work of a traced program (`manualpar.planner.roofline`).
 
 The closed form makes these assumptions. Only the largest products and reductions count. All stages
 have as many layers as the fullest stage. If a model has a token that begins documents, each step
-numbers the documents of its batch. A step looks for gradients that are not finite. Quantizing and
+numbers the documents of its batch. Each step checks that gradients are finite. Quantizing and
 dequantizing take no time, and quantization saves bytes that are sent, but no memory.
 """
 
@@ -147,7 +147,7 @@ class LayoutEstimator:
     def _uncached_on_mesh(
         self, layout: Layout, num_layers: int
     ) -> tuple[Transformer, tuple[ParameterForm, ...]]:
-        """Returns the model as a mesh's program has it, and the collectives of its parameters."""
+        """Returns the model for the layout's program, and the collectives of its parameters."""
         model = self.model
         if layout.stage > 1 and num_layers != model.num_layers:  # As if all stages were full.
             model = model.clone(num_layers=num_layers)

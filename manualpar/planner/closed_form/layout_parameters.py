@@ -43,7 +43,7 @@ STRATEGIES: Mapping[bool, str] = {
 
 
 def model_on(model: Transformer, layout: Layout) -> Transformer:
-    """Returns the model as the program of a layout has it."""
+    """Returns a copy of the model whose split, experts and context use the layout's axes."""
     axes = layout.mesh
     expert, context = (axis if axis in axes else None for axis in (EXPERT_AXIS, CONTEXT_AXIS))
     return model.clone(

@@ -1,7 +1,7 @@
 """The products and the memory of a device in a step, in closed form, for an untraced layout.
 
-The products are the products of the traced program, forward and backward. Attention is one fused
-kernel, which keeps its scores on the chip and computes the half that a causal mask leaves.
+The closed form lists the products that a traced program has, forward and backward. Attention is one
+fused kernel, which keeps its scores on the chip and computes the half that a causal mask leaves.
 `tests/planner/closed_form/layout_law_test.py` compares the products with `read_work`.
 
 Memory is the memory at the fullest moment: the state, the activations that layers keep for their
@@ -23,7 +23,8 @@ from manualpar.planner.step_work import repeated
 
 HALF, SINGLE = 2, 4  # Bytes of an element: bfloat16 (computed and sent) and float32 (stored).
 STATE = 2  # The number of Adam's averages of a parameter.
-# The loss reads the logits for the largest logit, the sum, the label's logit and the accuracy.
+# The loss reads the logits four times: to find the largest logit, the sum, the label's logit, and
+# the accuracy.
 LOGIT_READS = 4
 
 
@@ -50,8 +51,8 @@ def layer_products(x: DeviceSizes, layout: Layout) -> Iterator[Product[float]]:
         yield _product("out" if x.post_norms else "", (T, x.F, D))
         return
     rows = x.R // x.experts_per_device
-    # The products of several experts have a batch dimension, and `dots` does not keep such
-    # products.
+    # The products of several experts have a batch dimension, and remat `dots` does not keep the
+    # results of such products.
     part = "experts" if x.experts_per_device > 1 else "mlp"
     yield _product(part, (rows, D, x.F), 2 * x.experts_per_device)
     yield _product(part, (rows, x.F, D), x.experts_per_device)

@@ -14,7 +14,7 @@ from typing import Any
 FIXED = ("model.", "data.", "seed", "parallel.param_dtype")
 FREE = (
     *("data.batch_size", "data.prefetch", "data.cache", "model.attention", "model.remat"),
-    "model.from_hf",  # Its files are read only when a run begins.
+    "model.from_hf",  # The files in this directory are read only when a run begins.
 )
 # Removed fields, each with the value that had no effect and the reason for the removal. None of
 # these fields changed the trained function.

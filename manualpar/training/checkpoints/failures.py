@@ -1,4 +1,4 @@
-"""Turns an error of saving or restoring into a sentence that says what to do about it.
+"""Turns an error of saving or restoring into a sentence with the reason and the remedy.
 
 Orbax and tensorstore raise many types of errors: an `OSError`, a `ValueError` with the text of a
 C++ status, a bare `Exception`. This package turns them all into `CheckpointError`, except errors
@@ -29,7 +29,7 @@ class CheckpointError(Exception):
 
 
 def explain_failure(error: BaseException) -> str:
-    """Explains an error of the operating system; of any other error, returns type and first line.
+    """Explains an error of the operating system; for another error, gives type and first line.
 
     The function searches the causes of the error and their texts too, because tensorstore names an
     error of the operating system only in a text.

@@ -34,7 +34,8 @@ from manualpar.training.checkpoints.failures import CheckpointError
 from manualpar.training.checkpoints.orbax_log import mute
 
 # The largest chunk of a stored array. A read always reads complete chunks. Chunks of this size are
-# so small that a device of another mesh reads little more than its shard, and read fast enough.
+# so small that a device of another mesh reads little more than its shard, and large enough to be
+# read fast.
 CHUNK_BYTES = 1 << 20
 
 

@@ -54,7 +54,7 @@ class StepProfiler:
 
     steps: range
     folder: Path  # Created in the first profiled step.
-    say: Callable[[str], None]  # Called with the path of the profile, or why there is none.
+    say: Callable[[str], None]  # Called with a sentence: the profile's path, or why it is missing.
     _traced: list[int] = dataclasses.field(default_factory=list)
     # Holds the annotation of a step.
     _step: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)

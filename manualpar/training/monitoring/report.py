@@ -55,8 +55,8 @@ def write_report(
       workdir: The folder of the run.
       title: The title of the page.
       facts: Names and values to show in a table, such as the mesh or how the run ended.
-      report: Called with a sentence for each file from which something is left out, because a run
-        would not write it. Also called if matplotlib is missing: then there are no charts.
+      report: Called with a sentence for each file that has content which no run writes, so that it
+        is left out. Also called if matplotlib is missing: then there are no charts.
 
     Raises:
       WriteError: The report cannot be written.

@@ -11,10 +11,11 @@ A line of `metrics.jsonl` or `throughput.jsonl` is an object with `step`, `split
 or `test`) and numbers by name. JSON has no infinity or NaN, so the lines have `null` for them. The
 event file has the original values.
 
-A run that resumes from a checkpoint repeats all steps after the checkpoint. So the two files are
-cut back to their *place*: their sizes in bytes at the checkpoint, each at the end of a line. The
-lines after the place are first copied to `discarded.jsonl` and then cut off. If the process is
-killed after the copy, both files have these lines, and the next resume copies them once more.
+A run that resumes from a checkpoint repeats all steps after the checkpoint. So `metrics.jsonl` and
+`throughput.jsonl` are cut back to their *place*: their sizes in bytes at the checkpoint. A place is
+always the end of a line. The lines after the place are first copied to `discarded.jsonl` and then
+cut off. If the process is killed between the copy and the cut, the next resume copies the lines
+once more.
 
 `write` returns after it has passed the lines and events to the operating system, so a killed run
 loses none of them.

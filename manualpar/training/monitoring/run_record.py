@@ -40,8 +40,8 @@ class RunRecord(NamedTuple):
     """The content of a run's files.
 
     `resumes` are the lines of `discarded.jsonl`: one line for each resume and each rollback.
-    `left_out` has a sentence for each file from which something was left out, because a run would
-    not write it.
+    `left_out` has a sentence for each file that has content which no run writes, so that it was
+    left out.
     """
 
     config: Record
@@ -84,7 +84,7 @@ def _read_lines(
 ) -> Sequence[Record]:
     """Reads the JSON objects of a file, one per line, and ignores an unfinished last line.
 
-    Lines that a run would not write are left out, and a sentence about them is added to `left_out`.
+    Lines that no run writes are left out, and a sentence about these lines is added to `left_out`.
     """
     records, damaged, reason, number = [], [], "", 0
     try:
