@@ -72,7 +72,7 @@ def bytes_more(before: Sent, after: Sent) -> float:
 
 
 def sent_by(collectives: Iterable[Json], *names: str) -> dict[tuple[str, ...], Sent]:
-    """Groups collectives, traced or compiled, by their fields `names`, and adds up each group.
+    """Adds up collectives, traced or compiled, in groups by their fields `names`.
 
     Returns:
       The sums of each group by the values of these fields, in the order of first appearance.

@@ -188,7 +188,7 @@ def _difference(written: _Written, running: _Running) -> int:
 
 
 def _pair(written: _Written, running: _Running) -> Iterator[Change]:
-    """Pairs as many runs as both collectives have left, and yields the change between the two."""
+    """Matches as many runs as both collectives have left; yields the change between the two."""
     runs = min(written.left, running.left)
     written.left -= runs
     written.found += runs
