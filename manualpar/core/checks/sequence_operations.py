@@ -1,9 +1,10 @@
-"""The results of operations on values of a sequence that is divided over devices.
+"""Derives the `SplitValue` of each operation's results from the `SplitValue`s of its operands.
 
-`sequence_values` defines the kinds of values, and `shard_operations` defines the operations that
-are right along a split dim. This file handles operations whose result depends on more than shapes:
-sums over positions, comparisons that keep a count from being 0, reshapes, collectives and random
-numbers.
+The positions of a sequence are divided over devices. A `SplitValue` describes how a device's value
+relates to the value of the full sequence, see `sequence_values`. `shard_operations` defines the
+operations that are right along a split dim. This file handles operations whose result depends on
+more than shapes: sums over positions, comparisons that keep a count from being 0, reshapes,
+collectives and random numbers.
 """
 
 import dataclasses
@@ -37,9 +38,9 @@ _LINEAR = frozenset(
 _OF_ONE_NUMBER = frozenset(
     "broadcast_in_dim convert_element_type copy reshape squeeze stop_gradient".split()  # noqa: SIM905
 )
-# The results of these operations are integers if all operands are integers.
+# The results of these operations have only integer entries if all operands do.
 _INTEGRAL = _LINEAR | {"add", "concatenate", "dot_general", "max", "min", "mul", "select_n", "sub"}
-# For a comparison `count <op> 0`: whether it is true if the count is not 0.
+# Comparison -> whether `count <comparison> 0` is true if the count is more than 0.
 _TESTS = {"gt": True, "ne": True, "eq": False, "le": False}
 # The largest constant that may keep a count from being 0. `max` with 1 changes no count that is not
 # 0, and adding 1e-5 changes it by at most a hundred-thousandth.
@@ -54,7 +55,7 @@ _COLLECTIVES = SUMS | frozenset(
 
 
 class SequenceOperations:
-    """The rules for operations that contain no inner program.
+    """The rules for operations without an inner jaxpr; loops and conditionals have one.
 
     Args:
       axis: The mesh axis over which positions are divided.
@@ -97,7 +98,7 @@ class SequenceOperations:
         ]
 
     def summed(self, value: SplitValue) -> SplitValue:
-        """Returns the `SplitValue` of the sum of a value over the devices along the axis."""
+        """Returns the `SplitValue` of the `psum` of a value over the mesh axis."""
         if value.kind == "zero":
             return value
         if value.count is None and value.kind in ("same", "sum"):
@@ -121,7 +122,7 @@ class SequenceOperations:
             return [guarded]
         ins = [self._split_dim(name, *x) for x in zip(part.invars, whole.invars, strict=True)]
         if len(part.outvars) != len(whole.outvars):
-            refuse(f"makes {len(part.outvars)} arrays of a split array by {name}", "size")
+            refuse(f"makes {len(part.outvars)} arrays from a split array by {name}", "size")
         outs = [self._split_dim(name, *y) for y in zip(part.outvars, whole.outvars, strict=True)]
         if name in ("random_bits", "random_split"):
             return [_random(name, values[0], is_split=outs[0] is not None)]
@@ -166,7 +167,7 @@ class SequenceOperations:
         results = []
         for variable, dim in zip(eqn.outvars, outs, strict=True):
             if dim is None and was_split:
-                refuse(f"makes {list(variable.aval.shape)} of a split array by {name}", "size")
+                refuse(f"makes {list(variable.aval.shape)} from a split array by {name}", "size")
             if dim is None or result.kind not in ("same", "split"):
                 results.append(result)
             else:
@@ -177,7 +178,7 @@ class SequenceOperations:
         return results
 
     def _guard(self, eqn: Any, values: list[SplitValue], numbers: list[int]) -> SplitValue | None:
-        """Finds the result of an operation that keeps a count from being 0; else `None`.
+        """Finds the result of an operation that guards a count against 0; `None` for all others.
 
         Such operations are comparisons like `count > 0`, `max(count, 1)`, `count + 1e-8`, `count +
         (count == 0)`, `where(count > 0, count, 1)`, `where(count > 0, total / count, 0)`, and casts
@@ -244,8 +245,8 @@ def _sum_over_positions(
 def _random(name: str, key: SplitValue, *, is_split: bool) -> SplitValue:
     """Finds the value of random bits or new keys.
 
-    Refuses split results from a key that is the same on all devices, and results that are not split
-    from a key that differs between devices.
+    If the key is the same on all devices, the result must not be split. If the keys of the devices
+    differ, random bits must be split.
     """
     differs = key.kind in ("device", "split")
     if is_split and not differs:
@@ -266,7 +267,7 @@ def _reshaped(eqn: Any, layout: Layout, before: int, dim: int) -> Layout:
     outside = math.prod(y.aval.shape[:dim])
     within = outer // outside * length
     if outer % outside or not within or size % within:
-        shapes = f"{list(y.aval.shape)} of positions {list(x.aval.shape)}"
+        shapes = f"{list(y.aval.shape)} from positions {list(x.aval.shape)}"
         refuse(f"makes {shapes} by reshape", "reshape")
     return outer // outside, length, size // within
 
@@ -285,7 +286,7 @@ def _check_plain(name: str, values: Sequence[SplitValue]) -> None:
 
 
 def _keeps_value(eqn: Any, value: SplitValue) -> bool:
-    """Returns whether a cast changes no value, as a cast of a mask or an integer to float32."""
+    """Returns whether a cast changes no entry, such as a cast of a mask to float32."""
     new = np.dtype(eqn.params["new_dtype"])
     return value.is_integral and new != np.bool_ and new.itemsize >= 4
 
