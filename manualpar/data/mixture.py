@@ -124,7 +124,8 @@ def mix(entries: Sequence[Entry], load: Callable[[Entry], LanguageDataset]) -> L
             raise _refused(
                 entry,
                 f"whose tokenizer is not the tokenizer of {_shown(entries[0])}; expected the "
-                "same tokenizer in config.data.tokenizer and in all directories of the source 'tokens'",
+                "same tokenizer in config.data.tokenizer and in all directories of the source "
+                "'tokens'",
             )
     made = make_fingerprint("mixture", shares, [dataset.fingerprint for dataset in datasets])
     splits: dict[str, Any] = {}

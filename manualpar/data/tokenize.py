@@ -73,7 +73,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--input", required=True, help="a file, a directory or a glob")
+    parser.add_argument(
+        "--input", required=True, help='a file, a directory, a glob, or "" for the standard library'
+    )
     parser.add_argument("--output", type=path_flag, required=True, help="the directory to create")
     parser.add_argument("--source", default="text", choices=("text", *SUFFIXES, "chat"))
     parser.add_argument(

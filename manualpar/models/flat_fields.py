@@ -33,6 +33,7 @@ GROUPS: Mapping[str, Any] = {
     "split": Split(),
     "context": Context(),
 }
+# Flat name -> the field in a group.
 FLAT = {
     name: field
     for group, default in GROUPS.items()

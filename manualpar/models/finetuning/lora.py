@@ -92,8 +92,8 @@ def lora(
         )
     if not isinstance(targets, Mapping) or not targets:
         raise TypeError(
-            f"lora: targets is {targets!r}, expected ranks by globs on module paths, such as "
-            "{'*/attention/query': 8}."
+            f"lora: targets is {targets!r}, expected a dict from globs on module paths "
+            "to ranks, such as {'*/attention/query': 8}."
         )
     for glob, rank in targets.items():
         if not isinstance(glob, str) or isinstance(rank, bool) or not isinstance(rank, int):

@@ -85,14 +85,13 @@ def quantized(
         )
     if not isinstance(targets, Mapping) or not targets:
         raise TypeError(
-            f"quantized: targets is {targets!r}, expected lengths of blocks by globs on paths of "
-            "parameters, such as {'*kernel': 64}."
+            f"quantized: targets is {targets!r}, expected a dict from globs on parameter "
+            "paths to block lengths, such as {'*kernel': 64}."
         )
     for glob, block in targets.items():
         if not isinstance(glob, str) or isinstance(block, bool) or not isinstance(block, int):
             raise TypeError(
-                f"quantized: targets has {glob!r}: {block!r}, expected a glob and the length of a "
-                "block."
+                f"quantized: targets has {glob!r}: {block!r}, expected a glob and a block length."
             )
         if block < 1:
             raise ValueError(
@@ -137,7 +136,7 @@ class QuantizedModel:
         found = {glob: block for glob, block in self.targets if fnmatch.fnmatchcase(path, glob)}
         if len(set(found.values())) > 1:
             raise ValueError(
-                f"quantized: parameter {path!r} has more than one length of blocks in targets, "
+                f"quantized: parameter {path!r} has more than one block length in targets, "
                 f"{found}; expected one. Make a glob narrower."
             )
         return next(iter(found.values()), None)

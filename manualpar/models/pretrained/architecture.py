@@ -20,6 +20,7 @@ from manualpar.models.pretrained.families import FAMILIES, UNUSED_KEYS, Family
 from manualpar.system.storage import GivenPath, user_path
 from manualpar.system.storage.untrusted import read_object
 
+# The kinds of layers in `layer_types`: layers without a window, and layers with a window.
 FULL, SLIDING = "full_attention", "sliding_attention"
 # Names of activations: in `config.json` -> in `Transformer`.
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
@@ -336,4 +337,5 @@ class _Keys:
         return kind(value)
 
 
+# Flat name of a field of `Transformer` -> its default.
 DEFAULTS = flatten_fields(Transformer())
